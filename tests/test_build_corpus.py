@@ -1,0 +1,299 @@
+"""tools/build_corpus.py: the split, the deduplication and what torchtitan reads of the result."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+import build_corpus
+from torchtitan.components.tokenizer import build_hf_tokenizer
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import build_text_dataloader, build_text_validation_dataloader
+
+VOCAB_SIZE = 300
+
+
+@pytest.fixture(autouse=True)
+def quiet_libraries(monkeypatch, tmp_path):
+    """Keep the tokenizers on one thread and the Arrow cache of ``datasets`` out of the home folder."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf_cache")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A text tree of 20 packages with 5 different files each."""
+    root = tmp_path / "tree"
+    for package in range(20):
+        folder = root / f"package{package:02d}"
+        folder.mkdir(parents=True)
+        for index in range(5):
+            lines = [f"def function_{package}_{index}_{line}(value): return value * {line}\n" for line in range(20)]
+            (folder / f"module{index}.py").write_text("".join(lines))
+    return root
+
+
+def build(out, *arguments):
+    return build_corpus.main(["--out", str(out), "--vocab-size", str(VOCAB_SIZE), *map(str, arguments)])
+
+
+def build_tree(out, tree, *arguments):
+    return build(out, "--no-stdlib", "--input", tree, *arguments)
+
+
+def read_records(folder):
+    return [
+        json.loads(line)
+        for path in sorted(folder.glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+
+
+def read_manifest(out):
+    return json.loads((out / "corpus.json").read_text())
+
+
+def contents(out):
+    return {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_splits_share_no_package(tmp_path, tree):
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree, "--held-out-fraction", 0.2) == 0
+
+    manifest = read_manifest(out)
+    records = {split: read_records(out / split) for split in ("train", "validation")}
+    packages = {split: {record["package"] for record in records[split]} for split in records}
+    assert packages["train"].isdisjoint(packages["validation"])
+    assert sorted(packages["validation"]) == manifest["held_out_packages"]
+    assert sorted(packages["train"]) == manifest["train_packages"]
+    assert len(packages["train"] | packages["validation"]) == 20
+    # All packages are about equally long, so a fifth of the bytes is four of them, or three if they are the longer.
+    assert len(packages["validation"]) in (3, 4)
+    for split, members in records.items():
+        assert manifest["documents"][split] == len(members)
+        assert manifest["bytes"][split] == sum(len(record["text"].encode()) for record in members)
+
+
+def test_held_out_packages_that_exceed_the_fraction_are_the_smallest():
+    rng = random.Random(0)
+    assert build_corpus.choose_held_out({"a": 50, "b": 30, "c": 40}, 0.05, rng) == {"b"}
+    assert build_corpus.choose_held_out({"a": 50, "b": 30, "c": 40}, 0, rng) == set()
+
+
+def test_duplicates_and_unusable_files_are_left_out(tmp_path, tree):
+    text = (tree / "package00" / "module0.py").read_text()
+    for name in ("copy_in_other_package.py", "and_another.txt"):
+        (tree / "package07" / name).write_text(text)
+    (tree / "package01" / "empty.py").write_text("")
+    (tree / "package01" / "short.py").write_text("import this\n")
+    (tree / "package02" / "latin1.txt").write_bytes(("é" * 200).encode("latin-1"))
+    (tree / "package02" / "data.bin").write_bytes(bytes(1000))
+    (tree / "package03" / ".hidden.py").write_text("x = 1\n" * 100)
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree) == 0
+
+    texts = [record["text"] for split in ("train", "validation") for record in read_records(out / split)]
+    assert len(texts) == len(set(texts)) == 100
+    manifest = read_manifest(out)
+    assert manifest["duplicates_removed"] == 2
+    assert manifest["too_short_removed"] == 1  # An empty file has no document at all.
+    assert manifest["files_not_text"] == 2
+
+
+def test_long_documents_split_at_line_boundaries(tmp_path, tree):
+    # U+2028 and the form feed separate lines for str.splitlines, but not for Python or an editor.
+    text = "".join(f"line {index} \u2028 \f {'ü' * 40}\n" for index in range(4000)) + "no newline at the end"
+    (tree / "package00" / "long.txt").write_text(text, encoding="utf-8")
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree, "--held-out-fraction", 0) == 0
+
+    pieces = [r["text"] for r in read_records(out / "train") if r["path"] == "package00/long.txt"]
+    assert "".join(pieces) == text
+    assert len(pieces) == -(-len(text.encode()) // build_corpus.MAX_DOCUMENT_BYTES)
+    assert all(piece.endswith("\n") for piece in pieces[:-1])
+    assert all(len(piece.encode()) <= build_corpus.MAX_DOCUMENT_BYTES for piece in pieces)
+    assert not (out / "validation").exists()
+
+
+def test_a_single_long_line_stays_whole():
+    line = "x" * 100 + "\n"
+    pieces = list(build_corpus.split_at_lines("a\n" + line + "b\n", max_bytes=10))
+    assert pieces == [("a\n", 2), (line, 101), ("b\n", 2)]
+
+
+def test_builds_are_reproducible_and_seeded(tmp_path, tree):
+    for name, seed in (("first", 1), ("second", 1), ("other", 2)):
+        assert build_tree(tmp_path / name, tree, "--seed", seed) == 0
+    first = contents(tmp_path / "first")
+    assert first == contents(tmp_path / "second")
+    order = [[record["path"] for record in read_records(tmp_path / name / "train")] for name in ("first", "other")]
+    assert order[0] != order[1]
+    assert order[0] != sorted(order[0])
+
+
+def test_max_bytes_limits_a_sample_of_all_packages(tmp_path, tree):
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree, "--max-bytes", 40_000) == 0
+    manifest = read_manifest(out)
+    assert 35_000 < sum(manifest["bytes"].values()) <= 40_000
+    assert len(manifest["train_packages"]) > 10
+
+
+def test_parts_are_limited_and_all_are_loaded(tmp_path, tree, monkeypatch):
+    monkeypatch.setattr(build_corpus, "MAX_PART_BYTES", 30_000)
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree) == 0
+    assert len(list((out / "train").iterdir())) > 2
+    assert len(read_records(out / "train")) == read_manifest(out)["documents"]["train"]
+
+
+def test_rebuild_only_when_asked(tmp_path, tree, capsys):
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree) == 0
+    before = contents(out)
+    (tree / "package05" / "new.py").write_text("value = 1\n" * 100)
+
+    capsys.readouterr()
+    assert build_tree(out, tree) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert contents(out) == before
+
+    assert build_tree(out, tree, "--seed", 3) == 2
+    assert "seed (0 -> 3)" in capsys.readouterr().err
+    assert contents(out) == before
+
+    assert build_tree(out, tree, "--force") == 0
+    assert sum(read_manifest(out)["documents"].values()) == 101
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_foreign_folders_are_not_touched(tmp_path, tree, capsys, force):
+    out = tmp_path / "thesis"
+    out.mkdir()
+    assert build_tree(out, tree, *force) == 0  # Empty folders are fine.
+
+    (out / "corpus.json").unlink()
+    before = contents(out)
+    assert build_tree(out, tree, *force) == 2
+    assert "not built by this tool" in capsys.readouterr().err
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vocab-size", "257"], "--vocab-size must be at least 258"),
+        (["--held-out-fraction", "1"], "--held-out-fraction"),
+        (["--max-bytes", "10"], "--max-bytes"),
+        (["--packages", "no-such-distribution"], "no distribution 'no-such-distribution'"),
+        (["--input", "no/such/folder"], "is not a directory"),
+        (["--no-stdlib"], "add --packages or --input"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, capsys, arguments, message):
+    out = tmp_path / "corpus"
+    assert build(out, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_output_inside_input_is_refused(tree, capsys):
+    assert build_tree(tree / "corpus", tree) == 2
+    assert "would read its own output" in capsys.readouterr().err
+
+
+def test_one_package_cannot_be_split(tmp_path, capsys):
+    root = tmp_path / "tree"
+    root.mkdir()
+    (root / "only.txt").write_text("words and more words\n" * 50)
+    assert build_tree(tmp_path / "corpus", root) == 2
+    assert "at least two packages" in capsys.readouterr().err
+
+
+def test_installed_distributions_are_packages(tmp_path):
+    out = tmp_path / "corpus"
+    assert build(out, "--no-stdlib", "--packages", "torchtitan", "Typing_Extensions") == 0
+    manifest = read_manifest(out)
+    assert manifest["held_out_packages"] == ["distribution/typing-extensions"]
+    assert manifest["train_packages"] == ["distribution/torchtitan"]
+    assert set(manifest["versions"]["packages"]) == {"torchtitan", "typing-extensions"}
+    paths = [record["path"] for record in read_records(out / "train")]
+    assert "torchtitan/train.py" in paths
+    assert all(path.endswith(".py") for path in paths)
+
+
+def test_standard_library_by_default(tmp_path):
+    out = tmp_path / "corpus"
+    assert build(out, "--max-bytes", 2_000_000) == 0
+    manifest = read_manifest(out)
+    packages = manifest["train_packages"] + manifest["held_out_packages"]
+    assert all(package.startswith("stdlib/") for package in packages)
+    assert "stdlib/asyncio" in packages
+    assert not any("site-packages" in record["path"] for record in read_records(out / "train"))
+    assert 0 < manifest["bytes"]["validation"] <= 0.05 * sum(manifest["bytes"].values())
+
+
+def job_config(out):
+    config = JobConfig()
+    config.model.hf_assets_path = str(out / "tokenizer")
+    config.training.dataset = config.validation.dataset = "c4_test"
+    config.training.dataset_path = str(out / "train")
+    config.validation.dataset_path = str(out / "validation")
+    config.training.seq_len = config.validation.seq_len = 64
+    config.training.local_batch_size = config.validation.local_batch_size = 4
+    return config
+
+
+def test_torchtitan_loads_the_tokenizer(tmp_path, tree):
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree) == 0
+    tokenizer = build_hf_tokenizer(job_config(out))
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    assert None not in (tokenizer.bos_id, tokenizer.eos_id)
+    assert tokenizer.bos_id != tokenizer.eos_id
+
+    text = "def f(x):\n\treturn 'übung \U0001f600'  # nowhere in the corpus\n"
+    tokens = tokenizer.encode(text)
+    assert max(tokens) < VOCAB_SIZE
+    assert tokenizer.decode(tokens) == text
+    # torchtitan adds both tokens exactly when its data loader asks for them.
+    assert tokenizer.encode(text, add_bos=True, add_eos=True) == [tokenizer.bos_id, *tokens, tokenizer.eos_id]
+
+
+def test_small_texts_give_fewer_tokens(tmp_path, tree, capsys):
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree, "--vocab-size", 100_000) == 0
+    vocab_size = build_hf_tokenizer(job_config(out)).get_vocab_size()
+    assert VOCAB_SIZE < vocab_size == read_manifest(out)["vocab_size"] < 100_000
+    assert f"only {vocab_size} tokens" in capsys.readouterr().err
+
+
+def test_torchtitan_trains_on_both_splits(tmp_path, tree):
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree, "--held-out-fraction", 0.2) == 0
+    config = job_config(out)
+    tokenizer = build_hf_tokenizer(config)
+    for split, build_loader in (
+        ("train", build_text_dataloader),
+        ("validation", build_text_validation_dataloader),
+    ):
+        loader = build_loader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=config, infinite=False)
+        batches = list(loader)
+        inputs, labels = batches[0]
+        assert inputs["input"].shape == labels.shape == (4, 64)
+        assert (inputs["input"][:, 1:] == labels[:, :-1]).all()
+
+        # The whole split and nothing else, in its order.
+        stream = [
+            token
+            for record in read_records(out / split)
+            for token in tokenizer.encode(record["text"], add_bos=True, add_eos=True)
+        ]
+        assert inputs["input"][0].tolist() == stream[:64]
+        num_sequences = sum(len(labels) for _, labels in batches)
+        assert num_sequences == len(stream) // 65

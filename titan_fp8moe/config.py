@@ -1,0 +1,38 @@
+"""The settings of the recipe, one dataclass shared by the functional API and torchtitan's ``[fp8_flow_moe]`` table."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_type_hints
+
+
+@dataclass
+class Fp8FlowMoEConfig:
+    wgrad: Literal["balanced", "scaling_aware", "requantize", "bf16"] = "balanced"
+    """How the weight gradient's fp8 operands are transposed. ``balanced`` shares each token's scale between the two
+    operands first, which keeps small tokens under any scale pattern; ``scaling_aware`` is the paper's;
+    ``requantize`` quantizes columns anew; ``bf16`` multiplies the dequantized rows, for debugging."""
+
+    save_h: Literal["bf16", "fp8"] = "bf16"
+    """Precision in which GEMM 1's output is kept for the backward."""
+
+    recompute: Literal["none", "activation", "experts"] = "activation"
+    """What the backward recomputes instead of keeping it: nothing; the SwiGLU output, from GEMM 1's output; or also
+    GEMM 1's output, from the dispatched fp8 rows (``save_h`` then has no effect)."""
+
+    filter_fqns: list[str] = field(default_factory=list)
+    """MoE layers whose fully qualified name contains one of these strings stay in bf16, e.g. ``layers.1.``."""
+
+    emulate: bool = False
+    """Run the plain PyTorch reference on a GPU the kernels do not support (anything but compute capability 9.0)."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            allowed, value = get_args(hints[f.name]), getattr(self, f.name)
+            if hints[f.name] in (bool,):
+                ok, expected = isinstance(value, bool), "true or false"
+            elif f.name == "filter_fqns":
+                ok, expected = isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of strings"
+            else:
+                ok, expected = value in allowed, "one of " + ", ".join(repr(a) for a in allowed)
+            if not ok:
+                raise ValueError(f"fp8_flow_moe.{f.name} is {value!r}; set it to {expected}")

@@ -1,0 +1,151 @@
+"""SwiGLU with the router's score and quantization in one pass, forward and backward; fp32 inside."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_fp8moe.kernels.quantize import quantize_tiles
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+
+# Rows per program. It divides 128, so a program lies on one side of offsets_E[-1]; the scales of 32 rows are one 32-byte
+# sector of a column. (M is a multiple of 128, so as a kernel argument it never causes a new specialization.)
+ROWS = 32
+
+
+def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
+    """Uninitialized (M, D) e4m3 and its (M, D // 128) scales, uint8 column-major."""
+    q = torch.empty(M, D, dtype=FP8, device=like.device)
+    return q, torch.empty(D // TILE, M, dtype=torch.uint8, device=like.device).t()
+
+
+@triton.jit
+def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr):
+    """Quantizes x (ROWS, 128) into tile column ``tile`` of q (M, D) and of its column-major scales."""
+    values, byte = quantize_tiles(x)
+    tl.store(q + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :], values)
+    tl.store(scale + tile * M + row, byte)
+
+
+@triton.jit
+def _load_tiles(x, scale, row, tile, M, D, TILE: tl.constexpr):
+    """Tile column ``tile`` of x (M, D) as fp32 (ROWS, 128); bf16 without, e4m3 with column-major scales."""
+    values = tl.load(x + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :]).to(tl.float32)
+    if scale is not None:
+        byte = tl.load(scale + tile * M + row).to(tl.int32)
+        values *= (byte << 23).to(tl.float32, bitcast=True)[:, None]
+    return values
+
+
+@triton.jit
+def _swiglu_kernel(
+    h, score, last_offset, q, q_scale, h_q, h_scale, M, H,
+    SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is to be kept in fp8."""
+    tile, first = tl.program_id(0), tl.program_id(1) * ROWS
+    if first >= tl.load(last_offset):
+        return
+    row = first + tl.arange(0, ROWS)
+    up_tile = tile + H // TILE
+    g = _load_tiles(h, None, row, tile, M, 2 * H, TILE)
+    u = _load_tiles(h, None, row, up_tile, M, 2 * H, TILE)
+    if h_q is not None:
+        _store_tiles(h_q, h_scale, g, row, tile, M, 2 * H, TILE)
+        _store_tiles(h_q, h_scale, u, row, up_tile, M, 2 * H, TILE)
+    s = tl.load(score + row)[:, None]
+    if SCORE_FIRST:
+        g, u = s * g, s * u
+    out = g * tl.sigmoid(g) * u
+    if not SCORE_FIRST:
+        out *= s
+    _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
+
+
+def swiglu_quantize(
+    h_M2H: Tensor, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """GEMM 2's operand from GEMM 1's output; see :func:`titan_fp8moe.recipe.swiglu_quantize`.
+
+    Args:
+        h_M2H: (M, 2H) bf16, gate then up; M and H multiples of 128.
+        score_M: (M,) fp32.
+        offsets_E: (E,) int32; rows at and past its last entry are skipped.
+
+    Returns:
+        (M, H) e4m3, (M, H // 128) e8m0 column-major; h as (M, 2H) e4m3, (M, 2H // 128) e8m0, empty unless ``keep_h``.
+    """
+    M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
+    q, q_scale = _rows(h_M2H, M, H)
+    h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
+    _swiglu_kernel[(H // TILE, M // ROWS)](
+        h_M2H, score_M, offsets_E[-1:], q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, M, H,
+        SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=4,
+    )  # fmt: skip
+    return q, q_scale.view(E8M0), h_q, h_scale.view(E8M0)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    d, h, h_scale, score, last_offset, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr,
+    SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program takes whole rows, so that ds is summed in one fixed order. h: bf16, or e4m3 with h_scale."""
+    first = tl.program_id(0) * ROWS
+    if first >= tl.load(last_offset):
+        return
+    row = first + tl.arange(0, ROWS)
+    s = tl.load(score + row)[:, None]
+    ds_row = tl.zeros((ROWS,), tl.float32)
+    for tile in range(H // TILE):
+        up_tile = tile + H // TILE
+        da = _load_tiles(d, None, row, tile, M, H, TILE)
+        h_g = _load_tiles(h, h_scale, row, tile, M, 2 * H, TILE)
+        h_u = _load_tiles(h, h_scale, row, up_tile, M, 2 * H, TILE)
+        if SCORE_FIRST:
+            g, u = s * h_g, s * h_u
+        else:
+            g, u = h_g, h_u
+        sigmoid = tl.sigmoid(g)
+        silu = g * sigmoid
+        out = silu * u
+        if not SCORE_FIRST:
+            ds_row += tl.sum(da * out, axis=1)
+            out *= s
+            da *= s
+        dg = da * u * (sigmoid * (1 + g * (1 - sigmoid)))
+        du = da * silu
+        if SCORE_FIRST:
+            ds_row += tl.sum(dg * h_g + du * h_u, axis=1)
+            dg *= s
+            du *= s
+        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE)
+        _store_tiles(dh, dh_scale, du, row, up_tile, M, 2 * H, TILE)
+        _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
+    tl.store(ds + row, ds_row)
+
+
+def swiglu_quantize_backward(
+    d_MH: Tensor, h_M2H: Tensor, h_scale: Tensor | None, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of GEMM 1's output and of the score; see :func:`titan_fp8moe.recipe.swiglu_quantize_backward`.
+
+    Args:
+        d_MH: (M, H) bf16.
+        h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0 column-major.
+        score_M: (M,) fp32.
+        offsets_E: (E,) int32; rows at and past its last entry are skipped.
+
+    Returns:
+        dh (M, 2H) e4m3, (M, 2H // 128) e8m0; GEMM 2's operand (M, H) e4m3, (M, H // 128) e8m0; ds (M,) fp32. Scales are
+        column-major.
+    """
+    M, H = d_MH.shape
+    dh, dh_scale = _rows(d_MH, M, 2 * H)
+    q, q_scale = _rows(d_MH, M, H)
+    ds = torch.empty(M, dtype=torch.float32, device=d_MH.device)
+    _swiglu_backward_kernel[(M // ROWS,)](
+        d_MH, h_M2H, None if h_scale is None else h_scale.view(torch.uint8), score_M, offsets_E[-1:],
+        dh, dh_scale, q, q_scale, ds, M, H=H, SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=8,
+    )  # fmt: skip
+    return dh, dh_scale.view(E8M0), q, q_scale.view(E8M0), ds

@@ -1,0 +1,151 @@
+"""Transposes of the weight gradient's two operands, fp8 to fp8, so that tokens become the contraction dim.
+
+Scales are powers of two, so a value moves to its block's scale by a change of exponent: exact unless the result is
+subnormal, and then rounded to nearest even by the cast. See :func:`titan_fp8moe.recipe.transpose_pair`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_fp8moe.kernels.quantize import quantize_tiles
+from titan_fp8moe.recipe import E8M0, TILE
+
+
+@triton.jit
+def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr):
+    """Largest scale byte (int32) of each row; scale: (M, TILES) uint8."""
+    CHUNK: tl.constexpr = 16
+    largest = tl.zeros_like(row)
+    for first in range(0, TILES, CHUNK):
+        g = first + tl.arange(0, CHUNK)
+        at = row[None, :] * stride_m + g[:, None] * stride_g
+        byte = tl.load(scale + at, mask=(g < TILES)[:, None], other=0).to(tl.int32)
+        largest = tl.maximum(largest, tl.max(byte, axis=0))
+    return largest
+
+
+@triton.jit
+def _row_gauge_kernel(
+    x_scale, dy_scale, gauge, last_offset, x_stride_m, x_stride_g, dy_stride_m, dy_stride_g,
+    X_TILES: tl.constexpr, DY_TILES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """gauge (M,) int32: half the difference of the two operands' largest exponents, see recipe.row_gauge."""
+    first = tl.program_id(0) * TILE
+    if first >= tl.load(last_offset):
+        return
+    row = first + tl.arange(0, TILE)
+    e_x = _row_exponent(x_scale, x_stride_m, x_stride_g, row, X_TILES)
+    e_dy = _row_exponent(dy_scale, dy_stride_m, dy_stride_g, row, DY_TILES)
+    tl.store(gauge + row, (e_x - e_dy) >> 1)
+
+
+@triton.jit
+def _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE: tl.constexpr):
+    """Block (m_block, g) of a row-major (M, D): fp32 values without their scale (128 m, 128 d), scale bytes (128 m,)."""
+    row = m_block * TILE + tl.arange(0, TILE)
+    column = g * TILE + tl.arange(0, TILE)
+    values = tl.load(q + row.to(tl.int64)[:, None] * D + column[None, :]).to(tl.float32)
+    return values, tl.load(scale + row * stride_m + g * stride_g).to(tl.int32)
+
+
+@triton.jit
+def _store_block(qT, values, m_block, g, M, TILE: tl.constexpr):
+    """Writes e4m3 values (128 d, 128 m) as block (g, m_block) of a row-major (D, M)."""
+    row = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
+    tl.store(qT + row[:, None] * M + (m_block * TILE + tl.arange(0, TILE))[None, :], values)
+
+
+@triton.jit
+def _shift_block(q, scale, stride_m, stride_g, gauge, SIGN: tl.constexpr, qT, scaleT, m_block, g, M, D,
+                 TILE: tl.constexpr):  # fmt: skip
+    """One 128x128 block brought to one scale, the largest of its rows; row exponents move by SIGN * gauge first."""
+    values, byte = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
+    if gauge is not None:
+        byte += SIGN * tl.load(gauge + m_block * TILE + tl.arange(0, TILE))
+    block_byte = tl.maximum(tl.max(byte, axis=0), 1)
+    # Values shifted by 2**-20 and more are zero; the clamp keeps the factor a normal number.
+    factor = ((tl.maximum(byte - block_byte, -32) + 127) << 23).to(tl.float32, bitcast=True)
+    _store_block(qT, tl.trans((values * factor[:, None]).to(tl.float8e4nv)), m_block, g, M, TILE)
+    tl.store(scaleT + g * (M // TILE) + m_block, block_byte.to(tl.uint8))
+
+
+@triton.jit
+def _shift_pair_kernel(
+    x, x_scale, x_stride_m, x_stride_g, dy, dy_scale, dy_stride_m, dy_stride_g, gauge, last_offset,
+    xT, xT_scale, dyT, dyT_scale, M, D, N, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (g, m_block): block column g < D // 128 of x, the others of dy. ``gauge`` is None for scaling_aware."""
+    g, m_block = tl.program_id(0), tl.program_id(1)
+    if m_block * TILE >= tl.load(last_offset):
+        return
+    if g < D // TILE:
+        _shift_block(x, x_scale, x_stride_m, x_stride_g, gauge, -1, xT, xT_scale, m_block, g, M, D, TILE)
+    else:
+        g -= D // TILE
+        _shift_block(dy, dy_scale, dy_stride_m, dy_stride_g, gauge, 1, dyT, dyT_scale, m_block, g, M, N, TILE)
+
+
+@triton.jit
+def _requantize_block(q, scale, stride_m, stride_g, qT, scaleT, m_block, g, M, D, TILE: tl.constexpr):
+    """One 128x128 block with a new scale, from a new amax, for each of its columns; scaleT: (D, M // 128)."""
+    values, byte = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
+    values *= (byte << 23).to(tl.float32, bitcast=True)[:, None]
+    values, new_byte = quantize_tiles(tl.trans(values))
+    _store_block(qT, values, m_block, g, M, TILE)
+    tl.store(scaleT + (g * TILE + tl.arange(0, TILE)).to(tl.int64) * (M // TILE) + m_block, new_byte)
+
+
+@triton.jit
+def _requantize_pair_kernel(
+    x, x_scale, x_stride_m, x_stride_g, dy, dy_scale, dy_stride_m, dy_stride_g, last_offset,
+    xT, xT_scale, dyT, dyT_scale, M, D, N, TILE: tl.constexpr,
+):  # fmt: skip
+    """As _shift_pair_kernel, for the mode requantize."""
+    g, m_block = tl.program_id(0), tl.program_id(1)
+    if m_block * TILE >= tl.load(last_offset):
+        return
+    if g < D // TILE:
+        _requantize_block(x, x_scale, x_stride_m, x_stride_g, xT, xT_scale, m_block, g, M, D, TILE)
+    else:
+        g -= D // TILE
+        _requantize_block(dy, dy_scale, dy_stride_m, dy_stride_g, dyT, dyT_scale, m_block, g, M, N, TILE)
+
+
+def transpose_pair(
+    x_MD: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor, offsets_E: Tensor, mode: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both operands of dW = dy^T x in one launch, after a small one for the rows' gauge in the mode ``balanced``.
+
+    Args:
+        x_MD, dy_MN: (M, D) and (M, N) e4m3, row-major.
+        x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0, column-major.
+        offsets_E: (E,) int32; columns of the results at and past its last entry are left unwritten.
+
+    Returns:
+        xT (D, M), xT_scale (D // 128, M // 128) or, for ``requantize``, (D, M // 128); dyT and dyT_scale likewise.
+    """
+    (M, D), N = x_MD.shape, dy_MN.shape[1]
+    x_scale, dy_scale = x_scale.view(torch.uint8), dy_scale.view(torch.uint8)
+    last_offset = offsets_E[-1:]
+    scale_rows = 1 if mode == "requantize" else TILE
+    xT, dyT = x_MD.new_empty(D, M), dy_MN.new_empty(N, M)
+    xT_scale = x_scale.new_empty(D // scale_rows, M // TILE)
+    dyT_scale = dy_scale.new_empty(N // scale_rows, M // TILE)
+
+    sources = (x_MD, x_scale, *x_scale.stride(), dy_MN, dy_scale, *dy_scale.stride())
+    results = (xT, xT_scale, dyT, dyT_scale, M, D, N)
+    grid = ((D + N) // TILE, M // TILE)
+    if mode == "requantize":
+        _requantize_pair_kernel[grid](*sources, last_offset, *results, TILE=TILE, num_warps=8)
+    else:
+        gauge = None
+        if mode == "balanced":
+            gauge = torch.empty(M, dtype=torch.int32, device=x_MD.device)
+            _row_gauge_kernel[(M // TILE,)](
+                x_scale, dy_scale, gauge, last_offset, *x_scale.stride(), *dy_scale.stride(),
+                X_TILES=D // TILE, DY_TILES=N // TILE, TILE=TILE, num_warps=4,
+            )  # fmt: skip
+        _shift_pair_kernel[grid](*sources, gauge, last_offset, *results, TILE=TILE, num_warps=4)
+    return xT, xT_scale.view(E8M0), dyT, dyT_scale.view(E8M0)

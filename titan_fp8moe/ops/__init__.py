@@ -1,0 +1,50 @@
+"""Custom ops of the FP8 data flow, one family per file, in the namespace ``torch.ops.titan_fp8moe``.
+
+Each op runs its Triton kernel on a GPU and :mod:`titan_fp8moe.recipe` elsewhere, and has a fake for torch.compile. None
+has a gradient of its own: the layer is one autograd function (:mod:`titan_fp8moe.moe`), because autograd would cast the
+gradient of an fp8 tensor to fp8. DTensors do not reach them; the modules pass local tensors.
+"""
+
+from titan_fp8moe.ops.all_to_all import all_to_all_rows
+from titan_fp8moe.ops.backend import emulate
+from titan_fp8moe.ops.grouped_mm import grouped_mm, grouped_mm_wgrad
+from titan_fp8moe.ops.permute import (
+    expert_layout,
+    pack_combine,
+    pack_dispatch,
+    permute_rows,
+    unpack_combine,
+    unpack_dispatch,
+    unpermute_sum,
+)
+from titan_fp8moe.ops.quantize import (
+    QuantizedWeight,
+    quantize_rows,
+    quantize_weight,
+    quantize_weight_both,
+    quantize_weight_transposed,
+)
+from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
+from titan_fp8moe.ops.transpose import transpose_pair
+
+__all__ = [
+    "QuantizedWeight",
+    "all_to_all_rows",
+    "emulate",
+    "expert_layout",
+    "grouped_mm",
+    "grouped_mm_wgrad",
+    "pack_combine",
+    "pack_dispatch",
+    "permute_rows",
+    "quantize_rows",
+    "quantize_weight",
+    "quantize_weight_both",
+    "quantize_weight_transposed",
+    "swiglu_quantize",
+    "swiglu_quantize_backward",
+    "transpose_pair",
+    "unpack_combine",
+    "unpack_dispatch",
+    "unpermute_sum",
+]

@@ -1,0 +1,40 @@
+"""The GEMMs over expert groups: along M (forward, input gradient), along the contraction dim (weight gradient)."""
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import recipe
+from titan_fp8moe.kernels import grouped_mm as kernels
+from titan_fp8moe.ops.backend import use_kernels
+
+
+@torch.library.custom_op("titan_fp8moe::grouped_mm", mutates_args=())
+def grouped_mm(
+    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """out[m] = a[m] @ b[e]^T, (M, N); see :func:`titan_fp8moe.recipe.grouped_mm`.
+
+    ``a_scale`` (M, K // 128) is column-major; ``b_scale`` (E, N // 128, K // 128) may have any strides. Rows of the
+    result at and past ``offsets_E[-1]`` are undefined.
+    """
+    impl = kernels if use_kernels(a_MK) else recipe
+    return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype)
+
+
+@grouped_mm.register_fake
+def _(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype):
+    return a_MK.new_empty(a_MK.shape[0], b_ENK.shape[1], dtype=out_dtype)
+
+
+@torch.library.custom_op("titan_fp8moe::grouped_mm_wgrad", mutates_args=())
+def grouped_mm_wgrad(
+    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """out[e] = sum of a[m]^T b[m] over expert e's rows, (E, N, K); see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`."""
+    impl = kernels if use_kernels(aT_NM) else recipe
+    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype)
+
+
+@grouped_mm_wgrad.register_fake
+def _(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype):
+    return aT_NM.new_empty(offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0], dtype=out_dtype)

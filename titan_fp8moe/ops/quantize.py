@@ -1,0 +1,78 @@
+"""Quantization ops: 1x128 for activations and gradients, 128x128 for weights."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import recipe
+from titan_fp8moe.kernels import quantize as kernels
+from titan_fp8moe.ops.backend import require_multiple_of_128, use_kernels
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+
+
+@torch.library.custom_op("titan_fp8moe::quantize_rows", mutates_args=())
+def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0; see :func:`titan_fp8moe.recipe.quantize_rows`."""
+    require_multiple_of_128("quantize_rows", D=x_TD.shape[1])
+    return (kernels if use_kernels(x_TD) else recipe).quantize_rows(x_TD)
+
+
+@quantize_rows.register_fake
+def _(x_TD):
+    T, D = x_TD.shape
+    return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // TILE, dtype=E8M0)
+
+
+class QuantizedWeight(NamedTuple):
+    """A GEMM operand of all local experts: ``q`` (E, N, K) e4m3 contiguous, ``scale`` (E, N // 128, K // 128) e8m0."""
+
+    q: Tensor
+    scale: Tensor
+
+
+@torch.library.custom_op("titan_fp8moe::quantize_weight", mutates_args=())
+def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if use_kernels(weights[0]):
+        return kernels.quantize_weight(weights, plain, transposed)
+    q, scale = recipe.quantize_weight(torch.cat(weights, 1))
+    none = q.new_empty(0)
+    return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
+
+
+@_quantize_weight.register_fake
+def _(weights, plain, transposed):
+    E, _, K = weights[0].shape
+    N = sum(w.shape[1] for w in weights)
+    none = weights[0].new_empty(0, dtype=FP8)
+    return (
+        weights[0].new_empty(E, N, K, dtype=FP8) if plain else none,
+        weights[0].new_empty(E, K, N, dtype=FP8) if transposed else none,
+        weights[0].new_empty(E, N // TILE, K // TILE, dtype=E8M0),
+    )
+
+
+def _check_weights(weights: list[Tensor]) -> None:
+    for w in weights:
+        require_multiple_of_128("quantize_weight", N=w.shape[1], K=w.shape[2])
+
+
+def quantize_weight(*weights: Tensor) -> QuantizedWeight:
+    """Quantizes weights (E, N_i, K), bf16 or fp32, in 128x128 blocks into one operand (E, sum N_i, K)."""
+    _check_weights(list(weights))
+    q, _, scale = _quantize_weight(list(weights), True, False)
+    return QuantizedWeight(q, scale)
+
+
+def quantize_weight_transposed(*weights: Tensor) -> QuantizedWeight:
+    """The same values as :func:`quantize_weight`, as the operand (E, K, sum N_i)."""
+    _check_weights(list(weights))
+    _, q, scale = _quantize_weight(list(weights), False, True)
+    return QuantizedWeight(q, scale.transpose(1, 2))
+
+
+def quantize_weight_both(*weights: Tensor) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """Both operands from one read of the weights."""
+    _check_weights(list(weights))
+    q, q_t, scale = _quantize_weight(list(weights), True, True)
+    return QuantizedWeight(q, scale), QuantizedWeight(q_t, scale.transpose(1, 2))

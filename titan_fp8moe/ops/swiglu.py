@@ -1,0 +1,75 @@
+"""SwiGLU, router score and quantization in one op, forward and backward."""
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import recipe
+from titan_fp8moe.kernels import swiglu as kernels
+from titan_fp8moe.ops.backend import use_kernels
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+
+
+def _fake_rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
+    return like.new_empty(M, D, dtype=FP8), like.new_empty(D // TILE, M, dtype=E8M0).t()
+
+
+@torch.library.custom_op("titan_fp8moe::swiglu_quantize", mutates_args=())
+def swiglu_quantize(
+    h_M2H: Tensor, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """GEMM 2's operand from GEMM 1's output; see :func:`titan_fp8moe.recipe.swiglu_quantize`.
+
+    Args:
+        h_M2H: (M, 2H) bf16, gate then up.
+        score_M: (M,) fp32.
+        keep_h: also quantize h itself, for a backward that saves it in fp8.
+
+    Returns:
+        (M, H) e4m3, (M, H // 128) e8m0; and h as (M, 2H) e4m3, (M, 2H // 128) e8m0, empty unless ``keep_h``. Scales are
+        column-major, rows at and past ``offsets_E[-1]`` undefined.
+    """
+    if use_kernels(h_M2H):
+        return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, score_before_experts, keep_h)
+    q, scale = recipe.swiglu_quantize(h_M2H, score_M, score_before_experts)
+    if keep_h:
+        h_q, h_scale = recipe.quantize_rows(h_M2H)
+        return q, scale, h_q, recipe.column_major(h_scale)
+    return q, scale, q.new_empty(0), scale.new_empty(0)
+
+
+@swiglu_quantize.register_fake
+def _(h_M2H, score_M, offsets_E, score_before_experts, keep_h):
+    M, H2 = h_M2H.shape
+    h = _fake_rows(h_M2H, M, H2) if keep_h else (h_M2H.new_empty(0, dtype=FP8), h_M2H.new_empty(0, dtype=E8M0))
+    return *_fake_rows(h_M2H, M, H2 // 2), *h
+
+
+@torch.library.custom_op("titan_fp8moe::swiglu_quantize_backward", mutates_args=())
+def swiglu_quantize_backward(
+    d_MH: Tensor,
+    h_M2H: Tensor,
+    h_scale: Tensor | None,
+    score_M: Tensor,
+    offsets_E: Tensor,
+    score_before_experts: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of GEMM 1's output and of the score; see :func:`titan_fp8moe.recipe.swiglu_quantize_backward`.
+
+    Args:
+        d_MH: (M, H) bf16, the gradient of GEMM 2's operand.
+        h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0.
+
+    Returns:
+        dh (M, 2H) e4m3, scale; GEMM 2's operand (M, H) e4m3, scale; ds (M,) fp32. Scales are column-major, rows at and
+        past ``offsets_E[-1]`` undefined.
+    """
+    if use_kernels(d_MH):
+        return kernels.swiglu_quantize_backward(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts)
+    h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
+    return recipe.swiglu_quantize_backward(d_MH, h, score_M, score_before_experts)
+
+
+@swiglu_quantize_backward.register_fake
+def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts):
+    M, H = d_MH.shape
+    return *_fake_rows(d_MH, M, 2 * H), *_fake_rows(d_MH, M, H), torch.empty_like(score_M)

@@ -1,0 +1,361 @@
+"""The numbers of FP8-Flow-MoE in plain PyTorch: the specification every op and kernel is tested against.
+
+Three decisions make the recipe free of double quantization (FP8-Flow-MoE, arXiv 2511.02302, sections 3 and 4):
+
+* Values are ``float8_e4m3fn`` and every scale is a power of two, ``x = q * 2**e``. Moving a value to another scale
+  changes its exponent only, so a tensor quantized along rows can be transposed without going back to bf16.
+* A scale covers a *tile* of 1x128 values along the contraction dim (activations, gradients) or a *block* of 128x128
+  (weights). A weight and its transpose therefore hold the same values.
+* Scales are stored as the biased exponent byte ``e + 127`` (``float8_e8m0fnu``), one byte per tile.
+
+Shape suffixes: ``T`` tokens, ``R`` rows that arrived at this rank's experts, ``M`` rows in expert order with every
+expert's group padded to a multiple of 128, ``E`` local experts, ``D`` model dim, ``H`` expert hidden dim, ``N`` and
+``K`` output and contraction dim of a GEMM.
+
+Rows in expert order come with ``offsets_E`` (int32): the end of each expert's padded group. Rows at and past
+``offsets_E[-1]`` exist only because the buffer is sized without asking the device; their content is undefined.
+Scales in expert order have the logical shape ``(M, D // 128)`` and are stored column-major (stride ``(1, M)``), the
+order in which a GEMM that walks along K reads them.
+"""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+E8M0 = torch.float8_e8m0fnu
+TILE = 128
+FP8_MAX = 448.0
+FP8_NAN = 0x7F
+MIN_EXPONENT = -126  # byte 1: bytes 0 (2**-127, an fp32 subnormal) and 255 (NaN) are never written
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+def amax_bits(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Largest absolute value of fp32 ``x`` over ``dim``, as int32 bit pattern. NaN and Inf sort above every number."""
+    return (x.view(torch.int32) & 0x7FFFFFFF).amax(dim)
+
+
+def scale_byte(bits: Tensor) -> Tensor:
+    """Biased exponent (int32, 1..254) of the smallest power of two with ``amax / 2**e <= 448``; 1 for NaN, Inf, zero.
+
+    448 is 1.75 * 2**8, so with amax = f * 2**E the exponent is E - 8 if f <= 1.75, else E - 7. Adding 0x1FFFFF carries
+    into the exponent field exactly when f > 1.75. A logarithm would be wrong for amax one ulp above 448 * 2**k.
+    """
+    finite = bits < 0x7F800000
+    byte = ((torch.where(finite, bits, 0) + 0x1FFFFF) >> 23) - 8
+    return byte.clamp(1, 254)
+
+
+def exp2(exponent: Tensor) -> Tensor:
+    """Exact fp32 ``2**exponent`` for int32 exponents in -126..127."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def exponent(scale: Tensor) -> Tensor:
+    """int32 exponents of e8m0 scales."""
+    return scale.view(torch.uint8).to(torch.int32) - 127
+
+
+def to_scale(e: Tensor) -> Tensor:
+    """e8m0 scales of int32 exponents in -126..127."""
+    return (e + 127).to(torch.uint8).view(E8M0)
+
+
+def column_major(scale: Tensor) -> Tensor:
+    """The same (M, G) scales in the expert-order layout, stride (1, M)."""
+    return scale.view(torch.uint8).t().contiguous().t().view(E8M0)
+
+
+def _quantize_tiles(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Quantizes fp32 ``x`` with one scale over ``dim``; returns e4m3 values and int32 scale bytes (``dim`` kept)."""
+    bits = amax_bits(x, dim)
+    for d in sorted([dim] if isinstance(dim, int) else dim):
+        bits = bits.unsqueeze(d)
+    byte = scale_byte(bits)
+    q = (x * exp2(127 - byte)).to(FP8)
+    # A tile that holds a NaN or Inf becomes 128 NaN codes: loud, and its neighbours stay as they are. (The cast itself
+    # is no guide: it saturates Inf on a CPU.)
+    q = torch.where(bits < 0x7F800000, q.view(torch.uint8), FP8_NAN).view(FP8)
+    return q, byte
+
+
+# --- quantization -----------------------------------------------------------------------------------------------------
+
+
+def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """1x128 quantization.
+
+    Args:
+        x_TD: (T, D) bf16 or fp32, D a multiple of 128.
+
+    Returns:
+        q_TD (T, D) e4m3 and scale (T, D // 128) e8m0, both row-major.
+    """
+    T, D = x_TD.shape
+    q, byte = _quantize_tiles(x_TD.float().reshape(T, D // TILE, TILE), -1)
+    return q.view(T, D), byte.squeeze(-1).to(torch.uint8).view(E8M0)
+
+
+def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
+    """128x128 quantization of bf16 or fp32 (E, N, K); returns q (E, N, K) e4m3, scale (E, N // 128, K // 128) e8m0.
+
+    The transpose needs no second quantization: it is ``q.transpose(1, 2)`` with ``scale.transpose(1, 2)``.
+    """
+    E, N, K = w_ENK.shape
+    blocks = w_ENK.float().reshape(E, N // TILE, TILE, K // TILE, TILE)
+    q, byte = _quantize_tiles(blocks, (2, 4))
+    return q.view(E, N, K), byte.reshape(E, N // TILE, K // TILE).to(torch.uint8).view(E8M0)
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q * scale, where each scale covers an equal, contiguous part of every dim (1x128 tiles, 128x128 blocks, ...)."""
+    factor = exp2(exponent(scale)).to(dtype)
+    for d in range(q.ndim):
+        factor = factor.repeat_interleave(q.shape[d] // factor.shape[d], d)
+    return q.to(dtype) * factor
+
+
+# --- transposes: (M, D) with 1x128 tiles along D -> (D, M) with 128-long runs along M ---------------------------------
+
+
+def shift_exponent(q: Tensor, shift: Tensor) -> Tensor:
+    """e4m3 values of ``q * 2**shift`` for int32 ``shift <= 0``: exact unless the result is subnormal, then rounded to
+    nearest even. (Subtracting from the exponent field and keeping the mantissa, as some kernels do, amplifies values
+    that fall under the smallest subnormal.)"""
+    # Anything shifted by 2**-20 is zero already; the clamp keeps the factor itself a normal fp32 number.
+    return (q.float() * exp2(shift.clamp(min=-32))).to(FP8)
+
+
+def _transpose_shifted(q_MD: Tensor, e_MG: Tensor) -> tuple[Tensor, Tensor]:
+    """Transposes rows with tile exponents ``e_MG`` to one exponent per 128x128 block, the largest of its 128 tiles."""
+    M, D = q_MD.shape
+    e_block = e_MG.view(M // TILE, TILE, D // TILE).amax(1).clamp(min=MIN_EXPONENT)
+    shift = e_MG - e_block.repeat_interleave(TILE, 0)
+    q = shift_exponent(q_MD, shift.repeat_interleave(TILE, 1))
+    return q.view(torch.uint8).t().contiguous().view(FP8), to_scale(e_block.t().contiguous())
+
+
+def row_gauge(x_scale: Tensor, dy_scale: Tensor) -> Tensor:
+    """The balance ``a[m] = (e_x[m] - e_dy[m]) >> 1`` (int32) of a weight gradient's two operands; e is a row's largest
+    tile exponent.
+
+    dW = sum_m dy[m,:]^T x[m,:] does not change when row m of x is scaled by 2**-a[m] and row m of dy by 2**a[m]. With
+    this choice both operands carry half of the row's common magnitude, so a row that is small in x and large in dy (or
+    the reverse) is not flushed by the block scale of the other rows.
+    """
+    return (exponent(x_scale).amax(1) - exponent(dy_scale).amax(1)) >> 1
+
+
+def transpose_pair(
+    x_MD: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor, mode: str = "balanced"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both operands of dW = dy^T x, transposed so that tokens are the contraction dim.
+
+    Args:
+        x_MD, dy_MN: (M, D) and (M, N) e4m3, M a multiple of 128.
+        x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0.
+        mode: ``balanced`` shares the scale of each row between the operands first (:func:`row_gauge`);
+            ``scaling_aware`` (arXiv 2511.02302, section 3.2, with the rounding mended) does not;
+            ``requantize`` quantizes the dequantized columns anew, one scale per column and 128 tokens.
+
+    Returns:
+        xT (D, M), xT_scale, dyT (N, M), dyT_scale. Scales are (D // 128, M // 128), one per 128x128 block, and
+        (D, M // 128) for ``requantize``.
+    """
+    if mode == "requantize":
+        return *_requantize_columns(x_MD, x_scale), *_requantize_columns(dy_MN, dy_scale)
+    if mode not in ("balanced", "scaling_aware"):
+        raise ValueError(f"transpose mode {mode!r}: use 'balanced', 'scaling_aware' or 'requantize'")
+    e_x, e_dy = exponent(x_scale), exponent(dy_scale)
+    if mode == "balanced":
+        a = row_gauge(x_scale, dy_scale).unsqueeze(1)
+        e_x, e_dy = e_x - a, e_dy + a
+    return *_transpose_shifted(x_MD, e_x), *_transpose_shifted(dy_MN, e_dy)
+
+
+def _requantize_columns(q_MD: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    M, D = q_MD.shape
+    q, byte = _quantize_tiles(dequantize(q_MD, scale).t().reshape(D, M // TILE, TILE).contiguous(), -1)
+    return q.view(D, M), byte.squeeze(-1).to(torch.uint8).view(E8M0)
+
+
+# --- SwiGLU -----------------------------------------------------------------------------------------------------------
+
+
+def swiglu_quantize(h_M2H: Tensor, score_M: Tensor, score_before_experts: bool) -> tuple[Tensor, Tensor]:
+    """GEMM 2's operand, quantized: ``silu(g) * u * s`` in fp32, with h = [g | u].
+
+    With ``score_before_experts`` the score multiplies the experts' input; since GEMM 1 is linear it is applied to h
+    instead: ``silu(s * g) * (s * u)``.
+
+    Args:
+        h_M2H: (M, 2H), bf16 or fp32.
+        score_M: (M,) fp32, the router's score of each row.
+
+    Returns:
+        (M, H) e4m3 and (M, H // 128) e8m0, column-major.
+    """
+    g, u = h_M2H.float().chunk(2, dim=1)
+    s = score_M.unsqueeze(1)
+    out = torch.nn.functional.silu(s * g) * (s * u) if score_before_experts else torch.nn.functional.silu(g) * u * s
+    q, scale = quantize_rows(out)
+    return q, column_major(scale)
+
+
+def swiglu_quantize_backward(
+    d_MH: Tensor, h_M2H: Tensor, score_M: Tensor, score_before_experts: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Backward of :func:`swiglu_quantize` for the gradient ``d_MH`` of its (unquantized) result.
+
+    With a = silu(g) * u: the operand is s * a, so ds = <d, a> and da = s * d. With ``score_before_experts`` and
+    h' = s * h: ds = <dh', h> and dh = s * dh'.
+
+    Returns:
+        dh (M, 2H) e4m3, its scale (M, 2H // 128); the operand recomputed, (M, H) e4m3, its scale (M, H // 128), for the
+        weight gradient of GEMM 2; and ds (M,) fp32. Scales are column-major.
+    """
+    g, u = h_M2H.float().chunk(2, dim=1)
+    d, s = d_MH.float(), score_M.unsqueeze(1)
+    if score_before_experts:
+        g, u = s * g, s * u
+    sigmoid = torch.sigmoid(g)
+    silu = g * sigmoid
+    da = d if score_before_experts else s * d
+    dg = da * u * (sigmoid * (1 + g * (1 - sigmoid)))
+    du = da * silu
+    if score_before_experts:
+        h = h_M2H.float()
+        ds = (torch.cat([dg, du], 1) * h).sum(1)
+        dg, du = s * dg, s * du
+        operand = silu * u
+    else:
+        ds = (d * (silu * u)).sum(1)
+        operand = silu * u * s
+    dh, dh_scale = quantize_rows(torch.cat([dg, du], 1))
+    q, scale = quantize_rows(operand)
+    return dh, column_major(dh_scale), q, column_major(scale), ds
+
+
+# --- expert order -----------------------------------------------------------------------------------------------------
+
+
+def row_capacity(num_rows: int, num_experts: int) -> int:
+    """Rows that always suffice for ``num_rows`` rows in expert order, each group padded to a multiple of 128; at least
+    128, so that no buffer is empty. Known on the host, whatever the routing."""
+    return max((num_rows + (TILE - 1) * min(num_rows, num_experts)) // TILE * TILE, TILE)
+
+
+def expert_layout(
+    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor | None, num_slots: int, top_k: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where each row goes when rows are brought to expert order.
+
+    Rows arrive as runs: those of source 0 for experts 0..E-1, then those of source 1, and so on. Row r belongs to slot
+    ``slot_R[r]`` of ``num_slots``, a (token, k) pair ``token * top_k + k``; without ``slot_R`` it is slot r.
+
+    Args:
+        counts_SE: (S, E) int32, rows in each run; they add up to R.
+        score_R: (R,) fp32.
+        slot_R: (R,) int32 or None.
+        capacity: M, at least :func:`row_capacity`.
+
+    Returns:
+        offsets_E: (E,) int32, end of each expert's group, padded to a multiple of 128.
+        token_M: (M,) int32, the token a row comes from, -1 for padding.
+        score_M: (M,) fp32, 0 for padding.
+        row_S: (num_slots,) int32, the row in expert order of each slot, -1 for a slot that did not arrive here.
+    """
+    device, R = counts_SE.device, score_R.shape[0]
+    slot_R = torch.arange(R, dtype=torch.int32, device=device) if slot_R is None else slot_R
+    counts = counts_SE.long()
+    group = counts.sum(0)
+    padded = (group + TILE - 1) // TILE * TILE
+    offsets_E = padded.cumsum(0)
+    arrival = counts.flatten().cumsum(0) - counts.flatten()
+    start = (offsets_E - padded) + counts.cumsum(0) - counts
+    run_R = torch.repeat_interleave(torch.arange(counts.numel(), device=device), counts.flatten(), output_size=R)
+    row_R = start.flatten()[run_R] + torch.arange(R, device=device) - arrival[run_R]
+    token_M = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+    token_M[row_R] = slot_R.div(top_k, rounding_mode="floor").to(torch.int32)
+    score_M = torch.zeros(capacity, dtype=torch.float32, device=device)
+    score_M[row_R] = score_R
+    row_S = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+    row_S[slot_R.long()] = row_R.to(torch.int32)
+    return offsets_E.to(torch.int32), token_M, score_M, row_S
+
+
+def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and scales in expert order: row m is row ``token_M[m]``; padding is zeros with the smallest scale (byte 1).
+
+    Returns:
+        (M, D) e4m3 and (M, D // 128) e8m0, column-major.
+    """
+    pad = (token_M < 0).unsqueeze(1)
+    index = token_M.long().clamp(min=0)
+    q = q_TD.view(torch.uint8)[index].masked_fill(pad, 0).view(FP8)
+    s = scale.view(torch.uint8)[index].masked_fill(pad, 1).view(E8M0)
+    return q, column_major(s)
+
+
+def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Sums each token's rows in fp32, in the order k = 0..K-1: ``out[t] = sum_k y[row_TK[t, k]]``; -1 adds nothing."""
+    out = torch.zeros(row_TK.shape[0], y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
+    for row_T in row_TK.unbind(1):
+        row = y_MD[row_T.long().clamp(min=0)].float()
+        out = out + row.masked_fill((row_T < 0).unsqueeze(1), 0)
+    return out.to(out_dtype)
+
+
+# --- GEMMs ------------------------------------------------------------------------------------------------------------
+
+
+def grouped_mm(
+    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """out[m] = a[m] @ b[e]^T for the expert e whose group holds row m; products accumulated in fp32.
+
+    Args:
+        a_MK: (M, K) e4m3 in expert order; a_scale: (M, K // 128) e8m0.
+        b_ENK: (E, N, K) e4m3; b_scale: (E, N // 128, K // 128) e8m0.
+
+    Returns:
+        (M, N) out_dtype.
+    """
+    out = torch.zeros(a_MK.shape[0], b_ENK.shape[1], dtype=out_dtype, device=a_MK.device)
+    start = 0
+    for e, end in enumerate(offsets_E.tolist()):
+        if end > start:
+            b_KN = dequantize(b_ENK[e], b_scale[e]).t()
+            # Always the same shape: a row's result must not depend on how many rows its expert got.
+            for m in range(start, end, TILE):
+                out[m : m + TILE] = dequantize(a_MK[m : m + TILE], a_scale[m : m + TILE]) @ b_KN
+        start = end
+    return out
+
+
+def grouped_mm_wgrad(
+    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """out[e] = sum over the rows m of expert e of a[m]^T b[m], from operands of :func:`transpose_pair`.
+
+    Args:
+        aT_NM: (N, M) e4m3; aT_scale: (N // 128, M // 128) or (N, M // 128) e8m0.
+        bT_KM: (K, M) e4m3; bT_scale: likewise.
+
+    Returns:
+        (E, N, K) out_dtype; zero for an expert without rows.
+    """
+    E, N, K = offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0]
+    out = torch.zeros(E, N, K, dtype=out_dtype, device=aT_NM.device)
+    start = 0
+    for e, end in enumerate(offsets_E.tolist()):
+        acc = torch.zeros(N, K, dtype=torch.float32, device=aT_NM.device)
+        for m in range(start, end, TILE):
+            rows, run = slice(m, m + TILE), slice(m // TILE, m // TILE + 1)
+            a = dequantize(aT_NM[:, rows], aT_scale[:, run])
+            acc += a @ dequantize(bT_KM[:, rows], bT_scale[:, run]).t()
+        out[e] = acc
+        start = end
+    return out

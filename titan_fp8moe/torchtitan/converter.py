@@ -1,0 +1,145 @@
+"""The model converter ``fp8_flow_moe``: checks that the job can work, then converts the model's MoE layers."""
+
+import torch
+import torch.nn as nn
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
+from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
+from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
+from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
+from torchtitan.tools.logging import logger
+
+from titan_fp8moe import ops
+from titan_fp8moe.torchtitan import parallel
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+
+NAME = "fp8_flow_moe"
+
+# Results that per-op activation checkpointing keeps: the dispatched and combined rows, as torchtitan keeps its own
+# all-to-all's, and the chosen experts, so that the recomputation routes exactly as the forward did.
+_SAVED_OPS = (torch.ops.titan_fp8moe.all_to_all_rows.default, torch.ops.aten.topk.default)
+
+# They compute input and weight gradients at different times; the layer's backward computes both at once.
+_UNSUPPORTED_SCHEDULES = ("dualpipev", "zbvzerobubble", "interleavedzerobubble")
+
+
+class Fp8FlowMoEConverter(ModelConverter):
+    """Converts every torchtitan ``MoE`` layer not named in ``fp8_flow_moe.filter_fqns``.
+
+    Raises:
+        ValueError: for a configuration or hardware that cannot work, naming the setting and the remedy. Everything that
+            does not need the model is checked by the constructor, before anything is built.
+    """
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
+        if not hasattr(job_config, NAME):
+            raise ValueError(
+                f"model.converters has {NAME!r}, but the [{NAME}] table is unknown; set "
+                'job.custom_config_module = "titan_fp8moe.torchtitan"'
+            )
+        self.config = job_config.fp8_flow_moe
+        self.backend = _check_hardware(self.config.emulate)
+        _check_job(job_config)
+        self.hidden_dim_shards = _hidden_dim_shards(parallel_dims)
+
+    def convert(self, model: nn.Module) -> None:
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+        if not layers:
+            raise ValueError(
+                f"model.converters has {NAME!r}, but the model has no MoE layer; remove it or choose a flavor with MoE"
+            )
+        skipped = [name for name in layers if any(part in f"{name}." for part in self.config.filter_fqns)]
+        for part in self.config.filter_fqns:
+            if not any(part in f"{name}." for name in layers):
+                raise ValueError(
+                    f"{NAME}.filter_fqns has {part!r}, which matches none of the MoE layers {', '.join(layers)}"
+                )
+        selected = {name: layer for name, layer in layers.items() if name not in skipped}
+        for name, layer in selected.items():
+            self._check_layer(name, layer)
+
+        parallel.install()
+        for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
+            module._op_sac_save_list.update(_SAVED_OPS)
+        ops.emulate(self.config.emulate)
+        for layer in selected.values():
+            Fp8FlowMoE.convert(layer, self.config)
+        c = self.config
+        logger.info(
+            f"FP8-Flow-MoE: {len(selected)} MoE layers converted, {len(skipped)} left in bf16"
+            f"{' (' + ', '.join(skipped) + ')' if skipped else ''}; {self.backend}; "
+            f"wgrad {c.wgrad}, save_h {c.save_h}, recompute {c.recompute}"
+        )
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Nothing to do: no quantized weight outlives a forward or backward."""
+
+    def _check_layer(self, name: str, layer: MoE) -> None:
+        if type(layer) is not MoE or type(layer.experts) is not GroupedExperts:
+            raise ValueError(
+                f"{NAME} converts torchtitan's MoE with GroupedExperts, but {name} is a {type(layer).__name__} with "
+                f"{type(layer.experts).__name__}; leave it in bf16 with {NAME}.filter_fqns, or remove the converter "
+                "that changed it"
+            )
+        _, hidden_dim, dim = layer.experts.w1.shape
+        local = hidden_dim / self.hidden_dim_shards
+        if dim % 128:
+            raise ValueError(f"{name}: model dim {dim} is not a multiple of 128, the width of an FP8 tile; choose one")
+        if local % 128:
+            raise ValueError(
+                f"{name}: expert hidden dim {hidden_dim} over {self.hidden_dim_shards} tensor-parallel rank(s) is "
+                f"{local:g} per rank, not a multiple of 128; lower parallelism.tensor_parallel_degree, or with expert "
+                "parallelism set parallelism.expert_tensor_parallel_degree = 1"
+            )
+
+
+def _hidden_dim_shards(parallel_dims: ParallelDims) -> int:
+    """Ranks that each expert's hidden dim is sharded over."""
+    return parallel_dims.etp if parallel_dims.ep > 1 else parallel_dims.tp
+
+
+def _check_hardware(emulate: bool) -> str:
+    """Raises unless this machine can run the ops; returns what they run on, for the log."""
+    if not torch.cuda.is_available():
+        return "plain PyTorch reference on the CPU"
+    major, minor = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    if emulate:
+        return f"plain PyTorch reference on {name} (emulate)"
+    if (major, minor) != (9, 0):
+        raise ValueError(
+            f"{NAME} has kernels for compute capability 9.0 (Hopper), but {name} has {major}.{minor}; train with "
+            f"model.converters = [] in bf16, or set {NAME}.emulate = true to run the (slow) reference"
+        )
+    return f"Triton kernels on {name}"
+
+
+def _check_job(job_config: JobConfig) -> None:
+    """Raises for settings of torchtitan that cannot go together with the converter."""
+    others = [c for c in job_config.model.converters if c.startswith("quantize.grouped_mm")]
+    if others:
+        raise ValueError(
+            f"{NAME} and {', '.join(others)} convert the same experts; keep one of them in model.converters"
+        )
+    if job_config.model.converters.count(NAME) > 1:
+        raise ValueError(f"model.converters names {NAME} twice; once is enough")
+    parallelism = job_config.parallelism
+    if parallelism.expert_parallel_comm_backend != "standard":
+        raise ValueError(
+            f"{NAME} dispatches fp8 rows itself and cannot use "
+            f"parallelism.expert_parallel_comm_backend = {parallelism.expert_parallel_comm_backend!r}; "
+            'set it to "standard"'
+        )
+    schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree > 1 and (
+        schedule.lower() in _UNSUPPORTED_SCHEDULES or parallelism.pipeline_parallel_schedule_csv
+    ):
+        raise ValueError(
+            f"{NAME} does not support pipeline schedules that split the backward or come from a CSV "
+            f"(parallelism.pipeline_parallel_schedule = {schedule!r}); use 1F1B or Interleaved1F1B"
+        )
+
+
+register_model_converter(Fp8FlowMoEConverter, NAME)

@@ -1,0 +1,79 @@
+"""Train with torchtitan 0.2.2 on CPUs over gloo: for tests, for debugging and for reading the code in motion.
+
+torchtitan assumes an accelerator in a handful of places. :func:`enable_cpu_training` replaces exactly these, and data,
+tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work as they are. What
+stays unsupported on a CPU: DualPipeV, context parallelism, the backward of flex attention, ``profiling.enable_profiling``.
+"""
+
+import functools
+import os
+import resource
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
+from torchtitan.models.moe import kernels
+
+
+@functools.cache
+def enable_cpu_training() -> None:
+    """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built; calling again does nothing."""
+    # The names that modules import from torchtitan.tools.utils; without an accelerator they say "cuda".
+    device_module = _cpu_device_module()
+    _rebind("device_type", "cpu")
+    _rebind("device_module", device_module)
+    _rebind("get_device_info", lambda: ("cpu", device_module))
+    # MFU means nothing here; torchtitan would relate it to an A100.
+    _rebind("get_peak_flops", lambda device_name: float("inf"))
+    # The router counts tokens with torch.histc, which has no integer kernel on the CPU.
+    torch.histc = functools.partial(_histc, torch.histc)
+    # Expert parallelism orders tokens with a Triton kernel; torchtitan has a CPU version of it and never selects it.
+    _rebind("generate_permute_indices", functools.partial(kernels.generate_permute_indices, use_cpu=True))
+    # FSDP scales gradients inside the reduction (PREMUL_SUM), which gloo lacks.
+    disable_division = llama3_parallelize.disable_fsdp_gradient_division
+    _rebind("disable_fsdp_gradient_division", functools.partial(_disable_gradient_division, disable_division))
+
+
+def _rebind(name: str, value: Any) -> None:
+    """Replace ``name`` in every loaded torchtitan module that has it; modules loaded later import the replacement."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] == "torchtitan" and name in vars(module):
+            setattr(module, name, value)
+
+
+def _cpu_device_module() -> SimpleNamespace:
+    """``torch.cpu`` plus the queries torchtitan makes of ``torch.cuda``. Memory is this process's peak resident set."""
+
+    def memory_stats(device: torch.device | None = None) -> dict[str, int]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+    total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    queries = {
+        "current_device": lambda: 0,  # torch.cpu answers "cpu", but a barrier's device_ids must be integers
+        "get_device_name": lambda device=None: "CPU",
+        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=total_memory),
+        "memory_stats": memory_stats,
+        "reset_peak_memory_stats": lambda device=None: None,  # the system keeps the peak of the whole run
+        "empty_cache": lambda: None,
+    }
+    return SimpleNamespace(**vars(torch.cpu) | queries)
+
+
+def _histc(histc, input: Tensor, bins: int = 100, min: int = 0, max: int = 0) -> Tensor:
+    """``torch.histc`` that also takes integers on the CPU and, as on CUDA, returns their dtype."""
+    if input.device.type != "cpu" or input.is_floating_point():
+        return histc(input, bins, min, max)
+    return histc(input.float(), bins, min, max).to(input.dtype)
+
+
+def _disable_gradient_division(disable_division, model: torch.nn.Module) -> None:
+    """torchtitan's ``disable_fsdp_gradient_division``, and reduce with plain sums."""
+    disable_division(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,148 @@
+"""Check a training config without the machines it is for: ``python -m titan_fp8moe.torchtitan.dry_run CONFIG``.
+
+Loads the TOML file as torchtitan does, then does what its ``Trainer`` does up to the allocation of memory, as rank 0 of
+a fake process group of the real size: model on the meta device, converters, pipeline split, and tensor, expert and data
+parallelism. A config that passes has degrees, dims and batch sizes that fit together. Takes seconds, needs no GPU.
+
+    python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_16b.toml
+    python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_16b.toml --world-size 64 --training.seq_len 8192
+
+Arguments after the config are torchtitan's own overrides.
+"""
+
+import argparse
+import dataclasses
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import init_fake_mode
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools import utils
+
+# Parameter, gradient and Adam's two moments, all fp32 unless training.dtype says otherwise.
+_TENSORS_PER_PARAMETER = 4
+
+
+def smallest_world_size(config: JobConfig) -> int:
+    """Product of the parallel degrees; a ``data_parallel_shard_degree`` of -1 counts as the least that EP allows."""
+    p = config.parallelism
+    inner = p.context_parallel_degree * p.tensor_parallel_degree
+    shard = p.data_parallel_shard_degree
+    if shard == -1:
+        shard = max(1, p.expert_parallel_degree * p.expert_tensor_parallel_degree // inner)
+    return p.data_parallel_replicate_degree * shard * inner * p.pipeline_parallel_degree
+
+
+def check_config(config: JobConfig) -> None:
+    """Raise ValueError for what torchtitan only warns about or fails on late: choices, flavor, dataset."""
+    _check_choices(config, "")
+    flavors = get_train_spec(config.model.name).model_args
+    if config.model.flavor not in flavors:
+        raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(flavors)}")
+    if config.training.dataset not in DATASETS:
+        raise ValueError(f"training.dataset = {config.training.dataset!r}: torchtitan has {sorted(DATASETS)}")
+
+
+def _check_choices(section: Any, prefix: str) -> None:
+    hints = get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        value, hint = getattr(section, field.name), hints[field.name]
+        if dataclasses.is_dataclass(value):
+            _check_choices(value, f"{prefix}{field.name}.")
+        elif get_origin(hint) is Literal and value not in get_args(hint):
+            raise ValueError(f"{prefix}{field.name} = {value!r}: must be one of {get_args(hint)}")
+
+
+def build(config: JobConfig, world_size: int) -> tuple[ParallelDims, int, list[nn.Module]]:
+    """Build rank 0's share of the model on the meta device.
+
+    Returns the parallel dims, the parameter count of the whole model and rank 0's parallelized model parts (one, or its
+    pipeline stages). Initializes a fake default process group, so it can run once per process.
+    """
+    init_fake_mode(world_size)
+    p = config.parallelism
+    dims = ParallelDims(
+        dp_replicate=p.data_parallel_replicate_degree,
+        dp_shard=p.data_parallel_shard_degree,
+        cp=p.context_parallel_degree,
+        tp=p.tensor_parallel_degree,
+        pp=p.pipeline_parallel_degree,
+        ep=p.expert_parallel_degree,
+        etp=p.expert_tensor_parallel_degree,
+        world_size=world_size,
+    )
+    step = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    if config.training.global_batch_size > 0 and config.training.global_batch_size % step:
+        raise ValueError(
+            f"training.global_batch_size = {config.training.global_batch_size} is not a multiple of local batch size "
+            f"x data parallel degree = {step}"
+        )
+
+    spec = get_train_spec(config.model.name)
+    model_args = spec.model_args[config.model.flavor]
+    model_args.update_from_config(config)
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = spec.model_cls(model_args)
+    build_model_converters(config, dims).convert(model)
+    n_params = sum(param.numel() for param in model.parameters())
+    if not dims.pp_enabled:
+        return dims, n_params, [spec.parallelize_fn(model, dims, config)]
+    loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
+    device = torch.device(utils.device_type)
+    _, parts, _, _ = spec.pipelining_fn(model, dims, config, device, model_args, spec.parallelize_fn, loss_fn)
+    return dims, n_params, parts
+
+
+def report(config: JobConfig, dims: ParallelDims, n_params: int, parts: list[nn.Module]) -> str:
+    """What rank 0 holds, in a few lines."""
+    training = config.training
+    sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
+    accumulation = max(training.global_batch_size // sequences, 1)
+    local = sum(_local(param).numel() for part in parts for param in part.parameters())
+    gib = local * _TENSORS_PER_PARAMETER * TORCH_DTYPE_MAP[training.dtype].itemsize / 2**30
+    experts_fsdp = dims.dp_shard * dims.cp * dims.tp // (dims.ep * dims.etp)
+    lines = [
+        f"model     {config.model.name} {config.model.flavor}, {n_params:,} parameters, "
+        f"converters {', '.join(config.model.converters) or 'none'}",
+        f"layout    {dims.world_size} ranks = pp {dims.pp} x dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} "
+        f"x cp {dims.cp} x tp {dims.tp}; experts: ep {dims.ep} x etp {dims.etp} x fsdp {experts_fsdp}",
+        f"batch     {sequences * accumulation} sequences of {training.seq_len} tokens in {accumulation} accumulation steps",
+        f"rank 0    {local:,} parameters, {gib:.1f} GiB with gradients and Adam states",
+    ]
+    for i, part in enumerate(parts):
+        layers = list(part.layers.keys())
+        ends = [name for name in ("tok_embeddings", "norm", "output") if getattr(part, name) is not None]
+        lines.append(f"part {i}    layers {layers[0]} to {layers[-1]}, {', '.join(ends) or 'no embedding or output'}")
+    moe_layers = [(name, block) for part in parts for name, block in part.layers.items() if block.moe_enabled]
+    if moe_layers:
+        name, block = moe_layers[0]
+        lines.append(f"experts   of layer {name} ({type(block.moe.experts).__name__}):")
+        for key, param in block.moe.experts.named_parameters():
+            placements = f", {param.placements}" if isinstance(param, DTensor) else ""
+            lines.append(f"          {key} {tuple(param.shape)}, here {tuple(_local(param).shape)}{placements}")
+    return "\n".join(lines)
+
+
+def _local(param: nn.Parameter) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument("--world-size", type=int, help="ranks; by default the fewest that the parallel degrees allow")
+    args, overrides = parser.parse_known_args()
+    config = ConfigManager().parse_args([f"--job.config_file={args.config}", *overrides])
+    check_config(config)
+    world_size = args.world_size or smallest_world_size(config)
+    print(report(config, *build(config, world_size)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Small DeepSeek-V3 flavors, and validation, for torchtitan's ``deepseek_v3``."""
+
+import functools
+from dataclasses import replace
+
+from torch import nn
+from torchtitan.components.validate import Validator
+from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args, get_train_spec
+from torchtitan.models.moe import MoEArgs
+from torchtitan.protocols.train_spec import register_train_spec
+
+
+@functools.cache
+def register_flavors() -> None:
+    """Add flavors ``tiny`` and ``16B_short`` to ``deepseek_v3`` and let it validate. Calling again does nothing."""
+    # 5M parameters, DeepSeek-V3's routing: trains on a laptop CPU. MoE dims are multiples of 128, as fp8 tiles need.
+    deepseekv3_args["tiny"] = DeepSeekV3ModelArgs(
+        vocab_size=2048,
+        dim=256,
+        inter_dim=512,
+        moe_inter_dim=256,
+        n_layers=3,
+        n_dense_layers=1,
+        n_heads=4,
+        moe_args=MoEArgs(
+            num_experts=8,
+            num_shared_experts=1,
+            top_k=3,
+            score_func="sigmoid",
+            route_norm=True,
+            route_scale=2.5,
+            score_before_experts=False,
+        ),
+        q_lora_rank=0,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+    )
+    # The 16B model's layers, few enough of them for one GPU. SDPA needs no compilation, flex attention does.
+    base = deepseekv3_args["16B"]
+    deepseekv3_args["16B_short"] = replace(
+        base,
+        moe_args=replace(base.moe_args),  # torchtitan writes config values into it: do not share it with 16B
+        vocab_size=8192,
+        n_layers=4,
+        attn_type="sdpa",
+        attn_mask_type="causal",
+    )
+    # torchtitan's spec has no validator builder, so `validation.enable` would fail an assertion.
+    register_train_spec("deepseek_v3", replace(get_train_spec(), build_validator_fn=MoEValidator))
+
+
+class MoEValidator(Validator):
+    """torchtitan's validator, which leaves the router's load balancing as it was."""
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        # The forward counts tokens per expert in eval mode too, and the next optimizer step moves expert_bias by them.
+        counts = [b for m in model_parts for name, b in m.named_buffers() if name.endswith("tokens_per_expert")]
+        saved = [count.clone() for count in counts]
+        super().validate(model_parts, step)
+        for count, value in zip(counts, saved, strict=True):
+            count.copy_(value)

@@ -1,0 +1,86 @@
+"""torchtitan's MoE and GroupedExperts with the routed experts in FP8.
+
+Parameters, buffers, submodules and state-dict keys stay torchtitan's: a layer is converted by changing its class, so
+that checkpoints, the Hugging Face adapter, pipeline splitting and initialization work as before.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.models.moe.moe import GroupedExperts, MoE
+
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertWeights
+from titan_fp8moe.moe import Route, routed_experts
+
+
+class Fp8FlowGroupedExperts(GroupedExperts):
+    """The routed experts of a layer: dispatch, FFN and combine, all inside this module's call.
+
+    FSDP gathers w1, w2, w3 around that call; nothing else may read them.
+    """
+
+    config: Fp8FlowMoEConfig
+    ep_mesh: DeviceMesh | None = None
+    tp_mesh: DeviceMesh | None = None
+
+    @staticmethod
+    def convert(experts: GroupedExperts, config: Fp8FlowMoEConfig) -> None:
+        experts.__class__ = Fp8FlowGroupedExperts
+        experts.config = config
+
+    def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
+        """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
+        self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
+
+    def forward(self, x_TD: Tensor, route: Route) -> Tensor:
+        """(T, D) -> (T, D), each token's experts summed with their scores. With ``tp_mesh`` a partial sum over it."""
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+        ep_group = None if self.ep_mesh is None else self.ep_mesh.get_group()
+        return routed_experts(x_TD, ExpertWeights(*weights), route, self.config, ep_group)
+
+    def extra_repr(self) -> str:
+        experts, hidden, dim = self.w1.shape
+        c = self.config
+        return (
+            f"num_experts={experts}, dim={dim}, hidden_dim={hidden}, wgrad={c.wgrad}, save_h={c.save_h}, "
+            f"recompute={c.recompute}"
+        )
+
+
+class Fp8FlowMoE(MoE):
+    """torchtitan's MoE layer around :class:`Fp8FlowGroupedExperts`: same router, load balancing and shared experts."""
+
+    @staticmethod
+    def convert(moe: MoE, config: Fp8FlowMoEConfig) -> None:
+        moe.__class__ = Fp8FlowMoE
+        Fp8FlowGroupedExperts.convert(moe.experts, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        shape, x_TD = x.shape, x.view(-1, x.shape[-1])
+        top_scores, selected_experts, num_tokens_per_expert = self.router(x_TD, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(num_tokens_per_expert)
+
+        # Under tensor parallelism a rank's experts see part of the tokens or part of each expert's hidden dim, so the
+        # gradients they send back are partial sums; torchtitan declares x and the scores replicated.
+        tp_mesh = self.experts.tp_mesh or getattr(self.reorderer, "tp_mesh", None)
+        routed_TD = x_TD
+        if tp_mesh is not None:
+            top_scores, routed_TD = _sum_gradients(top_scores, tp_mesh), _sum_gradients(x_TD, tp_mesh)
+
+        # The reorderer is always called: with expert parallelism borrowed from tensor parallelism, torchtitan's hooks
+        # on it select this rank's tokens.
+        score_S, slot_S, counts_E = self.reorderer(top_scores, selected_experts)
+        route = Route(score_S, slot_S, counts_E, self.router.top_k, self.score_before_experts)
+        out = self.experts(routed_TD, route)
+        if self.shared_experts is not None:
+            out = self.shared_experts(x_TD) + out
+        return out.view(shape)
+
+
+def _sum_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Identity whose gradient is summed over ``mesh``."""
+    return DTensor.from_local(x, mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))

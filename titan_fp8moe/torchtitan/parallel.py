@@ -1,0 +1,63 @@
+"""Parallel styles that torchtitan applies to experts and reorderer, extended to converted layers.
+
+torchtitan's ``apply_moe_ep_tp`` (llama4, shared by deepseek_v3 and qwen3) creates its styles by name. The subclasses
+here take those names. For converted experts they shard the parameters as torchtitan does and record the mesh; the hooks
+that would dispatch and combine bf16 rows are left out, since the experts do that themselves in fp8. Other modules are
+parallelized as before.
+"""
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_module
+from torchtitan.distributed import expert_parallel
+from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
+
+from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts
+
+
+class _FlowStyle:
+    """Mixin: ``_apply`` that installs no hooks on converted experts."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, Fp8FlowGroupedExperts):
+            return super()._apply(module, device_mesh)
+        module.set_meshes(*self._meshes(device_mesh))
+        return distribute_module(module, device_mesh, self._partition_fn)
+
+
+class TensorParallel(_FlowStyle, expert_parallel.TensorParallel):
+    """Every expert's hidden dim over the tensor-parallel ranks."""
+
+    @staticmethod
+    def _meshes(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+        return None, mesh
+
+
+class ExpertParallel(_FlowStyle, expert_parallel.ExpertParallel):
+    """Experts over ranks."""
+
+    @staticmethod
+    def _meshes(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+        return mesh, None
+
+
+class ExpertTensorParallel(_FlowStyle, expert_parallel.ExpertTensorParallel):
+    """Experts over ranks, and every expert's hidden dim over the tensor-parallel ranks."""
+
+    @staticmethod
+    def _meshes(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+        return mesh["ep"], mesh["etp"]
+
+
+class ReordererSequenceParallel(expert_parallel.ReordererSequenceParallel):
+    """Splits tokens over the tensor-parallel ranks, and lets the layer know that it does."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.tp_mesh = device_mesh
+        return super()._apply(module, device_mesh)
+
+
+def install() -> None:
+    """Gives torchtitan these styles. Calling again does nothing new."""
+    for style in (TensorParallel, ExpertParallel, ExpertTensorParallel, ReordererSequenceParallel):
+        setattr(llama4_parallelize, style.__name__, style)

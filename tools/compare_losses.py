@@ -1,0 +1,451 @@
+"""Compare the training curves of torchtitan runs and fail when one leaves the reference.
+
+A run is a folder that torchtitan logged to, with TensorBoard event files or, if there are none, W&B runs (offline
+ones need no upload). All files below it are taken as one run: after a restart, a step that was logged twice keeps
+the later value.
+
+The losses of a run and of the reference are compared at the steps both logged, after smoothing each with the mean
+over the last ``--smooth`` steps. Relative deviations are (run - reference) / reference of the smoothed losses; the
+one at the last common step decides. Tokens/s and memory are per device, as torchtitan logs them.
+
+Exit status: 0 if every run is within the tolerance, 1 if one is not or has a loss that is not finite, 2 if the runs
+cannot be compared.
+
+Example::
+
+    python tools/compare_losses.py --run bf16=outputs/bf16 --run fp8=outputs/fp8 --tolerance 0.01 --out curves.png
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+import struct
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+LOSS = "loss_metrics/global_avg_loss"
+VALIDATION_LOSS = "validation_metrics/loss"
+GRAD_NORM = "grad_norm"
+TOKENS_PER_SECOND = "throughput(tps)"
+PEAK_MEMORY = "memory/max_reserved(GiB)"
+TAGS = (LOSS, VALIDATION_LOSS, GRAD_NORM, TOKENS_PER_SECOND, PEAK_MEMORY)
+
+# The reference is black; the others follow the palette of Okabe and Ito, which colour-blind readers can tell apart.
+REFERENCE_COLOR = "#000000"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+class UsageError(Exception):
+    """The runs cannot be compared; the message tells the user what to change."""
+
+
+class Point(NamedTuple):
+    """One logged value. Points sort by the time they were written."""
+
+    wall_time: float
+    step: int
+    tag: str
+    value: float
+
+
+@dataclass
+class Run:
+    """The merged metrics of a run: for every tag of ``TAGS`` that was logged, its values by step, in step order."""
+
+    name: str
+    metrics: dict[str, dict[int, float]]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return self.metrics[LOSS]
+
+    def values(self, tag: str) -> list[float]:
+        return list(self.metrics.get(tag, {}).values())
+
+
+@dataclass
+class Deviation:
+    """The steps that a run and the reference have in common, and how far apart their smoothed losses are there."""
+
+    steps: np.ndarray
+    relative: np.ndarray
+
+
+@dataclass
+class Summary:
+    """What is reported of a run. None stands for a metric that was not logged or, in the reference, not defined."""
+
+    last_step: int
+    final_loss: float
+    smoothed_final_loss: float
+    compared_up_to_step: int | None = None
+    final_deviation: float | None = None
+    largest_deviation: float | None = None
+    largest_deviation_step: int | None = None
+    mean_deviation: float | None = None
+    tokens_per_second: float | None = None
+    peak_memory_gib: float | None = None
+    validation_loss: float | None = None
+    grad_norm: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+def tensorboard_points(path: Path) -> Iterator[Point]:
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    # 0 keeps all values instead of a sample; steps that a restart repeats are merged in read_run.
+    events = EventAccumulator(str(path), size_guidance={SCALARS: 0}, purge_orphaned_data=False)
+    events.Reload()
+    for tag in set(TAGS).intersection(events.Tags()[SCALARS]):
+        for event in events.Scalars(tag):
+            yield Point(event.wall_time, event.step, tag, event.value)
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """Yield the serialized records of a ``.wandb`` file.
+
+    The file is a LevelDB log behind a header of 7 bytes: blocks of 32 KiB with fragments of records, each preceded by
+    a checksum, its length, and its place in the record (https://github.com/google/leveldb/blob/main/doc/log_format.md).
+    Unlike LevelDB the checksum is a plain CRC-32. wandb has no Python reader for it since its core became a binary.
+    """
+    block_bytes, file_header_bytes = 32 * 1024, 7
+    fragment_header = struct.Struct("<IHB")
+    full, first, last = 1, 2, 4
+
+    data = path.read_bytes()
+    if not data.startswith(b":W&B"):
+        raise UsageError(f"{path} is not a W&B run file")
+    position = file_header_bytes
+    record = b""
+    while True:
+        left_in_block = block_bytes - position % block_bytes
+        if left_in_block < fragment_header.size:
+            position += left_in_block  # The rest of the block is padding.
+        if position + fragment_header.size > len(data):
+            return
+        checksum, length, kind = fragment_header.unpack_from(data, position)
+        position += fragment_header.size
+        fragment = data[position : position + length]
+        if len(fragment) < length:
+            return  # The run is still being written, or was killed while it was.
+        if zlib.crc32(fragment, zlib.crc32(bytes([kind]))) != checksum:
+            raise UsageError(f"{path} is corrupt at byte {position}; remove it from the run or log to TensorBoard")
+        position += length
+        record = fragment if kind in (full, first) else record + fragment
+        if kind in (full, last):
+            yield record
+
+
+def wandb_points(path: Path) -> Iterator[Point]:
+    try:
+        from wandb.proto import wandb_internal_pb2
+    except ImportError as error:
+        raise UsageError(f"{path} needs the wandb package to be read ({error}): pip install wandb") from error
+
+    for serialized in wandb_records(path):
+        record = wandb_internal_pb2.Record.FromString(serialized)
+        if record.WhichOneof("record_type") != "history":
+            continue
+        row = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+        for tag in row.keys() & set(TAGS):
+            # Non-finite values are written as NaN and Infinity, which json.loads accepts.
+            value = float(json.loads(row[tag]))
+            yield Point(float(row["_timestamp"]), record.history.step.num, tag, value)
+
+
+def read_run(name: str, path: Path) -> Run:
+    """Read and merge everything that was logged below ``path``."""
+    if not path.is_dir():
+        raise UsageError(f"run {name}: {path} is not a folder")
+    files, read_points = sorted(path.rglob("events.out.tfevents.*")), tensorboard_points
+    if not files:
+        files, read_points = sorted(path.rglob("run-*.wandb")), wandb_points
+    if not files:
+        raise UsageError(
+            f"run {name}: no TensorBoard event files (events.out.tfevents.*) and no W&B files (run-*.wandb) below "
+            f"{path}; train with --metrics.enable_tensorboard or --metrics.enable_wandb"
+        )
+    # With metrics.save_for_all_ranks or fault tolerance several processes log the same steps, each in its own folder.
+    # Their values differ, so they must not be merged as a restart is.
+    writers = {"/".join(re.findall(r"\b(?:rank|replica)_\d+\b", str(file.relative_to(path)))) for file in files}
+    if len(writers) > 1:
+        raise UsageError(f"run {name}: {path} has the logs of {', '.join(sorted(writers))}; give the folder of one")
+
+    metrics: dict[str, dict[int, float]] = {}
+    for point in sorted(point for file in files for point in read_points(file)):
+        metrics.setdefault(point.tag, {})[point.step] = point.value
+    if LOSS not in metrics:
+        raise UsageError(f"run {name}: nothing below {path} has the metric {LOSS}; found {sorted(metrics) or 'none'}")
+    run = Run(name, {tag: dict(sorted(values.items())) for tag, values in metrics.items()})
+    for step, loss in run.losses.items():
+        if math.isfinite(loss) and loss <= 0:
+            raise UsageError(
+                f"run {name}: the loss at step {step} is {loss}, which is no cross-entropy; with pipeline parallelism "
+                "only ranks of the last stage log the loss"
+            )
+    return run
+
+
+def smooth(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
+    """Return, for every step, the mean of the values logged in the ``window`` steps that end there."""
+    starts = np.searchsorted(steps, steps - window, side="right")
+    return np.array([values[start : end + 1].mean() for end, start in enumerate(starts)])
+
+
+def smoothed_losses(run: Run, steps: list[int], window: int) -> np.ndarray:
+    return smooth(np.array(steps), np.array([run.losses[step] for step in steps]), window)
+
+
+def compare(run: Run, reference: Run, window: int) -> Deviation:
+    # Reduced to the common steps before smoothing: else runs with unequal log_freq would average different steps.
+    steps = [step for step in reference.losses if step in run.losses]
+    if not steps:
+        raise UsageError(
+            f"runs {reference.name} and {run.name} have no common steps ({_logged(reference)} and {_logged(run)}); "
+            "train them with the same metrics.log_freq"
+        )
+    expected = smoothed_losses(reference, steps, window)
+    with np.errstate(invalid="ignore"):  # inf / inf; summarize reports non-finite losses.
+        relative = (smoothed_losses(run, steps, window) - expected) / expected
+    return Deviation(np.array(steps), relative)
+
+
+def _logged(run: Run) -> str:
+    steps = list(run.losses)
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def summarize(run: Run, deviation: Deviation | None, window: int, warm_up: int, tolerance: float) -> Summary:
+    """Summarize ``run`` and list what is wrong with it; ``deviation`` is None for the reference."""
+    steps = list(run.losses)
+    summary = Summary(
+        last_step=steps[-1],
+        final_loss=run.losses[steps[-1]],
+        smoothed_final_loss=float(smoothed_losses(run, steps, window)[-1]),
+    )
+    warm = [value for step, value in run.metrics.get(TOKENS_PER_SECOND, {}).items() if step > warm_up]
+    if warm:
+        summary.tokens_per_second = statistics.median(warm)
+    # Devices without memory statistics log values that are not positive.
+    summary.peak_memory_gib = max((value for value in run.values(PEAK_MEMORY) if value > 0), default=None)
+    if validation_losses := run.values(VALIDATION_LOSS):
+        summary.validation_loss = validation_losses[-1]
+    if grad_norms := run.metrics.get(GRAD_NORM):
+        summary.grad_norm = float(smooth(np.array(list(grad_norms)), np.array(list(grad_norms.values())), window)[-1])
+
+    for label, tag in (("loss", LOSS), ("validation loss", VALIDATION_LOSS)):
+        broken = [(step, value) for step, value in run.metrics.get(tag, {}).items() if not math.isfinite(value)]
+        if broken:
+            step, value = broken[0]
+            summary.failures.append(f"{label} is {value} at step {step} ({len(broken)} logged values are not finite)")
+
+    if deviation is not None:
+        magnitude = np.abs(deviation.relative)
+        largest = int(magnitude.argmax())
+        summary.compared_up_to_step = int(deviation.steps[-1])
+        summary.final_deviation = float(deviation.relative[-1])
+        summary.largest_deviation = float(magnitude[largest])
+        summary.largest_deviation_step = int(deviation.steps[largest])
+        summary.mean_deviation = float(magnitude.mean())
+        if not magnitude[-1] <= tolerance:  # Also true for NaN, that is if the reference is not finite.
+            summary.failures.append(
+                f"smoothed loss deviates by {summary.final_deviation:+.3%} at step {summary.compared_up_to_step}, "
+                f"the tolerance is {tolerance:.3%}"
+            )
+    return summary
+
+
+def _cell(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def format_table(summaries: dict[str, Summary], reference: str) -> str:
+    def result(name: str, summary: Summary) -> str:
+        if summary.failures:
+            return "FAIL"
+        return "reference" if name == reference else "ok"
+
+    columns = {
+        "run": list(summaries),
+        "step": [str(summary.last_step) for summary in summaries.values()],
+    }
+    for header, attribute, spec in (
+        ("loss", "final_loss", ".5f"),
+        ("smoothed", "smoothed_final_loss", ".5f"),
+        ("deviation", "final_deviation", "+.3%"),
+        ("largest", "largest_deviation", ".3%"),
+        ("mean", "mean_deviation", ".3%"),
+        ("tokens/s", "tokens_per_second", ",.0f"),
+        ("memory GiB", "peak_memory_gib", ".2f"),
+        ("val. loss", "validation_loss", ".5f"),
+        ("grad norm", "grad_norm", ".4f"),
+    ):
+        columns[header] = [_cell(getattr(summary, attribute), spec) for summary in summaries.values()]
+    columns["result"] = [result(name, summary) for name, summary in summaries.items()]
+
+    aligned = []
+    for header, cells in columns.items():
+        width = max(len(cell) for cell in [header, *cells])
+        # Words to the left, numbers to the right.
+        align = str.ljust if header in ("run", "result") else str.rjust
+        aligned.append([align(cell, width) for cell in [header, *cells]])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+
+
+def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, tolerance: float, out: Path) -> None:
+    """Draw the losses (faint) and their smoothed curves on top, the deviations from ``runs[0]`` below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    for index, run in enumerate(runs):
+        color = COLORS[(index - 1) % len(COLORS)] if index else REFERENCE_COLOR
+        steps = list(run.losses)
+        top.plot(steps, list(run.losses.values()), color=color, alpha=0.25, linewidth=0.8)
+        label = run.name if index else f"{run.name} (reference)"
+        top.plot(steps, smoothed_losses(run, steps, window), color=color, linewidth=1.6, label=label)
+        if run.name in deviations:
+            deviation = deviations[run.name]
+            # No label: the colors are those of the legend above, and a second legend would cover the curves.
+            bottom.plot(deviation.steps, 100 * deviation.relative, color=color, linewidth=1.6)
+    percent = 100 * tolerance
+    bottom.axhspan(-percent, percent, color="#999999", alpha=0.25, linewidth=0, label=f"tolerance ±{percent:.3g}%")
+    bottom.axhline(0, color=REFERENCE_COLOR, linewidth=0.8)
+    top.set_ylabel("training loss")
+    top.set_title(f"Training loss, mean over {window} steps")
+    bottom.set_ylabel(f"deviation from\n{runs[0].name} (%)")
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(out, dpi=150)
+
+
+def _without_nan(value):
+    """Replace numbers that JSON cannot represent by None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_json(summaries: dict[str, Summary], args: argparse.Namespace, reference: str, out: Path) -> None:
+    report = {
+        "reference": reference,
+        "tolerance": args.tolerance,
+        "smooth_steps": args.smooth,
+        "passed": not any(summary.failures for summary in summaries.values()),
+        "runs": {
+            name: {key: _without_nan(value) for key, value in asdict(summary).items()}
+            for name, summary in summaries.items()
+        },
+    }
+    out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _named_path(argument: str) -> tuple[str, Path]:
+    name, separator, path = argument.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(f"{argument!r} is not NAME=PATH")
+    return name, Path(path)
+
+
+def _parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="compare_losses.py", description="Compare the training curves of torchtitan runs with a reference run."
+    )
+    parser.add_argument(
+        "--run",
+        dest="runs",
+        type=_named_path,
+        action="append",
+        required=True,
+        metavar="NAME=PATH",
+        help="a run and the folder with its TensorBoard or W&B files; give at least two",
+    )
+    parser.add_argument("--reference", metavar="NAME", help="the run to compare with (default: the first one)")
+    parser.add_argument(
+        "--smooth", type=int, default=20, metavar="STEPS", help="window of the running mean (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=10,
+        metavar="STEPS",
+        help="leave the first steps out of tokens/s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.01,
+        metavar="F",
+        help="largest relative deviation of the final smoothed loss that passes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("curves.png"), metavar="PNG", help="the figure (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="JSON", help="also write the numbers of the table to this file")
+    return parser.parse_args(argv)
+
+
+def _check_args(args: argparse.Namespace) -> None:
+    names = [name for name, _ in args.runs]
+    if len(names) < 2:
+        raise UsageError("give at least two --run NAME=PATH, one of them the reference")
+    if len(set(names)) < len(names):
+        raise UsageError(f"every --run needs a name of its own, not {', '.join(names)}")
+    if args.reference is not None and args.reference not in names:
+        raise UsageError(f"--reference {args.reference} is none of the runs {', '.join(names)}")
+    if args.smooth < 1:
+        raise UsageError(f"--smooth must be at least 1 step, not {args.smooth}")
+    if not args.tolerance >= 0:
+        raise UsageError(f"--tolerance must not be negative, not {args.tolerance}")
+    for path in filter(None, (args.out, args.json)):
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool and return its exit status."""
+    args = _parse_args(argv)
+    try:
+        _check_args(args)
+        reference_name = args.reference or args.runs[0][0]
+        # The reference comes first in the table, the figure and the JSON.
+        runs = [read_run(name, path) for name, path in sorted(args.runs, key=lambda run: run[0] != reference_name)]
+        reference = runs[0]
+        deviations = {run.name: compare(run, reference, args.smooth) for run in runs[1:]}
+    except UsageError as error:
+        print(f"compare_losses.py: error: {error}", file=sys.stderr)
+        return 2
+
+    summaries = {
+        run.name: summarize(run, deviations.get(run.name), args.smooth, args.warm_up, args.tolerance) for run in runs
+    }
+    print(format_table(summaries, reference.name))
+    for name, deviation in deviations.items():
+        last_steps = (summaries[name].last_step, summaries[reference.name].last_step)
+        if deviation.steps[-1] < max(last_steps):
+            print(
+                f"note: {name} and {reference.name} end at steps {last_steps[0]} and {last_steps[1]}; "
+                f"compared up to step {deviation.steps[-1]}"
+            )
+    for name, summary in summaries.items():
+        for failure in summary.failures:
+            print(f"FAIL {name}: {failure}")
+
+    plot(runs, deviations, args.smooth, args.tolerance, args.out)
+    if args.json is not None:
+        write_json(summaries, args, reference.name, args.json)
+    return 1 if any(summary.failures for summary in summaries.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

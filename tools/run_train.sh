@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Train with torchtitan, in the manner of torchtitan's own run_train.sh. Run it from the root of this repository:
+#
+#     NGPU=8 CONFIG_FILE=train_configs/deepseek_v3_16b.toml ./tools/run_train.sh --training.steps 100
+#
+# NGPU            processes on this node, one per GPU; without a GPU, CPU processes over gloo
+# CONFIG_FILE     the TOML file; every setting in it can be overridden on the command line
+# LOG_RANK        comma-separated local ranks whose output is shown
+# NNODES          nodes; start the script on each of them, with RDZV_ENDPOINT=<host of one of them>:<port>
+set -e
+
+NGPU=${NGPU:-1}
+CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
+LOG_RANK=${LOG_RANK:-0}
+NNODES=${NNODES:-1}
+RDZV_ENDPOINT=${RDZV_ENDPOINT:-localhost:0}
+
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+set -x
+exec torchrun --nnodes="${NNODES}" --nproc_per_node="${NGPU}" \
+    --rdzv_backend=c10d --rdzv_endpoint="${RDZV_ENDPOINT}" \
+    --local-ranks-filter="${LOG_RANK}" --role=rank --tee=3 \
+    -m torchtitan.train --job.config_file="${CONFIG_FILE}" "$@"
