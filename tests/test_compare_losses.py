@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import struct
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -258,6 +260,28 @@ def test_reads_wandb_runs_that_were_killed(tmp_path, compare, wandb_run):
     assert status == 0
     assert 100 < report["runs"]["killed"]["last_step"] < 300
     assert report["runs"]["killed"]["largest_deviation"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("left_in_block", range(10))
+def test_wandb_records_at_the_end_of_a_block(tmp_path, left_in_block):
+    """A header never crosses a block: up to 6 bytes are padding, and 7 hold the header of an empty fragment."""
+
+    def fragment(kind, content):
+        return struct.pack("<IHB", zlib.crc32(bytes([kind]) + content), len(content), kind) + content
+
+    full, first, last = 1, 2, 4
+    log = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
+    first_record = b"a" * (32 * 1024 - len(log) - 7 - left_in_block)
+    log += fragment(full, first_record)
+    second_record = b"second record"
+    if left_in_block < 7:
+        log += bytes(left_in_block) + fragment(full, second_record)
+    else:
+        head = second_record[: left_in_block - 7]
+        log += fragment(first, head) + fragment(last, second_record[len(head) :])
+    path = tmp_path / "run-1.wandb"
+    path.write_bytes(log)
+    assert list(compare_losses.wandb_records(path)) == [first_record, second_record]
 
 
 def test_corrupt_wandb_file_is_refused(tmp_path, compare_fails, wandb_run):

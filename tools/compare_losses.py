@@ -101,8 +101,7 @@ class Summary:
 def tensorboard_points(path: Path) -> Iterator[Point]:
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-    # 0 keeps all values instead of a sample; steps that a restart repeats are merged in read_run.
-    events = EventAccumulator(str(path), size_guidance={SCALARS: 0}, purge_orphaned_data=False)
+    events = EventAccumulator(str(path), size_guidance={SCALARS: 0})  # 0 keeps all values instead of a sample.
     events.Reload()
     for tag in set(TAGS).intersection(events.Tags()[SCALARS]):
         for event in events.Scalars(tag):

@@ -17,7 +17,7 @@ LAYOUT_ROWS = 1024
 SUM_COLUMNS = 1024
 
 
-# --- expert order ---------------------------------------------------------------------------------------------------------
+# --- expert order -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -46,9 +46,9 @@ def _runs_kernel(
     tl.store(count + at, n, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit
 def _layout_kernel(
-    start, shift, count, score, slot, token_M, score_M, row_S, M, top_k: tl.constexpr, RUNS: tl.constexpr,
+    start, shift, count, score, score_stride, slot, token_M, score_M, row_S, M, top_k: tl.constexpr, RUNS: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """token_M, score_M and row_S for ROWS rows in expert order. ``slot`` is None where row r arrives from slot r."""
@@ -59,14 +59,14 @@ def _layout_kernel(
     high = tl.full((ROWS,), RUNS, tl.int32)
     for _ in range(STEPS):
         middle = (low + high) // 2
-        before = tl.load(start + tl.minimum(middle, RUNS - 1)) <= row
+        before = tl.load(start + middle) <= row
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
     real = row - tl.load(start + low) < tl.load(count + low)
-    arrived = row + tl.load(shift + low)
+    arrived = (row + tl.load(shift + low)).to(tl.int64)
     s = arrived if slot is None else tl.load(slot + arrived, mask=real, other=0)
     tl.store(token_M + row, tl.where(real, s // top_k, -1), mask=row < M)
-    tl.store(score_M + row, tl.load(score + arrived, mask=real, other=0.0), mask=row < M)
+    tl.store(score_M + row, tl.load(score + arrived * score_stride, mask=real, other=0.0), mask=row < M)
     tl.store(row_S + s, row, mask=real)
 
 
@@ -77,7 +77,7 @@ def expert_layout(
 
     Args:
         counts_SE: (S, E) int32, rows that arrived from each source for each expert.
-        score_R: (R,) fp32; slot_R: (R,) int32 or None.
+        score_R: (R,) fp32, any stride (a view of a payload); slot_R: (R,) int32 or None.
 
     Returns:
         offsets_E (E,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_S (num_slots,) int32.
@@ -93,13 +93,13 @@ def expert_layout(
     score_M = torch.empty(capacity, dtype=torch.float32, device=device)
     row_S = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
     _layout_kernel[(triton.cdiv(capacity, LAYOUT_ROWS),)](
-        start, shift, count, score_R, slot_R, token_M, score_M, row_S, capacity, top_k=top_k, RUNS=E * S,
-        STEPS=(E * S).bit_length(), ROWS=LAYOUT_ROWS, num_warps=4,
+        start, shift, count, score_R, score_R.stride(0), slot_R, token_M, score_M, row_S, capacity, top_k=top_k,
+        RUNS=E * S, STEPS=(E * S).bit_length(), ROWS=LAYOUT_ROWS, num_warps=4,
     )  # fmt: skip
     return offsets_E, token_M, score_M, row_S
 
 
-# --- copies of rows -------------------------------------------------------------------------------------------------------
+# --- copies of rows ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -184,7 +184,8 @@ def _pack_dispatch_kernel(
         byte = tl.load(scale + at, mask=inside[:, None] & in_row, other=0).to(tl.int32)
         if score is not None:
             byte += _fp32_byte(tl.load(score + row, mask=inside, other=0.0)[:, None], tail)
-        tl.store(payload + row[:, None] * WIDTH + D + tail, byte.to(tl.uint8), mask=inside[:, None] & (tail < WIDTH - D))
+        in_tail = inside[:, None] & (tail < WIDTH - D)
+        tl.store(payload + row[:, None] * WIDTH + D + tail, byte.to(tl.uint8), mask=in_tail)
 
 
 def pack_dispatch(
@@ -196,6 +197,7 @@ def pack_dispatch(
         q_TD: (T, D) e4m3 and scale (T, D // 128) e8m0, both contiguous.
         score_R: (R,) fp32 or None; slot_R: (R,) int32.
     """
+    assert q_TD.is_contiguous() and scale.is_contiguous() and (score_R is None or score_R.is_contiguous())
     R, D = slot_R.shape[0], q_TD.shape[1]
     payload = torch.empty(R, width, dtype=torch.uint8, device=q_TD.device)
     if R:
@@ -210,7 +212,7 @@ def pack_dispatch(
 def _pack_combine_kernel(
     y, ds, row_R, payload, R, Y_BYTES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Program (column block, row block); with ``ds`` the first column block also writes the 16 bytes after the values."""
+    """Program (column block, row block); with ``ds`` the first column block also writes the 16 bytes after a row."""
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < R
     source = tl.load(row_R + row, mask=inside, other=0).to(tl.int64)
@@ -229,6 +231,7 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_R: Tensor) -> Tensor:
     Returns:
         (R, 2 * D) uint8, or (R, 2 * D + 16) with ``ds_M``.
     """
+    assert y_MD.is_contiguous() and (ds_M is None or ds_M.is_contiguous())
     R, y_bytes = row_R.shape[0], 2 * y_MD.shape[1]
     width = y_bytes if ds_M is None else y_bytes + 16
     payload = torch.empty(R, width, dtype=torch.uint8, device=y_MD.device)
@@ -240,19 +243,26 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_R: Tensor) -> Tensor:
     return payload
 
 
-# --- back to token order --------------------------------------------------------------------------------------------------
+# --- back to token order ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _unpermute_sum_kernel(y, y_stride, row_TK, out, D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Program (column block, token): all K loads are independent, the additions in the order of k."""
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+def _unpermute_sum_kernel(
+    y, row_TK, out, STRIDE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One column block of one token: all K loads are independent, the additions in the order of k.
+
+    The row stride of y is a constant because a payload's, D + 8, is no multiple of 16: as an argument it would hide
+    from the compiler that rows are 16-byte aligned. The grid is flat because its second dim ends at 65535.
+    """
+    blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     in_row = column < D
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_TK + token * K + k).to(tl.int64)
-        total += tl.load(y + row * y_stride + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
+        total += tl.load(y + row * STRIDE + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
     tl.store(out + token * D + column, total, mask=in_row)
 
 
@@ -266,7 +276,7 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
     (T, K), D = row_TK.shape, y_MD.shape[1]
     out = torch.empty(T, D, dtype=out_dtype, device=y_MD.device)
     if T:
-        _unpermute_sum_kernel[(triton.cdiv(D, SUM_COLUMNS), T)](
-            y_MD, y_MD.stride(0), row_TK.contiguous(), out, D=D, K=K, COLUMNS=SUM_COLUMNS, num_warps=4
+        _unpermute_sum_kernel[(triton.cdiv(D, SUM_COLUMNS) * T,)](
+            y_MD, row_TK.contiguous(), out, STRIDE=y_MD.stride(0), D=D, K=K, COLUMNS=SUM_COLUMNS, num_warps=4
         )
     return out

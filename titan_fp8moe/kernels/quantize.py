@@ -1,7 +1,7 @@
 """Quantization to e4m3 with power-of-two scales: 1x128 tiles of rows, 128x128 blocks of weights.
 
 The device functions here are the only place where a kernel turns an amax into a scale; SwiGLU and the requantizing
-transpose use them too. They are :func:`titan_fp8moe.recipe.scale_byte` in integer arithmetic: no logarithm, no division.
+transpose use them too. They follow :func:`titan_fp8moe.recipe.scale_byte`: no logarithm, no division.
 """
 
 import torch

@@ -8,8 +8,8 @@ from torch import Tensor
 from titan_fp8moe.kernels.quantize import quantize_tiles
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
-# Rows per program. It divides 128, so a program lies on one side of offsets_E[-1]; the scales of 32 rows are one 32-byte
-# sector of a column. (M is a multiple of 128, so as a kernel argument it never causes a new specialization.)
+# Rows per program. It divides 128, so a program lies on one side of offsets_E[-1], and the scales of 32 rows are one
+# 32-byte sector of a column. (M is a multiple of 128, so as an argument it never specializes a kernel anew.)
 ROWS = 32
 
 
@@ -75,6 +75,7 @@ def swiglu_quantize(
     Returns:
         (M, H) e4m3, (M, H // 128) e8m0 column-major; h as (M, 2H) e4m3, (M, 2H // 128) e8m0, empty unless ``keep_h``.
     """
+    assert h_M2H.is_contiguous()
     M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
     q, q_scale = _rows(h_M2H, M, H)
     h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
@@ -140,6 +141,7 @@ def swiglu_quantize_backward(
         dh (M, 2H) e4m3, (M, 2H // 128) e8m0; GEMM 2's operand (M, H) e4m3, (M, H // 128) e8m0; ds (M,) fp32. Scales are
         column-major.
     """
+    assert d_MH.is_contiguous() and h_M2H.is_contiguous() and (h_scale is None or h_scale.t().is_contiguous())
     M, H = d_MH.shape
     dh, dh_scale = _rows(d_MH, M, 2 * H)
     q, q_scale = _rows(d_MH, M, H)

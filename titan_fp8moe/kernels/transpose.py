@@ -43,7 +43,7 @@ def _row_gauge_kernel(
 
 @triton.jit
 def _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE: tl.constexpr):
-    """Block (m_block, g) of a row-major (M, D): fp32 values without their scale (128 m, 128 d), scale bytes (128 m,)."""
+    """Block (m_block, g) of a row-major (M, D): fp32 values without their scale (128 m, 128 d), scale bytes (128,)."""
     row = m_block * TILE + tl.arange(0, TILE)
     column = g * TILE + tl.arange(0, TILE)
     values = tl.load(q + row.to(tl.int64)[:, None] * D + column[None, :]).to(tl.float32)
@@ -126,6 +126,7 @@ def transpose_pair(
     Returns:
         xT (D, M), xT_scale (D // 128, M // 128) or, for ``requantize``, (D, M // 128); dyT and dyT_scale likewise.
     """
+    assert x_MD.is_contiguous() and dy_MN.is_contiguous()
     (M, D), N = x_MD.shape, dy_MN.shape[1]
     x_scale, dy_scale = x_scale.view(torch.uint8), dy_scale.view(torch.uint8)
     last_offset = offsets_E[-1:]

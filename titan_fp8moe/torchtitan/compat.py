@@ -1,32 +1,51 @@
-"""Corrections to PyTorch that torchtitan 0.2.2 needs on every device."""
+"""A correction to PyTorch 2.11 to 2.13 that torchtitan 0.2.2 needs on every device."""
 
-import torch
-import torch.distributed.fsdp  # noqa: F401  registers the torch.ops.fsdp ops named below
-from torch.utils.checkpoint import SAC_IGNORED_OPS
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
 
-# FSDP issues these around a block's computation. Their number differs between the forward and the recomputation (an
-# all-gather that was prefetched is not repeated, a profiler range is not closed by an early stop), while selective
-# checkpointing matches the two passes call by call. None of them produces an activation.
-_OPS_AROUND_A_BLOCK = (
-    "profiler::_record_function_enter",
-    "profiler::_record_function_enter_new",
-    "profiler::_record_function_exit",
-    "fsdp::all_gather_copy_in",
-    "fsdp::split_with_sizes_copy",
-    "fsdp::chunk_cat",
-    "c10d::_allgather_base_",
-)
+import torch.utils.checkpoint
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
+class _IgnoredOps(set):
+    """The ops that selective checkpointing ignores, and on a thread that is inside FSDP's machinery every op."""
+
+    def __init__(self, ops: set):
+        super().__init__(ops)
+        self.thread = threading.local()
+
+    def __contains__(self, op: object) -> bool:
+        return getattr(self.thread, "in_fsdp", False) or super().__contains__(op)
+
+
+@functools.cache
 def fix_selective_checkpointing() -> None:
-    """Let per-op selective activation checkpointing ignore FSDP's own ops.
+    """Make per-op activation checkpointing work with expert parallelism. Calling again does nothing.
 
-    Without this ``activation_checkpoint.selective_ac_option = "op"`` with expert parallelism fails in the backward
-    ("encountered during backward but not found in storage"), because torchtitan shards the experts as an FSDP module
-    inside the checkpointed block. Ops that this version of PyTorch (2.11 to 2.13) lacks are skipped.
+    torchtitan makes the routed experts an FSDP module of their own inside the checkpointed block. Selective checkpointing
+    matches forward and recomputation call by call, but the experts' all-gather is prefetched outside the block in the
+    forward and issued inside it in the recomputation, so the backward fails: "encountered during backward but not found
+    in storage". Here it ignores the profiler's ranges and all that FSDP does to unshard; none of it is an activation.
     """
-    for name in _OPS_AROUND_A_BLOCK:
-        namespace, op = name.split("::")
-        packet = getattr(getattr(torch.ops, namespace), op, None)
-        if packet is not None:
-            SAC_IGNORED_OPS.update(getattr(packet, overload) for overload in packet.overloads())
+    ignored = _IgnoredOps(torch.utils.checkpoint.SAC_IGNORED_OPS)
+    for name in ("_record_function_enter", "_record_function_enter_new", "_record_function_exit"):
+        op = getattr(torch.ops.profiler, name)
+        ignored.update(getattr(op, overload) for overload in op.overloads())
+    torch.utils.checkpoint.SAC_IGNORED_OPS = ignored
+
+    def ignoring(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            outer = getattr(ignored.thread, "in_fsdp", False)
+            ignored.thread.in_fsdp = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                ignored.thread.in_fsdp = outer
+
+        return wrapper
+
+    FSDPParamGroup.unshard = ignoring(FSDPParamGroup.unshard)
+    FSDPParamGroup.wait_for_unshard = ignoring(FSDPParamGroup.wait_for_unshard)

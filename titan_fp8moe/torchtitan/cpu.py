@@ -1,14 +1,15 @@
 """Train with torchtitan 0.2.2 on CPUs over gloo: for tests, for debugging and for reading the code in motion.
 
 torchtitan assumes an accelerator in a handful of places. :func:`enable_cpu_training` replaces exactly these, and data,
-tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work as they are. What
-stays unsupported on a CPU: DualPipeV, context parallelism, the backward of flex attention, ``profiling.enable_profiling``.
+tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work as they are. Still
+not on a CPU: DualPipeV, context parallelism, the backward of flex attention, ``profiling.enable_profiling``.
 """
 
 import functools
 import os
 import resource
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ def enable_cpu_training() -> None:
     # MFU means nothing here; torchtitan would relate it to an A100.
     _rebind("get_peak_flops", lambda device_name: float("inf"))
     # The router counts tokens with torch.histc, which has no integer kernel on the CPU.
-    torch.histc = functools.partial(_histc, torch.histc)
+    torch.histc = _histc_with_integers(torch.histc)
     # Expert parallelism orders tokens with a Triton kernel; torchtitan has a CPU version of it and never selects it.
     _rebind("generate_permute_indices", functools.partial(kernels.generate_permute_indices, use_cpu=True))
     # FSDP scales gradients inside the reduction (PREMUL_SUM), which gloo lacks.
@@ -64,14 +65,18 @@ def _cpu_device_module() -> SimpleNamespace:
     return SimpleNamespace(**vars(torch.cpu) | queries)
 
 
-def _histc(histc, input: Tensor, bins: int = 100, min: int = 0, max: int = 0) -> Tensor:
+def _histc_with_integers(float_histc: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``torch.histc`` that also takes integers on the CPU and, as on CUDA, returns their dtype."""
-    if input.device.type != "cpu" or input.is_floating_point():
-        return histc(input, bins, min, max)
-    return histc(input.float(), bins, min, max).to(input.dtype)
+
+    def histc(input: Tensor, bins: int = 100, min: int = 0, max: int = 0) -> Tensor:
+        if input.device.type != "cpu" or input.is_floating_point():
+            return float_histc(input, bins, min, max)
+        return float_histc(input.float(), bins, min, max).to(input.dtype)
+
+    return histc
 
 
-def _disable_gradient_division(disable_division, model: torch.nn.Module) -> None:
+def _disable_gradient_division(disable_division: Callable[[torch.nn.Module], None], model: torch.nn.Module) -> None:
     """torchtitan's ``disable_fsdp_gradient_division``, and reduce with plain sums."""
     disable_division(model)
     for module in model.modules():

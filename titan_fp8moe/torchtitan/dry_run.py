@@ -1,10 +1,10 @@
 """Check a training config without the machines it is for: ``python -m titan_fp8moe.torchtitan.dry_run CONFIG``.
 
-Loads the TOML file as torchtitan does, then does what its ``Trainer`` does up to the allocation of memory, as rank 0 of
-a fake process group of the real size: model on the meta device, converters, pipeline split, and tensor, expert and data
-parallelism. A config that passes has degrees, dims and batch sizes that fit together. Takes seconds, needs no GPU.
+Loads the TOML file as torchtitan does, then does what its ``Trainer`` does up to the allocation of memory, as one rank
+of a fake process group of the real size: model on the meta device, converters, pipeline split, and tensor, expert and
+data parallelism. A config that passes has degrees, dims and batch sizes that fit together. Takes seconds, needs no GPU.
 
-    python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_16b.toml
+    python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_671b.toml --rank 100
     python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_16b.toml --world-size 64 --training.seq_len 8192
 
 Arguments after the config are torchtitan's own overrides.
@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.utils import init_fake_mode
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
@@ -59,13 +58,13 @@ def _check_choices(section: Any, prefix: str) -> None:
             raise ValueError(f"{prefix}{field.name} = {value!r}: must be one of {get_args(hint)}")
 
 
-def build(config: JobConfig, world_size: int) -> tuple[ParallelDims, int, list[nn.Module]]:
-    """Build rank 0's share of the model on the meta device.
+def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, int, list[nn.Module]]:
+    """Build one rank's share of the model on the meta device.
 
-    Returns the parallel dims, the parameter count of the whole model and rank 0's parallelized model parts (one, or its
-    pipeline stages). Initializes a fake default process group, so it can run once per process.
+    Returns the parallel dims, the parameter count of the whole model and the rank's parallelized model parts (one, or
+    its pipeline stages). Initializes a fake default process group, so it can run once per process.
     """
-    init_fake_mode(world_size)
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world_size)
     p = config.parallelism
     dims = ParallelDims(
         dp_replicate=p.data_parallel_replicate_degree,
@@ -99,8 +98,8 @@ def build(config: JobConfig, world_size: int) -> tuple[ParallelDims, int, list[n
     return dims, n_params, parts
 
 
-def report(config: JobConfig, dims: ParallelDims, n_params: int, parts: list[nn.Module]) -> str:
-    """What rank 0 holds, in a few lines."""
+def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, parts: list[nn.Module]) -> str:
+    """The layout and what the rank holds, in a few lines."""
     training = config.training
     sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
     accumulation = max(training.global_batch_size // sequences, 1)
@@ -110,22 +109,20 @@ def report(config: JobConfig, dims: ParallelDims, n_params: int, parts: list[nn.
     lines = [
         f"model     {config.model.name} {config.model.flavor}, {n_params:,} parameters, "
         f"converters {', '.join(config.model.converters) or 'none'}",
-        f"layout    {dims.world_size} ranks = pp {dims.pp} x dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} "
-        f"x cp {dims.cp} x tp {dims.tp}; experts: ep {dims.ep} x etp {dims.etp} x fsdp {experts_fsdp}",
-        f"batch     {sequences * accumulation} sequences of {training.seq_len} tokens in {accumulation} accumulation steps",
-        f"rank 0    {local:,} parameters, {gib:.1f} GiB with gradients and Adam states",
+        f"layout    {dims.world_size} ranks = pp {dims.pp} x dp_replicate {dims.dp_replicate} x "
+        f"dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}",
+        f"          experts: ep {dims.ep} x etp {dims.etp} x fsdp {experts_fsdp}",
+        f"batch     {sequences} sequences of {training.seq_len} tokens, {accumulation} times per step",
+        f"rank {rank:<4} {local:,} parameters, {gib:.1f} GiB with gradients and Adam states",
     ]
-    for i, part in enumerate(parts):
-        layers = list(part.layers.keys())
+    for part in parts:
         ends = [name for name in ("tok_embeddings", "norm", "output") if getattr(part, name) is not None]
-        lines.append(f"part {i}    layers {layers[0]} to {layers[-1]}, {', '.join(ends) or 'no embedding or output'}")
-    moe_layers = [(name, block) for part in parts for name, block in part.layers.items() if block.moe_enabled]
-    if moe_layers:
-        name, block = moe_layers[0]
-        lines.append(f"experts   of layer {name} ({type(block.moe.experts).__name__}):")
+        lines.append(f"          layers {', '.join(part.layers)}{' with ' if ends else ''}{', '.join(ends)}")
+    moe_blocks = {name: block for part in parts for name, block in part.layers.items() if block.moe_enabled}
+    for name, block in list(moe_blocks.items())[:1]:
+        lines.append(f"experts   of layer {name}, {type(block.moe.experts).__name__}:")
         for key, param in block.moe.experts.named_parameters():
-            placements = f", {param.placements}" if isinstance(param, DTensor) else ""
-            lines.append(f"          {key} {tuple(param.shape)}, here {tuple(_local(param).shape)}{placements}")
+            lines.append(f"          {key} {tuple(param.shape)}, on this rank {tuple(_local(param).shape)}")
     return "\n".join(lines)
 
 
@@ -137,11 +134,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="TOML file")
     parser.add_argument("--world-size", type=int, help="ranks; by default the fewest that the parallel degrees allow")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP their stages differ")
     args, overrides = parser.parse_known_args()
     config = ConfigManager().parse_args([f"--job.config_file={args.config}", *overrides])
     check_config(config)
     world_size = args.world_size or smallest_world_size(config)
-    print(report(config, *build(config, world_size)))
+    if not 0 <= args.rank < world_size:
+        parser.error(f"--rank {args.rank}: there are {world_size} ranks")
+    print(report(config, args.rank, *build(config, args.rank, world_size)))
 
 
 if __name__ == "__main__":

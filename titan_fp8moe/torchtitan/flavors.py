@@ -2,8 +2,9 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.components.validate import Validator
 from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args, get_train_spec
 from torchtitan.models.moe import MoEArgs
@@ -52,7 +53,23 @@ def register_flavors() -> None:
 
 
 class MoEValidator(Validator):
-    """torchtitan's validator, which leaves the router's load balancing as it was."""
+    """torchtitan's validator, made to fit ``deepseek_v3`` and to leave the router's load balancing as it was."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.parallel_dims.cp_enabled:
+            raise NotImplementedError(
+                "validation with context parallelism is untested; set validation.enable = false or "
+                "parallelism.context_parallel_degree = 1"
+            )
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
+        # Unlike the trainer, torchtitan's validator gives SDPA flex attention's masks too, and the model refuses them.
+        if model_parts[0].model_args.attn_type != "sdpa":
+            return super().post_dataloading_process(input_dict, labels, model_parts)
+        return input_dict.pop("input"), labels, input_dict, {}
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         # The forward counts tokens per expert in eval mode too, and the next optimizer step moves expert_bias by them.

@@ -1,0 +1,76 @@
+"""The parallel layouts that tests/distributed checks against one process, as torchtitan command-line overrides."""
+
+GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 64, 3
+
+BASE = [
+    "--job.custom_config_module=titan_fp8moe.torchtitan",
+    "--model.name=deepseek_v3",
+    "--model.flavor=tiny",
+    f"--training.seq_len={SEQ_LEN}",
+    f"--training.global_batch_size={GLOBAL_BATCH}",
+    f"--training.steps={STEPS}",
+    # In bf16 the layouts would differ by the rounding of every dense layer, and hide what the experts do.
+    "--training.mixed_precision_param=float32",
+    "--activation_checkpoint.mode=none",
+    "--optimizer.lr=1e-3",
+    "--lr_scheduler.warmup_steps=1",
+    "--debug.seed=1",
+]
+
+
+def _case(local_batch: int, converters: str | None = "fp8_flow_moe", **overrides: str | int) -> list[str]:
+    flags = [f"--{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    if converters is not None:
+        flags.append(f"--model.converters={converters}")
+    return [f"--training.local_batch_size={local_batch}", *flags]
+
+
+def _parallel(local_batch: int, ep: int = 1, tp: int = 1, pp: int = 1, etp: int = 1, replicate: int = 1, **more):
+    return _case(
+        local_batch,
+        parallelism__expert_parallel_degree=ep,
+        parallelism__tensor_parallel_degree=tp,
+        parallelism__pipeline_parallel_degree=pp,
+        parallelism__expert_tensor_parallel_degree=etp,
+        parallelism__data_parallel_replicate_degree=replicate,
+        **more,
+    )
+
+
+FULL_AC = {"activation_checkpoint__mode": "full"}
+OP_AC = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+PP = {"parallelism__pipeline_parallel_schedule": "1F1B", "parallelism__pipeline_parallel_microbatch_size": 2}
+FLOAT8_LINEAR = {
+    "converters": "quantize.linear.float8,fp8_flow_moe",
+    "quantize.linear.float8.emulate": "True",
+    # Tiny layers; the point is that both converters meet in one model.
+    "quantize.linear.float8.filter_fqns": "output,router.gate",
+}
+
+SINGLE = {
+    "single": _case(8),
+    "single_bf16": _case(8, converters=None),
+    "single_float8_linear": _case(8, **FLOAT8_LINEAR),
+}
+TWO_RANKS = {
+    "fsdp2": _parallel(4),
+    "ep2": _parallel(4, ep=2),
+    "tp2": _parallel(8, tp=2),
+    "pp2": _parallel(8, pp=2, **PP),
+    "ep2_full_ac": _parallel(4, ep=2, **FULL_AC),
+    "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
+    "ep2_accumulate": _parallel(2, ep=2),
+    "ep2_compile": _parallel(4, ep=2, compile__enable="True", compile__backend="aot_eager"),
+    "ep2_float8_linear": _parallel(4, ep=2, **FLOAT8_LINEAR),
+}
+FOUR_RANKS = {
+    "ep2_fsdp2": _parallel(2, ep=2),
+    "ep4": _parallel(2, ep=4),
+    "hsdp2_ep2": _parallel(2, ep=2, replicate=2),
+    "tp2_ep2": _parallel(4, tp=2, ep=2),
+    "tp2_ep2_etp2": _parallel(4, tp=2, ep=2, etp=2),
+    "pp2_ep2": _parallel(4, pp=2, ep=2, **PP),
+    "ep2_fsdp2_full_ac": _parallel(2, ep=2, **FULL_AC),
+    "ep2_fsdp2_op_ac": _parallel(2, ep=2, **OP_AC),
+}
+CASES = SINGLE | TWO_RANKS | FOUR_RANKS

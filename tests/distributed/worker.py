@@ -1,0 +1,154 @@
+"""Trains a few steps with torchtitan's own trainer in each given layout and records gradients and parameters.
+
+    torchrun --nproc_per_node N worker.py OUT_DIR CASE...
+
+Every case starts from the same weights (OUT_DIR/seed.pt, written by the first single-process run) and sees the same
+global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "gate_spread"} or {"error"}.
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchtitan.train
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.cases import BASE, CASES, GLOBAL_BATCH, SEQ_LEN, STEPS
+
+VOCAB = 2048
+
+
+class RecordingTrainer(torchtitan.train.Trainer):
+    """Feeds fixed random tokens and keeps the gradients of the first step."""
+
+    def batch_generator(self, data_iterable):
+        generator = torch.Generator().manual_seed(0)
+        dims = self.parallel_dims
+        rank, ranks = (0, 1)
+        if dims.dp_enabled:
+            mesh = dims.get_mesh("batch")
+            rank, ranks = mesh.get_local_rank(), mesh.size()
+        local_batch = self.job_config.training.local_batch_size
+        while True:
+            # A skewed distribution, so that experts and tokens are unequal.
+            tokens = (torch.rand(GLOBAL_BATCH, SEQ_LEN + 1, generator=generator) ** 3 * VOCAB).long()
+            # Token (microbatch, rank) order: each rank's rows are contiguous in the global batch.
+            mine = tokens.chunk(ranks)[rank]
+            for micro in mine.split(local_batch):
+                yield {"input": micro[:, :-1]}, micro[:, 1:]
+
+    def named_parameters(self):
+        for part in self.model_parts:
+            for name, p in part.named_parameters():
+                yield name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), p
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Full gradients of the mean loss per token; collective."""
+        # torchtitan leaves gradients as token sums under pipeline parallelism.
+        scale = 1 / (GLOBAL_BATCH * SEQ_LEN) if self.parallel_dims.pp_enabled else 1.0
+        grads = {}
+        for name, p in self.named_parameters():
+            g = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            grads[name] = g.detach().cpu().clone() * scale
+        return gather(grads)
+
+    def record(self) -> dict:
+        clip, recorded = torchtitan.train.dist_utils.clip_grad_norm_, {}
+
+        def clip_and_record(*args, **kwargs):
+            if not recorded:
+                recorded.update(self.gradients())
+            return clip(*args, **kwargs)
+
+        torchtitan.train.dist_utils.clip_grad_norm_ = clip_and_record
+        losses = []
+        self.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
+        self.metrics_processor.should_log = lambda step: True
+        try:
+            data = self.batch_generator(None)
+            for self.step in range(1, STEPS + 1):
+                self.train_step(data)
+        finally:
+            torchtitan.train.dist_utils.clip_grad_norm_ = clip
+        bias, spread = {}, {}
+        for part in self.model_parts:
+            bias |= {n: b.cpu() for n, b in part.named_buffers() if n.endswith("expert_bias")}
+        for name, p in self.named_parameters():
+            if "router.gate" in name and isinstance(p, DTensor) and self.parallel_dims.tp_enabled:
+                local = p.to_local().detach()
+                mesh = self.parallel_dims.get_mesh("tp")
+                low, high = local.clone(), local.clone()
+                dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
+                dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
+                spread[name] = float((high - low).abs().max())
+        bias = {n.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): b for n, b in bias.items()}
+        # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
+        all_losses = gather_list(losses)
+        return {
+            "grads": recorded,
+            "losses": max(all_losses, key=lambda x: x[0]),
+            "expert_bias": gather(bias),
+            "gate_spread": gather(spread),
+        }
+
+
+def gather_list(value) -> list:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather(values: dict) -> dict:
+    """The union of all ranks' dicts: pipeline stages hold different parameters."""
+    merged = {}
+    for part in gather_list(values):
+        merged |= part
+    return merged
+
+
+def run(case: str, out: Path) -> dict:
+    with tempfile.TemporaryDirectory() as dump:
+        args = [*BASE, f"--job.dump_folder={dump}", f"--model.hf_assets_path={out}/tokenizer"]
+        args += ["--training.dataset=c4_test", f"--training.dataset_path={out}/data", *CASES[case]]
+        trainer = RecordingTrainer(torchtitan.train.ConfigManager().parse_args(args))
+        seed = out / "seed.pt"
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        if not seed.exists():
+            torch.save(get_model_state_dict(trainer.model_parts[0], options=options), seed)
+        state = torch.load(seed, mmap=True)
+        for part in trainer.model_parts:
+            set_model_state_dict(part, dict(state), options=options)
+        try:
+            return trainer.record()
+        finally:
+            trainer.close()
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # One process group for all cases: torchtitan uses what exists.
+    dist.init_process_group(backend)
+    for case in sys.argv[2:]:
+        try:
+            result = run(case, out)
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        if dist.get_rank() == 0:
+            torch.save(result, out / f"{case}.pt")
+        if any(gather_list("error" in result)):
+            # The ranks may disagree about what comes next.
+            os._exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

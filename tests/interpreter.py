@@ -1,0 +1,39 @@
+"""Corrects the number formats of Triton's interpreter, so that kernels can be compared bit by bit on a CPU.
+
+In Triton 3.6 to 3.8 the interpreter is silently wrong where a GPU is not: fp32 -> e4m3 rounds half up, loses the carry,
+does not saturate and breaks subnormals; fp32 -> bf16 truncates. :func:`correct_conversions` replaces those conversions,
+and those from e4m3 and bf16, by torch's, with the two rules of a GPU's e4m3 cast: finite values saturate, NaN is 0x7F.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_TORCH = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
+_BYTES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def _convert(data: np.ndarray, source: tl.dtype, target: tl.dtype) -> np.ndarray:
+    """Bit patterns of ``data`` (the interpreter keeps bf16 as uint16, e4m3 as uint8) in the target format."""
+    bits = torch.from_numpy(np.ascontiguousarray(data).view(f"i{data.itemsize}" if data.itemsize > 1 else np.uint8))
+    x = bits.view(_TORCH[source]).float()
+    if target == tl.float8e4nv:
+        out = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(x.isnan(), 0x7F)
+    else:
+        out = x.to(_TORCH[target])
+    return out.view(_BYTES[out.element_size()]).numpy().reshape(data.shape)
+
+
+def correct_conversions() -> None:
+    """Patches the interpreter of this process; other pairs of formats stay with the original conversion."""
+    original = getattr(interpreter, "_convert_float", None)
+    if original is None:
+        raise RuntimeError("triton.runtime.interpreter._convert_float is gone; tests/interpreter.py needs an update")
+
+    def convert_float(data, source, target, rounding_mode):
+        if source in _TORCH and target in _TORCH:
+            return _convert(data, source, target)
+        return original(data, source, target, rounding_mode)
+
+    interpreter._convert_float = convert_float

@@ -1,0 +1,59 @@
+"""Kernel tests run the real kernels on a GPU, and with ``TRITON_INTERPRET=1`` the interpreter on a CPU.
+
+Triton reads the variable when a kernel is defined, so a whole process is in one mode; without a GPU the tests of the
+rest of the package need the other one. Hence two commands there::
+
+    TRITON_INTERPRET=1 pytest tests/kernels
+    pytest tests --ignore tests/kernels
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from tests.interpreter import correct_conversions
+
+    correct_conversions()
+
+
+def pytest_collection_modifyitems(items):
+    if not INTERPRETED and not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a GPU, or TRITON_INTERPRET=1 on a CPU")
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture
+def generator(device, request) -> torch.Generator:
+    """Fresh random numbers in every run; the seed is in the report of a failed test, ``SEED=...`` repeats it."""
+    generator = torch.Generator(device)
+    seed = int(os.environ["SEED"]) if "SEED" in os.environ else generator.seed() % 2**31
+    print(f"SEED={seed}")
+    return generator.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Fills memory from ``torch.empty`` and ``new_empty`` with 0xA5: what a kernel forgets to write is then seen."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            out = allocate(*args, **kwargs)
+            if out.numel():
+                out.view(torch.uint8).fill_(0xA5)
+            return out
+
+        return wrapper
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

@@ -1,0 +1,243 @@
+"""Grouped GEMMs against float64 products of the dequantized operands."""
+
+import pytest
+import torch
+
+from tests.kernels.compare import offsets, randn
+from titan_fp8moe import recipe
+from titan_fp8moe.kernels import grouped_mm as kernels
+from titan_fp8moe.recipe import TILE
+
+# Hopper sums the products of 128 values with about 14 bits.
+TOLERANCE = {torch.bfloat16: 2e-3, torch.float32: 2e-4}
+DTYPES = list(TOLERANCE)
+GROUPS = {
+    "uneven": (128, 512, 640),
+    "empty first, inner and last": (0, 256, 256, 640, 640),
+    "one expert has all rows": (0, 640, 640),
+    "more experts than tokens": (0,) * 5 + (128,) * 12,
+    "no rows": (0, 0),
+}
+
+
+def relative_error(out, ref):
+    return ((out.double() - ref).norm() / ref.norm()).item() if ref.any() else out.double().norm().item()
+
+
+def assert_close(out, ref):
+    """Small relative error of the whole result, and of the worst 128x128 block: a wrong tile hides in a large one."""
+    assert relative_error(out, ref) < TOLERANCE[out.dtype]
+    for rows, ref_rows in zip(out.flatten(0, -2).split(TILE), ref.flatten(0, -2).split(TILE), strict=True):
+        for block, ref_block in zip(rows.split(TILE, 1), ref_rows.split(TILE, 1), strict=True):
+            assert relative_error(block, ref_block) < 2 * TOLERANCE[out.dtype]
+
+
+def by_expert(offsets_E):
+    ends = offsets_E.tolist()
+    return enumerate(zip([0] + ends[:-1], ends, strict=True))
+
+
+# --- out[m] = a[m] @ b[e]^T -------------------------------------------------------------------------------------------
+
+
+def make_operands(generator, M, N, K, E, magnitude=1.0):
+    """Rows and experts of different magnitude, so that a scale taken from a neighbour is an error."""
+    a, a_scale = recipe.quantize_rows(randn(generator, M, K) * magnitude * 2.0 ** (4 * randn(generator, M, 1)))
+    b, b_scale = recipe.quantize_weight(randn(generator, E, N, K) * 2.0 ** (2 * randn(generator, E, 1, 1)))
+    return a, recipe.column_major(a_scale), b, b_scale
+
+
+def reference(a, a_scale, b, b_scale, offsets_E):
+    out = []
+    for e, (start, end) in by_expert(offsets_E):
+        rows = recipe.dequantize(a[start:end], a_scale[start:end], torch.float64) if end > start else a[:0].double()
+        out.append(rows @ recipe.dequantize(b[e], b_scale[e], torch.float64).t())
+    return torch.cat(out)
+
+
+def check(operands, offsets_E, dtype):
+    out = kernels.grouped_mm(*operands, offsets_E, dtype)
+    end = int(offsets_E[-1])
+    assert out.dtype == dtype and out.shape == (operands[0].shape[0], operands[2].shape[1])
+    assert (out[end:].view(torch.uint8) == 0xA5).all(), "unused rows were written"
+    assert_close(out[:end], reference(*operands, offsets_E))
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+def test_groups(generator, groups, dtype):
+    a, a_scale, b, b_scale = make_operands(generator, 768, 256, 128, len(groups))
+    a.view(torch.uint8)[groups[-1] :] = recipe.FP8_NAN  # unused rows must not matter
+    check((a, a_scale, b, b_scale), offsets(*groups, device=a.device), dtype)
+
+
+@pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (256, 1408)])
+def test_shapes(generator, N, K):
+    operands = make_operands(generator, 384, N, K, 2)
+    check(operands, offsets(128, 384, device=operands[0].device), torch.bfloat16)
+
+
+def test_transposed_weight_scales(generator):
+    """The input gradient multiplies with b^T, whose scales are a transposed view."""
+    a, a_scale, _, _ = make_operands(generator, 256, 128, 384, 2)
+    b, b_scale = recipe.quantize_weight(randn(generator, 2, 384, 256))
+    operands = a, a_scale, b.view(torch.uint8).transpose(1, 2).contiguous().view(recipe.FP8), b_scale.transpose(1, 2)
+    check(operands, offsets(128, 256, device=a.device), torch.float32)
+
+
+@pytest.mark.parametrize("magnitude", [1e-10, 1e-30, 1e30])
+def test_magnitudes(generator, magnitude):
+    operands = make_operands(generator, 128, 128, 256, 1, magnitude)
+    check(operands, offsets(128, device=operands[0].device), torch.float32)
+
+
+def test_nan_stays_in_its_row(generator, device):
+    if device == "cpu":
+        pytest.skip("the interpreter's dot reads the NaN code as 480")
+    operands = make_operands(generator, 384, 256, 256, 2)
+    groups = offsets(128, 384, device=operands[0].device)
+    clean = kernels.grouped_mm(*operands, groups, torch.bfloat16)
+    operands[0].view(torch.uint8)[[5, 200], 128:] = recipe.FP8_NAN
+    operands[1].view(torch.uint8)[[5, 200], 1] = 1
+    out = kernels.grouped_mm(*operands, groups, torch.bfloat16)
+    assert out[[5, 200]].isnan().all()
+    others = [m for m in range(384) if m not in (5, 200)]
+    torch.testing.assert_close(out[others], clean[others], rtol=0, atol=0)
+
+
+def test_result_does_not_depend_on_the_other_rows(generator):
+    a, a_scale, b, b_scale = make_operands(generator, 512, 128, 256, 2)
+    both = kernels.grouped_mm(a, a_scale, b, b_scale, offsets(256, 512, device=a.device), torch.float32)
+    scale = recipe.column_major(a_scale[256:])
+    alone = kernels.grouped_mm(a[256:], scale, b, b_scale, offsets(0, 256, device=a.device), torch.float32)
+    torch.testing.assert_close(both[256:], alone, rtol=0, atol=0)
+
+
+# --- out[e] = sum of a[m]^T b[m] --------------------------------------------------------------------------------------
+
+
+def make_wgrad_operands(generator, M, N, K, mode, magnitude=1.0):
+    x, x_scale = recipe.quantize_rows(randn(generator, M, K) * 2.0 ** (2 * randn(generator, M, 1)))
+    dy, dy_scale = recipe.quantize_rows(randn(generator, M, N) * magnitude * 2.0 ** (2 * randn(generator, M, 1)))
+    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode)
+    return dyT, dyT_scale, xT, xT_scale
+
+
+def wgrad_reference(aT, aT_scale, bT, bT_scale, offsets_E):
+    a, b = recipe.dequantize(aT, aT_scale, torch.float64), recipe.dequantize(bT, bT_scale, torch.float64)
+    return torch.stack([a[:, start:end] @ b[:, start:end].t() for _, (start, end) in by_expert(offsets_E)])
+
+
+def check_wgrad(operands, offsets_E, dtype):
+    out = kernels.grouped_mm_wgrad(*operands, offsets_E, dtype)
+    end = int(offsets_E[-1])
+    used = [x[:, : end if x.dtype == recipe.FP8 else end // TILE] for x in operands]
+    assert out.dtype == dtype and out.shape == (offsets_E.shape[0], operands[0].shape[0], operands[2].shape[0])
+    ref = wgrad_reference(*used, offsets_E) if end else torch.zeros_like(out, dtype=torch.float64)
+    assert_close(out, ref)
+    for e, (start, stop) in by_expert(offsets_E):
+        assert stop > start or not out[e].any(), "an expert without rows must get zeros"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["balanced", "requantize"])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+def test_wgrad_groups(generator, groups, mode, dtype):
+    operands = make_wgrad_operands(generator, 768, 256, 128, mode)
+    for x in operands[::2]:
+        x.view(torch.uint8)[:, groups[-1] :] = recipe.FP8_NAN  # unused rows must not matter
+    check_wgrad(operands, offsets(*groups, device=operands[0].device), dtype)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "scaling_aware", "requantize"])
+@pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128)])
+def test_wgrad_shapes(generator, N, K, mode):
+    operands = make_wgrad_operands(generator, 256, N, K, mode)
+    check_wgrad(operands, offsets(128, 256, device=operands[0].device), torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "requantize"])
+def test_wgrad_of_views(generator, mode):
+    """The gate's and the up projection's gradients are rows of one tensor; their scales need not start at 16 bytes."""
+    dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, 384, 512, 128, mode)
+    groups = offsets(128, 384, device=xT.device)
+    for a, a_scale in zip(dyT.chunk(2), dyT_scale.chunk(2), strict=True):
+        check_wgrad((a, a_scale, xT, xT_scale), groups, torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "requantize"])
+@pytest.mark.parametrize("magnitude", [1e-10, 1e-30, 1e30])
+def test_wgrad_magnitudes(generator, magnitude, mode):
+    operands = make_wgrad_operands(generator, 128, 128, 128, mode, magnitude)
+    check_wgrad(operands, offsets(128, device=operands[0].device), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "requantize"])
+def test_wgrad_scales_of_opposite_size(generator, mode):
+    """Factors near the largest and the smallest fp32 number; their product is an ordinary one."""
+    aT, aT_scale, bT, bT_scale = make_wgrad_operands(generator, 128, 128, 128, mode)
+    up = (aT_scale.view(torch.uint8) + 100).view(recipe.E8M0)
+    down = (bT_scale.view(torch.uint8) - 100).view(recipe.E8M0)
+    check_wgrad((aT, up, bT, down), offsets(128, device=aT.device), torch.float32)
+    check_wgrad(
+        (aT, down.view(aT_scale.shape), bT, up.view(bT_scale.shape)), offsets(128, device=aT.device), torch.float32
+    )
+
+
+# --- the layers' real shapes ------------------------------------------------------------------------------------------
+
+LAYERS = [  # model, M, E, D, H
+    pytest.param(32768, 8, 7168, 2048, id="671B, 32 ranks"),
+    pytest.param(98304, 64, 2048, 1408, id="16B, 1 rank"),
+]
+
+
+def uneven_groups(M, E, device):
+    """Group ends for groups of 0.7 to 1.3 times the average, in multiples of 128; about M rows."""
+    size = torch.linspace(0.7, 1.3, E) * (M / E / TILE)
+    return (size.round().long() * TILE).cumsum(0).clamp(max=M).to(torch.int32).to(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M, E, D, H", LAYERS)
+def test_layer(generator, device, M, E, D, H):
+    if device != "cuda":
+        pytest.skip("too large for the interpreter")
+    groups = uneven_groups(M, E, device)
+    for N, K in ((2 * H, D), (D, H), (H, D), (D, 2 * H)):
+        check(make_operands(generator, M, N, K, E), groups, torch.bfloat16)
+    for N, K in ((2 * H, D), (D, H)):
+        operands = make_wgrad_operands(generator, M, N, K, "balanced")
+        check_wgrad(operands, groups, torch.bfloat16)
+        check_wgrad(operands, groups, torch.float32)
+
+
+@pytest.mark.gpu
+def test_many_rows_and_experts(generator, device):
+    """2**20 rows of 256 experts: offsets in bytes exceed 31 bits."""
+    if device != "cuda":
+        pytest.skip("too large for the interpreter")
+    M, N, K = 2**20, 128, 2176
+    groups = uneven_groups(M, 256, device)
+    check(make_operands(generator, M, N, K, 256), groups, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_no_compilation_when_the_number_of_rows_changes(generator, device):
+    if device != "cuda":
+        pytest.skip("the interpreter compiles nothing")
+
+    def variants(kernel):
+        return len(kernel.device_caches[torch.cuda.current_device()][0])
+
+    counts = []
+    for M in (128, 256, 384, 2048, 4224):
+        groups = offsets(128, M, device=device)
+        kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
+        dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, M, 768, 384, "balanced")
+        for part in (slice(0, 3), slice(3, 6)):
+            rows = slice(part.start * TILE, part.stop * TILE)
+            kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
+        counts.append((variants(kernels.grouped_mm_kernel), variants(kernels.grouped_mm_wgrad_kernel)))
+    assert len(set(counts)) == 1, counts

@@ -1,0 +1,90 @@
+"""Quantization kernels against the recipe, bit by bit."""
+
+import pytest
+import torch
+
+from tests.kernels.compare import assert_same_bits, randint, randn
+from titan_fp8moe import recipe
+from titan_fp8moe.kernels import quantize
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def hard_tiles(generator: torch.Generator) -> torch.Tensor:
+    """(T, 128) fp32 tiles at the edges of the rules."""
+    tiles = []
+    for e in (-149, -140, -127, -126, -119, -118, -117, -33, -8, 0, 7, 100, 118, 119):
+        for ulps in (-1, 0, 1):  # amax at, one ulp below and one above 448 * 2**e, rounded into fp32's range
+            amax = torch.tensor(448.0).double().mul(2.0**e).float().view(torch.int32) + ulps
+            tile = randn(generator, 128).clamp(-1, 1) * amax.view(FP32).to(generator.device)
+            tile[5] = -amax.view(FP32)
+            tiles.append(tile)
+    subnormal = randint(generator, 0, 1 << 23, 128).to(torch.int32).view(FP32)
+    special = [randn(generator, 128) for _ in range(4)]
+    for tile, value in zip(special, (float("inf"), float("-inf"), float("nan"), -float("nan")), strict=True):
+        tile[77] = value
+    zero, tiny, wide = torch.zeros_like(subnormal), randn(generator, 128) * 1e-10, randn(generator, 128)
+    wide *= 2.0 ** randint(generator, -30, 30, 128)
+    largest = torch.full_like(zero, torch.finfo(FP32).max)
+    one_ulp = torch.full_like(zero, 2.0**-149)
+    return torch.stack([*tiles, subnormal, *special, zero, -zero, tiny, wide, largest, one_ulp])
+
+
+def check_rows(x):
+    for got, want in zip(quantize.quantize_rows(x), recipe.quantize_rows(x), strict=True):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("T, D", [(1, 128), (129, 256), (7, 1408)])
+def test_rows(generator, T, D, dtype):
+    check_rows((randn(generator, T, D) * 2.0 ** randint(generator, -20, 20, T, 1)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_rows_hard_tiles(generator, dtype):
+    check_rows(hard_tiles(generator).to(dtype))
+
+
+def test_rows_any_bits(generator):
+    exponent_spread = randint(generator, -(2**31), 2**31, 64, 128).to(torch.int32)
+    check_rows(exponent_spread.view(FP32))
+
+
+def test_rows_views(generator, device):
+    x = randn(generator, 6, 512)
+    check_rows(x[::2, 128:384])
+    check_rows(x[:, :128].t().contiguous().t())
+    check_rows(torch.zeros(0, 256, device=device))
+
+
+def check_weight(weights):
+    want, want_scale = recipe.quantize_weight(torch.cat(weights, 1))
+    for plain, transposed in ((True, True), (True, False), (False, True)):
+        q, q_t, scale = quantize.quantize_weight(weights, plain, transposed)
+        assert_same_bits(scale, want_scale)
+        if plain:
+            assert_same_bits(q, want)
+        if transposed:
+            assert_same_bits(q_t, want.transpose(1, 2))
+        assert plain or q.numel() == 0
+        assert transposed or q_t.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_weight(generator, dtype):
+    check_weight([randn(generator, 2, 256, 384).to(dtype)])
+
+
+def test_weights_fused_from_views(generator):
+    parent = randn(generator, 2, 3, 256, 512)
+    check_weight([parent[:, 0, :, 128:384], parent[:, 2, 128:, :256]])
+    check_weight([randn(generator, 1, 128, 128).transpose(1, 2)])
+
+
+def test_weight_hard_blocks(generator):
+    rows = hard_tiles(generator)
+    w = randn(generator, rows.shape[0], 128, 128) * 1e-3
+    w *= rows.abs().nan_to_num(0, 0, 0).amax(1)[:, None, None]
+    w[:, 64] = rows
+    check_weight([w])

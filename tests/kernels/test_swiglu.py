@@ -1,0 +1,86 @@
+"""SwiGLU kernels against the recipe: within one e4m3 code, on at most one byte in a thousand."""
+
+import pytest
+import torch
+
+from tests.kernels.compare import assert_same_bits, offsets, randint, randn
+from titan_fp8moe import recipe
+from titan_fp8moe.kernels import swiglu
+
+
+def assert_nearly_same(q, scale, want, want_scale):
+    """At most 0.1% of the bytes differ, each by one code; the exponential's last bit may also move a tile's scale."""
+    assert (q.dtype, q.shape, scale.dtype, scale.shape) == (want.dtype, want.shape, want_scale.dtype, want_scale.shape)
+    assert scale.stride() == (1, scale.shape[0]) and q.is_contiguous()
+    same_scale = scale.view(torch.uint8) == want_scale.view(torch.uint8)
+    assert (~same_scale).float().mean() <= 1e-3
+    q, want = q.view(torch.uint8).int(), want.view(torch.uint8).int()
+    distance = (q - want).abs().unflatten(1, (-1, 128))[same_scale]
+    assert distance.max() <= 1, f"differs by {distance.max()} codes"
+    assert (distance > 0).float().mean() <= 1e-3
+
+
+def inputs(generator, M, H):
+    h = (randn(generator, M, 2 * H) * 2.0 ** randint(generator, -4, 3, M, 1)).bfloat16()
+    d = (randn(generator, M, H) * 1e-10 * 2.0 ** randint(generator, -8, 8, M, 1)).bfloat16()
+    score = randn(generator, M).sigmoid()
+    h[5], score[6] = 0, 0  # padding: rows of zeros, score zero
+    return h, d, score
+
+
+def put_non_finite(h, d):
+    h[10, 3], h[11, -1], h[12, 130], d[13, 0], d[14, 1] = *(float("nan"),) * 2, float("inf"), float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("score_before_experts", [False, True])
+@pytest.mark.parametrize("keep_h", [False, True])
+def test_forward(generator, score_before_experts, keep_h, special):
+    M, H, end = 256, 384, 128
+    h, d, score = inputs(generator, M, H)
+    if special:
+        put_non_finite(h, d)
+    offsets_E = offsets(0, end, end, device=h.device)
+    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, score_before_experts, keep_h)
+    want = recipe.swiglu_quantize(h[:end], score[:end], score_before_experts)
+    assert_nearly_same(q[:end].contiguous(), recipe.column_major(scale[:end]), *want)
+    assert scale.stride() == (1, M)
+    assert (q[end:].view(torch.uint8) == 0xA5).all(), "rows past the last group were written"
+    if keep_h:
+        want_h, want_h_scale = recipe.quantize_rows(h[:end])
+        assert_same_bits(h_q[:end], want_h)
+        assert_same_bits(h_scale[:end], want_h_scale)
+        assert h_scale.stride() == (1, M)
+    else:
+        assert h_q.numel() == h_scale.numel() == 0
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("score_before_experts", [False, True])
+@pytest.mark.parametrize("fp8_h", [False, True])
+def test_backward(generator, score_before_experts, fp8_h, special):
+    M, H, end = 256, 384, 128
+    h, d, score = inputs(generator, M, H)
+    if special:
+        put_non_finite(h, d)
+    h_scale, wide_h = None, h
+    if fp8_h:
+        h, h_scale = recipe.quantize_rows(h)
+        h_scale, wide_h = recipe.column_major(h_scale), recipe.dequantize(h, h_scale)
+    offsets_E = offsets(end, device=h.device)
+
+    def run():
+        return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, score_before_experts)
+
+    dh, dh_scale, q, q_scale, ds = run()
+    want = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], score_before_experts)
+    assert_nearly_same(dh[:end].contiguous(), recipe.column_major(dh_scale[:end]), *want[:2])
+    assert_nearly_same(q[:end].contiguous(), recipe.column_major(q_scale[:end]), *want[2:4])
+    assert dh_scale.stride() == q_scale.stride() == (1, M)
+    # Relative to the sum of magnitudes: the sum itself may cancel.
+    size = (d[:end].float().abs() * wide_h[:end].float().abs().amax(1, keepdim=True) ** 2).sum(1)
+    finite = want[4].isfinite()
+    assert torch.equal(ds[:end].isfinite(), finite)
+    assert ((ds[:end] - want[4]).abs()[finite] <= 1e-6 * size[finite]).all()
+    for first, second in zip((dh, q, ds), run()[::2], strict=True):
+        assert_same_bits(first[:end], second[:end])

@@ -1,0 +1,53 @@
+"""Transposes against the recipe, bit by bit."""
+
+import pytest
+import torch
+
+from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, offsets, randint, randn
+from titan_fp8moe import recipe
+from titan_fp8moe.kernels import transpose
+
+MODES = ["balanced", "scaling_aware", "requantize"]
+
+
+def check(x, x_scale, dy, dy_scale, offsets_E, mode):
+    end = int(offsets_E[-1])
+    got = transpose.transpose_pair(x, x_scale, dy, dy_scale, offsets_E, mode)
+    want = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode)
+    for (g, w), columns in zip(zip(got, want, strict=True), (end, end // 128) * 2, strict=True):
+        assert_same_bits(g[:, :columns], w[:, :columns])
+        assert g.shape[1] == columns or (g[:, columns:].view(torch.uint8) == 0xA5).all(), "unused columns were written"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("D, N", [(128, 128), (384, 256), (2176, 128)])
+def test_any_codes(generator, mode, D, N):
+    M = 256
+    x, dy = fp8_rows(generator, M, D), fp8_rows(generator, M, N)
+    # Up to the scales whose product with a value still is an fp32 number.
+    scales = [column_major_scale(generator, M, n, 1, 240) for n in (D, N)]
+    check(x, scales[0], dy, scales[1], offsets(0, 128, 256, device=x.device), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_and_zero_rows(generator, mode):
+    M, D, N = 384, 256, 128
+    x, x_scale = recipe.quantize_rows(randn(generator, M, D))
+    dy, dy_scale = recipe.quantize_rows(randn(generator, M, N) * 1e-10)
+    for q, scale in ((x, x_scale), (dy, dy_scale)):
+        q.view(torch.uint8)[100:140] = 0
+        q.view(torch.uint8)[7] = 0x80  # negative zeros
+        scale.view(torch.uint8)[100:140] = 1
+    x.view(torch.uint8)[3, :128], x_scale.view(torch.uint8)[3, 0] = 0x7F, 1  # a tile that held a NaN
+    scales = [recipe.column_major(s) for s in (x_scale, dy_scale)]
+    check(x, scales[0], dy, scales[1], offsets(0, 128, 128, 256, device=x.device), mode)
+    check(x, scales[0], dy, scales[1], offsets(0, 0, device=x.device), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_anti_correlated_rows(generator, mode):
+    M, D, N = 128, 128, 256
+    tilt = 2.0 ** randint(generator, -12, 13, M, 1)
+    x, x_scale = recipe.quantize_rows(randn(generator, M, D) * tilt)
+    dy, dy_scale = recipe.quantize_rows(randn(generator, M, N) / tilt)
+    check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), mode)  # row-major scales: strides are honoured

@@ -1,0 +1,129 @@
+"""Compiles Triton and Gluon kernels for sm_90 on a machine without a GPU and reads what ptxas says about them.
+
+Two layers: :func:`compile_kernel` takes a kernel with its signature; :func:`record_launches` runs a launch function on
+meta tensors and returns what it would have launched, so that a test compiles exactly what training runs::
+
+    for launch in record_launches(swiglu.swiglu_quantize, h, score, offsets, False, True):
+        assert launch.compile().spills == 0
+
+Needs ``TRITON_INTERPRET`` unset, since an interpreted kernel is no JITFunction.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+SM90 = GPUTarget("cuda", 90, 32)
+
+
+@dataclass
+class Compiled:
+    """Resources of one kernel, from ptxas: Triton itself reports no spills for some kernels that have them."""
+
+    name: str
+    registers: int
+    stack: int  # bytes per thread of local memory
+    spills: int  # bytes per thread stored and loaded
+    shared: int  # bytes per program
+    warnings: list[str]  # of ptxas, such as C7514: WGMMAs serialized
+    asm: dict[str, Any] = field(repr=False)
+
+
+def compile_kernel(
+    kernel: JITFunction,
+    signature: dict[str, str],
+    constexprs: dict[str, Any],
+    divisible_by_16: Iterable[str] = (),
+    **options: Any,
+) -> Compiled:
+    """Compiles ``kernel`` for sm_90.
+
+    Args:
+        signature: type of every argument, such as ``*fp8e4nv``, ``i32``, ``tensordesc<...>``, ``constexpr``.
+        constexprs: values of the ``constexpr`` arguments.
+        divisible_by_16: pointers and integers a launch would find divisible by 16 (``tt.divisibility``). Without it
+            there are no vector loads.
+        options: ``num_warps``, ``num_stages``, ``maxnreg``.
+    """
+    attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16}
+    source_class = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_class(kernel, signature, constexprs, attrs)
+    compiled = triton.compile(source, target=SM90, options=options)
+    log = _ptxas(compiled.asm["ptx"])
+
+    def number(pattern: str) -> int:
+        return sum(int(n) for n in re.findall(pattern, log))
+
+    return Compiled(
+        name=kernel.__name__,
+        registers=number(r"Used (\d+) registers"),
+        stack=number(r"(\d+) bytes stack frame"),
+        spills=number(r"(\d+) bytes spill"),
+        shared=compiled.metadata.shared,
+        warnings=[line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
+        asm=compiled.asm,
+    )
+
+
+def _ptxas(ptx: str) -> str:
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [ptxas, "-v", "--gpu-name", "sm_90a", path, "-o", path.with_suffix(".cubin")]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+@dataclass
+class Launch:
+    """One recorded launch, and how Triton would specialize the kernel on its arguments."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def compile(self) -> Compiled:
+        signature, constexprs, divisible = {}, {}, []
+        for param in self.kernel.params:
+            value = self.arguments.get(param.name, param.default if param.has_default else None)
+            specialize = not param.do_not_specialize
+            if param.is_constexpr or value is None or (specialize and type(value) is int and value == 1):
+                signature[param.name], constexprs[param.name] = "constexpr", value
+                continue
+            signature[param.name] = mangle_type(value)
+            if isinstance(value, torch.Tensor):
+                # Fresh allocations are aligned; a view is as aligned as its offset.
+                if value.storage_offset() * value.element_size() % 16 == 0:
+                    divisible.append(param.name)
+            elif type(value) is int and specialize and value % 16 == 0:
+                divisible.append(param.name)
+        return compile_kernel(self.kernel, signature, constexprs, divisible, **self.options)
+
+
+def record_launches(function: Callable, *args: Any) -> list[Launch]:
+    """Runs ``function`` on ``args`` (meta tensors) without launching anything; returns what it would launch."""
+    launches = []
+
+    def run(kernel, *args, grid, warmup, **kwargs):
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+        arguments |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        grid = grid(arguments) if callable(grid) else grid
+        launches.append(Launch(kernel, grid, arguments, options))
+
+    with patch.object(JITFunction, "run", run):
+        function(*args)
+    return launches

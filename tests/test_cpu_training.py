@@ -1,0 +1,99 @@
+"""Training through torchtitan's own command line, on CPU processes: the loss falls in bf16 and in FP8."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+ROOT = Path(__file__).parent.parent
+STEPS = 10
+OVERRIDES = [
+    f"--training.steps={STEPS}",
+    "--training.seq_len=128",
+    "--training.local_batch_size=2",
+    "--lr_scheduler.warmup_steps=2",
+    "--metrics.log_freq=1",
+    "--metrics.disable_color_printing",
+]
+EP2 = ["--parallelism.expert_parallel_degree=2"]
+OP_AC = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer and predictable text, laid out as tools/build_corpus.py does."""
+    folder = tmp_path_factory.mktemp("corpus")
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(special))
+    for split in ("train", "validation"):
+        (folder / split).mkdir()
+        texts = (f"{i} and {i + 1} make {2 * i + 1}. " * 20 for i in range(200))
+        (folder / split / "part.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int, overrides: list[str]) -> str:
+    """Log of a run of train_configs/debug.toml with these model converters."""
+    debug_toml = (ROOT / "train_configs/debug.toml").read_text()
+    config = tmp_path / "config.toml"
+    text, n_replaced = re.subn(r"(?m)^converters = .*$", f"converters = {json.dumps(converters)}", debug_toml)
+    assert n_replaced == 1
+    config.write_text(text.replace("outputs/corpus", str(corpus)))
+    environment = os.environ | {
+        "NGPU": str(n_processes),
+        "CONFIG_FILE": str(config),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # the CPU path, on a machine with GPUs too
+        "HF_HOME": str(tmp_path / "hf"),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    run = subprocess.run(
+        ["tools/run_train.sh", *OVERRIDES, f"--job.dump_folder={tmp_path}", *overrides],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    log = run.stdout + run.stderr
+    assert run.returncode == 0, log[-6000:]
+    return log
+
+
+def losses(log: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step: +\d+ +loss: +(\S+)", log)]
+
+
+@pytest.mark.parametrize(
+    ("converters", "n_processes", "overrides"),
+    [
+        pytest.param([], 1, [], id="bf16"),
+        pytest.param([], 2, EP2 + OP_AC, id="bf16-ep2-op_ac"),
+        pytest.param(["fp8_flow_moe"], 1, [], id="fp8"),
+        pytest.param(["fp8_flow_moe"], 2, EP2 + OP_AC, id="fp8-ep2-op_ac"),
+        pytest.param(["fp8_flow_moe"], 2, OP_AC, id="fp8-fsdp2-op_ac"),
+    ],
+)
+def test_loss_falls(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int, overrides: list[str]):
+    loss = losses(train(corpus, tmp_path, converters, n_processes, overrides))
+    assert len(loss) == STEPS
+    assert loss[-1] < loss[0] - 2, loss
+
+
+def test_validation_leaves_training_alone(corpus: Path, tmp_path: Path):
+    validation = ["--validation.enable", "--validation.freq=2", "--validation.steps=2", "--validation.seq_len=128"]
+    log = train(corpus, tmp_path, [], 1, validation)
+    assert len(re.findall(r"validate step: +\d+ +loss: +[\d.]+", log)) == 1 + STEPS // 2
+    assert losses(log) == losses(train(corpus, tmp_path, [], 1, []))

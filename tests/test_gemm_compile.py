@@ -1,0 +1,58 @@
+"""The grouped GEMMs compile for sm_90 to asynchronous tensor core instructions, without spills, for both models."""
+
+import os
+
+import pytest
+import torch
+
+from titan_fp8moe.kernels import grouped_mm as kernels
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from tests.offline_compile import record_launches
+
+MODELS = {"16B": (98304, 64, 2048, 1408), "671B": (32768, 8, 7168, 2048)}  # M, E, D, H
+DTYPES = [torch.bfloat16, torch.float32]
+SHARED_MEMORY = 227 * 1024  # bytes a program may have
+
+
+def meta(*shape, dtype):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def check(name, function, *args):
+    (launch,) = record_launches(function, *args)
+    kernel = launch.compile()
+    print(f"{name:28} {kernel.name:24} {kernel.registers:4} registers {kernel.shared:7} B shared")
+    assert kernel.spills == kernel.stack == 0, (name, kernel)
+    assert kernel.shared <= SHARED_MEMORY, (name, kernel)
+    # C7510 and C7514: ptxas waits after every WGMMA, because it could not tell which registers are in flight.
+    assert not kernel.warnings, (name, kernel)
+    assert "wgmma.mma_async" in kernel.asm["ptx"], name
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name}: operands do not come by TMA"
+    assert "ftz" not in kernel.asm["ptx"], f"{name}: subnormals would be flushed"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_grouped_mm(model, dtype):
+    M, E, D, H = MODELS[model]
+    for name, N, K in (("forward 1", 2 * H, D), ("forward 2", D, H), ("dgrad 2", H, D), ("dgrad 1", D, 2 * H)):
+        a, a_scale = meta(M, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
+        b, b_scale = meta(E, N, K, dtype=FP8), meta(E, N // TILE, K // TILE, dtype=E8M0)
+        offsets_E = meta(E, dtype=torch.int32)
+        check(f"{model} {name} {dtype}", kernels.grouped_mm, a, a_scale, b, b_scale, offsets_E, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_column", [False, True], ids=["block scales", "column scales"])
+@pytest.mark.parametrize("model", MODELS)
+def test_wgrad(model, per_column, dtype):
+    M, E, D, H = MODELS[model]
+    for name, N, K in (("wgrad 1", 2 * H, D), ("wgrad 2", D, H)):
+        a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
+        a_scale, b_scale = (meta(n if per_column else n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
+        offsets_E = meta(E, dtype=torch.int32)
+        check(f"{model} {name} {dtype}", kernels.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets_E, dtype)

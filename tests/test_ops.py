@@ -1,0 +1,94 @@
+"""The custom ops' contracts with PyTorch: schemas, fakes, tracing. What they compute is tested with the recipe and kernels.
+"""
+
+import pytest
+import torch
+
+from titan_fp8moe import ops, recipe
+
+BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
+NAMESPACE = torch.ops.titan_fp8moe
+
+
+def rows(M, D):
+    """(M, D) e4m3 and column-major scales."""
+    q, scale = recipe.quantize_rows(torch.randn(M, D))
+    return q, recipe.column_major(scale)
+
+
+def cases():
+    x, dy, h, d = rows(M, D), rows(M, D), torch.randn(M, 2 * H, dtype=BF16), torch.randn(M, H, dtype=BF16)
+    tokens, weights = recipe.quantize_rows(torch.randn(T, D)), [torch.randn(E, 128, D), torch.randn(E, 256, D)]
+    offsets_E = torch.tensor([128, 256], dtype=INT32)
+    counts_SE = torch.tensor([[15, 10], [4, 11]], dtype=INT32)
+    score_R, score_M = torch.rand(T * K), torch.rand(M)
+    slot_R, row_TK = torch.randperm(T * K).int(), torch.randint(-1, M, (T, K), dtype=INT32)
+    token_M = torch.randint(-1, T, (M,), dtype=INT32)
+    yield "quantize_rows", (torch.randn(T, D, dtype=BF16),)
+    for plain, transposed in ((True, False), (False, True), (True, True)):
+        yield "quantize_weight", (weights, plain, transposed)
+    for slots in (slot_R, None):
+        yield "expert_layout", (counts_SE, score_R, slots, T * K, K, M)
+    yield "permute_rows", (*tokens, token_M, offsets_E)
+    yield "unpermute_sum", (torch.randn(M, D, dtype=BF16), row_TK, FP32)
+    for score in (score_R, None):
+        yield "pack_dispatch", (*tokens, score, slot_R, K)
+    for ds in (score_M, None):
+        yield "pack_combine", (h, ds, slot_R)
+    for first in (False, True):
+        yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
+        yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first)
+        yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, first)
+    for mode in ("balanced", "scaling_aware", "requantize"):
+        yield "transpose_pair", (*x, *dy, offsets_E, mode)
+    yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
+    yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
+
+
+@pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])
+def test_opcheck(name, args):
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(isinstance(arg, torch.Tensor) and arg.dtype == recipe.FP8 for arg in args):
+        # It compares inputs before and after through a product, which PyTorch does not have for float8.
+        utilities.remove("test_schema")
+    torch.library.opcheck(getattr(NAMESPACE, name), args, test_utils=utilities)
+
+
+def test_compiles_as_one_graph():
+    def forward_and_back(x, w1, w3, w2, d, counts_SE, score_R):
+        q, scale = ops.quantize_rows(x)
+        capacity = recipe.row_capacity(T * K, E)
+        offsets_E, token_M, score_M, row_S = ops.expert_layout(counts_SE, score_R, None, T * K, K, capacity)
+        q, scale = ops.permute_rows(q, scale, token_M, offsets_E)
+        w13, w2 = ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
+        h = ops.grouped_mm(q, scale, *w13, offsets_E, BF16)
+        a, a_scale, _, _ = ops.swiglu_quantize(h, score_M, offsets_E, False, False)
+        y = ops.grouped_mm(a, a_scale, *w2, offsets_E, BF16)
+        y = ops.unpermute_sum(y, row_S.view(T, K), FP32)
+        da = d.repeat_interleave(M // T + 1, 0)[:M]
+        dh, dh_scale, _, _, ds = ops.swiglu_quantize_backward(da, h, None, score_M, offsets_E, False)
+        operands = ops.transpose_pair(q, scale, dh, dh_scale, offsets_E, "balanced")
+        return y, ds, ops.grouped_mm_wgrad(*operands[2:], *operands[:2], offsets_E, FP32)
+
+    args = (
+        torch.randn(T, D),
+        *(torch.randn(E, H, D) / 16 for _ in range(2)),
+        torch.randn(E, D, H) / 16,
+        torch.randn(T, H, dtype=BF16),
+        torch.tensor([[15, 25]], dtype=INT32),
+        torch.rand(T * K),
+    )
+    want = forward_and_back(*args)
+    got = torch.compile(forward_and_back, fullgraph=True, backend="aot_eager")(*args)
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ValueError, match="multiple of 128"):
+        ops.quantize_rows(torch.randn(4, 100))
+    with pytest.raises(ValueError, match="multiple of 128"):
+        ops.quantize_weight(torch.randn(2, 100, 128))
+    with pytest.raises(ValueError, match="balanced"):
+        ops.transpose_pair(*rows(128, 128), *rows(128, 128), torch.tensor([128], dtype=INT32), "rowwise")

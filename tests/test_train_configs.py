@@ -1,0 +1,79 @@
+"""Every TOML file in train_configs loads, validates and builds its layout, without the machines it is for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torchtitan.config import ConfigManager
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
+from titan_fp8moe.torchtitan.dry_run import check_config, smallest_world_size
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+# What the dry run prints of the layout: ranks, and w1 of the routed experts on rank 0.
+EXPECTED = {
+    "debug": ("1 ranks", "w1 (8, 256, 256), on this rank (8, 256, 256)"),
+    "debugmodel": ("1 ranks", "w1 (8, 256, 256), on this rank (8, 256, 256)"),
+    "deepseek_v3_16b": ("8 ranks", "w1 (64, 1408, 2048), on this rank (8, 1408, 2048)"),
+    "deepseek_v3_671b": ("256 ranks", "w1 (256, 2048, 7168), on this rank (8, 2048, 7168)"),
+}
+
+
+def dry_run(config: Path, *arguments: str) -> str:
+    """Output of the dry run, in a process of its own: torchtitan and the fake process group are global state."""
+    command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(config), *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def load(path: Path):
+    return ConfigManager().parse_args([f"--job.config_file={path}"])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_config_builds(config: Path):
+    ranks, experts = EXPECTED[config.stem]
+    output = dry_run(config)
+    assert "converters fp8_flow_moe" in output
+    assert ranks in output
+    assert experts in output
+
+
+def test_16b_short_builds_sharded():
+    output = dry_run(CONFIGS[0], "--model.flavor=16B_short", "--parallelism.expert_parallel_degree=4", "--world-size=8")
+    assert "experts: ep 4 x etp 1 x fsdp 2" in output
+    assert "w1 (64, 1408, 2048), on this rank (8, 1408, 2048)" in output
+
+
+@pytest.mark.parametrize(
+    ("line", "broken", "message"),
+    [
+        ('flavor = "tiny"', 'flavor = "tinny"', r"model\.flavor = 'tinny'.*'tiny'"),
+        ('wgrad = "balanced"', 'wgrad = "blanced"', r"wgrad.*blanced"),
+        ('dataset = "c4_test"', 'dataset = "c5"', r"training\.dataset = 'c5'.*c4_test"),
+        ('mode = "none"', 'mode = "op"', r"activation_checkpoint\.mode = 'op'.*selective"),
+    ],
+)
+def test_wrong_setting_is_named(tmp_path: Path, line: str, broken: str, message: str):
+    text = (ROOT / "train_configs/debug.toml").read_text()
+    assert line in text
+    (tmp_path / "broken.toml").write_text(text.replace(line, broken, 1))
+    with pytest.raises(ValueError, match=message):
+        check_config(load(tmp_path / "broken.toml"))
+
+
+def test_smallest_world_size():
+    config = load(ROOT / "train_configs/deepseek_v3_16b.toml")
+    assert smallest_world_size(config) == 8
+    config.parallelism.tensor_parallel_degree = 2  # EP spans the TP ranks too
+    assert smallest_world_size(config) == 8
+    config.parallelism.expert_tensor_parallel_degree = 2
+    assert smallest_world_size(config) == 16
+    config.parallelism.pipeline_parallel_degree = 4
+    assert smallest_world_size(config) == 64
+    config.parallelism.data_parallel_shard_degree = 16
+    assert smallest_world_size(config) == 128

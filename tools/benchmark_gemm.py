@@ -1,0 +1,148 @@
+"""Speed of the grouped GEMMs beside PyTorch's, at the shapes of DeepSeek-V3 671B and 16B on one H200.
+
+    python tools/benchmark_gemm.py [--quick] [--out gemm.json]
+
+Every figure is TFLOP/s from the median of ``triton.testing.do_bench``; candidates take turns, so that all of them meet
+the same clocks and temperature. Groups have 0.7 to 1.3 times the average number of rows. References:
+
+* ``bf16``: ``torch._grouped_mm``.
+* ``fp8 rowwise``: ``torch._scaled_grouped_mm``, one scale per row and column, fast accumulation.
+* ``fp8 dense``: ``torch._scaled_mm`` (cuBLAS), one scale per tensor, fast accumulation; one GEMM of the same size.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from titan_fp8moe import recipe
+from titan_fp8moe.kernels import grouped_mm as kernels
+from titan_fp8moe.recipe import TILE
+
+BF16 = torch.bfloat16
+LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden dim
+    ("671B, 32 ranks", 32768, 8, 7168, 2048),
+    ("671B, 8 ranks", 32768, 32, 7168, 2048),
+    ("16B, 1 rank", 98304, 64, 2048, 1408),
+    ("16B, 8 ranks", 98304, 8, 2048, 1408),
+]
+REFERENCES = ("bf16", "fp8 rowwise", "fp8 dense")
+
+
+def group_ends(M: int, E: int) -> Tensor:
+    """(E,) int32 ends of groups of 0.7 to 1.3 times M / E rows, multiples of 128 that add up to M, in random order."""
+    tiles = (torch.linspace(0.7, 1.3, E) * (M / E / TILE)).round().long()
+    tiles[E // 2] += M // TILE - tiles.sum()
+    order = torch.randperm(E, generator=torch.Generator().manual_seed(0))
+    return (tiles[order] * TILE).cumsum(0).to(torch.int32).cuda()
+
+
+def forward_candidates(M: int, N: int, K: int, offsets_E: Tensor) -> dict[str, Callable]:
+    E = offsets_E.shape[0]
+    x, w = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(E, N, K, device="cuda", dtype=BF16)
+    (a, a_scale), (b, b_scale) = recipe.quantize_rows(x), recipe.quantize_weight(w)
+    a_scale = recipe.column_major(a_scale)
+    ones_M, ones_EN, one = (torch.ones(shape, device="cuda") for shape in ((M,), (E, N), ()))
+    wT, bT = w.transpose(1, 2), b.transpose(1, 2)
+    return {
+        "ours": lambda: kernels.grouped_mm(a, a_scale, b, b_scale, offsets_E, BF16),
+        "bf16": lambda: torch._grouped_mm(x, wT, offs=offsets_E, out_dtype=BF16),
+        "fp8 rowwise": lambda: torch._scaled_grouped_mm(
+            a, bT, ones_M, ones_EN, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
+        ),
+        "fp8 dense": lambda: torch._scaled_mm(a, bT[0], one, one, out_dtype=BF16, use_fast_accum=True),
+    }
+
+
+def wgrad_candidates(M: int, N: int, K: int, offsets_E: Tensor) -> dict[str, Callable]:
+    E = offsets_E.shape[0]
+    x, dy = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(M, N, device="cuda", dtype=BF16)
+    b, b_scale, a, a_scale = recipe.transpose_pair(*recipe.quantize_rows(x), *recipe.quantize_rows(dy))
+    ones_EN, ones_EK, one = (torch.ones(shape, device="cuda") for shape in ((E * N,), (E * K,), ()))
+    return {
+        "ours": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, BF16),
+        "bf16": lambda: torch._grouped_mm(dy.t(), x, offs=offsets_E, out_dtype=BF16),
+        "fp8 rowwise": lambda: torch._scaled_grouped_mm(
+            a, b.t(), ones_EN, ones_EK, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
+        ),
+        "fp8 dense": lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=BF16, use_fast_accum=True),
+    }
+
+
+def gemms(D: int, H: int) -> list[tuple[str, Callable, int, int]]:
+    """(name, candidates, N, K) of a layer's six GEMMs."""
+    return [
+        ("forward 1", forward_candidates, 2 * H, D),
+        ("forward 2", forward_candidates, D, H),
+        ("dgrad 2", forward_candidates, H, D),
+        ("dgrad 1", forward_candidates, D, 2 * H),
+        ("wgrad 1", wgrad_candidates, 2 * H, D),
+        ("wgrad 2", wgrad_candidates, D, H),
+    ]
+
+
+def measure(candidates: dict[str, Callable], flop: float, rounds: int, rep_ms: int) -> dict[str, float]:
+    """TFLOP/s of each candidate; one that this PyTorch refuses is reported and left out."""
+    times: dict[str, list[float]] = {}
+    for name, run in candidates.items():
+        try:
+            run()
+            times[name] = []
+        except RuntimeError as error:
+            print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr)
+    for _ in range(rounds):
+        for name in times:
+            times[name].append(triton.testing.do_bench(candidates[name], rep=rep_ms, return_mode="median"))
+    return {name: flop / statistics.median(ms) * 1e-9 for name, ms in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round instead of five")
+    parser.add_argument("--out", type=Path, help="write the records here as JSON")
+    args = parser.parse_args()
+    rounds, rep_ms = (1, 30) if args.quick else (5, 60)
+    setting = {
+        "hardware": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python " + shlex.join(sys.argv),
+    }
+    print(setting["hardware"], setting["versions"])
+    print(f"{'TFLOP/s':30}{'N':>6}{'K':>6}{'ours':>8}" + "".join(f"{name:>13}" for name in REFERENCES))
+    records = []
+    torch.manual_seed(0)
+    for layer, M, E, D, H in LAYERS:
+        offsets_E = group_ends(M, E)
+        for gemm, candidates, N, K in gemms(D, H):
+            speed = measure(candidates(M, N, K, offsets_E), 2 * M * N * K, rounds, rep_ms)
+            columns = "".join(f"{speed.get(name, float('nan')):13.0f}" for name in REFERENCES)
+            print(f"{layer + ', ' + gemm:30}{N:6}{K:6}{speed['ours']:8.0f}{columns}", flush=True)
+            for name in REFERENCES:
+                if name in speed:
+                    records.append(
+                        {
+                            "name": "grouped_mm_wgrad" if candidates is wgrad_candidates else "grouped_mm",
+                            "shape": {"layer": layer, "gemm": gemm, "M": M, "E": E, "N": N, "K": K},
+                            "value": round(speed["ours"], 1),
+                            "unit": "TFLOP/s",
+                            "reference": name,
+                            "reference_value": round(speed[name], 1),
+                            "speedup": round(speed["ours"] / speed[name], 3),
+                            **setting,
+                        }
+                    )
+    if args.out:
+        args.out.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
