@@ -1,8 +1,9 @@
 """Corrects the number formats of Triton's interpreter, so that kernels can be compared bit by bit on a CPU.
 
 In Triton 3.6 to 3.8 the interpreter is silently wrong where a GPU is not: fp32 -> e4m3 rounds half up, loses the carry,
-does not saturate and breaks subnormals; fp32 -> bf16 truncates. :func:`correct_conversions` replaces those conversions,
-and those from e4m3 and bf16, by torch's, with the two rules of a GPU's e4m3 cast: finite values saturate, NaN is 0x7F.
+does not saturate and breaks subnormals; fp32 -> bf16 truncates; e4m3's NaN reads as 480. :func:`correct_conversions`
+replaces the conversions between the formats below by torch's, with the two rules of a GPU's e4m3 cast: finite values
+saturate, NaN is 0x7F.
 """
 
 import numpy as np
@@ -10,7 +11,12 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-_TORCH = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
+_TORCH = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
 _BYTES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 

@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from torchtitan.components.validate import Validator
+
+from titan_fp8moe.torchtitan.flavors import MoEValidator
 
 ROOT = Path(__file__).parent.parent
 STEPS = 10
@@ -21,6 +26,7 @@ OVERRIDES = [
     "--metrics.disable_color_printing",
 ]
 EP2 = ["--parallelism.expert_parallel_degree=2"]
+VALIDATION = ["--validation.enable", "--validation.freq=5", "--validation.steps=2", "--validation.seq_len=128"]
 OP_AC = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 
 
@@ -72,8 +78,8 @@ def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int,
     return log
 
 
-def losses(log: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"step: +\d+ +loss: +(\S+)", log)]
+def losses(log: str, kind: str = "step") -> list[float]:
+    return [float(loss) for loss in re.findall(rf"INFO - {kind}: +\d+ +loss: +(\S+)", log)]
 
 
 @pytest.mark.parametrize(
@@ -81,19 +87,30 @@ def losses(log: str) -> list[float]:
     [
         pytest.param([], 1, [], id="bf16"),
         pytest.param([], 2, EP2 + OP_AC, id="bf16-ep2-op_ac"),
-        pytest.param(["fp8_flow_moe"], 1, [], id="fp8"),
+        pytest.param(["fp8_flow_moe"], 1, VALIDATION, id="fp8-validation"),
         pytest.param(["fp8_flow_moe"], 2, EP2 + OP_AC, id="fp8-ep2-op_ac"),
         pytest.param(["fp8_flow_moe"], 2, OP_AC, id="fp8-fsdp2-op_ac"),
     ],
 )
 def test_loss_falls(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int, overrides: list[str]):
-    loss = losses(train(corpus, tmp_path, converters, n_processes, overrides))
+    log = train(corpus, tmp_path, converters, n_processes, overrides)
+    loss = losses(log)
     assert len(loss) == STEPS
     assert loss[-1] < loss[0] - 2, loss
+    if overrides == VALIDATION:
+        validation_loss = losses(log, "validate step")
+        assert len(validation_loss) == 3  # after steps 1, 5 and 10
+        assert validation_loss[-1] < validation_loss[0] - 2, validation_loss
 
 
-def test_validation_leaves_training_alone(corpus: Path, tmp_path: Path):
-    validation = ["--validation.enable", "--validation.freq=2", "--validation.steps=2", "--validation.seq_len=128"]
-    log = train(corpus, tmp_path, [], 1, validation)
-    assert len(re.findall(r"validate step: +\d+ +loss: +[\d.]+", log)) == 1 + STEPS // 2
-    assert losses(log) == losses(train(corpus, tmp_path, [], 1, []))
+def test_validation_leaves_load_balancing_alone(monkeypatch: pytest.MonkeyPatch):
+    model = nn.Module()
+    model.moe = nn.Module()
+    model.moe.register_buffer("tokens_per_expert", torch.arange(8.0))
+
+    def count_tokens(validator: Validator, model_parts: list[nn.Module], step: int) -> None:
+        model_parts[0].moe.tokens_per_expert.add_(1)
+
+    monkeypatch.setattr(Validator, "validate", count_tokens)
+    MoEValidator.validate(object.__new__(MoEValidator), [model], step=1)
+    assert torch.equal(model.moe.tokens_per_expert, torch.arange(8.0))

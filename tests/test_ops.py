@@ -1,5 +1,4 @@
-"""The custom ops' contracts with PyTorch: schemas, fakes, tracing. What they compute is tested with the recipe and kernels.
-"""
+"""The custom ops' contracts with PyTorch: schemas, fakes, tracing. Recipe and kernels have tests of their own."""
 
 import pytest
 import torch

@@ -138,14 +138,21 @@ def _transpose_shifted(q_MD: Tensor, e_MG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_gauge(x_scale: Tensor, dy_scale: Tensor) -> Tensor:
-    """The balance ``a[m] = (e_x[m] - e_dy[m]) >> 1`` (int32) of a weight gradient's two operands; e is a row's largest
-    tile exponent.
+    """The balance ``a[m] = (e_x[m] - e_dy[m] - r) >> 1`` (int32) of a weight gradient's two operands; e is a row's
+    largest tile exponent.
 
     dW = sum_m dy[m,:]^T x[m,:] does not change when row m of x is scaled by 2**-a[m] and row m of dy by 2**a[m]. With
     this choice both operands carry half of the row's common magnitude, so a row that is small in x and large in dy (or
     the reverse) is not flushed by the block scale of the other rows.
+
+    r is 0 or 1, the parity of the largest difference in the 128 rows of a block, rows of zeros aside. Without it, dy
+    times an odd power of two would round rows of even and of odd difference differently; so dW scales exactly with dy.
     """
-    return (exponent(x_scale).amax(1) - exponent(dy_scale).amax(1)) >> 1
+    e_x, e_dy = exponent(x_scale).amax(1), exponent(dy_scale).amax(1)
+    difference = e_x - e_dy
+    nonzero = (e_x > MIN_EXPONENT) & (e_dy > MIN_EXPONENT)
+    largest = torch.where(nonzero, difference, -1024).view(-1, TILE).amax(1)
+    return (difference - (largest & 1).repeat_interleave(TILE)) >> 1
 
 
 def transpose_pair(
@@ -292,11 +299,11 @@ def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor) -> tuple[Tensor, 
     Returns:
         (M, D) e4m3 and (M, D // 128) e8m0, column-major.
     """
-    pad = (token_M < 0).unsqueeze(1)
-    index = token_M.long().clamp(min=0)
-    q = q_TD.view(torch.uint8)[index].masked_fill(pad, 0).view(FP8)
-    s = scale.view(torch.uint8)[index].masked_fill(pad, 1).view(E8M0)
-    return q, column_major(s)
+    # One row more, for padding to come from: index -1.
+    q = torch.nn.functional.pad(q_TD.view(torch.uint8), (0, 0, 0, 1), value=0)
+    s = torch.nn.functional.pad(scale.view(torch.uint8), (0, 0, 0, 1), value=1)
+    index = token_M.long()
+    return q[index].view(FP8), column_major(s[index].view(E8M0))
 
 
 def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -18,8 +18,10 @@ BASE = [
 ]
 
 
-def _case(local_batch: int, converters: str | None = "fp8_flow_moe", **overrides: str | int) -> list[str]:
-    flags = [f"--{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+def _case(local_batch: int, converters: str | None = "fp8_flow_moe", **overrides: str | int | bool) -> list[str]:
+    flags = [
+        f"--{name.replace('__', '.')}" + ("" if value is True else f"={value}") for name, value in overrides.items()
+    ]
     if converters is not None:
         flags.append(f"--model.converters={converters}")
     return [f"--training.local_batch_size={local_batch}", *flags]
@@ -42,14 +44,14 @@ OP_AC = {"activation_checkpoint__mode": "selective", "activation_checkpoint__sel
 PP = {"parallelism__pipeline_parallel_schedule": "1F1B", "parallelism__pipeline_parallel_microbatch_size": 2}
 FLOAT8_LINEAR = {
     "converters": "quantize.linear.float8,fp8_flow_moe",
-    "quantize.linear.float8.emulate": "True",
+    "quantize.linear.float8.emulate": True,
     # Tiny layers; the point is that both converters meet in one model.
     "quantize.linear.float8.filter_fqns": "output,router.gate",
 }
 
 SINGLE = {
     "single": _case(8),
-    "single_bf16": _case(8, converters=None),
+    "single_fp32": _case(8, converters=None),
     "single_float8_linear": _case(8, **FLOAT8_LINEAR),
 }
 TWO_RANKS = {
@@ -60,7 +62,7 @@ TWO_RANKS = {
     "ep2_full_ac": _parallel(4, ep=2, **FULL_AC),
     "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
     "ep2_accumulate": _parallel(2, ep=2),
-    "ep2_compile": _parallel(4, ep=2, compile__enable="True", compile__backend="aot_eager"),
+    "ep2_compile": _parallel(4, ep=2, compile__enable=True, compile__backend="aot_eager"),
     "ep2_float8_linear": _parallel(4, ep=2, **FLOAT8_LINEAR),
 }
 FOUR_RANKS = {

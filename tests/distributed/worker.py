@@ -6,6 +6,7 @@ Every case starts from the same weights (OUT_DIR/seed.pt, written by the first s
 global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "gate_spread"} or {"error"}.
 """
 
+import faulthandler
 import os
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.cases import BASE, CASES, GLOBAL_BATCH, SEQ_LEN, STEPS
 
 VOCAB = 2048
+CASE_TIMEOUT = 60  # seconds; a hang prints every thread's stack and ends the run
 
 
 class RecordingTrainer(torchtitan.train.Trainer):
@@ -45,7 +47,11 @@ class RecordingTrainer(torchtitan.train.Trainer):
     def named_parameters(self):
         for part in self.model_parts:
             for name, p in part.named_parameters():
-                yield name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), p
+                yield plain_name(name), p
+
+    def expert_bias(self) -> dict[str, torch.Tensor]:
+        buffers = [(plain_name(n), b) for part in self.model_parts for n, b in part.named_buffers()]
+        return gather({n: b.cpu().clone() for n, b in buffers if n.endswith("expert_bias")})
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of the mean loss per token; collective."""
@@ -73,11 +79,11 @@ class RecordingTrainer(torchtitan.train.Trainer):
             data = self.batch_generator(None)
             for self.step in range(1, STEPS + 1):
                 self.train_step(data)
+                if self.step == 1:  # later ones depend on how the optimizer rounds
+                    bias = self.expert_bias()
         finally:
             torchtitan.train.dist_utils.clip_grad_norm_ = clip
-        bias, spread = {}, {}
-        for part in self.model_parts:
-            bias |= {n: b.cpu() for n, b in part.named_buffers() if n.endswith("expert_bias")}
+        spread = {}
         for name, p in self.named_parameters():
             if "router.gate" in name and isinstance(p, DTensor) and self.parallel_dims.tp_enabled:
                 local = p.to_local().detach()
@@ -86,15 +92,19 @@ class RecordingTrainer(torchtitan.train.Trainer):
                 dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
                 dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
                 spread[name] = float((high - low).abs().max())
-        bias = {n.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): b for n, b in bias.items()}
         # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
         all_losses = gather_list(losses)
         return {
             "grads": recorded,
             "losses": max(all_losses, key=lambda x: x[0]),
-            "expert_bias": gather(bias),
+            "expert_bias": bias,
             "gate_spread": gather(spread),
         }
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the wrappers of compile and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def gather_list(value) -> list:
@@ -132,21 +142,22 @@ def run(case: str, out: Path) -> dict:
 def main() -> None:
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # One process group for all cases: torchtitan uses what exists.
     dist.init_process_group(backend)
     for case in sys.argv[2:]:
+        faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
         try:
             result = run(case, out)
-        except Exception:
-            result = {"error": traceback.format_exc()}
+        except BaseException:
+            # Any rank's error is the case's; the launcher ends the others, which may wait for this one.
+            torch.save({"error": traceback.format_exc()}, out / f"{case}.pt")
+            os._exit(1)
         if dist.get_rank() == 0:
             torch.save(result, out / f"{case}.pt")
-        if any(gather_list("error" in result)):
-            # The ranks may disagree about what comes next.
-            os._exit(1)
     dist.destroy_process_group()
 
 

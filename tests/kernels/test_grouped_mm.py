@@ -20,16 +20,12 @@ GROUPS = {
 }
 
 
-def relative_error(out, ref):
-    return ((out.double() - ref).norm() / ref.norm()).item() if ref.any() else out.double().norm().item()
-
-
 def assert_close(out, ref):
     """Small relative error of the whole result, and of the worst 128x128 block: a wrong tile hides in a large one."""
-    assert relative_error(out, ref) < TOLERANCE[out.dtype]
-    for rows, ref_rows in zip(out.flatten(0, -2).split(TILE), ref.flatten(0, -2).split(TILE), strict=True):
-        for block, ref_block in zip(rows.split(TILE, 1), ref_rows.split(TILE, 1), strict=True):
-            assert relative_error(block, ref_block) < 2 * TOLERANCE[out.dtype]
+    blocks = (ref.numel() // (TILE * ref.shape[-1]), TILE, ref.shape[-1] // TILE, TILE)
+    for dims, factor in (((0, 1, 2, 3), 1), ((1, 3), 2)):
+        error, size = (torch.linalg.vector_norm(x.view(blocks), dim=dims) for x in (out.double() - ref, ref))
+        assert (error <= factor * TOLERANCE[out.dtype] * size).all(), (error / size).max()
 
 
 def by_expert(offsets_E):
@@ -73,9 +69,10 @@ def test_groups(generator, groups, dtype):
 
 
 @pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (256, 1408)])
-def test_shapes(generator, N, K):
-    operands = make_operands(generator, 384, N, K, 2)
-    check(operands, offsets(128, 384, device=operands[0].device), torch.bfloat16)
+@pytest.mark.parametrize("M", [256, 1408])
+def test_shapes(generator, M, N, K):
+    operands = make_operands(generator, M, N, K, 2)
+    check(operands, offsets(128, M, device=operands[0].device), torch.bfloat16)
 
 
 def test_transposed_weight_scales(generator):
@@ -92,9 +89,7 @@ def test_magnitudes(generator, magnitude):
     check(operands, offsets(128, device=operands[0].device), torch.float32)
 
 
-def test_nan_stays_in_its_row(generator, device):
-    if device == "cpu":
-        pytest.skip("the interpreter's dot reads the NaN code as 480")
+def test_nan_stays_in_its_row(generator):
     operands = make_operands(generator, 384, 256, 256, 2)
     groups = offsets(128, 384, device=operands[0].device)
     clean = kernels.grouped_mm(*operands, groups, torch.bfloat16)
@@ -177,8 +172,8 @@ def test_wgrad_magnitudes(generator, magnitude, mode):
 def test_wgrad_scales_of_opposite_size(generator, mode):
     """Factors near the largest and the smallest fp32 number; their product is an ordinary one."""
     aT, aT_scale, bT, bT_scale = make_wgrad_operands(generator, 128, 128, 128, mode)
-    up = (aT_scale.view(torch.uint8) + 100).view(recipe.E8M0)
-    down = (bT_scale.view(torch.uint8) - 100).view(recipe.E8M0)
+    up = (aT_scale.view(torch.uint8) + 90).view(recipe.E8M0)
+    down = (bT_scale.view(torch.uint8) - 90).view(recipe.E8M0)
     check_wgrad((aT, up, bT, down), offsets(128, device=aT.device), torch.float32)
     check_wgrad(
         (aT, down.view(aT_scale.shape), bT, up.view(bT_scale.shape)), offsets(128, device=aT.device), torch.float32

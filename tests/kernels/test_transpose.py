@@ -51,3 +51,13 @@ def test_anti_correlated_rows(generator, mode):
     x, x_scale = recipe.quantize_rows(randn(generator, M, D) * tilt)
     dy, dy_scale = recipe.quantize_rows(randn(generator, M, N) / tilt)
     check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), mode)  # row-major scales: strides are honoured
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tile_column_far_below_its_rows(generator, mode):
+    """The gauge would move the first tiles' exponents under the smallest scale."""
+    M, D = 128, 256
+    x, dy = fp8_rows(generator, M, D), fp8_rows(generator, M, 128)
+    x_scale, dy_scale = column_major_scale(generator, M, D, 180, 200), column_major_scale(generator, M, 128, 100, 110)
+    x_scale.view(torch.uint8)[:, 0] = randint(generator, 1, 30, M).to(torch.uint8)
+    check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), mode)

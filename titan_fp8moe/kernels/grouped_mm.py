@@ -8,9 +8,9 @@ Hopper's tensor cores sum fp8 products with about 14 bits.
 Every expert's group is a multiple of 128 rows, so a tile of rows belongs to one expert, and which one is read off the
 group ends in device memory: the host never learns how many rows an expert got.
 
-The factor of a product, 2**(e_a + e_b), is an fp32 number, exact down to 2**-149; a factor that underflows belongs to a
+The factor of a product, 2**(e_a + e_b), is an fp32 number, exact down to 2**-149; one that underflows belongs to a
 result below the smallest normal number. It overflows, loudly, only where the largest values of the two tiles have a
-product past the fp32 range themselves. Indices are int32: up to 2**31 scales, and 2**31 rows of any operand.
+product past the fp32 range. Indices are int32: fewer than 2**31 rows, and fewer than 2**31 scales of any operand.
 """
 
 import torch
@@ -141,6 +141,7 @@ def grouped_mm_wgrad_kernel(
             b = b_desc.load([k, run * TILE])
             product = tl.dot(a, b.T)
             if SCALE_PER_COLUMN:
+                # One after the other: a tile of combined factors does not fit in registers.
                 acc += product * _power_of_two(a_byte)[:, None] * _power_of_two(b_byte)[None, :]
             else:
                 acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))

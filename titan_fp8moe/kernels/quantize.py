@@ -110,7 +110,7 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
         blocks = w.shape[1] // TILE
         _quantize_weight_kernel[(K // TILE, blocks, E)](
             w, q if plain else None, q_t if transposed else None, scale, w.stride(0), w.stride(1), first_block, N, K,
-            TILE=TILE, num_warps=8,
+            TILE=TILE, num_warps=16,
         )  # fmt: skip
         first_block += blocks
     return q, q_t, scale.view(E8M0)

@@ -24,10 +24,11 @@ class _IgnoredOps(set):
 def fix_selective_checkpointing() -> None:
     """Make per-op activation checkpointing work with expert parallelism. Calling again does nothing.
 
-    torchtitan makes the routed experts an FSDP module of their own inside the checkpointed block. Selective checkpointing
-    matches forward and recomputation call by call, but the experts' all-gather is prefetched outside the block in the
-    forward and issued inside it in the recomputation, so the backward fails: "encountered during backward but not found
-    in storage". Here it ignores the profiler's ranges and all that FSDP does to unshard; none of it is an activation.
+    torchtitan makes the routed experts an FSDP module of their own inside the checkpointed block. Selective
+    checkpointing matches forward and recomputation call by call, but the experts' all-gather is prefetched outside the
+    block in the forward and issued inside it in the recomputation, so the backward fails: "encountered during backward
+    but not found in storage". Here it ignores the profiler's ranges and all that FSDP does to unshard; none of it is an
+    activation.
     """
     ignored = _IgnoredOps(torch.utils.checkpoint.SAC_IGNORED_OPS)
     for name in ("_record_function_enter", "_record_function_enter_new", "_record_function_exit"):

@@ -61,8 +61,10 @@ class Fp8FlowMoE(MoE):
         """(B, S, D) -> (B, S, D)."""
         shape, x_TD = x.shape, x.view(-1, x.shape[-1])
         top_scores, selected_experts, num_tokens_per_expert = self.router(x_TD, self.expert_bias)
-        with torch.no_grad():
-            self.tokens_per_expert.add_(num_tokens_per_expert)
+        if torch.is_grad_enabled():
+            # Neither validation nor the forward by which a pipeline stage finds its shapes may move the expert bias.
+            with torch.no_grad():
+                self.tokens_per_expert.add_(num_tokens_per_expert)
 
         # Under tensor parallelism a rank's experts see part of the tokens or part of each expert's hidden dim, so the
         # gradients they send back are partial sums; torchtitan declares x and the scores replicated.

@@ -1,0 +1,331 @@
+"""The recipe against its definition, written a second time in float64 without looking for speed."""
+
+import math
+
+import hypothesis.extra.numpy as npst
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_fp8moe import recipe
+
+FP32 = torch.float32
+settings.register_profile("recipe", deadline=None, max_examples=60)
+settings.load_profile("recipe")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_random_numbers():
+    """Other inputs in every run; the seed is in the report of a failed test."""
+    print(f"torch seed {torch.seed()}")
+
+
+# --- the definition ---------------------------------------------------------------------------------------------------
+
+
+def e4m3_value(code: int) -> float:
+    """Value of a non-negative e4m3 code: 4 exponent bits with bias 7, 3 mantissa bits, subnormals, no infinities."""
+    exponent, mantissa = code >> 3, code & 7
+    return math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
+
+
+VALUES = np.array([e4m3_value(code) for code in range(0x7F)])
+
+
+def round_to_e4m3(x: np.ndarray) -> np.ndarray:
+    """Codes of the values nearest to float64 ``x``, ties to the even code; |x| <= 448."""
+    magnitude = np.abs(x)
+    low = np.searchsorted(VALUES, magnitude, side="right") - 1
+    high = np.minimum(low + 1, len(VALUES) - 1)
+    below, above = magnitude - VALUES[low], VALUES[high] - magnitude
+    up = (above < below) | ((above == below) & (low % 2 == 1))
+    return np.where(up, high, low) | np.where(np.signbit(x), 0x80, 0)
+
+
+def quantize_definition(x: np.ndarray) -> tuple[np.ndarray, int]:
+    """Codes and scale byte of the fp32 values that share one scale."""
+    if not np.isfinite(x).all():
+        return np.full(x.shape, 0x7F), 1
+    x = x.astype(np.float64)
+    exponent = -126
+    while math.ldexp(np.abs(x).max(), -exponent) > 448:
+        exponent += 1
+    return round_to_e4m3(np.ldexp(x, -exponent)), exponent + 127
+
+
+def assert_quantized(q, scale, x):
+    codes, byte = quantize_definition(x.numpy())
+    assert scale.view(torch.uint8).item() == byte
+    np.testing.assert_array_equal(q.view(torch.uint8).numpy(), codes)
+
+
+def value64(q):
+    """float64 values of e4m3 codes."""
+    codes = q.view(torch.uint8).numpy()
+    magnitude = np.append(VALUES, np.nan)[codes & 0x7F]
+    return np.where(codes & 0x80, -magnitude, magnitude)
+
+
+# --- quantization -----------------------------------------------------------------------------------------------------
+
+any_floats = npst.arrays(np.float32, 128, elements=st.floats(width=32), fill=st.floats(width=32))
+finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+similar_floats = st.builds(  # a tile's usual content: one magnitude, anywhere in the exponent range
+    lambda seed, e: np.ldexp(np.random.default_rng(seed).standard_normal(128), e).astype(np.float32),
+    st.integers(0, 2**32),
+    st.integers(-150, 124),
+)
+
+
+@given(any_floats | similar_floats)
+def test_rows(x):
+    x = torch.from_numpy(x.copy())
+    q, scale = recipe.quantize_rows(x.unsqueeze(0))
+    assert_quantized(q[0], scale, x)
+
+
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_scale_at_every_power_of_two(ulps):
+    """amax at 448 * 2**e and an ulp to either side, down into fp32's subnormals and up to its end."""
+    for e in range(-149, 120):
+        if 448 * 2.0**e > torch.finfo(FP32).max:
+            continue
+        bits = torch.tensor(448 * 2.0**e, dtype=torch.float64).float().view(torch.int32) + ulps
+        x = torch.linspace(-1, 1, 128) * bits.view(FP32)
+        q, scale = recipe.quantize_rows(x.unsqueeze(0))
+        assert_quantized(q[0], scale, x)
+
+
+@given(npst.arrays(np.int32, 128, elements=st.integers(-(2**31), 2**31 - 1), fill=st.integers(0, 2**31 - 1)))
+def test_scale_bytes_stay_in_range(bits):
+    _, scale = recipe.quantize_rows(torch.from_numpy(bits.copy()).view(FP32).unsqueeze(0))
+    assert 1 <= scale.view(torch.uint8).item() <= 247  # 247: the scale of fp32's largest number
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_non_finite_tile_leaves_its_neighbours_alone(value):
+    x = torch.randn(2, 384)
+    clean_q, clean_scale = recipe.quantize_rows(x)
+    x[1, 200] = value
+    q, scale = recipe.quantize_rows(x)
+    clean_q.view(torch.uint8)[1, 128:256], clean_scale.view(torch.uint8)[1, 1] = 0x7F, 1
+    assert torch.equal(q.view(torch.uint8), clean_q.view(torch.uint8))
+    assert torch.equal(scale.view(torch.uint8), clean_scale.view(torch.uint8))
+
+
+def test_zeros_keep_their_sign():
+    q, scale = recipe.quantize_rows(torch.tensor([0.0, -0.0]).repeat(64).unsqueeze(0))
+    assert q.view(torch.uint8).tolist() == [[0, 0x80] * 64]
+    assert scale.view(torch.uint8).item() == 1
+
+
+@given(st.integers(0, 2**32), st.integers(-140, 100), st.sampled_from([None, math.nan, math.inf]))
+@settings(max_examples=15)
+def test_weight(seed, e, special):
+    rng = np.random.default_rng(seed)
+    w = torch.from_numpy(np.ldexp(rng.standard_normal((2, 128, 256)), e).astype(np.float32))
+    if special is not None:
+        w[1, 100, 200] = special
+    q, scale = recipe.quantize_weight(w)
+    for i in range(2):
+        for block in range(2):
+            columns = slice(128 * block, 128 * block + 128)
+            assert_quantized(q[i, :, columns], scale[i, :, block], w[i, :, columns])
+    q_t, scale_t = recipe.quantize_weight(w.transpose(1, 2))
+    assert torch.equal(q_t.view(torch.uint8), q.transpose(1, 2).view(torch.uint8))
+    assert torch.equal(scale_t.view(torch.uint8), scale.transpose(1, 2).view(torch.uint8))
+
+
+# --- transposes -------------------------------------------------------------------------------------------------------
+
+
+def test_shift_exponent_of_every_code():
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8).view(recipe.FP8)
+    for shift in (*range(0, -25, -1), -33, -127, -300):
+        got = recipe.shift_exponent(codes, torch.tensor(shift, dtype=torch.int32))
+        np.testing.assert_array_equal(got.view(torch.uint8), round_to_e4m3(np.ldexp(value64(codes), shift)))
+
+
+def transposed_definition(q, byte, shift_M):
+    """(D, M) codes and (D // 128, M // 128) bytes of (M, D) codes whose row scales move by ``2**shift_M`` first."""
+    e = byte.view(torch.uint8).numpy().astype(int) - 127 + shift_M[:, None]
+    e_block = np.maximum(e.reshape(-1, 128, e.shape[1]).max(1), -126)
+    shift = np.repeat(e - np.repeat(e_block, 128, 0), 128, 1)
+    values = value64(q)
+    codes = round_to_e4m3(np.ldexp(np.nan_to_num(values), shift))
+    return np.where(np.isnan(values), 0x7F, codes).T, e_block.T + 127
+
+
+@given(st.integers(0, 2**32), st.integers(0, 40), st.sampled_from(["balanced", "scaling_aware"]))
+@settings(max_examples=20)
+def test_transposes(seed, spread, mode):
+    rng = np.random.default_rng(seed)
+    operands = []
+    for D in (256, 128):
+        tilt = rng.integers(-spread, spread + 1, (256, 1))
+        x = np.ldexp(rng.standard_normal((256, D)), tilt)
+        x[rng.integers(256), rng.integers(D)] = math.nan
+        x[rng.integers(256)] = 0
+        operands += recipe.quantize_rows(torch.from_numpy(x.astype(np.float32)))
+    x, x_scale, dy, dy_scale = operands
+    gauge = np.zeros(256, int)
+    if mode == "balanced":
+        e_x, e_dy = (s.view(torch.uint8).numpy().astype(int).max(1) for s in (x_scale, dy_scale))
+        gauge = (e_x - e_dy) // 2
+    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode)
+    for q, scale, want in (
+        (xT, xT_scale, transposed_definition(x, x_scale, -gauge)),
+        (dyT, dyT_scale, transposed_definition(dy, dy_scale, gauge)),
+    ):
+        np.testing.assert_array_equal(q.view(torch.uint8).numpy(), want[0])
+        np.testing.assert_array_equal(scale.view(torch.uint8).numpy(), want[1])
+
+
+def test_requantize_is_quantization_of_the_columns():
+    x, x_scale = recipe.quantize_rows(torch.randn(256, 128) * 2.0 ** torch.randint(-30, 30, (256, 1)))
+    xT, xT_scale, _, _ = recipe.transpose_pair(x, x_scale, x, x_scale, "requantize")
+    columns = recipe.dequantize(x, x_scale)
+    for d in (0, 77):
+        for run in range(2):
+            rows = slice(128 * run, 128 * run + 128)
+            assert_quantized(xT[d, rows], xT_scale[d, run], columns[rows, d].contiguous())
+
+
+def weight_gradient(x, x_scale, dy, dy_scale, mode):
+    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode)
+    return recipe.dequantize(dyT, dyT_scale).double() @ recipe.dequantize(xT, xT_scale).double().t()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_balanced_weight_gradient_survives_anti_correlated_rows(seed):
+    """Rows that are small in x and large in dy, 4 binades of spread: balanced stays at the error of the row-wise
+    values, one scale per block of each operand on its own does not."""
+    generator = torch.Generator().manual_seed(seed)
+    M, D = 512, 256
+    tilt = 2.0 ** (4 * torch.randn(M, 1, generator=generator))
+    x, dy = torch.randn(M, D, generator=generator) * tilt, torch.randn(M, D, generator=generator) / tilt
+    exact = dy.double().t() @ x.double()
+    operands = *recipe.quantize_rows(x), *recipe.quantize_rows(dy)
+
+    def error(dw):
+        return ((dw - exact).norm() / exact.norm()).item()
+
+    rowwise = error(recipe.dequantize(*operands[2:]).double().t() @ recipe.dequantize(*operands[:2]).double())
+    assert error(weight_gradient(*operands, "balanced")) < 1.1 * rowwise
+    assert error(weight_gradient(*operands, "scaling_aware")) > 2 * rowwise
+
+
+def test_balanced_is_exact_without_subnormals():
+    """Powers of two moved between the operands leave every product as it is."""
+    x = torch.randint(64, 256, (128, 128)).float() * 2.0 ** torch.randint(-2, 3, (128, 1))
+    dy = torch.randint(64, 256, (128, 128)).float() * 2.0 ** torch.randint(-2, 3, (128, 1))
+    operands = *recipe.quantize_rows(x), *recipe.quantize_rows(dy)
+    want = recipe.dequantize(*operands[2:]).double().t() @ recipe.dequantize(*operands[:2]).double()
+    assert torch.equal(weight_gradient(*operands, "balanced"), want)
+
+
+# --- SwiGLU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score_before_experts", [False, True])
+def test_swiglu_backward_is_the_gradient(score_before_experts):
+    M, H = 64, 256
+    h = torch.randn(M, 2 * H).bfloat16()
+    d, score = torch.randn(M, H).bfloat16(), torch.rand(M)
+    h64, score64 = h.double().requires_grad_(), score.double().requires_grad_()
+    g, u = h64.chunk(2, 1)
+    s = score64.unsqueeze(1)
+    silu = torch.nn.functional.silu
+    operand = silu(s * g) * (s * u) if score_before_experts else silu(g) * u * s
+    operand.backward(d.double())
+    dh, dh_scale, q, q_scale, ds = recipe.swiglu_quantize_backward(d, h, score, score_before_experts)
+    forward = recipe.swiglu_quantize(h, score, score_before_experts)
+    for got, want in ((recipe.dequantize(dh, dh_scale), h64.grad), (recipe.dequantize(*forward), operand)):
+        tile = want.abs().unflatten(1, (-1, 128)).amax(2, keepdim=True)
+        # Half an ulp of e4m3: 2**-4 relative, at least 2**-10 in units of a scale that is at most amax / 224.
+        bound = (want.abs().unflatten(1, (-1, 128)) / 16).maximum(tile / 224 / 1024) * (1 + 1e-4)
+        assert ((got.double() - want).unflatten(1, (-1, 128)).abs() <= bound).all()
+    torch.testing.assert_close(ds.double(), score64.grad, rtol=1e-4, atol=1e-4)
+    different = q.view(torch.uint8) != forward[0].view(torch.uint8)  # silu and g * sigmoid(g) may round differently
+    assert different.float().mean() < 1e-3
+    assert q_scale.stride() == forward[1].stride() == (1, M)
+
+
+# --- expert order -----------------------------------------------------------------------------------------------------
+
+
+@given(npst.arrays(np.int32, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.integers(0, 200)))
+def test_expert_layout(counts):
+    counts_SE = torch.from_numpy(counts)
+    (S, E), R, top_k = counts.shape, int(counts.sum()), 3
+    num_slots = R + 7
+    slot_R, score_R = torch.randperm(num_slots)[:R].int(), torch.rand(R)
+    capacity = recipe.row_capacity(R, E)
+    layout = recipe.expert_layout(counts_SE, score_R, slot_R, num_slots, top_k, capacity)
+    offsets_E, token_M, score_M, row_S = layout
+    assert offsets_E[-1] <= capacity
+    assert (offsets_E % 128 == 0).all()
+    expert_R = torch.arange(E).repeat(S).repeat_interleave(counts_SE.flatten().long())
+    row_R = row_S[slot_R.long()].long()
+    start_E = torch.cat([torch.zeros(1, dtype=torch.int32), offsets_E[:-1]])
+    group_E = counts_SE.sum(0)
+    assert (row_R >= start_E[expert_R]).all() and (row_R < (start_E + group_E)[expert_R]).all()
+    for e in range(E):  # rows of an expert keep the order of arrival
+        rows = row_R[expert_R == e]
+        assert torch.equal(rows, start_E[e] + torch.arange(len(rows)))
+    assert torch.equal(token_M[row_R], (slot_R // top_k).int())
+    assert torch.equal(score_M[row_R], score_R)
+    padding = torch.ones(capacity, dtype=torch.bool)
+    padding[row_R] = False
+    assert (token_M[padding] == -1).all() and (score_M[padding] == 0).all()
+    assert (row_S == -1).sum() == 7
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=20))
+def test_row_capacity_suffices(groups):
+    padded = sum(-(-n // 128) * 128 for n in groups)
+    capacity = recipe.row_capacity(sum(groups), len(groups))
+    assert padded <= capacity and capacity % 128 == 0
+
+
+def test_row_capacity_is_reached():
+    assert recipe.row_capacity(1 + 129, 2) == 128 + 256
+    assert recipe.row_capacity(0, 8) == 128
+
+
+def test_permute_and_unpermute_are_inverse():
+    T, D, E, top_k = 50, 256, 4, 2
+    q, scale = recipe.quantize_rows(torch.randn(T, D))
+    expert_S = torch.randint(E, (T * top_k,))
+    slot_R = expert_S.argsort(stable=True).int()
+    counts_SE = torch.bincount(expert_S, minlength=E).int().unsqueeze(0)
+    capacity = recipe.row_capacity(T * top_k, E)
+    layout = recipe.expert_layout(counts_SE, torch.rand(T * top_k), slot_R, T * top_k, top_k, capacity)
+    offsets_E, token_M, _, row_S = layout
+    moved = recipe.dequantize(*recipe.permute_rows(q, scale, token_M))
+    assert (moved[token_M < 0] == 0).all()
+    total = recipe.unpermute_sum(moved, row_S.view(T, top_k), FP32)
+    assert torch.equal(total, 2 * recipe.dequantize(q, scale))
+
+
+# --- GEMMs ------------------------------------------------------------------------------------------------------------
+
+
+def test_grouped_gemms():
+    M, N, K, E = 384, 128, 256, 3
+    offsets_E = torch.tensor([128, 128, 384], dtype=torch.int32)
+    a, w, dy = torch.randn(M, K), torch.randn(E, N, K), torch.randn(M, N)
+    operands = *recipe.quantize_rows(a), *recipe.quantize_weight(w)
+    out = recipe.grouped_mm(*operands, offsets_E, FP32)
+    a64, w64 = (recipe.dequantize(*operands[i : i + 2]).double() for i in (0, 2))
+    want = torch.cat([a64[:128] @ w64[0].t(), a64[128:] @ w64[2].t()])
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
+
+    aT, aT_scale, dyT, dyT_scale = recipe.transpose_pair(*operands[:2], *recipe.quantize_rows(dy))
+    dw = recipe.grouped_mm_wgrad(dyT, dyT_scale, aT, aT_scale, offsets_E, FP32)
+    left, right = recipe.dequantize(dyT, dyT_scale).double(), recipe.dequantize(aT, aT_scale).double()
+    torch.testing.assert_close(dw[0].double(), left[:, :128] @ right[:, :128].t(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dw[2].double(), left[:, 128:] @ right[:, 128:].t(), rtol=1e-5, atol=1e-4)
+    assert (dw[1] == 0).all()
