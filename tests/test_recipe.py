@@ -173,7 +173,10 @@ def test_transposes(seed, spread, mode):
     gauge = np.zeros(256, int)
     if mode == "balanced":
         e_x, e_dy = (s.view(torch.uint8).numpy().astype(int).max(1) for s in (x_scale, dy_scale))
-        gauge = (e_x - e_dy) // 2
+        for block in range(2):
+            rows = range(128 * block, 128 * block + 128)
+            parity = max((e_x[m] - e_dy[m] for m in rows if e_x[m] > 1 and e_dy[m] > 1), default=0) % 2
+            gauge[rows] = [(e_x[m] - e_dy[m] - parity) // 2 for m in rows]
     xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode)
     for q, scale, want in (
         (xT, xT_scale, transposed_definition(x, x_scale, -gauge)),
@@ -215,6 +218,17 @@ def test_balanced_weight_gradient_survives_anti_correlated_rows(seed):
     rowwise = error(recipe.dequantize(*operands[2:]).double().t() @ recipe.dequantize(*operands[:2]).double())
     assert error(weight_gradient(*operands, "balanced")) < 1.1 * rowwise
     assert error(weight_gradient(*operands, "scaling_aware")) > 2 * rowwise
+
+
+@pytest.mark.parametrize("power", [1, 3, -2, -7])
+def test_balanced_weight_gradient_scales_with_dy(power):
+    """Also where values are rounded: dy times a power of two, odd ones too, changes dW by that factor exactly."""
+    x, dy = (torch.randn(256, 128) * 2.0 ** torch.randint(-8, 9, (256, 1)) for _ in range(2))
+    x[3], dy[5] = 0, 0
+    dw, scaled = (
+        weight_gradient(*recipe.quantize_rows(x), *recipe.quantize_rows(d), "balanced") for d in (dy, dy * 2.0**power)
+    )
+    torch.testing.assert_close(scaled, dw * 2.0**power, rtol=0, atol=1e-12 * dw.abs().max().item() * 2.0**power)
 
 
 def test_balanced_is_exact_without_subnormals():

@@ -31,14 +31,17 @@ def _row_gauge_kernel(
     x_scale, dy_scale, gauge, last_offset, x_stride_m, x_stride_g, dy_stride_m, dy_stride_g,
     X_TILES: tl.constexpr, DY_TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """gauge (M,) int32: half the difference of the two operands' largest exponents, see recipe.row_gauge."""
+    """gauge (M,) int32: half the difference of the two operands' largest exponents, see recipe.row_gauge. Byte 1 is the
+    smallest, that of a row of zeros."""
     first = tl.program_id(0) * TILE
     if first >= tl.load(last_offset):
         return
     row = first + tl.arange(0, TILE)
     e_x = _row_exponent(x_scale, x_stride_m, x_stride_g, row, X_TILES)
     e_dy = _row_exponent(dy_scale, dy_stride_m, dy_stride_g, row, DY_TILES)
-    tl.store(gauge + row, (e_x - e_dy) >> 1)
+    difference = e_x - e_dy
+    parity = tl.max(tl.where((e_x > 1) & (e_dy > 1), difference, -1024), axis=0) & 1
+    tl.store(gauge + row, (difference - parity) >> 1)
 
 
 @triton.jit
