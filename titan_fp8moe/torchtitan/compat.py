@@ -1,4 +1,4 @@
-"""A correction to PyTorch 2.11 to 2.13 that torchtitan 0.2.2 needs on every device."""
+"""Corrections to PyTorch 2.11 to 2.13 that torchtitan 0.2.2 needs on every device."""
 
 import functools
 import threading
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import PipelineStage
 
 
 class _IgnoredOps(set):
@@ -50,3 +51,27 @@ def fix_selective_checkpointing() -> None:
 
     FSDPParamGroup.unshard = ignoring(FSDPParamGroup.unshard)
     FSDPParamGroup.wait_for_unshard = ignoring(FSDPParamGroup.wait_for_unshard)
+
+
+@functools.cache
+def fix_pipeline_token_counts() -> None:
+    """Keep made-up tokens out of the routers' load balancing. Calling again does nothing.
+
+    Before the first step PyTorch 2.13 runs each pipeline stage on tensors of zeros to learn shapes. The MoE layers count
+    these as tokens, all for the same experts, and the first optimizer step moves expert_bias by them. (Earlier versions
+    do so without gradients, where converted layers do not count.)
+    """
+    infer = getattr(PipelineStage, "_forward_metadata_inference", None)
+    if infer is None:
+        return
+
+    @functools.wraps(infer)
+    def wrapper(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
+        counts = [b for name, b in self.submod.named_buffers() if name.endswith("tokens_per_expert")]
+        saved = [count.clone() for count in counts]
+        result = infer(self, *args, **kwargs)
+        for count, value in zip(counts, saved, strict=True):
+            count.copy_(value)
+        return result
+
+    PipelineStage._forward_metadata_inference = wrapper
