@@ -57,8 +57,8 @@ def fix_selective_checkpointing() -> None:
 def fix_pipeline_token_counts() -> None:
     """Keep made-up tokens out of the routers' load balancing. Calling again does nothing.
 
-    Before the first step PyTorch 2.13 runs each pipeline stage on tensors of zeros to learn shapes. The MoE layers count
-    these as tokens, all for the same experts, and the first optimizer step moves expert_bias by them. (Earlier versions
+    Before the first step PyTorch 2.13 runs each pipeline stage on tensors of zeros to learn shapes. The MoE layers take
+    them for tokens, all with the same experts, and the first optimizer step moves expert_bias by them. (Versions before
     do so without gradients, where converted layers do not count.)
     """
     infer = getattr(PipelineStage, "_forward_metadata_inference", None)

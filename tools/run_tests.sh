@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Lints and runs all tests that this machine can run. Arguments go to pytest.
+set -euo pipefail
+. "$(dirname "$0")/environment.sh"
+
+if python3 -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
+    python3 -m pytest tests "$@"
+    exit
+fi
+ruff check .
+ruff format --check .
+# Threads of several processes would fight for the cores.
+export OMP_NUM_THREADS=1
+# Triton decides at import whether kernels are interpreted, so the kernel tests run in a process of their own.
+TRITON_INTERPRET=1 python3 -m pytest tests/kernels "$@"
+python3 -m pytest tests --ignore tests/kernels "$@"
