@@ -42,7 +42,9 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.config = job_config.fp8_flow_moe
         self.backend = _check_hardware(self.config.emulate)
         _check_job(job_config)
-        self.hidden_dim_shards = _hidden_dim_shards(parallel_dims)
+        # Expert parallelism without expert tensor parallelism leaves the hidden dim whole, whatever the tensor degree.
+        self.hidden_dim_shards = parallel_dims.etp if parallel_dims.ep > 1 else parallel_dims.tp
+        self.expert_shards = parallel_dims.ep
 
     def convert(self, model: nn.Module) -> None:
         layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
@@ -83,8 +85,13 @@ class Fp8FlowMoEConverter(ModelConverter):
                 f"{type(layer.experts).__name__}; leave it in bf16 with {NAME}.filter_fqns, or remove the converter "
                 "that changed it"
             )
-        _, hidden_dim, dim = layer.experts.w1.shape
+        num_experts, hidden_dim, dim = layer.experts.w1.shape
         local = hidden_dim / self.hidden_dim_shards
+        if num_experts % self.expert_shards:
+            raise ValueError(
+                f"{name}: {num_experts} experts do not divide over parallelism.expert_parallel_degree = "
+                f"{self.expert_shards}; choose a degree that divides them"
+            )
         if dim % 128:
             raise ValueError(f"{name}: model dim {dim} is not a multiple of 128, the width of an FP8 tile; choose one")
         if local % 128:
@@ -93,11 +100,6 @@ class Fp8FlowMoEConverter(ModelConverter):
                 f"{local:g} per rank, not a multiple of 128; lower parallelism.tensor_parallel_degree, or with expert "
                 "parallelism set parallelism.expert_tensor_parallel_degree = 1"
             )
-
-
-def _hidden_dim_shards(parallel_dims: ParallelDims) -> int:
-    """Ranks that each expert's hidden dim is sharded over."""
-    return parallel_dims.etp if parallel_dims.ep > 1 else parallel_dims.tp
 
 
 def _check_hardware(emulate: bool) -> str:

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# 300 steps in bf16 and in FP8-Flow from the same initialization on the same data: torchtitan's debugmodel and a 16B-shaped
+# model with 4 layers on one GPU, and the latter with expert parallelism on two.
+#
+#     ./experiments/loss_parity/run.sh OUT debugmodel_1gpu 16B_short_1gpu 16B_short_ep2
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+OUT=$1
+shift
+
+export STEPS=300 CONFIG_FILE=train_configs/debugmodel.toml
+common=(--lr_scheduler.warmup_steps 20)
+short=(--model.flavor 16B_short --training.seq_len 4096 --training.local_batch_size 4 --optimizer.lr 3e-4
+    --activation_checkpoint.mode none)
+
+for name in "$@"; do
+    case $name in
+    debugmodel_1gpu) NGPU=1 overrides=("${common[@]}") ;;
+    16B_short_1gpu) NGPU=1 overrides=("${common[@]}" "${short[@]}") ;;
+    16B_short_ep2) NGPU=2 overrides=("${common[@]}" "${short[@]}" --parallelism.expert_parallel_degree 2) ;;
+    *) echo "unknown run $name" >&2 && exit 2 ;;
+    esac
+    runs=outputs/loss_parity/$name
+    NGPU=$NGPU OUT=$runs ./tools/quickstart.sh "${overrides[@]}"
+    mkdir -p "$OUT/$name"
+    cp "$runs/curves.png" "$runs/comparison.json" "$OUT/$name"
+    gzip -9c "$runs/bf16.log" >"$OUT/$name/bf16.log.gz"
+    gzip -9c "$runs/fp8_flow.log" >"$OUT/$name/fp8_flow.log.gz"
+    python3 experiments/loss_parity/records.py "$OUT/$name" "${overrides[*]}"
+done

@@ -1,0 +1,226 @@
+"""Checkpoints go between bf16 and FP8, between layouts and through Hugging Face's format, with torchtitan's trainer.
+
+The converter adds nothing to a checkpoint and takes nothing away, so what was saved is loaded bit for bit, and the loss
+goes on where it was.
+"""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torchtitan.config import JobConfig
+from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from tests.distributed.checkpoint_worker import COMMON, FOUR_RANKS, ONE_RANK, TWO_RANKS
+from tests.distributed.conftest import ROOT, case_dir, run_workers  # noqa: F401  case_dir is a fixture
+
+State = dict[str, torch.Tensor]
+# Relative difference of losses between bf16 and FP8. With weights that were not loaded it is 5% and more.
+TOLERANCE = 0.005
+
+
+class Results:
+    """Results of runs by name; all runs of a world size are computed at once, after the ones they load from."""
+
+    def __init__(self, out: Path):
+        self.out, self.logs = out, {}
+
+    def get(self, run: str) -> dict:
+        groups = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
+        num_ranks = next(n for n, group in groups.items() if run in group)
+        for n in groups:
+            if n <= num_ranks and n not in self.logs:
+                done = run_workers("checkpoint_worker.py", n, str(self.out), *groups[n], timeout=300)
+                self.logs[n] = done.stdout[-4000:] + done.stderr[-4000:]
+        path = self.out / f"{run}.pt"
+        assert path.exists(), f"no result for {run}; the workers' last words:\n{self.logs[num_ranks]}"
+        result = torch.load(path)
+        assert "error" not in result, result["error"]
+        return result
+
+    def checkpoint(self, run: str, step: int) -> Path:
+        return self.out / run / f"checkpoint/step-{step}"
+
+
+@pytest.fixture(scope="module")
+def out(case_dir: Path) -> Path:  # noqa: F811
+    return case_dir
+
+
+@pytest.fixture(scope="module")
+def seed_checkpoint(out: Path) -> Path:
+    """Made by torchtitan's command line with the converter on, without a GPU."""
+    data = [
+        "--training.dataset=c4_test",
+        f"--training.dataset_path={out}/data",
+        f"--model.hf_assets_path={out}/tokenizer",
+    ]
+    args = [*COMMON, *data, "--model.converters=fp8_flow_moe", f"--job.dump_folder={out}/seed"]
+    run = subprocess.run(
+        ["tools/run_train.sh", *args, "--checkpoint.create_seed_checkpoint"],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "NGPU": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+    return out / "seed/checkpoint/step-0"
+
+
+@pytest.fixture(scope="module")
+def quantized_model(out: Path) -> State:
+    """Writes a checkpoint as DeepSeek publishes them to OUT/quantized, and returns its dequantized tensors.
+
+    Matrices of the layers are e4m3 with one fp32 scale per 128x128 block; router, norms, embeddings and output are
+    bf16, the routing bias is fp32.
+    """
+    torch.manual_seed(0)
+    args = copy.deepcopy(deepseekv3_args["tiny"])
+    args.update_from_config(JobConfig())
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in DeepSeekV3Model(args).state_dict().items()}
+    state = {name: torch.randn(shape) * 0.05 for name, shape in shapes.items()}
+    stored, expected = {}, {}
+    for name, value in DeepSeekV3StateDictAdapter(args, None).to_hf(state).items():
+        if name.endswith("_proj.weight") or "kv_a_proj" in name:
+            weight, scale = quantize_blocks(value)
+            stored |= {name: weight, f"{name}_scale_inv": scale}
+            expected[name] = weight.float() * spread_blocks(scale, weight.shape)
+        else:
+            stored[name] = value if name.endswith("e_score_correction_bias") else value.bfloat16()
+            expected[name] = stored[name].float()
+    folder = out / "quantized"
+    folder.mkdir()
+    names = [sorted(stored)[i::2] for i in range(2)]  # scales and weights in different files, too
+    files = [f"model-{i + 1:05}-of-00002.safetensors" for i in range(2)]
+    for file, part in zip(files, names, strict=True):
+        save_file({name: stored[name].contiguous() for name in part}, folder / file)
+    weight_map = {name: file for file, part in zip(files, names, strict=True) for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return expected
+
+
+def spread_blocks(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+
+
+def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = (math.ceil(size / 128) for size in weight.shape)
+    scale = torch.empty(rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            scale[i, j] = weight[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)].abs().max() / 448
+    return (weight / spread_blocks(scale, weight.shape)).to(torch.float8_e4m3fn), scale
+
+
+@pytest.fixture(scope="module")
+def results(out: Path, seed_checkpoint: Path, quantized_model: State) -> Results:
+    return Results(out)
+
+
+def assert_same_state(state: State, expected: State) -> None:
+    assert state.keys() == expected.keys()
+    assert state, "nothing to compare"
+    different = [name for name, value in state.items() if not torch.equal(value, expected[name])]
+    assert not different
+
+
+def model_only(state: State) -> State:
+    return {name: value for name, value in state.items() if not name.startswith("optimizer.")}
+
+
+def assert_continues(losses: dict[int, float], uninterrupted: dict[int, float], steps: range, tolerance: float) -> None:
+    assert list(losses) == list(steps)
+    assert [losses[i] for i in steps] == pytest.approx([uninterrupted[i] for i in steps], rel=tolerance)
+
+
+def read_dcp(path: Path, tmp_path: Path) -> State:
+    """The tensors of model and optimizer in a checkpoint."""
+    dcp_to_torch_save(path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    optimizer = {f"optimizer.{k}": v for k, v in whole.pop("optimizer", {}).items()}
+    return {k: v for k, v in (whole | optimizer).items() if torch.is_tensor(v)}
+
+
+def test_loss_falls_so_that_a_lost_checkpoint_shows(results: Results):
+    losses = results.get("bf16")["losses"]
+    assert losses[5] < losses[1] * (1 - 10 * TOLERANCE), losses
+
+
+def test_bf16_to_fp8_and_back(results: Results):
+    """bf16 for 4 steps, FP8 for 4, bf16 for 4: everything is carried over, and the loss has no step."""
+    uninterrupted, fp8, back = (results.get(run) for run in ("bf16", "fp8_from_bf16", "bf16_from_fp8"))
+    assert_continues(fp8["losses"], uninterrupted["losses"], range(5, 9), TOLERANCE)
+    assert_continues(back["losses"], uninterrupted["losses"], range(9, 13), TOLERANCE)
+    assert fp8["losses"][5] != uninterrupted["losses"][5], "the converter did nothing"
+    assert_same_state(back["loaded"], fp8["saved"])
+
+    keys = [
+        FileSystemReader(results.checkpoint(run, 8)).read_metadata().state_dict_metadata.keys()
+        for run in ("bf16", "fp8_from_bf16")
+    ]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16_to_hf", "fp8_from_hf"), ("fp8_to_hf", "bf16_from_hf")])
+def test_through_hugging_face_format(results: Results, saved: str, loaded: str):
+    """Saved after step 8. Only the model is: the next run counts from step 1, which has the batch of step 9."""
+    uninterrupted, saved, loaded = (results.get(run) for run in ("bf16", saved, loaded))
+    assert_same_state(loaded["loaded"], model_only(saved["saved"]))
+    assert loaded["losses"][1] == pytest.approx(uninterrupted["losses"][9], rel=TOLERANCE)
+
+
+def test_hugging_face_format_to_expert_parallel(results: Results):
+    saved, loaded = results.get("bf16_to_hf"), results.get("ep2_from_hf")
+    assert_same_state(loaded["loaded"], model_only(saved["saved"]))
+    assert loaded["losses"][1] == pytest.approx(results.get("bf16")["losses"][9], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("run", ["quantized", "ep2_quantized", "fsdp2_quantized"])
+def test_deepseek_fp8_checkpoint(results: Results, quantized_model: State, run: str):
+    """initial_load_in_hf_quantized: parameters are the dequantized values, on any layout."""
+    result = results.get(run)
+    expected = DeepSeekV3StateDictAdapter(deepseekv3_args["tiny"], None).from_hf(quantized_model)
+    assert_same_state(result["loaded"], expected)
+    for titan, hf in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+        experts = [quantized_model[f"model.layers.2.mlp.experts.{e}.{hf}_proj.weight"] for e in range(8)]
+        assert torch.equal(result["loaded"][f"layers.2.moe.experts.{titan}"], torch.stack(experts))
+    assert math.isfinite(result["losses"][1])
+
+
+def test_ep2_to_ep4(results: Results, tmp_path: Path):
+    """Twice as many ranks continue: same parameters and optimizer state, bit for bit, and the same losses."""
+    ep2, ep4 = results.get("ep2"), results.get("ep4_from_ep2")
+    saved = read_dcp(results.checkpoint("ep2", 4), tmp_path)
+    assert any(name.startswith("optimizer.") and "experts.w1" in name for name in saved)
+    assert_same_state(ep4["loaded"], saved)
+    # The same numbers but for the order of sums.
+    assert_continues(ep4["losses"], ep2["losses"], range(5, 9), 1e-3)
+
+
+def test_seed_checkpoint(results: Results, seed_checkpoint: Path, tmp_path: Path):
+    """Made with the converter, it is the model that a bf16 run with the same seed starts with; EP2 loads it."""
+    seed = read_dcp(seed_checkpoint, tmp_path)
+    assert_same_state(seed, results.get("bf16")["loaded"])
+    loaded = results.get("ep2_from_seed")
+    assert_same_state(loaded["loaded"], seed)
+    assert loaded["losses"][1] == pytest.approx(results.get("bf16")["losses"][1], rel=TOLERANCE)

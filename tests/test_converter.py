@@ -1,0 +1,337 @@
+"""The converter in torchtitan: what it changes in a model, what it refuses and what it tells the user to do instead."""
+
+import copy
+import dataclasses
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers the converter and the flavor `tiny`
+from tests.reference import relative_error
+from titan_fp8moe.ops import backend
+from titan_fp8moe.torchtitan.cpu import _histc_with_integers
+from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
+
+ROOT = Path(__file__).parent.parent
+DEBUG_TOML = (ROOT / "train_configs/debug.toml").read_text()
+CUSTOM_MODULE = "--job.custom_config_module=titan_fp8moe.torchtitan"
+
+
+@pytest.fixture(autouse=True)
+def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers on a machine with GPUs; and what a test does to the choice of kernels ends with it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(backend, "_emulating", False)
+
+
+def make_config(*overrides: str, model: str = "deepseek_v3", flavor: str = "tiny") -> JobConfig:
+    args = [CUSTOM_MODULE, f"--model.name={model}", f"--model.flavor={flavor}", "--model.converters=fp8_flow_moe"]
+    return ConfigManager().parse_args([*args, *overrides])
+
+
+def make_dims(dp_shard: int = 1, tp: int = 1, ep: int = 1, etp: int = 1) -> ParallelDims:
+    return ParallelDims(dp_replicate=1, dp_shard=dp_shard, cp=1, tp=tp, pp=1, ep=ep, etp=etp, world_size=dp_shard * tp)
+
+
+def make_model(config: JobConfig, device: str = "meta", **changes) -> nn.Module:
+    """The model as torchtitan's trainer makes it, with ``changes`` to the flavor."""
+    spec = get_train_spec(config.model.name)
+    args = dataclasses.replace(copy.deepcopy(spec.model_args[config.model.flavor]), **changes)
+    args.update_from_config(config)
+    with torch.device(device):
+        return spec.model_cls(args)
+
+
+def convert(config: JobConfig, model: nn.Module, dims: ParallelDims | None = None) -> nn.Module:
+    build_model_converters(config, dims or make_dims()).convert(model)
+    return model
+
+
+def layer_classes(model: nn.Module) -> dict[str, tuple[type, type]]:
+    return {name: (type(m), type(m.experts)) for name, m in model.named_modules() if isinstance(m, MoE)}
+
+
+STOCK, CONVERTED = (MoE, GroupedExperts), (Fp8FlowMoE, Fp8FlowGroupedExperts)
+
+
+def test_changes_two_classes_and_nothing_else():
+    config = make_config()
+    model = make_model(config)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = {key: (value.shape, value.dtype) for key, value in model.state_dict().items()}
+
+    convert(config, model)
+    changed = {name: type(m) for name, m in model.named_modules() if type(m) is not classes.pop(name)}
+    assert not classes, "modules are gone"
+    assert changed == {
+        "layers.1.moe": Fp8FlowMoE,
+        "layers.1.moe.experts": Fp8FlowGroupedExperts,
+        "layers.2.moe": Fp8FlowMoE,
+        "layers.2.moe.experts": Fp8FlowGroupedExperts,
+    }
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert list(after) == list(tensors) and all(after[name] is tensors[name] for name in tensors)
+    assert {key: (value.shape, value.dtype) for key, value in model.state_dict().items()} == state
+
+
+def test_filter_fqns_leaves_layers_in_bf16(caplog: pytest.LogCaptureFixture):
+    config = make_config("--fp8_flow_moe.filter_fqns=layers.1.,layers.3.")
+    with caplog.at_level(logging.INFO):
+        model = convert(config, make_model(config, n_layers=12))
+    expected = {f"layers.{i}.moe": STOCK if i in (1, 3) else CONVERTED for i in range(1, 12)}
+    assert layer_classes(model) == expected  # layers.11 among the converted
+    assert "9 MoE layers converted, 2 left in bf16 (layers.1.moe, layers.3.moe)" in caplog.text
+
+
+def test_unmatched_filter_is_an_error_and_converts_nothing():
+    config = make_config("--fp8_flow_moe.filter_fqns=layers.1.,layers.7.")
+    model = make_model(config)
+    with pytest.raises(ValueError, match=r"filter_fqns has 'layers\.7\.'.*layers\.1\.moe, layers\.2\.moe"):
+        convert(config, model)
+    assert set(layer_classes(model).values()) == {STOCK}
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        pytest.param({"tp": 2}, id="tp2"),
+        pytest.param({"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}, id="tp2-ep2-etp2"),
+    ],
+)
+def test_hidden_dim_per_rank_must_fit(dims: dict[str, int]):
+    """The 16B model's experts have hidden dim 1408 = 11 * 128: whole or not at all."""
+    config = make_config(flavor="16B")
+    model = make_model(config)
+    remedy = r"704 per rank.*parallelism\.tensor_parallel_degree.*parallelism\.expert_tensor_parallel_degree = 1"
+    with pytest.raises(ValueError, match=remedy):
+        convert(config, model, make_dims(**dims))
+    assert set(layer_classes(model).values()) == {STOCK}
+    # The remedy works.
+    convert(config, model, make_dims(dp_shard=2, tp=2, ep=2, etp=1))
+    assert set(layer_classes(model).values()) == {CONVERTED}
+
+
+def test_model_dim_must_fit():
+    config = make_config()
+    with pytest.raises(ValueError, match=r"layers\.1\.moe: model dim 192 is not a multiple of 128"):
+        convert(config, make_model(config, dim=192))
+
+
+WRONG_VALUES = [
+    ("wgrad", '"fp8"', "'balanced'"),
+    ("save_h", '"fp16"', "'bf16', 'fp8'"),
+    ("recompute", '"all"', "'none', 'activation', 'experts'"),
+    ("filter_fqns", '"layers.1."', "a list of strings"),
+    ("emulate", '"yes"', "true or false"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "remedy"), WRONG_VALUES)
+def test_wrong_value_in_toml(tmp_path: Path, name: str, value: str, remedy: str):
+    (tmp_path / "wrong.toml").write_text(f"[fp8_flow_moe]\n{name} = {value}\n")
+    with pytest.raises(ValueError, match=rf"fp8_flow_moe\.{name} is .*; set it to .*{remedy}"):
+        ConfigManager().parse_args([CUSTOM_MODULE, f"--job.config_file={tmp_path}/wrong.toml"])
+
+
+@pytest.mark.parametrize(("name", "value", "choice"), [("wgrad", "fp8", "scaling_aware"), ("save_h", "fp16", "bf16")])
+def test_wrong_value_on_the_command_line(capsys: pytest.CaptureFixture, name: str, value: str, choice: str):
+    with pytest.raises(SystemExit) as exit_:
+        make_config(f"--fp8_flow_moe.{name}={value}")
+    assert exit_.value.code != 0
+    message = "".join(capsys.readouterr())
+    assert f"--fp8_flow_moe.{name}".replace("_", "-") in message.replace("_", "-") and choice in message, message
+
+
+def test_wrong_config_ends_the_real_command(tmp_path: Path):
+    """Nothing is built: no process group, no tokenizer (the config's does not exist), no model."""
+    assert 'wgrad = "balanced"' in DEBUG_TOML
+    (tmp_path / "wrong.toml").write_text(DEBUG_TOML.replace('wgrad = "balanced"', 'wgrad = "fp8"'))
+    run = subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", f"--job.config_file={tmp_path}/wrong.toml"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode != 0
+    last_line = run.stderr.strip().splitlines()[-1]
+    assert "fp8_flow_moe.wgrad is 'fp8'; set it to one of 'balanced'" in last_line, run.stderr[-3000:]
+    assert "Starting job" not in run.stdout + run.stderr
+
+
+PP2 = "--parallelism.pipeline_parallel_degree=2"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(
+            ["--parallelism.expert_parallel_comm_backend=deepep"],
+            r"parallelism\.expert_parallel_comm_backend = 'deepep'; set it to \"standard\"",
+            id="deepep",
+        ),
+        pytest.param(
+            ["--model.converters=quantize.grouped_mm.float8,fp8_flow_moe"],
+            r"quantize\.grouped_mm\.float8 convert the same experts; keep one of them in model\.converters",
+            id="float8-experts",
+        ),
+        pytest.param(
+            ["--model.converters=fp8_flow_moe,quantize.grouped_mm.mx"],
+            r"quantize\.grouped_mm\.mx convert the same experts; keep one of them in model\.converters",
+            id="mx-experts",
+        ),
+        pytest.param(["--model.converters=fp8_flow_moe,fp8_flow_moe"], "once is enough", id="twice"),
+        *[
+            pytest.param([PP2, f"{SCHEDULE}={name}"], f"{name}.*use 1F1B or Interleaved1F1B", id=name)
+            for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV", "dualpipev")
+        ],
+        pytest.param(
+            [PP2, "--parallelism.pipeline_parallel_schedule_csv=schedule.csv"], "come from a CSV", id="csv-schedule"
+        ),
+    ],
+)
+def test_settings_that_cannot_go_together(overrides: list[str], message: str):
+    """All known before there is a model, so the constructor says so."""
+    converter = sys.modules["titan_fp8moe.torchtitan.converter"].Fp8FlowMoEConverter
+    with pytest.raises(ValueError, match=message):
+        converter(make_config(*overrides), make_dims())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([f"{SCHEDULE}=ZBVZeroBubble"], id="schedule-without-pp"),
+        pytest.param([PP2, f"{SCHEDULE}=Interleaved1F1B"], id="interleaved"),
+    ],
+)
+def test_settings_that_can(overrides: list[str]):
+    build_model_converters(make_config(*overrides), make_dims())
+
+
+def test_missing_custom_config_module():
+    config = ConfigManager().parse_args(["--model.name=deepseek_v3", "--model.converters=fp8_flow_moe"])
+    with pytest.raises(ValueError, match=r'job\.custom_config_module = "titan_fp8moe\.torchtitan"'):
+        build_model_converters(config, make_dims())
+
+
+def test_model_without_moe():
+    config = make_config(model="llama3", flavor="debugmodel")
+    with pytest.raises(ValueError, match="the model has no MoE layer; remove it or choose a flavor with MoE"):
+        convert(config, make_model(config))
+
+
+def test_other_kinds_of_moe_are_refused():
+    """gpt-oss has biases and another activation, in subclasses of the layer and of its own experts."""
+    config = make_config(model="gpt_oss", flavor="debugmodel")
+    message = (
+        r"layers\.0\.moe is a GptOssMoE with GptOssGroupedExperts; leave it in bf16 with fp8_flow_moe\.filter_fqns"
+    )
+    with pytest.raises(ValueError, match=message):
+        convert(config, make_model(config))
+
+
+class Gpu:
+    """Makes torch.cuda look like a machine with this GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+
+
+@pytest.mark.parametrize(("name", "capability"), [("Ampere", (8, 0)), ("Ada", (8, 9)), ("Blackwell", (10, 0))])
+def test_other_gpus_only_when_asked_to_emulate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, capability: tuple[int, int]
+):
+    Gpu(monkeypatch, name, capability)
+    version = f"{capability[0]}\\.{capability[1]}"
+    with pytest.raises(ValueError, match=rf"{name} has {version}; train with.*set fp8_flow_moe\.emulate = true"):
+        build_model_converters(make_config(), make_dims())
+
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert backend.use_kernels(on_gpu)
+    emulated = make_config("--fp8_flow_moe.emulate")
+    with caplog.at_level(logging.INFO):
+        convert(emulated, make_model(emulated))
+    assert not backend.use_kernels(on_gpu)
+    assert f"plain PyTorch reference on {name} (emulate)" in caplog.text
+
+
+def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    Gpu(monkeypatch, "Hopper", (9, 0))
+    config = make_config()
+    with caplog.at_level(logging.INFO):
+        convert(config, make_model(config))
+    assert backend.use_kernels(SimpleNamespace(is_cuda=True))
+    assert "Triton kernels on Hopper" in caplog.text
+
+
+def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
+    config = make_config(
+        "--fp8_flow_moe.wgrad=requantize", "--fp8_flow_moe.save_h=fp8", "--fp8_flow_moe.recompute=none"
+    )
+    config.model.print_after_conversion = True
+    model = make_model(config)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        convert(config, model)
+    summary, printed = caplog.messages
+    assert summary == (
+        "FP8-Flow-MoE: 2 MoE layers converted, 0 left in bf16; plain PyTorch reference on the CPU; "
+        "wgrad requantize, save_h fp8, recompute none"
+    )
+    experts = "num_experts=8, dim=256, hidden_dim=256, wgrad=requantize, save_h=fp8, recompute=none"
+    assert printed.count(f"(experts): Fp8FlowGroupedExperts({experts})") == 2
+
+
+@pytest.mark.parametrize(
+    ("model_name", "flavor", "score_before_experts"),
+    [("llama4", "debugmodel", True), ("qwen3", "debugmodel_moe", False)],
+)
+def test_other_models_train_as_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, model_name: str, flavor: str, score_before_experts: bool
+):
+    """The same weights with and without the converter: loss and gradients up to fp8 noise."""
+    monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
+    torch.manual_seed(0)
+    config = make_config("--training.seq_len=64", model=model_name, flavor=flavor)
+    # Two layers of the flavor: in each further one the noise of those before sends a few tokens to other experts.
+    reference = make_model(config, device="cpu", n_layers=2)
+    for moe in (m for m in reference.modules() if isinstance(m, MoE)):
+        assert moe.score_before_experts == score_before_experts
+        moe.experts.use_grouped_mm = False  # that path is bf16, also of fp32 weights
+    with torch.no_grad():
+        reference.init_weights(buffer_device=torch.device("cpu"))
+    model = convert(config, copy.deepcopy(reference))
+    assert set(layer_classes(model).values()) == {CONVERTED}
+
+    tokens = torch.randint(2048, (4, 65))
+    losses = []
+    for m in (reference, model):
+        loss = F.cross_entropy(m(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(float(loss))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    expected = dict(reference.named_parameters())
+    errors = {name: relative_error(p.grad, expected[name].grad) for name, p in model.named_parameters()}
+    assert all(math.isfinite(error) for error in errors.values()), errors
+    experts = {name: error for name, error in errors.items() if ".experts.w" in name}
+    assert experts and max(experts.values()) < 0.15, experts
+    assert min(experts.values()) > 0.01, "the experts were not quantized"
