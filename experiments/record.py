@@ -27,7 +27,10 @@ def environment() -> dict:
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """Writes ``records`` with the environment added to each."""
+    """Adds ``records``, with the environment, to the list in ``path``, replacing those of the same name and shape."""
     env = environment()
+    new = {(record["name"], record["shape"]): record | env for record in records}
+    old = json.loads(path.read_text()) if path.exists() else []
+    kept = [record for record in old if (record["name"], record["shape"]) not in new]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([record | env for record in records], indent=1) + "\n")
+    path.write_text(json.dumps(kept + list(new.values()), indent=1) + "\n")

@@ -219,7 +219,7 @@ def test_ep2_to_ep4(results: Results, tmp_path: Path):
 
 def test_seed_checkpoint(results: Results, seed_checkpoint: Path, tmp_path: Path):
     """Made with the converter, it is the model that a bf16 run with the same seed starts with; EP2 loads it."""
-    seed = read_dcp(seed_checkpoint, tmp_path)
+    seed = model_only(read_dcp(seed_checkpoint, tmp_path))
     assert_same_state(seed, results.get("bf16")["loaded"])
     loaded = results.get("ep2_from_seed")
     assert_same_state(loaded["loaded"], seed)

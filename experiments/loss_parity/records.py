@@ -1,4 +1,4 @@
-"""Turns a comparison.json of run.sh into the experiment's records: python records.py FOLDER OVERRIDES."""
+"""Adds what run.sh measured in FOLDER to the experiment's results.json: python records.py FOLDER OVERRIDES."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def main() -> None:
             dict(name=f"{folder.name} {key}", shape=overrides, value=flow[key], unit="of bf16's smoothed loss",
                  reference="bf16", reference_value=0.0, speedup=None)
         )  # fmt: skip
-    write_records(folder / "results.json", records)
+    write_records(folder.parent / "results.json", records)
 
 
 if __name__ == "__main__":

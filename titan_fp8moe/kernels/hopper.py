@@ -42,8 +42,12 @@ def _b_operand(b_smem, stage, PART: gl.constexpr, PART_N: gl.constexpr):
 @gluon.jit
 def _promote(acc, partial, factor, PIN: gl.constexpr, PENDING: gl.constexpr):
     acc += partial * factor[:, None]
-    if PIN:
+    if PIN % 4 == 1:
         acc, partial = warpgroup_mma_wait(PENDING, deps=[acc, partial])
+    if PIN % 4 == 2:
+        acc = warpgroup_mma_wait(PENDING, deps=[acc])
+    if PIN % 4 == 3:
+        acc = gl.inline_asm_elementwise("", "=f,0", [acc], gl.float32, is_pure=False, pack=1)
     return acc, partial
 
 
@@ -127,14 +131,14 @@ def multiply_tile_64(
             p1 = warpgroup_mma(a, _b_operand(b_smem, stage, 3, 64), p1, use_acc=never, is_async=True)
             p0 = warpgroup_mma_wait(1, deps=[p0])
             acc2, p0 = _promote(acc2, p0, factor1, PIN, 1)
-        if A_REGS:
+        if A_REGS or PIN >= 4:
             # One set of registers holds A: the last product must have read it before the next block's A arrives.
             p1 = warpgroup_mma_wait(0, deps=[p1])
             mbarrier.arrive(empty.index(stage))
         mbarrier.wait(full.index(next_stage), block // STAGES & 1)
         a = _a_operand(a_smem, next_stage, CONSUMER, 64, A_REGS)
         p0 = warpgroup_mma(a, _b_operand(b_smem, next_stage, 0, 64), p0, use_acc=never, is_async=True)
-        if not A_REGS:
+        if not (A_REGS or PIN >= 4):
             p1 = warpgroup_mma_wait(1, deps=[p1])
             mbarrier.arrive(empty.index(stage))
         if PARTS == 4:
