@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # 300 steps in bf16 and in FP8-Flow from the same initialization on the same data: torchtitan's debugmodel and a 16B-shaped
-# model with 4 layers on one GPU, and the latter with expert parallelism on two.
+# model with 4 layers on one GPU, and the latter with expert parallelism on four.
 #
-#     ./experiments/loss_parity/run.sh OUT debugmodel_1gpu 16B_short_1gpu 16B_short_ep2
+#     ./experiments/loss_parity/run.sh OUT debugmodel_1gpu 16B_short_1gpu 16B_short_ep4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 OUT=$1
@@ -17,7 +17,7 @@ for name in "$@"; do
     case $name in
     debugmodel_1gpu) NGPU=1 overrides=("${common[@]}") ;;
     16B_short_1gpu) NGPU=1 overrides=("${common[@]}" "${short[@]}") ;;
-    16B_short_ep2) NGPU=2 overrides=("${common[@]}" "${short[@]}" --parallelism.expert_parallel_degree 2) ;;
+    16B_short_ep4) NGPU=4 overrides=("${common[@]}" "${short[@]}" --parallelism.expert_parallel_degree 4) ;;
     *) echo "unknown run $name" >&2 && exit 2 ;;
     esac
     runs=outputs/loss_parity/$name

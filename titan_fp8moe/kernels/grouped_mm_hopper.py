@@ -53,7 +53,10 @@ def _produce(
     num_rows, num_columns, num_tiles, num_split = _schedule(offsets_E, N, E)
     block = 0
     for index in range(gl.program_id(0), num_tiles + num_split, gl.num_programs(0)):
-        row, column, wide = hopper.tile_at(index, num_tiles, num_rows, num_columns, N, SUPER_ROW, num_split)
+        tile, second, is_half = hopper.piece_at(index, num_tiles, num_split)
+        row, column = hopper.tile_position(tile, num_rows, num_columns, SUPER_ROW)
+        column = column * 2 + second
+        wide = (is_half == 0) & (column * 128 + 256 <= N)
         expert = _expert_of(offsets_E, row * 128, E)
         block = hopper.produce_tile(
             a_desc,
@@ -104,7 +107,10 @@ def _consume(
     never = num_tiles < 0
     block = 0
     for index in range(gl.program_id(0), num_tiles + num_split, gl.num_programs(0)):
-        row, column, wide = hopper.tile_at(index, num_tiles, num_rows, num_columns, N, SUPER_ROW, num_split)
+        tile, second, is_half = hopper.piece_at(index, num_tiles, num_split)
+        row, column = hopper.tile_position(tile, num_rows, num_columns, SUPER_ROW)
+        column = column * 2 + second
+        wide = (is_half == 0) & (column * 128 + 256 <= N)
         expert = _expert_of(offsets_E, row * 128, E)
         m = row * 128 + 64 * CONSUMER
         a_scale_ptrs = a_scale + (m + gl.arange(0, 64, layout=layout)) * a_scale_stride_m

@@ -121,8 +121,11 @@ def multiply_tile_64(
         block += 1
         next_stage = block % STAGES
 
+        if PIN // 8 == 2:
+            p0 = warpgroup_mma_wait(0, deps=[p0])
         p1 = warpgroup_mma(a, _b_operand(b_smem, stage, 1, 64), p1, use_acc=never, is_async=True)
-        p0 = warpgroup_mma_wait(1, deps=[p0])
+        if PIN // 8 != 2:
+            p0 = warpgroup_mma_wait(1, deps=[p0])
         acc0, p0 = _promote(acc0, p0, factor0, PIN, 1)
         if PARTS == 4:
             p0 = warpgroup_mma(a, _b_operand(b_smem, stage, 2, 64), p0, use_acc=never, is_async=True)
@@ -131,16 +134,18 @@ def multiply_tile_64(
             p1 = warpgroup_mma(a, _b_operand(b_smem, stage, 3, 64), p1, use_acc=never, is_async=True)
             p0 = warpgroup_mma_wait(1, deps=[p0])
             acc2, p0 = _promote(acc2, p0, factor1, PIN, 1)
-        if A_REGS or PIN >= 4:
+        if A_REGS or PIN % 8 >= 4:
             # One set of registers holds A: the last product must have read it before the next block's A arrives.
             p1 = warpgroup_mma_wait(0, deps=[p1])
             mbarrier.arrive(empty.index(stage))
         mbarrier.wait(full.index(next_stage), block // STAGES & 1)
         a = _a_operand(a_smem, next_stage, CONSUMER, 64, A_REGS)
         p0 = warpgroup_mma(a, _b_operand(b_smem, next_stage, 0, 64), p0, use_acc=never, is_async=True)
-        if not (A_REGS or PIN >= 4):
+        if not (A_REGS or PIN % 8 >= 4):
             p1 = warpgroup_mma_wait(1, deps=[p1])
             mbarrier.arrive(empty.index(stage))
+        if PIN // 8 == 1:
+            p0 = warpgroup_mma_wait(0, deps=[p0])
         if PARTS == 4:
             acc3, p1 = _promote(acc3, p1, factor1, PIN, 1)
         else:
@@ -327,30 +332,32 @@ def zero_tile(
     staging,
     out_row,
     out_column,
+    wide,
     CONSUMER: gl.constexpr,
-    WIDTH: gl.constexpr,
     PART_N: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_N, 32])
     zero = gl.zeros([64, PART_N], gl.float32, layout)
-    for chunk in gl.static_range(WIDTH // PART_N):
+    for chunk in gl.static_range(128 // PART_N):
         _store(out_desc, staging, out_row, out_column, zero, CONSUMER, chunk, BUFFERS)
+    if wide:
+        for chunk in gl.static_range(128 // PART_N):
+            _store(out_desc, staging, out_row, out_column + 128, zero, CONSUMER, chunk, BUFFERS)
 
 
 @gluon.jit
-def tile_at(index, num_tiles, num_rows, num_columns, N: gl.constexpr, SUPER_ROW: gl.constexpr, num_split):
-    """Row, column, width of the index-th piece: whole tiles, then the last num_split tiles as two halves each."""
+def piece_at(index, num_tiles, num_split):
+    """Tile of the index-th piece, which half of it, whether it is a half: whole tiles, then halves of the last num_split."""
     whole = num_tiles - num_split
-    second = 0
-    is_half = index >= whole
-    if is_half:
-        second = (index - whole) & 1
-        index = whole + (index - whole) // 2
-    first_row = index // (SUPER_ROW * num_columns) * SUPER_ROW
+    is_half = (index >= whole).to(gl.int32)
+    beyond = (index - whole) * is_half
+    return index - beyond + beyond // 2, beyond & 1, is_half
+
+
+@gluon.jit
+def tile_position(tile, num_rows, num_columns, SUPER_ROW: gl.constexpr):
+    first_row = tile // (SUPER_ROW * num_columns) * SUPER_ROW
     height = gl.minimum(num_rows - first_row, SUPER_ROW)
-    index -= first_row * num_columns
-    row = first_row + index % height
-    column = index // height * 2 + second
-    wide = (is_half == 0) & (column * 128 + 256 <= N)
-    return row, column, wide
+    tile -= first_row * num_columns
+    return first_row + tile % height, tile // height
