@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchtitan.config import JobConfig
@@ -42,7 +42,9 @@ class Results:
         num_ranks = next(n for n, group in groups.items() if run in group)
         for n in groups:
             if n <= num_ranks and n not in self.logs:
-                done = run_workers("checkpoint_worker.py", n, str(self.out), *groups[n], timeout=300)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv("CUDA_VISIBLE_DEVICES", "")  # on CPUs everywhere
+                    done = run_workers("checkpoint_worker.py", n, str(self.out), *groups[n], timeout=300)
                 self.logs[n] = done.stdout[-4000:] + done.stderr[-4000:]
         path = self.out / f"{run}.pt"
         assert path.exists(), f"no result for {run}; the workers' last words:\n{self.logs[num_ranks]}"
@@ -193,6 +195,13 @@ def test_hugging_face_format_to_expert_parallel(results: Results):
     saved, loaded = results.get("bf16_to_hf"), results.get("ep2_from_hf")
     assert_same_state(loaded["loaded"], model_only(saved["saved"]))
     assert loaded["losses"][1] == pytest.approx(results.get("bf16")["losses"][9], rel=TOLERANCE)
+
+
+def test_expert_parallel_to_hugging_face_format(results: Results):
+    saved = results.get("ep2")["saved"]
+    (file,) = results.checkpoint("ep2", 8).glob("*.safetensors")
+    adapter = DeepSeekV3StateDictAdapter(deepseekv3_args["tiny"], None)
+    assert_same_state(adapter.from_hf(load_file(file)), model_only(saved))
 
 
 @pytest.mark.parametrize("run", ["quantized", "ep2_quantized", "fsdp2_quantized"])

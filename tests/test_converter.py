@@ -20,9 +20,10 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-import titan_fp8moe.torchtitan  # noqa: F401  registers the converter and the flavor `tiny`
+import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.reference import relative_error
 from titan_fp8moe.ops import backend
+from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
 
@@ -90,7 +91,7 @@ def test_changes_two_classes_and_nothing_else():
 
 
 def test_filter_fqns_leaves_layers_in_bf16(caplog: pytest.LogCaptureFixture):
-    config = make_config("--fp8_flow_moe.filter_fqns=layers.1.,layers.3.")
+    config = make_config("--fp8_flow_moe.filter_fqns=layers.1.,layers.3.moe.")
     with caplog.at_level(logging.INFO):
         model = convert(config, make_model(config, n_layers=12))
     expected = {f"layers.{i}.moe": STOCK if i in (1, 3) else CONVERTED for i in range(1, 12)}
@@ -130,6 +131,12 @@ def test_model_dim_must_fit():
     config = make_config()
     with pytest.raises(ValueError, match=r"layers\.1\.moe: model dim 192 is not a multiple of 128"):
         convert(config, make_model(config, dim=192))
+
+
+def test_experts_must_divide_over_ranks():
+    config = make_config()
+    with pytest.raises(ValueError, match=r"layers\.1\.moe: 8 experts.*parallelism\.expert_parallel_degree = 3; choose"):
+        convert(config, make_model(config), make_dims(dp_shard=3, ep=3))
 
 
 WRONG_VALUES = [
@@ -209,9 +216,8 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 )
 def test_settings_that_cannot_go_together(overrides: list[str], message: str):
     """All known before there is a model, so the constructor says so."""
-    converter = sys.modules["titan_fp8moe.torchtitan.converter"].Fp8FlowMoEConverter
     with pytest.raises(ValueError, match=message):
-        converter(make_config(*overrides), make_dims())
+        Fp8FlowMoEConverter(make_config(*overrides), make_dims())
 
 
 @pytest.mark.parametrize(
@@ -247,20 +253,17 @@ def test_other_kinds_of_moe_are_refused():
         convert(config, make_model(config))
 
 
-class Gpu:
-    """Makes torch.cuda look like a machine with this GPU."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
 
 
 @pytest.mark.parametrize(("name", "capability"), [("Ampere", (8, 0)), ("Ada", (8, 9)), ("Blackwell", (10, 0))])
 def test_other_gpus_only_when_asked_to_emulate(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, capability: tuple[int, int]
 ):
-    Gpu(monkeypatch, name, capability)
+    pretend_gpu(monkeypatch, name, capability)
     version = f"{capability[0]}\\.{capability[1]}"
     with pytest.raises(ValueError, match=rf"{name} has {version}; train with.*set fp8_flow_moe\.emulate = true"):
         build_model_converters(make_config(), make_dims())
@@ -275,7 +278,7 @@ def test_other_gpus_only_when_asked_to_emulate(
 
 
 def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    Gpu(monkeypatch, "Hopper", (9, 0))
+    pretend_gpu(monkeypatch, "Hopper", (9, 0))
     config = make_config()
     with caplog.at_level(logging.INFO):
         convert(config, make_model(config))
@@ -327,7 +330,7 @@ def test_other_models_train_as_in_fp32(
     for m in (reference, model):
         loss = F.cross_entropy(m(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     expected = dict(reference.named_parameters())
     errors = {name: relative_error(p.grad, expected[name].grad) for name, p in model.named_parameters()}

@@ -12,8 +12,6 @@ import sys
 import traceback
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
 import torch
 import torch.distributed as dist
 import torchtitan.train
@@ -72,7 +70,7 @@ ONE_RANK = {
     "quantized": [*steps(1), *FP8, *QUANTIZED],
 }
 TWO_RANKS = {
-    "ep2": [*steps(8), *EP2],
+    "ep2": [*steps(8), *EP2, *TO_HF],
     "ep2_from_seed": [*steps(1), *EP2, *model_of("seed/checkpoint/step-0")],
     "ep2_from_hf": [*steps(1), *EP2, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-8")],
     "ep2_quantized": [*steps(1), *EP2, *QUANTIZED],

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 def run_workers(script: str, num_ranks: int, *args: str, timeout: int = 900) -> subprocess.CompletedProcess:
     """Runs tests/distributed/<script> on ``num_ranks`` processes: gloo on CPU, NCCL where there are enough GPUs."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if torch.cuda.device_count() < num_ranks:
         env["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]

@@ -36,177 +36,90 @@ def _schedule(offsets_E, N: gl.constexpr, E: gl.constexpr):
 
 
 @gluon.jit
+def _position(index, num_rows, num_columns, num_tiles, num_split, offsets_E, N: gl.constexpr, E: gl.constexpr, SUPER_ROW: gl.constexpr):
+    tile, second, is_half = hopper.piece_at(index, num_tiles, num_split)
+    row, column = hopper.tile_position(tile, num_rows, num_columns, SUPER_ROW)
+    column = column * 2 + second
+    wide = (is_half == 0) & (column * 128 + 256 <= N)
+    return row, column, wide, _expert_of(offsets_E, row * 128, E)
+
+
+@gluon.jit
 def _produce(
-    a_desc,
-    b_desc,
-    a_smem,
-    b_smem,
-    full,
-    empty,
-    offsets_E,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    E: gl.constexpr,
-    SUPER_ROW: gl.constexpr,
-    STAGES: gl.constexpr,
+    a_desc, b_desc, a_smem, b_smem, full, empty, offsets_E,
+    N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SUPER_ROW: gl.constexpr, STAGES: gl.constexpr
 ):
     num_rows, num_columns, num_tiles, num_split = _schedule(offsets_E, N, E)
     block = 0
     for index in range(gl.program_id(0), num_tiles + num_split, gl.num_programs(0)):
-        tile, second, is_half = hopper.piece_at(index, num_tiles, num_split)
-        row, column = hopper.tile_position(tile, num_rows, num_columns, SUPER_ROW)
-        column = column * 2 + second
-        wide = (is_half == 0) & (column * 128 + 256 <= N)
-        expert = _expert_of(offsets_E, row * 128, E)
+        row, column, wide, expert = _position(index, num_rows, num_columns, num_tiles, num_split, offsets_E, N, E, SUPER_ROW)
         block = hopper.produce_tile(
-            a_desc,
-            b_desc,
-            a_smem,
-            b_smem,
-            full,
-            empty,
-            block,
-            row * 128,
-            expert * N + column * 128,
-            0,
-            K // 128,
-            wide,
-            STAGES,
+            a_desc, b_desc, a_smem, b_smem, full, empty, block,
+            row * 128, expert * N + column * 128, 0, K // 128, wide, STAGES
         )
 
 
 @gluon.jit
 def _consume(
-    out_desc,
-    a_smem,
-    b_smem,
-    staging,
-    full,
-    empty,
-    a_scale,
-    a_scale_stride_m,
-    a_scale_stride_k,
-    b_scale,
-    b_scale_stride_e,
-    b_scale_stride_n,
-    b_scale_stride_k,
-    offsets_E,
-    CONSUMER: gl.constexpr,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    E: gl.constexpr,
-    SUPER_ROW: gl.constexpr,
-    STAGES: gl.constexpr,
-    PART_N: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    A_REGS: gl.constexpr,
-    PIN: gl.constexpr,
+    out_desc, a_smem, b_smem, staging, full, empty, a_scale, a_scale_stride_m, a_scale_stride_k,
+    b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k, offsets_E,
+    CONSUMER: gl.constexpr, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SUPER_ROW: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, A_REGS: gl.constexpr, UNROLL: gl.constexpr, EARLY: gl.constexpr
 ):
     num_rows, num_columns, num_tiles, num_split = _schedule(offsets_E, N, E)
-    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_N, 32]))
+    num_pieces = num_tiles + num_split
+    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+    m_in_tile = 64 * CONSUMER + gl.arange(0, 64, layout=layout)
     never = num_tiles < 0
     block = 0
-    for index in range(gl.program_id(0), num_tiles + num_split, gl.num_programs(0)):
-        tile, second, is_half = hopper.piece_at(index, num_tiles, num_split)
-        row, column = hopper.tile_position(tile, num_rows, num_columns, SUPER_ROW)
-        column = column * 2 + second
-        wide = (is_half == 0) & (column * 128 + 256 <= N)
-        expert = _expert_of(offsets_E, row * 128, E)
-        m = row * 128 + 64 * CONSUMER
-        a_scale_ptrs = a_scale + (m + gl.arange(0, 64, layout=layout)) * a_scale_stride_m
+    first = gl.program_id(0)
+    if first < num_pieces:
+        row, column, wide, expert = _position(first, num_rows, num_columns, num_tiles, num_split, offsets_E, N, E, SUPER_ROW)
+        a_scale_ptrs = a_scale + (row * 128 + m_in_tile) * a_scale_stride_m
         b_scale_ptr = b_scale + expert * b_scale_stride_e + column * b_scale_stride_n
-        if wide:
-            block = hopper.compute_tile(
-                out_desc,
-                staging,
-                m,
-                column * 128,
-                a_smem,
-                b_smem,
-                full,
-                empty,
-                block,
-                a_scale_ptrs,
-                a_scale_stride_k,
-                b_scale_ptr,
-                b_scale_stride_n,
-                b_scale_stride_k,
-                K // 128,
-                never,
-                CONSUMER,
-                256,
-                PART_N,
-                BUFFERS,
-                STAGES,
-                A_REGS,
-                PIN,
-            )
-        else:
-            block = hopper.compute_tile(
-                out_desc,
-                staging,
-                m,
-                column * 128,
-                a_smem,
-                b_smem,
-                full,
-                empty,
-                block,
-                a_scale_ptrs,
-                a_scale_stride_k,
-                b_scale_ptr,
-                b_scale_stride_n,
-                b_scale_stride_k,
-                K // 128,
-                never,
-                CONSUMER,
-                128,
-                PART_N,
-                BUFFERS,
-                STAGES,
-                A_REGS,
-                PIN,
-            )
-    tma.store_wait(0)
+        a_byte, b0_byte, b1_byte = hopper.load_scales(a_scale_ptrs, b_scale_ptr, b_scale_stride_n, wide)
+        for index in range(first, num_pieces, gl.num_programs(0)):
+            if wide:
+                acc0, acc1, acc2, acc3, block = hopper.multiply_tile(
+                    a_smem, b_smem, full, empty, block, a_byte, b0_byte, b1_byte,
+                    a_scale_ptrs, a_scale_stride_k, b_scale_ptr, b_scale_stride_n, b_scale_stride_k,
+                    K // 128, never, CONSUMER, 4, STAGES, A_REGS, UNROLL, EARLY
+                )
+            else:
+                acc0, acc1, acc2, acc3, block = hopper.multiply_tile(
+                    a_smem, b_smem, full, empty, block, a_byte, b0_byte, b1_byte,
+                    a_scale_ptrs, a_scale_stride_k, b_scale_ptr, b_scale_stride_n, b_scale_stride_k,
+                    K // 128, never, CONSUMER, 2, STAGES, A_REGS, UNROLL, EARLY
+                )
+            out_row = row * 128 + 64 * CONSUMER
+            out_column = column * 128
+            store_wide = wide
+            # The next tile's first scales arrive while this tile is stored.
+            following = gl.minimum(index + gl.num_programs(0), num_pieces - 1)
+            row, column, wide, expert = _position(following, num_rows, num_columns, num_tiles, num_split, offsets_E, N, E, SUPER_ROW)
+            a_scale_ptrs = a_scale + (row * 128 + m_in_tile) * a_scale_stride_m
+            b_scale_ptr = b_scale + expert * b_scale_stride_e + column * b_scale_stride_n
+            a_byte, b0_byte, b1_byte = hopper.load_scales(a_scale_ptrs, b_scale_ptr, b_scale_stride_n, wide)
+            hopper.store_tile(out_desc, staging, out_row, out_column, acc0, acc1, acc2, acc3, store_wide, CONSUMER, BUFFERS)
+        tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "a_scale_stride_m",
-        "a_scale_stride_k",
-        "b_scale_stride_e",
-        "b_scale_stride_n",
-        "b_scale_stride_k",
+        "a_scale_stride_m", "a_scale_stride_k", "b_scale_stride_e", "b_scale_stride_n", "b_scale_stride_k"
     ],
     do_not_specialize_on_alignment=["a_scale", "b_scale"],
 )
 def grouped_mm_hopper_kernel(
-    a_desc,
-    b_desc,
-    out_desc,
-    a_scale,
-    b_scale,
-    offsets_E,
-    a_scale_stride_m,
-    a_scale_stride_k,
-    b_scale_stride_e,
-    b_scale_stride_n,
-    b_scale_stride_k,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    E: gl.constexpr,
-    SUPER_ROW: gl.constexpr,
-    STAGES: gl.constexpr,
-    PART_N: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    A_REGS: gl.constexpr,
-    PIN: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
+    a_desc, b_desc, out_desc, a_scale, b_scale, offsets_E, a_scale_stride_m, a_scale_stride_k,
+    b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
+    N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SUPER_ROW: gl.constexpr, STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr, A_REGS: gl.constexpr, UNROLL: gl.constexpr, EARLY: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr
 ):
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * 2, 128, 128], b_desc.layout)
-    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, 64, PART_N], out_desc.layout)
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, 64, 64], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -215,64 +128,14 @@ def grouped_mm_hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    out_desc,
-                    a_smem,
-                    b_smem,
-                    staging,
-                    full,
-                    empty,
-                    a_scale,
-                    a_scale_stride_m,
-                    a_scale_stride_k,
-                    b_scale,
-                    b_scale_stride_e,
-                    b_scale_stride_n,
-                    b_scale_stride_k,
-                    offsets_E,
-                    0,
-                    N,
-                    K,
-                    E,
-                    SUPER_ROW,
-                    STAGES,
-                    PART_N,
-                    BUFFERS,
-                    A_REGS,
-                    PIN,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    out_desc,
-                    a_smem,
-                    b_smem,
-                    staging,
-                    full,
-                    empty,
-                    a_scale,
-                    a_scale_stride_m,
-                    a_scale_stride_k,
-                    b_scale,
-                    b_scale_stride_e,
-                    b_scale_stride_n,
-                    b_scale_stride_k,
-                    offsets_E,
-                    1,
-                    N,
-                    K,
-                    E,
-                    SUPER_ROW,
-                    STAGES,
-                    PART_N,
-                    BUFFERS,
-                    A_REGS,
-                    PIN,
-                ),
-            ),
+            (_consume, (
+                out_desc, a_smem, b_smem, staging, full, empty, a_scale, a_scale_stride_m, a_scale_stride_k,
+                b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k, offsets_E,
+                0, N, K, E, SUPER_ROW, STAGES, BUFFERS, A_REGS, UNROLL, EARLY)),
+            (_consume, (
+                out_desc, a_smem, b_smem, staging, full, empty, a_scale, a_scale_stride_m, a_scale_stride_k,
+                b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k, offsets_E,
+                1, N, K, E, SUPER_ROW, STAGES, BUFFERS, A_REGS, UNROLL, EARLY)),
             (_produce, (a_desc, b_desc, a_smem, b_smem, full, empty, offsets_E, N, K, E, SUPER_ROW, STAGES)),
         ],
         [4, 1],
@@ -288,46 +151,19 @@ def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
-def grouped_mm(
-    a_MK,
-    a_scale,
-    b_ENK,
-    b_scale,
-    offsets_E,
-    out_dtype,
-    part_n=64,
-    a_regs=False,
-    pin=True,
-    super_row=8,
-    regs=(240, 24),
-    stages=4,
-):
+def grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype, a_regs=False, unroll=1, early=False, super_row=8,
+               regs=(240, 24), stages=4):
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
-    buffers = 16384 // (64 * part_n * out_dtype.itemsize)
     limit = torch.cuda.get_device_properties(a_MK.device).multi_processor_count if a_MK.is_cuda else 132
-    grid = (min(limit, 2 * (M // TILE) * triton.cdiv(N, 256)),)
+    grid = (min(limit, (M // TILE) * (N // TILE)),)
     grouped_mm_hopper_kernel[grid](
         descriptor(a_MK, [TILE, TILE]),
         descriptor(b_ENK.view(E * N, K), [TILE, TILE]),
-        descriptor(out, [64, part_n]),
-        a_scale.view(torch.uint8),
-        b_scale.view(torch.uint8),
-        offsets_E,
-        *a_scale.stride(),
-        *b_scale.stride(),
-        N=N,
-        K=K,
-        E=E,
-        SUPER_ROW=super_row,
-        STAGES=stages,
-        PART_N=part_n,
-        BUFFERS=buffers,
-        A_REGS=a_regs,
-        PIN=pin,
-        CONSUMER_REGS=regs[0],
-        PRODUCER_REGS=regs[1],
-        num_warps=4,
-        maxnreg=168,
+        descriptor(out, [64, 64]),
+        a_scale.view(torch.uint8), b_scale.view(torch.uint8), offsets_E, *a_scale.stride(), *b_scale.stride(),
+        N=N, K=K, E=E, SUPER_ROW=super_row, STAGES=stages, BUFFERS=4 // out_dtype.itemsize,
+        A_REGS=a_regs, UNROLL=unroll, EARLY=early,
+        CONSUMER_REGS=regs[0], PRODUCER_REGS=regs[1], num_warps=4, maxnreg=168,
     )
     return out

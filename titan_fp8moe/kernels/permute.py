@@ -116,13 +116,18 @@ def _copy_rows(source, source_row, source_stride, real, out, out_row, out_stride
     tl.store(out + out_row[:, None] * out_stride + column[None, :], values, mask=inside[:, None] & in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "group_blocks"])
 def _permute_kernel(
-    q, q_stride, scale, scale_stride, token_M, last_offset, out, out_scale, M, D: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    q, q_stride, scale, scale_stride, token_M, last_offset, groups, group_blocks, out, out_scale, M, D: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (column block, row block). out: (M, D) bytes; out_scale: (D // 128, M) bytes; padding gets 0 and 1."""
-    first_row, first = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
+    """Program (column block, row block). out: (M, D) bytes; out_scale: (D // 128, M) bytes; padding gets 0 and 1.
+
+    Neighbouring programs take blocks of different experts. Tokens ascend within an expert, so programs that run
+    together read about the same tokens, and a token that went to several experts comes from memory once.
+    """
+    block = tl.program_id(1) % groups * group_blocks + tl.program_id(1) // groups
+    first_row, first = block * ROWS, tl.program_id(0) * COLUMNS
     if first_row >= tl.load(last_offset):
         return
     row = first_row + tl.arange(0, ROWS)
@@ -147,12 +152,13 @@ def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor, offsets_E: Tensor
     Returns:
         (M, D) e4m3, (M, D // 128) e8m0 column-major; rows at and past ``offsets_E[-1]`` are left unwritten.
     """
-    M, D = token_M.shape[0], q_TD.shape[1]
+    (M,), (E,), D = token_M.shape, offsets_E.shape, q_TD.shape[1]
     out = torch.empty(M, D, dtype=torch.uint8, device=q_TD.device)
     out_scale = torch.empty(D // TILE, M, dtype=torch.uint8, device=q_TD.device)
-    _permute_kernel[(triton.cdiv(D, COLUMNS), M // ROWS)](
+    group_blocks = triton.cdiv(M // ROWS, E)
+    _permute_kernel[(triton.cdiv(D, COLUMNS), group_blocks * E)](
         q_TD.view(torch.uint8), q_TD.stride(0), scale.view(torch.uint8), scale.stride(0), token_M, offsets_E[-1:],
-        out, out_scale, M, D=D, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE, num_warps=8,
+        E, group_blocks, out, out_scale, M, D=D, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE, num_warps=8,
     )  # fmt: skip
     return out.view(q_TD.dtype), out_scale.t().view(E8M0)
 

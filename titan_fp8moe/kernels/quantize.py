@@ -66,6 +66,28 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def transposed_words(x):
+    """Floats (R, 4, C), row 4 * r + j of a block at [r, j], to the words of the e4m3 transpose: int32 (C, R).
+
+    A word holds one column's codes of four neighbouring rows, so the transpose through shared memory moves words, not
+    bytes. Split and join put four rows side by side in a thread's registers, where one conversion instruction takes a
+    pair of them. That matters beyond speed: once ptxas 12.8 has merged two conversions into a word, it gets single
+    bytes taken out of them wrong. So each layout is converted on its own, and no byte is ever taken out.
+    """
+    even, odd = tl.split(tl.reshape(tl.trans(x, 0, 2, 1), (x.shape[0], x.shape[2], 2, 2)))
+    byte = tl.join(even, odd).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    shift = 16 * tl.arange(0, 2)[:, None] + 8 * tl.arange(0, 2)[None, :]
+    return tl.trans(tl.sum(tl.sum(byte << shift[None, None, :, :], axis=3), axis=2))
+
+
+@triton.jit
+def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
+    """Writes ``transposed_words`` of one block to columns block * 128..(block + 1) * 128 of ``row`` (128, 1) of q_t."""
+    column = block * (TILE // 4) + tl.arange(0, TILE // 4)
+    tl.store(q_t.to(tl.pointer_type(tl.int32)) + row * (stride // 4) + column[None, :], words)
+
+
+@triton.jit
 def _quantize_weight_kernel(w, q, q_t, scale, stride_e, stride_n, first_block, N, K, TILE: tl.constexpr):
     """One 128x128 block, read once and written in one or both layouts.
 
@@ -73,18 +95,25 @@ def _quantize_weight_kernel(w, q, q_t, scale, stride_e, stride_n, first_block, N
     uint8. ``first_block`` is where this weight's blocks begin along N.
     """
     k_block, n_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # Row 4 * r + j at [r, j], for transposed_words.
+    n = 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
     k = k_block * TILE + tl.arange(0, TILE)
-    row = n_block * TILE + tl.arange(0, TILE).to(tl.int64)
-    x = tl.load(w + e * stride_e + row[:, None] * stride_n + k[None, :]).to(tl.float32)
-    byte, factor = scale_of_amax(tl.max(tl.max(abs_bits(x), axis=1), axis=0))
-    values = (x * factor).to(tl.float8e4nv)
+    row = (n_block * TILE + n).to(tl.int64)
+    x = tl.load(w + e * stride_e + row[:, :, None] * stride_n + k[None, None, :])
+    if x.dtype == tl.bfloat16:
+        # On the 16-bit patterns: the block widened to fp32 for the amax would stay in registers and halve occupancy.
+        bits = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
+    else:
+        bits = tl.max(abs_bits(x))
+    byte, factor = scale_of_amax(bits)
+    x = x.to(tl.float32) * factor
 
     n_block += first_block
-    n = n_block * TILE + tl.arange(0, TILE)
     if q is not None:
-        tl.store(q + (e * N + n[:, None]) * K + k[None, :], values)
+        row = (e * N + n_block * TILE + n)[:, :, None]
+        tl.store(q + row * K + k[None, None, :], x.to(tl.float8e4nv))
     if q_t is not None:
-        tl.store(q_t + (e * K + k[:, None]) * N + n[None, :], tl.trans(values))
+        store_words(q_t, transposed_words(x), e * K + k[:, None], N, n_block, TILE)
     tl.store(scale + (e * (N // TILE) + n_block) * (K // TILE) + k_block, byte.to(tl.uint8))
 
 
@@ -110,7 +139,7 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
         blocks = w.shape[1] // TILE
         _quantize_weight_kernel[(K // TILE, blocks, E)](
             w, q if plain else None, q_t if transposed else None, scale, w.stride(0), w.stride(1), first_block, N, K,
-            TILE=TILE, num_warps=16,
+            TILE=TILE, num_warps=4,
         )  # fmt: skip
         first_block += blocks
     return q, q_t, scale.view(E8M0)

@@ -11,6 +11,10 @@ from titan_fp8moe.recipe import E8M0, FP8, TILE
 # Rows per program. It divides 128, so a program lies on one side of offsets_E[-1], and the scales of 32 rows are one
 # 32-byte sector of a column. (M is a multiple of 128, so as an argument it never specializes a kernel anew.)
 ROWS = 32
+# The backward walks along whole rows: fewer of them make more programs, and the pipelined loads keep memory busy while
+# one computes.
+BACKWARD_ROWS = 16
+BACKWARD_STAGES = 3
 
 
 def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
@@ -89,7 +93,7 @@ def swiglu_quantize(
 @triton.jit
 def _swiglu_backward_kernel(
     d, h, h_scale, score, last_offset, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr,
-    SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program takes whole rows, so that ds is summed in one fixed order. h: bf16, or e4m3 with h_scale."""
     first = tl.program_id(0) * ROWS
@@ -98,7 +102,7 @@ def _swiglu_backward_kernel(
     row = first + tl.arange(0, ROWS)
     s = tl.load(score + row)[:, None]
     ds_row = tl.zeros((ROWS,), tl.float32)
-    for tile in range(H // TILE):
+    for tile in tl.range(H // TILE, num_stages=STAGES):
         up_tile = tile + H // TILE
         da = _load_tiles(d, None, row, tile, M, H, TILE)
         h_g = _load_tiles(h, h_scale, row, tile, M, 2 * H, TILE)
@@ -146,8 +150,9 @@ def swiglu_quantize_backward(
     dh, dh_scale = _rows(d_MH, M, 2 * H)
     q, q_scale = _rows(d_MH, M, H)
     ds = torch.empty(M, dtype=torch.float32, device=d_MH.device)
-    _swiglu_backward_kernel[(M // ROWS,)](
+    _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else h_scale.view(torch.uint8), score_M, offsets_E[-1:],
-        dh, dh_scale, q, q_scale, ds, M, H=H, SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=8,
+        dh, dh_scale, q, q_scale, ds, M, H=H, SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES,
+        ROWS=BACKWARD_ROWS, TILE=TILE, num_warps=4,
     )  # fmt: skip
     return dh, dh_scale.view(E8M0), q, q_scale.view(E8M0), ds

@@ -9,27 +9,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8moe.kernels.quantize import quantize_tiles
+from titan_fp8moe.kernels.quantize import abs_bits, scale_of_amax, store_words, transposed_words
 from titan_fp8moe.recipe import E8M0, TILE
 
 
 @triton.jit
-def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr):
-    """Largest scale byte (int32) of each row; scale: (M, TILES) uint8."""
-    CHUNK: tl.constexpr = 16
-    largest = tl.zeros_like(row)
-    for first in range(0, TILES, CHUNK):
-        g = first + tl.arange(0, CHUNK)
-        at = row[None, :] * stride_m + g[:, None] * stride_g
-        byte = tl.load(scale + at, mask=(g < TILES)[:, None], other=0).to(tl.int32)
-        largest = tl.maximum(largest, tl.max(byte, axis=0))
-    return largest
+def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr, PAD: tl.constexpr):
+    """Largest scale byte (int32) of each row; scale: (M, TILES) uint8, PAD the next power of two."""
+    # One load, as wide as it may be: the kernel is as long as its chain of latencies.
+    g = tl.arange(0, PAD)
+    at = row[None, :] * stride_m + g[:, None] * stride_g
+    return tl.max(tl.load(scale + at, mask=(g < TILES)[:, None], other=0), axis=0).to(tl.int32)
 
 
 @triton.jit
 def _row_gauge_kernel(
     x_scale, dy_scale, gauge, last_offset, x_stride_m, x_stride_g, dy_stride_m, dy_stride_g,
-    X_TILES: tl.constexpr, DY_TILES: tl.constexpr, TILE: tl.constexpr,
+    X_TILES: tl.constexpr, X_PAD: tl.constexpr, DY_TILES: tl.constexpr, DY_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """gauge (M,) int32: half the difference of the two operands' largest exponents, see recipe.row_gauge. Byte 1 is the
     smallest, that of a row of zeros."""
@@ -37,8 +33,8 @@ def _row_gauge_kernel(
     if first >= tl.load(last_offset):
         return
     row = first + tl.arange(0, TILE)
-    e_x = _row_exponent(x_scale, x_stride_m, x_stride_g, row, X_TILES)
-    e_dy = _row_exponent(dy_scale, dy_stride_m, dy_stride_g, row, DY_TILES)
+    e_x = _row_exponent(x_scale, x_stride_m, x_stride_g, row, X_TILES, X_PAD)
+    e_dy = _row_exponent(dy_scale, dy_stride_m, dy_stride_g, row, DY_TILES, DY_PAD)
     difference = e_x - e_dy
     parity = tl.max(tl.where((e_x > 1) & (e_dy > 1), difference, -1024), axis=0) & 1
     tl.store(gauge + row, (difference - parity) >> 1)
@@ -46,31 +42,28 @@ def _row_gauge_kernel(
 
 @triton.jit
 def _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE: tl.constexpr):
-    """Block (m_block, g) of a row-major (M, D): fp32 values without their scale (128 m, 128 d), scale bytes (128,)."""
-    row = m_block * TILE + tl.arange(0, TILE)
+    """Block (m_block, g) of a row-major (M, D): e4m3 values (32, 4, 128), row 4 * r + j at [r, j] for transposed_words;
+    their scale bytes (32, 4); and the rows."""
+    row = m_block * TILE + 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
     column = g * TILE + tl.arange(0, TILE)
-    values = tl.load(q + row.to(tl.int64)[:, None] * D + column[None, :]).to(tl.float32)
-    return values, tl.load(scale + row * stride_m + g * stride_g).to(tl.int32)
-
-
-@triton.jit
-def _store_block(qT, values, m_block, g, M, TILE: tl.constexpr):
-    """Writes e4m3 values (128 d, 128 m) as block (g, m_block) of a row-major (D, M)."""
-    row = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
-    tl.store(qT + row[:, None] * M + (m_block * TILE + tl.arange(0, TILE))[None, :], values)
+    values = tl.load(q + row.to(tl.int64)[:, :, None] * D + column[None, None, :])
+    return values, tl.load(scale + row * stride_m + g * stride_g).to(tl.int32), row
 
 
 @triton.jit
 def _shift_block(q, scale, stride_m, stride_g, gauge, SIGN: tl.constexpr, qT, scaleT, m_block, g, M, D,
                  TILE: tl.constexpr):  # fmt: skip
     """One 128x128 block brought to one scale, the largest of its rows; row exponents move by SIGN * gauge first."""
-    values, byte = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
+    values, byte, row = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
     if gauge is not None:
-        byte += SIGN * tl.load(gauge + m_block * TILE + tl.arange(0, TILE))
-    block_byte = tl.maximum(tl.max(byte, axis=0), 1)
-    # Values shifted by 2**-20 and more are zero; the clamp keeps the factor a normal number.
-    factor = ((tl.maximum(byte - block_byte, -32) + 127) << 23).to(tl.float32, bitcast=True)
-    _store_block(qT, tl.trans((values * factor[:, None]).to(tl.float8e4nv)), m_block, g, M, TILE)
+        byte += SIGN * tl.load(gauge + row)
+    block_byte = tl.maximum(tl.max(byte), 1)
+    # fp16 is enough: it holds e4m3 times 2**shift exactly down to 2**-24, and what lies below e4m3's rounding point to
+    # zero, 2**-10, stays there. 2**-20 sends all values to zero.
+    factor = ((tl.maximum(byte - block_byte, -20) + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+    words = transposed_words(values.to(tl.float16) * factor[:, :, None])
+    d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
+    store_words(qT, words, d[:, None], M, m_block, TILE)
     tl.store(scaleT + g * (M // TILE) + m_block, block_byte.to(tl.uint8))
 
 
@@ -79,8 +72,11 @@ def _shift_pair_kernel(
     x, x_scale, x_stride_m, x_stride_g, dy, dy_scale, dy_stride_m, dy_stride_g, gauge, last_offset,
     xT, xT_scale, dyT, dyT_scale, M, D, N, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (g, m_block): block column g < D // 128 of x, the others of dy. ``gauge`` is None for scaling_aware."""
-    g, m_block = tl.program_id(0), tl.program_id(1)
+    """Program (m_block, g): block column g < D // 128 of x, the others of dy. ``gauge`` is None for scaling_aware.
+
+    Programs that run together are neighbours along m: they write long pieces of the same rows of the result.
+    """
+    m_block, g = tl.program_id(0), tl.program_id(1)
     if m_block * TILE >= tl.load(last_offset):
         return
     if g < D // TILE:
@@ -93,11 +89,12 @@ def _shift_pair_kernel(
 @triton.jit
 def _requantize_block(q, scale, stride_m, stride_g, qT, scaleT, m_block, g, M, D, TILE: tl.constexpr):
     """One 128x128 block with a new scale, from a new amax, for each of its columns; scaleT: (D, M // 128)."""
-    values, byte = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
-    values *= (byte << 23).to(tl.float32, bitcast=True)[:, None]
-    values, new_byte = quantize_tiles(tl.trans(values))
-    _store_block(qT, values, m_block, g, M, TILE)
-    tl.store(scaleT + (g * TILE + tl.arange(0, TILE)).to(tl.int64) * (M // TILE) + m_block, new_byte)
+    values, byte, _ = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
+    values = values.to(tl.float32) * (byte << 23).to(tl.float32, bitcast=True)[:, :, None]
+    byte, factor = scale_of_amax(tl.max(tl.max(abs_bits(values), axis=1), axis=0))
+    d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
+    store_words(qT, transposed_words(values * factor[None, None, :]), d[:, None], M, m_block, TILE)
+    tl.store(scaleT + d * (M // TILE) + m_block, byte.to(tl.uint8))
 
 
 @triton.jit
@@ -106,7 +103,7 @@ def _requantize_pair_kernel(
     xT, xT_scale, dyT, dyT_scale, M, D, N, TILE: tl.constexpr,
 ):  # fmt: skip
     """As _shift_pair_kernel, for the mode requantize."""
-    g, m_block = tl.program_id(0), tl.program_id(1)
+    m_block, g = tl.program_id(0), tl.program_id(1)
     if m_block * TILE >= tl.load(last_offset):
         return
     if g < D // TILE:
@@ -140,16 +137,17 @@ def transpose_pair(
 
     sources = (x_MD, x_scale, *x_scale.stride(), dy_MN, dy_scale, *dy_scale.stride())
     results = (xT, xT_scale, dyT, dyT_scale, M, D, N)
-    grid = ((D + N) // TILE, M // TILE)
+    grid = (M // TILE, (D + N) // TILE)
     if mode == "requantize":
-        _requantize_pair_kernel[grid](*sources, last_offset, *results, TILE=TILE, num_warps=8)
+        _requantize_pair_kernel[grid](*sources, last_offset, *results, TILE=TILE, num_warps=4)
     else:
         gauge = None
         if mode == "balanced":
             gauge = torch.empty(M, dtype=torch.int32, device=x_MD.device)
             _row_gauge_kernel[(M // TILE,)](
                 x_scale, dy_scale, gauge, last_offset, *x_scale.stride(), *dy_scale.stride(),
-                X_TILES=D // TILE, DY_TILES=N // TILE, TILE=TILE, num_warps=4,
+                X_TILES=D // TILE, X_PAD=triton.next_power_of_2(D // TILE),
+                DY_TILES=N // TILE, DY_PAD=triton.next_power_of_2(N // TILE), TILE=TILE, num_warps=4,
             )  # fmt: skip
         _shift_pair_kernel[grid](*sources, gauge, last_offset, *results, TILE=TILE, num_warps=4)
     return xT, xT_scale.view(E8M0), dyT, dyT_scale.view(E8M0)
