@@ -1,15 +1,14 @@
 """Temporary: variants of the Hopper kernels. python gpu_try.py compile|check|bench"""
-import sys, time, statistics, itertools, os
+import random, sys, time, statistics, itertools, os
 import torch, triton
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import grouped_mm as plain, grouped_mm_hopper as gh, wgrad_hopper as wh
 from titan_fp8moe.recipe import TILE
 BF16 = torch.bfloat16
-FV = {  # forward variants
- "n64p19": dict(pin=19), "n64p23": dict(pin=23), "n64p17": dict(pin=17), "n64s16": dict(pin=19, super_row=16),
- "n128p3": dict(part_n=128, pin=3), "n128p0": dict(part_n=128, pin=0), "n128A": dict(part_n=128, pin=3, a_regs=True),
-}
-WV = {k: FV[k] for k in ("n64p19", "n64p23", "n64s16", "n128p3", "n128A")}
+FV = {"base": {}, "u2": dict(unroll=2), "early": dict(early=True), "earlyu2": dict(early=True, unroll=2),
+ "s16": dict(super_row=16), "u2s16": dict(unroll=2, super_row=16), "u2s32": dict(unroll=2, super_row=32)}
+WV = {k: FV[k] for k in ("base", "u2", "early", "s16", "u2s16", "u2s32")}
+CV = ("base", "u2", "early")
 FS = [(32768, 8, 4096, 7168), (32768, 8, 7168, 2048), (98304, 64, 2816, 2048), (98304, 64, 1408, 2048)]
 WS = [(32768, 8, 4096, 7168), (98304, 64, 2048, 1408)]
 CF = [(384, 256, 128, (128, 256, 384)), (768, 384, 640, (0, 256, 256, 640, 640)), (1408, 1408, 1408, (128, 1408)), (4096, 512, 2048, (1024, 1024, 4096))]
@@ -36,9 +35,9 @@ def job(j):
 def jobs():
     out = []
     for kind, V, S in (("f", FV, FS), ("w", WV, WS)):
-        for kw in V.values():
+        for name, kw in V.items():
             for M, E, N, K in S: out.append((kind, kw, BF16, 256, N, K, (0,) * (E - 1) + (256,)))
-            for M, N, K, e in CF:
+            for M, N, K, e in CF * (name in CV):
                 for dt in (BF16, torch.float32): out.append((kind, kw, dt, 256, N, K, (0,) * (len(e) - 1) + (256,)))
     return out
 def rel(o, r): return ((o.double() - r).norm() / r.norm().clamp_min(1e-300)).item()
@@ -55,16 +54,16 @@ def check():
         wref = torch.stack([WA[:, s:t] @ WB[:, s:t].t() for s, t in zip(st, e)])
         for dt, tol in ((BF16, 2e-3), (torch.float32, 2e-4)):
             r = {}
-            for k, v in FV.items():
+            for k, v in ((k, FV[k]) for k in CV):
                 x = torch.full((M, N), float("nan"), dtype=dt, device="cuda"); del x
                 r["f" + k] = rel(gh.grouped_mm(*ops, off, dt, **v)[:n], ref)
-            for k, v in WV.items(): r["w" + k] = rel(wh.grouped_mm_wgrad(*w, off, dt, **v), wref)
+            for k, v in ((k, WV[k]) for k in CV): r["w" + k] = rel(wh.grouped_mm_wgrad(*w, off, dt, **v), wref)
             p = rel(plain.grouped_mm(*ops, off, dt)[:n], ref), rel(plain.grouped_mm_wgrad(*w, off, dt), wref)
             wrong = {k: f"{x:.1e}" for k, x in r.items() if not x < tol}
             bad += len(wrong)
             print(M, N, K, e, dt, "plain %.1e %.1e" % p, "max ours %.2e" % max(r.values()), "WRONG" if wrong else "ok", wrong, flush=True)
     print("bad", bad)
-def bench(rounds=3, rep=25):
+def bench(rounds=4, rep=25):
     refs_only = {}
     for kind, V, S in (("f", FV, FS), ("w", WV, WS)):
         for M, E, N, K in S:
@@ -85,9 +84,9 @@ def bench(rounds=3, rep=25):
             for k in c: c[k]()
             torch.cuda.synchronize()
             for _ in range(rounds):
-                for k in c: t[k].append(triton.testing.do_bench(c[k], warmup=8, rep=rep, return_mode="median"))
+                for k in random.sample(list(c), len(c)): t[k].append(triton.testing.do_bench(c[k], warmup=8, rep=rep, return_mode="median"))
             for _ in range(5):
-                for k in c:
+                for k in random.sample(list(c), len(c)):
                     torch.cuda.synchronize(); time.sleep(0.05)
                     torch.cuda._sleep(1000000); x, y = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                     x.record(); c[k](); y.record(); torch.cuda.synchronize(); rest[k].append(x.elapsed_time(y))

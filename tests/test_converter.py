@@ -99,6 +99,13 @@ def test_filter_fqns_leaves_layers_in_bf16(caplog: pytest.LogCaptureFixture):
     assert "9 MoE layers converted, 2 left in bf16 (layers.1.moe, layers.3.moe)" in caplog.text
 
 
+@pytest.mark.parametrize("value", ["", "layers.1.,"])
+def test_empty_filter_is_an_error(value):
+    """It would match every layer and leave the whole model in bf16."""
+    with pytest.raises((ValueError, SystemExit)):
+        make_config(f"--fp8_flow_moe.filter_fqns={value}")
+
+
 def test_unmatched_filter_is_an_error_and_converts_nothing():
     config = make_config("--fp8_flow_moe.filter_fqns=layers.1.,layers.7.")
     model = make_model(config)
@@ -143,7 +150,7 @@ WRONG_VALUES = [
     ("wgrad", '"fp8"', "'balanced'"),
     ("save_h", '"fp16"', "'bf16', 'fp8'"),
     ("recompute", '"all"', "'none', 'activation', 'experts'"),
-    ("filter_fqns", '"layers.1."', "a list of strings"),
+    ("filter_fqns", '"layers.1."', "a list of non-empty strings"),
     ("emulate", '"yes"', "true or false"),
 ]
 

@@ -31,7 +31,9 @@ class Fp8FlowMoEConfig:
             if hints[f.name] in (bool,):
                 ok, expected = isinstance(value, bool), "true or false"
             elif f.name == "filter_fqns":
-                ok, expected = isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of strings"
+                # An empty string, which an empty command-line value gives, would match every layer.
+                ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
+                expected = "a list of non-empty strings"
             else:
                 ok, expected = value in allowed, "one of " + ", ".join(repr(a) for a in allowed)
             if not ok:

@@ -29,8 +29,8 @@ class Fp8FlowMoEConverter(ModelConverter):
     """Converts every torchtitan ``MoE`` layer not named in ``fp8_flow_moe.filter_fqns``.
 
     Raises:
-        ValueError: for a configuration or hardware that cannot work, naming the setting and the remedy. Everything that
-            does not need the model is checked by the constructor, before anything is built.
+        ValueError: for a configuration or hardware that cannot work, naming the setting and the remedy, before anything
+            is converted or allocated.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
