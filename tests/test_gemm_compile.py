@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from titan_fp8moe.kernels import grouped_mm as kernels
+from titan_fp8moe.kernels import grouped_mm_hopper, grouped_mm_plain, wgrad_hopper
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -25,7 +25,7 @@ def meta(*shape, dtype):
 def check(name, function, *args):
     (launch,) = record_launches(function, *args)
     kernel = launch.compile()
-    print(f"{name:28} {kernel.name:24} {kernel.registers:4} registers {kernel.shared:7} B shared")
+    print(f"{name:28} {kernel.name:26} {kernel.registers:4} registers {kernel.shared:7} B shared")
     assert kernel.spills == kernel.stack == 0, (name, kernel)
     assert kernel.shared <= SHARED_MEMORY, (name, kernel)
     # C7510 and C7514: ptxas waits after every WGMMA, because it could not tell which registers are in flight.
@@ -36,8 +36,9 @@ def check(name, function, *args):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernels", [grouped_mm_hopper, grouped_mm_plain], ids=["Hopper", "plain"])
 @pytest.mark.parametrize("model", MODELS)
-def test_grouped_mm(model, dtype):
+def test_grouped_mm(model, kernels, dtype):
     M, E, D, H = MODELS[model]
     for name, N, K in (("forward 1", 2 * H, D), ("forward 2", D, H), ("dgrad 2", H, D), ("dgrad 1", D, 2 * H)):
         a, a_scale = meta(M, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
@@ -47,9 +48,13 @@ def test_grouped_mm(model, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("per_column", [False, True], ids=["block scales", "column scales"])
+@pytest.mark.parametrize(
+    "kernels, per_column",
+    [(wgrad_hopper, False), (grouped_mm_plain, False), (grouped_mm_plain, True)],
+    ids=["Hopper", "plain", "plain, column scales"],
+)
 @pytest.mark.parametrize("model", MODELS)
-def test_wgrad(model, per_column, dtype):
+def test_wgrad(model, kernels, per_column, dtype):
     M, E, D, H = MODELS[model]
     for name, N, K in (("wgrad 1", 2 * H, D), ("wgrad 2", D, H)):
         a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)

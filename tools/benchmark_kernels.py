@@ -1,52 +1,55 @@
-"""Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B (one of 32 ranks) and 16B (one rank).
+"""Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B and 16B, beside what others reach.
 
-    python tools/benchmark_kernels.py [--only transpose] [--out kernels.json]
+    python -m tools.benchmark_kernels --out experiments/kernels/results.json
+    python -m tools.plot_kernels experiments/kernels/results.json
 
 A figure is the fewest bytes the kernel must move, each input read once and each output written once, over the median
-time of ``triton.testing.do_bench``. The first reference is a device-to-device copy in the same run; quantization is
-also compared with torchao's 1x128 quantization where torchao is installed (its scales are fp32, no powers of two).
+time of ``triton.testing.do_bench``. The ceiling is a device-to-device copy in the same run. Peers do the same work with
+their own layouts and precisions; their figure is the same bytes over their time.
 """
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
+from torchao.prototype.blockwise_fp8_training import kernels as torchao
+from torchtitan.models.moe import utils as torchtitan
 
+from experiments.record import environment
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.ops.permute import payload_width, unpack_dispatch
 from titan_fp8moe.recipe import TILE
-
-try:
-    from torchao.kernel.blockwise_quantization import fp8_blockwise_act_quant as torchao_quantize
-except ImportError:
-    torchao_quantize = None
 
 BF16, INT32 = torch.bfloat16, torch.int32
 
 
 @dataclass
 class Layer:
-    """What one rank sees of an MoE layer; its tokens are the rows it sends, M those its experts compute."""
+    """What one rank sees of an MoE layer: R routed rows for its E experts."""
 
     name: str
-    M: int
+    R: int
     D: int
     H: int
     E: int
     top_k: int
-    ranks: int
+    ranks: int  # 1: the rows are copies of this rank's own tokens; otherwise they arrive in a payload
 
 
-LAYERS = [Layer("671B", 32768, 7168, 2048, 8, 8, 32), Layer("16B", 98304, 2048, 1408, 64, 6, 1)]
+LAYERS = [
+    Layer("671B", 32768, 7168, 2048, 8, 8, 32),
+    Layer("671B", 32768, 7168, 2048, 32, 8, 1),
+    Layer("16B", 98304, 2048, 1408, 16, 6, 4),
+    Layer("16B", 98304, 2048, 1408, 64, 6, 1),
+    Layer("671B", 4096, 7168, 2048, 8, 8, 32),
+    Layer("16B", 4096, 2048, 1408, 64, 8, 1),
+]
 
 
 @dataclass
@@ -54,7 +57,6 @@ class Case:
     """``run`` moves at least ``bytes``; ``references`` do the same work."""
 
     name: str
-    shape: dict[str, int]
     bytes: int
     run: Callable[[], object]
     references: dict[str, Callable[[], object]] = field(default_factory=dict)
@@ -68,86 +70,172 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16)
 
 
-def fp8_rows(M: int, D: int) -> tuple[Tensor, Tensor]:
-    """(M, D) e4m3 of normal values and its scales in expert order."""
-    q, scale = quantize.quantize_rows(randn(M, D))
+def compiled(function: Callable, *args) -> Callable[[], object]:
+    """PyTorch's compiler on the recipe: what a user gets without kernels."""
+    function = torch.compile(function, dynamic=False)
+    return lambda: function(*args)
+
+
+def quantize_case(layer: Layer) -> Case:
+    x = randn(layer.R, layer.D)
+    q, scale = quantize.quantize_rows(x)
+    references = {
+        "torchao": lambda: torchao.triton_fp8_blockwise_act_quant_lhs(x),
+        "compiled PyTorch": compiled(recipe.quantize_rows, x),
+    }
+    return Case("quantize", size(x, q, scale), lambda: quantize.quantize_rows(x), references)
+
+
+def weight_case(layer: Layer) -> Case:
+    """Both layouts of gate and up; torchao takes two passes over weights that already are one tensor."""
+    w13 = [randn(layer.E, layer.H, layer.D) for _ in range(2)]
+    outputs = quantize.quantize_weight(w13, True, True)
+    fused = torch.cat(w13, 1)
+    flat = fused.view(-1, layer.D)
+
+    def both_layouts(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, scale = recipe.quantize_weight(w)
+        return q, q.transpose(1, 2).contiguous(), scale
+
+    def torchao_both() -> None:
+        torchao.triton_fp8_blockwise_weight_quant_transposed_rhs(flat)
+        torchao.triton_fp8_blockwise_weight_quant_rhs(flat)
+
+    references = {"torchao": torchao_both, "compiled PyTorch": compiled(both_layouts, fused)}
+    run = lambda: quantize.quantize_weight(w13, True, True)  # noqa: E731
+    return Case("weight_quantize", size(*w13, *outputs), run, references)
+
+
+@dataclass
+class Routing:
+    """Index maps of a layer's rows. ``tokens`` are the rows that permute reads."""
+
+    tokens: int
+    counts_SE: Tensor
+    slot_R: Tensor | None
+    offsets_E: Tensor
+    token_M: Tensor
+    row_TK: Tensor
+    rows: int  # in expert order, padding included
+
+
+def route(layer: Layer, skewed: bool) -> Routing:
+    """Random routing; skewed, expert i is chosen with a probability like 1 / (i + 1)**1.5."""
+    E, R, top_k, device = layer.E, layer.R, layer.top_k, "cuda"
+    log_weight = -1.5 * torch.arange(1, E + 1, device=device).log() * skewed
+    if layer.ranks == 1:
+        gumbel = -torch.empty(R // top_k, E, device=device).exponential_().log()
+        expert_R = (gumbel + log_weight).topk(top_k).indices.flatten()
+        # As torchtitan sorts them: by expert, tokens ascending.
+        slot_R = expert_R.argsort(stable=True).to(INT32)
+        source_R = torch.zeros_like(expert_R)
+    else:
+        expert_R = log_weight.exp().multinomial(R, replacement=True)
+        source_R = torch.randint(layer.ranks, (R,), device=device)
+        slot_R = None
+    counts_SE = torch.bincount(source_R * E + expert_R, minlength=layer.ranks * E).to(INT32).view(layer.ranks, E)
+    score_R = torch.rand(R, device=device)
+    args = (counts_SE, score_R, slot_R, R, top_k if layer.ranks == 1 else 1, recipe.row_capacity(R, E))
+    offsets_E, token_M, _, row_S = permute.expert_layout(*args)
+    row_S = row_S if layer.ranks == 1 else row_S[torch.randperm(R, device=device)]
+    tokens = R // top_k if layer.ranks == 1 else R
+    return Routing(tokens, counts_SE, slot_R, offsets_E, token_M, row_S.view(-1, top_k), int(offsets_E[-1]))
+
+
+def live(routing: Routing, *tensors: Tensor) -> int:
+    """Bytes of the rows in use of tensors (M, ...)."""
+    return sum(size(t) // t.shape[0] for t in tensors) * routing.rows
+
+
+def expert_rows(routing: Routing, width: int) -> tuple[Tensor, Tensor]:
+    """(M, width) e4m3 of normal values and its scales in expert order."""
+    q, scale = quantize.quantize_rows(randn(routing.token_M.shape[0], width))
     return q, recipe.column_major(scale)
 
 
-def kernel_case(name: str, shape: dict[str, int], function: Callable, inputs: list[Tensor], *args) -> Case:
-    """A case that reads ``inputs`` and writes what ``function(*args)`` returns."""
-    outputs = function(*args)
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-    return Case(name, shape, size(*inputs, *outputs), lambda: function(*args))
+def transpose_case(layer: Layer, routing: Routing) -> Case:
+    x, dy = expert_rows(routing, layer.D), expert_rows(routing, 2 * layer.H)
+    args = (*x, *dy, routing.offsets_E, "balanced")
+    scales = (layer.D + 2 * layer.H) // TILE * routing.rows // TILE
+    moved = live(routing, *x, *dy) + live(routing, x[0], dy[0]) + scales
+    references = {"compiled PyTorch": compiled(recipe.transpose_pair, *args[:4], "balanced")}
+    return Case("transpose_balanced", moved, lambda: transpose.transpose_pair(*args), references)
 
 
-def quantize_cases(layer: Layer) -> Iterator[Case]:
-    x = randn(layer.M, layer.D)
-    case = kernel_case("quantize", {"T": layer.M, "D": layer.D}, quantize.quantize_rows, [x], x)
-    if torchao_quantize is not None:
-        case.references["torchao 1x128"] = lambda: torchao_quantize(x)
-    yield case
-    w13 = [randn(layer.E, layer.H, layer.D) for _ in range(2)]
-    shape = {"E": layer.E, "N": 2 * layer.H, "K": layer.D}
-    yield kernel_case("weight_quantize", shape, quantize.quantize_weight, w13, w13, True, True)
+def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
+    M = routing.token_M.shape[0]
+    h, d, score = randn(M, 2 * layer.H), randn(M, layer.H), torch.rand(M, device="cuda")
+    args = (h, score, routing.offsets_E, False, False)
+    moved = live(routing, h, score, *swiglu.swiglu_quantize(*args)[:2])
+    references = {"compiled PyTorch": compiled(recipe.swiglu_quantize, h, score, False)}
+    yield Case("swiglu", moved, lambda: swiglu.swiglu_quantize(*args), references)
+    backward = (d, h, None, score, routing.offsets_E, False)
+    moved = live(routing, d, h, score, *swiglu.swiglu_quantize_backward(*backward))
+    references = {"compiled PyTorch": compiled(recipe.swiglu_quantize_backward, d, h, score, False)}
+    yield Case("swiglu_backward", moved, lambda: swiglu.swiglu_quantize_backward(*backward), references)
 
 
-def expert_cases(layer: Layer) -> Iterator[Case]:
-    """Kernels between the GEMMs, over M rows without padding."""
-    M, D, H = layer.M, layer.D, layer.H
-    offsets_E = torch.tensor([M], device="cuda", dtype=INT32)
-    x, dy = fp8_rows(M, D), fp8_rows(M, 2 * H)
-    args = (*x, *dy, offsets_E, "balanced")
-    shape = {"M": M, "D": D, "N": 2 * H}
-    yield kernel_case("transpose_balanced", shape, transpose.transpose_pair, [*x, *dy], *args)
-    h, d, score = randn(M, 2 * H), randn(M, H), torch.rand(M, device="cuda")
-    shape = {"M": M, "H": H}
-    yield kernel_case("swiglu", shape, swiglu.swiglu_quantize, [h, score], h, score, offsets_E, False, False)
-    args = (d, h, None, score, offsets_E, False)
-    yield kernel_case("swiglu_backward", shape, swiglu.swiglu_quantize_backward, [d, h, score], *args)
-
-
-def permute_cases(layer: Layer) -> Iterator[Case]:
-    """Random routing. One rank of several permutes the rows of a payload, a single rank its own tokens."""
-    D, E, R, top_k = layer.D, layer.E, layer.M, layer.top_k
-    local = layer.ranks == 1
-    run_R = torch.randint(layer.ranks * E, (R,), device="cuda")
-    counts_SE = torch.bincount(run_R, minlength=layer.ranks * E).to(INT32).view(layer.ranks, E)
-    slot_R = torch.randperm(R, device="cuda").to(INT32) if local else None
-    score_R, capacity = torch.rand(R, device="cuda"), recipe.row_capacity(R, E)
-    args = (counts_SE, score_R, slot_R, R, top_k if local else 1, capacity)
-    offsets_E, token_M, _, row_S = permute.expert_layout(*args)
-    T = R // top_k if local else R
-    q, scale = fp8_rows(T, D)
-    scale = scale.contiguous()
-    if not local:
-        payload = torch.empty(R, payload_width(D), device="cuda", dtype=torch.uint8)
+def permute_case(layer: Layer, routing: Routing) -> Case:
+    D, T = layer.D, routing.tokens
+    x = randn(T, D)
+    q, scale = quantize.quantize_rows(x)
+    if layer.ranks > 1:
+        payload = torch.empty(T, payload_width(D), device="cuda", dtype=torch.uint8)
         views = unpack_dispatch(payload, D)
         views[0].copy_(q)
         views[1].view(torch.uint8).copy_(scale.view(torch.uint8))
         q, scale = views[:2]
-    rows = int(offsets_E[-1])
-    moved = size(q, scale, token_M[:rows]) + rows * (D + D // TILE)
-    yield Case(
-        "permute", {"T": T, "M": rows, "D": D}, moved, lambda: permute.permute_rows(q, scale, token_M, offsets_E)
-    )
+    args = (q, scale, routing.token_M, routing.offsets_E)
+    moved = size(q, scale) + live(routing, routing.token_M, *permute.permute_rows(*args))
 
-    y = randn(capacity, D)
-    row_TK = row_S[torch.randperm(R, device="cuda")].view(-1, top_k)
+    def torchtitan_permute() -> None:
+        """In bf16: the gather of the routed rows, then padding to groups of 8 rows."""
+        rows = x if routing.slot_R is None else x[routing.slot_R // layer.top_k]
+        torchtitan._permute(rows, routing.counts_SE.flatten(), layer.ranks, layer.E)
+
+    references = {
+        "torchtitan": torchtitan_permute,
+        "compiled PyTorch": compiled(recipe.permute_rows, q, scale, routing.token_M),
+    }
+    return Case("permute", moved, lambda: permute.permute_rows(*args), references)
+
+
+def unpermute_case(layer: Layer, routing: Routing) -> Case:
+    y = randn(routing.token_M.shape[0], layer.D)
+    row_TK, R = routing.row_TK, layer.R
     out = permute.unpermute_sum(y, row_TK, BF16)
-    yield Case(
-        "unpermute",
-        {"T": R // top_k, "K": top_k, "D": D},
-        R * D * 2 + size(row_TK, out),
-        lambda: permute.unpermute_sum(y, row_TK, BF16),
-    )
+    routed, score = y[:R], torch.rand(row_TK.shape[0], 1, layer.top_k, device="cuda")
+    slot_R = row_TK.flatten().argsort()
+
+    def torchtitan_combine() -> None:
+        unsorted = torch.zeros_like(routed)
+        unsorted[slot_R] = routed
+        torch.bmm(score, unsorted.view(-1, layer.top_k, layer.D).float()).to(BF16)
+
+    references = {
+        "torchtitan": torchtitan_combine,
+        "compiled PyTorch": compiled(recipe.unpermute_sum, y, row_TK, BF16),
+    }
+    moved = size(routed, row_TK, out)
+    return Case("unpermute", moved, lambda: permute.unpermute_sum(y, row_TK, BF16), references)
 
 
-CASES = [quantize_cases, expert_cases, permute_cases]
+def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
+    """The cases of a layer, one at a time in memory, with their routing ("" where it plays no part)."""
+    yield "", quantize_case(layer)
+    yield "", weight_case(layer)
+    for skewed in (False, True):
+        routing = route(layer, skewed)
+        name = "skewed" if skewed else "balanced"
+        yield name, transpose_case(layer, routing)
+        for case in swiglu_cases(layer, routing):
+            yield name, case
+        yield name, permute_case(layer, routing)
+        yield name, unpermute_case(layer, routing)
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:
-    return moved / triton.testing.do_bench(run, rep=200, return_mode="median") * 1e-6
+    return moved / triton.testing.do_bench(run, rep=100, return_mode="median") * 1e-6
 
 
 def device_copy() -> float:
@@ -159,42 +247,37 @@ def device_copy() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the kernels whose name contains this")
+    parser.add_argument("--no-peers", action="store_true", help="time only this package's kernels")
     parser.add_argument("--out", type=Path, help="write the records here as JSON")
     args = parser.parse_args()
-    setting = {
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python " + shlex.join(sys.argv),
-    }
     torch.manual_seed(0)
     copy = device_copy()
-    print(setting["hardware"], setting["versions"], f"copy {copy:.0f} GB/s")
-    print(f"{'':28}{'GB/s':>8}{'of copy':>9}{'µs':>8}")
+    print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s; peers as speedup over them")
+    print(f"{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
     records = []
     for layer in LAYERS:
-        for case in (case for cases in CASES for case in cases(layer) if args.only in case.name):
+        for routing, case in cases(layer):
+            if args.only not in case.name:
+                continue
             value = gb_per_s(case.bytes, case.run)
-            references = {"device copy": copy}
-            references |= {name: gb_per_s(case.bytes, run) for name, run in case.references.items()}
-            others = "".join(f"  {name} {speed:.0f}" for name, speed in references.items() if name in case.references)
-            row = f"{layer.name + ' ' + case.name:28}{value:8.0f}{value / copy:9.0%}{case.bytes / value * 1e-3:8.1f}"
-            print(row + others, flush=True)
-            for name, speed in references.items():
-                records.append(
-                    {
-                        "name": case.name,
-                        "shape": {"layer": layer.name, **case.shape},
-                        "value": round(value, 1),
-                        "unit": "GB/s",
-                        "reference": name,
-                        "reference_value": round(speed, 1),
-                        "speedup": round(value / speed, 3),
-                        **setting,
-                    }
-                )
+            speeds = {"copy": copy}
+            if not args.no_peers and routing != "skewed":
+                speeds |= {name: gb_per_s(case.bytes, run) for name, run in case.references.items()}
+            title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {routing}"
+            row = f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}"
+            print(
+                row + "".join(f"  {name} {value / v:.2f}" for name, v in speeds.items() if name != "copy"), flush=True
+            )
+            shape = {"layer": layer.name, "rows": layer.R, "D": layer.D, "H": layer.H, "E": layer.E}
+            shape |= {"top_k": layer.top_k, "ranks": layer.ranks, "routing": routing}
+            for name, speed in speeds.items():
+                record = {"name": case.name, "shape": shape, "value": round(value, 1), "unit": "GB/s"}
+                record |= {"microseconds": round(case.bytes / value * 1e-3, 1), "reference": name}
+                records.append(record | {"reference_value": round(speed, 1), "speedup": round(value / speed, 3)})
     if args.out:
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        env = environment()
+        args.out.write_text(json.dumps([record | env for record in records], indent=1) + "\n")
 
 
 if __name__ == "__main__":

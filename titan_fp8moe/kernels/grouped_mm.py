@@ -1,163 +1,21 @@
-"""GEMMs over expert groups on Hopper, in plain Triton.
+"""GEMMs over expert groups: on Hopper its own kernels, in Gluon, elsewhere plain Triton.
 
-Two kernels, one shape of loop: a persistent program walks over 128x128 output tiles; each step multiplies two 128x128
-fp8 tiles that TMA brought to shared memory, and adds the product, times a power of two, to an fp32 accumulator in
-registers. The promotion every 128 of the contraction dim is where scales are applied and where precision is kept:
-Hopper's tensor cores sum fp8 products with about 14 bits.
+=============================================  =========================  =============================
+GEMM                                           Hopper (sm_90)             other GPUs, Triton interpreter
+=============================================  =========================  =============================
+:func:`grouped_mm`                             ``grouped_mm_hopper``      ``grouped_mm_plain``
+:func:`grouped_mm_wgrad`, a scale per block    ``wgrad_hopper``           ``grouped_mm_plain``
+:func:`grouped_mm_wgrad`, a scale per column   ``grouped_mm_plain``       ``grouped_mm_plain``
+=============================================  =========================  =============================
 
-Every expert's group is a multiple of 128 rows, so a tile of rows belongs to one expert, and which one is read off the
-group ends in device memory: the host never learns how many rows an expert got.
-
-The factor of a product, 2**(e_a + e_b), is an fp32 number, exact down to 2**-149; one that underflows belongs to a
-result below the smallest normal number. It overflows, loudly, only where the largest values of the two tiles have a
-product past the fp32 range. Indices are int32: fewer than 2**31 rows, and fewer than 2**31 scales of any operand.
+The tensor cores sum the 128 products of a step with about 14 bits; steps are summed in fp32.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_fp8moe.recipe import TILE
-
-# Tiles are visited in super-rows, so that the programs running at one time share both operands in L2: 132 programs on
-# 8 rows of tiles read 8 + 17 strips.
-SUPER_ROW = 8
-
-
-@triton.jit
-def _power_of_two(byte):
-    """fp32 2**(byte - 127): a scale byte is an fp32 exponent field."""
-    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _tile_position(index, num_rows, num_columns, SUPER_ROW: tl.constexpr):
-    """Row and column of the index-th tile: super-rows top to bottom, columns in a super-row, rows in a column."""
-    first_row = index // (SUPER_ROW * num_columns) * SUPER_ROW
-    height = tl.minimum(num_rows - first_row, SUPER_ROW)
-    index -= first_row * num_columns
-    return first_row + index % height, index // height
-
-
-# Strides and alignments that follow the number of rows must not compile a kernel anew at every step.
-@triton.jit(
-    do_not_specialize=[
-        "a_scale_stride_m",
-        "a_scale_stride_k",
-        "b_scale_stride_e",
-        "b_scale_stride_n",
-        "b_scale_stride_k",
-    ],
-    do_not_specialize_on_alignment=["a_scale", "b_scale"],
-)
-def grouped_mm_kernel(
-    a_desc,  # (M, K) e4m3
-    b_desc,  # (E * N, K) e4m3
-    out_desc,  # (M, N)
-    a_scale,  # (M, K // 128) bytes, fast when column-major
-    b_scale,  # (E, N // 128, K // 128) bytes
-    offsets_E,
-    a_scale_stride_m,
-    a_scale_stride_k,
-    b_scale_stride_e,
-    b_scale_stride_n,
-    b_scale_stride_k,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    E_POW2: tl.constexpr,
-    TILE: tl.constexpr,
-    SUPER_ROW: tl.constexpr,
-):
-    """Each program computes every num_programs-th tile of out[m] = a[m] @ b[expert of m]^T."""
-    experts = tl.arange(0, E_POW2)
-    ends = tl.load(offsets_E + experts, mask=experts < E, other=2**31 - 1)
-    num_rows = tl.load(offsets_E + E - 1) // TILE
-    num_columns: tl.constexpr = N // TILE
-    # Flattened, the two loops are one pipeline: TMA fetches the next tile's operands while this tile is being stored.
-    for tile in tl.range(tl.program_id(0), num_rows * num_columns, tl.num_programs(0), flatten=True):
-        row, column = _tile_position(tile, num_rows, num_columns, SUPER_ROW)
-        m, n = row * TILE, column * TILE
-        expert = tl.sum((ends <= m).to(tl.int32))
-        a_scale_ptrs = a_scale + (m + tl.arange(0, TILE)) * a_scale_stride_m
-        b_scale_ptr = b_scale + expert * b_scale_stride_e + column * b_scale_stride_n
-        acc = tl.zeros((TILE, TILE), dtype=tl.float32)
-        for k in range(K // TILE):
-            # Scales are requested before the product and used after it, which hides their latency.
-            a_byte = tl.load(a_scale_ptrs + k * a_scale_stride_k)
-            b_byte = tl.load(b_scale_ptr + k * b_scale_stride_k)
-            a = a_desc.load([m, k * TILE])
-            b = b_desc.load([expert * N + n, k * TILE])
-            product = tl.dot(a, b.T)
-            acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))[:, None]
-        out_desc.store([m, n], acc.to(out_desc.dtype))
-
-
-@triton.jit(
-    do_not_specialize=["a_scale_stride_n", "a_scale_stride_m", "b_scale_stride_k", "b_scale_stride_m"],
-    do_not_specialize_on_alignment=["a_scale", "b_scale"],
-)
-def grouped_mm_wgrad_kernel(
-    a_desc,  # (N, M) e4m3
-    b_desc,  # (K, M) e4m3
-    out_desc,  # (E * N, K)
-    a_scale,  # (N // 128, M // 128) bytes, or (N, M // 128) if SCALE_PER_COLUMN
-    b_scale,  # (K // 128, M // 128) bytes, or (K, M // 128)
-    offsets_E,
-    a_scale_stride_n,
-    a_scale_stride_m,
-    b_scale_stride_k,
-    b_scale_stride_m,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    SCALE_PER_COLUMN: tl.constexpr,
-    TILE: tl.constexpr,
-    SUPER_ROW: tl.constexpr,
-):
-    """Each program computes every num_programs-th tile of out[e] = sum of a[:, m] b[:, m]^T over group e's rows m."""
-    num_rows: tl.constexpr = N // TILE
-    num_columns: tl.constexpr = K // TILE
-    num_tiles: tl.constexpr = num_rows * num_columns
-    for tile in range(tl.program_id(0), E * num_tiles, tl.num_programs(0)):
-        expert = tile // num_tiles
-        row, column = _tile_position(tile - expert * num_tiles, num_rows, num_columns, SUPER_ROW)
-        n, k = row * TILE, column * TILE
-        start = tl.load(offsets_E + expert - 1, mask=expert > 0, other=0) // TILE
-        end = tl.load(offsets_E + expert) // TILE
-        if SCALE_PER_COLUMN:
-            a_scale_ptrs = a_scale + (n + tl.arange(0, TILE)) * a_scale_stride_n
-            b_scale_ptrs = b_scale + (k + tl.arange(0, TILE)) * b_scale_stride_k
-        else:
-            a_scale_ptrs = a_scale + row * a_scale_stride_n
-            b_scale_ptrs = b_scale + column * b_scale_stride_k
-        acc = tl.zeros((TILE, TILE), dtype=tl.float32)
-        for run in range(start, end):
-            a_byte = tl.load(a_scale_ptrs + run * a_scale_stride_m)
-            b_byte = tl.load(b_scale_ptrs + run * b_scale_stride_m)
-            a = a_desc.load([n, run * TILE])
-            b = b_desc.load([k, run * TILE])
-            product = tl.dot(a, b.T)
-            if SCALE_PER_COLUMN:
-                # One after the other: a tile of combined factors does not fit in registers.
-                acc += product * _power_of_two(a_byte)[:, None] * _power_of_two(b_byte)[None, :]
-            else:
-                acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))
-        # An expert without rows gets its zeros here.
-        out_desc.store([expert * N + n, k], acc.to(out_desc.dtype))
-
-
-def _tiles(x: Tensor) -> TensorDescriptor:
-    """TMA descriptor of a matrix that is read or written in 128x128 tiles; its rows may be strided."""
-    return TensorDescriptor.from_tensor(x, [TILE, TILE])
-
-
-def _num_programs(num_tiles: int, device: torch.device) -> int:
-    """One program per multiprocessor. On a CPU, in Triton's interpreter, a few, so that each has several tiles."""
-    limit = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return min(num_tiles, limit)
+from titan_fp8moe.kernels import grouped_mm_hopper, grouped_mm_plain, wgrad_hopper
+from titan_fp8moe.kernels.hopper import is_hopper
 
 
 def grouped_mm(
@@ -173,29 +31,8 @@ def grouped_mm(
     Returns:
         (M, N) out_dtype; rows at and past ``offsets_E[-1]`` are left uninitialized.
     """
-    (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
-    out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
-    # The grid is for all of the buffer; how many of its rows are in use, only the device knows.
-    grid = (_num_programs(M // TILE * (N // TILE), a_MK.device),)
-    grouped_mm_kernel[grid](
-        _tiles(a_MK),
-        _tiles(b_ENK.view(E * N, K)),
-        _tiles(out),
-        a_scale.view(torch.uint8),
-        b_scale.view(torch.uint8),
-        offsets_E,
-        *a_scale.stride(),
-        *b_scale.stride(),
-        N=N,
-        K=K,
-        E=E,
-        E_POW2=triton.next_power_of_2(E),
-        TILE=TILE,
-        SUPER_ROW=SUPER_ROW,
-        num_warps=8,
-        num_stages=4,
-    )
-    return out
+    impl = grouped_mm_hopper if is_hopper(a_MK) else grouped_mm_plain
+    return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype)
 
 
 def grouped_mm_wgrad(
@@ -211,25 +48,6 @@ def grouped_mm_wgrad(
     Returns:
         (E, N, K) out_dtype; zero for an expert without rows.
     """
-    N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
-    out = torch.empty(E, N, K, dtype=out_dtype, device=aT_NM.device)
-    grid = (_num_programs(E * (N // TILE) * (K // TILE), aT_NM.device),)
-    grouped_mm_wgrad_kernel[grid](
-        _tiles(aT_NM),
-        _tiles(bT_KM),
-        _tiles(out.view(E * N, K)),
-        aT_scale.view(torch.uint8),
-        bT_scale.view(torch.uint8),
-        offsets_E,
-        *aT_scale.stride(),
-        *bT_scale.stride(),
-        N=N,
-        K=K,
-        E=E,
-        SCALE_PER_COLUMN=aT_scale.shape[0] == N,
-        TILE=TILE,
-        SUPER_ROW=SUPER_ROW,
-        num_warps=8,
-        num_stages=4,
-    )
-    return out
+    scale_per_block = aT_scale.shape[0] < aT_NM.shape[0]
+    impl = wgrad_hopper if is_hopper(aT_NM) and scale_per_block else grouped_mm_plain
+    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype)

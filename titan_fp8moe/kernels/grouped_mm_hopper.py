@@ -1,169 +1,171 @@
-"""m-grouped GEMM on Hopper, in Gluon."""
+"""The GEMM over expert groups along M on Hopper, in Gluon: which tiles a program computes, and with which scales.
+
+How a tile is computed is the subject of :mod:`titan_fp8moe.kernels.hopper`. A group is a multiple of 128 rows and a
+tile has 128, so that a tile belongs to one expert; which one is read off the group ends in device memory. The order of
+the tiles follows from the ends alone, and every sum is formed in the same order whoever computes it: results are
+deterministic, and a row's result does not depend on the other rows.
+"""
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from titan_fp8moe.kernels import hopper
+from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
 from titan_fp8moe.recipe import TILE
 
 
 @gluon.jit
 def _expert_of(offsets_E, m, E: gl.constexpr):
-    """The number of groups that end at or before row m."""
+    """The number of groups that end at or before row m: 32 ends at a time, one per lane, in every warp alike."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, 32, layout=layout)
     count = gl.zeros([32], gl.int32, layout)
-    for start in range(0, E, 32):
-        expert = start + lane
-        end = gl.load(offsets_E + expert, mask=expert < E, other=2**31 - 1)
+    for first in range(0, E, 32):
+        end = gl.load(offsets_E + first + lane, mask=first + lane < E, other=2**31 - 1)
         count += (end <= m).to(gl.int32)
     return gl.sum(count, 0)
 
 
 @gluon.jit
 def _schedule(offsets_E, N: gl.constexpr, E: gl.constexpr):
+    """Rows of tiles, tiles, and tiles that are computed in two pieces."""
     num_rows = gl.load(offsets_E + E - 1) // 128
-    num_columns: gl.constexpr = (N + 255) // 256
-    num_tiles = num_rows * num_columns
-    rest = num_tiles % gl.num_programs(0)
-    num_split = gl.where((2 * rest <= gl.num_programs(0)) & (N % 256 == 0), rest, 0)
-    return num_rows, num_columns, num_tiles, num_split
+    num_tiles = num_rows * ((N + 255) // 256)
+    return num_rows, num_tiles, hopper.split_tail(num_tiles, N)
 
 
 @gluon.jit
-def _position(index, num_rows, num_columns, num_tiles, num_split, offsets_E, N: gl.constexpr, E: gl.constexpr, SUPER_ROW: gl.constexpr):
-    tile, second, is_half = hopper.piece_at(index, num_tiles, num_split)
-    row, column = hopper.tile_position(tile, num_rows, num_columns, SUPER_ROW)
-    column = column * 2 + second
-    wide = (is_half == 0) & (column * 128 + 256 <= N)
-    return row, column, wide, _expert_of(offsets_E, row * 128, E)
+def _position(index, schedule, offsets_E, N: gl.constexpr, E: gl.constexpr):
+    """First row and column of the index-th piece, whether it is 256 columns wide, and its expert."""
+    num_rows, num_tiles, num_split = schedule
+    tile, half, is_half = hopper.piece_at(index, num_tiles, num_split)
+    row, column = hopper.tile_position(tile, num_rows, (N + 255) // 256)
+    m = row * 128
+    n = column * 256 + half * 128
+    return m, n, (is_half == 0) & (n + 256 <= N), _expert_of(offsets_E, m, E)
 
 
 @gluon.jit
-def _produce(
-    a_desc, b_desc, a_smem, b_smem, full, empty, offsets_E,
-    N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SUPER_ROW: gl.constexpr, STAGES: gl.constexpr
-):
-    num_rows, num_columns, num_tiles, num_split = _schedule(offsets_E, N, E)
+def _produce(a_desc, b_desc, ring, offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
+    schedule = _schedule(offsets_E, N, E)
+    num_rows, num_tiles, num_split = schedule
     block = 0
     for index in range(gl.program_id(0), num_tiles + num_split, gl.num_programs(0)):
-        row, column, wide, expert = _position(index, num_rows, num_columns, num_tiles, num_split, offsets_E, N, E, SUPER_ROW)
-        block = hopper.produce_tile(
-            a_desc, b_desc, a_smem, b_smem, full, empty, block,
-            row * 128, expert * N + column * 128, 0, K // 128, wide, STAGES
-        )
+        m, n, wide, expert = _position(index, schedule, offsets_E, N, E)
+        block = hopper.produce_tile(a_desc, b_desc, ring, block, m, expert * N + n, 0, K // 128, wide)
+
+
+@gluon.jit
+def _scale_pointers(a_scale, a_strides, b_scale, b_strides, m, n, expert, CONSUMER: gl.constexpr):
+    a_stride_m, a_stride_k = a_strides
+    b_stride_e, b_stride_n, b_stride_k = b_strides
+    rows = m + 64 * CONSUMER + gl.arange(0, 64, layout=gl.SliceLayout(1, PART_LAYOUT))
+    b_pointer = b_scale + expert * b_stride_e + n // 128 * b_stride_n
+    return a_scale + rows * a_stride_m, a_stride_k, b_pointer, b_stride_n, b_stride_k
 
 
 @gluon.jit
 def _consume(
-    out_desc, a_smem, b_smem, staging, full, empty, a_scale, a_scale_stride_m, a_scale_stride_k,
-    b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k, offsets_E,
-    CONSUMER: gl.constexpr, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SUPER_ROW: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, A_REGS: gl.constexpr, UNROLL: gl.constexpr, EARLY: gl.constexpr
+    out_desc,
+    ring,
+    staging,
+    a_scale,
+    a_strides,
+    b_scale,
+    b_strides,
+    offsets_E,
+    CONSUMER: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
 ):
-    num_rows, num_columns, num_tiles, num_split = _schedule(offsets_E, N, E)
+    schedule = _schedule(offsets_E, N, E)
+    num_rows, num_tiles, num_split = schedule
     num_pieces = num_tiles + num_split
-    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-    m_in_tile = 64 * CONSUMER + gl.arange(0, 64, layout=layout)
     never = num_tiles < 0
     block = 0
     first = gl.program_id(0)
     if first < num_pieces:
-        row, column, wide, expert = _position(first, num_rows, num_columns, num_tiles, num_split, offsets_E, N, E, SUPER_ROW)
-        a_scale_ptrs = a_scale + (row * 128 + m_in_tile) * a_scale_stride_m
-        b_scale_ptr = b_scale + expert * b_scale_stride_e + column * b_scale_stride_n
-        a_byte, b0_byte, b1_byte = hopper.load_scales(a_scale_ptrs, b_scale_ptr, b_scale_stride_n, wide)
+        next_m, next_n, next_wide, expert = _position(first, schedule, offsets_E, N, E)
+        next_pointers = _scale_pointers(a_scale, a_strides, b_scale, b_strides, next_m, next_n, expert, CONSUMER)
+        next_scales = hopper.load_scales(next_pointers, next_wide)
         for index in range(first, num_pieces, gl.num_programs(0)):
-            if wide:
-                acc0, acc1, acc2, acc3, block = hopper.multiply_tile(
-                    a_smem, b_smem, full, empty, block, a_byte, b0_byte, b1_byte,
-                    a_scale_ptrs, a_scale_stride_k, b_scale_ptr, b_scale_stride_n, b_scale_stride_k,
-                    K // 128, never, CONSUMER, 4, STAGES, A_REGS, UNROLL, EARLY
-                )
-            else:
-                acc0, acc1, acc2, acc3, block = hopper.multiply_tile(
-                    a_smem, b_smem, full, empty, block, a_byte, b0_byte, b1_byte,
-                    a_scale_ptrs, a_scale_stride_k, b_scale_ptr, b_scale_stride_n, b_scale_stride_k,
-                    K // 128, never, CONSUMER, 2, STAGES, A_REGS, UNROLL, EARLY
-                )
-            out_row = row * 128 + 64 * CONSUMER
-            out_column = column * 128
-            store_wide = wide
-            # The next tile's first scales arrive while this tile is stored.
+            m, n, wide, pointers, scales = next_m, next_n, next_wide, next_pointers, next_scales
+            # The next piece's first scales are requested now: a tile must not begin with a wait for memory.
             following = gl.minimum(index + gl.num_programs(0), num_pieces - 1)
-            row, column, wide, expert = _position(following, num_rows, num_columns, num_tiles, num_split, offsets_E, N, E, SUPER_ROW)
-            a_scale_ptrs = a_scale + (row * 128 + m_in_tile) * a_scale_stride_m
-            b_scale_ptr = b_scale + expert * b_scale_stride_e + column * b_scale_stride_n
-            a_byte, b0_byte, b1_byte = hopper.load_scales(a_scale_ptrs, b_scale_ptr, b_scale_stride_n, wide)
-            hopper.store_tile(out_desc, staging, out_row, out_column, acc0, acc1, acc2, acc3, store_wide, CONSUMER, BUFFERS)
+            next_m, next_n, next_wide, expert = _position(following, schedule, offsets_E, N, E)
+            next_pointers = _scale_pointers(a_scale, a_strides, b_scale, b_strides, next_m, next_n, expert, CONSUMER)
+            next_scales = hopper.load_scales(next_pointers, next_wide)
+            output = (out_desc, staging, (m + 64 * CONSUMER, n))
+            block = hopper.compute_tile(ring, block, scales, pointers, K // 128, wide, never, output, CONSUMER)
         tma.store_wait(0)
 
 
+# Strides and alignments that follow the number of rows must not compile a kernel anew at every step.
 @gluon.jit(
     do_not_specialize=[
-        "a_scale_stride_m", "a_scale_stride_k", "b_scale_stride_e", "b_scale_stride_n", "b_scale_stride_k"
+        "a_scale_stride_m",
+        "a_scale_stride_k",
+        "b_scale_stride_e",
+        "b_scale_stride_n",
+        "b_scale_stride_k",
     ],
     do_not_specialize_on_alignment=["a_scale", "b_scale"],
 )
 def grouped_mm_hopper_kernel(
-    a_desc, b_desc, out_desc, a_scale, b_scale, offsets_E, a_scale_stride_m, a_scale_stride_k,
-    b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
-    N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SUPER_ROW: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr, A_REGS: gl.constexpr, UNROLL: gl.constexpr, EARLY: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr
+    a_desc,  # (M, K) e4m3
+    b_desc,  # (E * N, K) e4m3
+    out_desc,  # (M, N)
+    a_scale,  # (M, K // 128) bytes, fast when column-major
+    b_scale,  # (E, N // 128, K // 128) bytes
+    offsets_E,
+    a_scale_stride_m,
+    a_scale_stride_k,
+    b_scale_stride_e,
+    b_scale_stride_n,
+    b_scale_stride_k,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
 ):
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * 2, 128, 128], b_desc.layout)
-    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, 64, 64], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), 2)
-    fence_async_shared()
+    """Each program computes every num_programs-th piece of out[m] = a[m] @ b[expert of m]^T."""
+    ring, staging = hopper.allocate(a_desc, b_desc, out_desc)
+    a_strides = (a_scale_stride_m, a_scale_stride_k)
+    b_strides = (b_scale_stride_e, b_scale_stride_n, b_scale_stride_k)
     gl.warp_specialize(
         [
-            (_consume, (
-                out_desc, a_smem, b_smem, staging, full, empty, a_scale, a_scale_stride_m, a_scale_stride_k,
-                b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k, offsets_E,
-                0, N, K, E, SUPER_ROW, STAGES, BUFFERS, A_REGS, UNROLL, EARLY)),
-            (_consume, (
-                out_desc, a_smem, b_smem, staging, full, empty, a_scale, a_scale_stride_m, a_scale_stride_k,
-                b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k, offsets_E,
-                1, N, K, E, SUPER_ROW, STAGES, BUFFERS, A_REGS, UNROLL, EARLY)),
-            (_produce, (a_desc, b_desc, a_smem, b_smem, full, empty, offsets_E, N, K, E, SUPER_ROW, STAGES)),
+            (_consume, (out_desc, ring, staging, a_scale, a_strides, b_scale, b_strides, offsets_E, 0, N, K, E)),
+            (_consume, (out_desc, ring, staging, a_scale, a_strides, b_scale, b_strides, offsets_E, 1, N, K, E)),
+            (_produce, (a_desc, b_desc, ring, offsets_E, N, K, E)),
         ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
+        WORKER_WARPS,
+        WORKER_REGISTERS,
     )
 
 
-TORCH_TO_GLUON = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-
-
-def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, TORCH_TO_GLUON[x.dtype])
-    return TensorDescriptor.from_tensor(x, block, layout)
-
-
-def grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype, a_regs=False, unroll=1, early=False, super_row=8,
-               regs=(240, 24), stages=4):
+def grouped_mm(
+    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """See :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
-    limit = torch.cuda.get_device_properties(a_MK.device).multi_processor_count if a_MK.is_cuda else 132
-    grid = (min(limit, (M // TILE) * (N // TILE)),)
+    # The grid is for all of the buffer; how many of its rows are in use, only the device knows.
+    grid = (hopper.num_programs(M // TILE * (N // TILE), a_MK.device),)
     grouped_mm_hopper_kernel[grid](
-        descriptor(a_MK, [TILE, TILE]),
-        descriptor(b_ENK.view(E * N, K), [TILE, TILE]),
-        descriptor(out, [64, 64]),
-        a_scale.view(torch.uint8), b_scale.view(torch.uint8), offsets_E, *a_scale.stride(), *b_scale.stride(),
-        N=N, K=K, E=E, SUPER_ROW=super_row, STAGES=stages, BUFFERS=4 // out_dtype.itemsize,
-        A_REGS=a_regs, UNROLL=unroll, EARLY=early,
-        CONSUMER_REGS=regs[0], PRODUCER_REGS=regs[1], num_warps=4, maxnreg=168,
+        hopper.operand(a_MK),
+        hopper.operand(b_ENK.view(E * N, K)),
+        hopper.result(out),
+        a_scale.view(torch.uint8),
+        b_scale.view(torch.uint8),
+        offsets_E,
+        *a_scale.stride(),
+        *b_scale.stride(),
+        N=N,
+        K=K,
+        E=E,
+        **hopper.LAUNCH_OPTIONS,
     )
     return out

@@ -1,5 +1,32 @@
-"""The engine of the grouped GEMMs on Hopper, in Gluon."""
+"""The tile loop of both grouped GEMMs on Hopper, in Gluon: what a program does between knowing its tile and storing it.
 
+A program is three partitions that meet at mbarriers only:
+
+* the *producer*, one warp, asks TMA for the operands of block after block, a block being 128 of the contraction dim;
+* two *consumers*, a warpgroup each, multiply the upper and the lower 64 rows of a 128x256 tile.
+
+Operands wait in a ring of ``STAGES`` stages. ``full[stage]`` completes when TMA has delivered its bytes and
+``empty[stage]`` when both consumers have read them. The producer runs ahead over tile boundaries, so that a tile's
+first operands are there while the tile before it is being stored.
+
+Scales make an FP8 GEMM hard to feed: every product of a block has to leave the tensor cores, be multiplied by its
+factor and be added to the accumulator by ordinary instructions, which take a quarter of the time that the product
+took. A consumer therefore works on four *parts* of 64 columns, with two partial products in registers: while one is
+promoted, the tensor cores compute the other. The next block's part 0 is started before this block's part 3 is promoted.
+Per thread that is 128 accumulator and 64 partial registers, which is why a consumer gets 240 registers and the producer
+24. (Partials of 128 columns, one per consumer, each consumer covering for the other's promotion, need as many registers
+and read less shared memory, but were 10 to 20% slower on an H200.)
+
+Narrow tiles, 128 columns wide, run the same code with two parts. They are the last column of tiles where the number of
+columns is an odd multiple of 128, and they shorten the last wave: see :func:`split_tail`.
+
+What ptxas needs in order to leave WGMMA asynchronous is noted where it matters. ``tests/test_gemm_compile.py`` checks
+that it does: a WGMMA that is waited for on the spot still gives correct results, at half the speed.
+"""
+
+import torch
+import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -9,193 +36,297 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from titan_fp8moe.recipe import FP8, TILE
+
+STAGES = gl.constexpr(4)  # 48 KiB each; 35 KiB are left for staging and barriers
+# Rows of tiles that are visited together: 132 programs on 12 x 11 tiles share both operands in L2.
+SUPER_ROW = gl.constexpr(12)
+# Accumulators and partials of a consumer: 64x64 as one warpgroup's WGMMA lays them out.
+PART_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+# A launch has 3 warpgroups (the producer's warp takes one up) of 168 registers a thread = 240 + 240 + 24.
+LAUNCH_OPTIONS = {"num_warps": 4, "maxnreg": 168}
+WORKER_WARPS = gl.constexpr([4, 1])
+WORKER_REGISTERS = gl.constexpr([240, 24])
+
+GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether these kernels are for the GPU that holds ``x``. Gluon has no interpreter: not where that is on."""
+    if triton.knobs.runtime.interpret:
+        return False
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def operand(x: Tensor) -> TensorDescriptor:
+    """TMA descriptor of an fp8 matrix that is read in 128x128 tiles; its rows may be strided."""
+    return _descriptor(x, [TILE, TILE])
+
+
+def result(x: Tensor) -> TensorDescriptor:
+    """TMA descriptor of a result that is written in parts of 64x64."""
+    return _descriptor(x, [64, 64])
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPE[x.dtype])
+    return TensorDescriptor.from_tensor(x, block, layout)
+
+
+def num_programs(num_pieces: int, device: torch.device) -> int:
+    """One program per multiprocessor, or fewer where there is less to do."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return min(processors, num_pieces)
+
+
+# --- order of the tiles -----------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def power_of_two(byte):
+def split_tail(num_tiles, NUM_COLUMNS: gl.constexpr):
+    """How many of the last tiles to compute as two narrow pieces each, so that the last wave takes half the time.
+
+    The wave has to have room for them all, or some program would get two pieces, which take as long as one tile.
+    A narrow tile in the last column cannot be split; where there is one, nothing is.
+    """
+    rest = num_tiles % gl.num_programs(0)
+    return gl.where((2 * rest <= gl.num_programs(0)) & (NUM_COLUMNS % 256 == 0), rest, 0)
+
+
+@gluon.jit
+def piece_at(index, num_tiles, num_split):
+    """Of the index-th piece: its tile, which half of the tile it is, and whether it is a half at all."""
+    num_whole = num_tiles - num_split
+    is_half = (index >= num_whole).to(gl.int32)
+    half = (index - num_whole) * is_half
+    return index - half + half // 2, half & 1, is_half
+
+
+@gluon.jit
+def tile_position(tile, num_rows, num_columns):
+    """Row and column of a tile: super-rows top to bottom, columns in a super-row, rows in a column."""
+    first_row = tile // (SUPER_ROW * num_columns) * SUPER_ROW
+    height = gl.minimum(num_rows - first_row, SUPER_ROW)
+    tile -= first_row * num_columns
+    return first_row + tile % height, tile // height
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def allocate(a_desc, b_desc, out_desc):
+    """The ring of operands with its barriers, and the staging buffers that TMA stores results from.
+
+    A stage holds a 128x128 tile of A and two of B. Each consumer has 16 KiB of staging: two parts in bf16, one in fp32.
+    """
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, 128, 128], b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(empty.index(stage), 2)
+    fence_async_shared()
+    buffers: gl.constexpr = 32 // out_desc.dtype.primitive_bitwidth
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * buffers, 64, 64], out_desc.layout)
+    return (a_ring, b_ring, full, empty), staging
+
+
+@gluon.jit
+def _stage(block):
+    return block % STAGES
+
+
+@gluon.jit
+def _phase(block):
+    """Parity of the ring's round: what a barrier's wait asks for."""
+    return block // STAGES & 1
+
+
+# --- producer ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def produce_tile(a_desc, b_desc, ring, block, a_row, b_row, first_column, steps, wide):
+    """Brings ``steps`` blocks of a tile into the ring; ``block`` counts the program's blocks. Returns its new value."""
+    a_ring, b_ring, full, empty = ring
+    for step in range(steps):
+        stage = _stage(block)
+        # In the first round all stages are empty: the phase before a barrier's first counts as complete.
+        mbarrier.wait(empty.index(stage), _phase(block) ^ 1)
+        ready = full.index(stage)
+        mbarrier.expect(ready, 3 * 128 * 128, pred=wide)
+        mbarrier.expect(ready, 2 * 128 * 128, pred=wide == 0)
+        column = first_column + step * 128
+        tma.async_copy_global_to_shared(a_desc, [a_row, column], ready, a_ring.index(stage))
+        tma.async_copy_global_to_shared(b_desc, [b_row, column], ready, b_ring.index(2 * stage))
+        tma.async_copy_global_to_shared(b_desc, [b_row + 128, column], ready, b_ring.index(2 * stage + 1), pred=wide)
+        block += 1
+    return block
+
+
+# --- consumer ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_scales(pointers, wide):
+    """A block's scale bytes: of the consumer's 64 rows, and of the tile's first and second 128 columns."""
+    a_pointers, a_step, b_pointer, b_half, b_step = pointers
+    return gl.load(a_pointers), gl.load(b_pointer), gl.load(b_pointer + b_half * wide.to(gl.int32))
+
+
+@gluon.jit
+def _power_of_two(byte):
     """fp32 2**(byte - 127): a scale byte is an fp32 exponent field."""
     return (byte.to(gl.int32) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def produce_tile(
-    a_desc, b_desc, a_smem, b_smem, full, empty, block, a_row, b_row, first, steps, wide, STAGES: gl.constexpr
-):
-    for k in range(steps):
-        stage = block % STAGES
-        phase = block // STAGES & 1
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        ready = full.index(stage)
-        mbarrier.expect(ready, 3 * 128 * 128, pred=wide)
-        mbarrier.expect(ready, 2 * 128 * 128, pred=wide == 0)
-        column = (first + k) * 128
-        tma.async_copy_global_to_shared(a_desc, [a_row, column], ready, a_smem.index(stage))
-        tma.async_copy_global_to_shared(b_desc, [b_row, column], ready, b_smem.index(stage * 2))
-        tma.async_copy_global_to_shared(b_desc, [b_row + 128, column], ready, b_smem.index(stage * 2 + 1), pred=wide)
-        block += 1
-    return block
+def _start(ring, stage, partial, never, CONSUMER: gl.constexpr, PART: gl.constexpr):
+    """Starts partial = a b^T of the consumer's 64 rows and the part's 64 columns.
 
-
-@gluon.jit
-def _a_operand(a_smem, stage, CONSUMER: gl.constexpr, A_REGS: gl.constexpr):
-    a = a_smem.index(stage).slice(64 * CONSUMER, 64)
-    if A_REGS:
-        return a.load(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]), k_width=4))
-    else:
-        return a
-
-
-@gluon.jit
-def _start(a, b_smem, stage, partial, never, PART: gl.constexpr):
-    """Starts partial = a b^T on 64 columns."""
-    b = b_smem.index(stage * 2 + PART // 2).slice(PART % 2 * 64, 64).permute((1, 0))
-    return warpgroup_mma(a, b, partial, use_acc=never, is_async=True)
+    ``never`` is false, but only at run time. With a constant, the WGMMA's result would be a new value beside the old
+    one, and partials would take twice the registers.
+    """
+    a_ring, b_ring, full, empty = ring
+    a = a_ring.index(stage).slice(64 * CONSUMER, 64)
+    b = b_ring.index(2 * stage + PART // 2).slice(PART % 2 * 64, 64)
+    return warpgroup_mma(a, b.permute((1, 0)), partial, use_acc=never, is_async=True)
 
 
 @gluon.jit
 def _promote(acc, partial, factor):
     acc += partial * factor[:, None]
+    # No instruction at all, but LLVM does not move what is volatile: without it, these sums sink below the WGMMA that
+    # overwrites ``partial``, for which it then makes copies: more registers than there are.
     return gl.inline_asm_elementwise("", "=f,0", [acc], gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
+def _store(out_desc, staging, out_position, acc, CONSUMER: gl.constexpr, PART: gl.constexpr):
+    row, column = out_position
+    buffers: gl.constexpr = 32 // out_desc.dtype.primitive_bitwidth
+    buffer = staging.index(CONSUMER * buffers + PART % buffers)
+    tma.store_wait(buffers - 1)  # until the store that used this buffer last has read it
+    buffer.store(acc.to(out_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, column + PART * 64], buffer)
+
+
+@gluon.jit
+def store_zeros(out_desc, staging, out_position, wide, CONSUMER: gl.constexpr):
+    zero = gl.zeros([64, 64], gl.float32, PART_LAYOUT)
+    _store(out_desc, staging, out_position, zero, CONSUMER, 0)
+    _store(out_desc, staging, out_position, zero, CONSUMER, 1)
+    if wide:
+        _store(out_desc, staging, out_position, zero, CONSUMER, 2)
+        _store(out_desc, staging, out_position, zero, CONSUMER, 3)
+
+
+@gluon.jit
 def _block(
-    a_smem, b_smem, full, empty, block, factor0, factor1, p0, p1, acc0, acc1, acc2, acc3, never,
-    CONSUMER: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, A_REGS: gl.constexpr,
-    WAIT_FIRST: gl.constexpr, LAST: gl.constexpr, EARLY: gl.constexpr
+    ring, block, scales, partials, accs, never, output, CONSUMER: gl.constexpr, PARTS: gl.constexpr, LAST: gl.constexpr
 ):
-    stage = block % STAGES
-    a = _a_operand(a_smem, stage, CONSUMER, A_REGS)
-    if WAIT_FIRST:
-        p0 = warpgroup_mma_wait(0, deps=[p0])
-    p1 = _start(a, b_smem, stage, p1, never, 1)
-    if not WAIT_FIRST:
-        p0 = warpgroup_mma_wait(1, deps=[p0])
+    """Multiplies and promotes one block, whose part 0 is under way, and starts the next one's.
+
+    The last block of a tile starts none, and stores a part as soon as it is complete, beside the WGMMAs of the others.
+    """
+    a_ring, b_ring, full, empty = ring
+    p0, p1 = partials
+    acc0, acc1, acc2, acc3 = accs
+    out_desc, staging, out_position = output
+    a_byte, b0_byte, b1_byte = scales
+    factor0 = _power_of_two(a_byte) * _power_of_two(b0_byte)
+    factor1 = _power_of_two(a_byte) * _power_of_two(b1_byte)
+    stage = _stage(block)
+
+    # ptxas follows one WGMMA over the loop's back edge, not two: part 0 has to be complete before part 1 is started, or
+    # every WGMMA is serialized (C7514). The other consumer's WGMMAs fill the gap.
+    p0 = warpgroup_mma_wait(0, deps=[p0])
+    p1 = _start(ring, stage, p1, never, CONSUMER, 1)
     acc0 = _promote(acc0, p0, factor0)
     if PARTS == 4:
-        p0 = _start(a, b_smem, stage, p0, never, 2)
+        p0 = _start(ring, stage, p0, never, CONSUMER, 2)
+    if LAST:
+        _store(out_desc, staging, out_position, acc0, CONSUMER, 0)
+    if PARTS == 4:
         p1 = warpgroup_mma_wait(1, deps=[p1])
         acc1 = _promote(acc1, p1, factor0)
-        p1 = _start(a, b_smem, stage, p1, never, 3)
+        p1 = _start(ring, stage, p1, never, CONSUMER, 3)
+        if LAST:
+            _store(out_desc, staging, out_position, acc1, CONSUMER, 1)
         p0 = warpgroup_mma_wait(1, deps=[p0])
         acc2 = _promote(acc2, p0, factor1)
     if LAST:
         p1 = warpgroup_mma_wait(0, deps=[p1])
-        mbarrier.arrive(empty.index(stage))
-    elif EARLY:
-        p1 = warpgroup_mma_wait(0, deps=[p1])
-        mbarrier.arrive(empty.index(stage))
-        next_stage = (block + 1) % STAGES
-        mbarrier.wait(full.index(next_stage), (block + 1) // STAGES & 1)
-        next_a = _a_operand(a_smem, next_stage, CONSUMER, A_REGS)
-        p0 = _start(next_a, b_smem, next_stage, p0, never, 0)
     else:
-        next_stage = (block + 1) % STAGES
-        mbarrier.wait(full.index(next_stage), (block + 1) // STAGES & 1)
-        next_a = _a_operand(a_smem, next_stage, CONSUMER, A_REGS)
-        p0 = _start(next_a, b_smem, next_stage, p0, never, 0)
+        mbarrier.wait(full.index(_stage(block + 1)), _phase(block + 1))
+        p0 = _start(ring, _stage(block + 1), p0, never, CONSUMER, 0)
         p1 = warpgroup_mma_wait(1, deps=[p1])
-        mbarrier.arrive(empty.index(stage))
+    mbarrier.arrive(empty.index(stage))
     if PARTS == 4:
+        if LAST:
+            _store(out_desc, staging, out_position, acc2, CONSUMER, 2)
         acc3 = _promote(acc3, p1, factor1)
+        if LAST:
+            _store(out_desc, staging, out_position, acc3, CONSUMER, 3)
     else:
         acc1 = _promote(acc1, p1, factor0)
-    return p0, p1, acc0, acc1, acc2, acc3
+        if LAST:
+            _store(out_desc, staging, out_position, acc1, CONSUMER, 1)
+    return (p0, p1), (acc0, acc1, acc2, acc3)
 
 
 @gluon.jit
-def load_scales(a_scale_ptrs, b_scale_ptr, b_scale_half, wide):
-    return gl.load(a_scale_ptrs), gl.load(b_scale_ptr), gl.load(b_scale_ptr + b_scale_half * wide.to(gl.int32))
+def _compute_tile(ring, block, scales, pointers, steps, never, output, CONSUMER: gl.constexpr, PARTS: gl.constexpr):
+    a_pointers, a_step, b_pointer, b_half, b_step = pointers
+    a_byte, b0_byte, b1_byte = scales
+    a_ring, b_ring, full, empty = ring
+    zero = gl.zeros([64, 64], gl.float32, PART_LAYOUT)
+    accs = (zero, zero, zero, zero)
+    mbarrier.wait(full.index(_stage(block)), _phase(block))
+    partials = (_start(ring, _stage(block), zero, never, CONSUMER, 0), zero)
+    for _ in range(steps - 1):
+        a_pointers += a_step
+        b_pointer += b_step
+        # Requested a block ahead: a scale takes as long from memory as the block's product.
+        next_a_byte = gl.load(a_pointers)
+        next_b0_byte = gl.load(b_pointer)
+        next_b1_byte = next_b0_byte
+        if PARTS == 4:
+            next_b1_byte = gl.load(b_pointer + b_half)
+        partials, accs = _block(
+            ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, PARTS, False
+        )
+        a_byte = next_a_byte
+        b0_byte = next_b0_byte
+        b1_byte = next_b1_byte
+        block += 1
+    _block(ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, PARTS, True)
+    return block + 1
 
 
 @gluon.jit
-def multiply_tile(
-    a_smem, b_smem, full, empty, block, a_byte, b0_byte, b1_byte,
-    a_scale_ptrs, a_scale_step, b_scale_ptr, b_scale_half, b_scale_step, steps, never,
-    CONSUMER: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, A_REGS: gl.constexpr,
-    UNROLL: gl.constexpr, EARLY: gl.constexpr
-):
-    """Two n64 partials in flight."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-    zero = gl.zeros([64, 64], gl.float32, layout)
-    acc0 = zero
-    acc1 = zero
-    acc2 = zero
-    acc3 = zero
-    p0 = zero
-    p1 = zero
-    stage = block % STAGES
-    mbarrier.wait(full.index(stage), block // STAGES & 1)
-    p0 = _start(_a_operand(a_smem, stage, CONSUMER, A_REGS), b_smem, stage, p0, never, 0)
-    for _ in range((steps - 1) // UNROLL):
-        for u in gl.static_range(UNROLL):
-            factor0 = power_of_two(a_byte) * power_of_two(b0_byte)
-            factor1 = power_of_two(a_byte) * power_of_two(b1_byte)
-            a_scale_ptrs += a_scale_step
-            b_scale_ptr += b_scale_step
-            a_byte = gl.load(a_scale_ptrs)
-            b0_byte = gl.load(b_scale_ptr)
-            if PARTS == 4:
-                b1_byte = gl.load(b_scale_ptr + b_scale_half)
-            p0, p1, acc0, acc1, acc2, acc3 = _block(
-                a_smem, b_smem, full, empty, block, factor0, factor1, p0, p1, acc0, acc1, acc2, acc3, never,
-                CONSUMER, PARTS, STAGES, A_REGS, u == 0, False, EARLY
-            )
-            block += 1
-    if UNROLL == 2:
-        if (steps - 1) % 2 == 1:
-            factor0 = power_of_two(a_byte) * power_of_two(b0_byte)
-            factor1 = power_of_two(a_byte) * power_of_two(b1_byte)
-            a_scale_ptrs += a_scale_step
-            b_scale_ptr += b_scale_step
-            a_byte = gl.load(a_scale_ptrs)
-            b0_byte = gl.load(b_scale_ptr)
-            if PARTS == 4:
-                b1_byte = gl.load(b_scale_ptr + b_scale_half)
-            p0, p1, acc0, acc1, acc2, acc3 = _block(
-                a_smem, b_smem, full, empty, block, factor0, factor1, p0, p1, acc0, acc1, acc2, acc3, never,
-                CONSUMER, PARTS, STAGES, A_REGS, True, False, EARLY
-            )
-            block += 1
-    factor0 = power_of_two(a_byte) * power_of_two(b0_byte)
-    factor1 = power_of_two(a_byte) * power_of_two(b1_byte)
-    p0, p1, acc0, acc1, acc2, acc3 = _block(
-        a_smem, b_smem, full, empty, block, factor0, factor1, p0, p1, acc0, acc1, acc2, acc3, never,
-        CONSUMER, PARTS, STAGES, A_REGS, True, True, EARLY
-    )
-    return acc0, acc1, acc2, acc3, block + 1
+def compute_tile(ring, block, scales, pointers, steps, wide, never, output, CONSUMER: gl.constexpr):
+    """The consumer's 64 rows of a tile, from the ring to memory. Returns the program's number of blocks so far.
 
-
-@gluon.jit
-def _store(out_desc, staging, out_row, out_column, acc, CONSUMER: gl.constexpr, CHUNK: gl.constexpr, BUFFERS: gl.constexpr):
-    buffer = staging.index(CONSUMER * BUFFERS + CHUNK % BUFFERS)
-    tma.store_wait(BUFFERS - 1)
-    buffer.store(acc.to(out_desc.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [out_row, out_column + CHUNK * 64], buffer)
-
-
-@gluon.jit
-def store_tile(out_desc, staging, out_row, out_column, acc0, acc1, acc2, acc3, wide, CONSUMER: gl.constexpr, BUFFERS: gl.constexpr):
-    _store(out_desc, staging, out_row, out_column, acc0, CONSUMER, 0, BUFFERS)
-    _store(out_desc, staging, out_row, out_column, acc1, CONSUMER, 1, BUFFERS)
+    Args:
+        scales: the first block's, of :func:`load_scales`.
+        pointers: to the first block's scales, with their steps from block to block and from B's half to half:
+            ``(a_pointers, a_step, b_pointer, b_half, b_step)``.
+        steps: number of blocks, at least 1.
+        never: false, in a way that the compiler cannot know.
+        output: ``(out_desc, staging, (row, column))``.
+    """
+    # Two loops, rather than conditions in one: ptxas gives up on WGMMAs that may or may not be under way.
     if wide:
-        _store(out_desc, staging, out_row, out_column, acc2, CONSUMER, 2, BUFFERS)
-        _store(out_desc, staging, out_row, out_column, acc3, CONSUMER, 3, BUFFERS)
-
-
-@gluon.jit
-def piece_at(index, num_tiles, num_split):
-    """Tile of the index-th piece, which half of it, whether it is a half: whole tiles, then halves of the last num_split."""
-    whole = num_tiles - num_split
-    is_half = (index >= whole).to(gl.int32)
-    beyond = (index - whole) * is_half
-    return index - beyond + beyond // 2, beyond & 1, is_half
-
-
-@gluon.jit
-def tile_position(tile, num_rows, num_columns, SUPER_ROW: gl.constexpr):
-    first_row = tile // (SUPER_ROW * num_columns) * SUPER_ROW
-    height = gl.minimum(num_rows - first_row, SUPER_ROW)
-    tile -= first_row * num_columns
-    return first_row + tile % height, tile // height
+        block = _compute_tile(ring, block, scales, pointers, steps, never, output, CONSUMER, 4)
+    else:
+        block = _compute_tile(ring, block, scales, pointers, steps, never, output, CONSUMER, 2)
+    return block

@@ -13,8 +13,10 @@ from titan_fp8moe.recipe import E8M0, TILE
 
 ROWS = 32  # rows a copying program moves: 32 column-major scale bytes are one sector, and 32 divides 128
 COLUMNS = 1024  # bytes of each row it moves, so 32 KiB in flight
+WARPS = 8
 LAYOUT_ROWS = 1024
 SUM_COLUMNS = 1024
+SUM_WARPS = 4
 
 
 # --- expert order -----------------------------------------------------------------------------------------------------
@@ -107,27 +109,24 @@ def _copy_rows(source, source_row, source_stride, real, out, out_row, out_stride
                COLUMNS: tl.constexpr):  # fmt: skip
     """Bytes first..first + COLUMNS of rows ``source_row`` to rows ``out_row``; zeros where not ``real``.
 
-    Rows are int64: their byte offsets pass 2**31.
+    Rows are int64: their byte offsets pass 2**31. A token's row is read once for each of its experts, so the cache is
+    told to keep what is read and let go of what is written.
     """
     column = first + tl.arange(0, COLUMNS)
     in_row = (column < WIDTH)[None, :]
     at = source_row[:, None] * source_stride + column[None, :]
-    values = tl.load(source + at, mask=real[:, None] & in_row, other=0)
-    tl.store(out + out_row[:, None] * out_stride + column[None, :], values, mask=inside[:, None] & in_row)
+    values = tl.load(source + at, mask=real[:, None] & in_row, other=0, eviction_policy="evict_last")
+    to = out + out_row[:, None] * out_stride + column[None, :]
+    tl.store(to, values, mask=inside[:, None] & in_row, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["groups", "group_blocks"])
+@triton.jit
 def _permute_kernel(
-    q, q_stride, scale, scale_stride, token_M, last_offset, groups, group_blocks, out, out_scale, M, D: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    q, q_stride, scale, scale_stride, token_M, last_offset, out, out_scale, M, D: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (column block, row block). out: (M, D) bytes; out_scale: (D // 128, M) bytes; padding gets 0 and 1.
-
-    Neighbouring programs take blocks of different experts. Tokens ascend within an expert, so programs that run
-    together read about the same tokens, and a token that went to several experts comes from memory once.
-    """
-    block = tl.program_id(1) % groups * group_blocks + tl.program_id(1) // groups
-    first_row, first = block * ROWS, tl.program_id(0) * COLUMNS
+    """Program (column block, row block). out: (M, D) bytes; out_scale: (D // 128, M) bytes; padding gets 0 and 1."""
+    first_row, first = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
     if first_row >= tl.load(last_offset):
         return
     row = first_row + tl.arange(0, ROWS)
@@ -152,13 +151,12 @@ def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor, offsets_E: Tensor
     Returns:
         (M, D) e4m3, (M, D // 128) e8m0 column-major; rows at and past ``offsets_E[-1]`` are left unwritten.
     """
-    (M,), (E,), D = token_M.shape, offsets_E.shape, q_TD.shape[1]
+    M, D = token_M.shape[0], q_TD.shape[1]
     out = torch.empty(M, D, dtype=torch.uint8, device=q_TD.device)
     out_scale = torch.empty(D // TILE, M, dtype=torch.uint8, device=q_TD.device)
-    group_blocks = triton.cdiv(M // ROWS, E)
-    _permute_kernel[(triton.cdiv(D, COLUMNS), group_blocks * E)](
+    _permute_kernel[(triton.cdiv(D, COLUMNS), M // ROWS)](
         q_TD.view(torch.uint8), q_TD.stride(0), scale.view(torch.uint8), scale.stride(0), token_M, offsets_E[-1:],
-        E, group_blocks, out, out_scale, M, D=D, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE, num_warps=8,
+        out, out_scale, M, D=D, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return out.view(q_TD.dtype), out_scale.t().view(E8M0)
 
@@ -209,7 +207,7 @@ def pack_dispatch(
     if R:
         _pack_dispatch_kernel[(triton.cdiv(D, COLUMNS), triton.cdiv(R, ROWS))](
             q_TD.view(torch.uint8), scale.view(torch.uint8), score_R, slot_R, payload, R, top_k=top_k, D=D, WIDTH=width,
-            TAIL=triton.next_power_of_2(width - D), ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE, num_warps=8,
+            TAIL=triton.next_power_of_2(width - D), ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE, num_warps=WARPS,
         )  # fmt: skip
     return payload
 
@@ -244,7 +242,7 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_R: Tensor) -> Tensor:
     if R:
         _pack_combine_kernel[(triton.cdiv(y_bytes, COLUMNS), triton.cdiv(R, ROWS))](
             y_MD.view(torch.uint8), ds_M, row_R, payload, R, Y_BYTES=y_bytes, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS,
-            num_warps=8,
+            num_warps=WARPS,
         )  # fmt: skip
     return payload
 
@@ -283,6 +281,6 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
     out = torch.empty(T, D, dtype=out_dtype, device=y_MD.device)
     if T:
         _unpermute_sum_kernel[(triton.cdiv(D, SUM_COLUMNS) * T,)](
-            y_MD, row_TK.contiguous(), out, STRIDE=y_MD.stride(0), D=D, K=K, COLUMNS=SUM_COLUMNS, num_warps=4
+            y_MD, row_TK.contiguous(), out, STRIDE=y_MD.stride(0), D=D, K=K, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS
         )
     return out

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
-# Tiles per program: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread of four warps.
-TILES = 32
+# Configurations from tools/sweep_kernels.py on an H200; one serves all shapes.
+TILES = 32  # per program: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
+WARPS = 4
+WEIGHT_WARPS = 4
 
 
 @triton.jit
@@ -61,21 +63,32 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     num_tiles = scale.numel()
     if num_tiles:
         grid = (triton.cdiv(num_tiles, TILES),)
-        _quantize_rows_kernel[grid](x_TD.contiguous(), q, scale, num_tiles, TILES=TILES, TILE=TILE, num_warps=4)
+        _quantize_rows_kernel[grid](x_TD.contiguous(), q, scale, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS)
     return q, scale.view(E8M0)
 
 
 @triton.jit
+def load_four(x, stride):
+    """A block's rows 4 * r + j, j = 0..3, as four tensors; ``x`` points to the rows 4 * r."""
+    return tl.load(x), tl.load(x + stride), tl.load(x + 2 * stride), tl.load(x + 3 * stride)
+
+
+@triton.jit
+def join_four(x):
+    """One tensor of four, row 4 * r + 2 * a + b at [r, ..., a, b]: neighbouring rows lie side by side in registers."""
+    return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+
+
+@triton.jit
 def transposed_words(x):
-    """Floats (R, 4, C), row 4 * r + j of a block at [r, j], to the words of the e4m3 transpose: int32 (C, R).
+    """Floats (R, C, 2, 2) of ``join_four`` to the words of their e4m3 transpose, int32 (C, R).
 
     A word holds one column's codes of four neighbouring rows, so the transpose through shared memory moves words, not
-    bytes. Split and join put four rows side by side in a thread's registers, where one conversion instruction takes a
-    pair of them. That matters beyond speed: once ptxas 12.8 has merged two conversions into a word, it gets single
-    bytes taken out of them wrong. So each layout is converted on its own, and no byte is ever taken out.
+    bytes, and an instruction converts a pair of rows. That matters beyond speed: once ptxas 12.8 has merged two
+    converted pairs into a word, it gets single bytes taken out of them wrong. So each layout is converted on its own,
+    in the order of its words, and no byte is ever taken out.
     """
-    even, odd = tl.split(tl.reshape(tl.trans(x, 0, 2, 1), (x.shape[0], x.shape[2], 2, 2)))
-    byte = tl.join(even, odd).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     shift = 16 * tl.arange(0, 2)[:, None] + 8 * tl.arange(0, 2)[None, :]
     return tl.trans(tl.sum(tl.sum(byte << shift[None, None, :, :], axis=3), axis=2))
 
@@ -88,40 +101,46 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
 
 
 @triton.jit
-def _quantize_weight_kernel(w, q, q_t, scale, stride_e, stride_n, first_block, N, K, TILE: tl.constexpr):
+def _quantize_weight_kernel(
+    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, last_block, q, q_t, scale, first_block, N, K,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """One 128x128 block, read once and written in one or both layouts.
 
-    w: (E, N_i, K), unit stride along K; q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128)
-    uint8. ``first_block`` is where this weight's blocks begin along N.
+    w, last_w: (E, N_i, K), unit stride along K, joined along N; last_w starts at block ``last_block`` of the two, and
+    they at block ``first_block`` of the result. q: (E, N, K) or None; q_t: (E, K, N) or None; scale:
+    (E, N // 128, K // 128) uint8.
     """
     k_block, n_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    # Row 4 * r + j at [r, j], for transposed_words.
-    n = 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
+    out_block = first_block + n_block
+    if n_block >= last_block:
+        n_block -= last_block
+        w, stride_e, stride_n = last_w, last_stride_e, last_stride_n
+    n = 4 * tl.arange(0, TILE // 4)
     k = k_block * TILE + tl.arange(0, TILE)
-    row = (n_block * TILE + n).to(tl.int64)
-    x = tl.load(w + e * stride_e + row[:, :, None] * stride_n + k[None, None, :])
+    row = (n_block * TILE + n).to(tl.int64)[:, None]
+    rows = load_four(w + e * stride_e + row * stride_n + k[None, :], stride_n)
+    x = join_four(rows)
     if x.dtype == tl.bfloat16:
         # On the 16-bit patterns: the block widened to fp32 for the amax would stay in registers and halve occupancy.
         bits = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
     else:
         bits = tl.max(abs_bits(x))
     byte, factor = scale_of_amax(bits)
-    x = x.to(tl.float32) * factor
 
-    n_block += first_block
     if q is not None:
-        row = (e * N + n_block * TILE + n)[:, :, None]
-        tl.store(q + row * K + k[None, None, :], x.to(tl.float8e4nv))
+        row = (out_block * TILE + n).to(tl.int64)[:, None]
+        for j in tl.static_range(4):
+            tl.store(q + e * N * K + (row + j) * K + k[None, :], (rows[j].to(tl.float32) * factor).to(tl.float8e4nv))
     if q_t is not None:
-        store_words(q_t, transposed_words(x), e * K + k[:, None], N, n_block, TILE)
-    tl.store(scale + (e * (N // TILE) + n_block) * (K // TILE) + k_block, byte.to(tl.uint8))
+        store_words(q_t, transposed_words(x.to(tl.float32) * factor), e * K + k[:, None], N, out_block, TILE)
+    tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte.to(tl.uint8))
 
 
 def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """128x128 quantization of weights (E, N_i, K), bf16 or fp32, as if concatenated along N.
 
-    The weights may be views with any strides along E and N. Each launch writes its part of the result, so nothing is
-    concatenated.
+    The weights may be views with any strides along E and N. Two of them, gate and up, share a launch.
 
     Returns:
         q (E, N, K) e4m3 if ``plain``; q_t (E, K, N) e4m3 if ``transposed``; scale (E, N // 128, K // 128) e8m0. What is
@@ -130,16 +149,21 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
     E, _, K = weights[0].shape
     N = sum(w.shape[1] for w in weights)
     device = weights[0].device
+    assert all(w.dtype == weights[0].dtype for w in weights)
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=torch.uint8, device=device)
+    weights = [w if w.stride(2) == 1 else w.contiguous() for w in weights]
     first_block = 0
-    for w in weights:
-        w = w if w.stride(2) == 1 else w.contiguous()
-        blocks = w.shape[1] // TILE
+    while weights:
+        (w, *others), weights = weights[:2], weights[2:]
+        last_w = others[0] if others else w
+        last_block = w.shape[1] // TILE
+        blocks = last_block + sum(o.shape[1] for o in others) // TILE
         _quantize_weight_kernel[(K // TILE, blocks, E)](
-            w, q if plain else None, q_t if transposed else None, scale, w.stride(0), w.stride(1), first_block, N, K,
-            TILE=TILE, num_warps=4,
+            w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), last_block,
+            q if plain else None, q_t if transposed else None, scale, first_block, N, K,
+            TILE=TILE, num_warps=WEIGHT_WARPS,
         )  # fmt: skip
         first_block += blocks
     return q, q_t, scale.view(E8M0)

@@ -15,6 +15,7 @@ ROWS = 32
 # one computes.
 BACKWARD_ROWS = 16
 BACKWARD_STAGES = 3
+WARPS = BACKWARD_WARPS = 4
 
 
 def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
@@ -85,7 +86,7 @@ def swiglu_quantize(
     h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
     _swiglu_kernel[(H // TILE, M // ROWS)](
         h_M2H, score_M, offsets_E[-1:], q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, M, H,
-        SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=4,
+        SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return q, q_scale.view(E8M0), h_q, h_scale.view(E8M0)
 
@@ -153,6 +154,6 @@ def swiglu_quantize_backward(
     _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else h_scale.view(torch.uint8), score_M, offsets_E[-1:],
         dh, dh_scale, q, q_scale, ds, M, H=H, SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES,
-        ROWS=BACKWARD_ROWS, TILE=TILE, num_warps=4,
+        ROWS=BACKWARD_ROWS, TILE=TILE, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return dh, dh_scale.view(E8M0), q, q_scale.view(E8M0), ds

@@ -9,8 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8moe.kernels.quantize import abs_bits, scale_of_amax, store_words, transposed_words
+from titan_fp8moe.kernels.quantize import (
+    abs_bits,
+    join_four,
+    load_four,
+    scale_of_amax,
+    store_words,
+    transposed_words,
+)
 from titan_fp8moe.recipe import E8M0, TILE
+
+WARPS = 4  # per 128x128 block; from tools/sweep_kernels.py on an H200
 
 
 @triton.jit
@@ -42,12 +51,12 @@ def _row_gauge_kernel(
 
 @triton.jit
 def _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE: tl.constexpr):
-    """Block (m_block, g) of a row-major (M, D): e4m3 values (32, 4, 128), row 4 * r + j at [r, j] for transposed_words;
-    their scale bytes (32, 4); and the rows."""
-    row = m_block * TILE + 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
+    """Block (m_block, g) of a row-major (M, D) for transposed_words: e4m3 values (32, 128, 2, 2), their scale bytes
+    (32, 2, 2), and rows 0, 4, 8, ... of the block (32,)."""
+    row = m_block * TILE + 4 * tl.arange(0, TILE // 4)
     column = g * TILE + tl.arange(0, TILE)
-    values = tl.load(q + row.to(tl.int64)[:, :, None] * D + column[None, None, :])
-    return values, tl.load(scale + row * stride_m + g * stride_g).to(tl.int32), row
+    values = join_four(load_four(q + row.to(tl.int64)[:, None] * D + column[None, :], D))
+    return values, join_four(load_four(scale + row * stride_m + g * stride_g, stride_m)).to(tl.int32), row
 
 
 @triton.jit
@@ -56,12 +65,12 @@ def _shift_block(q, scale, stride_m, stride_g, gauge, SIGN: tl.constexpr, qT, sc
     """One 128x128 block brought to one scale, the largest of its rows; row exponents move by SIGN * gauge first."""
     values, byte, row = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
     if gauge is not None:
-        byte += SIGN * tl.load(gauge + row)
+        byte += SIGN * join_four(load_four(gauge + row, 1))
     block_byte = tl.maximum(tl.max(byte), 1)
     # fp16 is enough: it holds e4m3 times 2**shift exactly down to 2**-24, and what lies below e4m3's rounding point to
     # zero, 2**-10, stays there. 2**-20 sends all values to zero.
     factor = ((tl.maximum(byte - block_byte, -20) + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
-    words = transposed_words(values.to(tl.float16) * factor[:, :, None])
+    words = transposed_words(values.to(tl.float16) * factor[:, None, :, :])
     d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
     store_words(qT, words, d[:, None], M, m_block, TILE)
     tl.store(scaleT + g * (M // TILE) + m_block, block_byte.to(tl.uint8))
@@ -90,10 +99,10 @@ def _shift_pair_kernel(
 def _requantize_block(q, scale, stride_m, stride_g, qT, scaleT, m_block, g, M, D, TILE: tl.constexpr):
     """One 128x128 block with a new scale, from a new amax, for each of its columns; scaleT: (D, M // 128)."""
     values, byte, _ = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
-    values = values.to(tl.float32) * (byte << 23).to(tl.float32, bitcast=True)[:, :, None]
-    byte, factor = scale_of_amax(tl.max(tl.max(abs_bits(values), axis=1), axis=0))
+    values = values.to(tl.float32) * (byte << 23).to(tl.float32, bitcast=True)[:, None, :, :]
+    byte, factor = scale_of_amax(tl.max(tl.max(tl.max(abs_bits(values), axis=3), axis=2), axis=0))
     d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
-    store_words(qT, transposed_words(values * factor[None, None, :]), d[:, None], M, m_block, TILE)
+    store_words(qT, transposed_words(values * factor[None, :, None, None]), d[:, None], M, m_block, TILE)
     tl.store(scaleT + d * (M // TILE) + m_block, byte.to(tl.uint8))
 
 
@@ -139,7 +148,7 @@ def transpose_pair(
     results = (xT, xT_scale, dyT, dyT_scale, M, D, N)
     grid = (M // TILE, (D + N) // TILE)
     if mode == "requantize":
-        _requantize_pair_kernel[grid](*sources, last_offset, *results, TILE=TILE, num_warps=4)
+        _requantize_pair_kernel[grid](*sources, last_offset, *results, TILE=TILE, num_warps=WARPS)
     else:
         gauge = None
         if mode == "balanced":
@@ -149,5 +158,5 @@ def transpose_pair(
                 X_TILES=D // TILE, X_PAD=triton.next_power_of_2(D // TILE),
                 DY_TILES=N // TILE, DY_PAD=triton.next_power_of_2(N // TILE), TILE=TILE, num_warps=4,
             )  # fmt: skip
-        _shift_pair_kernel[grid](*sources, gauge, last_offset, *results, TILE=TILE, num_warps=4)
+        _shift_pair_kernel[grid](*sources, gauge, last_offset, *results, TILE=TILE, num_warps=WARPS)
     return xT, xT_scale.view(E8M0), dyT, dyT_scale.view(E8M0)

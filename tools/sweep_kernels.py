@@ -1,0 +1,53 @@
+"""Times the data-movement kernels under other configurations than the constants they ship with.
+
+    python -m tools.sweep_kernels [--only permute]
+
+Each constant is varied alone, at the large shapes, balanced routing. The kernels themselves never tune: take what wins
+here over to the constant.
+"""
+
+import argparse
+
+from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
+from tools.benchmark_kernels import LAYERS, cases, device_copy, gb_per_s
+
+SWEEP = {
+    "quantize": [(quantize, "TILES", (16, 32, 64)), (quantize, "WARPS", (2, 4, 8))],
+    "weight_quantize": [(quantize, "WEIGHT_WARPS", (4, 8))],
+    "transpose_balanced": [(transpose, "WARPS", (4, 8))],
+    "swiglu": [(swiglu, "ROWS", (16, 32, 64)), (swiglu, "WARPS", (2, 4, 8))],
+    "swiglu_backward": [
+        (swiglu, "BACKWARD_ROWS", (8, 16, 32)),
+        (swiglu, "BACKWARD_STAGES", (1, 2, 3, 4)),
+        (swiglu, "BACKWARD_WARPS", (2, 4, 8)),
+    ],
+    "permute": [
+        (permute, "ROWS", (16, 32, 64)),
+        (permute, "COLUMNS", (512, 1024, 2048)),
+        (permute, "WARPS", (4, 8)),
+    ],
+    "unpermute": [(permute, "SUM_COLUMNS", (512, 1024, 2048)), (permute, "SUM_WARPS", (2, 4, 8))],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="sweep the kernels whose name contains this")
+    args = parser.parse_args()
+    copy = device_copy()
+    for layer in LAYERS[:4]:
+        for routing, case in cases(layer):
+            if args.only not in case.name or routing == "skewed":
+                continue
+            for module, constant, values in SWEEP[case.name]:
+                shipped = getattr(module, constant)
+                shares = []
+                for value in values:
+                    setattr(module, constant, value)
+                    shares.append(f"{value}{'*' * (value == shipped)}: {gb_per_s(case.bytes, case.run) / copy:.1%}")
+                setattr(module, constant, shipped)
+                print(f"{layer.name} E{layer.E} {case.name:20}{constant:18}{'  '.join(shares)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
