@@ -27,9 +27,10 @@ def environment() -> dict:
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """Adds ``records``, with the environment, to the list in ``path``, replacing those of the same name and shape."""
+    """Adds ``records``, with the environment where they do not say it themselves, to the list in ``path``, replacing
+    those of the same name and shape."""
     env = environment()
-    new = {(record["name"], record["shape"]): record | env for record in records}
+    new = {(record["name"], record["shape"]): env | record for record in records}
     old = json.loads(path.read_text()) if path.exists() else []
     kept = [record for record in old if (record["name"], record["shape"]) not in new]
     path.parent.mkdir(parents=True, exist_ok=True)

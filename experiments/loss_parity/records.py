@@ -27,7 +27,8 @@ def main() -> None:
             dict(name=f"{folder.name} {key}", shape=overrides, value=flow[key], unit="of bf16's smoothed loss",
                  reference="bf16", reference_value=0.0, speedup=None)
         )  # fmt: skip
-    write_records(folder.parent / "results.json", records)
+    command = f"./experiments/loss_parity/run.sh experiments/loss_parity {folder.name}"
+    write_records(folder.parent / "results.json", [record | {"command": command} for record in records])
 
 
 if __name__ == "__main__":
