@@ -2,8 +2,10 @@
 
     python tools/benchmark_gemm.py [--quick] [--out gemm.json]
 
-Every figure is TFLOP/s from the median of ``triton.testing.do_bench``; candidates take turns, so that all of them meet
-the same clocks and temperature. Groups have 0.7 to 1.3 times the average number of rows. References:
+Every figure is TFLOP/s of the median time, in two states of the card: in bursts (``triton.testing.do_bench``, back to
+back, where power limits the clocks) and rested (single runs after 40 ms of idling). Candidates take turns in random
+order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the average number of rows.
+References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``fp8 rowwise``: ``torch._scaled_grouped_mm``, one scale per row and column, fast accumulation.
@@ -12,17 +14,19 @@ the same clocks and temperature. Groups have 0.7 to 1.3 times the average number
 
 import argparse
 import json
-import shlex
+import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from experiments.record import environment
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import grouped_mm as kernels
 from titan_fp8moe.recipe import TILE
@@ -89,57 +93,79 @@ def gemms(D: int, H: int) -> list[tuple[str, Callable, int, int]]:
     ]
 
 
-def measure(candidates: dict[str, Callable], flop: float, rounds: int, rep_ms: int) -> dict[str, float]:
-    """TFLOP/s of each candidate; one that this PyTorch refuses is reported and left out."""
-    times: dict[str, list[float]] = {}
+def shuffled(names: list[str]) -> list[str]:
+    return random.sample(names, len(names))
+
+
+def rested_time(run: Callable) -> float:
+    """Milliseconds of one run on a card that has idled."""
+    torch.cuda.synchronize()
+    time.sleep(0.04)
+    torch.cuda._sleep(1_000_000)  # covers the time the host takes to launch
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(candidates: dict[str, Callable], flop: int, rounds: int, rep_ms: int) -> dict[str, dict[str, float]]:
+    """TFLOP/s of each candidate by state; without those that this PyTorch refuses to run, which are named on stderr."""
+    names = []
     for name, run in candidates.items():
         try:
             run()
-            times[name] = []
+            names.append(name)
         except RuntimeError as error:
             print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr)
+    bursts, rested = {name: [] for name in names}, {name: [] for name in names}
     for _ in range(rounds):
-        for name in times:
-            times[name].append(triton.testing.do_bench(candidates[name], rep=rep_ms, return_mode="median"))
-    return {name: flop / statistics.median(ms) * 1e-9 for name, ms in times.items()}
+        for name in shuffled(names):
+            bursts[name].append(triton.testing.do_bench(candidates[name], rep=rep_ms, return_mode="median"))
+    for _ in range(5):
+        for name in shuffled(names):
+            rested[name].append(rested_time(candidates[name]))
+    return {
+        state: {name: flop / statistics.median(ms) * 1e-9 for name, ms in times.items()}
+        for state, times in (("bursts", bursts), ("rested", rested))
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round instead of five")
+    parser.add_argument("--quick", action="store_true", help="one short round of bursts instead of five")
     parser.add_argument("--out", type=Path, help="write the records here as JSON")
     args = parser.parse_args()
     rounds, rep_ms = (1, 30) if args.quick else (5, 60)
-    setting = {
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python " + shlex.join(sys.argv),
-    }
+    setting = environment()
     print(setting["hardware"], setting["versions"])
-    print(f"{'TFLOP/s':30}{'N':>6}{'K':>6}{'ours':>8}" + "".join(f"{name:>13}" for name in REFERENCES))
+    columns = "".join(f"{name:>13}" for name in ("ours", *REFERENCES))
+    print(f"{'TFLOP/s, bursts / rested':30}{'N':>6}{'K':>6}{columns}")
     records = []
     torch.manual_seed(0)
     for layer, M, E, D, H in LAYERS:
         offsets_E = group_ends(M, E)
         for gemm, candidates, N, K in gemms(D, H):
-            speed = measure(candidates(M, N, K, offsets_E), 2 * M * N * K, rounds, rep_ms)
-            columns = "".join(f"{speed.get(name, float('nan')):13.0f}" for name in REFERENCES)
-            print(f"{layer + ', ' + gemm:30}{N:6}{K:6}{speed['ours']:8.0f}{columns}", flush=True)
-            for name in REFERENCES:
-                if name in speed:
-                    records.append(
-                        {
-                            "name": "grouped_mm_wgrad" if candidates is wgrad_candidates else "grouped_mm",
-                            "shape": {"layer": layer, "gemm": gemm, "M": M, "E": E, "N": N, "K": K},
-                            "value": round(speed["ours"], 1),
-                            "unit": "TFLOP/s",
-                            "reference": name,
-                            "reference_value": round(speed[name], 1),
-                            "speedup": round(speed["ours"] / speed[name], 3),
-                            **setting,
-                        }
-                    )
+            speeds = measure(candidates(M, N, K, offsets_E), 2 * M * N * K, rounds, rep_ms)
+            cells = [[s.get(name, float("nan")) for s in speeds.values()] for name in ("ours", *REFERENCES)]
+            columns = "".join(f"{f'{burst:.0f} / {rest:.0f}':>13}" for burst, rest in cells)
+            print(f"{layer + ', ' + gemm:30}{N:6}{K:6}{columns}", flush=True)
+            for state, speed in speeds.items():
+                for name in REFERENCES:
+                    if name in speed:
+                        records.append(
+                            {
+                                "name": "grouped_mm_wgrad" if candidates is wgrad_candidates else "grouped_mm",
+                                "shape": f"{layer}, {gemm}, M {M}, E {E}, N {N}, K {K}, {state}",
+                                "value": round(speed["ours"], 1),
+                                "unit": "TFLOP/s",
+                                "reference": name,
+                                "reference_value": round(speed[name], 1),
+                                "speedup": round(speed["ours"] / speed[name], 3),
+                                **setting,
+                            }
+                        )
     if args.out:
         args.out.write_text(json.dumps(records, indent=1) + "\n")
 
