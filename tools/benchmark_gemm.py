@@ -4,8 +4,8 @@
 
 Every figure is TFLOP/s of the median time, in two states of the card: in bursts (``triton.testing.do_bench``, back to
 back, where power limits the clocks) and rested (single runs after 40 ms of idling). Candidates take turns in random
-order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the average number of rows.
-References:
+order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the average number of
+rows. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``fp8 rowwise``: ``torch._scaled_grouped_mm``, one scale per row and column, fast accumulation.
