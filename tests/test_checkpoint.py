@@ -24,36 +24,11 @@ from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3Sta
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.distributed.checkpoint_worker import COMMON, FOUR_RANKS, ONE_RANK, TWO_RANKS
-from tests.distributed.conftest import ROOT, case_dir, run_workers  # noqa: F401  case_dir is a fixture
+from tests.distributed.conftest import ROOT, WorkerResults, case_dir  # noqa: F401  case_dir is a fixture
 
 State = dict[str, torch.Tensor]
 # Relative difference of losses between bf16 and FP8. With weights that were not loaded it is 5% and more.
 TOLERANCE = 0.005
-
-
-class Results:
-    """Results of runs by name; all runs of a world size are computed at once, after the ones they load from."""
-
-    def __init__(self, out: Path):
-        self.out, self.logs = out, {}
-
-    def get(self, run: str) -> dict:
-        groups = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
-        num_ranks = next(n for n, group in groups.items() if run in group)
-        for n in groups:
-            if n <= num_ranks and n not in self.logs:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setenv("CUDA_VISIBLE_DEVICES", "")  # on CPUs everywhere
-                    done = run_workers("checkpoint_worker.py", n, str(self.out), *groups[n], timeout=300)
-                self.logs[n] = done.stdout[-4000:] + done.stderr[-4000:]
-        path = self.out / f"{run}.pt"
-        assert path.exists(), f"no result for {run}; the workers' last words:\n{self.logs[num_ranks]}"
-        result = torch.load(path)
-        assert "error" not in result, result["error"]
-        return result
-
-    def checkpoint(self, run: str, step: int) -> Path:
-        return self.out / run / f"checkpoint/step-{step}"
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +110,13 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def results(out: Path, seed_checkpoint: Path, quantized_model: State) -> Results:
-    return Results(out)
+def results(out: Path, seed_checkpoint: Path, quantized_model: State) -> WorkerResults:
+    groups = {1: [*ONE_RANK], 2: [*TWO_RANKS], 4: [*FOUR_RANKS]}
+    return WorkerResults(out, "checkpoint_worker.py", groups, cpu_only=True)
+
+
+def checkpoint(out: Path, run: str, step: int) -> Path:
+    return out / run / f"checkpoint/step-{step}"
 
 
 def assert_same_state(state: State, expected: State) -> None:
@@ -163,12 +143,12 @@ def read_dcp(path: Path, tmp_path: Path) -> State:
     return {k: v for k, v in (whole | optimizer).items() if torch.is_tensor(v)}
 
 
-def test_loss_falls_so_that_a_lost_checkpoint_shows(results: Results):
+def test_loss_falls_so_that_a_lost_checkpoint_shows(results: WorkerResults):
     losses = results.get("bf16")["losses"]
     assert losses[5] < losses[1] * (1 - 10 * TOLERANCE), losses
 
 
-def test_bf16_to_fp8_and_back(results: Results):
+def test_bf16_to_fp8_and_back(results: WorkerResults):
     """bf16 for 4 steps, FP8 for 4, bf16 for 4: everything is carried over, and the loss has no step."""
     uninterrupted, fp8, back = (results.get(run) for run in ("bf16", "fp8_from_bf16", "bf16_from_fp8"))
     assert_continues(fp8["losses"], uninterrupted["losses"], range(5, 9), TOLERANCE)
@@ -177,35 +157,35 @@ def test_bf16_to_fp8_and_back(results: Results):
     assert_same_state(back["loaded"], fp8["saved"])
 
     keys = [
-        FileSystemReader(results.checkpoint(run, 8)).read_metadata().state_dict_metadata.keys()
+        FileSystemReader(checkpoint(results.out, run, 8)).read_metadata().state_dict_metadata.keys()
         for run in ("bf16", "fp8_from_bf16")
     ]
     assert keys[0] == keys[1]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("bf16_to_hf", "fp8_from_hf"), ("fp8_to_hf", "bf16_from_hf")])
-def test_through_hugging_face_format(results: Results, saved: str, loaded: str):
+def test_through_hugging_face_format(results: WorkerResults, saved: str, loaded: str):
     """Saved after step 8. Only the model is: the next run counts from step 1, which has the batch of step 9."""
     uninterrupted, saved, loaded = (results.get(run) for run in ("bf16", saved, loaded))
     assert_same_state(loaded["loaded"], model_only(saved["saved"]))
     assert loaded["losses"][1] == pytest.approx(uninterrupted["losses"][9], rel=TOLERANCE)
 
 
-def test_hugging_face_format_to_expert_parallel(results: Results):
+def test_hugging_face_format_to_expert_parallel(results: WorkerResults):
     saved, loaded = results.get("bf16_to_hf"), results.get("ep2_from_hf")
     assert_same_state(loaded["loaded"], model_only(saved["saved"]))
     assert loaded["losses"][1] == pytest.approx(results.get("bf16")["losses"][9], rel=TOLERANCE)
 
 
-def test_expert_parallel_to_hugging_face_format(results: Results):
+def test_expert_parallel_to_hugging_face_format(results: WorkerResults):
     saved = results.get("ep2")["saved"]
-    (file,) = results.checkpoint("ep2", 8).glob("*.safetensors")
+    (file,) = checkpoint(results.out, "ep2", 8).glob("*.safetensors")
     adapter = DeepSeekV3StateDictAdapter(deepseekv3_args["tiny"], None)
     assert_same_state(adapter.from_hf(load_file(file)), model_only(saved))
 
 
 @pytest.mark.parametrize("run", ["quantized", "ep2_quantized", "fsdp2_quantized"])
-def test_deepseek_fp8_checkpoint(results: Results, quantized_model: State, run: str):
+def test_deepseek_fp8_checkpoint(results: WorkerResults, quantized_model: State, run: str):
     """initial_load_in_hf_quantized: parameters are the dequantized values, on any layout."""
     result = results.get(run)
     expected = DeepSeekV3StateDictAdapter(deepseekv3_args["tiny"], None).from_hf(quantized_model)
@@ -216,17 +196,17 @@ def test_deepseek_fp8_checkpoint(results: Results, quantized_model: State, run: 
     assert math.isfinite(result["losses"][1])
 
 
-def test_ep2_to_ep4(results: Results, tmp_path: Path):
+def test_ep2_to_ep4(results: WorkerResults, tmp_path: Path):
     """Twice as many ranks continue: same parameters and optimizer state, bit for bit, and the same losses."""
     ep2, ep4 = results.get("ep2"), results.get("ep4_from_ep2")
-    saved = read_dcp(results.checkpoint("ep2", 4), tmp_path)
+    saved = read_dcp(checkpoint(results.out, "ep2", 4), tmp_path)
     assert any(name.startswith("optimizer.") and "experts.w1" in name for name in saved)
     assert_same_state(ep4["loaded"], saved)
     # The same numbers but for the order of sums.
     assert_continues(ep4["losses"], ep2["losses"], range(5, 9), 1e-3)
 
 
-def test_seed_checkpoint(results: Results, seed_checkpoint: Path, tmp_path: Path):
+def test_seed_checkpoint(results: WorkerResults, seed_checkpoint: Path, tmp_path: Path):
     """Made with the converter, it is the model that a bf16 run with the same seed starts with; EP2 loads it."""
     seed = model_only(read_dcp(seed_checkpoint, tmp_path))
     assert_same_state(seed, results.get("bf16")["loaded"])

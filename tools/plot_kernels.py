@@ -24,7 +24,7 @@ PEERS = {"torchao": "^", "torchtitan": "s", "compiled PyTorch": "o"}
 
 def main() -> None:
     path = Path(sys.argv[1])
-    records = json.loads(path.read_text())
+    records = [r for r in json.loads(path.read_text()) if r["name"] in GOALS]
 
     def shape(record: dict) -> tuple[str, int, int]:
         return tuple(record["shape"][key] for key in ("layer", "rows", "E"))

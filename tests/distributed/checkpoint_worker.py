@@ -7,9 +7,6 @@ loss of each step and the full state before the first and after the last one; or
 """
 
 import itertools
-import os
-import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -18,7 +15,7 @@ import torchtitan.train
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import BASE, GLOBAL_BATCH
-from tests.distributed.worker import RecordingTrainer
+from tests.distributed.worker import RecordingTrainer, run_all
 
 NUM_BATCHES = 4
 
@@ -127,21 +124,10 @@ def run(name: str, out: Path) -> dict:
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")  # one for all runs: torchtitan uses what exists
     # The trainer ends with a pause in which the other ranks may finish.
     torchtitan.train.time.sleep = lambda seconds: None
-    for name in sys.argv[2:]:
-        try:
-            result = run(name, out)
-        except BaseException:
-            # Any rank's error is the run's; the launcher ends the others, which may wait for this one.
-            torch.save({"error": traceback.format_exc()}, out / f"{name}.pt")
-            os._exit(1)
-        if dist.get_rank() == 0:
-            torch.save(result, out / f"{name}.pt")
-    dist.destroy_process_group()
+    run_all(run)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def run_workers(script: str, num_ranks: int, *args: str, timeout: int = 900) -> subprocess.CompletedProcess:
+def run_workers(
+    script: str, num_ranks: int, *args: str, timeout: int = 900, cpu_only: bool = False
+) -> subprocess.CompletedProcess:
     """Runs tests/distributed/<script> on ``num_ranks`` processes: gloo on CPU, NCCL where there are enough GPUs."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    if torch.cuda.device_count() < num_ranks:
+    if cpu_only or torch.cuda.device_count() < num_ranks:
         env["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     return subprocess.run(
@@ -25,6 +27,32 @@ def run_workers(script: str, num_ranks: int, *args: str, timeout: int = 900) -> 
         capture_output=True,
         text=True,
     )
+
+
+class WorkerResults:
+    """Results of a worker script's cases by name. All cases of a world size are computed at once, when the first of
+    them is asked for, and after the smaller world sizes, whose files they may start from.
+
+    Args:
+        out: where the script leaves ``<case>.pt``.
+        groups: by number of ranks, the names of the cases.
+    """
+
+    def __init__(self, out: Path, script: str, groups: dict[int, list[str]], cpu_only: bool = False):
+        self.out, self.script, self.groups, self.cpu_only = out, script, groups, cpu_only
+        self.logs = {}
+
+    def get(self, case: str) -> dict:
+        num_ranks = next(n for n, names in self.groups.items() if case in names)
+        for n, names in self.groups.items():
+            if n <= num_ranks and n not in self.logs:
+                done = run_workers(self.script, n, str(self.out), *names, cpu_only=self.cpu_only)
+                self.logs[n] = done.stdout[-4000:] + done.stderr[-4000:]
+        path = self.out / f"{case}.pt"
+        assert path.exists(), f"no result for {case}; the workers' last words:\n{self.logs[num_ranks]}"
+        result = torch.load(path)
+        assert "error" not in result, result["error"]
+        return result
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.distributed import cases
-from tests.distributed.conftest import run_workers
+from tests.distributed.conftest import WorkerResults
+from tests.reference import relative_error
 
 # Tensor parallelism sums partial products in another order, so more values cross a boundary; in the weight gradients
 # the 128-token blocks differ as well. Measured: at most 5e-3.
@@ -18,34 +19,10 @@ TOLERANCE = 1e-2
 TOLERANCE_FLOAT8_LINEAR = 0.15
 
 
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-class Results:
-    """Results of cases by name, computed once per world size."""
-
-    def __init__(self, out):
-        self.out, self.logs = out, {}
-
-    def get(self, case: str) -> dict:
-        groups = {1: cases.SINGLE, 2: cases.TWO_RANKS, 4: cases.FOUR_RANKS}
-        num_ranks = next(n for n, group in groups.items() if case in group)
-        if num_ranks > 1:
-            self.get("single")  # writes the weights all cases start from
-        if num_ranks not in self.logs:
-            done = run_workers("worker.py", num_ranks, str(self.out), *groups[num_ranks])
-            self.logs[num_ranks] = done.stdout[-4000:] + done.stderr[-4000:]
-        path = self.out / f"{case}.pt"
-        assert path.exists(), f"no result for {case}; the workers' last words:\n{self.logs[num_ranks]}"
-        result = torch.load(path)
-        assert "error" not in result, result["error"]
-        return result
-
-
 @pytest.fixture(scope="session")
-def results(case_dir) -> Results:
-    return Results(case_dir)
+def results(case_dir) -> WorkerResults:
+    groups = {1: [*cases.SINGLE], 2: [*cases.TWO_RANKS], 4: [*cases.FOUR_RANKS]}
+    return WorkerResults(case_dir, "worker.py", groups)
 
 
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.cases import BASE, CASES, GLOBAL_BATCH, SEQ_LEN, STEPS
 
 VOCAB = 2048
-CASE_TIMEOUT = 60  # seconds; a hang prints every thread's stack and ends the run
+CASE_TIMEOUT = 120  # seconds; a hang prints every thread's stack and ends the run
 
 
 class RecordingTrainer(torchtitan.train.Trainer):
@@ -139,15 +140,10 @@ def run(case: str, out: Path) -> dict:
             trainer.close()
 
 
-def main() -> None:
+def run_all(run: Callable[[str, Path], dict]) -> None:
+    """Runs the cases named on the command line, ``OUT_DIR CASE...``, and leaves each result, or error, in OUT_DIR."""
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # One process group for all cases: torchtitan uses what exists.
-    dist.init_process_group(backend)
     for case in sys.argv[2:]:
         faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
         try:
@@ -159,6 +155,14 @@ def main() -> None:
         if dist.get_rank() == 0:
             torch.save(result, out / f"{case}.pt")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # One process group for all cases: torchtitan uses what exists.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    run_all(run)
 
 
 if __name__ == "__main__":
