@@ -59,6 +59,7 @@ TWO_RANKS = {
     "ep2": _parallel(4, ep=2),
     "tp2": _parallel(8, tp=2),
     "pp2": _parallel(8, pp=2, **PP),
+    "pp2_interleaved": _parallel(8, pp=2, **(PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"})),
     "ep2_full_ac": _parallel(4, ep=2, **FULL_AC),
     "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
     "ep2_accumulate": _parallel(2, ep=2),
@@ -72,6 +73,7 @@ FOUR_RANKS = {
     "tp2_ep2": _parallel(4, tp=2, ep=2),
     "tp2_ep2_etp2": _parallel(4, tp=2, ep=2, etp=2),
     "pp2_ep2": _parallel(4, pp=2, ep=2, **PP),
+    "pp2_ep2_op_ac": _parallel(4, pp=2, ep=2, **PP, **OP_AC),
     "ep2_fsdp2_full_ac": _parallel(2, ep=2, **FULL_AC),
     "ep2_fsdp2_op_ac": _parallel(2, ep=2, **OP_AC),
 }
