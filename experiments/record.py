@@ -27,11 +27,15 @@ def environment() -> dict:
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """Adds ``records``, with the environment where they do not say it themselves, to the list in ``path``, replacing
-    those of the same name and shape."""
+    """Adds ``records``, with the environment where they do not say it themselves, to the list in ``path``. They replace
+    records of the same name, shape and reference."""
+
+    def key(record: dict) -> tuple[str, str, str]:
+        return record["name"], json.dumps(record["shape"]), record["reference"]
+
     env = environment()
-    new = {(record["name"], record["shape"]): env | record for record in records}
+    new = {key(record): env | record for record in records}
     old = json.loads(path.read_text()) if path.exists() else []
-    kept = [record for record in old if (record["name"], record["shape"]) not in new]
+    kept = [record for record in old if key(record) not in new]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(kept + list(new.values()), indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Speed of the grouped GEMMs beside PyTorch's, at the shapes of DeepSeek-V3 671B and 16B on one H200.
 
-    python tools/benchmark_gemm.py [--quick] [--out gemm.json]
+    python -m tools.benchmark_gemm [--quick] [--out gemm.json]
 
 Every figure is TFLOP/s of the median time, in two states of the card: in bursts (``triton.testing.do_bench``, back to
 back, where power limits the clocks) and rested (single runs after 40 ms of idling). Candidates take turns in random
@@ -13,7 +13,6 @@ rows. References:
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -25,8 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.record import environment
+from experiments.record import environment, write_records
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import grouped_mm as kernels
 from titan_fp8moe.recipe import TILE
@@ -135,7 +133,7 @@ def measure(candidates: dict[str, Callable], flop: int, rounds: int, rep_ms: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round of bursts instead of five")
-    parser.add_argument("--out", type=Path, help="write the records here as JSON")
+    parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     args = parser.parse_args()
     rounds, rep_ms = (1, 30) if args.quick else (5, 60)
     setting = environment()
@@ -163,11 +161,10 @@ def main() -> None:
                                 "reference": name,
                                 "reference_value": round(speed[name], 1),
                                 "speedup": round(speed["ours"] / speed[name], 3),
-                                **setting,
                             }
                         )
     if args.out:
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        write_records(args.out, records)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ their own layouts and precisions; their figure is the same bytes over their time
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from torchao.prototype.blockwise_fp8_training import kernels as torchao
 from torchtitan.models.moe import utils as torchtitan
 
-from experiments.record import environment
+from experiments.record import write_records
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.ops.permute import payload_width, unpack_dispatch
@@ -248,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the kernels whose name contains this")
     parser.add_argument("--no-peers", action="store_true", help="time only this package's kernels")
-    parser.add_argument("--out", type=Path, help="write the records here as JSON")
+    parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     args = parser.parse_args()
     torch.manual_seed(0)
     copy = device_copy()
@@ -275,9 +274,7 @@ def main() -> None:
                 record |= {"microseconds": round(case.bytes / value * 1e-3, 1), "reference": name}
                 records.append(record | {"reference_value": round(speed, 1), "speedup": round(value / speed, 3)})
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        env = environment()
-        args.out.write_text(json.dumps([record | env for record in records], indent=1) + "\n")
+        write_records(args.out, records)
 
 
 if __name__ == "__main__":
