@@ -8,8 +8,8 @@ order, so that all of them meet the same clocks and temperature. Groups have 0.7
 rows. References:
 
 * ``bf16``: ``torch._grouped_mm``.
-* ``fp8 rowwise``: ``torch._scaled_grouped_mm``, one scale per row and column, fast accumulation.
-* ``fp8 dense``: ``torch._scaled_mm`` (cuBLAS), one scale per tensor, fast accumulation; one GEMM of the same size.
+* ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
+* ``cublas dense fp8``: ``torch._scaled_mm``, one scale per tensor, fast accumulation; one GEMM of the same size.
 """
 
 import argparse
@@ -36,7 +36,7 @@ LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden
     ("16B, 1 rank", 98304, 64, 2048, 1408),
     ("16B, 8 ranks", 98304, 8, 2048, 1408),
 ]
-REFERENCES = ("bf16", "fp8 rowwise", "fp8 dense")
+REFERENCES = ("bf16", "torchao rowwise", "cublas dense fp8")
 
 
 def group_ends(M: int, E: int) -> Tensor:
@@ -57,10 +57,10 @@ def forward_candidates(M: int, N: int, K: int, offsets_E: Tensor) -> dict[str, C
     return {
         "ours": lambda: kernels.grouped_mm(a, a_scale, b, b_scale, offsets_E, BF16),
         "bf16": lambda: torch._grouped_mm(x, wT, offs=offsets_E, out_dtype=BF16),
-        "fp8 rowwise": lambda: torch._scaled_grouped_mm(
+        "torchao rowwise": lambda: torch._scaled_grouped_mm(
             a, bT, ones_M, ones_EN, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
-        "fp8 dense": lambda: torch._scaled_mm(a, bT[0], one, one, out_dtype=BF16, use_fast_accum=True),
+        "cublas dense fp8": lambda: torch._scaled_mm(a, bT[0], one, one, out_dtype=BF16, use_fast_accum=True),
     }
 
 
@@ -72,10 +72,10 @@ def wgrad_candidates(M: int, N: int, K: int, offsets_E: Tensor) -> dict[str, Cal
     return {
         "ours": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, BF16),
         "bf16": lambda: torch._grouped_mm(dy.t(), x, offs=offsets_E, out_dtype=BF16),
-        "fp8 rowwise": lambda: torch._scaled_grouped_mm(
+        "torchao rowwise": lambda: torch._scaled_grouped_mm(
             a, b.t(), ones_EN, ones_EK, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
-        "fp8 dense": lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=BF16, use_fast_accum=True),
+        "cublas dense fp8": lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=BF16, use_fast_accum=True),
     }
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     rounds, rep_ms = (1, 30) if args.quick else (5, 60)
     setting = environment()
     print(setting["hardware"], setting["versions"])
-    columns = "".join(f"{name:>13}" for name in ("ours", *REFERENCES))
+    columns = "".join(f"{name:>17}" for name in ("ours", *REFERENCES))
     print(f"{'TFLOP/s, bursts / rested':30}{'N':>6}{'K':>6}{columns}")
     records = []
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def main() -> None:
         for gemm, candidates, N, K in gemms(D, H):
             speeds = measure(candidates(M, N, K, offsets_E), 2 * M * N * K, rounds, rep_ms)
             cells = [[s.get(name, float("nan")) for s in speeds.values()] for name in ("ours", *REFERENCES)]
-            columns = "".join(f"{f'{burst:.0f} / {rest:.0f}':>13}" for burst, rest in cells)
+            columns = "".join(f"{burst:>9.0f} / {rest:<5.0f}" for burst, rest in cells)
             print(f"{layer + ', ' + gemm:30}{N:6}{K:6}{columns}", flush=True)
             for state, speed in speeds.items():
                 for name in REFERENCES:
