@@ -74,7 +74,8 @@ def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int,
         timeout=180,
     )
     log = run.stdout + run.stderr
-    assert run.returncode == 0, log[-6000:]
+    # Not the exit code: gloo has been seen to abort a process that was done and on its way out.
+    assert "Training completed" in log, log[-6000:]
     return log
 
 
