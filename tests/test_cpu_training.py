@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torchtitan.components.validate import Validator
 
+from tests.distributed.conftest import ended_well
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 
 ROOT = Path(__file__).parent.parent
@@ -74,8 +75,7 @@ def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int,
         timeout=180,
     )
     log = run.stdout + run.stderr
-    # Not the exit code: gloo has been seen to abort a process that was done and on its way out.
-    assert "Training completed" in log, log[-6000:]
+    assert ended_well(run) and "Training completed" in log, log[-6000:]
     return log
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.distributed.conftest import run_workers
+from tests.distributed.conftest import ended_well, run_workers
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_rows_equal_one_process(num_ranks):
     done = run_workers("rows_worker.py", num_ranks, timeout=300)
-    # 8 cases x 2 settings x (3 row results + 3 weight gradients), and none failed. What counts is what the workers say:
-    # gloo has been seen to abort a process that was done and on its way out.
     log = done.stdout[-3000:] + done.stderr[-3000:]
+    assert ended_well(done), log
+    # 8 cases x 2 settings x (3 row results + 3 weight gradients), and none failed.
     assert done.stdout.count("ok ") == 96 and "FAILED" not in done.stdout, log
