@@ -1,4 +1,4 @@
-"""Compiles Triton and Gluon kernels for sm_90 on a machine without a GPU and reads what ptxas says about them.
+"""Compiles Triton and Gluon kernels without a GPU, for sm_90 or another, and reads what ptxas says about them.
 
 Two layers: :func:`compile_kernel` takes a kernel with its signature; :func:`record_launches` runs a launch function on
 meta tensors and returns what it would have launched, so that a test compiles exactly what training runs::
@@ -21,11 +21,10 @@ from unittest.mock import patch
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, mangle_type
-
-SM90 = GPUTarget("cuda", 90, 32)
 
 
 @dataclass
@@ -46,9 +45,10 @@ def compile_kernel(
     signature: dict[str, str],
     constexprs: dict[str, Any],
     divisible_by_16: Iterable[str] = (),
+    capability: int = 90,
     **options: Any,
 ) -> Compiled:
-    """Compiles ``kernel`` for sm_90.
+    """Compiles ``kernel`` for sm_90 or another ``capability``.
 
     Args:
         signature: type of every argument, such as ``*fp8e4nv``, ``i32``, ``tensordesc<...>``, ``constexpr``.
@@ -60,8 +60,8 @@ def compile_kernel(
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16}
     source_class = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_class(kernel, signature, constexprs, attrs)
-    compiled = triton.compile(source, target=SM90, options=options)
-    log = _ptxas(compiled.asm["ptx"])
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    log = _ptxas(compiled.asm["ptx"], capability)
 
     def number(pattern: str) -> int:
         return sum(int(n) for n in re.findall(pattern, log))
@@ -77,12 +77,12 @@ def compile_kernel(
     )
 
 
-def _ptxas(ptx: str) -> str:
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+def _ptxas(ptx: str, capability: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [ptxas, "-v", "--gpu-name", "sm_90a", path, "-o", path.with_suffix(".cubin")]
+        target = ["--gpu-name", sm_arch_from_capability(capability)]
+        command = [get_ptxas(capability).path, "-v", *target, path, "-o", path.with_suffix(".cubin")]
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
@@ -95,7 +95,8 @@ class Launch:
     arguments: dict[str, Any]
     options: dict[str, Any]
 
-    def compile(self) -> Compiled:
+    def specialization(self) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+        """Signature, constants and arguments divisible by 16: launches that differ in them are compiled separately."""
         signature, constexprs, divisible = {}, {}, []
         for param in self.kernel.params:
             value = self.arguments.get(param.name, param.default if param.has_default else None)
@@ -110,7 +111,10 @@ class Launch:
                     divisible.append(param.name)
             elif type(value) is int and specialize and value % 16 == 0:
                 divisible.append(param.name)
-        return compile_kernel(self.kernel, signature, constexprs, divisible, **self.options)
+        return signature, constexprs, divisible
+
+    def compile(self, capability: int = 90) -> Compiled:
+        return compile_kernel(self.kernel, *self.specialization(), capability, **self.options)
 
 
 def record_launches(function: Callable, *args: Any) -> list[Launch]:

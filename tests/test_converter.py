@@ -22,6 +22,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.reference import relative_error
+from titan_fp8moe import experts
 from titan_fp8moe.ops import backend
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -152,6 +153,8 @@ WRONG_VALUES = [
     ("recompute", '"all"', "'none', 'activation', 'experts'"),
     ("filter_fqns", '"layers.1."', "a list of non-empty strings"),
     ("emulate", '"yes"', "true or false"),
+    ("statistics_every", "-1", "a number of steps, or 0 for never"),
+    ("statistics_every", "2.5", "a number of steps, or 0 for never"),
 ]
 
 
@@ -219,6 +222,11 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         pytest.param(
             [PP2, "--parallelism.pipeline_parallel_schedule_csv=schedule.csv"], "come from a CSV", id="csv-schedule"
         ),
+        pytest.param(
+            ["--fp8_flow_moe.statistics_every=10"],
+            r"nothing would log them; set metrics\.enable_tensorboard or metrics\.enable_wandb",
+            id="statistics-without-logger",
+        ),
     ],
 )
 def test_settings_that_cannot_go_together(overrides: list[str], message: str):
@@ -232,6 +240,7 @@ def test_settings_that_cannot_go_together(overrides: list[str], message: str):
     [
         pytest.param([f"{SCHEDULE}=ZBVZeroBubble"], id="schedule-without-pp"),
         pytest.param([PP2, f"{SCHEDULE}=Interleaved1F1B"], id="interleaved"),
+        pytest.param(["--fp8_flow_moe.statistics_every=10", "--metrics.enable_wandb"], id="statistics"),
     ],
 )
 def test_settings_that_can(overrides: list[str]):
@@ -345,3 +354,64 @@ def test_other_models_train_as_in_fp32(
     experts = {name: error for name, error in errors.items() if ".experts.w" in name}
     assert experts and max(experts.values()) < 0.15, experts
     assert min(experts.values()) > 0.01, "the experts were not quantized"
+
+
+def _optimizer_step(converters, model, changed, optimizer):
+    optimizer.step()
+    converters.post_optimizer_hook([model])
+
+
+def _checkpoint_load(converters, model, changed, optimizer):
+    model.load_state_dict(changed)
+
+
+def _copy_after_a_step(converters, model, changed, optimizer):
+    optimizer.step()
+    converters.post_optimizer_hook(model)
+    for name, p in model.named_parameters():
+        p.data.copy_(changed[name])
+
+
+def _copy_within_a_step(converters, model, changed, optimizer):
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(changed[name])
+
+
+@pytest.mark.parametrize(
+    "change, versions",
+    [
+        (_optimizer_step, False),
+        (_checkpoint_load, False),
+        (_copy_after_a_step, False),
+        (_copy_within_a_step, True),
+    ],
+)
+def test_cached_weights_are_never_stale(monkeypatch, change, versions):
+    """Two microbatches with weights quantized once, a change as trainers make it, and all is as without the cache; also
+    where parameters have no ``versions``, as under FSDP."""
+    if not versions:
+        monkeypatch.setattr(experts, "_versions", lambda weights: [0, 0, 0])
+    tokens = torch.randint(0, 100, (2, 32))
+    results = []
+    for flags in (["--fp8_flow_moe.cache_weights"], []):
+        config = make_config(*flags)
+        torch.manual_seed(0)
+        model = make_model(config, "cpu")
+        with torch.no_grad():
+            model.init_weights()
+        converters = build_model_converters(config, make_dims())
+        converters.convert(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+        for _ in range(2):
+            model(tokens).logsumexp(-1).mean().backward()
+        changed = {name: t + 0.05 if ".w" in name else t.clone() for name, t in model.state_dict().items()}
+        before = [p.detach().clone() for p in model.parameters()]
+        change(converters, model, changed, optimizer)
+        assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        optimizer.zero_grad()
+        out = model(tokens)
+        out.logsumexp(-1).mean().backward()
+        results.append([out.detach(), *[p.grad for p in model.parameters()]])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -1,6 +1,8 @@
-"""The grouped GEMMs compile for sm_90 to asynchronous tensor core instructions, without spills, for both models."""
+"""The grouped GEMMs compile for sm_90 to asynchronous tensor core instructions, without spills, for both models; those
+in plain Triton also for other GPUs, with whatever registers they need."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -61,3 +63,26 @@ def test_wgrad(model, kernels, per_column, dtype):
         a_scale, b_scale = (meta(n if per_column else n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
         offsets_E = meta(E, dtype=torch.int32)
         check(f"{model} {name} {dtype}", kernels.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets_E, dtype)
+
+
+@pytest.mark.parametrize(
+    "capability, shared_memory, instruction",
+    [
+        (89, 99 * 1024, r"mma\.sync\.\S*\.e4m3\.e4m3\."),
+        (100, SHARED_MEMORY, r"tcgen05\.mma\.\S*kind::f8f6f4"),
+    ],
+)
+def test_plain_on_other_gpus(capability, shared_memory, instruction):
+    M, E, D, H = MODELS["16B"]
+    N, K, offsets_E = 2 * H, D, meta(E, dtype=torch.int32)
+    a, b, column_major = meta(M, K, dtype=FP8), meta(E, N, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
+    forward = a, column_major, b, meta(E, N // TILE, K // TILE, dtype=E8M0), offsets_E, torch.bfloat16
+    launches = record_launches(grouped_mm_plain.grouped_mm, *forward)
+    for per_column in (False, True):
+        a_scale, b_scale = (meta(n if per_column else n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
+        wgrad = meta(N, M, dtype=FP8), a_scale, meta(K, M, dtype=FP8), b_scale, offsets_E, torch.float32
+        launches += record_launches(grouped_mm_plain.grouped_mm_wgrad, *wgrad)
+    for launch in launches:
+        kernel = launch.compile(capability)
+        assert kernel.shared <= shared_memory, kernel
+        assert re.search(instruction, kernel.asm["ptx"]), f"{kernel}: products are not on the fp8 tensor cores"

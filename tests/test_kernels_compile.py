@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
-from titan_fp8moe.ops.permute import payload_width
+from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -17,7 +17,18 @@ from tests.offline_compile import record_launches
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 MODELS = {"16B": (98304, 2048, 1408, 64), "671B": (32768, 7168, 2048, 8)}  # M, D, H, E
-TOP_K, T = 8, 12288
+TOP_K = 8
+# They compute indices.
+NO_ROWS = (
+    "_runs_kernel",
+    "_layout_kernel",
+    "_row_gauge_kernel",
+    "_positions_kernel",
+    "_count_copies_kernel",
+    "_copies_kernel",
+    "_arrivals_kernel",
+    "_slot_gradients_kernel",
+)
 
 
 def meta(*shape, dtype):
@@ -29,12 +40,13 @@ def rows(M, D):
     return meta(M, D, dtype=FP8), meta(D // TILE, M, dtype=E8M0).t()
 
 
-def calls(M, D, H, E):
-    """(name, launch function, arguments) of every kernel variant training launches."""
+def calls(M, D, H, E, T=12288):
+    """(name, launch function, arguments) of every kernel variant training launches, for M rows and T tokens."""
     offsets_E, score_M, index_M = meta(E, dtype=INT32), meta(M, dtype=FP32), meta(M, dtype=INT32)
     h, d = meta(M, 2 * H, dtype=BF16), meta(M, H, dtype=BF16)
     y, payload = meta(M, D, dtype=BF16), meta(M, 2 * D + 16, dtype=torch.uint8)
     q, scale = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0)
+    map_TK, slot_S = meta(T, TOP_K, dtype=INT32), meta(T * TOP_K, dtype=torch.int64)
     for dtype in (BF16, FP32):
         yield f"quantize_rows {dtype}", quantize.quantize_rows, (meta(T, D, dtype=dtype),)
         pair, w2 = [meta(E, H, D, dtype=dtype)] * 2, [meta(E, D, H, dtype=dtype)]
@@ -50,20 +62,27 @@ def calls(M, D, H, E):
         for kept in ((h, None), rows(M, 2 * H)):
             args = (d, *kept, score_M, offsets_E, first)
             yield f"swiglu backward {first} {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
-    for sources in (1, 32):
-        counts = meta(sources, E, dtype=INT32)
-        for slots in (None, index_M):
-            args = (counts, score_M, slots, M, TOP_K, M + TILE * E)
-            yield f"expert_layout {sources} {slots is None}", permute.expert_layout, args
-    yield "permute", permute.permute_rows, (q, scale, index_M, offsets_E)
+    for sources, experts in ((1, E), (32, E), (256, 1)):
+        counts = meta(sources, experts, dtype=torch.int64)
+        yield f"expert_layout {sources}", permute.expert_layout, (counts, score_M, slot_S, T, TOP_K, M + TILE * experts)
+        yield f"dispatch_layout {sources}", permute.dispatch_layout, (slot_S, counts, T, TOP_K)
+        received, (_, _, position, score) = meta(sources, 2 + experts, dtype=INT32), unpack_dispatch(payload, D, TOP_K)
+        args = (received, position, score, M - T % 100, M + TILE * experts)
+        yield f"arrival_layout {sources}", permute.arrival_layout, args
+    yield "permute", permute.permute_rows, (q, scale, map_TK, index_M, offsets_E)
+    yield "permute payload", permute.permute_rows, (*unpack_dispatch(payload, D, TOP_K)[:2], map_TK, index_M, offsets_E)
     for dtype in (BF16, FP32):
-        yield f"unpermute {dtype}", permute.unpermute_sum, (y, meta(T, TOP_K, dtype=INT32), dtype)
+        yield f"unpermute {dtype}", permute.unpermute_sum, (y, map_TK, dtype)
     received = payload[:, : 2 * D].view(BF16)
-    yield "unpermute payload", permute.unpermute_sum, (received, meta(T, TOP_K, dtype=INT32), BF16)
+    yield "unpermute payload", permute.unpermute_sum, (received, map_TK, BF16)
     for score in (None, score_M):
-        args = (q, scale, score, index_M, TOP_K, payload_width(D))
+        position = None if score is None else map_TK
+        width = (D + (0 if score is None else 8 * TOP_K) + D // TILE + 15) // 16 * 16
+        args = (q, scale, index_M, map_TK, position, score, width)
         yield f"pack_dispatch {score is None}", permute.pack_dispatch, args
-        yield f"pack_combine {score is None}", permute.pack_combine, (y, score, index_M)
+        yield f"pack_combine {score is None}", permute.pack_combine, (y, score, map_TK, 2 * D + 32)
+    yield "slot_gradients", permute.slot_gradients, (meta(M, 1, dtype=FP32), map_TK, slot_S)
+    yield "slot_gradients by copy", permute.slot_gradients, (meta(T, TOP_K, dtype=FP32), map_TK, slot_S)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -78,14 +97,32 @@ def test_no_spills(model):
             assert all(n <= 65535 for n in launch.grid[1:]), (name, launch.grid)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_other_numbers_of_tokens_compile_nothing_new(model):
+    """Tokens on a rank, copies and rows that arrive change from step to step."""
+    _, D, H, E = MODELS[model]
+
+    def specializations(M, T):
+        return {
+            (name, i): (launch.kernel.__name__, launch.options, launch.specialization())
+            for name, function, args in calls(M, D, H, E, T)
+            for i, launch in enumerate(record_launches(function, *args))
+        }
+
+    want = specializations(32768, 12288)
+    for M, T in ((128, 1), (128 * 37, 77), (128 * 1000, 16384)):
+        got = specializations(M, T)
+        assert not {key: (got[key], want[key]) for key in want if got[key] != want[key]}, (M, T)
+
+
 def test_vector_access():
     """Rows move in 16-byte pieces: divisibility is not lost on the way from a launch to the kernel."""
     M, D, H, E = MODELS["16B"]
     for name, function, args in calls(M, D, H, E):
         for launch in record_launches(function, *args):
             kernel = launch.compile()
-            if kernel.name in ("_runs_kernel", "_layout_kernel", "_row_gauge_kernel"):
-                continue  # no rows
+            if kernel.name in NO_ROWS:
+                continue
             wide = r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global"  # 16 bytes, the second when pipelined
             assert re.search(wide, kernel.asm["ptx"]), (name, kernel)
             assert "ftz" not in kernel.asm["ptx"], f"{name}: subnormals would be flushed"
@@ -100,3 +137,14 @@ def test_converted_bytes_stay_in_words():
             pairs = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.\S+\s+(%rs\d+)", ptx))
             taken = set(re.findall(r"shr\.u16\s+%rs\d+, (%rs\d+), 8", ptx))
             assert not pairs & taken, name
+
+
+@pytest.mark.parametrize("capability, shared_memory", [(89, 99 * 1024), (100, 227 * 1024)])
+def test_other_gpus(capability, shared_memory):
+    """Every kernel once, with the sizes of whatever launches it first."""
+    compiled = set()
+    for name, function, args in calls(*MODELS["16B"]):
+        for launch in record_launches(function, *args):
+            if launch.kernel not in compiled:
+                compiled.add(launch.kernel)
+                assert launch.compile(capability).shared <= shared_memory, name

@@ -1,18 +1,21 @@
 """The whole layer: gradients, casts, saved bytes, and what happens to numbers at the edges."""
 
+import functools
 import itertools
 from collections import Counter
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.reference import make_route, moe_layer, relative_error
-from titan_fp8moe import ops
+from titan_fp8moe import moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
+from titan_fp8moe.experts import ExpertWeights, WeightCache
 from titan_fp8moe.moe import routed_experts
 from titan_fp8moe.recipe import row_capacity
+from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,13 +77,16 @@ def test_recompute_modes_agree():
 
 
 class CastCounter(TorchDispatchMode):
-    """Counts ops by name, and casts to fp8 outside of this package's ops."""
+    """Counts ops by name, and casts to fp8 outside of this package's ops. Looks into the op that is the forward."""
 
     def __init__(self):
         super().__init__()
         self.ops, self.stray_casts = Counter(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.titan_fp8moe.routed_experts_forward.default:
+            with self:
+                return moe._routed_experts_forward(*args)
         out = func(*args, **(kwargs or {}))
         name = func.name()
         if name.startswith("titan_fp8moe::"):
@@ -124,7 +130,29 @@ def test_two_explicit_casts(recompute):
         "transpose_pair": 2,
         "grouped_mm_wgrad": 3,
         "unpermute_sum": 1,
+        "slot_gradients": 1,
     }
+
+
+def test_checkpointing_by_op_keeps_the_experts():
+    """Of a block checkpointed by op, the recomputation takes the routed experts' results as they are."""
+    x, scores, chosen, weights = make_layer()
+    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
+
+    def block(x, route):
+        return routed_experts(x * 1.0, ExpertWeights(*weights), route, Fp8FlowMoEConfig()) * 2.0
+
+    def gradients(run):
+        out = run(x, make_route(leaves[1], chosen, E))
+        with CastCounter() as counter:
+            return torch.autograd.grad(out.square().sum(), leaves), counter.ops
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    got, got_ops = gradients(functools.partial(checkpoint, block, use_reentrant=False, context_fn=contexts))
+    want, want_ops = gradients(block)
+    assert got_ops == want_ops
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("save_h", ["bf16", "fp8"])
@@ -152,7 +180,8 @@ def test_saved_bytes(save_h, recompute):
     operand = fp8(H) if recompute == "none" else 0
     index = 4 + 4  # token and score of each row
     rows, slots = row_capacity(T * K, E), T * K
-    assert sum(saved) == rows * (fp8(D) + h + operand + index) + slots * (4 + 4) + E * 4
+    # Of each slot its number, which torchtitan gives as int64, and its row.
+    assert sum(saved) == rows * (fp8(D) + h + operand + index) + slots * (8 + 4) + E * 4
     out.sum().backward()
 
 
@@ -196,6 +225,32 @@ def test_changed_weights_are_seen():
         atol=0,
     )
     assert not torch.equal(first, routed_experts(x, ExpertWeights(*params), route, config))
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_microbatches_share_quantized_weights(recompute):
+    x, scores, chosen, weights = make_layer()
+    config, cache = Fp8FlowMoEConfig(recompute=recompute, cache_weights=True), WeightCache()
+    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
+
+    def gradients(cache):
+        route = make_route(leaves[1], chosen, E)
+        with CastCounter() as counter:
+            out = routed_experts(x, ExpertWeights(*weights), route, config, cache=cache)
+            return torch.autograd.grad(out.square().sum(), leaves), counter.ops["quantize_weight"]
+
+    want, _ = gradients(None)
+    for quantizations in (4, 0, 0):
+        got, count = gradients(cache)
+        assert count == quantizations
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+    with torch.no_grad():
+        weights[1].mul_(0.5)
+        routed_experts(x, ExpertWeights(*weights), make_route(scores, chosen, E), config, cache=cache)
+    want, _ = gradients(None)
+    got, count = gradients(cache)
+    assert count == 4 and torch.equal(got[0], want[0])
 
 
 def test_nan_token_shows_in_its_own_output_only():
@@ -313,7 +368,15 @@ def test_dims_must_be_multiples_of_128():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"wgrad": "fp8"}, {"save_h": "fp32"}, {"recompute": "all"}, {"filter_fqns": "a"}, {"emulate": "yes"}]
+    "wrong",
+    [
+        {"wgrad": "fp8"},
+        {"save_h": "fp32"},
+        {"recompute": "all"},
+        {"combine": "mean"},
+        {"filter_fqns": "a"},
+        {"emulate": "yes"},
+    ],
 )
 def test_config_rejects(wrong):
     (name,) = wrong

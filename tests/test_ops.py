@@ -23,18 +23,25 @@ def cases():
     counts_SE = torch.tensor([[15, 10], [4, 11]], dtype=INT32)
     score_R, score_M = torch.rand(T * K), torch.rand(M)
     slot_R, row_TK = torch.randperm(T * K).int(), torch.randint(-1, M, (T, K), dtype=INT32)
-    token_M = torch.randint(-1, T, (M,), dtype=INT32)
+    row_CK, token_M = torch.randint(-1, M, (T, K), dtype=INT32), torch.randint(-1, T, (M,), dtype=INT32)
+    position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(slot_R, counts_SE, T, K)
+    token_C = token_C[: int(message_N[:, 0].sum())].clone()
+    position_CK, score_CK = torch.arange(T * K, dtype=INT32).view(T, K), torch.rand(T, K)
+    received_N = torch.tensor([[12, 0, 14, 10], [8, 24, 6, 10]], dtype=INT32)
     yield "quantize_rows", (torch.randn(T, D, dtype=BF16),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield "quantize_weight", (weights, plain, transposed)
-    for slots in (slot_R, None):
-        yield "expert_layout", (counts_SE, score_R, slots, T * K, K, M)
-    yield "permute_rows", (*tokens, token_M, offsets_E)
+    yield "expert_layout", (counts_SE, score_R, slot_R, T, K, M)
+    yield "dispatch_layout", (slot_R, counts_SE, T, K)
+    yield "arrival_layout", (received_N, position_CK, score_CK, T * K, M)
+    yield "permute_rows", (*tokens, row_CK, token_M, offsets_E)
     yield "unpermute_sum", (torch.randn(M, D, dtype=BF16), row_TK, FP32)
-    for score in (score_R, None):
-        yield "pack_dispatch", (*tokens, score, slot_R, K)
+    for position_and_score in ((position_TK, score_R), (None, None)):
+        yield "pack_dispatch", (*tokens, token_C, copy_TK, *position_and_score)
     for ds in (score_M, None):
-        yield "pack_combine", (h, ds, slot_R)
+        yield "pack_combine", (h, ds, row_CK)
+    yield "slot_gradients", (torch.rand(T * K, 1), position_TK, slot_R)
+    yield "slot_gradients", (torch.rand(token_C.shape[0], K), copy_TK, slot_R)
     for first in (False, True):
         yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
         yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first)
@@ -58,13 +65,14 @@ def test_compiles_as_one_graph():
     def forward_and_back(x, w1, w3, w2, d, counts_SE, score_R):
         q, scale = ops.quantize_rows(x)
         capacity = recipe.row_capacity(T * K, E)
-        offsets_E, token_M, score_M, row_S = ops.expert_layout(counts_SE, score_R, None, T * K, K, capacity)
-        q, scale = ops.permute_rows(q, scale, token_M, offsets_E)
+        slot_R = torch.arange(T * K)
+        offsets_E, token_M, score_M, row_TK = ops.expert_layout(counts_SE, score_R, slot_R, T, K, capacity)
+        q, scale = ops.permute_rows(q, scale, row_TK, token_M, offsets_E)
         w13, w2 = ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
         h = ops.grouped_mm(q, scale, *w13, offsets_E, BF16)
         a, a_scale, _, _ = ops.swiglu_quantize(h, score_M, offsets_E, False, False)
         y = ops.grouped_mm(a, a_scale, *w2, offsets_E, BF16)
-        y = ops.unpermute_sum(y, row_S.view(T, K), FP32)
+        y = ops.unpermute_sum(y, row_TK, FP32)
         da = d.repeat_interleave(M // T + 1, 0)[:M]
         dh, dh_scale, _, _, ds = ops.swiglu_quantize_backward(da, h, None, score_M, offsets_E, False)
         operands = ops.transpose_pair(q, scale, dh, dh_scale, offsets_E, "balanced")

@@ -274,15 +274,15 @@ def test_swiglu_backward_is_the_gradient(score_before_experts):
 def test_expert_layout(counts):
     counts_SE = torch.from_numpy(counts)
     (S, E), R, top_k = counts.shape, int(counts.sum()), 3
-    num_slots = R + 7
-    slot_R, score_R = torch.randperm(num_slots)[:R].int(), torch.rand(R)
+    num_tokens = R // top_k + 7
+    slot_R, score_R = torch.randperm(num_tokens * top_k)[:R].int(), torch.rand(R)
     capacity = recipe.row_capacity(R, E)
-    layout = recipe.expert_layout(counts_SE, score_R, slot_R, num_slots, top_k, capacity)
-    offsets_E, token_M, score_M, row_S = layout
+    layout = recipe.expert_layout(counts_SE, score_R, slot_R, num_tokens, top_k, capacity)
+    offsets_E, token_M, score_M, row_TK = layout
     assert offsets_E[-1] <= capacity
     assert (offsets_E % 128 == 0).all()
     expert_R = torch.arange(E).repeat(S).repeat_interleave(counts_SE.flatten().long())
-    row_R = row_S[slot_R.long()].long()
+    row_R = row_TK.flatten()[slot_R.long()].long()
     start_E = torch.cat([torch.zeros(1, dtype=torch.int32), offsets_E[:-1]])
     group_E = counts_SE.sum(0)
     assert (row_R >= start_E[expert_R]).all() and (row_R < (start_E + group_E)[expert_R]).all()
@@ -294,7 +294,7 @@ def test_expert_layout(counts):
     padding = torch.ones(capacity, dtype=torch.bool)
     padding[row_R] = False
     assert (token_M[padding] == -1).all() and (score_M[padding] == 0).all()
-    assert (row_S == -1).sum() == 7
+    assert row_TK.shape == (num_tokens, top_k) and (row_TK == -1).sum() == num_tokens * top_k - R
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20))
@@ -316,12 +316,59 @@ def test_permute_and_unpermute_are_inverse():
     slot_R = expert_S.argsort(stable=True).int()
     counts_SE = torch.bincount(expert_S, minlength=E).int().unsqueeze(0)
     capacity = recipe.row_capacity(T * top_k, E)
-    layout = recipe.expert_layout(counts_SE, torch.rand(T * top_k), slot_R, T * top_k, top_k, capacity)
-    offsets_E, token_M, _, row_S = layout
+    layout = recipe.expert_layout(counts_SE, torch.rand(T * top_k), slot_R, T, top_k, capacity)
+    _, token_M, _, row_TK = layout
     moved = recipe.dequantize(*recipe.permute_rows(q, scale, token_M))
     assert (moved[token_M < 0] == 0).all()
-    total = recipe.unpermute_sum(moved, row_S.view(T, top_k), FP32)
+    total = recipe.unpermute_sum(moved, row_TK, FP32)
     assert torch.equal(total, 2 * recipe.dequantize(q, scale))
+
+
+EXCHANGES = st.tuples(st.integers(0, 40), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3)).filter(
+    lambda e: e[1] <= e[2] * e[3]
+)
+
+
+@given(EXCHANGES, st.randoms(use_true_random=True))
+def test_exchange_brings_each_slot_to_its_expert(shape, random):
+    """Every rank's slots through dispatch_layout and arrival_layout, against the routing they came from."""
+    max_tokens, top_k, N, E = shape
+    experts, scores, sent = [], [], []
+    for _ in range(N):
+        T = random.randint(0, max_tokens)
+        expert_TK = torch.rand(T, N * E).topk(top_k).indices
+        slot_S = expert_TK.flatten().argsort(stable=True)
+        slot_S = slot_S[slot_S // top_k >= random.randint(0, 3)]  # the first tokens are another rank's to send
+        counts_NE = torch.bincount(expert_TK.flatten()[slot_S], minlength=N * E).view(N, E)
+        score_TK = torch.rand(T, top_k)
+        position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(slot_S, counts_NE, T, top_k)
+        C = int(message_N[:, 0].sum())
+        served = copy_TK[token_C[:C].long()]
+        served = (served == torch.arange(C).unsqueeze(1)) | (served == -2 - torch.arange(C).unsqueeze(1))
+        position_CK = position_TK[token_C[:C].long()].masked_fill(~served, -1)
+        score_CK = score_TK[token_C[:C].long()]
+        splits = message_N[:, 0].tolist()
+        sent.append([message_N, *(t.split(splits) for t in (token_C[:C], position_CK, score_CK))])
+        experts.append(torch.full_like(expert_TK, -1).flatten().index_copy(0, slot_S, expert_TK.flatten()[slot_S]))
+        scores.append(score_TK)
+    for rank in range(N):
+        received_N = torch.stack([s[0][rank] for s in sent])
+        token_C, position_CK, score_CK = (torch.cat([s[i][rank] for s in sent]) for i in (1, 2, 3))
+        source_C = torch.arange(N).repeat_interleave(received_N[:, 0].long())
+        R = int(received_N[:, 2:].sum())
+        capacity = recipe.row_capacity(R, E)
+        layout = recipe.arrival_layout(received_N, position_CK, score_CK, R, capacity)
+        offsets_E, token_M, score_M, row_CK, row_R = layout
+        assert torch.equal(row_R.sort().values, (token_M >= 0).nonzero().squeeze(1).int())
+        arrived = set()
+        for c, k in (row_CK >= 0).nonzero().tolist():
+            source, token, row = int(source_C[c]), int(token_C[c]), int(row_CK[c, k])
+            expert = int(experts[source][token * top_k + k])
+            assert int(torch.searchsorted(offsets_E, row, right=True)) == expert - rank * E
+            assert int(token_M[row]) == c and float(score_M[row]) == float(scores[source][token, k])
+            arrived.add((source, token * top_k + k))
+        expected = {(n, s) for n in range(N) for s in range(len(experts[n])) if int(experts[n][s]) // E == rank}
+        assert arrived == expected and len(arrived) == R
 
 
 # --- GEMMs ------------------------------------------------------------------------------------------------------------

@@ -18,11 +18,24 @@ class Fp8FlowMoEConfig:
     """What the backward recomputes instead of keeping it: nothing; the SwiGLU output, from GEMM 1's output; or also
     GEMM 1's output, from the dispatched fp8 rows (``save_h`` then has no effect)."""
 
+    combine: Literal["sum", "rows"] = "sum"
+    """What an expert-parallel rank sends back for a token: ``sum``, one row, its experts' outputs added up in fp32 and
+    rounded to bf16; ``rows``, one row per expert, which moves more bytes and gives bit for bit the same output on any
+    number of ranks."""
+
+    cache_weights: bool = False
+    """Quantize the experts' weights once per step instead of once per microbatch and direction. Worth the 2 bytes per
+    expert parameter of a rank with pipeline parallelism or gradient accumulation."""
+
     filter_fqns: list[str] = field(default_factory=list)
     """MoE layers whose fully qualified name contains one of these strings stay in bf16, e.g. ``layers.1.``."""
 
     emulate: bool = False
     """Run the plain PyTorch reference on a GPU the kernels do not support (anything but compute capability 9.0)."""
+
+    statistics_every: int = 0
+    """Every so many steps, count underflow, scales and transpose shifts (:mod:`titan_fp8moe.statistics`) and log them
+    to TensorBoard or W&B. 0: never. The first step of a run is not counted."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -30,6 +43,8 @@ class Fp8FlowMoEConfig:
             allowed, value = get_args(hints[f.name]), getattr(self, f.name)
             if hints[f.name] in (bool,):
                 ok, expected = isinstance(value, bool), "true or false"
+            elif hints[f.name] is int:
+                ok, expected = type(value) is int and value >= 0, "a number of steps, or 0 for never"
             elif f.name == "filter_fqns":
                 # An empty string, which an empty command-line value gives, would match every layer.
                 ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)

@@ -5,16 +5,19 @@
     dW1, dW3 = dh^T x and dW2 = dy^T a, from transposes that stay in fp8
 
 Neither direction casts anything by itself: rows arrive quantized, and the only quantization here is fused into SwiGLU.
-Both are plain functions; :mod:`titan_fp8moe.moe` makes one autograd function of them and of the token movement.
+Nothing here knows of autograd; :mod:`titan_fp8moe.moe` makes one autograd function of it and of the token movement.
+What does not depend on the rows comes in calls of its own, so that it can run while they are on their way.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_fp8moe import ops, recipe
+from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.ops import QuantizedWeight
 
 
 class Rows(NamedTuple):
@@ -30,7 +33,7 @@ class Layout(NamedTuple):
     offsets_E: Tensor
     token_M: Tensor
     score_M: Tensor
-    row_S: Tensor
+    row_TK: Tensor
 
 
 class ExpertWeights(NamedTuple):
@@ -41,8 +44,70 @@ class ExpertWeights(NamedTuple):
     w3_EHD: Tensor
 
 
+class WeightCache:
+    """A layer's quantized weights, shared by the microbatches of a step.
+
+    Nothing tells for sure that a parameter has changed: FSDP's have no version, and a change through ``.data`` moves
+    none. So the owner clears the cache at the end of each step; a version that has moved clears it, too.
+    """
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        self.operands, self.versions = {}, None
+
+    def get(self, key: str, weights: ExpertWeights, quantize: Callable[[], tuple]) -> tuple:
+        """``quantize()``, or what it gave before under this key for these values of the weights."""
+        versions = _versions(weights)
+        if versions != self.versions:
+            self.operands, self.versions = {}, versions
+        if key not in self.operands:
+            self.operands[key] = quantize()
+        return self.operands[key]
+
+
+def _versions(weights: ExpertWeights) -> list[int]:
+    return [w._version for w in weights]
+
+
+def quantize_weights(
+    weights: ExpertWeights, cache: WeightCache | None = None
+) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """The operands of the forward's GEMMs: gate and up in one, (E, 2H, D), and down, (E, D, H)."""
+    w1, w2, w3 = weights
+
+    def quantize() -> tuple[QuantizedWeight, QuantizedWeight]:
+        return ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
+
+    return quantize() if cache is None else cache.get("forward", weights, quantize)
+
+
+def _quantize_weights_transposed(
+    weights: ExpertWeights, cache: WeightCache | None, recompute_h: bool
+) -> tuple[QuantizedWeight | None, QuantizedWeight, QuantizedWeight]:
+    """The operands of the backward's GEMMs: gate and up as in the forward if h is to be recomputed; gate and up
+    transposed, (E, D, 2H); down transposed, (E, H, D)."""
+    w1, w2, w3 = weights
+
+    def quantize() -> tuple[QuantizedWeight, QuantizedWeight]:
+        return ops.quantize_weight_transposed(w1, w3), ops.quantize_weight_transposed(w2)
+
+    if cache is not None:
+        w13 = quantize_weights(weights, cache)[0] if recompute_h else None
+        return w13, *cache.get("backward", weights, quantize)
+    if recompute_h:
+        return *ops.quantize_weight_both(w1, w3), ops.quantize_weight_transposed(w2)
+    return None, *quantize()
+
+
 def expert_ffn(
-    x: Rows, weights: ExpertWeights, layout: Layout, score_before_experts: bool, config: Fp8FlowMoEConfig
+    x: Rows,
+    w13: QuantizedWeight,
+    w2: QuantizedWeight,
+    layout: Layout,
+    score_before_experts: bool,
+    config: Fp8FlowMoEConfig,
 ) -> tuple[Tensor, list[Tensor]]:
     """y = (silu(x W1^T) * (x W3^T) * score) W2^T per expert.
 
@@ -50,73 +115,77 @@ def expert_ffn(
         y (M, D) bf16, and what the backward needs beside x: nothing (``recompute = experts``), GEMM 1's output
         (``activation``; two tensors with ``save_h = fp8``), or that and GEMM 2's operand (``none``).
     """
-    w1, w2, w3 = weights
-    w13 = ops.quantize_weight(w1, w3)
     h = ops.grouped_mm(*x, *w13, layout.offsets_E, torch.bfloat16)
     keep_fp8_h = config.save_h == "fp8" and config.recompute != "experts"
     a, a_scale, h_q, h_scale = ops.swiglu_quantize(
         h, layout.score_M, layout.offsets_E, score_before_experts, keep_fp8_h
     )
-    y = ops.grouped_mm(a, a_scale, *ops.quantize_weight(w2), layout.offsets_E, torch.bfloat16)
     saved = []
     if config.recompute != "experts":
         saved += [h_q, h_scale] if keep_fp8_h else [h]
     if config.recompute == "none":
         saved += [a, a_scale]
-    return y, saved
+    del h
+    return ops.grouped_mm(a, a_scale, *w2, layout.offsets_E, torch.bfloat16), saved
 
 
-def expert_ffn_backward(
-    dy: Rows,
-    x: Rows,
-    saved: list[Tensor],
-    weights: ExpertWeights,
-    layout: Layout,
-    score_before_experts: bool,
-    config: Fp8FlowMoEConfig,
-    weight_grads: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Gradients of :func:`expert_ffn`.
+class ExpertFFNBackward:
+    """The gradients of :func:`expert_ffn`, in three steps: what needs no gradient, the rows', the weights'.
 
     Args:
-        dy: the quantized gradient of y, in expert order.
+        x, layout: as in the forward.
         saved: as returned by the forward.
-        weight_grads: which of w1, w2, w3 need one.
-
-    Returns:
-        dx (M, D) bf16, the score's gradient (M,) fp32, and the weights' gradients in the weights' dtype.
+        weights: as in the forward, not yet quantized.
+        cache: of the layer's quantized weights, if they are to be kept.
     """
-    w1, w2, w3 = weights
-    offsets_E = layout.offsets_E
-    h_scale = operand = None
-    if config.recompute == "experts":
-        w13, w13_t = ops.quantize_weight_both(w1, w3)
-        h = ops.grouped_mm(*x, *w13, offsets_E, torch.bfloat16)
-        del w13
-    else:
-        w13_t = ops.quantize_weight_transposed(w1, w3)
-        h, *rest = saved
-        if config.save_h == "fp8":
-            h_scale, *rest = rest
-        if config.recompute == "none":
-            operand = Rows(*rest)
 
-    d = ops.grouped_mm(*dy, *ops.quantize_weight_transposed(w2), offsets_E, torch.bfloat16)
-    dh, dh_scale, a, a_scale, ds_M = ops.swiglu_quantize_backward(
-        d, h, h_scale, layout.score_M, offsets_E, score_before_experts
-    )
-    del d, h
-    dh, operand = Rows(dh, dh_scale), operand or Rows(a, a_scale)
-    dx = ops.grouped_mm(*dh, *w13_t, offsets_E, torch.bfloat16)
-    del w13_t
+    def __init__(
+        self,
+        x: Rows,
+        saved: list[Tensor],
+        weights: ExpertWeights,
+        layout: Layout,
+        score_before_experts: bool,
+        config: Fp8FlowMoEConfig,
+        cache: WeightCache | None = None,
+    ):
+        self.x, self.layout, self.score_before_experts, self.config = x, layout, score_before_experts, config
+        self.weights = weights
+        recompute_h = config.recompute == "experts"
+        w13, self.w13_t, self.w2_t = _quantize_weights_transposed(weights, cache, recompute_h)
+        self.h_scale = self.a = None
+        if recompute_h:
+            self.h = ops.grouped_mm(*x, *w13, layout.offsets_E, torch.bfloat16)
+        else:
+            self.h, *rest = saved
+            if config.save_h == "fp8":
+                self.h_scale, *rest = rest
+            if config.recompute == "none":
+                self.a = Rows(*rest)
 
-    dw1 = dw2 = dw3 = None
-    if weight_grads[0] or weight_grads[2]:
-        # Gate and up separately, so that each gradient is contiguous as its parameter is.
-        dw1, dw3 = _weight_grads(dh, x, offsets_E, config.wgrad, w1.dtype, parts=2)
-    if weight_grads[1]:
-        (dw2,) = _weight_grads(dy, operand, offsets_E, config.wgrad, w2.dtype, parts=1)
-    return dx, ds_M, [dw1, dw2, dw3]
+    def dgrad(self, dy: Rows) -> tuple[Tensor, Tensor]:
+        """dx (M, D) bf16 and the score's gradient (M,) fp32, from the quantized gradient of y in expert order."""
+        self.dy, offsets_E = dy, self.layout.offsets_E
+        d = ops.grouped_mm(*dy, *self.w2_t, offsets_E, torch.bfloat16)
+        dh, dh_scale, a, a_scale, ds_M = ops.swiglu_quantize_backward(
+            d, self.h, self.h_scale, self.layout.score_M, offsets_E, self.score_before_experts
+        )
+        self.dh, self.a = Rows(dh, dh_scale), self.a or Rows(a, a_scale)
+        del d, self.h, self.h_scale, self.w2_t
+        return ops.grouped_mm(*self.dh, *self.w13_t, offsets_E, torch.bfloat16), ds_M
+
+    def wgrad(self, needed: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor | None]:
+        """Gradients of w1, w2, w3 in the weights' dtypes, None where not needed; after :meth:`dgrad`."""
+        offsets_E, mode = self.layout.offsets_E, self.config.wgrad
+        dw1 = dw2 = dw3 = None
+        if needed[0] or needed[2]:
+            # Gate and up separately, so that each gradient is contiguous as its parameter is.
+            dw1, dw3 = _weight_grads(self.dh, self.x, offsets_E, mode, self.weights.w1_EHD.dtype, parts=2)
+        if needed[1]:
+            (dw2,) = _weight_grads(self.dy, self.a, offsets_E, mode, self.weights.w2_EDH.dtype, parts=1)
+        if statistics.collecting():
+            statistics.record(self.x, self.a, self.dy, self.dh, self.weights, offsets_E, self.layout.token_M, mode)
+        return [dw1, dw2, dw3]
 
 
 def _weight_grads(dy: Rows, x: Rows, offsets_E: Tensor, mode: str, dtype: torch.dtype, parts: int) -> list[Tensor]:

@@ -255,42 +255,121 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
 
 
 def expert_layout(
-    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor | None, num_slots: int, top_k: int, capacity: int
+    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, num_tokens: int, top_k: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Where each row goes when rows are brought to expert order.
 
-    Rows arrive as runs: those of source 0 for experts 0..E-1, then those of source 1, and so on. Row r belongs to slot
-    ``slot_R[r]`` of ``num_slots``, a (token, k) pair ``token * top_k + k``; without ``slot_R`` it is slot r.
+    Rows come as runs: those of source 0 for experts 0..E-1, then those of source 1, and so on. Row r belongs to slot
+    ``slot_R[r]``, the k-th expert of a token being its slot ``token * top_k + k``.
 
     Args:
-        counts_SE: (S, E) int32, rows in each run; they add up to R.
+        counts_SE: (S, E) integers, rows in each run; they add up to R.
         score_R: (R,) fp32.
-        slot_R: (R,) int32 or None.
+        slot_R: (R,) integers, all different.
         capacity: M, at least :func:`row_capacity`.
 
     Returns:
         offsets_E: (E,) int32, end of each expert's group, padded to a multiple of 128.
         token_M: (M,) int32, the token a row comes from, -1 for padding.
         score_M: (M,) fp32, 0 for padding.
-        row_S: (num_slots,) int32, the row in expert order of each slot, -1 for a slot that did not arrive here.
+        row_TK: (num_tokens, top_k) int32, the row in expert order of each slot, -1 for a slot that has none.
     """
     device, R = counts_SE.device, score_R.shape[0]
-    slot_R = torch.arange(R, dtype=torch.int32, device=device) if slot_R is None else slot_R
-    counts = counts_SE.long()
+    counts, slot_R = counts_SE.long(), slot_R.long()
     group = counts.sum(0)
     padded = (group + TILE - 1) // TILE * TILE
     offsets_E = padded.cumsum(0)
-    arrival = counts.flatten().cumsum(0) - counts.flatten()
     start = (offsets_E - padded) + counts.cumsum(0) - counts
     run_R = torch.repeat_interleave(torch.arange(counts.numel(), device=device), counts.flatten(), output_size=R)
-    row_R = start.flatten()[run_R] + torch.arange(R, device=device) - arrival[run_R]
+    row_R = start.flatten()[run_R] + torch.arange(R, device=device) - _starts(counts.flatten())[run_R]
     token_M = torch.full((capacity,), -1, dtype=torch.int32, device=device)
-    token_M[row_R] = slot_R.div(top_k, rounding_mode="floor").to(torch.int32)
+    token_M[row_R] = (slot_R // top_k).int()
     score_M = torch.zeros(capacity, dtype=torch.float32, device=device)
     score_M[row_R] = score_R
-    row_S = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
-    row_S[slot_R.long()] = row_R.to(torch.int32)
-    return offsets_E.to(torch.int32), token_M, score_M, row_S
+    row_TK = torch.full((num_tokens * top_k,), -1, dtype=torch.int32, device=device)
+    row_TK[slot_R] = row_R.int()
+    return offsets_E.int(), token_M, score_M, row_TK.view(num_tokens, top_k)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Where runs of these lengths begin when they follow each other."""
+    return counts.cumsum(0) - counts
+
+
+# --- token exchange ---------------------------------------------------------------------------------------------------
+#
+# Experts are spread over ranks in order, and a token goes once to each rank that holds experts of it: as a *copy*, with
+# the positions and scores of those of its slots that it serves there. Position means: in the list of slots sorted by
+# expert. Copies are sorted by rank, then by token.
+
+
+def dispatch_layout(
+    slot_S: Tensor, counts_NE: Tensor, num_tokens: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What this rank sends to which.
+
+    Args:
+        slot_S: (S,) integers, this rank's slots ``token * top_k + k`` sorted by expert; may be a part of all.
+        counts_NE: (N, E) integers, slots for each expert of each of the N ranks; they add up to S.
+
+    Returns:
+        position_TK: (num_tokens, top_k) int32, each slot's position, -1 for a slot not in ``slot_S``.
+        copy_TK: likewise int32, the copy that carries the slot: c for the token's first slot on that rank, -2 - c for
+            its others there, -1 for a slot not in ``slot_S``.
+        token_C: (num_tokens * min(top_k, N),) int32, the token of each copy; as many as there are copies are in use,
+            the others are -1.
+        message_N: (N, 2 + E) int32 for each rank: the number of copies it gets, the position of its first slot, and
+            the slots for each of its experts.
+    """
+    device, counts = slot_S.device, counts_NE.long()
+    (N, _), S = counts.shape, slot_S.shape[0]
+    position = torch.full((num_tokens * top_k,), -1, dtype=torch.int64, device=device)
+    position[slot_S.long()] = torch.arange(S, device=device)
+    position_TK = position.view(num_tokens, top_k)
+    slots_N = counts.sum(1)
+    rank_TK = torch.searchsorted(slots_N.cumsum(0), position_TK, right=True)
+    rank_TK[position_TK < 0] = N
+    goes_TN = torch.zeros(num_tokens, N + 1, dtype=torch.bool, device=device).scatter_(1, rank_TK, True)[:, :N]
+    copy_NT = goes_TN.t().flatten().cumsum(0).view(N, num_tokens) - 1
+    copy_TK = torch.cat([copy_NT, copy_NT.new_full((1, num_tokens), -1)]).t().gather(1, rank_TK)
+    earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=device).tril(-1)
+    repeated = ((copy_TK.unsqueeze(2) == copy_TK.unsqueeze(1)) & earlier).any(2) & (copy_TK >= 0)
+    copies = goes_TN.t().nonzero()[:, 1].int()
+    token_C = torch.full((num_tokens * min(top_k, N),), -1, dtype=torch.int32, device=device)
+    token_C[: copies.shape[0]] = copies
+    message_N = torch.cat([goes_TN.sum(0).unsqueeze(1), _starts(slots_N).unsqueeze(1), counts], 1)
+    return position_TK.int(), torch.where(repeated, -2 - copy_TK, copy_TK).int(), token_C, message_N.int()
+
+
+def arrival_layout(
+    received_N: Tensor, position_CK: Tensor, score_CK: Tensor, num_rows: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`expert_layout` of the copies that arrived, each one row for each of its slots.
+
+    Args:
+        received_N: (N, 2 + E) int32, the messages of all ranks to this one; see :func:`dispatch_layout`.
+        position_CK: (C, top_k) int32, the positions that the copies carry, on the rank they come from; -1 for a slot
+            that is not served here.
+        score_CK: (C, top_k) fp32, the scores they carry.
+        num_rows: R, the number of slots served here.
+
+    Returns:
+        offsets_E, token_M, score_M, row_CK, where a copy takes the place of a token; and row_R, (R,) int32, the rows
+        sorted by rank and position.
+    """
+    (C, top_k), received = position_CK.shape, received_N.long()
+    copies, first, counts = received[:, 0], received[:, 1], received[:, 2:]
+    source_C = torch.repeat_interleave(torch.arange(copies.shape[0], device=copies.device), copies, output_size=C)
+    arrival_CK = position_CK + (_starts(counts.sum(1)) - first)[source_C].unsqueeze(1)
+    carried = (position_CK >= 0).flatten().nonzero().squeeze(1)
+    slot_R = torch.empty(num_rows, dtype=torch.int64, device=carried.device)
+    slot_R[arrival_CK.flatten()[carried]] = carried
+    score_R = score_CK.flatten()[slot_R]
+    offsets_E, token_M, score_M, row_CK = expert_layout(counts, score_R, slot_R, C, top_k, capacity)
+    return offsets_E, token_M, score_M, row_CK, row_CK.flatten()[slot_R]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,7 +386,8 @@ def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor) -> tuple[Tensor, 
 
 
 def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Sums each token's rows in fp32, in the order k = 0..K-1: ``out[t] = sum_k y[row_TK[t, k]]``; -1 adds nothing."""
+    """Sums each token's rows in fp32, in the order k = 0..K-1: ``out[t] = sum_k y[row_TK[t, k]]``; a negative row adds
+    nothing."""
     out = torch.zeros(row_TK.shape[0], y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
     for row_T in row_TK.unbind(1):
         row = y_MD[row_T.long().clamp(min=0)].float()

@@ -1,31 +1,42 @@
-"""Speed of the grouped GEMMs beside PyTorch's, at the shapes of DeepSeek-V3 671B and 16B on one H200.
+"""Speed of the grouped GEMMs beside PyTorch's on one H200.
 
-    python -m tools.benchmark_gemm [--quick] [--out gemm.json]
+    python -m tools.benchmark_gemm [--quick] [--out results.json]       a layer of DeepSeek-V3 671B and 16B
+    python -m tools.benchmark_gemm --range [--out results.json]
+    python -m tools.benchmark_gemm --plot range.png --out results.json     draws what --range has measured
 
-Every figure is TFLOP/s of the median time, in two states of the card: in bursts (``triton.testing.do_bench``, back to
-back, where power limits the clocks) and rested (single runs after 40 ms of idling). Candidates take turns in random
-order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the average number of
-rows. References:
+Every figure is TFLOP/s of the median time, in two states of the card: in bursts (back to back, where power limits the
+clocks) and rested (single runs after idling, launched behind a wait so that the host's time does not count). Candidates
+take turns in random order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the
+average number of rows. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
 * ``cublas dense fp8``: ``torch._scaled_mm``, one scale per tensor, fast accumulation; one GEMM of the same size.
+
+``--range`` goes over 2,048 to 204,800 rows and 2 to 256 groups, groups of 128 rows and none among them, balanced and
+skewed (one group has half of the rows, a quarter of the groups has none). Its bursts are CUDA graphs, because Python
+takes longer to launch a small GEMM than the GPU to run it; "host" is what a launch takes there. Each result is checked
+against float64 products of the dequantized operands, written over NaN: 16 groups, up to 1024 rows of each.
 """
 
 import argparse
+import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import triton
 from torch import Tensor
 
 from experiments.record import environment, write_records
-from titan_fp8moe import recipe
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import grouped_mm as kernels
 from titan_fp8moe.recipe import TILE
 
@@ -37,24 +48,48 @@ LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden
     ("16B, 8 ranks", 98304, 8, 2048, 1408),
 ]
 REFERENCES = ("bf16", "torchao rowwise", "cublas dense fp8")
+RANGE_SHAPES = [(4096, 7168), (7168, 4096), (2816, 2048), (2048, 1408)]  # N, K
+RANGE_WGRADS = [(4096, 7168), (2048, 1408)]
+RANGE_BALANCED = [  # M rows, E groups
+    *((2048, 2), (2048, 8)),
+    *((8192, 8), (8192, 32), (8192, 64)),
+    *((32768, 2), (32768, 8), (32768, 32), (32768, 256)),
+    *((98304, 8), (98304, 64), (98304, 256)),
+    *((204800, 8), (204800, 64), (204800, 256)),
+]
+RANGE_SKEWED = [(2048, 8), (2048, 32), (8192, 32), (32768, 8), (98304, 64), (204800, 256)]
 
 
-def group_ends(M: int, E: int) -> Tensor:
-    """(E,) int32 ends of groups of 0.7 to 1.3 times M / E rows, multiples of 128 that add up to M, in random order."""
-    tiles = (torch.linspace(0.7, 1.3, E) * (M / E / TILE)).round().long()
-    tiles[E // 2] += M // TILE - tiles.sum()
+def group_ends(M: int, E: int, skewed: bool = False) -> Tensor:
+    """(E,) int32 ends of groups, multiples of 128 that add up to M, in random order. They have 0.7 to 1.3 times M / E
+    rows; skewed, one has half of M, a quarter has none and the others are equal."""
+    if skewed:
+        tiles = torch.full((E,), M // 2 // TILE // (E - E // 4 - 1))
+        tiles[: E // 4] = 0
+        tiles[-1] += M // TILE - tiles.sum()
+    else:
+        tiles = (torch.linspace(0.7, 1.3, E) * (M / E / TILE)).round().long()
+        tiles[E // 2] += M // TILE - tiles.sum()
     order = torch.randperm(E, generator=torch.Generator().manual_seed(0))
     return (tiles[order] * TILE).cumsum(0).to(torch.int32).cuda()
 
 
-def forward_candidates(M: int, N: int, K: int, offsets_E: Tensor) -> dict[str, Callable]:
+@dataclass
+class Gemm:
+    """``operands`` are those of :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm` or ``grouped_mm_wgrad``."""
+
+    operands: tuple[Tensor, ...]
+    candidates: dict[str, Callable]
+
+
+def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
     E = offsets_E.shape[0]
     x, w = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(E, N, K, device="cuda", dtype=BF16)
-    (a, a_scale), (b, b_scale) = recipe.quantize_rows(x), recipe.quantize_weight(w)
+    (a, a_scale), (b, b_scale) = ops.quantize_rows(x), ops.quantize_weight(w)
     a_scale = recipe.column_major(a_scale)
     ones_M, ones_EN, one = (torch.ones(shape, device="cuda") for shape in ((M,), (E, N), ()))
     wT, bT = w.transpose(1, 2), b.transpose(1, 2)
-    return {
+    candidates = {
         "ours": lambda: kernels.grouped_mm(a, a_scale, b, b_scale, offsets_E, BF16),
         "bf16": lambda: torch._grouped_mm(x, wT, offs=offsets_E, out_dtype=BF16),
         "torchao rowwise": lambda: torch._scaled_grouped_mm(
@@ -62,44 +97,77 @@ def forward_candidates(M: int, N: int, K: int, offsets_E: Tensor) -> dict[str, C
         ),
         "cublas dense fp8": lambda: torch._scaled_mm(a, bT[0], one, one, out_dtype=BF16, use_fast_accum=True),
     }
+    return Gemm((a, a_scale, b, b_scale), candidates)
 
 
-def wgrad_candidates(M: int, N: int, K: int, offsets_E: Tensor) -> dict[str, Callable]:
+def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
     E = offsets_E.shape[0]
     x, dy = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(M, N, device="cuda", dtype=BF16)
-    b, b_scale, a, a_scale = recipe.transpose_pair(*recipe.quantize_rows(x), *recipe.quantize_rows(dy))
+    rows = [(q, recipe.column_major(scale)) for q, scale in (ops.quantize_rows(x), ops.quantize_rows(dy))]
+    b, b_scale, a, a_scale = ops.transpose_pair(*rows[0], *rows[1], offsets_E, "balanced")
     ones_EN, ones_EK, one = (torch.ones(shape, device="cuda") for shape in ((E * N,), (E * K,), ()))
-    return {
+    candidates = {
         "ours": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, BF16),
+        "ours, fp32 out": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, torch.float32),
         "bf16": lambda: torch._grouped_mm(dy.t(), x, offs=offsets_E, out_dtype=BF16),
         "torchao rowwise": lambda: torch._scaled_grouped_mm(
             a, b.t(), ones_EN, ones_EK, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
         "cublas dense fp8": lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=BF16, use_fast_accum=True),
     }
+    return Gemm((a, a_scale, b, b_scale), candidates)
 
 
 def gemms(D: int, H: int) -> list[tuple[str, Callable, int, int]]:
-    """(name, candidates, N, K) of a layer's six GEMMs."""
+    """(name, GEMM, N, K) of a layer's six GEMMs."""
     return [
-        ("forward 1", forward_candidates, 2 * H, D),
-        ("forward 2", forward_candidates, D, H),
-        ("dgrad 2", forward_candidates, H, D),
-        ("dgrad 1", forward_candidates, D, 2 * H),
-        ("wgrad 1", wgrad_candidates, 2 * H, D),
-        ("wgrad 2", wgrad_candidates, D, H),
+        ("forward 1", forward_gemm, 2 * H, D),
+        ("forward 2", forward_gemm, D, H),
+        ("dgrad 2", forward_gemm, H, D),
+        ("dgrad 1", forward_gemm, D, 2 * H),
+        ("wgrad 1", wgrad_gemm, 2 * H, D),
+        ("wgrad 2", wgrad_gemm, D, H),
     ]
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 def shuffled(names: list[str]) -> list[str]:
     return random.sample(names, len(names))
 
 
-def rested_time(run: Callable) -> float:
+def launched(rep_ms: int) -> Callable[[Callable], Callable[[], float]]:
+    """Timers of bursts that Python launches, for :func:`measure`."""
+    return lambda run: lambda: triton.testing.do_bench(run, rep=rep_ms, return_mode="median")
+
+
+def graphed(run: Callable, pool: object, graph_ms: float = 3.0) -> Callable[[], float]:
+    """A timer of bursts in a CUDA graph: milliseconds of one run among those that take ``graph_ms``. Results go to
+    ``pool``, which the graphs of all candidates may share, since none runs beside another."""
+    runs = max(1, round(graph_ms / rested_time(run, 0)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        for _ in range(runs):
+            run()
+
+    def timer() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / runs
+
+    return timer
+
+
+def rested_time(run: Callable, idle_s: float = 0.04) -> float:
     """Milliseconds of one run on a card that has idled."""
     torch.cuda.synchronize()
-    time.sleep(0.04)
-    torch.cuda._sleep(1_000_000)  # covers the time the host takes to launch
+    time.sleep(idle_s)
+    torch.cuda._sleep(2_000_000)  # covers the time the host takes to launch
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
@@ -108,61 +176,259 @@ def rested_time(run: Callable) -> float:
     return start.elapsed_time(end)
 
 
-def measure(candidates: dict[str, Callable], flop: int, rounds: int, rep_ms: int) -> dict[str, dict[str, float]]:
-    """TFLOP/s of each candidate by state; without those that this PyTorch refuses to run, which are named on stderr."""
-    names = []
+def host_time(run: Callable, runs: int = 20) -> float:
+    """Milliseconds that the host takes to launch."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000)
+    start = time.perf_counter()
+    for _ in range(runs):
+        run()
+    return (time.perf_counter() - start) / runs * 1e3
+
+
+def measure(
+    candidates: dict[str, Callable],
+    rounds: int,
+    burst_timer: Callable[[Callable], Callable[[], float]],
+    rests: int = 5,
+    idle_s: float = 0.04,
+) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each candidate by state; without those that this PyTorch refuses to run, which are named
+    on stderr."""
+    timers = {}
     for name, run in candidates.items():
         try:
             run()
-            names.append(name)
-        except RuntimeError as error:
-            print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr)
-    bursts, rested = {name: [] for name in names}, {name: [] for name in names}
+            timers[name] = burst_timer(run)
+        except Exception as error:
+            print(f"{name}: {str(error)[:150]}", file=sys.stderr)
+    bursts, rested = {name: [] for name in timers}, {name: [] for name in timers}
     for _ in range(rounds):
-        for name in shuffled(names):
-            bursts[name].append(triton.testing.do_bench(candidates[name], rep=rep_ms, return_mode="median"))
-    for _ in range(5):
-        for name in shuffled(names):
-            rested[name].append(rested_time(candidates[name]))
+        for name in shuffled(list(timers)):
+            bursts[name].append(timers[name]())
+    for _ in range(rests):
+        for name in shuffled(list(timers)):
+            rested[name].append(rested_time(candidates[name], idle_s))
     return {
-        state: {name: flop / statistics.median(ms) * 1e-9 for name, ms in times.items()}
+        state: {name: statistics.median(ms) for name, ms in times.items()}
         for state, times in (("bursts", bursts), ("rested", rested))
     }
+
+
+# --- error ------------------------------------------------------------------------------------------------------------
+
+
+def over_nan(run: Callable, *args) -> Tensor:
+    """Runs with memory from ``torch.empty`` filled with NaN: what is not written is seen."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        out.view(torch.uint8).fill_(0xFF)
+        return out
+
+    with patch.object(torch, "empty", poisoned):
+        return run(*args)
+
+
+def sample(offsets_E: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(expert, start, end) of the largest, the first and the last group, and others up to 16."""
+    ends = offsets_E.tolist()
+    groups = list(zip(range(len(ends)), [0, *ends], ends, strict=False))
+    largest = max(groups, key=lambda group: group[2] - group[1])
+    yield from dict.fromkeys([largest, groups[0], groups[-1], *random.sample(groups, min(13, len(groups)))])
+
+
+def both_ends(start: int, end: int) -> list[slice]:
+    """The first and the last 512 of a range, or all of it."""
+    return [slice(start, end)] if end - start <= 1024 else [slice(start, start + 512), slice(end - 512, end)]
+
+
+def relative_error(pairs: Iterator[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """||out - ref|| / ||ref||, and the same of the worst 128x128 block, of (out, ref) in float64, (m, n) each."""
+    wrong, size, worst = 0.0, 0.0, 0.0
+    for out, ref in pairs:
+        blocks = (ref.shape[0] // TILE, TILE, ref.shape[1] // TILE, TILE)
+        error_2, ref_2 = ((x**2).view(blocks).sum((1, 3)) for x in (out.double() - ref, ref))
+        wrong, size = wrong + error_2.sum().item(), size + ref_2.sum().item()
+        if ref_2.numel():
+            # An expert without rows has a weight gradient of zeros, and an error only if it is not.
+            worst = max(worst, torch.where(error_2 == 0, 0, error_2 / ref_2).sqrt().max().item())
+    return (wrong / size) ** 0.5, worst
+
+
+def forward_error(operands: tuple[Tensor, ...], offsets_E: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    a, a_scale, b, b_scale = operands
+    out = over_nan(kernels.grouped_mm, *operands, offsets_E, dtype)
+
+    def pairs():
+        for e, start, end in sample(offsets_E):
+            w = recipe.dequantize(b[e], b_scale[e], torch.float64)
+            for rows in both_ends(start, end):
+                if rows.stop > rows.start:
+                    yield out[rows], recipe.dequantize(a[rows], a_scale[rows], torch.float64) @ w.t()
+
+    return relative_error(pairs())
+
+
+def wgrad_error(operands: tuple[Tensor, ...], offsets_E: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    a, a_scale, b, b_scale = operands
+    out = over_nan(kernels.grouped_mm_wgrad, *operands, offsets_E, dtype)
+
+    def dequantized(q, scale, rows, start, end):
+        blocks = slice(rows.start // TILE, rows.stop // TILE), slice(start // TILE, end // TILE)
+        return recipe.dequantize(q[rows, start:end], scale[blocks], torch.float64)
+
+    def pairs():
+        for e, start, end in sample(offsets_E):
+            if start == end:
+                yield out[e], torch.zeros_like(out[e], dtype=torch.float64)
+                continue
+            for rows in both_ends(0, a.shape[0]):
+                for columns in both_ends(0, b.shape[0]):
+                    rhs = dequantized(b, b_scale, columns, start, end).t()
+                    yield out[e, rows, columns], dequantized(a, a_scale, rows, start, end) @ rhs
+
+    return relative_error(pairs())
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def speed_records(name: str, shape: str, flop: int, times: dict[str, dict[str, float]], **more) -> list[dict]:
+    """A record for each state and reference."""
+    tflops = {state: {who: flop / ms * 1e-9 for who, ms in by_name.items()} for state, by_name in times.items()}
+    return [
+        {
+            "name": name,
+            "shape": f"{shape}, {state}",
+            "value": round(speed["ours"], 1),
+            "unit": "TFLOP/s",
+            "reference": reference,
+            "reference_value": round(speed[reference], 1),
+            "speedup": round(speed["ours"] / speed[reference], 3),
+        }
+        | more
+        for state, speed in tflops.items()
+        for reference in speed
+        if reference != "ours"
+    ]
+
+
+def cells(names: tuple[str, ...], flop: int, times: dict[str, dict[str, float]], width: int) -> str:
+    """Bursts / rested of each candidate."""
+    pairs = [[flop / t.get(name, float("nan")) * 1e-9 for t in times.values()] for name in names]
+    return "".join(f"{f'{burst:.0f} / {rest:.0f}':>{width}}" for burst, rest in pairs)
+
+
+def benchmark_layers(quick: bool) -> list[dict]:
+    rounds, rep_ms = (1, 30) if quick else (5, 60)
+    names = ("ours", "ours, fp32 out", *REFERENCES)
+    print(f"{'TFLOP/s, bursts / rested':30}{'N':>6}{'K':>6}" + "".join(f"{name:>17}" for name in names))
+    records = []
+    for layer, M, E, D, H in LAYERS:
+        offsets_E = group_ends(M, E)
+        for title, make, N, K in gemms(D, H):
+            times = measure(make(M, N, K, offsets_E).candidates, rounds, launched(rep_ms))
+            flop = 2 * M * N * K
+            print(f"{layer + ', ' + title:30}{N:6}{K:6}" + cells(names, flop, times, 17), flush=True)
+            op = "grouped_mm_wgrad" if make is wgrad_gemm else "grouped_mm"
+            records += speed_records(op, f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}", flop, times)
+    return records
+
+
+def range_cases() -> Iterator[tuple[Callable, int, int, int, int, bool]]:
+    for skewed, sizes in ((False, RANGE_BALANCED), (True, RANGE_SKEWED)):
+        for make, shapes in ((forward_gemm, RANGE_SHAPES), (wgrad_gemm, RANGE_WGRADS)):
+            for N, K in shapes:
+                for M, E in sizes:
+                    yield make, M, E, N, K, skewed
+
+
+def benchmark_range() -> list[dict]:
+    names = ("ours", *REFERENCES)
+    print(f"{'TFLOP/s, bursts / rested':39}" + "".join(f"{name.split()[-1]:>13}" for name in names), end="")
+    print("   host µs: ours, bf16, rowwise; error and worst block, bf16 (and fp32)")
+    records, slower, wrong = [], [], []
+    for make, M, E, N, K, skewed in range_cases():
+        offsets_E, flop = group_ends(M, E, skewed), 2 * M * N * K
+        gemm = make(M, N, K, offsets_E)
+        is_wgrad = make is wgrad_gemm
+        check = wgrad_error if is_wgrad else forward_error
+        errors = [check(gemm.operands, offsets_E, dtype) for dtype in ((BF16, torch.float32) if is_wgrad else (BF16,))]
+        timer = partial(graphed, pool=torch.cuda.graph_pool_handle())
+        times = measure(gemm.candidates, 4, timer, rests=3, idle_s=0.015)
+        host = {}
+        if M <= 8192:
+            host = {name: round(host_time(gemm.candidates[name]) * 1e3, 1) for name in times["rested"]}
+        shape = f"{'wgrad' if is_wgrad else 'm'} {M} E{E} {N}x{K}{' skewed' if skewed else ''}"
+        host_cells = "".join(f"{host.get(name, float('nan')):6.0f}" for name in names[:3])
+        error_cells = "  ".join(f"{e:.1e} {worst:.1e}" for e, worst in errors)
+        print(f"{shape:39}{cells(names, flop, times, 13)}{host_cells}  {error_cells}", flush=True)
+        more = {"host_us": host, "error": [e for e, _ in errors], "worst_block": [worst for _, worst in errors]}
+        op = "grouped_mm_wgrad range" if is_wgrad else "grouped_mm range"
+        if not all(e < limit for (e, _), limit in zip(errors, (2e-3, 2e-4), strict=False)):
+            wrong.append(shape)
+        new = speed_records(op, f"M {M}, E {E}, N {N}, K {K}{', skewed' if skewed else ''}", flop, times, **more)
+        slower += [r for r in new if r["reference"] in ("bf16", "torchao rowwise") and r["speedup"] < 1]
+        records += new
+        del gemm
+        torch.cuda.empty_cache()
+    print(f"\nslower than a grouped reference: {len(slower)}")
+    for r in slower:
+        print(f"{r['name']}: {r['shape']}: {r['value']} against {r['reference']} {r['reference_value']}")
+    if wrong:
+        print("error too large:", ", ".join(wrong))
+    return records
+
+
+def plot_range(records: list[dict], path: Path) -> None:
+    """A column for bursts and one for rested, a row for each GEMM; TFLOP/s over rows and groups."""
+    import matplotlib.pyplot as plt
+
+    styles = {"ours": "o", "torchao rowwise": "s", "bf16": "^", "cublas dense fp8": "_"}
+    panels: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for r in records:
+        rows, groups, N, K, *rest = (part.split(" ")[-1] for part in r["shape"].split(", "))
+        skewed, state = "skewed" in rest, rest[-1]
+        kind = "weight gradient" if "wgrad" in r["name"] else "m-grouped"
+        case = f"{int(rows) // 1024}k/{groups}{' s' if skewed else ''}"
+        panel = panels.setdefault((f"{kind}, N {N}, K {K}", state), {}).setdefault(case, {})
+        panel |= {"ours": r["value"], r["reference"]: r["reference_value"]}
+    titles = list(dict.fromkeys(title for title, _ in panels))
+    figure, axes = plt.subplots(
+        len(titles), 2, figsize=(13, 2.4 * len(titles)), sharex=True, sharey=True, layout="constrained", squeeze=False
+    )
+    for i, title in enumerate(titles):
+        for axis, state in zip(axes[i], ("bursts", "rested"), strict=True):
+            panel = panels[title, state]
+            for name, marker in styles.items():
+                points = [(case, speeds[name]) for case, speeds in panel.items() if name in speeds]
+                axis.plot(*zip(*points, strict=True), marker, label=name, markersize=9 if marker == "_" else 5)
+            axis.set_title(f"{title}, {state}", fontsize=9, loc="left")
+            axis.grid(axis="y", alpha=0.3)
+            axis.tick_params("x", rotation=90, labelsize=7)
+            axis.set_ylim(bottom=0)
+        axes[i][0].set_ylabel("TFLOP/s")
+    axes[0][0].legend(fontsize=7, loc="lower right")
+    figure.supxlabel("thousand rows / groups (s: skewed)")
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round of bursts instead of five")
+    parser.add_argument("--range", action="store_true", help="few to many rows and groups instead of two models")
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
+    parser.add_argument("--plot", type=Path, help="measure nothing, draw the range of --out")
     args = parser.parse_args()
-    rounds, rep_ms = (1, 30) if args.quick else (5, 60)
+    if args.plot:
+        plot_range([r for r in json.loads(args.out.read_text()) if r["name"].endswith("range")], args.plot)
+        return
     setting = environment()
     print(setting["hardware"], setting["versions"])
-    columns = "".join(f"{name:>17}" for name in ("ours", *REFERENCES))
-    print(f"{'TFLOP/s, bursts / rested':30}{'N':>6}{'K':>6}{columns}")
-    records = []
     torch.manual_seed(0)
-    for layer, M, E, D, H in LAYERS:
-        offsets_E = group_ends(M, E)
-        for gemm, candidates, N, K in gemms(D, H):
-            speeds = measure(candidates(M, N, K, offsets_E), 2 * M * N * K, rounds, rep_ms)
-            cells = [[s.get(name, float("nan")) for s in speeds.values()] for name in ("ours", *REFERENCES)]
-            columns = "".join(f"{burst:>9.0f} / {rest:<5.0f}" for burst, rest in cells)
-            print(f"{layer + ', ' + gemm:30}{N:6}{K:6}{columns}", flush=True)
-            for state, speed in speeds.items():
-                for name in REFERENCES:
-                    if name in speed:
-                        records.append(
-                            {
-                                "name": "grouped_mm_wgrad" if candidates is wgrad_candidates else "grouped_mm",
-                                "shape": f"{layer}, {gemm}, M {M}, E {E}, N {N}, K {K}, {state}",
-                                "value": round(speed["ours"], 1),
-                                "unit": "TFLOP/s",
-                                "reference": name,
-                                "reference_value": round(speed[name], 1),
-                                "speedup": round(speed["ours"] / speed[name], 3),
-                            }
-                        )
+    records = benchmark_range() if args.range else benchmark_layers(args.quick)
     if args.out:
         write_records(args.out, records)
 

@@ -9,6 +9,7 @@ their own layouts and precisions; their figure is the same bytes over their time
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +23,15 @@ from torchtitan.models.moe import utils as torchtitan
 from experiments.record import write_records
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
-from titan_fp8moe.ops.permute import payload_width, unpack_dispatch
+from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import TILE
 
-BF16, INT32 = torch.bfloat16, torch.int32
+BF16 = torch.bfloat16
 
 
 @dataclass
 class Layer:
-    """What one rank sees of an MoE layer: R routed rows for its E experts."""
+    """What one rank sees of an MoE layer: about R routed rows for its E experts."""
 
     name: str
     R: int
@@ -38,7 +39,7 @@ class Layer:
     H: int
     E: int
     top_k: int
-    ranks: int  # 1: the rows are copies of this rank's own tokens; otherwise they arrive in a payload
+    ranks: int  # whose tokens come; 1: this rank's own, otherwise they arrive in a payload
 
 
 LAYERS = [
@@ -107,11 +108,10 @@ def weight_case(layer: Layer) -> Case:
 
 @dataclass
 class Routing:
-    """Index maps of a layer's rows. ``tokens`` are the rows that permute reads."""
+    """Index maps of a layer's rows."""
 
-    tokens: int
     counts_SE: Tensor
-    slot_R: Tensor | None
+    slot_R: Tensor
     offsets_E: Tensor
     token_M: Tensor
     row_TK: Tensor
@@ -119,26 +119,27 @@ class Routing:
 
 
 def route(layer: Layer, skewed: bool) -> Routing:
-    """Random routing; skewed, expert i is chosen with a probability like 1 / (i + 1)**1.5."""
-    E, R, top_k, device = layer.E, layer.R, layer.top_k, "cuda"
-    log_weight = -1.5 * torch.arange(1, E + 1, device=device).log() * skewed
-    if layer.ranks == 1:
-        gumbel = -torch.empty(R // top_k, E, device=device).exponential_().log()
-        expert_R = (gumbel + log_weight).topk(top_k).indices.flatten()
-        # As torchtitan sorts them: by expert, tokens ascending.
-        slot_R = expert_R.argsort(stable=True).to(INT32)
-        source_R = torch.zeros_like(expert_R)
-    else:
-        expert_R = log_weight.exp().multinomial(R, replacement=True)
-        source_R = torch.randint(layer.ranks, (R,), device=device)
-        slot_R = None
-    counts_SE = torch.bincount(source_R * E + expert_R, minlength=layer.ranks * E).to(INT32).view(layer.ranks, E)
-    score_R = torch.rand(R, device=device)
-    args = (counts_SE, score_R, slot_R, R, top_k if layer.ranks == 1 else 1, recipe.row_capacity(R, E))
-    offsets_E, token_M, _, row_S = permute.expert_layout(*args)
-    row_S = row_S if layer.ranks == 1 else row_S[torch.randperm(R, device=device)]
-    tokens = R // top_k if layer.ranks == 1 else R
-    return Routing(tokens, counts_SE, slot_R, offsets_E, token_M, row_S.view(-1, top_k), int(offsets_E[-1]))
+    """Random routing of the tokens of all ranks to this rank's experts, the first E; skewed, expert i of them is chosen
+    with a probability like 1 / (i + 1)**1.5."""
+    E, top_k, ranks, device = layer.E, layer.top_k, layer.ranks, "cuda"
+    log_weight = torch.zeros(E * ranks, device=device)
+    if skewed:
+        log_weight[:E] = -1.5 * torch.arange(1, E + 1, device=device).log()
+        log_weight[:E] += math.log(E) - log_weight[:E].logsumexp(0)
+    tokens = layer.R * ranks // top_k
+    gumbel = -torch.empty(tokens, E * ranks, device=device).exponential_().log()
+    expert_TK = (gumbel + log_weight).topk(top_k).indices
+    served = expert_TK < E
+    copies = served.any(1)  # the tokens that come here
+    source_C = torch.arange(tokens, device=device)[copies] * ranks // tokens
+    slots = served[copies].flatten().nonzero().squeeze(1)
+    run = source_C[slots // top_k] * E + expert_TK[copies].flatten()[slots]
+    slot_R = slots[run.argsort(stable=True)]  # as torchtitan sorts them: by expert, tokens ascending
+    counts_SE = torch.bincount(run, minlength=ranks * E).view(ranks, E)
+    R, C = slot_R.shape[0], source_C.shape[0]
+    args = (counts_SE, torch.rand(R, device=device), slot_R, C, top_k, recipe.row_capacity(R, E))
+    offsets_E, token_M, _, row_TK = permute.expert_layout(*args)
+    return Routing(counts_SE, slot_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
 
 
 def live(routing: Routing, *tensors: Tensor) -> int:
@@ -175,21 +176,23 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
 
 
 def permute_case(layer: Layer, routing: Routing) -> Case:
-    D, T = layer.D, routing.tokens
+    D, (T, top_k) = layer.D, routing.row_TK.shape
     x = randn(T, D)
     q, scale = quantize.quantize_rows(x)
     if layer.ranks > 1:
-        payload = torch.empty(T, payload_width(D), device="cuda", dtype=torch.uint8)
-        views = unpack_dispatch(payload, D)
+        payload = torch.empty(T, D + 8 * top_k + D // TILE + 16, device="cuda", dtype=torch.uint8)
+        payload = payload[:, : payload.shape[1] // 16 * 16].contiguous()
+        views = unpack_dispatch(payload, D, top_k)
         views[0].copy_(q)
         views[1].view(torch.uint8).copy_(scale.view(torch.uint8))
         q, scale = views[:2]
-    args = (q, scale, routing.token_M, routing.offsets_E)
-    moved = size(q, scale) + live(routing, routing.token_M, *permute.permute_rows(*args))
+    args = (q, scale, routing.row_TK, routing.token_M, routing.offsets_E)
+    moved = size(q, scale, routing.row_TK) + live(routing, routing.token_M, *permute.permute_rows(*args))
+    arrived = x if layer.ranks == 1 else randn(routing.slot_R.shape[0], D)
 
     def torchtitan_permute() -> None:
-        """In bf16: the gather of the routed rows, then padding to groups of 8 rows."""
-        rows = x if routing.slot_R is None else x[routing.slot_R // layer.top_k]
+        """In bf16: of own tokens the gather of the routed rows, then padding to groups of 8 rows."""
+        rows = arrived[routing.slot_R // top_k] if layer.ranks == 1 else arrived
         torchtitan._permute(rows, routing.counts_SE.flatten(), layer.ranks, layer.E)
 
     references = {
@@ -200,23 +203,30 @@ def permute_case(layer: Layer, routing: Routing) -> Case:
 
 
 def unpermute_case(layer: Layer, routing: Routing) -> Case:
+    """Of own tokens the layer's output, of arrived ones what goes back for them; both in bf16."""
     y = randn(routing.token_M.shape[0], layer.D)
-    row_TK, R = routing.row_TK, layer.R
+    row_TK, R = routing.row_TK, routing.slot_R.shape[0]
     out = permute.unpermute_sum(y, row_TK, BF16)
-    routed, score = y[:R], torch.rand(row_TK.shape[0], 1, layer.top_k, device="cuda")
-    slot_R = row_TK.flatten().argsort()
+    routed = y[:R]
+    references = {"compiled PyTorch": compiled(recipe.unpermute_sum, y, row_TK, BF16)}
+    if layer.ranks == 1:
+        score = torch.rand(row_TK.shape[0], 1, layer.top_k, device="cuda")
 
-    def torchtitan_combine() -> None:
-        unsorted = torch.zeros_like(routed)
-        unsorted[slot_R] = routed
-        torch.bmm(score, unsorted.view(-1, layer.top_k, layer.D).float()).to(BF16)
+        def torchtitan_combine() -> None:
+            unsorted = torch.zeros_like(routed)
+            unsorted[routing.slot_R] = routed
+            torch.bmm(score, unsorted.view(-1, layer.top_k, layer.D).float()).to(BF16)
 
-    references = {
-        "torchtitan": torchtitan_combine,
-        "compiled PyTorch": compiled(recipe.unpermute_sum, y, row_TK, BF16),
-    }
+        references["torchtitan"] = torchtitan_combine
     moved = size(routed, row_TK, out)
-    return Case("unpermute", moved, lambda: permute.unpermute_sum(y, row_TK, BF16), references)
+
+    def run() -> None:
+        if layer.ranks == 1:
+            permute.unpermute_sum(y, row_TK, BF16)
+        else:
+            permute.pack_combine(y, None, row_TK, 2 * layer.D)
+
+    return Case("unpermute", moved, run, references)
 
 
 def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
@@ -253,7 +263,6 @@ def main() -> None:
     copy = device_copy()
     print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s; peers as speedup over them")
     print(f"{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
-    records = []
     for layer in LAYERS:
         for routing, case in cases(layer):
             if args.only not in case.name:
@@ -269,12 +278,13 @@ def main() -> None:
             )
             shape = {"layer": layer.name, "rows": layer.R, "D": layer.D, "H": layer.H, "E": layer.E}
             shape |= {"top_k": layer.top_k, "ranks": layer.ranks, "routing": routing}
+            records = []
             for name, speed in speeds.items():
                 record = {"name": case.name, "shape": shape, "value": round(value, 1), "unit": "GB/s"}
                 record |= {"microseconds": round(case.bytes / value * 1e-3, 1), "reference": name}
                 records.append(record | {"reference_value": round(speed, 1), "speedup": round(value / speed, 3)})
-    if args.out:
-        write_records(args.out, records)
+            if args.out:  # at once: a run that is cut short keeps what it has measured
+                write_records(args.out, records)
 
 
 if __name__ == "__main__":

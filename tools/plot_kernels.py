@@ -34,6 +34,8 @@ def main() -> None:
     for axis, (name, goals) in zip(axes, GOALS.items(), strict=True):
         for i, (layer, rows, E) in enumerate(shapes):
             here = [r for r in records if r["name"] == name and shape(r) == (layer, rows, E)]
+            if not here:
+                continue
             copy = next(r["reference_value"] for r in here if r["reference"] == "copy")
             ours = [r for r in here if r["reference"] == "copy"]
             for r, offset in zip(ours, (-0.2, 0.2) if len(ours) == 2 else (0,), strict=True):

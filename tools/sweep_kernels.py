@@ -22,11 +22,14 @@ SWEEP = {
         (swiglu, "BACKWARD_WARPS", (2, 4, 8)),
     ],
     "permute": [
-        (permute, "ROWS", (16, 32, 64)),
-        (permute, "COLUMNS", (512, 1024, 2048)),
+        (permute, "TOKENS", (4, 8, 16, 32)),
+        (permute, "COLUMNS", (256, 512, 1024)),
         (permute, "WARPS", (4, 8)),
     ],
-    "unpermute": [(permute, "SUM_COLUMNS", (512, 1024, 2048)), (permute, "SUM_WARPS", (2, 4, 8))],
+    "unpermute": [
+        (permute, "SUM_COLUMNS", (512, 1024, 2048)),
+        (permute, "SUM_WARPS", (2, 4, 8)),
+    ],
 }
 
 

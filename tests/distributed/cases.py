@@ -42,6 +42,7 @@ def _parallel(local_batch: int, ep: int = 1, tp: int = 1, pp: int = 1, etp: int 
 FULL_AC = {"activation_checkpoint__mode": "full"}
 OP_AC = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
 PP = {"parallelism__pipeline_parallel_schedule": "1F1B", "parallelism__pipeline_parallel_microbatch_size": 2}
+INTERLEAVED = PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
 FLOAT8_LINEAR = {
     "converters": "quantize.linear.float8,fp8_flow_moe",
     "quantize.linear.float8.emulate": True,
@@ -59,10 +60,12 @@ TWO_RANKS = {
     "ep2": _parallel(4, ep=2),
     "tp2": _parallel(8, tp=2),
     "pp2": _parallel(8, pp=2, **PP),
-    "pp2_interleaved": _parallel(8, pp=2, **(PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"})),
+    "pp2_interleaved": _parallel(8, pp=2, **INTERLEAVED),
     "ep2_full_ac": _parallel(4, ep=2, **FULL_AC),
     "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
     "ep2_accumulate": _parallel(2, ep=2),
+    "ep2_accumulate_cached": _parallel(2, ep=2, fp8_flow_moe__cache_weights=True),
+    "pp2_cached": _parallel(8, pp=2, fp8_flow_moe__cache_weights=True, **PP),
     "ep2_compile": _parallel(4, ep=2, compile__enable=True, compile__backend="aot_eager"),
     "ep2_float8_linear": _parallel(4, ep=2, **FLOAT8_LINEAR),
 }

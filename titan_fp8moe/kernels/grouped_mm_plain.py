@@ -1,7 +1,8 @@
 """GEMMs over expert groups in plain Triton: the path that runs everywhere, in Triton's interpreter too.
 
-On Hopper the kernels in the files beside this one are 1.2 to 2 times as fast. This path is correct on other GPUs, but
-not tuned for them; on Hopper it serves the weight gradient with a scale per column (``requantize``).
+Not tuned outside sm_90: CI compiles it for sm_89, where it spills registers, and sm_100; it has run on sm_90 only.
+There the kernels in the files beside this one are 1.2 to 2 times as fast, and this path serves the weight gradient with
+a scale per column (``requantize``).
 
 Two kernels, one shape of loop: a persistent program walks over 128x128 output tiles; each step multiplies two 128x128
 fp8 tiles that TMA brought to shared memory, and adds the product, times a power of two, to an fp32 accumulator in

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from titan_fp8moe.recipe import E8M0, TILE
 
-ROWS = 32  # rows a copying program moves: 32 column-major scale bytes are one sector, and 32 divides 128
-COLUMNS = 1024  # bytes of each row it moves, so 32 KiB in flight
+TOKENS = 16  # tokens whose columns a program of the permutation holds while it writes them to their rows
+COLUMNS = 256  # bytes of each that it holds
 WARPS = 8
-LAYOUT_ROWS = 1024
+PACK_ROWS, PACK_COLUMNS = 32, 1024  # of a dispatch payload, what a program writes
+INDEX_BLOCK = 1024  # entries of a map that a program computes
+COPY_ENTRIES = 2048  # tokens times ranks whose copies a program numbers, of at most 128 tokens
 SUM_COLUMNS = 1024
 SUM_WARPS = 4
 
@@ -24,17 +26,18 @@ SUM_WARPS = 4
 
 @triton.jit
 def _runs_kernel(
-    counts, offsets, start, shift, count, S: tl.constexpr, E: tl.constexpr, PAD_S: tl.constexpr, PAD_E: tl.constexpr,
-    TILE: tl.constexpr,
+    counts, stride, offsets, start, shift, count, S: tl.constexpr, E: tl.constexpr, PAD_S: tl.constexpr,
+    PAD_E: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A table of the S * E runs, and each expert's end, in one program.
 
-    counts: (S, E) int32; offsets: (E,) int32. start, shift, count: (E, S) int32, so that starts ascend: where a run
-    begins in expert order, arrival position minus expert position of its rows, and their number.
+    counts: (S, E) integers or integral floats, rows ``stride`` apart; offsets: (E,) int32. start, shift, count: (E, S)
+    int32, so that starts ascend: where a run begins in expert order, arrival position minus expert position of its
+    rows, and their number.
     """
     s, e = tl.arange(0, PAD_S), tl.arange(0, PAD_E)
     mask = (s < S)[:, None] & (e < E)[None, :]
-    n = tl.load(counts + s[:, None] * E + e[None, :], mask=mask, other=0)
+    n = tl.load(counts + s[:, None] * stride + e[None, :], mask=mask, other=0).to(tl.int32)
     group = tl.sum(n, axis=0)
     padded = (group + TILE - 1) // TILE * TILE
     end = tl.cumsum(padded, axis=0)
@@ -50,15 +53,15 @@ def _runs_kernel(
 
 @triton.jit
 def _layout_kernel(
-    start, shift, count, score, score_stride, slot, token_M, score_M, row_S, M, top_k: tl.constexpr, RUNS: tl.constexpr,
-    STEPS: tl.constexpr, ROWS: tl.constexpr,
+    start, shift, count, score, slot, token_M, score_M, row_TK, row_R, M, top_k: tl.constexpr, RUNS: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """token_M, score_M and row_S for ROWS rows in expert order. ``slot`` is None where row r arrives from slot r."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """token_M, score_M, row_TK and, unless it is None, row_R for BLOCK rows in expert order."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # The last run that starts at or before the row: of runs with equal starts all but the last are empty. A row past
     # the run's end is padding.
-    low = tl.zeros((ROWS,), tl.int32)
-    high = tl.full((ROWS,), RUNS, tl.int32)
+    low = tl.zeros((BLOCK,), tl.int32)
+    high = tl.full((BLOCK,), RUNS, tl.int32)
     for _ in range(STEPS):
         middle = (low + high) // 2
         before = tl.load(start + middle) <= row
@@ -66,197 +69,369 @@ def _layout_kernel(
         high = tl.where(before, high, middle)
     real = row - tl.load(start + low) < tl.load(count + low)
     arrived = (row + tl.load(shift + low)).to(tl.int64)
-    s = arrived if slot is None else tl.load(slot + arrived, mask=real, other=0)
+    s = tl.load(slot + arrived, mask=real, other=0)
     tl.store(token_M + row, tl.where(real, s // top_k, -1), mask=row < M)
-    tl.store(score_M + row, tl.load(score + arrived * score_stride, mask=real, other=0.0), mask=row < M)
-    tl.store(row_S + s, row, mask=real)
+    tl.store(score_M + row, tl.load(score + arrived, mask=real, other=0.0), mask=row < M)
+    tl.store(row_TK + s, row, mask=real)
+    if row_R is not None:
+        tl.store(row_R + arrived, row, mask=real)
 
 
-def expert_layout(
-    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor | None, num_slots: int, top_k: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Index maps between arrival and expert order; see :func:`titan_fp8moe.recipe.expert_layout`.
-
-    Args:
-        counts_SE: (S, E) int32, rows that arrived from each source for each expert.
-        score_R: (R,) fp32, any stride (a view of a payload); slot_R: (R,) int32 or None.
-
-    Returns:
-        offsets_E (E,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_S (num_slots,) int32.
-    """
+def _expert_layout(
+    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, row_TK: Tensor, row_R: Tensor | None, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """offsets_E, token_M, score_M of :func:`expert_layout`; fills the rows' entries of row_TK and all of row_R."""
     (S, E), device = counts_SE.shape, counts_SE.device
     offsets_E = torch.empty(E, dtype=torch.int32, device=device)
     start, shift, count = torch.empty(3, E * S, dtype=torch.int32, device=device).unbind()
     _runs_kernel[(1,)](
-        counts_SE.contiguous(), offsets_E, start, shift, count, S=S, E=E,
+        counts_SE, counts_SE.stride(0), offsets_E, start, shift, count, S=S, E=E,
         PAD_S=triton.next_power_of_2(S), PAD_E=triton.next_power_of_2(E), TILE=TILE, num_warps=8,
     )  # fmt: skip
     token_M = torch.empty(capacity, dtype=torch.int32, device=device)
     score_M = torch.empty(capacity, dtype=torch.float32, device=device)
-    row_S = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
-    _layout_kernel[(triton.cdiv(capacity, LAYOUT_ROWS),)](
-        start, shift, count, score_R, score_R.stride(0), slot_R, token_M, score_M, row_S, capacity, top_k=top_k,
-        RUNS=E * S, STEPS=(E * S).bit_length(), ROWS=LAYOUT_ROWS, num_warps=4,
+    _layout_kernel[(triton.cdiv(capacity, INDEX_BLOCK),)](
+        start, shift, count, score_R, slot_R, token_M, score_M, row_TK, row_R, capacity, top_k=row_TK.shape[1],
+        RUNS=E * S, STEPS=(E * S).bit_length(), BLOCK=INDEX_BLOCK, num_warps=4,
     )  # fmt: skip
-    return offsets_E, token_M, score_M, row_S
+    return offsets_E, token_M, score_M
 
 
-# --- copies of rows ---------------------------------------------------------------------------------------------------
+def expert_layout(
+    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, num_tokens: int, top_k: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Index maps between arrival and expert order; see :func:`titan_fp8moe.recipe.expert_layout`.
 
+    Args:
+        counts_SE: (S, E) integers or integral floats, rows that arrived from each source for each expert.
+        score_R: (R,) fp32; slot_R: (R,) integers.
 
-@triton.jit
-def _copy_rows(source, source_row, source_stride, real, out, out_row, out_stride, inside, first, WIDTH: tl.constexpr,
-               COLUMNS: tl.constexpr):  # fmt: skip
-    """Bytes first..first + COLUMNS of rows ``source_row`` to rows ``out_row``; zeros where not ``real``.
-
-    Rows are int64: their byte offsets pass 2**31. A token's row is read once for each of its experts, so the cache is
-    told to keep what is read and let go of what is written.
+    Returns:
+        offsets_E (E,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (num_tokens, top_k) int32.
     """
-    column = first + tl.arange(0, COLUMNS)
-    in_row = (column < WIDTH)[None, :]
-    at = source_row[:, None] * source_stride + column[None, :]
-    values = tl.load(source + at, mask=real[:, None] & in_row, other=0, eviction_policy="evict_last")
-    to = out + out_row[:, None] * out_stride + column[None, :]
-    tl.store(to, values, mask=inside[:, None] & in_row, eviction_policy="evict_first")
+    row_TK = torch.empty(num_tokens, top_k, dtype=torch.int32, device=counts_SE.device)
+    if slot_R.shape[0] < row_TK.numel():
+        row_TK.fill_(-1)
+    counts_SE = counts_SE.contiguous()
+    return *_expert_layout(counts_SE, score_R.contiguous(), slot_R.contiguous(), row_TK, None, capacity), row_TK
+
+
+# --- token exchange ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["S"])
+def _positions_kernel(slot, position_TK, S, BLOCK: tl.constexpr):
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < S
+    tl.store(position_TK + tl.load(slot + position, mask=inside, other=0), position, mask=inside)
 
 
 @triton.jit
-def _permute_kernel(
-    q, q_stride, scale, scale_stride, token_M, last_offset, out, out_scale, M, D: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILE: tl.constexpr,
+def _rank_starts(counts_NE, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr, PAD_E: tl.constexpr):
+    """Each rank's first position and the one after its last, equal for n >= N; and the counts, (PAD_N, PAD_E)."""
+    n, e = tl.arange(0, PAD_N), tl.arange(0, PAD_E)
+    mask = (n < N)[:, None] & (e < E)[None, :]
+    counts = tl.load(counts_NE + n[:, None] * E + e[None, :], mask=mask, other=0).to(tl.int32)
+    slots = tl.sum(counts, axis=1)
+    end = tl.cumsum(slots, axis=0)
+    return end - slots, end, counts
+
+
+@triton.jit(do_not_specialize=["T"])
+def _count_copies_kernel(
+    position_TK, counts_NE, copies_BN, T, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr,
+    PAD_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (column block, row block). out: (M, D) bytes; out_scale: (D // 128, M) bytes; padding gets 0 and 1."""
-    first_row, first = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
-    if first_row >= tl.load(last_offset):
-        return
-    row = first_row + tl.arange(0, ROWS)
-    token = tl.load(token_M + row).to(tl.int64)
-    real = token >= 0
-    _copy_rows(q, token, q_stride, real, out, row.to(tl.int64), D, row < M, first, D, COLUMNS)
-
-    tile = first // TILE + tl.arange(0, COLUMNS // TILE)
-    in_row = (tile < D // TILE)[None, :]
-    at = token[:, None] * scale_stride + tile[None, :]
-    byte = tl.load(scale + at, mask=real[:, None] & in_row, other=1)
-    tl.store(out_scale + tile[None, :] * M + row[:, None], byte, mask=in_row)
+    """Copies of BLOCK tokens to each rank."""
+    start, end, _ = _rank_starts(counts_NE, N, E, PAD_N, PAD_E)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    goes = tl.zeros((BLOCK, PAD_N), tl.int1)
+    for k in tl.static_range(K):
+        position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)[:, None]
+        goes |= (position >= start[None, :]) & (position < end[None, :])
+    tl.store(copies_BN + tl.program_id(0) * PAD_N + tl.arange(0, PAD_N), tl.sum(goes.to(tl.int32), axis=0))
 
 
-def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
+@triton.jit(do_not_specialize=["T", "blocks"])
+def _copies_kernel(
+    position_TK, counts_NE, copies_BN, copy_TK, token_C, message, T, blocks, K: tl.constexpr, N: tl.constexpr,
+    E: tl.constexpr, PAD_N: tl.constexpr, PAD_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Numbers the copies of BLOCK tokens; the first program also writes the messages, (N, 2 + E) int32."""
+    start, end, counts = _rank_starts(counts_NE, N, E, PAD_N, PAD_E)
+    block, n = tl.program_id(0), tl.arange(0, PAD_N)
+    total, before = tl.zeros((PAD_N,), tl.int32), tl.zeros((PAD_N,), tl.int32)
+    for first in range(0, blocks, BLOCK):
+        b = (first + tl.arange(0, BLOCK))[:, None]
+        copies = tl.load(copies_BN + b * PAD_N + n[None, :], mask=b < blocks, other=0)
+        total += tl.sum(copies, axis=0)
+        before += tl.sum(tl.where(b < block, copies, 0), axis=0)
+    before += tl.cumsum(total, axis=0) - total
+
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    goes = tl.zeros((BLOCK, PAD_N), tl.int32)
+    for k in tl.static_range(K):
+        position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)[:, None]
+        goes |= ((position >= start[None, :]) & (position < end[None, :])).to(tl.int32)
+    number = before[None, :] + tl.cumsum(goes, axis=0) - goes
+
+    seen = tl.zeros((BLOCK, PAD_N), tl.int32)
+    for k in tl.static_range(K):
+        position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)
+        here = ((position[:, None] >= start[None, :]) & (position[:, None] < end[None, :])).to(tl.int32)
+        copy = tl.sum(number * here, axis=1)
+        repeated = tl.sum(seen * here, axis=1) > 0
+        seen |= here
+        there = position >= 0
+        tl.store(copy_TK + token * K + k, tl.where(there, tl.where(repeated, -2 - copy, copy), -1), mask=token < T)
+        tl.store(token_C + copy, token, mask=there & (repeated == 0))
+
+    if block == 0:
+        tl.store(message + n * (2 + E), total, mask=n < N)
+        tl.store(message + n * (2 + E) + 1, start, mask=n < N)
+        e = tl.arange(0, PAD_E)
+        at = n[:, None] * (2 + E) + 2 + e[None, :]
+        tl.store(message + at, counts, mask=(n < N)[:, None] & (e < E)[None, :])
+
+
+def dispatch_layout(
+    slot_S: Tensor, counts_NE: Tensor, num_tokens: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What this rank sends to which; see :func:`titan_fp8moe.recipe.dispatch_layout`.
+
+    Args:
+        slot_S: (S,) integers; counts_NE: (N, E) integers or integral floats.
+
+    Returns:
+        position_TK, copy_TK (num_tokens, top_k) int32; token_C (num_tokens * min(top_k, N),) int32, unwritten past the
+        last copy; message_N (N, 2 + E) int32.
+    """
+    (N, E), S, device = counts_NE.shape, slot_S.shape[0], slot_S.device
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    position_TK, copy_TK = ints(num_tokens, top_k), ints(num_tokens, top_k)
+    token_C, message_N = ints(num_tokens * min(top_k, N)), ints(N, 2 + E)
+    if S < position_TK.numel():
+        position_TK.fill_(-1)
+    if S:
+        _positions_kernel[(triton.cdiv(S, INDEX_BLOCK),)](slot_S.contiguous(), position_TK, S, BLOCK=INDEX_BLOCK)
+    pad = triton.next_power_of_2(N)
+    block = max(min(COPY_ENTRIES // pad, 128), 1)
+    blocks = max(triton.cdiv(num_tokens, block), 1)
+    copies_BN, counts_NE = ints(blocks, pad), counts_NE.contiguous()
+    options = dict(K=top_k, N=N, E=E, PAD_N=pad, PAD_E=triton.next_power_of_2(E), BLOCK=block, num_warps=8)
+    _count_copies_kernel[(blocks,)](position_TK, counts_NE, copies_BN, num_tokens, **options)
+    _copies_kernel[(blocks,)](
+        position_TK, counts_NE, copies_BN, copy_TK, token_C, message_N, num_tokens, blocks, **options
+    )
+    return position_TK, copy_TK, token_C, message_N
+
+
+@triton.jit(do_not_specialize=["C"])
+def _arrivals_kernel(
+    received, position_CK, score_CK, stride, slot_R, score_R, row_CK, C, K: tl.constexpr, N: tl.constexpr,
+    E: tl.constexpr, PAD_N: tl.constexpr, PAD_E: tl.constexpr, PAD_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots and scores by arrival, for BLOCK copies; row_CK gets -1 for slots that are not served here."""
+    n, e = tl.arange(0, PAD_N), tl.arange(0, PAD_E)
+    mask = (n < N)[:, None] & (e < E)[None, :]
+    slots = tl.sum(tl.load(received + n[:, None] * (2 + E) + 2 + e[None, :], mask=mask, other=0), axis=1)
+    copies_end = tl.cumsum(tl.load(received + n * (2 + E), mask=n < N, other=0), axis=0)
+    shift = tl.cumsum(slots, axis=0) - slots - tl.load(received + n * (2 + E) + 1, mask=n < N, other=0)
+
+    copy = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.sum((copies_end[None, :] <= copy[:, None]).to(tl.int32), axis=1)
+    copy_shift = tl.sum(tl.where(source[:, None] == n[None, :], shift[None, :], 0), axis=1)
+    k = tl.arange(0, PAD_K)
+    inside = (copy < C)[:, None] & (k < K)[None, :]
+    at = copy.to(tl.int64)[:, None] * stride + k[None, :]
+    position = tl.load(position_CK + at, mask=inside, other=-1)
+    served = position >= 0
+    arrived = position + copy_shift[:, None]
+    slot = copy[:, None] * K + k[None, :]
+    tl.store(slot_R + arrived, slot, mask=served)
+    tl.store(score_R + arrived, tl.load(score_CK + at, mask=served, other=0.0), mask=served)
+    tl.store(row_CK + slot, -1, mask=inside & (served == 0))
+
+
+def arrival_layout(
+    received_N: Tensor, position_CK: Tensor, score_CK: Tensor, num_rows: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`expert_layout` of the copies that arrived; see :func:`titan_fp8moe.recipe.arrival_layout`.
+
+    Args:
+        received_N: (N, 2 + E) int32; position_CK: (C, top_k) int32 and score_CK: (C, top_k) fp32, unit stride along
+            top_k and the same stride between rows (views of a payload).
+
+    Returns:
+        offsets_E (E,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_CK (C, top_k) int32, row_R
+        (num_rows,) int32.
+    """
+    assert received_N.is_contiguous() and position_CK.stride() == score_CK.stride()
+    (C, K), (N, width), device = position_CK.shape, received_N.shape, received_N.device
+    # Not two parts of one tensor: how the second is aligned would depend on the number of rows, and compile anew.
+    slot_R, row_R = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
+    score_R = torch.empty(num_rows, dtype=torch.float32, device=device)
+    row_CK = torch.empty(C, K, dtype=torch.int32, device=device)
+    if C:
+        block = INDEX_BLOCK // 8
+        _arrivals_kernel[(triton.cdiv(C, block),)](
+            received_N, position_CK, score_CK, position_CK.stride(0), slot_R, score_R, row_CK, C, K=K, N=N, E=width - 2,
+            PAD_N=triton.next_power_of_2(N), PAD_E=triton.next_power_of_2(width - 2),
+            PAD_K=triton.next_power_of_2(K), BLOCK=block,
+        )  # fmt: skip
+    return *_expert_layout(received_N[:, 2:], score_R, slot_R, row_CK, row_R, capacity), row_CK, row_R
+
+
+# --- to expert order --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _place_scales(scale, scale_stride, row, token, out, out_scale, M, D: tl.constexpr, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr, PAD_TILES: tl.constexpr):  # fmt: skip
+    """The scales of these rows, (D // 128, M) bytes; where a row is padding 1, and zeros for its values."""
+    tile = tl.arange(0, PAD_TILES)[None, :]
+    in_row = tile < D // 128
+    real = (token >= 0)[:, None]
+    byte = tl.load(scale + token[:, None] * scale_stride + tile, mask=real & in_row, other=1)
+    tl.store(out_scale + tile * M + row[:, None], byte, mask=in_row)
+    if tl.min(token, axis=0) < 0:
+        zero = tl.zeros((ROWS, COLUMNS), tl.uint8)
+        for first in range(0, D, COLUMNS):
+            column = (first + tl.arange(0, COLUMNS))[None, :]
+            tl.store(out + row.to(tl.int64)[:, None] * D + column, zero, mask=(token < 0)[:, None] & (column < D))
+
+
+@triton.jit
+def _place_values(q, q_stride, row_TK, token, column, out, T, K: tl.constexpr, D: tl.constexpr):
+    mask = (token < T)[:, None] & (column < D)[None, :]
+    at = token.to(tl.int64)[:, None] * q_stride + column[None, :]
+    values = tl.load(q + at, mask=mask, other=0, eviction_policy="evict_first")
+    for k in tl.static_range(K):
+        row = tl.load(row_TK + token * K + k, mask=token < T, other=-1).to(tl.int64)
+        tl.store(out + row[:, None] * D + column[None, :], values, mask=(row >= 0)[:, None] & (column < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _permute_kernel(
+    q, q_stride, scale, scale_stride, row_TK, token_M, last_offset, out, out_scale, T, M, K: tl.constexpr,
+    D: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD_TILES: tl.constexpr,
+):  # fmt: skip
+    """The first M / ROWS programs write scales, and padding. The others write COLUMNS bytes of TOKENS tokens to their
+    rows: so a token is read once, and the writes, nearly all of the traffic, are whole runs of a row."""
+    program = tl.program_id(0)
+    if program < M // ROWS:
+        row = program * ROWS + tl.arange(0, ROWS)
+        if program * ROWS < tl.load(last_offset):
+            token = tl.load(token_M + row).to(tl.int64)
+            _place_scales(scale, scale_stride, row, token, out, out_scale, M, D, ROWS, COLUMNS, PAD_TILES)
+    else:
+        program -= M // ROWS
+        blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+        token = program // blocks * TOKENS + tl.arange(0, TOKENS)
+        column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+        _place_values(q, q_stride, row_TK, token, column, out, T, K, D)
+
+
+def permute_rows(
+    q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
+) -> tuple[Tensor, Tensor]:
     """Rows and scales in expert order; see :func:`titan_fp8moe.recipe.permute_rows`.
 
     Args:
         q_TD: (T, D) e4m3 and scale (T, D // 128) e8m0, unit stride along rows, any stride between them.
-        token_M: (M,) int32, -1 for padding; offsets_E: (E,) int32.
+        row_TK: (T, K) int32 and token_M: (M,) int32, of :func:`expert_layout`; offsets_E: (E,) int32.
 
     Returns:
         (M, D) e4m3, (M, D // 128) e8m0 column-major; rows at and past ``offsets_E[-1]`` are left unwritten.
     """
-    M, D = token_M.shape[0], q_TD.shape[1]
+    (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
     out = torch.empty(M, D, dtype=torch.uint8, device=q_TD.device)
     out_scale = torch.empty(D // TILE, M, dtype=torch.uint8, device=q_TD.device)
-    _permute_kernel[(triton.cdiv(D, COLUMNS), M // ROWS)](
-        q_TD.view(torch.uint8), q_TD.stride(0), scale.view(torch.uint8), scale.stride(0), token_M, offsets_E[-1:],
-        out, out_scale, M, D=D, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE, num_warps=WARPS,
+    _permute_kernel[(M // TILE + triton.cdiv(T, TOKENS) * triton.cdiv(D, COLUMNS),)](
+        q_TD.view(torch.uint8), q_TD.stride(0), scale.view(torch.uint8), scale.stride(0), row_TK, token_M,
+        offsets_E[-1:], out, out_scale, T, M, K=K, D=D, TOKENS=TOKENS, ROWS=TILE, COLUMNS=COLUMNS,
+        PAD_TILES=triton.next_power_of_2(D // TILE), num_warps=WARPS,
     )  # fmt: skip
     return out.view(q_TD.dtype), out_scale.t().view(E8M0)
 
 
+# --- payloads ---------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def _fp32_byte(value, column):
-    """Byte ``column`` (0..3, little-endian) of fp32 ``value``; zero for other columns."""
-    byte = value.to(tl.int32, bitcast=True) >> (8 * (column & 3))
-    return tl.where(column < 4, byte & 0xFF, 0)
+def _byte_of(word, column):
+    """Byte ``column % 4``, little-endian, of int32 ``word``."""
+    return (word >> (8 * (column & 3))) & 0xFF
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["C"])
 def _pack_dispatch_kernel(
-    q, scale, score, slot_R, payload, R, top_k: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    q, scale, token_C, copy_TK, position_TK, score, payload, C, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (column block, row block); the first column block also writes what follows the D values of a row:
-    4 bytes of score, D // 128 of scales, zeros. ``score`` is None for gradients."""
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = row < R
-    token = (tl.load(slot_R + row, mask=inside, other=0) // top_k).to(tl.int64)
-    _copy_rows(q, token, D, inside, payload, row, WIDTH, inside, tl.program_id(0) * COLUMNS, D, COLUMNS)
+    """Program (column block, row block); the first column block also writes what follows the D values of a row. With
+    ``score`` None, for gradients, that is scales only."""
+    copy = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = (copy < C)[:, None]
+    to = payload + copy.to(tl.int64)[:, None] * WIDTH
+    token = tl.load(token_C + copy, mask=copy < C, other=0).to(tl.int64)[:, None]
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    mask = inside & (column < D)
+    tl.store(to + column, tl.load(q + token * D + column, mask=mask, other=0), mask=mask)
 
     if tl.program_id(0) == 0:
         tail = tl.arange(0, TAIL)[None, :]
-        tile = tail - 4
-        in_row = (tile >= 0) & (tile < D // TILE)
-        at = token[:, None] * (D // TILE) + tile
-        byte = tl.load(scale + at, mask=inside[:, None] & in_row, other=0).to(tl.int32)
+        WORDS: tl.constexpr = 0 if score is None else 2 * K
+        tile = tail - 4 * WORDS
+        has_scale = inside & (tile >= 0) & (tile < D // 128)
+        byte = tl.load(scale + token * (D // 128) + tile, mask=has_scale, other=0).to(tl.int32)
         if score is not None:
-            byte += _fp32_byte(tl.load(score + row, mask=inside, other=0.0)[:, None], tail)
-        in_tail = inside[:, None] & (tail < WIDTH - D)
-        tl.store(payload + row[:, None] * WIDTH + D + tail, byte.to(tl.uint8), mask=in_tail)
+            has_word = inside & (tail < 4 * WORDS)
+            slot = token * K + tail // 4 % K
+            carrier = tl.load(copy_TK + slot, mask=has_word, other=-1)
+            served = has_word & ((carrier == copy[:, None]) | (carrier == -2 - copy[:, None]))
+            position = tl.load(position_TK + slot, mask=served, other=-1)
+            value = tl.load(score + position, mask=served, other=0.0).to(tl.int32, bitcast=True)
+            word = tl.where(tail < 4 * K, position, value)
+            byte = tl.where(has_word, _byte_of(word, tail), byte)
+        tl.store(to + D + tail, byte.to(tl.uint8), mask=inside & (tail < WIDTH - D))
 
 
 def pack_dispatch(
-    q_TD: Tensor, scale: Tensor, score_R: Tensor | None, slot_R: Tensor, top_k: int, width: int
+    q_TD: Tensor,
+    scale: Tensor,
+    token_C: Tensor,
+    copy_TK: Tensor,
+    position_TK: Tensor | None,
+    score_S: Tensor | None,
+    width: int,
 ) -> Tensor:
-    """The dispatch payload (R, width) uint8: row r is token ``slot_R[r] // top_k`` with ``score_R[r]``.
-
-    Args:
-        q_TD: (T, D) e4m3 and scale (T, D // 128) e8m0, both contiguous.
-        score_R: (R,) fp32 or None; slot_R: (R,) int32.
-    """
-    assert q_TD.is_contiguous() and scale.is_contiguous() and (score_R is None or score_R.is_contiguous())
-    R, D = slot_R.shape[0], q_TD.shape[1]
-    payload = torch.empty(R, width, dtype=torch.uint8, device=q_TD.device)
-    if R:
-        _pack_dispatch_kernel[(triton.cdiv(D, COLUMNS), triton.cdiv(R, ROWS))](
-            q_TD.view(torch.uint8), scale.view(torch.uint8), score_R, slot_R, payload, R, top_k=top_k, D=D, WIDTH=width,
-            TAIL=triton.next_power_of_2(width - D), ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE, num_warps=WARPS,
+    """The dispatch payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_dispatch`."""
+    assert q_TD.is_contiguous() and scale.is_contiguous() and (score_S is None or score_S.is_contiguous())
+    C, D = token_C.shape[0], q_TD.shape[1]
+    payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
+    if C:
+        _pack_dispatch_kernel[(triton.cdiv(D, PACK_COLUMNS), triton.cdiv(C, PACK_ROWS))](
+            q_TD.view(torch.uint8), scale.view(torch.uint8), token_C, copy_TK, position_TK, score_S, payload, C,
+            K=copy_TK.shape[1], D=D, WIDTH=width, TAIL=triton.next_power_of_2(width - D), ROWS=PACK_ROWS,
+            COLUMNS=PACK_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return payload
-
-
-@triton.jit(do_not_specialize=["R"])
-def _pack_combine_kernel(
-    y, ds, row_R, payload, R, Y_BYTES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Program (column block, row block); with ``ds`` the first column block also writes the 16 bytes after a row."""
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = row < R
-    source = tl.load(row_R + row, mask=inside, other=0).to(tl.int64)
-    _copy_rows(y, source, Y_BYTES, inside, payload, row, WIDTH, inside, tl.program_id(0) * COLUMNS, Y_BYTES, COLUMNS)
-
-    if ds is not None:
-        if tl.program_id(0) == 0:
-            tail = tl.arange(0, WIDTH - Y_BYTES)[None, :]
-            byte = _fp32_byte(tl.load(ds + source, mask=inside, other=0.0)[:, None], tail)
-            tl.store(payload + row[:, None] * WIDTH + Y_BYTES + tail, byte.to(tl.uint8), mask=inside[:, None])
-
-
-def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_R: Tensor) -> Tensor:
-    """The combine payload: rows ``y_MD[row_R]`` of (M, D) bf16, followed by ``ds_M[row_R]`` (fp32) and 12 zero bytes.
-
-    Returns:
-        (R, 2 * D) uint8, or (R, 2 * D + 16) with ``ds_M``.
-    """
-    assert y_MD.is_contiguous() and (ds_M is None or ds_M.is_contiguous())
-    R, y_bytes = row_R.shape[0], 2 * y_MD.shape[1]
-    width = y_bytes if ds_M is None else y_bytes + 16
-    payload = torch.empty(R, width, dtype=torch.uint8, device=y_MD.device)
-    if R:
-        _pack_combine_kernel[(triton.cdiv(y_bytes, COLUMNS), triton.cdiv(R, ROWS))](
-            y_MD.view(torch.uint8), ds_M, row_R, payload, R, Y_BYTES=y_bytes, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS,
-            num_warps=WARPS,
-        )  # fmt: skip
-    return payload
-
-
-# --- back to token order ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _unpermute_sum_kernel(
-    y, row_TK, out, STRIDE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """One column block of one token: all K loads are independent, the additions in the order of k.
+    y, row_TK, ds_M, out, out_ds, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, COLUMNS: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """One column block of one token, the additions in the order of k. All K loads are independent; where FEW of the
+    rows exist, the others are branched over instead, or adding their zeros would take longer than moving the bytes.
+    With ``ds_M`` the first block also writes DS_STRIDE words: the K rows' score gradients, zero where there is none.
 
-    The row stride of y is a constant because a payload's, D + 8, is no multiple of 16: as an argument it would hide
+    Row strides are constants because a payload's need not be a multiple of 16 elements: as arguments they would hide
     from the compiler that rows are 16-byte aligned. The grid is flat because its second dim ends at 65535.
     """
     blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
@@ -266,8 +441,30 @@ def _unpermute_sum_kernel(
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_TK + token * K + k).to(tl.int64)
-        total += tl.load(y + row * STRIDE + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
-    tl.store(out + token * D + column, total, mask=in_row)
+        if FEW:
+            if row >= 0:
+                total += tl.load(y + row * STRIDE + column, mask=in_row, other=0.0).to(tl.float32)
+        else:
+            total += tl.load(y + row * STRIDE + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
+    tl.store(out + token * OUT_STRIDE + column, total, mask=in_row)
+
+    if ds_M is not None:
+        if tl.program_id(0) % blocks == 0:
+            word = tl.arange(0, PAD_K)
+            ds_row = tl.load(row_TK + token * K + word, mask=word < K, other=-1)
+            ds = tl.load(ds_M + ds_row, mask=ds_row >= 0, other=0.0)
+            tl.store(out_ds + token * (OUT_STRIDE // 2) + word, ds, mask=word < DS_STRIDE)
+
+
+def _unpermute_sum(
+    y_MD: Tensor, row_TK: Tensor, ds_M: Tensor | None, out: Tensor, out_ds: Tensor | None, ds_words: int, few: bool
+) -> None:
+    (T, K), D = row_TK.shape, y_MD.shape[1]
+    if T:
+        _unpermute_sum_kernel[(triton.cdiv(D, SUM_COLUMNS) * T,)](
+            y_MD, row_TK, ds_M, out, out_ds, STRIDE=y_MD.stride(0), OUT_STRIDE=out.stride(0), DS_STRIDE=ds_words, D=D,
+            K=K, PAD_K=triton.next_power_of_2(max(ds_words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS,
+        )  # fmt: skip
 
 
 def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -275,12 +472,42 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
 
     Args:
         y_MD: (M, D) bf16, unit stride along rows, any stride between them.
-        row_TK: (T, K) int32; -1 adds nothing.
+        row_TK: (T, K) int32, contiguous; a negative row adds nothing.
     """
-    (T, K), D = row_TK.shape, y_MD.shape[1]
-    out = torch.empty(T, D, dtype=out_dtype, device=y_MD.device)
-    if T:
-        _unpermute_sum_kernel[(triton.cdiv(D, SUM_COLUMNS) * T,)](
-            y_MD, row_TK.contiguous(), out, STRIDE=y_MD.stride(0), D=D, K=K, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS
+    out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
+    _unpermute_sum(y_MD, row_TK, None, out, None, 0, few=False)
+    return out
+
+
+def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int) -> Tensor:
+    """The combine payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_combine`."""
+    C, D = row_CK.shape[0], y_MD.shape[1]
+    payload = torch.empty(C, width, dtype=torch.uint8, device=y_MD.device)
+    ds = None if ds_M is None else payload.view(torch.float32)[:, D // 2 :]
+    # Of a copy's top_k experts, one or two are here.
+    _unpermute_sum(y_MD, row_CK, ds_M, payload.view(y_MD.dtype), ds, (width - 2 * D) // 4, few=True)
+    return payload
+
+
+@triton.jit(do_not_specialize=["S"])
+def _slot_gradients_kernel(
+    ds, stride, index_TK, slot_S, out, S, K: tl.constexpr, PER_SLOT: tl.constexpr, BLOCK: tl.constexpr
+):
+    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_S + s, mask=s < S, other=0)
+    index = tl.load(index_TK + slot, mask=s < S, other=0).to(tl.int64)
+    index = tl.where(index < 0, -2 - index, index) * stride
+    if PER_SLOT:
+        index += slot % K
+    tl.store(out + s, tl.load(ds + index, mask=s < S), mask=s < S)
+
+
+def slot_gradients(ds: Tensor, index_TK: Tensor, slot_S: Tensor) -> Tensor:
+    """(S,) fp32: slot s has its score gradient in row ``index_TK[s]``; see :func:`titan_fp8moe.ops.slot_gradients`."""
+    S, K = slot_S.shape[0], index_TK.shape[1]
+    out = torch.empty(S, dtype=torch.float32, device=ds.device)
+    if S:
+        _slot_gradients_kernel[(triton.cdiv(S, INDEX_BLOCK),)](
+            ds, ds.stride(0), index_TK, slot_S.contiguous(), out, S, K=K, PER_SLOT=ds.shape[1] > 1, BLOCK=INDEX_BLOCK
         )
     return out

@@ -5,14 +5,17 @@ has a gradient of its own: the layer is one autograd function (:mod:`titan_fp8mo
 gradient of an fp8 tensor to fp8. DTensors do not reach them; the modules pass local tensors.
 """
 
-from titan_fp8moe.ops.all_to_all import all_to_all_rows
+from titan_fp8moe.ops.all_to_all import start_all_to_all, wait
 from titan_fp8moe.ops.backend import emulate
 from titan_fp8moe.ops.grouped_mm import grouped_mm, grouped_mm_wgrad
 from titan_fp8moe.ops.permute import (
+    arrival_layout,
+    dispatch_layout,
     expert_layout,
     pack_combine,
     pack_dispatch,
     permute_rows,
+    slot_gradients,
     unpack_combine,
     unpack_dispatch,
     unpermute_sum,
@@ -29,7 +32,8 @@ from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
     "QuantizedWeight",
-    "all_to_all_rows",
+    "arrival_layout",
+    "dispatch_layout",
     "emulate",
     "expert_layout",
     "grouped_mm",
@@ -41,10 +45,13 @@ __all__ = [
     "quantize_weight",
     "quantize_weight_both",
     "quantize_weight_transposed",
+    "slot_gradients",
+    "start_all_to_all",
     "swiglu_quantize",
     "swiglu_quantize_backward",
     "transpose_pair",
     "unpack_combine",
     "unpack_dispatch",
     "unpermute_sum",
+    "wait",
 ]

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import grouped_mm as kernels
-from titan_fp8moe.ops.backend import use_kernels
+from titan_fp8moe.ops.backend import custom_op, use_kernels
 
 
-@torch.library.custom_op("titan_fp8moe::grouped_mm", mutates_args=())
+@custom_op
 def grouped_mm(
     a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -21,12 +21,12 @@ def grouped_mm(
     return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype)
 
 
-@grouped_mm.register_fake
+@torch.library.register_fake(grouped_mm)
 def _(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype):
     return a_MK.new_empty(a_MK.shape[0], b_ENK.shape[1], dtype=out_dtype)
 
 
-@torch.library.custom_op("titan_fp8moe::grouped_mm_wgrad", mutates_args=())
+@custom_op
 def grouped_mm_wgrad(
     aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -35,6 +35,6 @@ def grouped_mm_wgrad(
     return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype)
 
 
-@grouped_mm_wgrad.register_fake
+@torch.library.register_fake(grouped_mm_wgrad)
 def _(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype):
     return aT_NM.new_empty(offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0], dtype=out_dtype)

@@ -5,56 +5,100 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute as kernels
-from titan_fp8moe.ops.backend import use_kernels
+from titan_fp8moe.ops.backend import custom_op, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
-@torch.library.custom_op("titan_fp8moe::expert_layout", mutates_args=())
+def _ints(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+@custom_op
 def expert_layout(
-    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor | None, num_slots: int, top_k: int, capacity: int
+    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, num_tokens: int, top_k: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Index maps between arrival and expert order, without asking the device for counts.
 
-    Returns offsets_E (E,), token_M (M,), score_M (M,), row_S (num_slots,); see
+    Returns offsets_E (E,), token_M (M,), score_M (M,), row_TK (num_tokens, top_k); see
     :func:`titan_fp8moe.recipe.expert_layout`. At and past ``offsets_E[-1]``, token_M is -1 and score_M 0.
     """
     impl = kernels if use_kernels(score_R) else recipe
-    return impl.expert_layout(counts_SE, score_R, slot_R, num_slots, top_k, capacity)
+    return impl.expert_layout(counts_SE, score_R, slot_R, num_tokens, top_k, capacity)
 
 
-@expert_layout.register_fake
-def _(counts_SE, score_R, slot_R, num_slots, top_k, capacity):
-    def ints(n):
-        return counts_SE.new_empty(n, dtype=torch.int32)
-
-    return ints(counts_SE.shape[1]), ints(capacity), score_R.new_empty(capacity), ints(num_slots)
+@torch.library.register_fake(expert_layout)
+def _(counts_SE, score_R, slot_R, num_tokens, top_k, capacity):
+    maps = _ints(score_R, counts_SE.shape[1]), _ints(score_R, capacity), score_R.new_empty(capacity)
+    return *maps, _ints(score_R, num_tokens, top_k)
 
 
-@torch.library.custom_op("titan_fp8moe::permute_rows", mutates_args=())
-def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
+@custom_op
+def dispatch_layout(
+    slot_S: Tensor, counts_NE: Tensor, num_tokens: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What this rank sends to which, without asking the device for counts.
+
+    Returns position_TK, copy_TK (num_tokens, top_k), token_C (num_tokens * min(top_k, N),), whose entries past the last
+    copy are undefined, and message_N (N, 2 + E); see :func:`titan_fp8moe.recipe.dispatch_layout`.
+    """
+    impl = kernels if use_kernels(slot_S) else recipe
+    return impl.dispatch_layout(slot_S, counts_NE, num_tokens, top_k)
+
+
+@torch.library.register_fake(dispatch_layout)
+def _(slot_S, counts_NE, num_tokens, top_k):
+    N, E = counts_NE.shape
+    maps = (_ints(slot_S, num_tokens, top_k) for _ in range(2))
+    return *maps, _ints(slot_S, num_tokens * min(top_k, N)), _ints(slot_S, N, 2 + E)
+
+
+@custom_op
+def arrival_layout(
+    received_N: Tensor, position_CK: Tensor, score_CK: Tensor, num_rows: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`expert_layout` of arrived copies; position_CK and score_CK may be views of a payload.
+
+    Returns offsets_E (E,), token_M (M,), score_M (M,), row_CK (C, top_k), row_R (num_rows,); see
+    :func:`titan_fp8moe.recipe.arrival_layout`. At and past ``offsets_E[-1]``, token_M is -1 and score_M 0.
+    """
+    impl = kernels if use_kernels(received_N) else recipe
+    return impl.arrival_layout(received_N, position_CK, score_CK, num_rows, capacity)
+
+
+@torch.library.register_fake(arrival_layout)
+def _(received_N, position_CK, score_CK, num_rows, capacity):
+    maps = _ints(received_N, received_N.shape[1] - 2), _ints(received_N, capacity), score_CK.new_empty(capacity)
+    return *maps, _ints(received_N, *position_CK.shape), _ints(received_N, num_rows)
+
+
+@custom_op
+def permute_rows(
+    q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
+) -> tuple[Tensor, Tensor]:
     """fp8 rows and their scales in expert order, padding zeroed; see :func:`titan_fp8moe.recipe.permute_rows`.
 
     Args:
         q_TD: (T, D) e4m3, rows may be strided (a view of a payload).
         scale: (T, D // 128) e8m0, likewise.
+        row_TK: (T, K) and token_M: (M,) int32, inverse to each other, of :func:`expert_layout`.
 
     Returns:
         (M, D) e4m3, (M, D // 128) e8m0 column-major; rows at and past ``offsets_E[-1]`` undefined.
     """
     if use_kernels(q_TD):
-        return kernels.permute_rows(q_TD, scale, token_M, offsets_E)
+        return kernels.permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
     return recipe.permute_rows(q_TD, scale, token_M)
 
 
-@permute_rows.register_fake
-def _(q_TD, scale, token_M, offsets_E):
+@torch.library.register_fake(permute_rows)
+def _(q_TD, scale, row_TK, token_M, offsets_E):
     M, D = token_M.shape[0], q_TD.shape[1]
     return q_TD.new_empty(M, D), scale.new_empty(D // TILE, M).t()
 
 
-@torch.library.custom_op("titan_fp8moe::unpermute_sum", mutates_args=())
+@custom_op
 def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """(T, D) sums of each token's rows ``y_MD[row_TK[t, k]]``, fp32, in the order of k; -1 adds nothing.
+    """(T, D) sums of each token's rows ``y_MD[row_TK[t, k]]``, fp32, in the order of k; negative rows add nothing.
 
     ``y_MD`` is bf16 (M, D); its rows may be strided (a view of a payload).
     """
@@ -62,79 +106,126 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
     return impl.unpermute_sum(y_MD, row_TK, out_dtype)
 
 
-@unpermute_sum.register_fake
+@torch.library.register_fake(unpermute_sum)
 def _(y_MD, row_TK, out_dtype):
     return y_MD.new_empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype)
 
 
-# A dispatch payload row is D value bytes, 4 bytes fp32 score, D // 128 scale bytes, padded to 16 bytes.
-# A combine payload row is D bf16 values, with a gradient followed by the fp32 score gradient and padding to 16 bytes.
+@custom_op
+def slot_gradients(ds: Tensor, index_TK: Tensor, slot_S: Tensor) -> Tensor:
+    """(S,) fp32 score gradients in the order of the slots.
+
+    Args:
+        ds: (R, 1) fp32, one per row; or (C, K), one per copy and k. Rows may be strided (a view of a payload).
+        index_TK: (T, K) int32, each slot's row or copy; -2 - c stands for copy c as in
+            :func:`titan_fp8moe.recipe.dispatch_layout`.
+        slot_S: (S,) integers ``token * K + k``.
+    """
+    if use_kernels(ds):
+        return kernels.slot_gradients(ds, index_TK, slot_S)
+    index_S = index_TK.flatten()[slot_S].long()
+    column_S = slot_S % index_TK.shape[1] if ds.shape[1] > 1 else 0
+    return ds[torch.where(index_S < 0, -2 - index_S, index_S), column_S].clone()
 
 
-def payload_width(D: int) -> int:
-    """Bytes of one row of a dispatch payload."""
-    return (D + 4 + D // TILE + 15) // 16 * 16
+@torch.library.register_fake(slot_gradients)
+def _(ds, index_TK, slot_S):
+    return ds.new_empty(slot_S.shape[0])
 
 
-def unpack_dispatch(payload: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of a dispatch payload (R, payload_width(D)) uint8: q (R, D), scale (R, D // 128), score (R,) fp32."""
-    scale = payload[:, D + 4 : D + 4 + D // TILE]
-    return payload[:, :D].view(FP8), scale.view(E8M0), payload[:, D : D + 4].view(torch.float32).squeeze(1)
+# A dispatch payload row is D value bytes; in a forward, top_k int32 positions and top_k fp32 scores; D // 128 scale
+# bytes. A combine payload row is D bf16 values and, in a backward, fp32 score gradients. Both are padded to 16 bytes.
 
 
-@torch.library.custom_op("titan_fp8moe::pack_dispatch", mutates_args=())
-def pack_dispatch(q_TD: Tensor, scale: Tensor, score_R: Tensor | None, slot_R: Tensor, top_k: int) -> Tensor:
-    """The dispatch payload: row r holds token ``slot_R[r] // top_k`` and, in a forward, ``score_R[r]``.
+def _dispatch_width(D: int, top_k: int) -> int:
+    return (D + 8 * top_k + D // TILE + 15) // 16 * 16
+
+
+@custom_op
+def pack_dispatch(
+    q_TD: Tensor, scale: Tensor, token_C: Tensor, copy_TK: Tensor, position_TK: Tensor | None, score_S: Tensor | None
+) -> Tensor:
+    """The dispatch payload: row c holds token ``token_C[c]`` and, in a forward, the positions and scores of its slots.
 
     Args:
         q_TD: (T, D) e4m3; scale: (T, D // 128) e8m0 row-major.
-        slot_R: (R,) int32 slots in send order.
+        token_C, copy_TK: of :func:`dispatch_layout`; token_C cut to the copies there are.
+        position_TK: of the same; score_S: (S,) fp32 by position. Both None in a backward.
 
     Returns:
-        (R, payload_width(D)) uint8; see :func:`unpack_dispatch`.
+        (C, width) uint8; see :func:`unpack_dispatch`.
     """
+    C, D = token_C.shape[0], q_TD.shape[1]
+    top_k = 0 if score_S is None else copy_TK.shape[1]
     if use_kernels(q_TD):
-        return kernels.pack_dispatch(q_TD, scale, score_R, slot_R, top_k, payload_width(q_TD.shape[1]))
-    D, R = q_TD.shape[1], slot_R.shape[0]
-    payload = torch.zeros(R, payload_width(D), dtype=torch.uint8, device=q_TD.device)
-    token_R = slot_R.long() // top_k
-    payload[:, :D] = q_TD.view(torch.uint8)[token_R]
-    if score_R is not None:
-        payload[:, D : D + 4] = score_R.unsqueeze(1).view(torch.uint8)
-    payload[:, D + 4 : D + 4 + D // TILE] = scale.view(torch.uint8)[token_R]
+        width = _dispatch_width(D, top_k)
+        return kernels.pack_dispatch(q_TD, scale, token_C, copy_TK, position_TK, score_S, width)
+    payload = torch.zeros(C, _dispatch_width(D, top_k), dtype=torch.uint8, device=q_TD.device)
+    q, payload_scale, position_CK, score_CK = unpack_dispatch(payload, D, top_k)
+    token_C = token_C.long()
+    q.view(torch.uint8).copy_(q_TD.view(torch.uint8)[token_C])
+    payload_scale.view(torch.uint8).copy_(scale.view(torch.uint8)[token_C])
+    if score_S is not None:
+        copies = torch.arange(C, device=token_C.device).unsqueeze(1)
+        carrier_CK = copy_TK[token_C]
+        served = (carrier_CK == copies) | (carrier_CK == -2 - copies)
+        position_CK.copy_(position_TK[token_C].masked_fill(~served, -1))
+        score_CK[served] = score_S[position_CK[served].long()]
     return payload
 
 
-@pack_dispatch.register_fake
-def _(q_TD, scale, score_R, slot_R, top_k):
-    return q_TD.new_empty(slot_R.shape[0], payload_width(q_TD.shape[1]), dtype=torch.uint8)
+@torch.library.register_fake(pack_dispatch)
+def _(q_TD, scale, token_C, copy_TK, position_TK, score_S):
+    width = _dispatch_width(q_TD.shape[1], 0 if score_S is None else copy_TK.shape[1])
+    return q_TD.new_empty(token_C.shape[0], width, dtype=torch.uint8)
 
 
-def unpack_combine(payload: Tensor, D: int) -> tuple[Tensor, Tensor | None]:
-    """Views of a combine payload: rows (R, D) bf16 and, where it holds them, score gradients (R,) fp32."""
+def unpack_dispatch(payload: Tensor, D: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Views of a dispatch payload (C, width) uint8: q (C, D) e4m3, scale (C, D // 128) e8m0, position (C, top_k) int32,
+    score (C, top_k) fp32; with ``top_k`` 0 of a backward's."""
+    values, position, score, scale, _ = payload.split(
+        [D, 4 * top_k, 4 * top_k, D // TILE, payload.shape[1] - D - 8 * top_k - D // TILE], dim=1
+    )
+    return values.view(FP8), scale.view(E8M0), position.view(torch.int32), score.view(torch.float32)
+
+
+@custom_op
+def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor) -> Tensor:
+    """The combine payload: sums of the rows of each copy, fp32 in the order of k, rounded to bf16 once; with ``ds_M``
+    (M,) fp32 also the score gradient of each of the rows.
+
+    Args:
+        y_MD: (M, D) bf16.
+        row_CK: (C, K) int32, of :func:`arrival_layout`; -1 for a slot that is not served here.
+
+    Returns:
+        (C, width) uint8; see :func:`unpack_combine`.
+    """
+    D, (C, K) = y_MD.shape[1], row_CK.shape
+    width = _combine_width(D, K, ds_M is not None)
+    if use_kernels(y_MD):
+        return kernels.pack_combine(y_MD, ds_M, row_CK, width)
+    payload = torch.zeros(C, width, dtype=torch.uint8, device=y_MD.device)
+    rows, ds_CK = unpack_combine(payload, D, K)
+    rows.copy_(recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16))
+    if ds_M is not None:
+        ds_CK.copy_(ds_M[row_CK.long().clamp(min=0)].masked_fill(row_CK < 0, 0))
+    return payload
+
+
+def _combine_width(D: int, K: int, with_ds: bool) -> int:
+    return (2 * D + (4 * K if with_ds else 0) + 15) // 16 * 16
+
+
+@torch.library.register_fake(pack_combine)
+def _(y_MD, ds_M, row_CK):
+    width = _combine_width(y_MD.shape[1], row_CK.shape[1], ds_M is not None)
+    return y_MD.new_empty(row_CK.shape[0], width, dtype=torch.uint8)
+
+
+def unpack_combine(payload: Tensor, D: int, K: int) -> tuple[Tensor, Tensor | None]:
+    """Views of a combine payload: rows (C, D) bf16 and, where it holds them, score gradients (C, K) fp32."""
     rows = payload[:, : 2 * D].view(torch.bfloat16)
     if payload.shape[1] == 2 * D:
         return rows, None
-    return rows, payload[:, 2 * D : 2 * D + 4].view(torch.float32).squeeze(1)
-
-
-@torch.library.custom_op("titan_fp8moe::pack_combine", mutates_args=())
-def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_R: Tensor) -> Tensor:
-    """The combine payload: rows of ``y_MD`` (M, D) bf16 in the order they arrived, ``y_MD[row_R]``.
-
-    Returns:
-        (R, 2 * D) uint8, or (R, 2 * D + 16) with ``ds_M`` (M,) fp32; see :func:`unpack_combine`.
-    """
-    if use_kernels(y_MD):
-        return kernels.pack_combine(y_MD, ds_M, row_R)
-    rows = y_MD[row_R.long()].view(torch.uint8)
-    if ds_M is None:
-        return rows
-    ds = ds_M[row_R.long()].unsqueeze(1).view(torch.uint8)
-    return torch.cat([rows, ds, ds.new_zeros(ds.shape[0], 12)], 1)
-
-
-@pack_combine.register_fake
-def _(y_MD, ds_M, row_R):
-    width = 2 * y_MD.shape[1] + (0 if ds_M is None else 16)
-    return y_MD.new_empty(row_R.shape[0], width, dtype=torch.uint8)
+    return rows, payload[:, 2 * D : 2 * D + 4 * K].view(torch.float32)

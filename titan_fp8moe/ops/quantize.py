@@ -7,18 +7,18 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
-from titan_fp8moe.ops.backend import require_multiple_of_128, use_kernels
+from titan_fp8moe.ops.backend import custom_op, require_multiple_of_128, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_rows", mutates_args=())
+@custom_op
 def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """(T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0; see :func:`titan_fp8moe.recipe.quantize_rows`."""
     require_multiple_of_128("quantize_rows", D=x_TD.shape[1])
     return (kernels if use_kernels(x_TD) else recipe).quantize_rows(x_TD)
 
 
-@quantize_rows.register_fake
+@torch.library.register_fake(quantize_rows)
 def _(x_TD):
     T, D = x_TD.shape
     return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // TILE, dtype=E8M0)
@@ -31,7 +31,7 @@ class QuantizedWeight(NamedTuple):
     scale: Tensor
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_weight", mutates_args=())
+@custom_op
 def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     if use_kernels(weights[0]):
         return kernels.quantize_weight(weights, plain, transposed)
@@ -40,7 +40,7 @@ def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tu
     return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
 
 
-@_quantize_weight.register_fake
+@torch.library.register_fake(_quantize_weight)
 def _(weights, plain, transposed):
     E, _, K = weights[0].shape
     N = sum(w.shape[1] for w in weights)

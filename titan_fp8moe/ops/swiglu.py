@@ -5,7 +5,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu as kernels
-from titan_fp8moe.ops.backend import use_kernels
+from titan_fp8moe.ops.backend import custom_op, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
@@ -13,7 +13,7 @@ def _fake_rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
     return like.new_empty(M, D, dtype=FP8), like.new_empty(D // TILE, M, dtype=E8M0).t()
 
 
-@torch.library.custom_op("titan_fp8moe::swiglu_quantize", mutates_args=())
+@custom_op
 def swiglu_quantize(
     h_M2H: Tensor, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -37,14 +37,14 @@ def swiglu_quantize(
     return q, scale, q.new_empty(0), scale.new_empty(0)
 
 
-@swiglu_quantize.register_fake
+@torch.library.register_fake(swiglu_quantize)
 def _(h_M2H, score_M, offsets_E, score_before_experts, keep_h):
     M, H2 = h_M2H.shape
     h = _fake_rows(h_M2H, M, H2) if keep_h else (h_M2H.new_empty(0, dtype=FP8), h_M2H.new_empty(0, dtype=E8M0))
     return *_fake_rows(h_M2H, M, H2 // 2), *h
 
 
-@torch.library.custom_op("titan_fp8moe::swiglu_quantize_backward", mutates_args=())
+@custom_op
 def swiglu_quantize_backward(
     d_MH: Tensor,
     h_M2H: Tensor,
@@ -69,7 +69,7 @@ def swiglu_quantize_backward(
     return recipe.swiglu_quantize_backward(d_MH, h, score_M, score_before_experts)
 
 
-@swiglu_quantize_backward.register_fake
+@torch.library.register_fake(swiglu_quantize_backward)
 def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts):
     M, H = d_MH.shape
     return *_fake_rows(d_MH, M, 2 * H), *_fake_rows(d_MH, M, H), torch.empty_like(score_M)

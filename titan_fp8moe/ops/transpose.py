@@ -5,13 +5,13 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import transpose as kernels
-from titan_fp8moe.ops.backend import use_kernels
+from titan_fp8moe.ops.backend import custom_op, use_kernels
 from titan_fp8moe.recipe import E8M0, TILE
 
 MODES = ("balanced", "scaling_aware", "requantize")
 
 
-@torch.library.custom_op("titan_fp8moe::transpose_pair", mutates_args=())
+@custom_op
 def transpose_pair(
     x_MD: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor, offsets_E: Tensor, mode: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,7 +27,7 @@ def transpose_pair(
     return recipe.transpose_pair(x_MD, x_scale, dy_MN, dy_scale, mode)
 
 
-@transpose_pair.register_fake
+@torch.library.register_fake(transpose_pair)
 def _(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode):
     def like(q):
         M, D = q.shape

@@ -13,13 +13,14 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe import ops
 from titan_fp8moe.torchtitan import parallel
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.torchtitan.statistics import log_statistics
 
 NAME = "fp8_flow_moe"
 
-# Results that per-op activation checkpointing keeps: the dispatched and combined rows, as torchtitan keeps its own
-# all-to-all's, and the chosen experts, so that the recomputation routes exactly as the forward did.
-_SAVED_OPS = (torch.ops.titan_fp8moe.all_to_all_rows.default, torch.ops.aten.topk.default)
+# Results that per-op activation checkpointing keeps: those of the routed experts, who keep little and recompute by
+# themselves, and the chosen experts, so that the recomputation routes exactly as the forward did.
+_SAVED_OPS = (torch.ops.titan_fp8moe.routed_experts_forward.default, torch.ops.aten.topk.default)
 
 # They compute input and weight gradients at different times; the layer's backward computes both at once.
 _UNSUPPORTED_SCHEDULES = ("dualpipev", "zbvzerobubble", "interleavedzerobubble")
@@ -66,6 +67,8 @@ class Fp8FlowMoEConverter(ModelConverter):
         for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
             module._op_sac_save_list.update(_SAVED_OPS)
         ops.emulate(self.config.emulate)
+        if self.config.statistics_every:
+            log_statistics()
         for layer in selected.values():
             Fp8FlowMoE.convert(layer, self.config)
         c = self.config
@@ -76,7 +79,11 @@ class Fp8FlowMoEConverter(ModelConverter):
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing to do: no quantized weight outlives a forward or backward."""
+        """Lets go of the quantized weights that microbatches shared: the weights are others now."""
+        for part in model if isinstance(model, list) else [model]:
+            for module in part.modules():
+                if isinstance(module, Fp8FlowGroupedExperts) and module.cache is not None:
+                    module.cache.clear()
 
     def _check_layer(self, name: str, layer: MoE) -> None:
         if type(layer) is not MoE or type(layer.experts) is not GroupedExperts:
@@ -127,6 +134,12 @@ def _check_job(job_config: JobConfig) -> None:
         )
     if job_config.model.converters.count(NAME) > 1:
         raise ValueError(f"model.converters names {NAME} twice; once is enough")
+    metrics = job_config.metrics
+    if job_config.fp8_flow_moe.statistics_every and not (metrics.enable_tensorboard or metrics.enable_wandb):
+        raise ValueError(
+            f"{NAME}.statistics_every = {job_config.fp8_flow_moe.statistics_every}, but nothing would log them; set "
+            "metrics.enable_tensorboard or metrics.enable_wandb, or statistics_every = 0"
+        )
     parallelism = job_config.parallelism
     if parallelism.expert_parallel_comm_backend != "standard":
         raise ValueError(

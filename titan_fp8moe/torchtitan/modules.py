@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
-from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.experts import ExpertWeights, WeightCache
+from titan_fp8moe.moe import Route, routed_experts, start_exchange
 
 
 class Fp8FlowGroupedExperts(GroupedExperts):
@@ -22,6 +22,7 @@ class Fp8FlowGroupedExperts(GroupedExperts):
     """
 
     config: Fp8FlowMoEConfig
+    cache: WeightCache | None = None
     ep_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
 
@@ -29,6 +30,9 @@ class Fp8FlowGroupedExperts(GroupedExperts):
     def convert(experts: GroupedExperts, config: Fp8FlowMoEConfig) -> None:
         experts.__class__ = Fp8FlowGroupedExperts
         experts.config = config
+        if config.cache_weights:
+            experts.cache = WeightCache()
+            experts.register_load_state_dict_post_hook(lambda module, _: module.cache.clear())
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
@@ -38,7 +42,7 @@ class Fp8FlowGroupedExperts(GroupedExperts):
         """(T, D) -> (T, D), each token's experts summed with their scores. With ``tp_mesh`` a partial sum over it."""
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
         ep_group = None if self.ep_mesh is None else self.ep_mesh.get_group()
-        return routed_experts(x_TD, ExpertWeights(*weights), route, self.config, ep_group)
+        return routed_experts(x_TD, ExpertWeights(*weights), route, self.config, ep_group, self.cache)
 
     def extra_repr(self) -> str:
         experts, hidden, dim = self.w1.shape
@@ -77,10 +81,12 @@ class Fp8FlowMoE(MoE):
         # on it select this rank's tokens.
         score_S, slot_S, counts_E = self.reorderer(top_scores, selected_experts)
         route = Route(score_S, slot_S, counts_E, self.router.top_k, self.score_before_experts)
+        if self.experts.ep_mesh is not None:
+            start_exchange(route, x_TD.shape[0], self.experts.ep_mesh.get_group())
+        # The shared experts keep the device busy while the host waits for what the other ranks will send.
+        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
         out = self.experts(routed_TD, route)
-        if self.shared_experts is not None:
-            out = self.shared_experts(x_TD) + out
-        return out.view(shape)
+        return (out if shared_TD is None else shared_TD + out).view(shape)
 
 
 def _sum_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:

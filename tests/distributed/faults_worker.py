@@ -1,0 +1,212 @@
+"""A converted MoE layer with experts on two ranks, when something is wrong.
+
+    torchrun --nproc_per_node 2 faults_worker.py      # routing at its extremes, and NaN
+    faults_worker.py OUT                              # a rank dies, or stalls, during dispatch
+
+torchtitan's own function parallelizes the experts. Every token's experts are given; the router only decides the scores.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
+
+from tests.distributed.rows_worker import check
+from tests.reference import relative_error
+from titan_fp8moe import ops
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan import parallel
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+
+D, H, EXPERTS, TOP_K = 256, 128, 4, 2
+TIMEOUT = 5  # seconds a collective may wait
+WEIGHTS = ("w1", "w2", "w3")
+
+
+class GivenExperts(TokenChoiceTopKRouter):
+    """Routes by a table instead of by score."""
+
+    experts_TK: Tensor
+
+    def _debug_force_load_balance_routing(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return self.experts_TK, scores.gather(1, self.experts_TK)
+
+
+class Block(nn.Module):
+    moe_enabled = True
+
+    def __init__(self, moe: MoE):
+        super().__init__()
+        self.moe = moe
+
+
+class Model(nn.Module):
+    def __init__(self, moe: MoE):
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": Block(moe)})
+
+
+def make_layer(device: str, spread: bool) -> MoE:
+    """The layer on this rank alone, or with its experts spread over the ranks; always the same weights."""
+    torch.manual_seed(0)
+    moe = MoE(MoEArgs(EXPERTS, top_k=TOP_K, score_before_experts=False, _debug_force_load_balance=True), D, H)
+    moe = moe.to(device)
+    with torch.no_grad():
+        moe.init_weights(0.05, torch.device(device))
+    moe.router.__class__ = GivenExperts
+    Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig())
+    if spread:
+        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("ep",))
+        parallel.llama4_parallelize.apply_moe_ep_tp(Model(moe), None, mesh, None, None)
+    return moe
+
+
+def run(moe: MoE, x_TD: Tensor, experts_TK: Tensor, dout_TD: Tensor) -> dict[str, Tensor]:
+    """Output, gradients of x and of this rank's experts, and the loss whose gradient is ``dout_TD``."""
+    x_TD = x_TD.clone().requires_grad_()
+    moe.zero_grad()
+    moe.router.experts_TK = experts_TK
+    out = moe(x_TD.unsqueeze(0)).squeeze(0)
+    loss = (out * dout_TD).sum()
+    loss.backward()
+    if dist.is_initialized():
+        dist.all_reduce(loss := loss.detach().clone())
+    grads = {name: getattr(moe.experts, name).grad for name in WEIGHTS}
+    grads = {name: g.to_local() if hasattr(g, "to_local") else g for name, g in grads.items()}
+    return {"out": out.detach(), "dx": x_TD.grad, "loss": loss} | grads
+
+
+def check_routing(device: str, rank: int, ranks: int) -> None:
+    """Routings at their extremes give what one process computes for the tokens of all ranks."""
+    last = EXPERTS - 1
+    cases = {
+        "a rank that gets no token": ([40, 90], lambda n: torch.tensor([[last, last - 1]]).repeat(n, 1)),
+        "all tokens to one expert": ([40, 90], lambda n: torch.full((n, TOP_K), last)),
+        "a rank that has no token": ([0, 90], lambda n: torch.rand(n, EXPERTS).topk(TOP_K, dim=1).indices),
+    }
+    for name, (counts, choose) in cases.items():
+        torch.manual_seed(1)
+        total = sum(counts)
+        x, dout = torch.randn(total, D).to(device), torch.randn(total, D).to(device)
+        experts = choose(total).to(device)
+        mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        expected = run(make_layer(device, spread=False), x, experts, dout)
+        result = run(make_layer(device, spread=True), x[mine], experts[mine], dout[mine])
+        for key in ("out", "dx"):
+            # What the other rank adds to a token comes back in bf16.
+            ok = counts[rank] == 0 or relative_error(result[key], expected[key][mine]) < 5e-3
+            check(f"{name}: {key}", ok and result[key].shape == expected[key][mine].shape)
+        local = EXPERTS // ranks
+        unused = [e for e in range(local) if e + rank * local not in experts]
+        for key in WEIGHTS:
+            want = expected[key].chunk(ranks)[rank]
+            check(f"{name}: {key}'s gradient", (result[key] - want).norm() <= 1e-3 * want.norm())
+            check(f"{name}: {key}'s gradient is zero where no token came", not result[key][unused].any())
+
+
+def check_nan(device: str, rank: int) -> None:
+    """One NaN shows in the loss, in that token's rows and in its experts' gradients, and changes nothing else."""
+    torch.manual_seed(1 + rank)
+    tokens, bad = 90, 17
+    x, dout = torch.randn(tokens, D).to(device), torch.randn(tokens, D).to(device)
+    experts = torch.rand(tokens, EXPERTS).topk(TOP_K, dim=1).indices.to(device)
+    hit = experts[bad].clone()
+    dist.broadcast(hit, 0)
+    others = torch.arange(tokens, device=device) != (bad if rank == 0 else -1)
+    moe = make_layer(device, spread=True)
+    clean = run(moe, x, experts, dout)
+    check("no NaN without one", all(t.isfinite().all() for t in clean.values()))
+    local = EXPERTS // dist.get_world_size()
+    held = [e for e in range(local) if e + rank * local in hit]
+    for where in ("token", "gradient"):
+        tensors = {"token": x.clone(), "gradient": dout.clone()}
+        if rank == 0:
+            tensors[where][bad, 5] = float("nan")
+        result = run(moe, tensors["token"], experts, tensors["gradient"])
+        check(f"NaN in a {where}: loss", result["loss"].isnan())
+        for key in ("out", "dx"):
+            check(f"NaN in a {where}: {key} of other tokens", torch.equal(result[key][others], clean[key][others]))
+            shows = key == "dx" or where == "token"
+            check(f"NaN in a {where}: {key} of it", not shows or result[key][~others].isnan().all())
+        for key in WEIGHTS:
+            # A gradient of y says nothing about the rows of w1 and w3 until it has gone through w2: all are reached.
+            spoiled = [not result[key][e].isfinite().all() for e in range(local)]
+            check(f"NaN in a {where}: {key} of its experts", all(spoiled[e] for e in held))
+            kept = [e for e in range(local) if e not in held]
+            check(f"NaN in a {where}: {key} of others", torch.equal(result[key][kept], clean[key][kept]))
+
+
+def lose_rank(how: str, rank: int, out: Path) -> None:
+    """Rank 1 dies or stalls when it is to send its rows; rank 0 leaves in ``out`` after how long it noticed, how."""
+    store = dist.FileStore(str(out / f"{how}.store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
+    moe = make_layer("cpu", spread=True)
+    batch = torch.randn(8, D), torch.tensor([[0, 3]]).repeat(8, 1), torch.randn(8, D)
+    run(moe, *batch)
+    if rank == 1:
+        exchange = ops.start_all_to_all
+
+        def fault(rows: Tensor, *args):
+            if rows.ndim == 2 and rows.shape[1] >= D:  # rows of tokens, not counts
+                if how == "stalls":
+                    time.sleep(10 * TIMEOUT)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return exchange(rows, *args)
+
+        ops.start_all_to_all = fault
+    dist.barrier()
+    start, said = time.monotonic(), "nothing"
+    try:
+        run(moe, *batch)
+    except RuntimeError:
+        said = traceback.format_exc()
+        raise
+    finally:
+        if rank == 0:
+            (out / f"{how}.txt").write_text(f"{time.monotonic() - start:.1f}\n{said}")
+
+
+def lose_ranks(out: Path) -> None:
+    """Both ways at the same time, in forks of this process: imports take longer than the test."""
+    context = torch.multiprocessing.get_context("fork")
+    processes = {
+        (how, rank): context.Process(target=lose_rank, args=(how, rank, out))
+        for how in ("dies", "stalls")
+        for rank in range(2)
+    }
+    for process in processes.values():
+        process.start()
+    for (how, rank), process in processes.items():
+        if rank == 0:
+            process.join(10 * TIMEOUT)
+            print(f"{how}: rank 0 ended with {process.exitcode}", flush=True)
+    for process in processes.values():
+        process.kill()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parallel.install()
+    if len(sys.argv) > 1:
+        return lose_ranks(Path(sys.argv[1]))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    device = "cuda" if cuda else "cpu"
+    check_routing(device, dist.get_rank(), dist.get_world_size())
+    check_nan(device, dist.get_rank())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

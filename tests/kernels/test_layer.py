@@ -1,0 +1,115 @@
+"""The whole layer on its kernels: what is launched, and that it gives what the reference gives."""
+
+import contextlib
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.kernels.conftest import INTERPRETED
+from tests.reference import make_route, relative_error
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertWeights
+from titan_fp8moe.moe import routed_experts
+
+T, D, H, E, K = 70, 256, 128, 4, 2
+
+# They allocate, or look at a tensor in another way.
+NO_DEVICE_WORK = {
+    "empty", "new_empty", "empty_strided", "view", "_unsafe_view", "reshape", "slice", "select", "unsqueeze", "t",
+    "transpose", "split", "split_with_sizes", "unbind", "as_strided", "detach", "alias", "_reshape_alias",
+}  # fmt: skip
+
+
+class DeviceWork(TorchDispatchMode):
+    """Names the operators, inside this package's ops as well, that make the device do something."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "titan_fp8moe":
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+        if func._opname not in NO_DEVICE_WORK:
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """Runs the kernels also where they are interpreted; the interpreter's own tensor operations do not show."""
+    for family in ("grouped_mm", "permute", "quantize", "swiglu", "transpose"):
+        monkeypatch.setattr(importlib.import_module(f"titan_fp8moe.ops.{family}"), "use_kernels", lambda x: True)
+    if INTERPRETED:
+        from triton.runtime.interpreter import GridExecutor
+
+        launch = GridExecutor.__call__
+
+        def hidden(self, *args, **kwargs):
+            with _disable_current_modes():
+                return launch(self, *args, **kwargs)
+
+        monkeypatch.setattr(GridExecutor, "__call__", hidden)
+
+
+@pytest.fixture
+def layer(generator):
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, device=generator.device)
+
+    chosen = torch.rand(T, E, generator=generator, device=generator.device).topk(K, dim=1).indices
+    weights = [(randn(E, *shape) * 0.05).bfloat16() for shape in ((H, D), (D, H), (H, D))]
+    return randn(T, D).bfloat16(), randn(T, K), chosen, weights, randn(T, D).bfloat16()
+
+
+def run(layer, config, mode=None, group=None):
+    """Output and gradients; ``mode`` sees the layer's forward and backward only."""
+    x, scores, chosen, weights, dout = layer
+    leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
+    route = make_route(leaves[1], chosen, E)
+    # Without the gather of the scores that torchtitan's reorderer makes.
+    route.score_S = score_S = route.score_S.detach().requires_grad_()
+    with mode or contextlib.nullcontext():
+        out = routed_experts(leaves[0], ExpertWeights(*leaves[2:]), route, config, group)
+        grads = torch.autograd.grad(out, [leaves[0], score_S, *leaves[2:]], dout)
+    return [out.detach(), *grads]
+
+
+@pytest.fixture
+def group(device, tmp_path):
+    """A group of this process alone: the path that tokens take between ranks, without other ranks."""
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+@pytest.mark.parametrize("combine", [None, "sum", "rows"])
+def test_nothing_but_kernels(monkeypatch, request, layer, recompute, combine):
+    """No copy, fill, cast or concatenation between the kernels, forward and backward. With expert parallelism there are
+    the counts for the host beside them, and the four all-to-alls."""
+    monkeypatch.undo()  # memory need not be poisoned here
+    request.getfixturevalue("on_kernels")
+    work, exchanges = DeviceWork(), ["all_to_all_single", "wait_tensor"]
+    if combine is None:
+        run(layer, Fp8FlowMoEConfig(recompute=recompute, save_h="fp8"), work)
+        assert work.names == []
+    else:
+        config = Fp8FlowMoEConfig(recompute=recompute, save_h="fp8", combine=combine)
+        run(layer, config, work, request.getfixturevalue("group"))
+        to_host = [] if INTERPRETED else ["_to_copy"]
+        assert work.names == [*exchanges, "stack", *to_host, *4 * exchanges]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_emulation_on_a_gpu in tests/test_moe.py is this test")
+def test_kernels_give_the_reference(layer, request):
+    want = run(layer, Fp8FlowMoEConfig())
+    request.getfixturevalue("on_kernels")
+    got = run(layer, Fp8FlowMoEConfig())
+    for a, b in zip(got, want, strict=True):
+        # bf16 rounding of the GEMMs' results, and the few fp8 codes it moves.
+        assert relative_error(a, b) < 5e-3

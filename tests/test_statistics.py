@@ -1,0 +1,220 @@
+"""Numerics statistics: counts checked by hand and against the transposes themselves, and when counting happens."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.checkpoint import checkpoint
+from torchtitan.components.metrics import MetricsProcessor
+
+from tests import test_cpu_training
+from tests.reference import make_route
+from titan_fp8moe import ops, recipe, statistics
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertWeights, Rows
+from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.torchtitan.statistics import log_statistics
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+corpus = test_cpu_training.corpus
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    statistics.take(DEVICE)
+    yield
+    statistics.take(DEVICE)
+
+
+def rows(x: torch.Tensor) -> Rows:
+    q, scale = recipe.quantize_rows(x)
+    return Rows(q, recipe.column_major(scale))
+
+
+def figures(x, a, dy, dh, weights, token_M, wgrad="balanced") -> dict[str, float]:
+    offsets = torch.tensor([token_M.shape[0]], dtype=torch.int32, device=DEVICE)
+    statistics.collect()
+    statistics.record(*(rows(t) for t in (x, a, dy, dh)), weights, offsets, token_M, wgrad)
+    return statistics.summarize(statistics.take(DEVICE))
+
+
+def make_inputs(M=128, D=256, H=128):
+    x, a, dy, dh = (torch.ones(M, n, device=DEVICE) for n in (D, H, D, 2 * H))
+    weights = [torch.ones(2, *shape, device=DEVICE) for shape in ((H, D), (D, H), (H, D))]
+    return x, a, dy, dh, weights, torch.arange(M, dtype=torch.int32, device=DEVICE)
+
+
+def test_known_underflow():
+    """Exponent 0 throughout: 2**-10 rounds to zero, 2**-9 to 2**-7 are subnormal, 2**-6 is not."""
+    x, a, dy, dh, weights, token_M = make_inputs()
+    x[:, 0], x[:, 128] = 448, 448
+    x[:3, 1] = 2.0**-10
+    x[:3, 2], x[:3, 3] = 2.0**-9, 2.0**-7
+    x[:3, 4] = 2.0**-6
+    x[3, 128:] = 0  # a tile of zeros: nothing underflowed
+    x[4, 130] = math.nan
+    x[5:7] = math.inf  # padding: whatever it is, it does not count
+    token_M[5:7] = -1
+    weights[1][1, 0, 0] = 448 * 2.0**20  # in one block: w2 has (2, 256, 128), w1 and w3 (2, 128, 256)
+    result = figures(x, a, dy, dh, weights, token_M)
+    counted = 126 * 256 - 2 * 128  # two tiles of zeros or NaN
+    assert result["x/underflow"] == pytest.approx(3 / counted)
+    assert result["x/subnormal"] == pytest.approx(6 / counted)
+    assert result["x/nan_tiles"] == 1
+    assert result["x/zero_tiles"] == 1 / 251
+    assert result["w/underflow"] == pytest.approx((128 * 128 - 1) / (3 * 2 * 128 * 256))
+    assert result["w/nan_tiles"] == 0 and result["a/underflow"] == 0
+    assert result["w/exponent_max"] == 20 and result["w/exponent_min"] == -8
+    assert result["w/row_spread_p99"] == 0  # w2 has one block a row
+
+
+def test_known_scales():
+    x, a, dy, dh, weights, token_M = make_inputs()
+    x[:] = 448
+    x[0, 128:] = 448 * 2.0**-30
+    x[1, :] = 448 * 2.0**4
+    weights[0][0, 0, 0] = 448 * 2.0**3
+    result = figures(x, a, dy, dh, weights, token_M)
+    assert (result["x/exponent_min"], result["x/exponent_max"]) == (-30, 4)
+    assert result["x/exponent_mean"] == pytest.approx((-30 + 2 * 4) / 256)
+    assert result["x/row_spread_p99"] == 0  # one row of 128 is more than 1% of them
+    x[2:4, :128] = 448 * 2.0**-5
+    assert figures(x, a, dy, dh, weights, token_M)["x/row_spread_p99"] == 5
+    assert result["w/row_spread_p99"] == 11
+
+
+def test_known_shifts():
+    """One operand's rows at exponents 0, -3, -10 and -40 beside each other, the other operand all alike."""
+    x, a, dy, dh, weights, token_M = make_inputs()
+    exponents = torch.tensor([0, -3, -10, -40], device=DEVICE).repeat_interleave(32)
+    x[:] = 448 * torch.exp2(exponents.float()).unsqueeze(1)
+    result = figures(x, a, dy, dh, weights, token_M, "scaling_aware")
+    bins = {name: result[f"x/shift/{name}"] for name in statistics.SHIFTS}
+    assert bins == {"up": 0, "0": 0.25, "1-3": 0.25, "4-7": 0, "8-14": 0.25, "15+": 0.25}
+    assert (result["x/flushed"], result["x/rounded"]) == (0.25, 0)
+    assert result["dh/shift/0"] == 1
+    # Balanced, both operands carry half: shifts of 2, 5 and 20 in x, and 1, 5 and 20 in dh.
+    result = figures(x, a, dy, dh, weights, token_M, "balanced")
+    for kind in ("x", "dh"):
+        bins = {name: result[f"{kind}/shift/{name}"] for name in statistics.SHIFTS}
+        assert bins == {"up": 0, "0": 0.25, "1-3": 0.25, "4-7": 0.25, "8-14": 0, "15+": 0.25}, kind
+    result = figures(x, a, dy, dh, weights, token_M, "bf16")
+    assert result["x/shift/0"] == 1 and result["x/flushed"] == 0
+
+
+@pytest.mark.parametrize("wgrad", ["balanced", "scaling_aware", "requantize"])
+def test_flushed_and_rounded_are_what_the_transpose_does(wgrad, monkeypatch):
+    monkeypatch.setattr(statistics, "_CHUNK", 1)  # as for operands of many blocks
+    torch.manual_seed(0)
+    *_, weights, _ = make_inputs()
+    M = 384
+    x, a, dy, dh = (
+        torch.randn(M, n, device=DEVICE) * torch.exp2(4 * torch.randn(M, 1, device=DEVICE))
+        for n in (256, 128, 256, 256)
+    )
+    token_M = torch.arange(M, dtype=torch.int32, device=DEVICE)
+    result = figures(x, a, dy, dh, weights, token_M, wgrad)
+    offsets = torch.tensor([M], dtype=torch.int32, device=DEVICE)
+    for kinds, pair in ((("x", "dh"), (x, dh)), (("a", "dy"), (a, dy))):
+        pair = [rows(t) for t in pair]
+        transposed = ops.transpose_pair(*pair[0], *pair[1], offsets, wgrad)
+        gauge = recipe.row_gauge(pair[0].scale, pair[1].scale) * (wgrad == "balanced")
+        for kind, source, result_t, moved in zip(
+            kinds, pair, (transposed[:2], transposed[2:]), (-gauge, gauge), strict=True
+        ):
+            before = recipe.dequantize(*source) * torch.exp2(moved.float()).unsqueeze(1)
+            after = recipe.dequantize(*result_t).t()
+            nonzero = before != 0
+            flushed, changed = nonzero & (after == 0), nonzero & (after != 0) & (after != before)
+            assert flushed.any() and changed.any()
+            assert result[f"{kind}/flushed"] == pytest.approx(float(flushed.sum() / nonzero.sum()), rel=1e-6)
+            assert result[f"{kind}/rounded"] == pytest.approx(float(changed.sum() / nonzero.sum()), rel=1e-6)
+            assert (result[f"{kind}/shift/up"] > 0) == (wgrad == "requantize")
+
+
+def run_layer(recomputed: bool, recompute: str = "activation") -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 128, device=DEVICE, requires_grad=True)
+    scores = torch.rand(200, 2, device=DEVICE, requires_grad=True)
+    chosen = torch.rand(200, 4, device=DEVICE).topk(2, dim=1).indices
+    w = [torch.randn(4, 128, 128, device=DEVICE).mul(0.05).requires_grad_() for _ in range(3)]
+
+    def layer(x, scores, *w):
+        config = Fp8FlowMoEConfig(recompute=recompute)
+        return routed_experts(x, ExpertWeights(*w), make_route(scores, chosen, 4), config)
+
+    out = checkpoint(layer, x, scores, *w, use_reentrant=False) if recomputed else layer(x, scores, *w)
+    out.sum().backward()
+
+
+def test_off_counts_nothing(monkeypatch):
+    def forbidden(*args):
+        raise AssertionError("counted without being asked")
+
+    monkeypatch.setattr(statistics, "record", forbidden)
+    run_layer(recomputed=False)
+    statistics.collect()
+    with pytest.raises(AssertionError, match="without being asked"):
+        run_layer(recomputed=False)
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_recomputation_counts_once(recompute):
+    counts = []
+    for recomputed in (False, True):
+        statistics.collect()
+        run_layer(recomputed, recompute)
+        counts.append(statistics.take(DEVICE))
+    assert torch.equal(*counts)
+    exponents = counts[0].split(statistics._SIZES, 1)[1]
+    # 400 routed rows of one tile, two tiles in dh; four 128x128 blocks in each weight. Byte 0 stands for padding.
+    assert exponents[:, 1:].sum(1).tolist() == [400, 400, 400, 800, 12]
+
+
+def test_steps(monkeypatch):
+    """Counting begins after the step before a multiple of N and ends with it; steps between them do not count."""
+    log_statistics()
+    logged, reduced = [], []
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduced.append)
+    processor = object.__new__(MetricsProcessor)
+    processor.job_config = SimpleNamespace(
+        fp8_flow_moe=Fp8FlowMoEConfig(statistics_every=3), metrics=SimpleNamespace(log_freq=5)
+    )
+    processor.logger = SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)))
+    collected = []
+    for step in range(1, 8):
+        if statistics.collecting():
+            collected.append(step)
+        assert processor.should_log(step) == (step in (1, 5))
+    assert collected == [3, 6] and [step for step, _ in logged] == [3, 6] and len(reduced) == 2
+    assert all(name.startswith("fp8_flow_moe/") for name in logged[0][1])
+    processor.job_config.fp8_flow_moe.statistics_every = 0
+    processor.should_log(8)
+    assert not statistics.collecting()
+
+
+def test_logged_by_torchtitan(corpus: Path, tmp_path: Path):
+    """Two ranks with expert parallelism and full checkpointing: every second step, beside the losses."""
+    overrides = [
+        "--training.steps=5",
+        "--fp8_flow_moe.statistics_every=2",
+        "--metrics.enable_tensorboard",
+        "--parallelism.expert_parallel_degree=2",
+        "--activation_checkpoint.mode=full",
+    ]
+    test_cpu_training.train(corpus, tmp_path, ["fp8_flow_moe"], 2, overrides)
+    (folder,) = (tmp_path / "tb").iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("fp8_flow_moe/")]
+    assert {tag.split("/")[1] for tag in tags} == set(statistics.KINDS)
+    for tag in tags:
+        assert [event.step for event in events.Scalars(tag)] == [2, 4], tag
+        assert all(math.isfinite(event.value) for event in events.Scalars(tag)), tag
+    assert len(events.Scalars("loss_metrics/global_avg_loss")) == 5
+    for kind in ("x", "a", "dy", "dh"):
+        shares = [events.Scalars(f"fp8_flow_moe/{kind}/shift/{name}")[0].value for name in statistics.SHIFTS]
+        assert sum(shares) == pytest.approx(1)

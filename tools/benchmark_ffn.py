@@ -1,0 +1,169 @@
+"""Time of the expert FFN, forward and backward, beside bf16 and torchao's fp8 on one H200.
+
+    python -m tools.benchmark_ffn [--layers 0 1 2 3] [--out results.json]
+
+Ours is :mod:`titan_fp8moe.experts`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score,
+transposes and all six GEMMs. Its weights are quantized beforehand; quantizing them in the forward and again in the
+backward, as training does, is the row below it, and the two casts of rows (of all M rows, where the layer casts each
+token once) the row after that. References take bf16 rows, apply no score, and compute dx and the three weight
+gradients by autograd:
+
+* ``bf16``: three ``torch._grouped_mm`` and SwiGLU, eager and compiled.
+* ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, compiled; casts included.
+
+Milliseconds in bursts and rested, see :mod:`tools.benchmark_gemm`. Then the time of each kernel of ours.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
+
+from experiments.record import environment, write_records
+from titan_fp8moe import ops, recipe
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertFFNBackward, ExpertWeights, Layout, Rows, expert_ffn, quantize_weights
+from tools.benchmark_gemm import LAYERS, group_ends, launched, measure
+
+BF16 = torch.bfloat16
+
+
+def rows(x: Tensor) -> Rows:
+    q, scale = ops.quantize_rows(x)
+    return Rows(q, recipe.column_major(scale))
+
+
+def ours(x: Tensor, dy: Tensor, weights: ExpertWeights, offsets_E: Tensor) -> Callable:
+    x_rows, dy_rows = rows(x), rows(dy)
+    fields = {"offsets_E": offsets_E, "score_M": torch.rand(x.shape[0], device="cuda")}
+    layout = Layout(**dict.fromkeys(Layout._fields) | fields)
+    config = Fp8FlowMoEConfig()
+
+    def run():
+        y, saved = expert_ffn(x_rows, *quantize_weights(weights), layout, False, config)
+        backward = ExpertFFNBackward(x_rows, saved, weights, layout, False, config)
+        return y, backward.dgrad(dy_rows), backward.wgrad()
+
+    return run
+
+
+def quantized_beforehand(run: Callable, weights: ExpertWeights) -> Callable:
+    """``run`` with quantizing its weights done here, once."""
+    w1, w2, w3 = weights
+    plain = {2: ops.quantize_weight(w1, w3), 1: ops.quantize_weight(w2)}
+    transposed = {2: ops.quantize_weight_transposed(w1, w3), 1: ops.quantize_weight_transposed(w2)}
+
+    def patched():
+        with (
+            patch.object(ops, "quantize_weight", lambda *weights: plain[len(weights)]),
+            patch.object(ops, "quantize_weight_transposed", lambda *weights: transposed[len(weights)]),
+        ):
+            return run()
+
+    return patched
+
+
+def bf16_ffn(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offsets_E: Tensor) -> Tensor:
+    h = torch.nn.functional.silu(torch._grouped_mm(x, w1.transpose(1, 2), offs=offsets_E))
+    h = h * torch._grouped_mm(x, w3.transpose(1, 2), offs=offsets_E)
+    return torch._grouped_mm(h, w2.transpose(1, 2), offs=offsets_E)
+
+
+def torchao_ffn(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offsets_E: Tensor) -> Tensor:
+    def mm(a, w):
+        return _to_fp8_rowwise_then_scaled_grouped_mm(
+            a, w.transpose(1, 2), offsets_E, pad_token_groups_for_grouped_mm=False
+        )
+
+    return mm(torch.nn.functional.silu(mm(x, w1)) * mm(x, w3), w2)
+
+
+def by_autograd(ffn: Callable, x: Tensor, dy: Tensor, weights: ExpertWeights, offsets_E: Tensor) -> Callable:
+    leaves = [t.detach().requires_grad_() for t in (x, *weights)]
+    return lambda: torch.autograd.grad(ffn(*leaves, offsets_E), leaves, dy)
+
+
+def compiled(ffn: Callable) -> Callable:
+    torch._dynamo.reset()
+    return torch.compile(ffn, dynamic=False)
+
+
+def cast_both(x: Tensor, dy: Tensor) -> tuple:
+    return ops.quantize_rows(x), ops.quantize_rows(dy)
+
+
+def kernel_times(run: Callable, runs: int = 5) -> dict[str, tuple[int, float]]:
+    """Launches and milliseconds of each kernel in one run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(runs):
+            run()
+        torch.cuda.synchronize()
+    found = defaultdict(lambda: [0, 0.0])
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name][0] += 1
+            found[event.name][1] += event.device_time * 1e-3
+    return {
+        name: (count // runs, ms / runs) for name, (count, ms) in sorted(found.items(), key=lambda item: -item[1][1])
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=range(len(LAYERS)), help="which of LAYERS")
+    parser.add_argument("--out", type=Path, help="add the records to this JSON file")
+    args = parser.parse_args()
+    setting = environment()
+    print(setting["hardware"], setting["versions"])
+    torch.manual_seed(0)
+    records = []
+    for layer, M, E, D, H in (LAYERS[i] for i in args.layers):
+        x, dy = (torch.randn(M, D, device="cuda", dtype=BF16) for _ in range(2))
+        shapes = (E, H, D), (E, D, H), (E, H, D)
+        weights = ExpertWeights(*(torch.randn(shape, device="cuda", dtype=BF16) * 0.02 for shape in shapes))
+        inputs = x, dy, weights, group_ends(M, E)
+        run = ours(*inputs)
+        candidates = {
+            "ours": quantized_beforehand(run, weights),
+            "ours, weights quantized": run,
+            "two row casts": partial(cast_both, x, dy),
+            "bf16": by_autograd(bf16_ffn, *inputs),
+            "bf16, compiled": by_autograd(compiled(bf16_ffn), *inputs),
+            "torchao rowwise, compiled": by_autograd(compiled(torchao_ffn), *inputs),
+        }
+        times = measure(candidates, 5, launched(100))
+        print(f"\n{layer}: M {M}, E {E}, D {D}, H {H}; ms in bursts, rested")
+        for name in times["bursts"]:
+            print(f"  {name:28}" + "".join(f"{ms[name]:8.2f}" for ms in times.values()), flush=True)
+        for state, ms in times.items():
+            for reference in [name for name in ms if name.startswith(("bf16", "torchao"))]:
+                records.append(
+                    {
+                        "name": "expert_ffn",
+                        "shape": f"{layer}, M {M}, E {E}, D {D}, H {H}, {state}",
+                        "value": round(ms["ours"], 3),
+                        "unit": "ms",
+                        "with_weight_quantization": round(ms["ours, weights quantized"], 3),
+                        "row_casts": round(ms["two row casts"], 3),
+                        "reference": reference,
+                        "reference_value": round(ms[reference], 3),
+                        "speedup": round(ms[reference] / ms["ours"], 3),
+                    }
+                )
+        print("  by kernel, launches and ms:")
+        for name, (count, ms) in kernel_times(run).items():
+            print(f"  {name[:60]:60}{count:4}{ms:8.3f}")
+        if args.out:
+            write_records(args.out, records)
+        del run, candidates
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
