@@ -1,0 +1,418 @@
+"""Trains one variant of the convergence study with torchtitan's Trainer on one GPU (or the CPU).
+
+    python -m experiments.convergence.train RECIPE-sSEED[-CHANGE] --work DIR [options] [torchtitan overrides]
+
+A recipe is bf16, balanced, scaling_aware or requantize (FP8-Flow by its weight gradient), rowwise or naive. The seed
+decides initialization and data order. A change, for the stress runs, is a key of ``CHANGES``.
+
+Everything is written as it happens, so that a run that is cut off can be used as far as it came:
+
+    DIR/NAME/log.jsonl          settings; per step loss, gradient norm, load; per evaluation held-out loss and router
+    DIR/NAME/choices.STEP.npy   experts chosen on a fixed held-out batch, (layers, tokens, top_k) uint8, sorted
+
+After a few steps the step is captured as a CUDA graph: models of this size otherwise wait for the host. The graph's
+loss and gradient norm are compared with an eager step's on the same batch; if they differ, or capture fails, the run
+starts again without.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs
+from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.train import Trainer
+
+from experiments.convergence.data import ShuffledWindows, as_batch, windows
+from experiments.convergence.recipes import convert_experts
+from experiments.record import environment
+
+FP8_FLOW = ("balanced", "scaling_aware", "requantize")
+RECIPES = ("bf16", *FP8_FLOW, "rowwise", "naive")
+
+CHANGES = {
+    "": "none",
+    "highlr": "learning rate x 5",
+    "outliers": "embeddings of every 16th token x 1000 in every 128th channel, one per FP8 tile",
+    "outliers1e5": "as outliers, x 100,000",
+    "tiny": "loss, Adam's eps x 2**-20, no clipping",
+    "resume": "from bf16-s1's checkpoint, weights and optimizer",
+    "resumeperturbed": "as resume, weights then x (1 + 2**-9 N(0, 1)): the size of bf16 rounding",
+    "perturbed": "initial weights x (1 + 2**-9 N(0, 1)): the size of bf16 rounding",
+}
+TINY = 2.0**-20
+
+LOG_EVERY = 25
+EAGER_STEPS = 8
+CHOICE_TOKENS = 4096
+
+FLAVORS = {
+    "0.1B": DeepSeekV3ModelArgs(
+        vocab_size=8192,
+        dim=512,
+        inter_dim=2048,
+        moe_inter_dim=256,
+        n_layers=8,
+        n_dense_layers=1,
+        n_heads=8,
+        moe_args=MoEArgs(
+            num_experts=32,
+            num_shared_experts=1,
+            top_k=4,
+            score_func="sigmoid",
+            route_norm=True,
+            route_scale=2.5,
+            score_before_experts=False,
+        ),
+        q_lora_rank=0,
+        kv_lora_rank=256,
+        # Queries, keys and values of one size: any attention kernel takes them.
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+    ),
+}
+FLAVORS["tiny"] = replace(
+    FLAVORS["0.1B"],
+    moe_args=replace(FLAVORS["0.1B"].moe_args, num_experts=8),
+    dim=128,
+    inter_dim=256,
+    moe_inter_dim=128,
+    n_layers=2,
+    n_heads=2,
+    kv_lora_rank=64,
+)
+
+
+class GraphError(Exception):
+    """The step cannot be captured, or what was captured does something else."""
+
+
+class StudyTrainer(Trainer):
+    """torchtitan's Trainer with the step of one GPU captured, its own log, evaluation and router statistics."""
+
+    def __init__(self, config: JobConfig, name: str, args: argparse.Namespace):
+        self.recipe, seed, self.change = parse_name(name)
+        self.loss_scale = TINY if self.change == "tiny" else 1.0
+        super().__init__(config)
+        self.args = args
+        self.folder = args.work / name
+        self.log_file = (self.folder / "log.jsonl").open("w")
+        model = self.model_parts[0]
+        self.experts_run = "torch._grouped_mm, bf16"
+        if self.recipe in ("rowwise", "naive"):
+            self.experts_run = convert_experts(model, self.recipe, args.emulate)
+        elif self.recipe in FP8_FLOW:
+            self.experts_run = "titan_fp8moe"
+        self.moes: list[MoE] = [module for module in model.modules() if isinstance(module, MoE)]
+        self._apply_change(model)
+
+        # Learning rates that a captured step reads: the scheduler fills them in.
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
+                group["capturable"] = self.device.type == "cuda"
+
+        self.last_step = min(config.training.steps, self.step + args.stop_after)
+        batch = (config.training.local_batch_size, config.training.seq_len)
+        self.tokens, self.labels = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.num_tokens = torch.tensor(self.tokens.numel() / self.loss_scale, device=self.device)
+        self.result = torch.zeros(3, device=self.device)
+        self.pending: list[Tensor] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.use_graph = self.device.type == "cuda" and not args.no_graph
+        self.start_time = time.monotonic()
+
+        held_out = windows(args.corpus, "validation", config.training.seq_len)
+        chosen = np.linspace(0, len(held_out) - 1, min(args.eval_sequences, len(held_out))).astype(int)
+        self.held_out = held_out[chosen]
+        self._write(
+            {
+                "name": name,
+                "recipe": self.recipe,
+                "seed": seed,
+                "change": CHANGES[self.change],
+                "experts": self.experts_run,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "first_step": self.step,
+                "steps": config.training.steps,
+                "tokens_per_step": self.tokens.numel(),
+                "training_windows": len(self.dataloader.windows),
+                "held_out_tokens": int(self.held_out[:, 1:].size),
+                "graph": self.use_graph,
+                "config": config.to_dict(),
+                "environment": environment(),
+            }
+        )
+
+    def _apply_change(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            if self.change.startswith("outliers"):
+                model.tok_embeddings.weight[::16, ::128] *= 1e5 if self.change == "outliers1e5" else 1e3
+        if self.change.startswith("resume"):
+            saved = torch.load(self.args.work / "checkpoint.pt", map_location="cpu")
+            model.load_state_dict(saved["model"])
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.step = self.dataloader.skip = saved["step"]
+            for scheduler in self.lr_schedulers.schedulers:
+                scheduler.last_epoch = self.step - 1
+                scheduler.step()
+        if self.change.endswith("perturbed"):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1 + 2.0**-9 * torch.randn_like(param))
+
+    def should_continue_training(self) -> bool:
+        return self.step < self.last_step
+
+    def train(self) -> None:
+        # Eager and captured steps share a stream: autograd would otherwise make one wait for the other in the graph.
+        self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.evaluate(self.step)
+            super().train()
+
+    def train_step(self, data_iterator) -> None:
+        input_dict, labels = next(data_iterator)
+        self.tokens.copy_(input_dict["input"], non_blocking=True)
+        self.labels.copy_(labels, non_blocking=True)
+        if self.use_graph and self.graph is None and len(self.pending) == EAGER_STEPS:
+            self._capture()
+        elif self.graph is not None:
+            self.graph.replay()
+        else:
+            self.optimizers.zero_grad()
+            self._step()
+        self.pending.append(self.result.clone())
+        self.lr_schedulers.step()
+        if self.step % LOG_EVERY == 0 or self.step == self.last_step:
+            self._flush()
+        if self.step % self.args.eval_every == 0 or self.step == self.last_step:
+            self.evaluate(self.step)
+        if self.step == self.args.checkpoint_at:
+            self._save()
+
+    def _forward_backward(self) -> Tensor:
+        return self.forward_backward_step(
+            input_dict={"input": self.tokens}, labels=self.labels, global_valid_tokens=self.num_tokens
+        ).detach()
+
+    def _step(self) -> None:
+        """torchtitan's train_step for one micro-batch without its logging; leaves loss, norm and load in ``result``."""
+        loss = self._forward_backward()
+        max_norm = float("inf") if self.change == "tiny" else self.job_config.training.max_norm
+        grad_norm = clip_grad_norm_(self.model_parts[0].parameters(), max_norm, foreach=True)
+        counts = torch.stack([moe.tokens_per_expert for moe in self.moes])
+        max_violation = (counts.amax(1) / counts.mean(1) - 1).mean()
+        self.optimizers.step()
+        self.result.copy_(torch.stack([loss / self.loss_scale, grad_norm / self.loss_scale, max_violation]))
+
+    def _capture(self) -> None:
+        """Captures the step, runs it, and compares it with the eager forward and backward of the same batch."""
+        self.optimizers.zero_grad()
+        loss = self._forward_backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model_parts[0].parameters()])
+        expected = torch.stack([loss, norm]) / self.loss_scale
+        self._reset_counts()
+        self.optimizers.zero_grad()
+        try:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self._step()
+            self.graph.replay()
+            torch.cuda.synchronize()
+        except Exception as error:
+            raise GraphError(f"capture failed: {error}") from error
+        (want_loss, want_norm), (loss, norm, _) = expected.tolist(), self.result.tolist()
+        if not (abs(loss / want_loss - 1) < 1e-3 and abs(norm / want_norm - 1) < 2e-2):
+            raise GraphError(f"graph gives loss {loss}, norm {norm}; eager {want_loss}, {want_norm}")
+        logger.info(f"captured: loss {loss:.6f}, eager {want_loss:.6f}; norm {norm:.5f}, eager {want_norm:.5f}")
+
+    def _reset_counts(self) -> None:
+        for moe in self.moes:
+            moe.tokens_per_expert.zero_()
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        """Held-out loss and what the routers do there; writes both and the chosen experts."""
+        self._flush()
+        routers = [RouterStatistics(moe) for moe in self.moes]
+        total = torch.zeros((), device=self.device)
+        batch_size = self.tokens.shape[0]
+        for start in range(0, len(self.held_out), batch_size):
+            input_dict, labels = as_batch(self.held_out[start : start + batch_size])
+            with self.maybe_enable_amp:
+                pred = self.model_parts[0](input_dict["input"].to(self.device))
+                total += self.loss_fn(pred, labels.to(self.device))
+        self._reset_counts()  # torchtitan's MoE counts evaluated tokens too; the optimizer step has just reset them
+        record = {"step": step, "held_out_loss": total.item() / self.held_out[:, 1:].size}
+        results = [router.finish() for router in routers]
+        for key in results[0][0]:
+            record[key] = [statistics[key] for statistics, _ in results]
+        choices = torch.stack([chosen for _, chosen in results])
+        np.save(self.folder / f"choices.{step}.npy", choices.cpu().numpy())
+        record["seconds"] = time.monotonic() - self.start_time
+        self._write(record)
+
+    def _flush(self) -> None:
+        if not self.pending:
+            return
+        first = self.step - len(self.pending) + 1
+        lambda_ = self.lr_schedulers.schedulers[0].lr_lambdas[0]
+        for offset, (loss, grad_norm, max_violation) in enumerate(torch.stack(self.pending).tolist()):
+            step = first + offset
+            lr = self.job_config.optimizer.lr * lambda_(step - 1)
+            self._write({"step": step, "loss": loss, "grad_norm": grad_norm, "max_violation": max_violation, "lr": lr})
+        memory = torch.cuda.max_memory_reserved() / 2**30 if self.device.type == "cuda" else None
+        self._write({"flushed": self.step, "seconds": time.monotonic() - self.start_time, "reserved_gib": memory})
+        self.pending.clear()
+
+    def _write(self, record: dict) -> None:
+        self.log_file.write(json.dumps(record) + "\n")
+        self.log_file.flush()
+
+    def _save(self) -> None:
+        """For the variants that resume: written under another name first, so that it is whole when it is there."""
+        path = self.args.work / "checkpoint.pt"
+        state = {
+            "model": self.model_parts[0].state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+        }
+        torch.save(state, path.with_suffix(".partial"))
+        path.with_suffix(".partial").rename(path)
+
+
+class RouterStatistics:
+    """Collects, while it is hooked to a layer's router, its load, its scores' entropy and the experts it chooses."""
+
+    def __init__(self, moe: MoE):
+        self.handle = moe.router.register_forward_hook(self._collect)
+        self.counts: Tensor | float = 0.0
+        self.entropy: Tensor | float = 0.0
+        self.num_tokens = 0
+        self.chosen: list[Tensor] = []
+
+    def _collect(self, router: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        _, chosen, counts = output
+        scores = torch.sigmoid(router.gate(inputs[0]).float())
+        share = scores / scores.sum(-1, keepdim=True)
+        self.entropy = self.entropy - (share * share.log()).sum()
+        self.counts = self.counts + counts.float()
+        if self.num_tokens < CHOICE_TOKENS:
+            self.chosen.append(chosen.sort(-1).values[: CHOICE_TOKENS - self.num_tokens].to(torch.uint8))
+        self.num_tokens += chosen.shape[0]
+
+    def finish(self) -> tuple[dict[str, float], Tensor]:
+        """Entropies are relative to the largest possible: 1 is an even load, or a token without preference."""
+        self.handle.remove()
+        load = self.counts / self.counts.sum()
+        largest = np.log(load.numel())
+        statistics = {
+            "max_violation": (load.max() * load.numel() - 1).item(),
+            "load_entropy": -torch.xlogy(load, load).sum().item() / largest,
+            "score_entropy": self.entropy.item() / self.num_tokens / largest,
+        }
+        return statistics, torch.cat(self.chosen)
+
+
+def parse_name(name: str) -> tuple[str, int, str]:
+    match = re.fullmatch(rf"({'|'.join(RECIPES)})-s(\d+)(?:-({'|'.join(filter(None, CHANGES))}))?", name)
+    if match is None:
+        raise SystemExit(f"unknown variant {name}: RECIPE-sSEED[-CHANGE] of {', '.join(RECIPES)}; {', '.join(CHANGES)}")
+    return match[1], int(match[2]), match[3] or ""
+
+
+def make_config(name: str, args: argparse.Namespace, overrides: list[str]) -> JobConfig:
+    recipe, seed, change = parse_name(name)
+    config = ConfigManager().parse_args([f"--job.config_file={Path(__file__).with_name('config.toml')}", *overrides])
+    config.debug.seed = seed
+    config.job.dump_folder = str(args.work / name)
+    if recipe in FP8_FLOW:
+        config.fp8_flow_moe.wgrad = recipe
+    else:
+        config.model.converters = []
+    if change == "highlr":
+        config.optimizer.lr *= 5
+    if change == "tiny":
+        config.optimizer.eps *= TINY
+    return config
+
+
+def register_model(args: argparse.Namespace, seed: int) -> None:
+    def build_dataloader(job_config: JobConfig, **kwargs) -> ShuffledWindows:
+        t = job_config.training
+        return ShuffledWindows(args.corpus, "train", t.seq_len, t.local_batch_size, seed)
+
+    spec = replace(
+        get_train_spec("deepseek_v3"),
+        model_args=FLAVORS,
+        build_tokenizer_fn=None,
+        build_dataloader_fn=build_dataloader,
+    )
+    register_train_spec("deepseek_v3_convergence", spec)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="RECIPE-sSEED[-CHANGE]")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--corpus", type=Path, required=True, help="corpus with train.npy and validation.npy")
+    parser.add_argument("--eval-every", type=int, default=250, help="steps (default: %(default)s)")
+    parser.add_argument("--eval-sequences", type=int, default=256, help="held-out windows (default: %(default)s)")
+    parser.add_argument("--checkpoint-at", type=int, default=-1, help="step whose state is kept for -resume variants")
+    parser.add_argument("--stop-after", type=int, default=10**9, help="steps to run of the schedule")
+    parser.add_argument("--no-graph", action="store_true", help="do not capture the step")
+    parser.add_argument("--emulate", action="store_true", help="rowwise without torchao's kernels")
+    args, overrides = parser.parse_known_args()
+    (args.work / args.name).mkdir(parents=True, exist_ok=True)
+
+    init_logger()
+    config = make_config(args.name, args, overrides)
+    register_model(args, config.debug.seed)
+    # cuDNN's kernels are left out: FlashAttention's are known to be capturable, and every variant has the same.
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    os.environ.setdefault("LOCAL_RANK", "0")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    again = None
+    try:
+        trainer = StudyTrainer(config, args.name, args)
+        trainer.train()
+        trainer.close()
+    except Exception as error:
+        traceback.print_exc()
+        if isinstance(error, GraphError):
+            again = "--no-graph"
+        elif "rowwise" in args.name and torch.cuda.is_available() and not args.emulate:
+            again = "--emulate"
+        else:
+            sys.stdout.flush()
+            os._exit(1)  # without waiting for collectives that a failed process will not join
+    if again is not None:
+        logger.warning(f"starting again with {again}")
+        os.execv(sys.executable, [sys.executable, "-m", "experiments.convergence.train", *sys.argv[1:], again])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
