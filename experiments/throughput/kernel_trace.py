@@ -1,0 +1,149 @@
+"""What a torch.profiler trace says about where the time of a GPU goes."""
+
+import gzip
+import importlib
+import json
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton.runtime.jit import JITFunction
+
+import titan_fp8moe.kernels
+
+# The first that matches a name decides.
+_CLASSES = {
+    "communication": r"nccl",
+    "attention": r"flex_attention|flash|fmha|sdpa",
+    "grouped GEMM": r"GroupProblemShape|grouped_gemm|grouped_mm",
+    "fp32 matmul": r"sgemm|gemv|gemmSN|gemmk1|simt_",
+    "dense GEMM": r"nvjet|gemm|cutlass|splitK|cublas",
+    "SwiGLU": r"silu",
+    "sort and count": r"[sS]ort|topk|gatherTopK|[hH]istogram|scan|cumsum|bitonic|fill_indices",
+    "gather and scatter": r"index|gather|scatter|_permute|_unpermute",
+    "optimizer": r"multi_tensor_apply|foreach|adam|lpnorm",
+    "copy, fill, cast, cat": r"Memcpy|Memset|[cC]opy|[fF]ill|Cat|zeros|_to_copy|_cat_",
+    "compiled pointwise": r"triton_",
+    "other pointwise": r"elementwise|reduce_kernel",
+}
+# The package's kernels go by the module that defines them.
+_OWN_CLASSES = {
+    "permute": "permute, pack, unpermute",
+    "quantize": "quantize",
+    "swiglu": "SwiGLU",
+    "transpose": "transpose",
+}
+
+
+def own_kernels() -> dict[str, str]:
+    """Class by name, of every kernel of this package."""
+    names = {}
+    for info in pkgutil.iter_modules(titan_fp8moe.kernels.__path__):
+        module = importlib.import_module(f"titan_fp8moe.kernels.{info.name}")
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and value.__module__ == module.__name__:
+                names[name] = _OWN_CLASSES.get(info.name, "grouped GEMM")
+    return names
+
+
+@dataclass
+class Kernel:
+    """A kernel, copy or fill on the GPU. Times in microseconds; ``launched`` is when the host asked for it."""
+
+    name: str
+    start: float
+    end: float
+    launched: float
+    stream: int
+
+    @property
+    def communication(self) -> bool:
+        return "nccl" in self.name
+
+
+def load(path: Path) -> list[Kernel]:
+    """The kernels of a chrome trace written by torch.profiler, gzipped or not, in the order they started."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    launches = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    kernels = [
+        Kernel(e["name"], e["ts"], e["ts"] + e["dur"], launches.get(e["args"].get("correlation"), e["ts"]),
+               e["args"].get("stream", 0))
+        for e in events
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]  # fmt: skip
+    return sorted(kernels, key=lambda k: k.start)
+
+
+def classify(name: str, own: dict[str, str]) -> str:
+    if name in own:
+        return own[name]
+    return next((label for label, pattern in _CLASSES.items() if re.search(pattern, name)), "other")
+
+
+def by_class(kernels: Iterable[Kernel], own: dict[str, str]) -> dict[str, tuple[float, int]]:
+    """Milliseconds and launches of each class, longest first."""
+    time, launches = Counter(), Counter()
+    for kernel in kernels:
+        label = classify(kernel.name, own)
+        time[label] += (kernel.end - kernel.start) / 1e3
+        launches[label] += 1
+    return {label: (time[label], launches[label]) for label, _ in time.most_common()}
+
+
+def by_name(kernels: Iterable[Kernel]) -> dict[str, tuple[float, int]]:
+    """Milliseconds and launches of each kernel, longest first."""
+    time, launches = Counter(), Counter()
+    for kernel in kernels:
+        time[kernel.name] += (kernel.end - kernel.start) / 1e3
+        launches[kernel.name] += 1
+    return {name: (time[name], launches[name]) for name, _ in time.most_common()}
+
+
+def _merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def timeline(kernels: list[Kernel]) -> dict[str, float]:
+    """Milliseconds from the first kernel's start to the last one's end, and of it:
+
+    * ``communication``: a collective runs; ``exposed communication``: one runs and nothing else does,
+    * ``idle``: nothing runs; ``host-bound``: nothing runs and the next kernel had not been launched when the GPU fell
+      idle, up to its launch. The rest of the idle time is between a launch and its start: latency, or a wait for
+      another rank or stream.
+    """
+    busy = _merge((k.start, k.end) for k in kernels)
+    compute = _merge((k.start, k.end) for k in kernels if not k.communication)
+    communication = _merge((k.start, k.end) for k in kernels if k.communication)
+    launched = {}
+    for k in kernels:
+        launched[k.start] = min(k.launched, launched.get(k.start, k.launched))
+    host_bound = sum(
+        max(0.0, min(launched[start], start) - idle_from)
+        for (_, idle_from), (start, _) in zip(busy, busy[1:], strict=False)
+    )
+    span = busy[-1][1] - busy[0][0]
+    return {
+        "span": span / 1e3,
+        "communication": _length(communication) / 1e3,
+        "exposed communication": (_length(busy) - _length(compute)) / 1e3,
+        "idle": (span - _length(busy)) / 1e3,
+        "host-bound": host_bound / 1e3,
+    }

@@ -1,0 +1,473 @@
+"""One MoE layer, forward and backward, FP8-Flow against torchtitan's bf16 in the same run.
+
+    python -m experiments.throughput.layer --out experiments/throughput            # one GPU
+    python -m experiments.throughput.layer --out experiments/throughput --gpus 2   # experts over two
+
+The layers are torchtitan's ``MoE`` with the same bf16 parameters, parallelized and compiled by torchtitan's functions;
+router, reorderer, shared experts and combine are inside the time. Variants take turns in blocks of back-to-back steps.
+FSDP and the quantization of weights are outside; a variant that quantizes them at every step is beside. A shape has a
+process per GPU: some shapes compile at the same time, then they are measured one by one.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchtitan.models.moe.moe as moe_module
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torchtitan.config.job_config import Compile
+from torchtitan.models.llama4.infra.parallelize import apply_compile
+from torchtitan.models.moe.moe import MoE, MoEArgs
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
+from experiments.record import write_records
+from experiments.throughput import kernel_trace
+from experiments.throughput.routing import BalancedRandomRouter
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertWeights
+from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.ops import quantize
+from titan_fp8moe.torchtitan import parallel
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+PROFILED_STEPS = 3
+
+
+@dataclass
+class Shape:
+    """``experts`` and ``tokens`` are per GPU."""
+
+    model: str
+    D: int
+    H: int
+    top_k: int
+    experts: int
+    tokens: int
+
+    def moe_args(self, gpus: int) -> MoEArgs:
+        softmax = self.model == "16B"
+        return MoEArgs(
+            num_experts=self.experts * gpus,
+            num_shared_experts=2 if softmax else 1,
+            score_func="softmax" if softmax else "sigmoid",
+            route_norm=not softmax,
+            route_scale=1.0 if softmax else 2.5,
+            score_before_experts=False,
+            top_k=self.top_k,
+            _debug_force_load_balance=True,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.experts} experts per GPU, {self.tokens} tokens"
+
+
+SHAPES = [Shape("671B", 7168, 2048, 8, experts, tokens) for experts in (32, 8, 64) for tokens in (4096, 16384)]
+SHAPES += [Shape("16B", 2048, 1408, 6, 64, tokens) for tokens in (4096, 16384)]
+TINY = [Shape("tiny", 256, 128, 3, 6, 64)]  # runs on a CPU
+
+MODES = {
+    "activation": Fp8FlowMoEConfig(),
+    "activation, h fp8": Fp8FlowMoEConfig(save_h="fp8"),
+    "none": Fp8FlowMoEConfig(recompute="none"),
+    "none, h fp8": Fp8FlowMoEConfig(recompute="none", save_h="fp8"),
+    "experts": Fp8FlowMoEConfig(recompute="experts"),
+}
+
+
+class Block(nn.Module):
+    """What torchtitan's parallelize functions expect around a MoE layer."""
+
+    moe_enabled = True
+
+    def __init__(self, moe: MoE):
+        super().__init__()
+        self.moe = moe
+
+
+class Model(nn.Module):
+    def __init__(self, moe: MoE):
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": Block(moe)})
+
+
+class QuantizedOnce:
+    """Stands in for the op behind weight quantization: while ``on``, weights seen before are not quantized again."""
+
+    def __init__(self):
+        self.op, self.results, self.on = quantize._quantize_weight, {}, True
+        quantize._quantize_weight = self
+
+    def __call__(self, weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.on:
+            return self.op(weights, plain, transposed)
+        key = (*(w.data_ptr() for w in weights), plain, transposed)
+        if key not in self.results:
+            self.results[key] = self.op(weights, plain, transposed)
+        return self.results[key]
+
+
+class Bench:
+    """All variants of one shape's layer, sharing parameters, inputs and gradients."""
+
+    def __init__(self, shape: Shape, gpus: int):
+        self.shape, self.gpus, self.first = shape, gpus, None
+        self.mesh = init_device_mesh(DEVICE, (gpus,), mesh_dim_names=("ep",)) if gpus > 1 else None
+        self.weights = QuantizedOnce()
+        eager_experts = moe_module._run_experts_grouped_mm
+        layers = {
+            name: self._layer(name)
+            for name in ("bf16 eager", "fp8 eager", "fp8", "fp8 forced balance", "bf16", "bf16 forced balance")
+        }
+        for name, moe in layers.items():
+            if "eager" not in name:
+                moe_module._run_experts_grouped_mm = eager_experts  # or torchtitan compiles what is compiled
+                apply_compile(Model(moe), Compile(enable=True), ep_enabled=gpus > 1)
+        compiled_experts = moe_module._run_experts_grouped_mm
+        self.flow = layers["fp8"]
+        x_shape = (1, shape.tokens, shape.D)
+        self.x = torch.randn(x_shape, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+        self.dout = torch.randn(x_shape, device=DEVICE, dtype=torch.bfloat16)
+        self.forwards = {
+            name: self._forward(moe, eager_experts if "eager" in name else compiled_experts)
+            for name, moe in layers.items()
+        }
+        self.forwards["fp8 with weight quantization"] = self._forward(self.flow, None, quantize_weights=True)
+        for mode, config in MODES.items():
+            if mode != "activation":
+                self.forwards[f"fp8, {mode}"] = self._forward(self.flow, None, config)
+
+    def _layer(self, name: str) -> MoE:
+        with torch.device("meta"):
+            dtype = torch.get_default_dtype()
+            torch.set_default_dtype(torch.bfloat16)
+            moe = MoE(self.shape.moe_args(self.gpus), self.shape.D, self.shape.H)
+            torch.set_default_dtype(dtype)
+        if "forced" not in name:
+            moe.router.__class__ = BalancedRandomRouter
+        if name.startswith("fp8"):
+            Fp8FlowMoE.convert(moe, MODES["activation"])
+        if self.mesh is not None:
+            parallel.llama4_parallelize.apply_moe_ep_tp(Model(moe), None, self.mesh, None, None)
+        if self.first is None:
+            moe.to_empty(device=DEVICE)
+            with torch.no_grad():
+                moe.init_weights(0.02, torch.device(DEVICE))
+            self.first = moe
+        for module, other in zip(moe.modules(), self.first.modules(), strict=True):
+            module._parameters, module._buffers = other._parameters, other._buffers
+        return moe
+
+    def _forward(
+        self, moe: MoE, run_experts: Callable | None, config: Fp8FlowMoEConfig = MODES["activation"],
+        quantize_weights: bool = False,
+    ) -> Callable[[], Tensor]:  # fmt: skip
+        def forward() -> Tensor:
+            moe_module._run_experts_grouped_mm = run_experts
+            moe.experts.config, self.weights.on = config, not quantize_weights
+            return moe(self.x)
+
+        return forward
+
+    def step(self, name: str) -> None:
+        self.x.grad = None
+        for p in self.first.parameters():
+            p.grad = None
+        self.forwards[name]().backward(self.dout)
+
+    def routed_step(self) -> Callable[[], None]:
+        """Forward and backward of :func:`routed_experts` alone, on plain tensors, with the route of the layer."""
+        inputs = []
+        hook = self.flow.experts.register_forward_pre_hook(lambda _, args: inputs.extend(args))
+        with torch.no_grad():
+            self.forwards["fp8"]()
+        hook.remove()
+        x_TD, route = inputs
+        x_TD = x_TD.detach().requires_grad_()
+        route.score_S = route.score_S.detach().requires_grad_()
+        experts = self.flow.experts
+        local = [w.to_local() if isinstance(w, DTensor) else w for w in (experts.w1, experts.w2, experts.w3)]
+        weights = [w.detach().requires_grad_() for w in local]
+        group = None if self.mesh is None else self.mesh.get_group()
+        dout_TD = self.dout.view_as(x_TD)
+
+        def run() -> None:
+            for leaf in (x_TD, route.score_S, *weights):
+                leaf.grad = None
+            route.exchange = None  # the counts of what the other ranks will send: exchanged anew
+            routed_experts(x_TD, ExpertWeights(*weights), route, MODES["activation"], group).backward(dout_TD)
+
+        return run
+
+    def saved_bytes(self, name: str) -> int:
+        """Bytes of the storages that the forward keeps for the backward, parameters and their casts left out."""
+        skip = {_storage(t).data_ptr() for t in itertools.chain(self.first.parameters(), self.first.buffers())}
+        kept = {}
+
+        def pack(t: Tensor) -> Tensor:
+            if _storage(t).data_ptr() not in skip:
+                kept[_storage(t).data_ptr()] = _storage(t).nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = self.forwards[name]()
+        out.backward(self.dout)
+        return sum(kept.values())
+
+    def peak_bytes(self, name: str) -> int:
+        """Bytes that a step allocates at its peak, beyond parameters, gradients and input."""
+        self.step(name)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step(name)
+        return torch.cuda.max_memory_allocated() - before
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage:
+    return (t.to_local() if isinstance(t, DTensor) else t).untyped_storage()
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def elapsed(run: Callable[[], None], times: int) -> float:
+    """Milliseconds per call of ``times`` calls back to back."""
+    synchronize()
+    start = time.perf_counter()
+    if CUDA:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+    for _ in range(times):
+        run()
+    if not CUDA:
+        return (time.perf_counter() - start) * 1e3 / times
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1]) / times
+
+
+def times_in_turn(bench: Bench, rounds: int, block_ms: float) -> dict[str, list[float]]:
+    """Milliseconds per step of each variant in each round."""
+    repeats = {}
+    for name in bench.forwards:
+        count = torch.tensor(math.ceil(block_ms / elapsed(lambda: bench.step(name), 2)))  # noqa: B023
+        if dist.is_initialized():
+            count = count.to(DEVICE)
+            dist.broadcast(count, 0)
+        repeats[name] = int(count)
+    times = {name: [] for name in bench.forwards}
+    for _ in range(rounds):
+        for name in bench.forwards:
+            times[name].append(elapsed(lambda: bench.step(name), repeats[name]))  # noqa: B023
+    return times
+
+
+def profile(run: Callable[[], None]) -> list[kernel_trace.Kernel]:
+    """The kernels of PROFILED_STEPS calls."""
+    run()
+    synchronize()
+    with torch.profiler.profile() as profiler:
+        for _ in range(PROFILED_STEPS):
+            run()
+        synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return kernel_trace.load(path)
+
+
+def per_step(summary: dict[str, tuple[float, int]]) -> dict[str, tuple[float, float]]:
+    return {name: (ms / PROFILED_STEPS, n / PROFILED_STEPS) for name, (ms, n) in summary.items()}
+
+
+def measure(bench: Bench, rounds: int, block_ms: float) -> dict:
+    own = kernel_trace.own_kernels()
+    result = {"shape": asdict(bench.shape), "gpus": bench.gpus, "ms": times_in_turn(bench, rounds, block_ms)}
+    saved = [name for name in bench.forwards if "forced" not in name and "quantization" not in name]
+    result["saved_bytes_per_token"] = {name: bench.saved_bytes(name) / bench.shape.tokens for name in saved}
+    if CUDA:
+        result["peak_bytes"] = {name: bench.peak_bytes(name) for name in saved}
+    traces = {name: profile(lambda: bench.step(name)) for name in ("bf16", "fp8")}  # noqa: B023
+    routed = profile(bench.routed_step())
+    result["classes"] = {name: per_step(kernel_trace.by_class(trace, own)) for name, trace in traces.items()}
+    result["timelines"] = {name: kernel_trace.timeline(trace) for name, trace in traces.items() if trace}
+    result["kernels"] = {name: per_step(kernel_trace.by_name(trace)) for name, trace in traces.items()}
+    result["routed_experts"] = per_step(kernel_trace.by_name(routed))
+    result["routed_experts_others"] = per_step(kernel_trace.by_name(k for k in routed if k.name not in own))
+    return result
+
+
+def child(shape: Shape, gpus: int, rounds: int, block_ms: float) -> None:
+    """Compiles, says READY, waits for a line on stdin, measures and says RESULT."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    if CUDA:
+        torch.cuda.set_device(rank)
+    if gpus > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
+    parallel.install()
+    bench = Bench(shape, gpus)
+    for _ in range(2):
+        for name in bench.forwards:
+            bench.step(name)
+    synchronize()
+    if CUDA:
+        torch.cuda.empty_cache()
+    print("READY", flush=True)
+    if not sys.stdin.readline():
+        return
+    result = measure(bench, rounds, block_ms)
+    if rank == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def start(index: int, gpus: int, args: argparse.Namespace) -> list[subprocess.Popen]:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "experiments.throughput.layer", "--out", str(args.out), "--child", str(index)]
+    command += ["--gpus", str(gpus), "--rounds", str(args.rounds), "--block-ms", str(args.block_ms)]
+    processes = []
+    for rank in range(gpus):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(gpus), "MASTER_ADDR": "localhost"}
+        env |= {"MASTER_PORT": str(port), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+        log = open(args.out / f"layer_{index}_{rank}.log", "w")
+        processes.append(
+            subprocess.Popen(command + ["--tiny"] * args.tiny, env=env, stderr=log, text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        )  # fmt: skip
+    return processes
+
+
+def line_of(process: subprocess.Popen, word: str) -> str | None:
+    """What follows ``word`` at the start of a line that the process prints, or None once it has ended without."""
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word).strip()
+    return None
+
+
+def records(result: dict) -> list[dict]:
+    shape, ms = Shape(**result["shape"]), {k: statistics.median(v) for k, v in result["ms"].items()}
+    label = f"{shape}, {result['gpus']} GPU{'s' * (result['gpus'] > 1)}"
+    command = shlex.join(["python", "-m", "experiments.throughput.layer", *sys.argv[1:]])
+
+    def record(name: str, value: float, unit: str, reference: str, reference_value: float) -> dict:
+        return {
+            "name": name, "shape": label, "value": value, "unit": unit, "reference": reference,
+            "reference_value": reference_value, "speedup": reference_value / value, "command": command,
+        }  # fmt: skip
+
+    unit = "ms forward + backward"
+    out = [
+        record("moe_layer", ms["fp8"], unit, "torchtitan bf16, compiled", ms["bf16"]),
+        record("moe_layer eager", ms["fp8 eager"], unit, "torchtitan bf16, eager", ms["bf16 eager"]),
+        record("moe_layer forced balance", ms["fp8 forced balance"], unit, "torchtitan bf16, compiled",
+               ms["bf16 forced balance"]),
+        record("moe_layer with weight quantization", ms["fp8 with weight quantization"], unit,
+               "torchtitan bf16, compiled", ms["bf16"]),
+    ]  # fmt: skip
+    saved = result["saved_bytes_per_token"]
+    for name in saved:
+        if name.startswith("fp8") and name != "fp8 eager":
+            out.append(record(f"moe_layer saved, {name}", saved[name], "bytes per token", "torchtitan bf16, compiled",
+                              saved["bf16"]))  # fmt: skip
+            if name != "fp8":
+                out.append(record(f"moe_layer {name}", ms[name], unit, "torchtitan bf16, compiled", ms["bf16"]))
+    return out
+
+
+def show(result: dict) -> None:
+    shape, ms = Shape(**result["shape"]), {k: statistics.median(v) for k, v in result["ms"].items()}
+    print(f"\n== {shape}, {result['gpus']} GPU(s)")
+    for name, value in ms.items():
+        reference = ms["bf16 forced balance" if "forced" in name else "bf16 eager" if "eager" in name else "bf16"]
+        low, high = min(result["ms"][name]), max(result["ms"][name])
+        saved = result["saved_bytes_per_token"].get(name)
+        peak = result.get("peak_bytes", {}).get(name)
+        print(
+            f"{name:30} {value:8.3f} ms ({low:.3f} to {high:.3f}) {reference / value:5.2f}x"
+            + (f"  saved {saved / 1024:6.1f} KiB/token" if saved else "")
+            + (f"  peak {peak / 2**30:5.2f} GiB" if peak else "")
+        )
+    labels = dict.fromkeys(itertools.chain(*result["classes"].values()))
+    for label in labels:
+        cells = [result["classes"][name].get(label, (0, 0)) for name in ("bf16", "fp8")]
+        print(f"  {label:26}" + "".join(f"{t:10.3f} ms {n:5.0f}x" for t, n in cells))
+    for name, line in result["timelines"].items():
+        print(f"  {name}: " + ", ".join(f"{key} {value / PROFILED_STEPS:.3f}" for key, value in line.items()))
+    print("  not this package's inside routed_experts, forward + backward:")
+    for name, (t, n) in result["routed_experts_others"].items():
+        print(f"    {n:4.1f}x {t * 1e3:8.1f} us  {name[:110]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--block-ms", type=float, default=80.0, help="length of a variant's turn")
+    parser.add_argument("--together", type=int, default=4, help="shapes that compile at the same time")
+    parser.add_argument("--shapes", default="", help="only shapes whose name contains this")
+    parser.add_argument("--tiny", action="store_true", help="a shape for a CPU")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    shapes = TINY if args.tiny else SHAPES
+    if args.child is not None:
+        return child(shapes[args.child], args.gpus, args.rounds, args.block_ms)
+    args.out.mkdir(parents=True, exist_ok=True)
+    selected = [i for i, shape in enumerate(shapes) if args.shapes in str(shape)]
+    results, begin = [], time.monotonic()
+    for first in range(0, len(selected), args.together):
+        started = {index: start(index, args.gpus, args) for index in selected[first : first + args.together]}
+        ready = {i: all([line_of(p, "READY") is not None for p in group]) for i, group in started.items()}
+        print(f"compiled {len(started)} shapes, {time.monotonic() - begin:.0f} s", flush=True)
+        for index, processes in started.items():
+            if ready[index]:
+                for process in processes:
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                answer = line_of(processes[0], "RESULT")
+            for process in processes:
+                process.stdin.close()
+                if not ready[index]:
+                    process.terminate()
+                process.wait()
+            logs = [args.out / f"layer_{index}_{rank}.log" for rank in range(args.gpus)]
+            if not ready[index] or answer is None:
+                print(f"{shapes[index]}: failed\n" + "\n".join(log.read_text()[-1500:] for log in logs), flush=True)
+            else:
+                results.append(json.loads(answer))
+                show(results[-1])
+                print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+                write_records(args.out / "results.json", records(results[-1]))
+                (args.out / f"layer_{args.gpus}gpu.json").write_text(json.dumps(results))
+            for log in logs:
+                log.unlink()
+
+
+if __name__ == "__main__":
+    main()

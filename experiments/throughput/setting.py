@@ -1,0 +1,60 @@
+"""torchtitan's ``job.custom_config_module`` of train.toml: what titan_fp8moe registers, and
+
+* flavors ``16B_<n>_layers``: the 16B model with n layers, the first of them dense,
+* the model converter ``balanced_random``, which makes every router assign experts at random but balanced,
+* the model converter ``torchao_rowwise``, torchao's fp8 rowwise experts. torchtitan 0.2.2 has one of its own, which
+  imports a name that torchao 0.18 no longer has.
+
+A process that has come this far has imported everything; it waits for the file that ``$THROUGHPUT_GATE`` names, so that
+the next run can start while the last one has the GPUs.
+"""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch.nn as nn
+from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+from torchao.quantization.quant_api import quantize_
+from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.moe.utils import set_token_group_alignment_size_m
+from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
+
+from experiments.throughput.routing import BalancedRandomRouter
+from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
+
+for num_layers in range(2, 28):
+    base = deepseekv3_args["16B"]
+    deepseekv3_args[f"16B_{num_layers}_layers"] = replace(base, moe_args=replace(base.moe_args), n_layers=num_layers)
+
+
+class _Converter(ModelConverter):
+    def __init__(self, job_config, parallel_dims):
+        pass
+
+    def post_optimizer_hook(self, model):
+        pass
+
+
+class BalancedRandom(_Converter):
+    def convert(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.router.__class__ = BalancedRandomRouter
+                module.router._debug_force_load_balance = True
+
+
+class TorchaoRowwise(_Converter):
+    def convert(self, model: nn.Module) -> None:
+        set_token_group_alignment_size_m(16)  # fp8 operands are aligned to 16 bytes
+        quantize_(model, Float8TrainingOpConfig(), filter_fn=lambda module, _: isinstance(module, GroupedExperts))
+
+
+register_model_converter(BalancedRandom, "balanced_random")
+register_model_converter(TorchaoRowwise, "torchao_rowwise")
+
+if gate := os.environ.get("THROUGHPUT_GATE"):
+    while not Path(gate).exists():
+        time.sleep(0.05)
