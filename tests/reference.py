@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_fp8moe.moe import Route
 
@@ -26,6 +26,14 @@ def make_route(scores_TK: Tensor, experts_TK: Tensor, num_experts: int, score_be
     slots = torch.argsort(experts_TK.flatten(), stable=True)
     counts = torch.nn.functional.one_hot(experts_TK.flatten(), num_experts).sum(0)
     return Route(scores_TK.flatten()[slots], slots, counts, experts_TK.shape[1], score_before_experts)
+
+
+def in_model(moe: nn.Module) -> nn.Module:
+    """A model of one block with this layer, as torchtitan's parallelize functions take it."""
+    block, model = nn.Module(), nn.Module()
+    block.moe, block.moe_enabled = moe, True
+    model.layers = nn.ModuleDict({"0": block})
+    return model
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:

@@ -33,12 +33,13 @@ from torch.nn.attention import SDPBackend
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs
-from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.moe import MoE
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
+import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from experiments.convergence.data import ShuffledWindows, as_batch, windows
 from experiments.convergence.recipes import convert_experts
 from experiments.record import environment
@@ -62,42 +63,22 @@ LOG_EVERY = 25
 EAGER_STEPS = 8
 CHOICE_TOKENS = 4096
 
+_TINY = deepseekv3_args["tiny"]
 FLAVORS = {
-    "0.1B": DeepSeekV3ModelArgs(
+    "0.1B": replace(
+        _TINY,
+        moe_args=replace(_TINY.moe_args, num_experts=32, top_k=4),
         vocab_size=8192,
         dim=512,
         inter_dim=2048,
-        moe_inter_dim=256,
         n_layers=8,
-        n_dense_layers=1,
         n_heads=8,
-        moe_args=MoEArgs(
-            num_experts=32,
-            num_shared_experts=1,
-            top_k=4,
-            score_func="sigmoid",
-            route_norm=True,
-            route_scale=2.5,
-            score_before_experts=False,
-        ),
-        q_lora_rank=0,
         kv_lora_rank=256,
         # Queries, keys and values of one size: any attention kernel takes them.
         qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
     ),
+    "tiny": replace(_TINY, vocab_size=8192, qk_nope_head_dim=32),
 }
-FLAVORS["tiny"] = replace(
-    FLAVORS["0.1B"],
-    moe_args=replace(FLAVORS["0.1B"].moe_args, num_experts=8),
-    dim=128,
-    inter_dim=256,
-    moe_inter_dim=128,
-    n_layers=2,
-    n_heads=2,
-    kv_lora_rank=64,
-)
 
 
 class GraphError(Exception):

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torchtitan.models.moe.moe as moe_module
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchtitan.config.job_config import Compile
@@ -39,10 +39,10 @@ import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patc
 from experiments.record import write_records
 from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
+from tests.reference import in_model
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
+from titan_fp8moe.experts import ExpertWeights, WeightCache
 from titan_fp8moe.moe import routed_experts
-from titan_fp8moe.ops import quantize
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
@@ -92,45 +92,13 @@ MODES = {
 }
 
 
-class Block(nn.Module):
-    """What torchtitan's parallelize functions expect around a MoE layer."""
-
-    moe_enabled = True
-
-    def __init__(self, moe: MoE):
-        super().__init__()
-        self.moe = moe
-
-
-class Model(nn.Module):
-    def __init__(self, moe: MoE):
-        super().__init__()
-        self.layers = nn.ModuleDict({"0": Block(moe)})
-
-
-class QuantizedOnce:
-    """Stands in for the op behind weight quantization: while ``on``, weights seen before are not quantized again."""
-
-    def __init__(self):
-        self.op, self.results, self.on = quantize._quantize_weight, {}, True
-        quantize._quantize_weight = self
-
-    def __call__(self, weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.on:
-            return self.op(weights, plain, transposed)
-        key = (*(w.data_ptr() for w in weights), plain, transposed)
-        if key not in self.results:
-            self.results[key] = self.op(weights, plain, transposed)
-        return self.results[key]
-
-
 class Bench:
     """All variants of one shape's layer, sharing parameters, inputs and gradients."""
 
     def __init__(self, shape: Shape, gpus: int):
         self.shape, self.gpus, self.first = shape, gpus, None
         self.mesh = init_device_mesh(DEVICE, (gpus,), mesh_dim_names=("ep",)) if gpus > 1 else None
-        self.weights = QuantizedOnce()
+        self.cache = WeightCache()  # what all variants share: the weights never change here
         eager_experts = moe_module._run_experts_grouped_mm
         layers = {
             name: self._layer(name)
@@ -139,7 +107,7 @@ class Bench:
         for name, moe in layers.items():
             if "eager" not in name:
                 moe_module._run_experts_grouped_mm = eager_experts  # or torchtitan compiles what is compiled
-                apply_compile(Model(moe), Compile(enable=True), ep_enabled=gpus > 1)
+                apply_compile(in_model(moe), Compile(enable=True), ep_enabled=gpus > 1)
         compiled_experts = moe_module._run_experts_grouped_mm
         self.flow = layers["fp8"]
         x_shape = (1, shape.tokens, shape.D)
@@ -165,7 +133,7 @@ class Bench:
         if name.startswith("fp8"):
             Fp8FlowMoE.convert(moe, MODES["activation"])
         if self.mesh is not None:
-            parallel.llama4_parallelize.apply_moe_ep_tp(Model(moe), None, self.mesh, None, None)
+            parallel.llama4_parallelize.apply_moe_ep_tp(in_model(moe), None, self.mesh, None, None)
         if self.first is None:
             moe.to_empty(device=DEVICE)
             with torch.no_grad():
@@ -181,7 +149,8 @@ class Bench:
     ) -> Callable[[], Tensor]:  # fmt: skip
         def forward() -> Tensor:
             moe_module._run_experts_grouped_mm = run_experts
-            moe.experts.config, self.weights.on = config, not quantize_weights
+            if isinstance(moe, Fp8FlowMoE):
+                moe.experts.config, moe.experts.cache = config, None if quantize_weights else self.cache
             return moe(self.x)
 
         return forward

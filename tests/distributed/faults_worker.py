@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
 from tests.distributed.rows_worker import check
-from tests.reference import relative_error
+from tests.reference import in_model, relative_error
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import parallel
@@ -41,20 +41,6 @@ class GivenExperts(TokenChoiceTopKRouter):
         return self.experts_TK, scores.gather(1, self.experts_TK)
 
 
-class Block(nn.Module):
-    moe_enabled = True
-
-    def __init__(self, moe: MoE):
-        super().__init__()
-        self.moe = moe
-
-
-class Model(nn.Module):
-    def __init__(self, moe: MoE):
-        super().__init__()
-        self.layers = nn.ModuleDict({"0": Block(moe)})
-
-
 def make_layer(device: str, spread: bool) -> MoE:
     """The layer on this rank alone, or with its experts spread over the ranks; always the same weights."""
     torch.manual_seed(0)
@@ -66,7 +52,7 @@ def make_layer(device: str, spread: bool) -> MoE:
     Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig())
     if spread:
         mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("ep",))
-        parallel.llama4_parallelize.apply_moe_ep_tp(Model(moe), None, mesh, None, None)
+        parallel.llama4_parallelize.apply_moe_ep_tp(in_model(moe), None, mesh, None, None)
     return moe
 
 
