@@ -44,6 +44,10 @@ def test_layout_equals_one_process(results, case):
         torch.testing.assert_close(bias, reference["expert_bias"][name], rtol=0, atol=0)
         assert bias.abs().max() > 0, f"{name} did not move"
 
+    # Every token once; twice with checkpointing, for which torchtitan divides by two.
+    expected = max(reference["counted"].values()) * (2 if case.endswith("_ac") else 1)
+    assert set(result["counted"].values()) == {expected}
+
     # After three optimizer steps the replicas of the router must still be the same numbers.
     assert all(spread == 0 for spread in result["gate_spread"].values()), result["gate_spread"]
     assert bool(result["gate_spread"]) == ("tp2" in case)

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node N worker.py OUT_DIR CASE...
 
 Every case starts from the same weights (OUT_DIR/seed.pt, written by the first single-process run) and sees the same
-global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "gate_spread"} or {"error"}.
+global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "counted",
+"gate_spread"} or {"error"}.
 """
 
 import faulthandler
@@ -54,6 +55,13 @@ class RecordingTrainer(torchtitan.train.Trainer):
         buffers = [(plain_name(n), b) for part in self.model_parts for n, b in part.named_buffers()]
         return gather({n: b.cpu().clone() for n, b in buffers if n.endswith("expert_bias")})
 
+    def counted(self) -> dict[str, float]:
+        """What each rank's routers have counted, times the ranks that see other tokens."""
+        ranks = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
+        buffers = [(plain_name(n), b) for part in self.model_parts for n, b in part.named_buffers()]
+        counts = {n: float(b.sum()) * ranks for n, b in buffers if n.endswith("tokens_per_expert")}
+        return gather({f"{n} of rank {dist.get_rank()}": count for n, count in counts.items()})
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of the mean loss per token; collective."""
         # torchtitan leaves gradients as token sums under pipeline parallelism.
@@ -65,11 +73,12 @@ class RecordingTrainer(torchtitan.train.Trainer):
         return gather(grads)
 
     def record(self) -> dict:
-        clip, recorded = torchtitan.train.dist_utils.clip_grad_norm_, {}
+        clip, recorded, counted = torchtitan.train.dist_utils.clip_grad_norm_, {}, {}
 
         def clip_and_record(*args, **kwargs):
             if not recorded:
                 recorded.update(self.gradients())
+                counted.update(self.counted())
             return clip(*args, **kwargs)
 
         torchtitan.train.dist_utils.clip_grad_norm_ = clip_and_record
@@ -99,6 +108,7 @@ class RecordingTrainer(torchtitan.train.Trainer):
             "grads": recorded,
             "losses": max(all_losses, key=lambda x: x[0]),
             "expert_bias": bias,
+            "counted": counted,
             "gate_spread": gather(spread),
         }
 

@@ -57,21 +57,24 @@ def fix_selective_checkpointing() -> None:
 def fix_pipeline_token_counts() -> None:
     """Keep made-up tokens out of the routers' load balancing. Calling again does nothing.
 
-    Before the first step PyTorch 2.13 runs each pipeline stage on tensors of zeros to learn shapes. The MoE layers take
-    them for tokens, all with the same experts, and the first optimizer step moves expert_bias by them. (Versions before
-    do so without gradients, where converted layers do not count.)
+    Before the first step PyTorch 2.13 runs each pipeline stage forward and backward on uninitialized tensors to learn
+    shapes, and the backward runs a checkpointed block's forward again. The MoE layers take what they see for tokens,
+    and the first optimizer step moves expert_bias by them. (Versions before run the forward only, without gradients,
+    where converted layers do not count.)
     """
-    infer = getattr(PipelineStage, "_forward_metadata_inference", None)
-    if infer is None:
-        return
 
-    @functools.wraps(infer)
-    def wrapper(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
-        counts = [b for name, b in self.submod.named_buffers() if name.endswith("tokens_per_expert")]
-        saved = [count.clone() for count in counts]
-        result = infer(self, *args, **kwargs)
-        for count, value in zip(counts, saved, strict=True):
-            count.copy_(value)
-        return result
+    def keeping_counts(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
+            counts = [b for name, b in self.submod.named_buffers() if name.endswith("tokens_per_expert")]
+            saved = [count.clone() for count in counts]
+            result = method(self, *args, **kwargs)
+            for count, value in zip(counts, saved, strict=True):
+                count.copy_(value)
+            return result
 
-    PipelineStage._forward_metadata_inference = wrapper
+        return wrapper
+
+    for name in ("_forward_metadata_inference", "_backward_metadata_inference"):
+        if hasattr(PipelineStage, name):
+            setattr(PipelineStage, name, keeping_counts(getattr(PipelineStage, name)))
