@@ -227,6 +227,11 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
             r"nothing would log them; set metrics\.enable_tensorboard or metrics\.enable_wandb",
             id="statistics-without-logger",
         ),
+        pytest.param(
+            ["--fp8_flow_moe.cache_weights", "--optimizer.early_step_in_backward"],
+            r"optimizer\.early_step_in_backward each of them changes the weights; set one of the two to false",
+            id="cached-weights-change",
+        ),
     ],
 )
 def test_settings_that_cannot_go_together(overrides: list[str], message: str):
@@ -245,6 +250,13 @@ def test_settings_that_cannot_go_together(overrides: list[str], message: str):
 )
 def test_settings_that_can(overrides: list[str]):
     build_model_converters(make_config(*overrides), make_dims())
+
+
+def test_other_dtypes_are_refused():
+    config = make_config()
+    config.training.mixed_precision_param = "float16"  # a TOML file may say so
+    with pytest.raises(ValueError, match="training.mixed_precision_param, now 'float16', to one of them"):
+        Fp8FlowMoEConverter(config, make_dims())
 
 
 def test_missing_custom_config_module():

@@ -7,8 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from tests import test_cpu_training
 from tests.reference import make_route
@@ -16,6 +20,8 @@ from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights, Rows
 from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.torchtitan.cpu import _histc_with_integers
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,6 +178,36 @@ def test_recomputation_counts_once(recompute):
     exponents = counts[0].split(statistics._SIZES, 1)[1]
     # 400 routed rows of one tile, two tiles in dh; four 128x128 blocks in each weight. Byte 0 stands for padding.
     assert exponents[:, 1:].sum(1).tolist() == [400, 400, 400, 800, 12]
+
+
+def test_shape_inference_does_not_count(monkeypatch):
+    """Pipelines of PyTorch 2.12 and 2.13 run made-up tokens through a stage at first and after each validation."""
+    monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        moe = MoE(MoEArgs(num_experts=4, top_k=2), 128, 128)
+        with torch.no_grad():
+            moe.init_weights(0.05, torch.device("cpu"))
+        Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig())
+        stage = PipelineStage(nn.Sequential(checkpoint_wrapper(moe)), 0, 1, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, _: out.sum())
+        x = torch.randn(2, 64, 128, requires_grad=True)
+        statistics.collect()
+        schedule.step(x, target=x)
+        counts = [statistics.take("cpu")]
+        with torch.no_grad():
+            schedule.eval(x, target=x)
+        statistics.collect()
+        schedule.step(x, target=x)
+        counts.append(statistics.take("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()
+    for count in counts:
+        rows = count.split(statistics._SIZES, 1)[1][0, 1:].sum()
+        assert rows == x.shape[:2].numel() * 2
+    # Each microbatch once and once more when it is recomputed, in both steps.
+    assert moe.tokens_per_expert.sum() == 2 * 2 * x.shape[:2].numel() * 2
 
 
 def test_steps(monkeypatch):

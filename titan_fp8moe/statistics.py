@@ -7,6 +7,8 @@ they add up over layers, microbatches and ranks.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -37,6 +39,17 @@ def collect() -> None:
     """Counts from now on what :func:`record` is given."""
     global _collecting
     _collecting = True
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Leaves out what runs in this context."""
+    global _collecting
+    outer, _collecting = _collecting, False
+    try:
+        yield
+    finally:
+        _collecting = outer
 
 
 def take(device: torch.device | str) -> Tensor:

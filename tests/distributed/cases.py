@@ -18,7 +18,7 @@ BASE = [
 ]
 
 
-def _case(local_batch: int, converters: str | None = "fp8_flow_moe", **overrides: str | int | bool) -> list[str]:
+def _case(local_batch: int, converters: str | None = "fp8_flow_moe", **overrides: str | float | bool) -> list[str]:
     flags = [
         f"--{name.replace('__', '.')}" + ("" if value is True else f"={value}") for name, value in overrides.items()
     ]
@@ -41,6 +41,14 @@ def _parallel(local_batch: int, ep: int = 1, tp: int = 1, pp: int = 1, etp: int 
 
 FULL_AC = {"activation_checkpoint__mode": "full"}
 OP_AC = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+# A backend that partitions forward and backward as inductor does, by the budget, and compiles nothing.
+MEMORY_BUDGET = {
+    "activation_checkpoint__mode": "memory_budget",
+    "activation_checkpoint__memory_budget": 0.3,
+    "compile__enable": True,
+    "compile__backend": "aot_eager_decomp_partition",
+}
+CP = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "None"}
 PP = {"parallelism__pipeline_parallel_schedule": "1F1B", "parallelism__pipeline_parallel_microbatch_size": 2}
 INTERLEAVED = PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
 FLOAT8_LINEAR = {
@@ -61,12 +69,15 @@ TWO_RANKS = {
     "tp2": _parallel(8, tp=2),
     "pp2": _parallel(8, pp=2, **PP),
     "pp2_interleaved": _parallel(8, pp=2, **INTERLEAVED),
-    "ep2_full_ac": _parallel(4, ep=2, **FULL_AC),
+    "ep2_full_ac": _parallel(4, ep=2, fp8_flow_moe__recompute="none", **FULL_AC),
     "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
+    "ep2_memory_budget": _parallel(4, ep=2, **MEMORY_BUDGET),
     "ep2_accumulate": _parallel(2, ep=2),
     "ep2_accumulate_cached": _parallel(2, ep=2, fp8_flow_moe__cache_weights=True),
     "pp2_cached": _parallel(8, pp=2, fp8_flow_moe__cache_weights=True, **PP),
     "ep2_compile": _parallel(4, ep=2, compile__enable=True, compile__backend="aot_eager"),
+    "ep2_cpu_offload": _parallel(4, ep=2, training__enable_cpu_offload=True),
+    "cp2_ep2": _parallel(8, ep=2, **CP),
     "ep2_float8_linear": _parallel(4, ep=2, **FLOAT8_LINEAR),
 }
 FOUR_RANKS = {
@@ -78,6 +89,6 @@ FOUR_RANKS = {
     "pp2_ep2": _parallel(4, pp=2, ep=2, **PP),
     "pp2_ep2_op_ac": _parallel(4, pp=2, ep=2, **PP, **OP_AC),
     "ep2_fsdp2_full_ac": _parallel(2, ep=2, **FULL_AC),
-    "ep2_fsdp2_op_ac": _parallel(2, ep=2, **OP_AC),
+    "ep2_fsdp2_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **OP_AC),
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS

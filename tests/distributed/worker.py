@@ -17,9 +17,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torchtitan.train
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 
 from tests.distributed.cases import BASE, CASES, GLOBAL_BATCH, SEQ_LEN, STEPS
 
@@ -57,7 +62,8 @@ class RecordingTrainer(torchtitan.train.Trainer):
 
     def counted(self) -> dict[str, float]:
         """What each rank's routers have counted, times the ranks that see other tokens."""
-        ranks = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        ranks = 1 if mesh is None else mesh.size()
         buffers = [(plain_name(n), b) for part in self.model_parts for n, b in part.named_buffers()]
         counts = {n: float(b.sum()) * ranks for n, b in buffers if n.endswith("tokens_per_expert")}
         return gather({f"{n} of rank {dist.get_rank()}": count for n, count in counts.items()})
@@ -111,6 +117,19 @@ class RecordingTrainer(torchtitan.train.Trainer):
             "counted": counted,
             "gate_spread": gather(spread),
         }
+
+
+def gather_context(attentions: list[nn.Module], mesh: DeviceMesh, kind: str) -> None:
+    """Stands in for torchtitan's ring attention, which is for bf16 on GPUs: each rank gathers all keys and values."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:
+        k, v = (all_gather_tensor_autograd(t.contiguous(), 2, mesh) for t in (k, v))
+        position = torch.arange(k.shape[2], device=q.device)
+        seen = position.chunk(mesh.size())[mesh.get_local_rank()].unsqueeze(1) >= position
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **kwargs)
+
+    for attention in attentions:
+        attention.forward = forward
 
 
 def plain_name(name: str) -> str:
@@ -170,6 +189,7 @@ def run_all(run: Callable[[str, Path], dict]) -> None:
 def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepseek_v3_parallelize.apply_cp_to_attention_module = gather_context
     # One process group for all cases: torchtitan uses what exists.
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     run_all(run)

@@ -9,6 +9,8 @@ import torch.utils.checkpoint
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage
 
+from titan_fp8moe import statistics
+
 
 class _IgnoredOps(set):
     """The ops that selective checkpointing ignores, and on a thread that is inside FSDP's machinery every op."""
@@ -54,13 +56,13 @@ def fix_selective_checkpointing() -> None:
 
 
 @functools.cache
-def fix_pipeline_token_counts() -> None:
-    """Keep made-up tokens out of the routers' load balancing. Calling again does nothing.
+def fix_pipeline_counts() -> None:
+    """Keep made-up tokens out of the routers' load balancing and the statistics. Calling again does nothing.
 
-    Before the first step PyTorch 2.13 runs each pipeline stage forward and backward on uninitialized tensors to learn
-    shapes, and the backward runs a checkpointed block's forward again. The MoE layers take what they see for tokens,
-    and the first optimizer step moves expert_bias by them. (Versions before run the forward only, without gradients,
-    where converted layers do not count.)
+    Before the first step, and again after each validation, PyTorch 2.12 and 2.13 run each pipeline stage forward and
+    backward on uninitialized tensors to learn shapes, and the backward runs a checkpointed block's forward again. The
+    MoE layers take what they see for tokens, and the next optimizer step moves expert_bias by them. (2.11 runs the
+    forward only, without gradients, where converted layers do not count.)
     """
 
     def keeping_counts(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +70,8 @@ def fix_pipeline_token_counts() -> None:
         def wrapper(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
             counts = [b for name, b in self.submod.named_buffers() if name.endswith("tokens_per_expert")]
             saved = [count.clone() for count in counts]
-            result = method(self, *args, **kwargs)
+            with statistics.paused():
+                result = method(self, *args, **kwargs)
             for count, value in zip(counts, saved, strict=True):
                 count.copy_(value)
             return result

@@ -140,6 +140,15 @@ def _check_job(job_config: JobConfig) -> None:
             f"{NAME}.statistics_every = {job_config.fp8_flow_moe.statistics_every}, but nothing would log them; set "
             "metrics.enable_tensorboard or metrics.enable_wandb, or statistics_every = 0"
         )
+    if job_config.fp8_flow_moe.cache_weights and job_config.optimizer.early_step_in_backward:
+        raise ValueError(
+            f"{NAME}.cache_weights keeps quantized weights for the microbatches of a step, but with "
+            "optimizer.early_step_in_backward each of them changes the weights; set one of the two to false"
+        )
+    for name in ("dtype", "mixed_precision_param"):
+        value = getattr(job_config.training, name)
+        if value not in ("bfloat16", "float32"):
+            raise ValueError(f"{NAME} quantizes bf16 or fp32; set training.{name}, now {value!r}, to one of them")
     parallelism = job_config.parallelism
     if parallelism.expert_parallel_comm_backend != "standard":
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
 from torchtitan.models.moe import kernels
 
@@ -37,6 +37,8 @@ def enable_cpu_training() -> None:
     # FSDP scales gradients inside the reduction (PREMUL_SUM), which gloo lacks.
     disable_division = llama3_parallelize.disable_fsdp_gradient_division
     _rebind("disable_fsdp_gradient_division", functools.partial(_disable_gradient_division, disable_division))
+    # Offloaded parameters are in pinned memory, which is an accelerator's.
+    _rebind("CPUOffloadPolicy", functools.partial(CPUOffloadPolicy, pin_memory=False))
 
 
 def _rebind(name: str, value: Any) -> None:
