@@ -19,6 +19,7 @@ sizes of the forward's dispatch.
     backward  start of the dispatch | shared experts' backward | its end ... combine beside the weight gradients
 """
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -266,6 +267,10 @@ _start_eagerly = torch.compiler.disable(_RoutedExperts.apply)
 _finish_eagerly = torch.compiler.disable(_FinishCombine.apply)
 
 
+# Checking one takes longer than launching a kernel.
+_checked_config = functools.cache(Fp8FlowMoEConfig)
+
+
 def _routed_experts_forward(
     x_TD: Tensor,
     score_S: Tensor,
@@ -287,7 +292,7 @@ def _routed_experts_forward(
 
     ``weights`` are w1, w2, w3; or already quantized the 4 tensors of :func:`titan_fp8moe.experts.quantize_weights`.
     """
-    config = Fp8FlowMoEConfig(save_h=save_h, recompute=recompute, combine=combine)
+    config = _checked_config(save_h=save_h, recompute=recompute, combine=combine)
     (T, D), E = x_TD.shape, weights[0].shape[0]
     if ep_name:
         pending = _PendingSizes(slot_S, counts_E.view(num_ranks, -1), T, top_k, ep_name)
