@@ -3,8 +3,10 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +28,19 @@ def environment() -> dict:
     }
 
 
+def exit_on_sigterm() -> None:
+    """Lets ``finally`` end the processes that this one has started, when ``timeout`` or a person ends it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Puts a file in place whole: whoever reads it, or ends this process, meets the old text or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
 def write_records(path: Path, records: list[dict]) -> None:
     """Adds ``records``, with the environment where they do not say it themselves, to the list in ``path``. They replace
     records of the same name, shape and reference."""
@@ -37,5 +52,4 @@ def write_records(path: Path, records: list[dict]) -> None:
     new = {key(record): env | record for record in records}
     old = json.loads(path.read_text()) if path.exists() else []
     kept = [record for record in old if key(record) not in new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept + list(new.values()), indent=1) + "\n")
+    write_text(path, json.dumps(kept + list(new.values()), indent=1) + "\n")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import titan_fp8moe.moe  # noqa: F401, it defines the op of a whole layer
 from titan_fp8moe import ops, recipe
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -29,6 +30,7 @@ def cases():
     position_CK, score_CK = torch.arange(T * K, dtype=INT32).view(T, K), torch.rand(T, K)
     received_N = torch.tensor([[12, 0, 14, 10], [8, 24, 6, 10]], dtype=INT32)
     yield "quantize_rows", (torch.randn(T, D, dtype=BF16),)
+    yield "quantize_rows", (torch.randn(128, T).t(),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield "quantize_weight", (weights, plain, transposed)
     yield "expert_layout", (counts_SE, score_R, slot_R, T, K, M)
@@ -50,6 +52,10 @@ def cases():
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
+    experts, slot_S = [torch.randn(E, *shape) / 16 for shape in ((H, D), (D, H), (H, D))], torch.randperm(T * K)
+    route = (torch.rand(T * K), experts, slot_S, counts_SE.sum(0))
+    for save_h, recompute in (("bf16", "experts"), ("bf16", "activation"), ("fp8", "none")):
+        yield "routed_experts_forward", (torch.randn(T, D), *route, [], [], "", K, False, save_h, recompute, "sum")
 
 
 @pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])
@@ -97,5 +103,11 @@ def test_errors_say_what_to_do():
         ops.quantize_rows(torch.randn(4, 100))
     with pytest.raises(ValueError, match="multiple of 128"):
         ops.quantize_weight(torch.randn(2, 100, 128))
+    w = torch.randn(2, 128, 128)
+    for other in (w[:1], torch.randn(2, 128, 256), w.bfloat16()):
+        with pytest.raises(ValueError, match="share E, K and a dtype"):
+            ops.quantize_weight(w, other)
+    with pytest.raises(ValueError, match="bf16 or fp32; got .* torch.float16"):
+        ops.quantize_weight_both(w.half())
     with pytest.raises(ValueError, match="balanced"):
         ops.transpose_pair(*rows(128, 128), *rows(128, 128), torch.tensor([128], dtype=INT32), "rowwise")

@@ -1,12 +1,21 @@
-"""The parts of experiments/throughput that decide what its numbers mean."""
+"""The parts of experiments/throughput that decide what its numbers mean, and what is left when something fails."""
 
+import argparse
+import gzip
+import json
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from experiments.throughput.kernel_trace import Kernel, by_class, own_kernels, timeline
+from experiments.record import write_records
+from experiments.throughput import layer, train
+from experiments.throughput.kernel_trace import Kernel, by_class, classify, load, own_kernels, timeline
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
 
@@ -45,6 +54,218 @@ def test_classes_know_this_package():
     assert classes == {"grouped GEMM": (2.0, 2), "copy, fill, cast, cat": (1.0, 1)}
 
 
+@pytest.mark.parametrize(
+    "label,names",
+    {
+        "communication": [
+            "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+            "ncclDevKernel_AllGather_RING_LL",
+        ],
+        "attention": ["triton_tem_fused_flex_attention_backward_zeros_3", "void pytorch_flash::flash_fwd_kernel<...>"],
+        "grouped GEMM": [
+            "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>",
+            "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>(...)",
+            "grouped_mm_hopper_kernel",
+            "wgrad_hopper_kernel",
+        ],
+        "fp32 matmul": [
+            "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>",
+            "void gemvNSP_kernel<...>",
+        ],
+        "dense GEMM": ["nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n"],
+        "SwiGLU": [
+            "triton_poi_fused_mul_silu_0",
+            "triton_poi_fused__to_copy_mul_silu_silu_backward_2",
+            "_swiglu_kernel",
+        ],
+        "sort and count": [
+            "void at_cuda_detail::cub::DeviceScanKernel<...>",
+            "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(...)",
+            "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>",
+            "_fill_indices_kernel",
+        ],
+        "gather and scatter": [
+            "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<...>>",
+            "triton_poi_fused_index_put_new_zeros_1",
+            "void at::native::vectorized_gather_kernel<16, long>(...)",
+        ],
+        "optimizer": ["void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<...>>"],
+        "copy, fill, cast, cat": [
+            "Memcpy DtoH (Device -> Pinned)",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>>",
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(...)>",
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<...>",
+            "triton_poi_fused__to_copy_4",
+            "triton_poi_fused_clone_transpose_11",
+        ],
+        "compiled pointwise": ["triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "triton_per_fused__softmax_1"],
+        "other pointwise": [
+            "void at::native::elementwise_kernel_with_index<int, at::native::arange_cuda_out(...)>",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+        ],
+        "quantize": ["_quantize_rows_kernel", "_quantize_weight_kernel"],
+        "transpose": ["_shift_pair_kernel", "_row_gauge_kernel"],
+    }.items(),
+)
+def test_classes(label, names):
+    """Names as an H200's traces have them."""
+    own = own_kernels()
+    assert {name: classify(name, own) for name in names} == dict.fromkeys(names, label)
+
+
+def test_load_of_a_trace(tmp_path: Path):
+    """PyTorch's and Triton's launches, on two host threads: backward's kernels are launched by autograd's."""
+
+    def launch(category: str, tid: int, start: float, correlation: int) -> dict:
+        return dict(ph="X", cat=category, name="launch", tid=tid, ts=start, dur=2.0, args=dict(correlation=correlation))
+
+    def kernel(category: str, name: str, start: float, correlation: int, stream: int = 7) -> dict:
+        args = dict(correlation=correlation, stream=stream)
+        return dict(ph="X", cat=category, name=name, ts=start, dur=10.0, args=args)
+
+    events = [
+        dict(ph="M", name="process_name"),
+        dict(ph="X", cat="cpu_op", name="aten::mm", ts=0.0, dur=9.0, args={}),
+        launch("cuda_runtime", 1, 1.0, 11),
+        launch("cuda_driver", 2, 30.0, 12),
+        dict(ph="s", cat="ac2g", name="ac2g", id=11, ts=1.0),
+        kernel("kernel", "second", 40.0, 12),
+        kernel("kernel", "first", 5.0, 11),
+        kernel("gpu_memcpy", "Memcpy DtoH", 50.0, 13, stream=8),
+    ]
+    path = tmp_path / "trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    kernels = load(path)
+    assert [(k.name, k.start, k.end, k.stream) for k in kernels] == [
+        ("first", 5, 15, 7), ("second", 40, 50, 7), ("Memcpy DtoH", 50, 60, 8),
+    ]  # fmt: skip
+    assert [k.launched for k in kernels[:2]] == [1, 30] and math.isnan(kernels[2].launched)
+    assert timeline(kernels)["host-bound"] == pytest.approx(0.015)
+    assert math.isnan(timeline([kernels[0], kernels[2]])["host-bound"]), (
+        "an unknown launch is taken for the host's fault"
+    )
+
+
+def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
+    path = tmp_path / "results.json"
+    record = dict(name="a", shape="s", reference="r", value=1)
+    write_records(path, [record])
+    with monkeypatch.context() as context:
+        context.setattr("os.replace", lambda *_: sys.exit("ended here"))
+        with pytest.raises(SystemExit):
+            write_records(path, [record | dict(value=2)])
+    assert [r["value"] for r in json.loads(path.read_text())] == [1]
+    write_records(path, [record | dict(value=3), record | dict(shape="t")])
+    assert [(r["shape"], r["value"]) for r in json.loads(path.read_text())] == [("s", 3), ("t", 1)]
+
+
+def test_a_variant_that_fails_does_not_end_the_others():
+    steps = []
+
+    def step(name: str) -> None:
+        if name == "big":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+        steps.append(name)
+
+    bench = SimpleNamespace(forwards=dict.fromkeys(["bf16", "big", "fp8"]), step=step)
+    failed = layer.warm_up(bench)
+    assert failed == {"big": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."}
+    assert list(bench.forwards) == ["bf16", "fp8"] and steps == ["bf16", "bf16", "fp8", "fp8"]
+
+
+def partial_result() -> dict:
+    shape = dict(model="671B", D=7168, H=2048, top_k=8, experts=8, tokens=4096)
+    return {
+        "shape": shape, "gpus": 1, "failed": {"bf16": "OutOfMemoryError: ..."},
+        "ms": {"fp8": [2.0, 4.0, 3.0], "bf16 eager": [9.0], "fp8 eager": [6.0]},
+        "saved_bytes_per_token": {"fp8": 1.0, "bf16 eager": 3.0},
+    }  # fmt: skip
+
+
+def test_what_is_known_of_a_layer_is_kept(tmp_path: Path, capsys):
+    """Without the profiles, and without one of the references."""
+    result = partial_result()
+    layer.show(result)
+    printed = capsys.readouterr().out
+    assert "OutOfMemoryError" in printed and "3.000 ms (2.000 to 4.000)\n" in printed.replace(
+        "  saved    0.0 KiB/token", ""
+    )
+    for _ in range(2):
+        layer.save(result, tmp_path, 1)
+    records = json.loads((tmp_path / "results.json").read_text())
+    assert [(r["name"], r["speedup"]) for r in records] == [("moe_layer eager", 1.5)]
+    assert json.loads((tmp_path / "layer_1gpu.json").read_text()) == [result]
+
+
+def stub_processes(folder: Path, *programs: str) -> layer.Processes:
+    group = layer.Processes.__new__(layer.Processes)
+    group.folder = folder
+    group.processes = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    return group
+
+
+def test_layer_processes(tmp_path: Path):
+    ready = f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, '%d.ready').touch(); time.sleep(60)"
+    group = stub_processes(tmp_path, ready % 0, ready % 1)
+    assert group.wait("ready", time.monotonic() + 30) is None
+    assert group.wait("done", time.monotonic() + 0.3) == "out of time"
+    group.end()
+    group = stub_processes(tmp_path, "import time; time.sleep(60)", "raise SystemExit(3)")
+    assert group.wait("done", time.monotonic() + 30) == "ended with exit codes [None, 3], None: was running"
+    group.end()
+    assert all(process.poll() is not None for process in group.processes), "a rank that waits for a dead one is left"
+
+
+def stub_run(folder: Path, log: str, program: str = "import time; time.sleep(60)") -> Run:
+    run = Run.__new__(Run)
+    run.variant, run.steps, run.seed, run.log = "bf16", 12, 0, folder / "log"
+    run.log.write_text(log)
+    run.process = subprocess.Popen([sys.executable, "-c", program])
+    return run
+
+
+@pytest.mark.parametrize(
+    "log,program,answer",
+    [
+        ("[rank0]:[titan] - step: 12  loss: 1\n", "", None),
+        ("[rank1]:[titan] - step: 12  loss: 1\n", "raise SystemExit(1)", "ended with exit code 1"),
+        ("[rank1]:torch.OutOfMemoryError: CUDA out of memory.\n", "import time; time.sleep(60)", "out of memory"),
+        ("[rank0]:[titan] - step: 10  loss: 1\n", "import time; time.sleep(60)", "not done after 1 s"),
+    ],
+)
+def test_end_of_a_run(tmp_path: Path, log, program, answer):
+    run = stub_run(tmp_path, log, program)
+    if "sleep" not in program:
+        run.process.wait()
+    assert run.wait(1) == answer
+    run.process.kill()
+    run.process.wait()
+
+
+@pytest.mark.parametrize("fitting", range(3, 12))
+def test_largest_batch(monkeypatch, fitting):
+    class FakeRun:
+        def __init__(self, variant, args, seed, label, extra):
+            self.batch = int(extra[0].split("=")[1])
+
+        def begin(self):
+            pass
+
+        def wait(self, timeout):
+            return None if self.batch <= fitting else train.OUT_OF_MEMORY
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(train, "Run", FakeRun)
+    args = argparse.Namespace(largest_batch=(4, 12), begin=time.monotonic(), budget=100, timeout=1)
+    found = train.largest_batch("bf16", args)
+    assert found["largest"] == (fitting if fitting >= 4 else 0) and found["found"] and len(found["tried"]) <= 4
+    args.budget = -1
+    assert not train.largest_batch("bf16", args)["found"]
+
+
 def test_log(tmp_path: Path):
     line = (
         "[rank0]:[titan] 2026-11-21 13:13:01,717 - root - INFO - step: {step:2}  loss:  8.21696  grad_norm:  1.2345  "
@@ -52,8 +273,15 @@ def test_log(tmp_path: Path):
     )
     run = Run.__new__(Run)
     run.variant, run.seed, run.log = "bf16", 0, tmp_path / "log"
-    run.log.write_text("".join(line.format(step=step) for step in range(2, 13, 2)))
-    result = run.result()
+    lines = "".join(line.format(step=step) for step in range(2, 13, 2))
+    run.log.write_text(lines + lines.replace("rank0", "rank1").replace("tps: 11", "tps: 99"))
+    result = run.result(None)
     assert result["tokens_per_second"] == [11010, 11012] and result["median_tokens_per_second"] == 11011
     assert result["steady_steps"] == 4 and result["peak_memory_gib"] == 91.9
-    assert list(result["losses"]) == [2, 4, 6, 8, 10, 12] and result["losses"][2] == 8.21696
+    assert list(result["losses"]) == ["2", "4", "6", "8", "10", "12"] and result["losses"]["2"] == 8.21696
+    failed = result | {"seed": 1, "error": "out of memory", "peak_memory_gib": 1}
+    fp8 = result | {"variant": "fp8_flow", "median_tokens_per_second": 22022, "peak_memory_gib": 80.0}
+    records = train.records([result, failed, fp8], "shape")
+    assert [(r["name"], r["reference"]) for r in records] == [("train_16b fp8_flow", "bf16")] * 2
+    assert [r["speedup"] for r in records] == pytest.approx([2.0, 91.9 / 80])
+    assert "| 11,011 (11,010 to 11,012) out of memory |" in train.table([failed], [2])

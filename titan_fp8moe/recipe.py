@@ -94,7 +94,7 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
         q_TD (T, D) e4m3 and scale (T, D // 128) e8m0, both row-major.
     """
     T, D = x_TD.shape
-    q, byte = _quantize_tiles(x_TD.float().reshape(T, D // TILE, TILE), -1)
+    q, byte = _quantize_tiles(x_TD.float().contiguous().view(T, D // TILE, TILE), -1)
     return q.view(T, D), byte.squeeze(-1).to(torch.uint8).view(E8M0)
 
 
@@ -206,8 +206,11 @@ def swiglu_quantize(h_M2H: Tensor, score_M: Tensor, score_before_experts: bool) 
     """
     g, u = h_M2H.float().chunk(2, dim=1)
     s = score_M.unsqueeze(1)
-    out = torch.nn.functional.silu(s * g) * (s * u) if score_before_experts else torch.nn.functional.silu(g) * u * s
-    q, scale = quantize_rows(out)
+    # Written as in the backward, which gives the operand anew: F.silu may differ from it by an ulp, and then by a code.
+    if score_before_experts:
+        g, u = s * g, s * u
+    out = g * torch.sigmoid(g) * u
+    q, scale = quantize_rows(out if score_before_experts else out * s)
     return q, column_major(scale)
 
 

@@ -11,10 +11,12 @@ gradients by autograd:
 * ``bf16``: three ``torch._grouped_mm`` and SwiGLU, eager and compiled.
 * ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, compiled; casts included.
 
-Milliseconds in bursts and rested, see :mod:`tools.benchmark_gemm`. Then the time of each kernel of ours.
+Milliseconds in bursts and rested, see :mod:`tools.benchmark_gemm`. Then the time of each kernel of ours. Records are
+written after each layer.
 """
 
 import argparse
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -112,12 +114,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=range(len(LAYERS)), help="which of LAYERS")
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further layer is begun")
     args = parser.parse_args()
     setting = environment()
     print(setting["hardware"], setting["versions"])
     torch.manual_seed(0)
-    records = []
+    deadline = time.monotonic() + args.budget
     for layer, M, E, D, H in (LAYERS[i] for i in args.layers):
+        if time.monotonic() > deadline:
+            print("out of time")
+            break
+        records = []
         x, dy = (torch.randn(M, D, device="cuda", dtype=BF16) for _ in range(2))
         shapes = (E, H, D), (E, D, H), (E, H, D)
         weights = ExpertWeights(*(torch.randn(shape, device="cuda", dtype=BF16) * 0.02 for shape in shapes))
@@ -150,11 +157,11 @@ def main() -> None:
                         "speedup": round(ms[reference] / ms["ours"], 3),
                     }
                 )
-        print("  by kernel, launches and ms:")
-        for name, (count, ms) in kernel_times(run).items():
-            print(f"  {name[:60]:60}{count:4}{ms:8.3f}")
         if args.out:
             write_records(args.out, records)
+        print("  by kernel, launches and ms:")
+        for name, (count, ms) in kernel_times(run).items():
+            print(f"  {name[:60]:60}{count:4}{ms:8.3f}", flush=True)
         del run, candidates
         torch.cuda.empty_cache()
 

@@ -7,7 +7,7 @@
 Every figure is TFLOP/s of the median time, in two states of the card: in bursts (back to back, where power limits the
 clocks) and rested (single runs after idling, launched behind a wait so that the host's time does not count). Candidates
 take turns in random order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the
-average number of rows. References:
+average number of rows. All start with a cold L2, but for the bursts of ``--range``. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
@@ -17,6 +17,8 @@ average number of rows. References:
 skewed (one group has half of the rows, a quarter of the groups has none). Its bursts are CUDA graphs, because Python
 takes longer to launch a small GEMM than the GPU to run it; "host" is what a launch takes there. Each result is checked
 against float64 products of the dequantized operands, written over NaN: 16 groups, up to 1024 rows of each.
+
+Records are written as they come.
 """
 
 import argparse
@@ -164,9 +166,10 @@ def graphed(run: Callable, pool: object, graph_ms: float = 3.0) -> Callable[[], 
 
 
 def rested_time(run: Callable, idle_s: float = 0.04) -> float:
-    """Milliseconds of one run on a card that has idled."""
+    """Milliseconds of one run on a card that has idled, with nothing of its operands in L2."""
     torch.cuda.synchronize()
     time.sleep(idle_s)
+    torch.empty(2**28, dtype=torch.uint8, device="cuda").zero_()
     torch.cuda._sleep(2_000_000)  # covers the time the host takes to launch
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -193,14 +196,16 @@ def measure(
     rests: int = 5,
     idle_s: float = 0.04,
 ) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each candidate by state; without those that this PyTorch refuses to run, which are named
-    on stderr."""
+    """Median milliseconds of each candidate by state; without those of the references that this PyTorch refuses to
+    run, which are named on stderr."""
     timers = {}
     for name, run in candidates.items():
         try:
             run()
             timers[name] = burst_timer(run)
         except Exception as error:
+            if name.startswith("ours"):
+                raise
             print(f"{name}: {str(error)[:150]}", file=sys.stderr)
     bursts, rested = {name: [] for name in timers}, {name: [] for name in timers}
     for _ in range(rounds):
@@ -321,11 +326,11 @@ def cells(names: tuple[str, ...], flop: int, times: dict[str, dict[str, float]],
     return "".join(f"{f'{burst:.0f} / {rest:.0f}':>{width}}" for burst, rest in pairs)
 
 
-def benchmark_layers(quick: bool) -> list[dict]:
+def benchmark_layers(quick: bool) -> Iterator[list[dict]]:
+    """The records of one GEMM after another."""
     rounds, rep_ms = (1, 30) if quick else (5, 60)
     names = ("ours", "ours, fp32 out", *REFERENCES)
     print(f"{'TFLOP/s, bursts / rested':30}{'N':>6}{'K':>6}" + "".join(f"{name:>17}" for name in names))
-    records = []
     for layer, M, E, D, H in LAYERS:
         offsets_E = group_ends(M, E)
         for title, make, N, K in gemms(D, H):
@@ -333,8 +338,7 @@ def benchmark_layers(quick: bool) -> list[dict]:
             flop = 2 * M * N * K
             print(f"{layer + ', ' + title:30}{N:6}{K:6}" + cells(names, flop, times, 17), flush=True)
             op = "grouped_mm_wgrad" if make is wgrad_gemm else "grouped_mm"
-            records += speed_records(op, f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}", flop, times)
-    return records
+            yield speed_records(op, f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}", flop, times)
 
 
 def range_cases() -> Iterator[tuple[Callable, int, int, int, int, bool]]:
@@ -345,41 +349,53 @@ def range_cases() -> Iterator[tuple[Callable, int, int, int, int, bool]]:
                     yield make, M, E, N, K, skewed
 
 
-def benchmark_range() -> list[dict]:
+def benchmark_range() -> Iterator[list[dict]]:
+    """The records of one case after another."""
     names = ("ours", *REFERENCES)
     print(f"{'TFLOP/s, bursts / rested':39}" + "".join(f"{name.split()[-1]:>13}" for name in names), end="")
     print("   host µs: ours, bf16, rowwise; error and worst block, bf16 (and fp32)")
-    records, slower, wrong = [], [], []
     for make, M, E, N, K, skewed in range_cases():
-        offsets_E, flop = group_ends(M, E, skewed), 2 * M * N * K
-        gemm = make(M, N, K, offsets_E)
-        is_wgrad = make is wgrad_gemm
-        check = wgrad_error if is_wgrad else forward_error
-        errors = [check(gemm.operands, offsets_E, dtype) for dtype in ((BF16, torch.float32) if is_wgrad else (BF16,))]
-        timer = partial(graphed, pool=torch.cuda.graph_pool_handle())
-        times = measure(gemm.candidates, 4, timer, rests=3, idle_s=0.015)
-        host = {}
-        if M <= 8192:
-            host = {name: round(host_time(gemm.candidates[name]) * 1e3, 1) for name in times["rested"]}
-        shape = f"{'wgrad' if is_wgrad else 'm'} {M} E{E} {N}x{K}{' skewed' if skewed else ''}"
-        host_cells = "".join(f"{host.get(name, float('nan')):6.0f}" for name in names[:3])
-        error_cells = "  ".join(f"{e:.1e} {worst:.1e}" for e, worst in errors)
-        print(f"{shape:39}{cells(names, flop, times, 13)}{host_cells}  {error_cells}", flush=True)
-        more = {"host_us": host, "error": [e for e, _ in errors], "worst_block": [worst for _, worst in errors]}
-        op = "grouped_mm_wgrad range" if is_wgrad else "grouped_mm range"
-        if not all(e < limit for (e, _), limit in zip(errors, (2e-3, 2e-4), strict=False)):
-            wrong.append(shape)
-        new = speed_records(op, f"M {M}, E {E}, N {N}, K {K}{', skewed' if skewed else ''}", flop, times, **more)
-        slower += [r for r in new if r["reference"] in ("bf16", "torchao rowwise") and r["speedup"] < 1]
-        records += new
-        del gemm
-        torch.cuda.empty_cache()
+        op = "grouped_mm_wgrad range" if make is wgrad_gemm else "grouped_mm range"
+        shape = f"M {M}, E {E}, N {N}, K {K}{', skewed' if skewed else ''}"
+        try:
+            times, more = measure_case(make, M, N, K, group_ends(M, E, skewed))
+        except Exception as error:  # the other cases can still be measured
+            print(f"{op}: {shape}: {str(error)[:150]}", flush=True)
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        label = f"{'wgrad' if make is wgrad_gemm else 'm'} {M} E{E} {N}x{K}{' skewed' if skewed else ''}"
+        host = "".join(f"{more['host_us'].get(name, float('nan')):6.0f}" for name in names[:3])
+        errors = "  ".join(f"{e:.1e} {worst:.1e}" for e, worst in zip(more["error"], more["worst_block"], strict=True))
+        print(f"{label:39}{cells(names, 2 * M * N * K, times, 13)}{host}  {errors}", flush=True)
+        yield speed_records(op, shape, 2 * M * N * K, times, **more)
+
+
+def measure_case(
+    make: Callable, M: int, N: int, K: int, offsets_E: Tensor
+) -> tuple[dict[str, dict[str, float]], dict[str, object]]:
+    """Times, and what else the records of a range have."""
+    gemm = make(M, N, K, offsets_E)
+    is_wgrad = make is wgrad_gemm
+    check = wgrad_error if is_wgrad else forward_error
+    errors = [check(gemm.operands, offsets_E, dtype) for dtype in ((BF16, torch.float32) if is_wgrad else (BF16,))]
+    timer = partial(graphed, pool=torch.cuda.graph_pool_handle())
+    times = measure(gemm.candidates, 4, timer, rests=3, idle_s=0.015)
+    host = {}
+    if M <= 8192:
+        host = {name: round(host_time(gemm.candidates[name]) * 1e3, 1) for name in times["rested"]}
+    return times, {"host_us": host, "error": [e for e, _ in errors], "worst_block": [worst for _, worst in errors]}
+
+
+def print_verdict(records: list[dict]) -> None:
+    """Of a range: what is slower than a grouped reference, and whose error is too large."""
+    slower = [r for r in records if r["reference"] in ("bf16", "torchao rowwise") and r["speedup"] < 1]
     print(f"\nslower than a grouped reference: {len(slower)}")
     for r in slower:
         print(f"{r['name']}: {r['shape']}: {r['value']} against {r['reference']} {r['reference_value']}")
+    wrong = [r for r in records if not all(e < limit for e, limit in zip(r["error"], (2e-3, 2e-4), strict=False))]
     if wrong:
-        print("error too large:", ", ".join(wrong))
-    return records
+        print("error too large:", "; ".join(dict.fromkeys(f"{r['name']}, {r['shape']}" for r in wrong)))
 
 
 def plot_range(records: list[dict], path: Path) -> None:
@@ -420,6 +436,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round of bursts instead of five")
     parser.add_argument("--range", action="store_true", help="few to many rows and groups instead of two models")
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further GEMM is begun")
     parser.add_argument("--plot", type=Path, help="measure nothing, draw the range of --out")
     args = parser.parse_args()
     if args.plot:
@@ -428,9 +445,16 @@ def main() -> None:
     setting = environment()
     print(setting["hardware"], setting["versions"])
     torch.manual_seed(0)
-    records = benchmark_range() if args.range else benchmark_layers(args.quick)
-    if args.out:
-        write_records(args.out, records)
+    records, deadline = [], time.monotonic() + args.budget
+    for new in benchmark_range() if args.range else benchmark_layers(args.quick):
+        records += new
+        if args.out:
+            write_records(args.out, new)
+        if time.monotonic() > deadline:
+            print("out of time")
+            break
+    if args.range:
+        print_verdict(records)
 
 
 if __name__ == "__main__":

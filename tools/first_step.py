@@ -58,11 +58,13 @@ def measure(layer: str) -> None:
 
 def main() -> None:
     setting = environment()
-    print(setting["hardware"], setting["versions"])
+    print(setting["hardware"], setting["versions"], flush=True)
+    failed = False
     for layer in LAYERS:
         with tempfile.TemporaryDirectory() as cache:
             command = [sys.executable, "-m", "tools.first_step", layer]
-            subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}, check=True)
+            failed |= subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}).returncode != 0
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,34 @@
 """Table, pictures and records of the runs in a folder, as far as they came.
 
-    python -m experiments.convergence.analyse WORK            # prints the table
-    python -m experiments.convergence.analyse WORK --out DIR  # also table.md, convergence.png, stress.png, results.json
-    python -m experiments.convergence.analyse WORK --status   # a line per run
+    python -m experiments.convergence.analyse RUNS            # prints the tables
+    python -m experiments.convergence.analyse RUNS --out DIR  # also table.md, results.json and a picture
+    python -m experiments.convergence.analyse RUNS --status   # a line per run
 
-A variant is compared with the bf16 run of its seed and change, at the last evaluation that all runs of this change
-have; bf16 itself, where the change should make no difference, with bf16 without it.
+A run is compared with the bf16 run of its seed and change, at the last evaluation that both have; bf16 with perturbed
+weights with bf16 without.
+
+Where runs were repeated from a checkpoint, a second table says what the repetitions allow to conclude: a recipe's mean
+deviation from the mean of bf16 of the same checkpoint, with a 95% confidence interval from the pooled variance of runs
+of one recipe and checkpoint. Only runs that came to the end count.
 """
 
 import argparse
 import json
-from itertools import groupby
+import re
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from experiments.record import write_records
 
 SMOOTH = 50  # steps of the running mean
-SETTLED = 200  # first step at which deviations count: before, the loss falls by several percent in a window
+SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
+GOAL = 0.001  # deviation of the held-out loss
+RECIPES = ("bf16", "balanced", "scaling_aware", "requantize", "rowwise", "naive")
+COLOURS = dict(zip(RECIPES, ("black", "C0", "C2", "C4", "C1", "C3"), strict=True))
 
 
 class Run:
@@ -26,8 +36,9 @@ class Run:
 
     def __init__(self, path: Path):
         self.folder, self.name = path.parent, path.parent.name
-        recipe, seed, *change = self.name.split("-")
-        self.recipe, self.seed, self.change = recipe, seed, change[0] if change else ""
+        self.recipe, self.seed, *change = self.name.split("-")
+        # resume1, resume2, ... are resume with other noise
+        self.change, self.noise = re.fullmatch(r"(resume|.*?)((?<=resume)\d)?", change[0] if change else "").groups("")
         records = []
         for line in path.read_text().splitlines():
             try:
@@ -51,7 +62,10 @@ class Run:
 
     def settled(self) -> int:
         """The first step at which deviations and gradient norms count."""
-        return self.meta["first_step"] + SETTLED
+        return self.meta["first_step"] or SETTLED
+
+    def label(self) -> str:
+        return f"{self.recipe}, seed {self.seed[1:]}{', perturbed' if self.change == 'perturbed' or self.noise else ''}"
 
     def ms_per_step(self) -> float:
         recent = self.flushes[-9:]
@@ -61,20 +75,17 @@ class Run:
         return 1000 * seconds / (recent[-1]["flushed"] - recent[0]["flushed"])
 
 
-def read_runs(work: Path) -> list[Run]:
-    order = ["bf16", "balanced", "scaling_aware", "requantize", "rowwise", "naive"]
-    runs = [Run(path) for path in work.glob("*/log.jsonl")]
+def read_runs(folder: Path) -> list[Run]:
+    runs = [Run(path) for path in folder.glob("*/log.jsonl")]
     return sorted(
-        (run for run in runs if run.meta), key=lambda run: (run.change, order.index(run.recipe), run.seed, run.name)
+        (run for run in runs if run.meta),
+        key=lambda run: (run.change, RECIPES.index(run.recipe), run.seed, run.noise),
     )
 
 
 def reference_of(run: Run, runs: list[Run]) -> Run | None:
-    names = {other.name: other for other in runs}
-    plain = f"bf16-{run.seed}"
-    if run.recipe == "bf16":
-        return names.get(plain) if run.change.endswith(("resume", "perturbed")) else None
-    return names.get(f"{plain}-{run.change}" if run.change else plain)
+    name = f"bf16-{run.seed}-{run.change}" if run.change not in ("", "perturbed") else f"bf16-{run.seed}"
+    return next((other for other in runs if other.name == name and other is not run), None)
 
 
 def agreement(run: Run, reference: Run, step: int) -> float | None:
@@ -111,43 +122,128 @@ def training_deviation(run: Run, reference: Run, last: int) -> tuple[np.ndarray,
     return common[keep], mine[i[keep]] / theirs[j[keep]] - 1
 
 
+def held_out_deviation(run: Run, reference: Run, step: int) -> tuple[float, float | None]:
+    """Relative deviation at ``step``, and its standard error over the held-out windows, which both runs share."""
+    mine, theirs = (r.evaluations[step] for r in (run, reference))
+    deviation, error = mine["held_out_loss"] / theirs["held_out_loss"] - 1, None
+    if "window_losses" in mine and "window_losses" in theirs:
+        difference = np.subtract(mine["window_losses"], theirs["window_losses"])
+        error = float(difference.std(ddof=1) / len(difference) ** 0.5 / theirs["held_out_loss"])
+    return deviation, error
+
+
 def summarize(runs: list[Run], chosen: dict[str, dict[str, float]]) -> list[dict]:
     rows = []
-    for _, group in groupby(runs, key=lambda run: run.change):
-        members = list(group)
-        step = max(set.intersection(*(set(run.evaluations) for run in members)))
-        for run in members:
-            evaluation, reference = run.evaluations[step], reference_of(run, runs)
-            until = run.steps <= step
-            row = {
-                "name": run.name,
-                "step": step,
-                "held_out_loss": evaluation["held_out_loss"],
-                "training_loss": float(run.loss[until][-SMOOTH:].mean()) if until.any() else None,
-                "max_violation": float(np.mean(evaluation["max_violation"])),
-                "load_entropy": float(np.mean(evaluation["load_entropy"])),
-                "score_entropy": float(np.mean(evaluation["score_entropy"])),
-                "median_grad_norm": float(np.median(run.grad_norm[until])) if until.any() else None,
-                "largest_grad_norm": float(run.grad_norm[run.steps >= run.settled()].max(initial=0)),
-                "ms_per_step": run.ms_per_step(),
+    for run in runs:
+        reference = reference_of(run, runs)
+        step = max(set(run.evaluations) & set(reference.evaluations if reference else run.evaluations), default=None)
+        if step is None:
+            continue
+        evaluation, until = run.evaluations[step], run.steps <= step
+        row = {
+            "name": run.name,
+            "step": step,
+            "held_out_loss": evaluation["held_out_loss"],
+            "training_loss": float(run.loss[until][-SMOOTH:].mean()) if until.any() else None,
+            "max_violation": float(np.mean(evaluation["max_violation"])),
+            "load_entropy": float(np.mean(evaluation["load_entropy"])),
+            "score_entropy": float(np.mean(evaluation["score_entropy"])),
+            "median_grad_norm": float(np.median(run.grad_norm[until])) if until.any() else None,
+            "largest_grad_norm": float(run.grad_norm[run.steps >= run.settled()].max(initial=0)),
+            "ms_per_step": run.ms_per_step(),
+        }
+        if reference is not None:
+            deviation, error = held_out_deviation(run, reference, step)
+            row |= {
+                "reference": reference.name,
+                "held_out_deviation": deviation,
+                "held_out_error": error,
+                "agreement": chosen.get(run.name, {}).get(str(step)),
             }
-            if reference is not None and step in reference.evaluations:
-                other = reference.evaluations[step]["held_out_loss"]
-                steps, deviation = training_deviation(run, reference, step)
+            steps, deviation = training_deviation(run, reference, step)
+            if len(steps):
+                at = int(np.abs(deviation).argmax())
                 row |= {
-                    "reference": reference.name,
-                    "held_out_deviation": evaluation["held_out_loss"] / other - 1,
-                    "agreement": chosen.get(run.name, {}).get(str(step)),
+                    "final_deviation": float(deviation[-1]),
+                    "largest_deviation": float(deviation[at]),
+                    "largest_deviation_step": int(steps[at]),
                 }
-                if len(steps):
-                    at = int(np.abs(deviation).argmax())
-                    row |= {
-                        "final_deviation": float(deviation[-1]),
-                        "largest_deviation": float(deviation[at]),
-                        "largest_deviation_step": int(steps[at]),
-                    }
-            rows.append(row)
+        rows.append(row)
     return rows
+
+
+def finals(runs: list[Run]) -> tuple[list[Run], dict[str, list[float]]]:
+    """The runs from a checkpoint that came to the end, and their last losses."""
+    done = [run for run in runs if run.change == "resume" and run.meta["last_step"] in run.evaluations]
+    losses = {
+        "held-out loss": [run.evaluations[run.meta["last_step"]]["held_out_loss"] for run in done],
+        f"training loss, last {SMOOTH} steps": [float(run.loss[-SMOOTH:].mean()) for run in done],
+    }
+    return done, losses
+
+
+class Effect(NamedTuple):
+    """A recipe's deviation from bf16: the mean over checkpoints, half its 95% confidence interval, number of runs."""
+
+    mean: float
+    half_width: float
+    runs: int
+
+    def within_goal(self) -> str:
+        if abs(self.mean) + self.half_width <= GOAL:
+            return "yes"
+        return "no" if abs(self.mean) - self.half_width > GOAL else "undecided"
+
+
+@cache
+def student_t(freedom: int) -> float:
+    """Half the width of a 95% interval in standard errors, drawn: two to three digits."""
+    return float(np.quantile(np.abs(np.random.default_rng(0).standard_t(freedom, 1_000_000)), 0.95))
+
+
+def effects(cells: list[tuple[str, str]], losses: list[float]) -> tuple[float, int, dict[str, Effect]]:
+    """What repeated runs say of each recipe; ``cells`` has recipe and checkpoint of each run.
+
+    Returns the standard deviation of runs of one cell, relative to the mean of bf16 of the checkpoint and pooled over
+    cells, its degrees of freedom, and the recipes' effects.
+    """
+    by_cell = defaultdict(list)
+    for cell, loss in zip(cells, losses, strict=True):
+        by_cell[cell].append(loss)
+    bf16 = {checkpoint: np.mean(values) for (recipe, checkpoint), values in by_cell.items() if recipe == "bf16"}
+    by_cell = {cell: np.array(values) / bf16[cell[1]] - 1 for cell, values in by_cell.items() if cell[1] in bf16}
+    freedom = sum(len(values) - 1 for values in by_cell.values())
+    if freedom == 0:
+        return float("nan"), 0, {}
+    deviation = (sum(((v - v.mean()) ** 2).sum() for v in by_cell.values()) / freedom) ** 0.5
+    t = student_t(freedom)
+    result = {}
+    for recipe in RECIPES[1:]:
+        mine = {checkpoint: values for (name, checkpoint), values in by_cell.items() if name == recipe}
+        if mine:
+            variance = sum(1 / len(values) + 1 / len(by_cell["bf16", c]) for c, values in mine.items()) / len(mine) ** 2
+            mean = float(np.mean([values.mean() for values in mine.values()]))
+            result[recipe] = Effect(mean, t * float(deviation * variance**0.5), sum(map(len, mine.values())))
+    return float(deviation), freedom, result
+
+
+def format_effects(runs: list[Run]) -> str:
+    """The second table, empty where nothing was repeated."""
+    done, finals_by_kind = finals(runs)
+    lines = []
+    for kind, losses in finals_by_kind.items():
+        deviation, freedom, by_recipe = effects([(run.recipe, run.seed) for run in done], losses)
+        if not by_recipe:
+            continue
+        lines += ["", f"Final {kind}; runs of one recipe and checkpoint: standard deviation {deviation:.3%} "
+                  f"({freedom} degrees of freedom)", "",
+                  f"| recipe | runs | against bf16, 95% interval | difference shown | within {GOAL:.1%} |",
+                  "|---|---|---|---|---|"]  # fmt: skip
+        for recipe, effect in by_recipe.items():
+            interval = f"{effect.mean:+.3%} ± {effect.half_width:.3%}"
+            shown = "yes" if abs(effect.mean) > effect.half_width else "no"
+            lines.append(f"| {recipe} | {effect.runs} | {interval} | {shown} | {effect.within_goal()} |")
+    return "\n".join(lines)
 
 
 def format_table(rows: list[dict]) -> str:
@@ -164,11 +260,12 @@ def format_table(rows: list[dict]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         largest = percent(row, "largest_deviation")
+        error = f" ± {row['held_out_error']:.3%}" if row.get("held_out_error") is not None else ""
         cells = [
             row["name"],
             str(row["step"]),
             f"{row['held_out_loss']:.4f}",
-            percent(row, "held_out_deviation"),
+            percent(row, "held_out_deviation") + error,
             number(row, "training_loss", ".4f"),
             percent(row, "final_deviation"),
             f"{largest} ({row['largest_deviation_step']})" if largest else "",
@@ -180,102 +277,127 @@ def format_table(rows: list[dict]) -> str:
             f"{row['ms_per_step']:.0f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    spread = seed_spread(rows)
-    if spread:
-        lines += ["", "Seed spread of the held-out loss: " + ", ".join(f"{r} {v:.3%}" for r, v in spread.items())]
     return "\n".join(lines)
 
 
-def seed_spread(rows: list[dict]) -> dict[str, float]:
-    """|seed 2 / seed 1 - 1| of the held-out loss, per recipe that has both."""
-    loss = {row["name"]: row["held_out_loss"] for row in rows}
-    recipes = [name.removesuffix("-s1") for name in loss if name.endswith("-s1")]
-    return {r: abs(loss[f"{r}-s2"] / loss[f"{r}-s1"] - 1) for r in recipes if f"{r}-s2" in loss}
+def seed_spread(runs: list[Run]) -> dict[str, float]:
+    """|seed 2 / seed 1 - 1| of the held-out loss at the last evaluation of both, per recipe that has both."""
+    evaluations = {run.name: run.evaluations for run in runs}
+    spread = {}
+    for recipe in RECIPES:
+        first, second = (evaluations.get(f"{recipe}-s{seed}", {}) for seed in (1, 2))
+        if common := set(first) & set(second):
+            step = max(common)
+            spread[recipe] = abs(second[step]["held_out_loss"] / first[step]["held_out_loss"] - 1)
+    return spread
 
 
-def draw(runs: list[Run], rows: list[dict], chosen: dict, out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
+def draw(runs: list[Run], chosen: dict, path: Path) -> None:
+    """Six panels of runs from scratch or from checkpoints."""
     from matplotlib import pyplot as plt
 
-    main = [run for run in runs if run.change in ("", "perturbed")]
-    colours = {run.name: f"C{index}" for index, run in enumerate(main)}
-    spread = seed_spread(rows).get("bf16")
+    resumed = runs[0].change == "resume"
     figure, axes = plt.subplots(2, 3, figsize=(17, 9), constrained_layout=True)
-    held_out, deviation, evaluated, experts, norm, load = axes.flat
-    for run in main:
-        style = {"color": colours[run.name], "lw": 1.2, "ls": "--" if run.seed != "s1" else "-"}
+    first, deviation, evaluated, experts, norm, load = axes.flat
+    for run in runs:
+        dashed = run.change == "perturbed" or (resumed and run.noise)
+        style = {"color": COLOURS[run.recipe], "lw": 0.8 if dashed else 1.3, "label": run.label()}
+        style["ls"] = {"s1": "--" if dashed else "-", "s2": ":" if dashed else "-."}[run.seed]
         at = sorted(run.evaluations)
-        losses = np.array([run.evaluations[step]["held_out_loss"] for step in at])
-        held_out.plot(at[1:], losses[1:], label=run.name, **style)
-        norm.plot(*run.smoothed(run.grad_norm), label=run.name, **style)
-        load.plot(*run.smoothed(run.load), label=run.name, **style)
+        if not resumed:
+            first.plot(at[1:], [run.evaluations[step]["held_out_loss"] for step in at[1:]], **style)
+        norm.plot(*run.smoothed(run.grad_norm), **style)
+        load.plot(*run.smoothed(run.load), **style)
         reference = reference_of(run, runs)
         if reference is None:
             continue
         steps, values = training_deviation(run, reference, 10**9)
-        deviation.plot(steps, 100 * values, label=run.name, **style)
-        both = [step for step in at[1:] if step in reference.evaluations]
-        ratios = [run.evaluations[s]["held_out_loss"] / reference.evaluations[s]["held_out_loss"] - 1 for s in both]
-        evaluated.plot(both, 100 * np.array(ratios), label=run.name, **style)
+        deviation.plot(steps, 100 * values, **style)
+        both = [step for step in at if step in reference.evaluations and (resumed or step)]
+        evaluated.plot(both, [100 * held_out_deviation(run, reference, step)[0] for step in both], **style)
         same = chosen.get(run.name, {})
-        experts.plot([int(s) for s in same], [100 * v for v in same.values()], label=run.name, **style)
+        experts.plot([int(s) for s in same], [100 * v for v in same.values()], **style)
+    spread = seed_spread(runs).get("bf16")
     if spread:
         evaluated.axhspan(-100 * spread, 100 * spread, color="grey", alpha=0.2, label="spread of bf16's two seeds")
     for axis in (deviation, evaluated):
-        axis.axhspan(-0.1, 0.1, color="green", alpha=0.15, label="0.1%")
-    held_out.set_yscale("log")
+        axis.axhspan(-100 * GOAL, 100 * GOAL, color="green", alpha=0.15, label=f"{GOAL:.1%}")
+        axis.legend(handles=list(axis.patches), fontsize=8)
     norm.set_yscale("log")
+    source = "bf16 from the same checkpoint" if resumed else "bf16 of the same seed"
     titles = {
-        held_out: "held-out loss, nats per token",
-        deviation: f"training loss, mean of {SMOOTH} steps: % from bf16 of the same seed",
-        evaluated: "held-out loss: % from bf16 of the same seed",
-        experts: "experts chosen that bf16 of the same seed also chose, %",
+        deviation: f"training loss, mean of {SMOOTH} steps: % from {source}",
+        evaluated: f"held-out loss: % from {source}",
+        experts: f"experts chosen that {source} also chose, %",
         norm: "gradient norm before clipping",
         load: "largest load of an expert / mean - 1, mean over layers",
     }
     for axis, title in titles.items():
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    figure.savefig(out / "convergence.png", dpi=90)
+    if resumed:
+        draw_effects(runs, first)
+    else:
+        first.set_yscale("log")
+        first.set(title="held-out loss, nats per token", xlabel="step")
+        first.grid(alpha=0.3)
+    handles, labels = norm.get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", fontsize=8, ncol=8)
+    figure.savefig(path, dpi=90)
 
-    branches = [run for run in runs if run.change.startswith("resume") and reference_of(run, runs)]
-    if branches:
-        figure, (training, evaluated) = plt.subplots(1, 2, figsize=(13, 4.5), constrained_layout=True)
-        for run in branches:
-            reference = reference_of(run, runs)
-            steps, values = training_deviation(run, reference, 10**9)
-            training.plot(steps, 100 * values, label=run.name, lw=1.2)
-            both = [step for step in sorted(run.evaluations) if step in reference.evaluations]
-            ratios = [run.evaluations[s]["held_out_loss"] / reference.evaluations[s]["held_out_loss"] - 1 for s in both]
-            evaluated.plot(both, 100 * np.array(ratios), label=run.name, lw=1.2)
-        training.set(title=f"training loss, mean of {SMOOTH} steps: % from bf16, same checkpoint", xlabel="step")
-        evaluated.set(title="held-out loss: % from bf16, same checkpoint", xlabel="step")
-        for axis in (training, evaluated):
-            axis.axhspan(-0.1, 0.1, color="green", alpha=0.15, label="0.1%")
-            axis.legend(fontsize=7)
-            axis.grid(alpha=0.3)
-        figure.savefig(out / "branch.png", dpi=90)
 
-    changes = sorted({run.change for run in runs if not run.change.startswith("resume")} - {"", "perturbed"})
-    if changes:
-        figure, axes = plt.subplots(1, len(changes), figsize=(5 * len(changes), 4), constrained_layout=True)
-        for axis, change in zip(np.atleast_1d(axes), changes, strict=True):
-            members = [run for run in runs if run.change == change]
-            for run in members:
-                axis.plot(*run.smoothed(run.loss), label=run.name, lw=1.2)
-            axis.set(title=members[0].meta["change"][:60], xlabel="step", ylabel="training loss")
-            axis.legend(fontsize=7)
+def draw_effects(runs: list[Run], axis) -> None:
+    """Every run's final held-out loss against the mean of bf16 of its checkpoint, and the recipes' intervals."""
+    done, finals_by_kind = finals(runs)
+    losses = finals_by_kind["held-out loss"]
+    cells = [(run.recipe, run.seed) for run in done]
+    bf16 = {seed: [v for cell, v in zip(cells, losses, strict=True) if cell == ("bf16", seed)] for _, seed in cells}
+    for (recipe, seed), loss in zip(cells, losses, strict=True):
+        if bf16[seed]:
+            marker = {"s1": "o", "s2": "s"}[seed]
+            value = 100 * (loss / np.mean(bf16[seed]) - 1)
+            axis.plot(RECIPES.index(recipe), value, marker, color=COLOURS[recipe], alpha=0.5, ms=5)
+    for recipe, (mean, half_width, _) in effects(cells, losses)[2].items():
+        at = RECIPES.index(recipe) + 0.25
+        axis.errorbar(at, 100 * mean, 100 * half_width, fmt="_", color=COLOURS[recipe], capsize=5, lw=2)
+    axis.axhspan(-100 * GOAL, 100 * GOAL, color="green", alpha=0.15)
+    axis.set_xticks(range(len(RECIPES)), RECIPES, fontsize=8)
+    axis.set_xlim(-0.5, len(RECIPES) - 0.5)
+    axis.set_title("final held-out loss: % from bf16's mean of the checkpoint; 95% intervals", fontsize=10)
+    axis.grid(alpha=0.3)
+
+
+def draw_stress(runs: list[Run], path: Path) -> None:
+    """Per change the training loss, its deviation from bf16 and the gradient norm."""
+    from matplotlib import pyplot as plt
+
+    changes = sorted({run.change for run in runs})
+    figure, axes = plt.subplots(
+        3, len(changes), figsize=(5 * len(changes), 10), constrained_layout=True, squeeze=False, sharex="col"
+    )
+    for (loss, deviation, norm), change in zip(axes.T, changes, strict=True):
+        for run in (run for run in runs if run.change == change):
+            style = {"color": COLOURS[run.recipe], "lw": 1.2, "label": run.label()}
+            loss.plot(*run.smoothed(run.loss), **style)
+            norm.plot(*run.smoothed(run.grad_norm), **style)
+            if reference := reference_of(run, runs):
+                steps, values = training_deviation(run, reference, 10**9)
+                deviation.plot(steps, 100 * values, **style)
+        loss.set(title=f"{change}: training loss, mean of {SMOOTH} steps")
+        loss.legend(fontsize=7)
+        deviation.set(title="% from bf16 with the same change")
+        norm.set(title="gradient norm before clipping", xlabel="step", yscale="log")
+        for axis in (loss, deviation, norm):
             axis.grid(alpha=0.3)
-        figure.savefig(out / "stress.png", dpi=90)
+    figure.savefig(path, dpi=90)
 
 
 def records(runs: list[Run], rows: list[dict]) -> list[dict]:
     units = {
         "held_out_loss": "nats per token",
         "held_out_deviation": "of the reference's held-out loss",
+        "held_out_error": "standard error of held_out_deviation over the held-out windows",
         "final_deviation": "of the reference's smoothed training loss",
         "largest_deviation": "of the reference's smoothed training loss",
         "agreement": "share of chosen experts that the reference chose",
@@ -290,22 +412,44 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
     result = []
     for row in rows:
         meta, reference = by_name[row["name"]].meta, row.get("reference")
-        config = meta["config"]
-        shape = (
-            f"{config['model']['flavor']}, {meta['parameters']:,} parameters, {meta['tokens_per_step']} tokens/step, "
-            f"step {row['step']} of {meta['steps']}, {meta['experts']}"
-        )
         for key, unit in units.items():
             if row.get(key) is None:
                 continue
             other = rows_by_name.get(reference, {}).get(key) if reference else None
             result.append(
-                meta["environment"]
-                | {"command": "bash experiments/convergence/run.sh", "name": f"{row['name']} {key}", "shape": shape}
-                | {"value": row[key], "unit": unit}
-                | {"reference": reference or "none", "reference_value": other, "speedup": None}
-            )
+                dict(meta["environment"], command=command(by_name[row["name"]]), name=f"{row['name']} {key}",
+                     shape=f"{shape(meta)}, step {row['step']} of {meta['steps']}, {meta['experts']}", value=row[key],
+                     unit=unit, reference=reference or "none", reference_value=other, speedup=None)
+            )  # fmt: skip
+    done, finals_by_kind = finals(runs)
+    for kind, losses in finals_by_kind.items():
+        deviation, freedom, by_recipe = effects([(run.recipe, run.seed) for run in done], losses)
+        for recipe, (mean, half_width, count) in by_recipe.items():
+            result.append(
+                dict(done[0].meta["environment"], command=command(done[0]), name=f"{recipe}: final {kind}",
+                     shape=f"{shape(done[0].meta)}, {count} runs", value=mean, half_width=half_width,
+                     unit="of bf16's mean of the checkpoint; half_width: of the 95% confidence interval",
+                     reference=f"standard deviation of runs of one recipe and checkpoint, {freedom} degrees of freedom",
+                     reference_value=deviation, speedup=None)
+            )  # fmt: skip
+    for record in result:  # JSON has no NaN
+        record |= {key: str(v) for key, v in record.items() if isinstance(v, float) and not np.isfinite(v)}
     return result
+
+
+def shape(meta: dict) -> str:
+    flavor = meta["config"]["model"]["flavor"]
+    return f"{flavor}, {meta['parameters']:,} parameters, {meta['tokens_per_step']} tokens/step"
+
+
+def command(run: Run) -> str:
+    return f"bash experiments/convergence/run.sh {stage_of(run)}"
+
+
+def stage_of(run: Run) -> str:
+    if run.change in ("", "perturbed"):
+        return "main"
+    return "branch" if run.change in ("trunk", "resume") else "stress"
 
 
 def status(runs: list[Run]) -> None:
@@ -314,7 +458,7 @@ def status(runs: list[Run]) -> None:
         held_out = f"held-out {run.evaluations[last]['held_out_loss']:.4f} at {last}" if last is not None else ""
         loss = f"{run.loss[-SMOOTH:].mean():.4f}" if len(run.loss) else "-"
         speed, at = run.ms_per_step(), run.steps[-1] if len(run.steps) else 0
-        left = (run.meta["steps"] - at) * speed / 1000
+        left = (run.meta.get("last_step", run.meta["steps"]) - at) * speed / 1000
         graph = "graph" if run.meta["graph"] else "eager"
         print(f"{run.name:24} step {at:5} loss {loss} {held_out:26} {speed:6.1f} ms/step {left:5.0f} s left  {graph}")
 
@@ -331,13 +475,23 @@ def main() -> None:
     runs = [run for run in runs if run.evaluations and len(run.steps)]
     chosen = agreements(args.work, runs)
     rows = summarize(runs, chosen)
-    table = format_table(rows)
-    print(table)
+    tables = format_table(rows) + "\n" + format_effects(runs)
+    if spread := seed_spread(runs):
+        tables += "\nSeed spread of the held-out loss: " + ", ".join(f"{r} {v:.3%}" for r, v in spread.items())
+    print(tables)
     if args.out is not None:
+        import matplotlib
+
+        matplotlib.use("Agg")
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "table.md").write_text(table + "\n")
-        draw(runs, rows, chosen, args.out)
+        (args.out / "table.md").write_text(tables.rstrip() + "\n")
         write_records(args.out / "results.json", records(runs, rows))
+        if scratch := [run for run in runs if stage_of(run) == "main"]:
+            draw(scratch, chosen, args.out / "convergence.png")
+        if resumed := [run for run in runs if run.change == "resume"]:
+            draw(resumed, chosen, args.out / "branch.png")
+        if stressed := [run for run in runs if stage_of(run) == "stress"]:
+            draw_stress(stressed, args.out / "stress.png")
 
 
 if __name__ == "__main__":

@@ -1,38 +1,62 @@
 #!/usr/bin/env bash
-# The convergence study on the GPUs of this machine, all variants side by side:
+# The convergence study on the GPUs of this machine:
 #
-#     bash experiments/convergence/run.sh                  corpus, training, table and pictures
-#     bash experiments/convergence/run.sh branch           after it: every recipe from bf16's checkpoint at 2/3 of the run
-#     bash experiments/convergence/run.sh stress           after it: what breaks it, 500 steps each
+#     bash experiments/convergence/run.sh                  nine runs from scratch: corpus, training, table and picture
+#     bash experiments/convergence/run.sh branch           every recipe from bf16's checkpoints at 2/3 of the schedule
+#     bash experiments/convergence/run.sh stress           what breaks it, 500 steps each
 #
-# or in parts: `start` returns at once (`branch-start`, `stress-start`), `status` prints a line per run, `wait` waits for
-# them, `collect` analyses and packs what is there at any time, `stop` ends the runs.
+# STAGE is main, branch or stress; none needs another. With a second argument in parts: `start` returns when the corpus is
+# there and the runs are queued, `status` prints a line per run, `wait` waits for them, `collect` analyses and packs what
+# is there at any time, `stop` ends the runs.
 #
-# OUT        where results go (default experiments/convergence/results)
-# WORK       corpus, raw logs and checkpoint (default outputs/convergence)
-# VARIANTS   names as in train.py
+# OUT        where results go (default: results, branch or stress beside this script)
+# WORK       corpus, raw logs and checkpoints (default outputs/convergence)
+# VARIANTS   names as in train.py; branch: added to what is there already, so that replicates can follow
 # STEPS      of the learning-rate schedule
 # STOP_AFTER steps to run of it
 # GPUS       how many to spread over; 0 trains on the CPU
+# JOBS       runs at a time, the others wait (default 6 per GPU; 1 on the CPU)
 # LIMIT_S    how long to wait; the runs go on after it
-# Arguments after the command go to train.py, torchtitan overrides included.
+# Arguments after STAGE and action go to train.py, torchtitan overrides included.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python3 -c "import torch, torchtitan, torchao, tokenizers, matplotlib" 2>/dev/null || . tools/environment.sh
 
-COMMAND=${1:-all}
+STAGE=${1:-main}
 shift || true
+ACTION=all
+case ${1:-} in all | start | status | wait | collect | stop | queue) ACTION=$1 && shift ;; esac # else arguments for train.py
 WORK=${WORK:-outputs/convergence}
-OUT=${OUT:-experiments/convergence/results}
-STEPS=${STEPS:-3000}
+RUNS=$WORK/$STAGE
 GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
+JOBS=${JOBS:-$((GPUS > 0 ? 6 * GPUS : 1))}
 LIMIT_S=${LIMIT_S:-86400}
-MAIN="bf16-s1 bf16-s2 balanced-s1 balanced-s2 scaling_aware-s1 requantize-s1 rowwise-s1 naive-s1 bf16-s1-perturbed"
-STRESS="bf16-s1-highlr balanced-s1-highlr bf16-s1-outliers balanced-s1-outliers bf16-s1-outliers1e5 balanced-s1-outliers1e5
-    bf16-s1-tiny balanced-s1-tiny"
-BRANCH="bf16-s1-resume bf16-s1-resumeperturbed balanced-s1-resume scaling_aware-s1-resume requantize-s1-resume
-    rowwise-s1-resume naive-s1-resume"
+export STEPS=${STEPS:-3000} STOP_AFTER=${STOP_AFTER:-} WORK RUNS GPUS JOBS
+case $STAGE in
+main)
+    OUT=${OUT:-experiments/convergence/results}
+    VARIANTS=${VARIANTS:-bf16-s1 bf16-s2 balanced-s1 balanced-s2 scaling_aware-s1 requantize-s1 rowwise-s1 naive-s1
+        bf16-s1-perturbed}
+    ;;
+branch) # bf16 and balanced four times per checkpoint, in the order of what is needed first
+    OUT=${OUT:-experiments/convergence/branch}
+    VARIANTS=${VARIANTS:-bf16-s1-resume balanced-s1-resume bf16-s2-resume balanced-s2-resume
+        bf16-s1-resume1 balanced-s1-resume1 bf16-s2-resume1 balanced-s2-resume1
+        rowwise-s1-resume naive-s1-resume scaling_aware-s1-resume requantize-s1-resume
+        bf16-s1-resume2 balanced-s1-resume2 bf16-s2-resume2 balanced-s2-resume2
+        rowwise-s2-resume naive-s2-resume scaling_aware-s2-resume requantize-s2-resume
+        bf16-s1-resume3 balanced-s1-resume3 bf16-s2-resume3 balanced-s2-resume3}
+    ;;
+stress)
+    OUT=${OUT:-experiments/convergence/stress}
+    VARIANTS=${VARIANTS:-bf16-s1-highlr balanced-s1-highlr bf16-s1-outliers balanced-s1-outliers
+        bf16-s1-outliers1e5 balanced-s1-outliers1e5 bf16-s1-tiny balanced-s1-tiny}
+    STOP_AFTER=${STOP_AFTER:-500}
+    ;;
+*) echo "unknown stage $STAGE" >&2 && exit 2 ;;
+esac
+export VARIANTS
 
 corpus() {
     [ -f "$WORK/corpus/validation.npy" ] && return
@@ -40,36 +64,42 @@ corpus() {
     timeout 600 python3 -m experiments.convergence.data "$WORK/corpus"
 }
 
-start() { # variants, then arguments for train.py
-    local variants=$1 index=0 name
+train() { # variant, then arguments for train.py; SLOT is its place among the runs at a time
+    local name=$1
     shift
-    corpus
-    export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=4
-    for name in $variants; do
-        rm -rf "${WORK:?}/$name"
-        mkdir -p "$WORK/$name"
-        [ "$GPUS" -gt 0 ] && export CUDA_VISIBLE_DEVICES=$((index % GPUS))
-        setsid nohup python3 -m experiments.convergence.train "$name" --work "$WORK" --corpus "$WORK/corpus" \
-            --checkpoint-at "$([ "$name" = bf16-s1 ] && echo $((STEPS * 2 / 3)) || echo -1)" \
-            ${STOP_AFTER:+--stop-after "$STOP_AFTER"} --training.steps "$STEPS" "$@" \
-            >"$WORK/$name/output.log" 2>&1 </dev/null &
-        echo $! >"$WORK/$name/pid"
-        index=$((index + 1))
-    done
+    rm -rf "${RUNS:?}/$name"
+    mkdir -p "$RUNS/$name"
+    [ "$GPUS" -gt 0 ] && export CUDA_VISIBLE_DEVICES=$((SLOT % GPUS))
+    python3 -m experiments.convergence.train "$name" --work "$RUNS" --corpus "$WORK/corpus" \
+        ${STOP_AFTER:+--stop-after "$STOP_AFTER"} --training.steps "$STEPS" "$@" >"$RUNS/$name/output.log" 2>&1 ||
+        echo "$name ended with exit status $?: see its output.log"
+}
+export -f train
+
+queue() { # runs the given variants, JOBS at a time
+    xargs -r -n 1 | xargs -P "$JOBS" --process-slot-var=SLOT -I{} bash -c 'train {} "$@"' - "$@"
 }
 
-running() {
-    local file
-    for file in "$WORK"/*/pid; do
-        kill -0 "$(cat "$file")" 2>/dev/null && basename "$(dirname "$file")"
-    done || true
+start() {
+    if running; then
+        echo "runs of $STAGE are going on: wait for them or stop them" >&2
+        return 1
+    fi
+    corpus
+    mkdir -p "$RUNS"
+    setsid nohup bash experiments/convergence/run.sh "$STAGE" queue "$@" >"$RUNS/queue.log" 2>&1 </dev/null &
+    echo $! >"$RUNS/queue.pid"
+}
+
+running() { # the queue is the leader of a process group that its runs belong to
+    [ -f "$RUNS/queue.pid" ] && kill -0 -- "-$(cat "$RUNS/queue.pid")" 2>/dev/null
 }
 
 wait_for_runs() {
     local end=$((SECONDS + LIMIT_S)) report=0
-    while [ -n "$(running)" ] && [ $SECONDS -lt $end ]; do
+    while running && [ $SECONDS -lt $end ]; do
         if [ $SECONDS -ge $report ]; then
-            echo "--- ${SECONDS} s, running: $(running | tr '\n' ' ')"
+            echo "--- ${SECONDS} s"
             status
             report=$((SECONDS + 60))
         fi
@@ -78,28 +108,39 @@ wait_for_runs() {
 }
 
 status() {
-    python3 -m experiments.convergence.analyse "$WORK" --status
-    grep -sE "starting again with|^[A-Za-z.]*Error|captured:" "$WORK"/*/output.log | sed "s|^$WORK/||" | cut -c1-220 || true
+    python3 -m experiments.convergence.analyse "$RUNS" --status
+    grep -sE "starting again with|^[A-Za-z.]*Error" "$RUNS"/*/output.log | sed "s|^$RUNS/||" | cut -c1-220 || true
+    cat "$RUNS/queue.log"
+    running || echo "no run of $STAGE is going on"
 }
 
 collect() {
     mkdir -p "$OUT"
     status
-    python3 -m experiments.convergence.analyse "$WORK" --out "$OUT"
-    tar czf "$OUT/logs.tar.gz" -C "$WORK" --exclude='*.npy' --exclude='*.pt' --exclude='*.partial' --exclude='corpus' .
+    python3 -m experiments.convergence.analyse "$RUNS" --out "$OUT"
+    tar czf "$OUT/logs.tar.gz" -C "$RUNS" --exclude='*.npy' --exclude='*.pt' --exclude='*.partial' --exclude='queue.pid' .
     cp "$WORK/corpus/corpus.json" "$OUT/"
-    (cd "$WORK" && tar czf - ./*/choices.*.npy) >"$OUT/choices.tar.gz"
     ls -l "$OUT"
 }
 
-case $COMMAND in
-all | start) start "${VARIANTS:-$MAIN}" "$@" ;;&
-stress | stress-start) STOP_AFTER=${STOP_AFTER:-500} start "${VARIANTS:-$STRESS}" "$@" ;;&
-branch | branch-start) start "${VARIANTS:-$BRANCH}" "$@" ;;&
-all | branch | stress | wait) wait_for_runs ;;&
-all | branch | stress | collect) collect ;;
-status) status ;;
-stop) for name in $(running); do kill "$(cat "$WORK/$name/pid")"; done ;;
-start | branch-start | stress-start | wait) ;;
-*) echo "unknown command $COMMAND" >&2 && exit 2 ;;
+case $ACTION in
+all)
+    start "$@"
+    wait_for_runs
+    collect
+    ;;
+queue)
+    export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=4
+    if [ "$STAGE" = branch ]; then
+        for seed in 1 2; do
+            [ -f "$RUNS/checkpoint-s$seed.pt" ] || echo "bf16-s$seed-trunk"
+        done | queue --eval-every "$STEPS" "$@"
+        set -- --eval-every $((STEPS / 6)) "$@"
+    fi
+    echo "$VARIANTS" | queue "$@"
+    ;;
+start) start "$@" ;;
+wait) wait_for_runs ;;
+stop) kill -- "-$(cat "$RUNS/queue.pid")" ;;
+*) "$ACTION" ;;
 esac

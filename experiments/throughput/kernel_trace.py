@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import math
 import pkgutil
 import re
 from collections import Counter
@@ -14,21 +15,23 @@ from triton.runtime.jit import JITFunction
 
 import titan_fp8moe.kernels
 
-# The first that matches a name decides.
-_CLASSES = {
-    "communication": r"nccl",
-    "attention": r"flex_attention|flash|fmha|sdpa",
-    "grouped GEMM": r"GroupProblemShape|grouped_gemm|grouped_mm",
-    "fp32 matmul": r"sgemm|gemv|gemmSN|gemmk1|simt_",
-    "dense GEMM": r"nvjet|gemm|cutlass|splitK|cublas",
-    "SwiGLU": r"silu",
-    "sort and count": r"[sS]ort|topk|gatherTopK|[hH]istogram|scan|cumsum|bitonic|fill_indices",
-    "gather and scatter": r"index|gather|scatter|_permute|_unpermute",
-    "optimizer": r"multi_tensor_apply|foreach|adam|lpnorm",
-    "copy, fill, cast, cat": r"Memcpy|Memset|[cC]opy|[fF]ill|Cat|zeros|_to_copy|_cat_",
-    "compiled pointwise": r"triton_",
-    "other pointwise": r"elementwise|reduce_kernel",
-}
+_COPIES = "copy, fill, cast, cat"
+# The first that matches a name decides. A kernel of torch.compile is named after all of its operators.
+_CLASSES = [
+    ("communication", r"nccl"),
+    ("attention", r"flex_attention|triton_tem_|flash|fmha|sdpa"),  # GEMMs have templates with max-autotune only
+    ("grouped GEMM", r"GroupProblemShape|grouped_gemm|grouped_mm"),
+    ("fp32 matmul", r"sgemm|f32f32_f32f32|gemv|gemmSN|gemmk1|simt_"),
+    ("dense GEMM", r"nvjet|gemm|cutlass|splitK|cublas"),
+    ("SwiGLU", r"silu"),
+    ("sort and count", r"[sS]ort|topk|gatherTopK|[hH]istogram|[sS]can|cumsum|bitonic|fill_indices"),
+    ("gather and scatter", r"(?<!with_)index|gather|scatter|_permute|_unpermute"),
+    ("optimizer", r"multi_tensor_apply|foreach|adam|lpnorm"),
+    (_COPIES, r"triton_\w+_fused_((_to_copy|_unsafe_view|cat|clone|copy|expand|full|slice|transpose|zeros)_)+\d+$"),
+    ("compiled pointwise", r"triton_"),
+    (_COPIES, r"Memcpy|Memset|[cC]opy|[fF]ill|Cat|zeros|_cat_"),
+    ("other pointwise", r"elementwise|reduce_kernel"),
+]  # fmt: skip
 # The package's kernels go by the module that defines them.
 _OWN_CLASSES = {
     "permute": "permute, pack, unpermute",
@@ -51,7 +54,8 @@ def own_kernels() -> dict[str, str]:
 
 @dataclass
 class Kernel:
-    """A kernel, copy or fill on the GPU. Times in microseconds; ``launched`` is when the host asked for it."""
+    """A kernel, copy or fill on the GPU. Times in microseconds; ``launched`` is when the host asked for it,
+    NaN where the trace does not say."""
 
     name: str
     start: float
@@ -74,7 +78,7 @@ def load(path: Path) -> list[Kernel]:
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
     kernels = [
-        Kernel(e["name"], e["ts"], e["ts"] + e["dur"], launches.get(e["args"].get("correlation"), e["ts"]),
+        Kernel(e["name"], e["ts"], e["ts"] + e["dur"], launches.get(e["args"].get("correlation"), math.nan),
                e["args"].get("stream", 0))
         for e in events
         if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
@@ -85,7 +89,7 @@ def load(path: Path) -> list[Kernel]:
 def classify(name: str, own: dict[str, str]) -> str:
     if name in own:
         return own[name]
-    return next((label for label, pattern in _CLASSES.items() if re.search(pattern, name)), "other")
+    return next((label for label, pattern in _CLASSES if re.search(pattern, name)), "other")
 
 
 def by_class(kernels: Iterable[Kernel], own: dict[str, str]) -> dict[str, tuple[float, int]]:
@@ -136,7 +140,7 @@ def timeline(kernels: list[Kernel]) -> dict[str, float]:
     for k in kernels:
         launched[k.start] = min(k.launched, launched.get(k.start, k.launched))
     host_bound = sum(
-        max(0.0, min(launched[start], start) - idle_from)
+        max(min(launched[start], start) - idle_from, 0.0)  # NaN stays NaN
         for (_, idle_from), (start, _) in zip(busy, busy[1:], strict=False)
     )
     span = busy[-1][1] - busy[0][0]

@@ -4,9 +4,13 @@
     python -m experiments.throughput.layer --out experiments/throughput --gpus 2   # experts over two
 
 The layers are torchtitan's ``MoE`` with the same bf16 parameters, parallelized and compiled by torchtitan's functions;
-router, reorderer, shared experts and combine are inside the time. Variants take turns in blocks of back-to-back steps.
-FSDP and the quantization of weights are outside; a variant that quantizes them at every step is beside. A shape has a
-process per GPU: some shapes compile at the same time, then they are measured one by one.
+router, reorderer, shared experts and combine are inside the time. Variants take turns in blocks of back-to-back steps,
+in an order drawn anew for each round. FSDP and the quantization of weights are outside; a variant that quantizes them
+at every step is beside.
+
+A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Results are
+written after each; a variant that fails, as when memory runs out, is named with its error and left out. After
+``--budget`` seconds the script ends with what it has.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shlex
 import socket
 import statistics
@@ -21,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,7 +42,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
-from experiments.record import write_records
+from experiments.record import exit_on_sigterm, write_records, write_text
 from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
 from tests.reference import in_model
@@ -49,6 +55,7 @@ from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 PROFILED_STEPS = 3
+MIN_STEPS = 5  # of a variant's turn
 
 
 @dataclass
@@ -165,8 +172,7 @@ class Bench:
         """Forward and backward of :func:`routed_experts` alone, on plain tensors, with the route of the layer."""
         inputs = []
         hook = self.flow.experts.register_forward_pre_hook(lambda _, args: inputs.extend(args))
-        with torch.no_grad():
-            self.forwards["fp8"]()
+        self.forwards["fp8"]()  # with gradients, or torch.compile compiles the layer once more
         hook.remove()
         x_TD, route = inputs
         x_TD = x_TD.detach().requires_grad_()
@@ -236,27 +242,53 @@ def elapsed(run: Callable[[], None], times: int) -> float:
     return events[0].elapsed_time(events[1]) / times
 
 
+def warm_up(bench: Bench) -> dict[str, str]:
+    """Runs every variant twice, which compiles it. Those that fail on any rank are taken out; returns their errors."""
+    failed = {}
+    for name in list(bench.forwards):
+        error = None
+        try:
+            for _ in range(2):
+                bench.step(name)
+            if CUDA:
+                torch.cuda.synchronize()
+        except Exception as e:
+            traceback.print_exc()
+            error = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:200] if str(e).strip() else ''}"
+        ok = torch.tensor(error is None, dtype=torch.int32)
+        if dist.is_initialized():
+            dist.all_reduce(ok, dist.ReduceOp.MIN)  # over gloo
+        if not ok:
+            failed[name] = error or "failed on another rank"
+            del bench.forwards[name]
+        if CUDA:
+            torch.cuda.empty_cache()  # other shapes share the GPU by now
+    return failed
+
+
 def times_in_turn(bench: Bench, rounds: int, block_ms: float) -> dict[str, list[float]]:
     """Milliseconds per step of each variant in each round."""
     repeats = {}
     for name in bench.forwards:
         count = torch.tensor(math.ceil(block_ms / elapsed(lambda: bench.step(name), 2)))  # noqa: B023
         if dist.is_initialized():
-            count = count.to(DEVICE)
             dist.broadcast(count, 0)
-        repeats[name] = int(count)
+        repeats[name] = max(MIN_STEPS, int(count))
     times = {name: [] for name in bench.forwards}
+    draw = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
-        for name in bench.forwards:
+        for name in draw.sample(list(times), len(times)):
             times[name].append(elapsed(lambda: bench.step(name), repeats[name]))  # noqa: B023
     return times
 
 
 def profile(run: Callable[[], None]) -> list[kernel_trace.Kernel]:
-    """The kernels of PROFILED_STEPS calls."""
+    """The kernels of PROFILED_STEPS calls. Without a GPU there are none."""
     run()
     synchronize()
-    with torch.profiler.profile() as profiler:
+    # Of the host's work only the launches are recorded: more would slow it, and its gaps would show.
+    activities = [torch.profiler.ProfilerActivity.CUDA if CUDA else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(PROFILED_STEPS):
             run()
         synchronize()
@@ -270,26 +302,31 @@ def per_step(summary: dict[str, tuple[float, int]]) -> dict[str, tuple[float, fl
     return {name: (ms / PROFILED_STEPS, n / PROFILED_STEPS) for name, (ms, n) in summary.items()}
 
 
-def measure(bench: Bench, rounds: int, block_ms: float) -> dict:
+def measure(bench: Bench, failed: dict[str, str], rounds: int, block_ms: float) -> Iterator[dict]:
+    """What is known of a shape, first without profiles, then with them."""
     own = kernel_trace.own_kernels()
-    result = {"shape": asdict(bench.shape), "gpus": bench.gpus, "ms": times_in_turn(bench, rounds, block_ms)}
+    result = {"shape": asdict(bench.shape), "gpus": bench.gpus, "failed": failed}
+    result["ms"] = times_in_turn(bench, rounds, block_ms)
     saved = [name for name in bench.forwards if "forced" not in name and "quantization" not in name]
     result["saved_bytes_per_token"] = {name: bench.saved_bytes(name) / bench.shape.tokens for name in saved}
     if CUDA:
         result["peak_bytes"] = {name: bench.peak_bytes(name) for name in saved}
-    traces = {name: profile(lambda: bench.step(name)) for name in ("bf16", "fp8")}  # noqa: B023
-    routed = profile(bench.routed_step())
+    yield result
+    names = [name for name in ("bf16", "fp8") if name in bench.forwards]
+    traces = {name: profile(lambda: bench.step(name)) for name in names}  # noqa: B023
     result["classes"] = {name: per_step(kernel_trace.by_class(trace, own)) for name, trace in traces.items()}
     result["timelines"] = {name: kernel_trace.timeline(trace) for name, trace in traces.items() if trace}
     result["kernels"] = {name: per_step(kernel_trace.by_name(trace)) for name, trace in traces.items()}
-    result["routed_experts"] = per_step(kernel_trace.by_name(routed))
-    result["routed_experts_others"] = per_step(kernel_trace.by_name(k for k in routed if k.name not in own))
-    return result
+    if "fp8" in traces:
+        routed = profile(bench.routed_step())
+        result["routed_experts"] = per_step(kernel_trace.by_name(routed))
+        result["routed_experts_others"] = per_step(kernel_trace.by_name(k for k in routed if k.name not in own))
+    yield result
 
 
-def child(shape: Shape, gpus: int, rounds: int, block_ms: float) -> None:
-    """Compiles, says READY, waits for a line on stdin, measures and says RESULT."""
-    rank = int(os.environ["RANK"])
+def child(shape: Shape, args: argparse.Namespace) -> None:
+    """Compiles, says so by a file, waits for a line on stdin, measures, writes the results and says that it is done."""
+    rank, gpus = int(os.environ["RANK"]), args.gpus
     torch.manual_seed(rank)
     if CUDA:
         torch.cuda.set_device(rank)
@@ -297,46 +334,71 @@ def child(shape: Shape, gpus: int, rounds: int, block_ms: float) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
     parallel.install()
     bench = Bench(shape, gpus)
-    for _ in range(2):
-        for name in bench.forwards:
-            bench.step(name)
+    failed = warm_up(bench)
     synchronize()
-    if CUDA:
-        torch.cuda.empty_cache()
-    print("READY", flush=True)
+    (args.child / f"{rank}.ready").touch()
     if not sys.stdin.readline():
         return
-    result = measure(bench, rounds, block_ms)
-    if rank == 0:
-        print("RESULT " + json.dumps(result), flush=True)
+    for result in measure(bench, failed, args.rounds, args.block_ms):
+        if rank == 0:
+            write_text(args.child / "result.json", json.dumps(result))
+    (args.child / f"{rank}.done").touch()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def start(index: int, gpus: int, args: argparse.Namespace) -> list[subprocess.Popen]:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "experiments.throughput.layer", "--out", str(args.out), "--child", str(index)]
-    command += ["--gpus", str(gpus), "--rounds", str(args.rounds), "--block-ms", str(args.block_ms)]
-    processes = []
-    for rank in range(gpus):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(gpus), "MASTER_ADDR": "localhost"}
-        env |= {"MASTER_PORT": str(port), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-        log = open(args.out / f"layer_{index}_{rank}.log", "w")
-        processes.append(
-            subprocess.Popen(command + ["--tiny"] * args.tiny, env=env, stderr=log, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        )  # fmt: skip
-    return processes
+class Processes:
+    """A shape's processes, one per GPU; all that they write is in ``folder``."""
 
+    def __init__(self, index: int, folder: Path, args: argparse.Namespace):
+        self.folder = folder
+        folder.mkdir()
+        with socket.socket() as s:
+            s.bind(("", 0))
+            port = s.getsockname()[1]
+        command = [sys.executable, "-m", "experiments.throughput.layer", "--out", str(args.out)]
+        command += ["--index", str(index), "--child", str(folder), "--gpus", str(args.gpus)]
+        command += ["--rounds", str(args.rounds), "--block-ms", str(args.block_ms), *["--tiny"] * args.tiny]
+        self.processes = []
+        for rank in range(args.gpus):
+            env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "localhost"}
+            env |= {"MASTER_PORT": str(port), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+            with open(folder / f"{rank}.log", "w") as log:
+                self.processes.append(
+                    subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=log,
+                                     stderr=subprocess.STDOUT)
+                )  # fmt: skip
 
-def line_of(process: subprocess.Popen, word: str) -> str | None:
-    """What follows ``word`` at the start of a line that the process prints, or None once it has ended without."""
-    for line in process.stdout:
-        if line.startswith(word):
-            return line.removeprefix(word).strip()
-    return None
+    def wait(self, what: str, deadline: float) -> str | None:
+        """Waits until every rank is ``ready`` or ``done``; returns what went wrong, or None."""
+        while True:
+            codes = [p.poll() for p in self.processes]
+            if all((self.folder / f"{rank}.{what}").exists() for rank in range(len(codes))):
+                return None
+            if any(code is not None for code in codes):
+                return f"ended with exit codes {codes}, None: was running"
+            if time.monotonic() > deadline:
+                return "out of time"
+            time.sleep(0.1)
+
+    def measure(self, deadline: float) -> str | None:
+        for process in self.processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return self.wait("done", deadline)
+
+    def result(self) -> dict | None:
+        path = self.folder / "result.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def end(self) -> None:
+        """A process that is done may hang on the way out, one of a failed group in a collective."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-1500:] for path in sorted(self.folder.glob("*.log")))
 
 
 def records(result: dict) -> list[dict]:
@@ -350,22 +412,27 @@ def records(result: dict) -> list[dict]:
             "reference_value": reference_value, "speedup": reference_value / value, "command": command,
         }  # fmt: skip
 
-    unit = "ms forward + backward"
-    out = [
-        record("moe_layer", ms["fp8"], unit, "torchtitan bf16, compiled", ms["bf16"]),
-        record("moe_layer eager", ms["fp8 eager"], unit, "torchtitan bf16, eager", ms["bf16 eager"]),
-        record("moe_layer forced balance", ms["fp8 forced balance"], unit, "torchtitan bf16, compiled",
-               ms["bf16 forced balance"]),
-        record("moe_layer with weight quantization", ms["fp8 with weight quantization"], unit,
-               "torchtitan bf16, compiled", ms["bf16"]),
-    ]  # fmt: skip
-    saved = result["saved_bytes_per_token"]
-    for name in saved:
-        if name.startswith("fp8") and name != "fp8 eager":
-            out.append(record(f"moe_layer saved, {name}", saved[name], "bytes per token", "torchtitan bf16, compiled",
-                              saved["bf16"]))  # fmt: skip
-            if name != "fp8":
-                out.append(record(f"moe_layer {name}", ms[name], unit, "torchtitan bf16, compiled", ms["bf16"]))
+    unit, out = "ms forward + backward", []
+    pairs = {
+        "moe_layer": ("fp8", "bf16"),
+        "moe_layer eager": ("fp8 eager", "bf16 eager"),
+        "moe_layer forced balance": ("fp8 forced balance", "bf16 forced balance"),
+        "moe_layer with weight quantization": ("fp8 with weight quantization", "bf16"),
+    } | {f"moe_layer fp8, {mode}": (f"fp8, {mode}", "bf16") for mode in MODES}
+    for name, (ours, bf16) in pairs.items():
+        if ours in ms and bf16 in ms:
+            out.append(
+                record(name, ms[ours], unit, f"torchtitan bf16, {'eager' if 'eager' in bf16 else 'compiled'}", ms[bf16])
+            )
+    for key, unit, title in (
+        ("saved_bytes_per_token", "bytes per token", "saved"),
+        ("peak_bytes", "bytes beyond parameters, gradients and input", "peak"),
+    ):
+        values = result.get(key, {})
+        for name, value in values.items():
+            if name.startswith("fp8") and name != "fp8 eager" and "bf16" in values:
+                title_ = f"moe_layer {title}, {name}"
+                out.append(record(title_, value, unit, "torchtitan bf16, compiled", values["bf16"]))
     return out
 
 
@@ -373,24 +440,37 @@ def show(result: dict) -> None:
     shape, ms = Shape(**result["shape"]), {k: statistics.median(v) for k, v in result["ms"].items()}
     print(f"\n== {shape}, {result['gpus']} GPU(s)")
     for name, value in ms.items():
-        reference = ms["bf16 forced balance" if "forced" in name else "bf16 eager" if "eager" in name else "bf16"]
+        reference = ms.get("bf16 forced balance" if "forced" in name else "bf16 eager" if "eager" in name else "bf16")
         low, high = min(result["ms"][name]), max(result["ms"][name])
         saved = result["saved_bytes_per_token"].get(name)
         peak = result.get("peak_bytes", {}).get(name)
         print(
-            f"{name:30} {value:8.3f} ms ({low:.3f} to {high:.3f}) {reference / value:5.2f}x"
+            f"{name:30} {value:8.3f} ms ({low:.3f} to {high:.3f})"
+            + (f" {reference / value:5.2f}x" if reference else "")
             + (f"  saved {saved / 1024:6.1f} KiB/token" if saved else "")
             + (f"  peak {peak / 2**30:5.2f} GiB" if peak else "")
         )
-    labels = dict.fromkeys(itertools.chain(*result["classes"].values()))
-    for label in labels:
-        cells = [result["classes"][name].get(label, (0, 0)) for name in ("bf16", "fp8")]
+    for name, error in result["failed"].items():
+        print(f"{name:30} {error}")
+    if "classes" not in result:
+        return
+    for label in dict.fromkeys(itertools.chain(*result["classes"].values())):
+        cells = [result["classes"].get(name, {}).get(label, (0, 0)) for name in ("bf16", "fp8")]
         print(f"  {label:26}" + "".join(f"{t:10.3f} ms {n:5.0f}x" for t, n in cells))
     for name, line in result["timelines"].items():
         print(f"  {name}: " + ", ".join(f"{key} {value / PROFILED_STEPS:.3f}" for key, value in line.items()))
     print("  not this package's inside routed_experts, forward + backward:")
-    for name, (t, n) in result["routed_experts_others"].items():
+    for name, (t, n) in result.get("routed_experts_others", {}).items():
         print(f"    {n:4.1f}x {t * 1e3:8.1f} us  {name[:110]}")
+
+
+def save(result: dict, out: Path, gpus: int) -> None:
+    """In place of what an earlier call may have written of this shape."""
+    write_records(out / "results.json", records(result))
+    path = out / f"layer_{gpus}gpu.json"
+    kept = json.loads(path.read_text()) if path.exists() else []
+    kept = [r for r in kept if r["shape"] != result["shape"]]
+    write_text(path, json.dumps([*kept, result]))
 
 
 def main() -> None:
@@ -398,44 +478,49 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--block-ms", type=float, default=80.0, help="length of a variant's turn")
+    parser.add_argument("--block-ms", type=float, default=80.0, help="length of a variant's turn, at least 5 steps")
     parser.add_argument("--together", type=int, default=4, help="shapes that compile at the same time")
-    parser.add_argument("--shapes", default="", help="only shapes whose name contains this")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds that all of it may take")
+    parser.add_argument("--shapes", nargs="+", default=[""], help="only shapes whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="a shape for a CPU")
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--index", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = TINY if args.tiny else SHAPES
     if args.child is not None:
-        return child(shapes[args.child], args.gpus, args.rounds, args.block_ms)
+        return child(shapes[args.index], args)
+    exit_on_sigterm()
     args.out.mkdir(parents=True, exist_ok=True)
-    selected = [i for i, shape in enumerate(shapes) if args.shapes in str(shape)]
-    results, begin = [], time.monotonic()
-    for first in range(0, len(selected), args.together):
-        started = {index: start(index, args.gpus, args) for index in selected[first : first + args.together]}
-        ready = {i: all([line_of(p, "READY") is not None for p in group]) for i, group in started.items()}
-        print(f"compiled {len(started)} shapes, {time.monotonic() - begin:.0f} s", flush=True)
-        for index, processes in started.items():
-            if ready[index]:
-                for process in processes:
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
-                answer = line_of(processes[0], "RESULT")
-            for process in processes:
-                process.stdin.close()
-                if not ready[index]:
-                    process.terminate()
-                process.wait()
-            logs = [args.out / f"layer_{index}_{rank}.log" for rank in range(args.gpus)]
-            if not ready[index] or answer is None:
-                print(f"{shapes[index]}: failed\n" + "\n".join(log.read_text()[-1500:] for log in logs), flush=True)
-            else:
-                results.append(json.loads(answer))
-                show(results[-1])
-                print(f"  {time.monotonic() - begin:.0f} s", flush=True)
-                write_records(args.out / "results.json", records(results[-1]))
-                (args.out / f"layer_{args.gpus}gpu.json").write_text(json.dumps(results))
-            for log in logs:
-                log.unlink()
+    # In the order of --shapes, then of SHAPES.
+    selected = list(dict.fromkeys(i for part in args.shapes for i, shape in enumerate(shapes) if part in str(shape)))
+    begin = time.monotonic()
+    deadline = begin + args.budget
+    with tempfile.TemporaryDirectory() as folder:
+        for first in range(0, len(selected), args.together):
+            if time.monotonic() > deadline:
+                break
+            batch = selected[first : first + args.together]
+            started = {index: Processes(index, Path(folder) / str(index), args) for index in batch}
+            errors = {}
+            try:
+                for index, processes in started.items():
+                    errors[index] = processes.wait("ready", deadline)
+                    if errors[index]:
+                        processes.end()  # or what is left of it runs beside the measurements
+                compiled = list(errors.values()).count(None)
+                print(f"compiled {compiled} of {len(started)} shapes, {time.monotonic() - begin:.0f} s", flush=True)
+                for index, processes in started.items():
+                    error = errors[index] or processes.measure(deadline)
+                    processes.end()
+                    if result := processes.result():
+                        show(result)
+                        save(result, args.out, args.gpus)
+                    if error:
+                        print(f"{shapes[index]}: {error}\n{processes.logs()}")
+                    print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+            finally:
+                for processes in started.values():
+                    processes.end()
 
 
 if __name__ == "__main__":

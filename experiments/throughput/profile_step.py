@@ -7,6 +7,7 @@ The setting is train.py's. The traces are hundreds of MB and are not kept; the t
 
 import gzip
 
+from experiments.record import exit_on_sigterm
 from experiments.throughput import kernel_trace
 from experiments.throughput.train import Run, parser
 
@@ -29,23 +30,27 @@ def summary(variant: str, kernels: list[kernel_trace.Kernel], own: dict[str, str
 def main() -> None:
     args = parser(__doc__).parse_args()
     args.steps = STEP
+    exit_on_sigterm()
     args.out = args.out / f"profile_{args.layers}layers_{args.gpus}gpu_{args.routing}"
     args.out.mkdir(parents=True, exist_ok=True)
     own = kernel_trace.own_kernels()
     runs = [Run(variant, args, 0, variant, _PROFILING) for variant in VARIANTS]
-    for run in runs:
-        trace = run.dump / f"profile_traces/iteration_{STEP}/rank0_trace.json"
-        run.begin()
-        try:
+    try:
+        while runs:
+            run = runs[0]
+            trace = run.dump / f"profile_traces/iteration_{STEP}/rank0_trace.json"
+            run.begin()
             error = run.wait(args.timeout, until="Finished dumping profiler traces")
             if error:
                 print(f"{run.label}: {error}\n{run.log.read_text()[-3000:]}", flush=True)
-                continue
-            head, every = summary(run.label, kernel_trace.load(trace), own)
-            print(head, flush=True)
-            with gzip.open(args.out / f"{run.label}.txt.gz", "wt") as file:
-                file.write(f"{head}\n-- by kernel\n{every}\n")
-        finally:
+            else:
+                head, every = summary(run.label, kernel_trace.load(trace), own)
+                print(head, flush=True)
+                with gzip.open(args.out / f"{run.label}.txt.gz", "wt") as file:
+                    file.write(f"{head}\n-- by kernel\n{every}\n")
+            runs.pop(0).end()
+    finally:
+        for run in runs:
             run.end()
 
 

@@ -3,10 +3,14 @@
     python tools/build_corpus.py --out outputs/corpus
     python -m experiments.throughput.train --out experiments/throughput --gpus 4                # the whole model
     python -m experiments.throughput.train --out experiments/throughput --gpus 2 --layers 12    # what fits on two H200s
+    python -m experiments.throughput.train --out experiments/throughput --gpus 4 --largest-batch 4 20
 
 Every run is a launch of its own, A B C A B C; repeats differ by the seed, within one all variants have the same seed
-and data. Results are written after each run. A variant may set the converter's options:
-``fp8_flow:recompute=experts,save_h=fp8``.
+and data. Results are written after each run, beside those of earlier calls. A variant may set the converter's
+options: ``fp8_flow:recompute=experts,save_h=fp8``.
+
+``--largest-batch LOW HIGH`` looks by bisection for the largest local batch of each variant that trains
+``BATCH_STEPS`` steps; the first of these compiles, and Adam's states exist from the second on.
 """
 
 import argparse
@@ -23,7 +27,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.record import write_records
+from experiments.record import exit_on_sigterm, write_records, write_text
 
 CONFIG = "experiments/throughput/train.toml"
 CONVERTERS = {"bf16": [], "torchao": ["torchao_rowwise"], "fp8_flow": ["fp8_flow_moe"]}
@@ -32,8 +36,10 @@ ROUTING = {
     "forced": ([], ["--debug.moe_force_load_balance"]),
     "model": ([], []),
 }
+OUT_OF_MEMORY = "out of memory"
 STEADY = 8  # steps before: compilation, allocator, warm-up of clocks
-_STEP = re.compile(r"step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
+BATCH_STEPS = 4
+_STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
 
 def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
@@ -58,11 +64,11 @@ class Run:
     """One training run, from the moment its processes import Python modules. ``begin`` lets it use the GPUs."""
 
     def __init__(self, variant: str, args: argparse.Namespace, seed: int, label: str, extra: tuple[str, ...] = ()):
-        self.variant, self.steps, self.seed, self.label = variant, args.steps, seed, label
-        self.log, self.gate, self.dump = (args.out / f"{label}{suffix}" for suffix in (".log", ".gate", ""))
+        self.variant, self.steps, self.seed, self.label = variant, args.steps, seed, re.sub(r"[^\w.-]", "_", label)
+        self.log, self.gate, self.dump = (args.out / f"{self.label}{suffix}" for suffix in (".log", ".gate", ""))
         self.gate.unlink(missing_ok=True)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
-        launcher += ["--local-ranks-filter=0", "--role=rank", "--tee=3", "-m", "torchtitan.train"]
+        launcher += ["--role=rank", "--tee=3", "-m", "torchtitan.train"]  # all ranks: any may run out of memory
         flags = [f"--job.config_file={CONFIG}", f"--job.dump_folder={self.dump}"]
         env = {"THROUGHPUT_GATE": str(self.gate), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.process = subprocess.Popen(
@@ -75,13 +81,16 @@ class Run:
         self.gate.touch()
 
     def wait(self, timeout: float, until: str | None = None) -> str | None:
-        """Waits until the log has ``until``, or its last step; returns what went wrong, or None."""
-        until = until or f"step: {self.steps:2} "
+        """Waits until rank 0 has logged ``until``, or its last step; returns what went wrong, or None."""
+        logged = re.compile(rf"^\[rank0\].*{until or f'step: {self.steps:2} '}", re.MULTILINE)
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             ended = self.process.poll() is not None
-            if until in self.log.read_text():
+            log = self.log.read_text()
+            if logged.search(log):
                 return None
+            if re.search(r"OutOfMemoryError|out of memory", log):
+                return OUT_OF_MEMORY
             if ended:
                 return f"ended with exit code {self.process.returncode}"
             time.sleep(0.2)
@@ -89,7 +98,8 @@ class Run:
 
     def end(self) -> None:
         """Ends all processes of the run: nothing that follows the last step is needed."""
-        self.process.terminate()  # the launcher ends the ranks, which have sessions of their own
+        # The launcher ends the ranks, which have sessions of their own: first with SIGTERM, after 30 s with SIGKILL.
+        self.process.terminate()
         self.process.wait()
         self.gate.unlink(missing_ok=True)
         with gzip.open(f"{self.log}.gz", "wt") as file:
@@ -97,43 +107,71 @@ class Run:
         self.log.unlink()
         shutil.rmtree(self.dump, ignore_errors=True)
 
-    def result(self) -> dict:
+    def result(self, error: str | None) -> dict:
         rows = [match.groups() for match in map(_STEP.search, self.log.read_text().splitlines()) if match]
         steady = [row for row in rows if int(row[0]) > STEADY]
         tokens = [int(row[4].replace(",", "")) for row in steady]
         return {
             "variant": self.variant,
             "seed": self.seed,
+            "error": error,
             "steady_steps": max([int(row[0]) for row in steady], default=STEADY) - STEADY,
             "tokens_per_second": tokens,
             "median_tokens_per_second": statistics.median(tokens) if tokens else None,
             "peak_memory_gib": max((float(row[3]) for row in steady), default=None),
-            "losses": {int(row[0]): float(row[1]) for row in rows},
+            "losses": {row[0]: float(row[1]) for row in rows},
         }
 
 
-def in_turn(args: argparse.Namespace) -> Iterator[Run]:
-    """Runs that have reached their last step, or failed; the next one's imports go on during each."""
-    deadline = time.monotonic() + args.budget
-    todo = [(variant, seed) for seed in range(args.repeats) for variant in args.variants]
+def in_turn(todo: list[tuple[str, int]], args: argparse.Namespace) -> Iterator[dict]:
+    """Results of runs of (variant, seed), one after another; the next one's imports go on during each."""
+    deadline = args.begin + args.budget
     waiting = []
     try:
         for index in range(len(todo)):
             for variant, seed in todo[index : index + 2][len(waiting) :]:
-                waiting.append(Run(variant, args, seed, f"{variant.replace(':', '_')}_{seed}"))
+                waiting.append(Run(variant, args, seed, f"{variant}_{seed}"))
             run = waiting[0]
             run.begin()
             error = run.wait(min(args.timeout, deadline - time.monotonic()))
             if error:
                 print(f"{run.label}: {error}\n{run.log.read_text()[-3000:]}", flush=True)
-            yield run
+            result = run.result(error)
             waiting.pop(0).end()
+            yield result
             if time.monotonic() > deadline:
                 print(f"out of time after {index + 1} of {len(todo)} runs", flush=True)
                 return
     finally:
         for run in waiting:
             run.end()
+
+
+def largest_batch(variant: str, args: argparse.Namespace) -> dict:
+    """Bisects between two local batches, the larger of which is taken not to fit."""
+    low, high = args.largest_batch
+    fits, tried = 0, {}
+    while low < high:
+        batch = (low + high) // 2
+        left = args.begin + args.budget - time.monotonic()
+        if left < 0:
+            break
+        run = Run(variant, args, 0, f"{variant}_batch{batch}", (f"--training.local_batch_size={batch}",))
+        run.begin()
+        try:
+            error = run.wait(min(args.timeout, left))
+            tried[batch] = error or "fits"
+            print(f"{variant}, local batch {batch}: {tried[batch]}", flush=True)
+            if error not in (None, OUT_OF_MEMORY):
+                print(run.log.read_text()[-3000:], flush=True)
+                break
+        finally:
+            run.end()
+        if error:
+            high = batch
+        else:
+            fits, low = batch, batch + 1
+    return {"variant": variant, "largest": fits, "found": low >= high, "tried": tried}
 
 
 def table(results: list[dict], steps: list[int]) -> str:
@@ -144,8 +182,9 @@ def table(results: list[dict], steps: list[int]) -> str:
     ]  # fmt: skip
     for r in results:
         tokens = r["tokens_per_second"]
-        speed = f"{r['median_tokens_per_second']:,.0f} ({min(tokens):,} to {max(tokens):,})" if tokens else "failed"
-        losses = " / ".join(str(r["losses"].get(step, "")) for step in steps)
+        speed = f"{r['median_tokens_per_second']:,.0f} ({min(tokens):,} to {max(tokens):,})" if tokens else ""
+        speed = " ".join(part for part in (speed, r["error"]) if part)
+        losses = " / ".join(str(r["losses"].get(str(step), "")) for step in steps)
         lines.append(
             f"| {r['variant']} | {r['seed']} | {speed} | {r['steady_steps']} | {r['peak_memory_gib']} | {losses} |"
         )
@@ -153,12 +192,12 @@ def table(results: list[dict], steps: list[int]) -> str:
 
 
 def records(results: list[dict], shape: str) -> list[dict]:
-    """Of each variant, the median of its runs against those of bf16 and torchao."""
+    """Of each variant, the median of its completed runs against those of bf16 and torchao."""
     command, out = shlex.join(["python", "-m", "experiments.throughput.train", *sys.argv[1:]]), []
     for key, unit in (("median_tokens_per_second", "tokens/s/GPU"), ("peak_memory_gib", "GiB reserved")):
         values = {}
         for r in results:
-            if r[key] is not None:
+            if r[key] is not None and r["error"] is None:
                 values.setdefault(r["variant"], []).append(r[key])
         median = {variant: statistics.median(v) for variant, v in values.items()}
         for variant, value in median.items():
@@ -170,6 +209,19 @@ def records(results: list[dict], shape: str) -> list[dict]:
                          speedup=ratio if "tokens" in key else 1 / ratio, command=command)
                 )  # fmt: skip
     return out
+
+
+def batch_records(found: list[dict], shape: str) -> list[dict]:
+    """The largest local batches that were found, against those of bf16 and torchao."""
+    command = shlex.join(["python", "-m", "experiments.throughput.train", *sys.argv[1:]])
+    largest = {f["variant"]: f["largest"] for f in found if f["found"] and f["largest"]}
+    return [
+        dict(name=f"train_16b {variant}", shape=f"{shape}, largest local batch", value=value,
+             unit="sequences of 4096 tokens", reference=reference, reference_value=largest[reference],
+             speedup=value / largest[reference], command=command)
+        for variant, value in largest.items()
+        for reference in {"bf16", "torchao"} & set(largest) - {variant}
+    ]  # fmt: skip
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -188,18 +240,31 @@ def parser(description: str) -> argparse.ArgumentParser:
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--variants", nargs="+", default=[*CONVERTERS], help=f"of {', '.join(CONVERTERS)}")
-    p.add_argument("--repeats", type=int, default=2)
+    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="a repeat for each")
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
+    p.add_argument("--largest-batch", type=int, nargs=2, metavar=("LOW", "HIGH"), help="search instead of timing")
     args = p.parse_args()
+    args.begin = time.monotonic()
+    exit_on_sigterm()
     shape = f"{args.flavor or f'16B, {args.layers} layers'}, {args.gpus} GPUs, {args.routing} routing"
-    args.out = args.out / f"train_{args.layers}layers_{args.gpus}gpu_{args.routing}"
+    folder, args.out = args.out, args.out / f"train_{args.layers}layers_{args.gpus}gpu_{args.routing}"
     args.out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for run in in_turn(args):
-        results.append(run.result())
+    if args.largest_batch:
+        found, args.steps = [], BATCH_STEPS
+        for variant in args.variants:
+            found.append(largest_batch(variant, args))
+            write_text(args.out / "largest_batch.json", json.dumps(found, indent=1) + "\n")
+            write_records(folder / "results.json", batch_records(found, shape))
+        return
+    path = args.out / "runs.json"
+    results = json.loads(path.read_text()) if path.exists() else []
+    todo = [(variant, seed) for seed in args.seeds for variant in args.variants]
+    for result in in_turn(todo, args):
+        results = [r for r in results if (r["variant"], r["seed"]) != (result["variant"], result["seed"])] + [result]
         print(f"\n{shape}\n{table(results, range(args.steps // 5, args.steps + 1, args.steps // 5))}", flush=True)
-        (args.out / "runs.json").write_text(json.dumps(results, indent=1) + "\n")
-        write_records(args.out.parent / "results.json", records(results, shape))
+        print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
+        write_text(path, json.dumps(results, indent=1) + "\n")
+        write_records(folder / "results.json", records(results, shape))
 
 
 if __name__ == "__main__":

@@ -149,7 +149,6 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
     E, _, K = weights[0].shape
     N = sum(w.shape[1] for w in weights)
     device = weights[0].device
-    assert all(w.dtype == weights[0].dtype for w in weights)
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=torch.uint8, device=device)

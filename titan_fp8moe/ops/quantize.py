@@ -1,5 +1,6 @@
 """Quantization ops: 1x128 for activations and gradients, 128x128 for weights."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,10 @@ def _(weights, plain, transposed):
 def _check_weights(weights: list[Tensor]) -> None:
     for w in weights:
         require_multiple_of_128("quantize_weight", N=w.shape[1], K=w.shape[2])
+    alike = all((w.shape[0], w.shape[2], w.dtype) == (v.shape[0], v.shape[2], v.dtype) for v, w in pairwise(weights))
+    if not alike or weights[0].dtype not in (torch.bfloat16, torch.float32):
+        got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
+        raise ValueError(f"quantize_weight: weights (E, N, K) share E, K and a dtype, bf16 or fp32; got {got}")
 
 
 def quantize_weight(*weights: Tensor) -> QuantizedWeight:

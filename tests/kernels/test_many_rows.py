@@ -1,0 +1,157 @@
+"""Data movement of 2**20 rows: offsets exceed 31 bits. Only the last rows and columns hold numbers and are compared.
+
+On a CPU only the programs at the ends of each launch are interpreted, and memory that none of them touches costs
+nothing.
+"""
+
+import pytest
+import torch
+
+from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, randn
+from tests.kernels.conftest import INTERPRETED
+from titan_fp8moe import ops, recipe
+from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
+from titan_fp8moe.recipe import E8M0, TILE
+
+M, D = 2**20, 2176
+LAST = slice(-TILE, None)
+
+
+@pytest.fixture
+def interpreted_axes(monkeypatch) -> dict[int, list[int]]:
+    """Programs to interpret along the axes of a grid, negative ones from its end; without an entry the last 4."""
+    axes = {}
+    monkeypatch.undo()  # poisoned memory is memory in use
+    if INTERPRETED:
+        from triton.runtime.interpreter import GridExecutor, interpreter_builder
+
+        launch = GridExecutor.__call__
+        set_dim, set_index = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
+
+        def launch_ends(self, *args, **kwargs):
+            whole = (*self.grid, 1, 1)[:3]
+            assert max(whole[1:]) <= 65535, whole
+            programs = [axes.get(axis, range(max(n - 4, 0), n)) for axis, n in enumerate(whole)]
+            monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda *_: set_dim(*whole))
+            monkeypatch.setattr(
+                interpreter_builder,
+                "set_grid_idx",
+                lambda *index: set_index(*(p[i] % n for p, i, n in zip(programs, index, whole, strict=True))),
+            )
+            self.grid = tuple(map(len, programs))
+            launch(self, *args, **kwargs)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch_ends)
+        # It copies whole tensors onto themselves.
+        monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+    return axes
+
+
+def ending_in(rows: torch.Tensor, num_rows: int = M) -> torch.Tensor:
+    """(num_rows, D) whose last rows are these, the others anything."""
+    out = torch.empty(num_rows, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+    out[-rows.shape[0] :] = rows
+    return out
+
+
+def expert_rows(generator, width):
+    """Rows and column-major scales, of which only the last ones are set, and those."""
+    q, scale = fp8_rows(generator, TILE, width), column_major_scale(generator, TILE, width, 60, 200)
+    far_scale = torch.empty(width // TILE, M, dtype=torch.uint8, device=q.device).t()
+    far_scale[LAST] = scale.view(torch.uint8)
+    return (ending_in(q), far_scale.view(E8M0)), (q, scale)
+
+
+def all_rows(device):
+    return torch.tensor([0, M], dtype=torch.int32, device=device)
+
+
+def test_quantize_rows(interpreted_axes, generator):
+    rows = randn(generator, 2, D).bfloat16()
+    for got, want in zip(quantize.quantize_rows(ending_in(rows)), recipe.quantize_rows(rows), strict=True):
+        assert_same_bits(got[-2:], want)
+
+
+def test_quantize_weight(interpreted_axes, generator):
+    block = randn(generator, 1, TILE, TILE).bfloat16()
+    w = torch.empty(256, 4096, D, dtype=torch.bfloat16, device=block.device)
+    w[-1:, LAST, LAST] = block
+    want, want_scale = recipe.quantize_weight(block)
+    q, q_t, scale = quantize.quantize_weight([w], True, True)
+    assert_same_bits(q[-1:, LAST, LAST], want)
+    assert_same_bits(q_t[-1:, LAST, LAST], want.transpose(1, 2))
+    assert_same_bits(scale[-1:, -1:, -1:], want_scale)
+
+
+def test_swiglu(interpreted_axes, generator, device):
+    H = 1152
+    rows, score = randn(generator, TILE, 2 * H).bfloat16(), randn(generator, TILE).sigmoid()
+    h = ending_in(rows)
+    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, ending_in(score), all_rows(device), False, True)
+    for (got, got_scale), (want, want_scale) in (
+        ((q, scale), recipe.swiglu_quantize(rows, score, False)),
+        ((h_q, h_scale), recipe.quantize_rows(rows)),
+    ):
+        assert_same_bits(got_scale[LAST, -1:], want_scale[:, -1:])
+        got, want = (recipe.dequantize(x[LAST, LAST], want_scale[:, -1:]) for x in (got, want))
+        torch.testing.assert_close(got, want, rtol=0.13, atol=1e-2)
+
+    d = randn(generator, TILE, H).bfloat16()
+    args = (ending_in(d), h, None, ending_in(score), all_rows(device), False)
+    got = swiglu.swiglu_quantize_backward(*args)
+    want = recipe.swiglu_quantize_backward(d, rows, score, False)
+    for i in (0, 2):
+        got_rows, want_rows = (recipe.dequantize(x[i][-64:], x[i + 1][-64:]) for x in (got, want))
+        torch.testing.assert_close(got_rows, want_rows, rtol=0.13, atol=1e-2)
+    torch.testing.assert_close(got[4][-64:], want[4][-64:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "scaling_aware", "requantize"])
+def test_transpose_pair(interpreted_axes, generator, device, mode):
+    interpreted_axes[1] = [D // TILE - 1, -1]
+    (x, last_x), (dy, last_dy) = expert_rows(generator, D), expert_rows(generator, TILE)
+    got = transpose.transpose_pair(*x, *dy, all_rows(device), mode)
+    want = recipe.transpose_pair(*last_x, *last_dy, mode)
+    for i in (0, 2):
+        assert_same_bits(got[i][LAST, LAST], want[i][LAST])
+        scales = LAST if mode == "requantize" else slice(-1, None)
+        assert_same_bits(got[i + 1][scales, -1:], want[i + 1][scales])
+
+
+def test_permute_rows(interpreted_axes, generator, device):
+    blocks = -(-D // permute.COLUMNS)
+    interpreted_axes[0] = [M // TILE, *range(-2 * blocks, 0)]  # the last of scales and padding, and of values
+    tokens = 2 * permute.TOKENS
+    q, scale = fp8_rows(generator, tokens, D), column_major_scale(generator, tokens, D).contiguous()
+    row_TK = torch.full((M, 1), -1, dtype=torch.int32, device=device)
+    row_TK[-tokens:, 0] = torch.arange(M, M + tokens, device=device)
+    token_M = torch.full((M + TILE,), -1, dtype=torch.int32, device=device)
+    token_M[M : M + tokens] = torch.arange(M - tokens, M, device=device)
+    got = permute.permute_rows(ending_in(q), ending_in(scale), row_TK, token_M, all_rows(device) + TILE)
+    token = torch.full((TILE,), -1, dtype=torch.int32, device=device)
+    token[:tokens] = torch.arange(tokens, device=device)
+    for g, w in zip(got, recipe.permute_rows(q, scale, token), strict=True):
+        assert_same_bits(g[LAST], w)
+
+
+def test_payloads(interpreted_axes, generator, device):
+    index = torch.arange(M, dtype=torch.int32, device=device)
+    copy_TK, score = index.unsqueeze(1), randn(generator, M)
+    q, scale = fp8_rows(generator, TILE, D), column_major_scale(generator, TILE, D).contiguous()
+    width = ops.pack_dispatch(q, scale, index[:0], copy_TK, copy_TK, score).shape[1]
+    payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, copy_TK, copy_TK, score, width)
+    want = q, scale, copy_TK[LAST], score[LAST].unsqueeze(1)
+    for got, w in zip(ops.unpack_dispatch(payload, D, 1), want, strict=True):
+        assert_same_bits(got[LAST].contiguous(), w)
+    del payload
+
+    blocks = -(-D // permute.SUM_COLUMNS)
+    interpreted_axes[0] = range(-4 * blocks, 0)
+    y, ds = randn(generator, TILE, D).bfloat16(), randn(generator, M)
+    width = ops.pack_combine(y, ds, copy_TK[:0]).shape[1]
+    payload = permute.pack_combine(ending_in(y), ds, copy_TK, width)
+    rows, ds_C1 = ops.unpack_combine(payload, D, 1)
+    assert_same_bits(rows[-4:].contiguous(), y[-4:])
+    assert_same_bits(ds_C1[-4:, 0].contiguous(), ds[-4:])
+    # Its rows are a payload's.
+    assert_same_bits(permute.unpermute_sum(rows, copy_TK, torch.bfloat16)[-4:], y[-4:])

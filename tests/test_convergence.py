@@ -1,0 +1,105 @@
+"""The statistics of experiments/convergence: what repeated runs allow to conclude."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments.convergence import analyse
+from experiments.convergence.data import ShuffledWindows
+
+
+def test_effects_equal_a_two_sample_t_interval():
+    cells = [("bf16", "s1")] * 3 + [("balanced", "s1")] * 3
+    deviation, freedom, effects = analyse.effects(cells, [2.0, 2.002, 1.998, 2.001, 2.003, 2.005])
+    assert freedom == 4
+    assert deviation == pytest.approx(0.001)
+    # t of 4 degrees of freedom, 97.5%: 2.7764
+    assert effects["balanced"].mean == pytest.approx(0.0015)
+    assert effects["balanced"].half_width == pytest.approx(2.7764 * 0.001 * (2 / 3) ** 0.5, rel=5e-3)
+    assert effects["balanced"].runs == 3
+    assert effects["balanced"].within_goal() == "undecided"
+
+
+def test_intervals_cover_the_truth():
+    """Two checkpoints of different loss, bf16 and balanced repeated, naive once per checkpoint and 0.3% worse."""
+    rng = np.random.default_rng(0)
+    truth = {"bf16": 0.0, "balanced": 0.0, "naive": 0.003}
+    cells = [(r, c) for c in ("s1", "s2") for r, n in (("bf16", 4), ("balanced", 4), ("naive", 1)) for _ in range(n)]
+    covered = {"balanced": 0, "naive": 0}
+    for _ in range(300):
+        losses = [{"s1": 3.0, "s2": 2.8}[c] * (1 + truth[r] + 0.001 * rng.standard_normal()) for r, c in cells]
+        for recipe, effect in analyse.effects(cells, losses)[2].items():
+            covered[recipe] += abs(effect.mean - truth[recipe]) <= effect.half_width
+    assert all(0.91 < count / 300 < 0.99 for count in covered.values()), covered
+
+
+def test_effects_need_a_repetition():
+    deviation, freedom, effects = analyse.effects([("bf16", "s1"), ("naive", "s1")], [2.0, 2.1])
+    assert math.isnan(deviation) and freedom == 0 and effects == {}
+
+
+@pytest.mark.parametrize(("mean", "expected"), [(0.0004, "yes"), (0.0006, "undecided"), (-0.0016, "no")])
+def test_within_goal(mean, expected):
+    assert analyse.Effect(mean, 0.0005, 4).within_goal() == expected
+
+
+def write_run(folder, name, first_step, last_step, loss, evaluated):
+    """A log as train.py writes it, with a constant loss, cut off behind the last evaluation."""
+    router = {"max_violation": [0.5], "load_entropy": [0.9], "score_entropy": [0.9]}
+    config = {"model": {"flavor": "tiny"}}
+    meta = dict(name=name, first_step=first_step, last_step=last_step, steps=last_step, graph=False, experts="",
+                parameters=1, tokens_per_step=8, config=config, environment={})  # fmt: skip
+    steps = range(first_step + 1, max(evaluated) + 1)
+    records = [meta, *({"step": step, "loss": loss, "grad_norm": 1.0, "max_violation": 0.5} for step in steps)]
+    records += [
+        {"step": s, "held_out_loss": loss, "window_losses": [loss - 0.1, loss + 0.1], **router} for s in evaluated
+    ]
+    (folder / name).mkdir(parents=True)
+    (folder / name / "log.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 1, "lo')
+
+
+def test_a_branch_that_was_cut_off(tmp_path):
+    """Unfinished runs are compared as far as they came and do not count as results."""
+    for name, loss, evaluated in (
+        ("bf16-s1-resume", 2.0, [200, 250, 300]),
+        ("bf16-s1-resume1", 2.002, [200, 250, 300]),
+        ("balanced-s1-resume", 2.004, [200, 250, 300]),
+        ("naive-s1-resume", 2.2, [200, 250]),
+    ):
+        write_run(tmp_path, name, 200, 300, loss, evaluated)
+    runs = analyse.read_runs(tmp_path)
+    assert [run.name for run in runs] == [
+        "bf16-s1-resume", "bf16-s1-resume1", "balanced-s1-resume", "naive-s1-resume"
+    ]  # fmt: skip
+    rows = {row["name"]: row for row in analyse.summarize(runs, {})}
+    assert "reference" not in rows["bf16-s1-resume"]
+    assert rows["bf16-s1-resume1"]["reference"] == rows["naive-s1-resume"]["reference"] == "bf16-s1-resume"
+    assert rows["naive-s1-resume"]["step"] == 250
+    assert rows["naive-s1-resume"]["held_out_deviation"] == pytest.approx(0.1)
+    assert rows["naive-s1-resume"]["held_out_error"] == pytest.approx(0)
+    assert rows["balanced-s1-resume"]["final_deviation"] == pytest.approx(0.002)
+    table = analyse.format_effects(runs)
+    assert "| balanced | 1 |" in table and "naive" not in table
+    records = analyse.records(runs, list(rows.values()))
+    assert any(record["name"] == "balanced: final held-out loss" for record in records)
+
+
+def test_broken_runs_give_valid_json(tmp_path):
+    write_run(tmp_path, "bf16-s1-highlr", 0, 300, 2.0, [0, 300])
+    write_run(tmp_path, "balanced-s1-highlr", 0, 300, math.nan, [0, 300])
+    runs = analyse.read_runs(tmp_path)
+    records = analyse.records(runs, analyse.summarize(runs, {}))
+    assert "NaN" not in json.dumps(records)
+    assert {r["value"] for r in records if r["name"].startswith("balanced-s1-highlr held_out_loss")} == {"nan"}
+
+
+def test_resumed_windows_continue(tmp_path):
+    np.save(tmp_path / "train.npy", np.arange(8 * 12 + 1, dtype=np.uint16))
+    whole, resumed = (iter(ShuffledWindows(tmp_path, "train", 8, 2, seed=1)) for _ in range(2))
+    batches = [next(whole)[1] for _ in range(10)]  # an epoch has 6
+    later = ShuffledWindows(tmp_path, "train", 8, 2, seed=1)
+    later.skip = 7
+    assert (next(iter(later))[1] == batches[7]).all()
+    assert not (next(resumed)[1] == batches[7]).all()
