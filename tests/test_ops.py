@@ -55,7 +55,7 @@ def cases():
     experts, slot_S = [torch.randn(E, *shape) / 16 for shape in ((H, D), (D, H), (H, D))], torch.randperm(T * K)
     route = (torch.rand(T * K), experts, slot_S, counts_SE.sum(0))
     for save_h, recompute in (("bf16", "experts"), ("bf16", "activation"), ("fp8", "none")):
-        yield "routed_experts_forward", (torch.randn(T, D), *route, [], [], "", K, False, save_h, recompute, "sum")
+        yield "routed_experts_forward", (torch.randn(T, D), *route, "", 1, 0, K, False, save_h, recompute, "sum")
 
 
 @pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])

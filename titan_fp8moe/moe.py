@@ -1,4 +1,4 @@
-"""The routed experts of one MoE layer as a single autograd function: cast, dispatch, expert FFN, combine.
+"""The routed experts of one MoE layer as an autograd function: cast, dispatch, expert FFN, combine.
 
 It is one function because autograd casts the gradient of an fp8 tensor to fp8, so no fp8 tensor may cross an autograd
 edge, and because everything that reads the expert weights then happens between FSDP's hooks of the experts module.
@@ -10,10 +10,16 @@ The two quantizations are the recipe's two explicit casts. A token is quantized 
 experts; in the backward its gradient is the same for all its experts, so it is quantized once as well.
 
 With expert parallelism a token goes once to each rank that holds experts of it, and one row comes back, the fp32 sum of
-these experts' outputs. What does not depend on the rows is computed while they are on their way: the weights are
-quantized beside the dispatch, and the weight gradients computed beside the combine of the backward.
+these experts' outputs. A second autograd function then ends the combine and, in the backward, begins the dispatch; what
+the caller computes between the two, the shared experts, runs while tokens are on their way, in both directions. So do
+the weight gradients, beside the combine of the backward. Rows and weights are quantized while the host waits for the
+sizes of the forward's dispatch.
+
+    forward   dispatch ... start of the combine | shared experts | its end
+    backward  start of the dispatch | shared experts' backward | its end ... combine beside the weight gradients
 """
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -50,7 +56,6 @@ class Route:
         counts_E: (E_total,) slots per expert, over all ranks' experts.
         top_k: experts per token.
         score_before_experts: whether scores multiply the experts' input instead of their output.
-        exchange: with expert parallelism, once :func:`start_exchange` has been called.
     """
 
     def __init__(self, score_S: Tensor, slot_S: Tensor, counts_E: Tensor, top_k: int, score_before_experts: bool):
@@ -59,7 +64,22 @@ class Route:
         self.counts_E = counts_E
         self.top_k = top_k
         self.score_before_experts = score_before_experts
-        self.exchange: PendingExchange | None = None
+
+
+class RoutedOutput(NamedTuple):
+    """The routed experts' output, with expert parallelism still on its way; for :func:`finish_routed_experts`.
+
+    A tuple, so that FSDP finds the tensor through whose gradient it learns that the experts' backward begins.
+
+    Attributes:
+        out: (T, D); on its way an empty tensor that only takes the gradient's place.
+        exchange: the tensors that :class:`_Exchange` is made of, empty without expert parallelism.
+        rest: what else the end of the combine needs.
+    """
+
+    out: Tensor
+    exchange: list[Tensor]
+    rest: tuple
 
 
 def routed_experts(
@@ -81,18 +101,30 @@ def routed_experts(
     Returns:
         (T, D) in the dtype of ``x_TD``.
     """
+    return finish_routed_experts(start_routed_experts(x_TD, weights, route, config, ep_group, cache))
+
+
+def start_routed_experts(
+    x_TD: Tensor,
+    weights: ExpertWeights,
+    route: Route,
+    config: Fp8FlowMoEConfig,
+    ep_group: dist.ProcessGroup | None = None,
+    cache: WeightCache | None = None,
+) -> RoutedOutput:
+    """:func:`routed_experts` up to the start of the combine. What is computed between this and
+    :func:`finish_routed_experts` runs while tokens are on their way, here and in the backward."""
     num_ranks = 1 if ep_group is None else ep_group.size()
     if route.counts_E.numel() != num_ranks * weights.w1_EHD.shape[0]:
         raise ValueError(
             f"the route counts {route.counts_E.numel()} experts, but {num_ranks} rank(s) hold "
             f"{weights.w1_EHD.shape[0]} each"
         )
-    exchange = None
-    if ep_group is not None:
-        if route.exchange is None:
-            start_exchange(route, x_TD.shape[0], ep_group)
-        exchange = route.exchange.wait()
-    return _RoutedExperts.apply(
+    if ep_group is None:
+        apply, ep_name, journey = _RoutedExperts.apply, "", 0
+    else:
+        apply, ep_name, journey = _start_eagerly, ep_group.group_name, next(_journeys)
+    out, *exchange = apply(
         x_TD,
         route.score_S,
         *weights,
@@ -101,17 +133,47 @@ def routed_experts(
         route.top_k,
         route.score_before_experts,
         config,
-        exchange,
+        ep_name,
+        num_ranks,
+        journey,
         cache if torch.is_grad_enabled() else None,
     )
+    return RoutedOutput(out, exchange, (ep_name, journey, x_TD.shape[1], x_TD.dtype, config.combine))
+
+
+def finish_routed_experts(pending: RoutedOutput) -> Tensor:
+    """(T, D): waits for what the other ranks return and sums it."""
+    if not pending.exchange:
+        return pending.out
+    return _finish_eagerly(pending.out, *pending.exchange, *pending.rest)
+
+
+# What start and end of an exchange hand over, by the number of the journey: the payload under way, of the forward's
+# combine or the backward's dispatch. Not as tensors between the functions, since the forward's would be one more result
+# that per-op activation checkpointing keeps, and the backward's is fp8 and no gradient.
+_under_way: dict[int, Tensor] = {}
+_journeys = itertools.count(1)
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, score_S, w1, w2, w3, slot_S, counts_E, top_k, score_before_experts, config, exchange, cache):
-        maps, splits, ep_name = ([], [], "") if exchange is None else exchange
-        # position_TK, the first of the maps, is needed later only where it tells which row returns for a slot.
-        kept_maps = [maps[0] if config.combine == "rows" else maps[1], *maps[1:3]] if maps else []
+    def forward(
+        ctx,
+        x_TD,
+        score_S,
+        w1,
+        w2,
+        w3,
+        slot_S,
+        counts_E,
+        top_k,
+        score_before_experts,
+        config,
+        ep_name,
+        num_ranks,
+        journey,
+        cache,
+    ):
         weights = [w1, w2, w3]
         if cache is not None:
             weights = [*itertools.chain(*quantize_weights(ExpertWeights(*weights), cache))]
@@ -121,36 +183,40 @@ class _RoutedExperts(torch.autograd.Function):
             weights,
             slot_S,
             counts_E,
-            maps,
-            splits,
             ep_name,
+            num_ranks,
+            journey,
             top_k,
             score_before_experts,
             config.save_h,
             config.recompute,
             config.combine,
         )
+        exchange = saved[: _Exchange.NUM_TENSORS] if ep_name else []
+        ctx.mark_non_differentiable(*exchange)
+        ctx.set_materialize_grads(not exchange)  # no zeros for those
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, so what the backward
         # quantizes cannot be stale.
-        ctx.save_for_backward(w1, w2, w3, slot_S, *kept_maps, *saved)
-        ctx.splits, ctx.ep_name, ctx.top_k, ctx.cache = splits, ep_name, top_k, cache
-        ctx.x_dtype, ctx.score_before_experts, ctx.config = x_TD.dtype, score_before_experts, config
-        return out
+        ctx.save_for_backward(w1, w2, w3, slot_S, *saved)
+        ctx.ep_name, ctx.journey, ctx.cache = ep_name, journey, cache
+        ctx.x_dtype, ctx.top_k, ctx.score_before_experts, ctx.config = x_TD.dtype, top_k, score_before_experts, config
+        return out, *exchange
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout_TD):
+    def backward(ctx, dout_TD, *_):
         w1, w2, w3, slot_S, *saved = ctx.saved_tensors
         exchange = None
         if ctx.ep_name:
-            returned_TK, copy_TK, token_C, row_R, *saved = saved
-            exchange = _Exchange(returned_TK, copy_TK, token_C, ctx.splits, ctx.ep_name, ctx.config.combine)
+            tensors, saved = saved[: _Exchange.NUM_TENSORS], saved[_Exchange.NUM_TENSORS :]
+            exchange = _Exchange(*tensors, ctx.ep_name, ctx.config.combine)
+            row_R, *saved = saved
         offsets_E, token_M, score_M, row_TK, x_q, x_scale, *saved = saved
         layout = Layout(offsets_E, token_M, score_M, row_TK)
+        D = x_q.shape[1]
 
-        q, scale = ops.quantize_rows(dout_TD.contiguous())
-        if exchange is not None:
-            payload = exchange.start_dispatch(q, scale)
+        if exchange is None:
+            q, scale = ops.quantize_rows(dout_TD.contiguous())
         ffn = ExpertFFNBackward(
             Rows(x_q, x_scale),
             saved,
@@ -161,7 +227,7 @@ class _RoutedExperts(torch.autograd.Function):
             ctx.cache,
         )
         if exchange is not None:
-            q, scale, _, _ = ops.unpack_dispatch(ops.wait(payload), dout_TD.shape[1], 0)
+            q, scale, _, _ = ops.unpack_dispatch(ops.wait(_under_way.pop(ctx.journey)), D, 0)
         dy = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
         dx_M, ds_M = ffn.dgrad(dy)
         if exchange is not None:
@@ -172,9 +238,37 @@ class _RoutedExperts(torch.autograd.Function):
         del dx_M
         weight_grads = ffn.wgrad(ctx.needs_input_grad[2:5])
         if exchange is not None:
-            dx_TD, ds = exchange.finish_combine(payload, dout_TD.shape[1], ctx.top_k, ctx.x_dtype)
+            dx_TD, ds = exchange.finish_combine(payload, D, ctx.top_k, ctx.x_dtype)
             ds_S = ops.slot_gradients(ds, exchange.returned_TK, slot_S)
-        return dx_TD, ds_S, *weight_grads, *[None] * 7
+        return dx_TD, ds_S, *weight_grads, *[None] * 9
+
+
+class _FinishCombine(torch.autograd.Function):
+    """The end of the forward's combine; in the backward, the start of the dispatch of the output's gradient."""
+
+    @staticmethod
+    def forward(ctx, out, position_TK, copy_TK, token_C, sizes, ep_name, journey, D, dtype, combine):
+        ctx.save_for_backward(position_TK, copy_TK, token_C, sizes)
+        ctx.out_dtype, ctx.ep_name, ctx.journey, ctx.combine = out.dtype, ep_name, journey, combine
+        return _finish_op(position_TK if combine == "rows" else copy_TK, journey, D, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout_TD):
+        exchange = _Exchange(*ctx.saved_tensors, ctx.ep_name, ctx.combine)
+        q, scale = ops.quantize_rows(dout_TD.contiguous())
+        _under_way[ctx.journey] = exchange.start_dispatch(q, scale)
+        return dout_TD.new_empty(0, dtype=ctx.out_dtype), *[None] * 9
+
+
+# Under torch.compile start and end of an exchange would come to lie in graphs that know nothing of each other, and the
+# sizes are data. (torchtitan compiles the modules around the experts, not these.)
+_start_eagerly = torch.compiler.disable(_RoutedExperts.apply)
+_finish_eagerly = torch.compiler.disable(_FinishCombine.apply)
+
+
+# Checking one takes longer than launching a kernel.
+_checked_config = functools.cache(Fp8FlowMoEConfig)
 
 
 def _routed_experts_forward(
@@ -183,78 +277,112 @@ def _routed_experts_forward(
     weights: list[Tensor],
     slot_S: Tensor,
     counts_E: Tensor,
-    maps: list[Tensor],
-    splits: list[int],
     ep_name: str,
+    num_ranks: int,
+    journey: int,
     top_k: int,
     score_before_experts: bool,
     save_h: str,
     recompute: str,
     combine: str,
 ) -> list[Tensor]:
-    """The layer's output and what its backward needs: with expert parallelism row_R (empty unless ``combine = rows``),
-    the layout's 4 tensors, x's 2, and those of :func:`titan_fp8moe.experts.expert_ffn`.
+    """The layer's output and what its backward needs: the layout's 4 tensors, x's 2, and those of
+    :func:`titan_fp8moe.experts.expert_ffn`. With expert parallelism the output is an empty tensor, since it is under
+    way, and behind it come the tensors of :class:`_Exchange` and row_R (empty unless ``combine = rows``).
 
     ``weights`` are w1, w2, w3; or already quantized the 4 tensors of :func:`titan_fp8moe.experts.quantize_weights`.
     """
-    config = Fp8FlowMoEConfig(save_h=save_h, recompute=recompute, combine=combine)
+    config = _checked_config(save_h=save_h, recompute=recompute, combine=combine)
     (T, D), E = x_TD.shape, weights[0].shape[0]
-    q, scale = ops.quantize_rows(x_TD)
-    moved = []
     if ep_name:
-        position_TK, copy_TK, token_C, received_N = maps
-        returned_TK = position_TK if combine == "rows" else copy_TK
-        exchange = _Exchange(returned_TK, copy_TK, token_C, splits, ep_name, combine)
-        payload = exchange.start_dispatch(q, scale, position_TK, score_S)
+        pending = _PendingSizes(slot_S, counts_E.view(num_ranks, -1), T, top_k, ep_name)
+    q, scale = ops.quantize_rows(x_TD)
     w13, w2 = quantize_weights(ExpertWeights(*weights)) if len(weights) == 3 else (weights[:2], weights[2:])
     if ep_name:
+        position_TK, copy_TK, token_C = pending.maps
+        kept_position_TK = position_TK if combine == "rows" else position_TK.new_empty(0)
+        tensors = [kept_position_TK, copy_TK, token_C, pending.wait()]
+        exchange = _Exchange(*tensors, ep_name, combine)
+        payload = exchange.start_dispatch(q, scale, position_TK, score_S)
         q, scale, position_CK, score_CK = ops.unpack_dispatch(ops.wait(payload), D, top_k)
         rows = exchange.num_received_rows
-        *layout, row_R = ops.arrival_layout(received_N, position_CK, score_CK, rows, row_capacity(rows, E))
-        moved = [row_R if combine == "rows" else row_R.new_empty(0)]
+        *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, row_capacity(rows, E))
     else:
         layout = ops.expert_layout(counts_E.view(1, -1), score_S, slot_S, T, top_k, row_capacity(slot_S.shape[0], E))
     layout = Layout(*layout)
     x = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
     y, saved = expert_ffn(x, w13, w2, layout, score_before_experts, config)
-    if ep_name:
-        payload = exchange.start_combine(y, None, layout.row_TK, row_R)
-        out, _ = exchange.finish_combine(payload, D, top_k, x_TD.dtype)
-    else:
-        out = ops.unpermute_sum(y, layout.row_TK, x_TD.dtype)
-    return [out, *moved, *layout, *x, *saved]
+    if not ep_name:
+        return [ops.unpermute_sum(y, layout.row_TK, x_TD.dtype), *layout, *x, *saved]
+    _under_way[journey] = exchange.start_combine(y, None, layout.row_TK, row_R)
+    kept_row_R = row_R if combine == "rows" else row_R.new_empty(0)
+    return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *x, *saved]
 
 
-# One op of all of it, for the sake of activation checkpointing by op: it keeps the results, so that a recomputed block
-# neither dispatches nor multiplies again. What the backward recomputes instead is the configuration's to say.
+def _routed_experts_finish(returned_TK: Tensor, journey: int, D: int, dtype: torch.dtype) -> Tensor:
+    """The layer's output (T, D), once what the ranks return has arrived."""
+    rows, _ = ops.unpack_combine(ops.wait(_under_way.pop(journey)), D, 0)
+    return ops.unpermute_sum(rows, returned_TK, dtype)
+
+
+# One op of all of it (two where something is computed in between), for the sake of activation checkpointing by op: it
+# keeps the results, so that a recomputed block neither dispatches nor multiplies again. What the backward recomputes
+# instead is the configuration's to say.
 _forward_op = custom_op(_routed_experts_forward)
 torch.library.register_fake(_forward_op, _routed_experts_forward)
+_finish_op = custom_op(_routed_experts_finish)
+
+SAVED_OPS = (_forward_op, _finish_op)
+"""What per-op activation checkpointing must keep: both or neither."""
 
 
 # --- expert parallelism -----------------------------------------------------------------------------------------------
+
+
+class _PendingSizes:
+    """What the ranks will send each other, on its way from them and to the host."""
+
+    def __init__(self, slot_S: Tensor, counts_NE: Tensor, num_tokens: int, top_k: int, ep_name: str):
+        N = counts_NE.shape[0]
+        *self.maps, message_N = ops.dispatch_layout(slot_S, counts_NE, num_tokens, top_k)
+        received_N = ops.wait(ops.start_all_to_all(message_N.view(torch.uint8), [1] * N, [1] * N, ep_name))
+        self.received_N = received_N.view(torch.int32)
+        self.host = torch.stack([message_N, self.received_N]).to("cpu", non_blocking=True)
+        self.copied = torch.cuda.Event() if message_N.is_cuda else None
+        if self.copied is not None:
+            self.copied.record()
+
+    def wait(self) -> Tensor:
+        """The layer's one wait for the device: the host must know how much it will receive. (2, N, 2 + E) int32 on the
+        host, what this rank sends to each and receives from each."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host
 
 
 class _Exchange:
     """Movement of tokens between the ranks of a group and back.
 
     Args:
-        returned_TK: (T, K) int32, the row that comes back for each slot: position_TK of
-            :func:`titan_fp8moe.recipe.dispatch_layout` with ``combine = rows``, otherwise copy_TK.
+        position_TK: of :func:`titan_fp8moe.recipe.dispatch_layout`; read only with ``combine = rows``.
         copy_TK, token_C: of the same.
-        splits: copies sent to each rank, copies received from each, slots sent to each, slots received from each.
+        sizes: of :class:`_PendingSizes`.
         combine: see :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
     """
 
+    NUM_TENSORS = 4
+
     def __init__(
-        self, returned_TK: Tensor, copy_TK: Tensor, token_C: Tensor, splits: list[int], ep_name: str, combine: str
+        self, position_TK: Tensor, copy_TK: Tensor, token_C: Tensor, sizes: Tensor, ep_name: str, combine: str
     ):
-        self.returned_TK, self.copy_TK, self.token_C, self.ep_name = returned_TK, copy_TK, token_C, ep_name
-        N = len(splits) // 4
-        self.sent_copies, self.received_copies, sent_rows, received_rows = (
-            splits[i : i + N] for i in range(0, 4 * N, N)
-        )
+        sent, received = sizes.tolist()
+        self.sent_copies, self.received_copies = ([message[0] for message in m] for m in (sent, received))
+        sent_rows, received_rows = ([sum(message[2:]) for message in m] for m in (sent, received))
+        self.copy_TK, self.token_C, self.ep_name = copy_TK, token_C[: sum(self.sent_copies)], ep_name
         self.num_received_rows = sum(received_rows)
         self.by_row = combine == "rows"
+        # The row that comes back for each slot, and how many rows come and go.
+        self.returned_TK = position_TK if self.by_row else copy_TK
         self.combine_splits = (sent_rows, received_rows) if self.by_row else (self.sent_copies, self.received_copies)
 
     def start_dispatch(
@@ -274,44 +402,3 @@ class _Exchange:
         """Sums what came back for each token, (T, D); and the score gradients as they came."""
         rows, ds = ops.unpack_combine(ops.wait(payload), D, 1 if self.by_row else top_k)
         return ops.unpermute_sum(rows, self.returned_TK, dtype), ds
-
-
-class PreparedExchange(NamedTuple):
-    """Arguments of the forward: position_TK, copy_TK, token_C, received_N; splits of :class:`_Exchange`; the group."""
-
-    maps: list[Tensor]
-    splits: list[int]
-    ep_name: str
-
-
-class PendingExchange:
-    """Counts on their way from the other ranks and to the host."""
-
-    def __init__(self, route: Route, num_tokens: int, ep_group: dist.ProcessGroup):
-        self.ep_name, N = ep_group.group_name, ep_group.size()
-        *self.maps, message_N = ops.dispatch_layout(route.slot_S, route.counts_E.view(N, -1), num_tokens, route.top_k)
-        received_N = ops.wait(ops.start_all_to_all(message_N.view(torch.uint8), [1] * N, [1] * N, self.ep_name))
-        received_N = received_N.view(torch.int32)
-        self.maps.append(received_N)
-        self.host = torch.stack([message_N, received_N]).to("cpu", non_blocking=True)
-        self.copied = torch.cuda.Event() if message_N.is_cuda else None
-        if self.copied is not None:
-            self.copied.record()
-
-    def wait(self) -> PreparedExchange:
-        """The layer's one wait for the device: the host must know how much it will receive."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        sent, received = self.host.tolist()
-        copies = [m[0] for m in sent + received]
-        slots = [sum(m[2:]) for m in sent + received]
-        position_TK, copy_TK, token_C, received_N = self.maps
-        token_C = token_C[: sum(copies[: len(sent)])]
-        return PreparedExchange([position_TK, copy_TK, token_C, received_N], copies + slots, self.ep_name)
-
-
-@torch.no_grad()
-def start_exchange(route: Route, num_tokens: int, ep_group: dist.ProcessGroup) -> None:
-    """Asks the other ranks what they will send. What is launched between this and :func:`routed_experts` runs while the
-    host waits for the answer."""
-    route.exchange = PendingExchange(route, num_tokens, ep_group)

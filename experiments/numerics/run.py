@@ -105,23 +105,24 @@ def train(flavor: str, steps: int, every: int, folder: str) -> tuple[list[Captur
     from titan_fp8moe.torchtitan import modules
 
     captures_of_step: list[Capture] = []
-    routed_experts = modules.routed_experts
+    start_routed_experts = modules.start_routed_experts
 
     def capturing(x_TD, weights, route, *rest):
-        out = routed_experts(x_TD, weights, route, *rest)
+        pending = start_routed_experts(x_TD, weights, route, *rest)
         if trainer.step in wanted and torch.is_grad_enabled():
             tensors = [t.detach().clone() for t in (x_TD, *weights, route.slot_S, route.score_S, route.counts_E)]
             name = f"step {trainer.step}, MoE layer {len(captures_of_step) + 1}"
             capture = Capture(name, tensors[0], tensors[1:4], *tensors[4:], route.top_k)
             captures_of_step.append(capture)
-            out.register_hook(lambda dout: setattr(capture, "dout_TD", dout.detach().clone()))
-        return out
+            # One process: this is the output already.
+            pending.out.register_hook(lambda dout: setattr(capture, "dout_TD", dout.detach().clone()))
+        return pending
 
-    modules.routed_experts = capturing
+    modules.start_routed_experts = capturing
     trainer = CapturingTrainer(config)
     trainer.train()
     trainer.close()
-    modules.routed_experts = routed_experts
+    modules.start_routed_experts = start_routed_experts
     torch.distributed.destroy_process_group()
 
     (events_folder,) = (Path(folder) / "tb").iterdir()

@@ -11,7 +11,7 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import ops
+from titan_fp8moe import moe, ops
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
@@ -20,7 +20,7 @@ NAME = "fp8_flow_moe"
 
 # Results that per-op activation checkpointing keeps: those of the routed experts, who keep little and recompute by
 # themselves, and the chosen experts, so that the recomputation routes exactly as the forward did.
-_SAVED_OPS = (torch.ops.titan_fp8moe.routed_experts_forward.default, torch.ops.aten.topk.default)
+_SAVED_OPS = (*moe.SAVED_OPS, torch.ops.aten.topk.default)
 
 # They compute input and weight gradients at different times; the layer's backward computes both at once.
 _UNSUPPORTED_SCHEDULES = ("dualpipev", "zbvzerobubble", "interleavedzerobubble")

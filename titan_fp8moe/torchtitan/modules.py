@@ -12,11 +12,11 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights, WeightCache
-from titan_fp8moe.moe import Route, routed_experts, start_exchange
+from titan_fp8moe.moe import Route, RoutedOutput, finish_routed_experts, start_routed_experts
 
 
 class Fp8FlowGroupedExperts(GroupedExperts):
-    """The routed experts of a layer: dispatch, FFN and combine, all inside this module's call.
+    """The routed experts of a layer: dispatch, FFN and the start of the combine, all inside this module's call.
 
     FSDP gathers w1, w2, w3 around that call; nothing else may read them.
     """
@@ -38,11 +38,12 @@ class Fp8FlowGroupedExperts(GroupedExperts):
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
         self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
 
-    def forward(self, x_TD: Tensor, route: Route) -> Tensor:
-        """(T, D) -> (T, D), each token's experts summed with their scores. With ``tp_mesh`` a partial sum over it."""
+    def forward(self, x_TD: Tensor, route: Route) -> RoutedOutput:
+        """(T, D) -> (T, D), to be finished: each token's experts summed with their scores. With ``tp_mesh`` a partial
+        sum over it."""
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
         ep_group = None if self.ep_mesh is None else self.ep_mesh.get_group()
-        return routed_experts(x_TD, ExpertWeights(*weights), route, self.config, ep_group, self.cache)
+        return start_routed_experts(x_TD, ExpertWeights(*weights), route, self.config, ep_group, self.cache)
 
     def extra_repr(self) -> str:
         experts, hidden, dim = self.w1.shape
@@ -81,11 +82,11 @@ class Fp8FlowMoE(MoE):
         # on it select this rank's tokens.
         score_S, slot_S, counts_E = self.reorderer(top_scores, selected_experts)
         route = Route(score_S, slot_S, counts_E, self.router.top_k, self.score_before_experts)
-        if self.experts.ep_mesh is not None:
-            start_exchange(route, x_TD.shape[0], self.experts.ep_mesh.get_group())
-        # The shared experts keep the device busy while the host waits for what the other ranks will send.
+        pending = self.experts(routed_TD, route)
+        # With expert parallelism the shared experts run while the routed experts' output comes back from the other
+        # ranks, and their backward while the gradients go there.
         shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        out = self.experts(routed_TD, route)
+        out = finish_routed_experts(pending)
         return (out if shared_TD is None else shared_TD + out).view(shape)
 
 

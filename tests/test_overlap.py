@@ -1,0 +1,108 @@
+"""What runs while tokens are on their way between ranks, by the order in which operators are called."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torchtitan.models.moe.moe import MoE, MoEArgs
+
+from titan_fp8moe import moe
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan.converter import _SAVED_OPS
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+
+OPS = {
+    "all_to_all_single": "start",
+    "wait_tensor": "wait",
+    "mm": "mm",  # of router and shared experts
+    "routed_experts_forward": "experts",
+    "routed_experts_finish": "finish",
+    "grouped_mm": "grouped_mm",
+    "grouped_mm_wgrad": "wgrad",
+}
+
+
+class Order(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._opname in OPS:
+            self.names.append(OPS[func._opname])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """A group of this process alone: the path that tokens take between ranks, without other ranks."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def layer(mesh):
+    torch.manual_seed(0)
+    layer = MoE(MoEArgs(num_experts=4, num_shared_experts=1, top_k=2), dim=128, hidden_dim=128)
+    with torch.no_grad():
+        layer.init_weights(0.02, torch.device("cpu"))
+    Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
+    layer.experts.set_meshes(mesh, None)
+    return layer
+
+
+def gradients(run, layer):
+    """Gradients of a step, and the order of its operators in forward and backward."""
+    x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with Order() as forward:
+        out = run(x)
+    with Order() as backward:
+        grads = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+    assert not moe._under_way
+    return grads, forward.names, backward.names
+
+
+def test_shared_experts_run_beside_combine_and_dispatch(layer):
+    _, forward, backward = gradients(layer, layer)
+    assert forward == ["mm", "experts", "mm", "mm", "mm", "finish"]  # router; shared experts
+    # Two matrix products for each of the three of the shared experts; the router's two come last.
+    assert backward == [
+        *["start", *["mm"] * 6, "wait"],
+        *["grouped_mm", "grouped_mm", "start", "wgrad", "wgrad", "wgrad", "wait"],
+        *["mm", "mm"],
+    ]
+
+
+def test_checkpointing_by_op_moves_no_token_again(layer):
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    by_op = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+    want, _, _ = gradients(layer, layer)
+    got, _, backward = gradients(by_op, layer)
+    assert backward.count("start") == 2 and "experts" not in backward
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_forwards_before_their_backwards(layer):
+    """As in a pipeline: each layer's backward gets its own gradients, in whatever order."""
+    x = torch.randn(2, 8, 128)
+    want = torch.autograd.grad(layer(x).square().sum() + layer(-x).sum(), [*layer.parameters()])
+    first, second = layer(x).square().sum(), layer(-x).sum()
+    grads = [torch.autograd.grad(loss, [*layer.parameters()]) for loss in (first, second)]
+    assert not moe._under_way
+    for total, *parts in zip(want, *grads, strict=True):
+        torch.testing.assert_close(sum(parts), total)
+
+
+def test_under_compile(layer):
+    """The exchange stays eager, and what is around it may be compiled."""
+    want, *_ = gradients(layer, layer)
+    x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    out = torch.compile(layer, backend="aot_eager")(x)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]), want, strict=True):
+        torch.testing.assert_close(a, b)
