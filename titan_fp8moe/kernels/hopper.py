@@ -24,6 +24,8 @@ What ptxas needs in order to leave WGMMA asynchronous is noted where it matters.
 that it does: a WGMMA that is waited for on the spot still gives correct results, at half the speed.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -65,17 +67,17 @@ def is_hopper(x: Tensor) -> bool:
 
 def operand(x: Tensor) -> TensorDescriptor:
     """TMA descriptor of an fp8 matrix that is read in 128x128 tiles; its rows may be strided."""
-    return _descriptor(x, [TILE, TILE])
+    return TensorDescriptor.from_tensor(x, [TILE, TILE], _layout(TILE, x.dtype))
 
 
 def result(x: Tensor) -> TensorDescriptor:
     """TMA descriptor of a result that is written in parts of 64x64."""
-    return _descriptor(x, [64, 64])
+    return TensorDescriptor.from_tensor(x, [64, 64], _layout(64, x.dtype))
 
 
-def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPE[x.dtype])
-    return TensorDescriptor.from_tensor(x, block, layout)
+@functools.cache  # half of what a GEMM cost the host
+def _layout(size: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([size, size], GLUON_DTYPE[dtype])
 
 
 def num_programs(num_pieces: int, device: torch.device) -> int:
