@@ -339,7 +339,6 @@ def test_compiles_without_a_graph_break():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_emulation_on_a_gpu():
     """The reference runs on a GPU when asked to, and the kernels give what it gives."""
     x, scores, chosen, weights = make_layer(dtype=torch.bfloat16)

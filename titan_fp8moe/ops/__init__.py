@@ -1,8 +1,8 @@
 """Custom ops of the FP8 data flow, one family per file, in the namespace ``torch.ops.titan_fp8moe``.
 
 Each op runs its Triton kernel on a GPU and :mod:`titan_fp8moe.recipe` elsewhere, and has a fake for torch.compile. None
-has a gradient of its own: the layer is one autograd function (:mod:`titan_fp8moe.moe`), because autograd would cast the
-gradient of an fp8 tensor to fp8. DTensors do not reach them; the modules pass local tensors.
+has a gradient of its own: they are called inside the layer's autograd functions (:mod:`titan_fp8moe.moe`), because
+autograd would cast the gradient of an fp8 tensor to fp8. DTensors do not reach them; the modules pass local tensors.
 """
 
 from titan_fp8moe.ops.all_to_all import start_all_to_all, wait

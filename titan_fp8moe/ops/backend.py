@@ -15,7 +15,7 @@ def custom_op(function: Callable) -> torch._ops.OpOverload:
 
     Where ``torch.library.custom_op`` also guards against gradients and aliasing in Python at each call, which took
     about 15 µs on one CPU, this one costs what any op costs: a layer makes some 25 calls, and in small layers the host
-    is what is waited for. Gradients are out of the question here: ops are called inside one autograd function only.
+    is what is waited for. Gradients are out of the question here: ops are called inside autograd functions only.
     """
     name = function.__name__.removeprefix("_")
     _library.define(name + torch.library.infer_schema(function, mutates_args=()))

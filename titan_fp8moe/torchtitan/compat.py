@@ -2,10 +2,12 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
+from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage
 
@@ -55,6 +57,16 @@ def fix_selective_checkpointing() -> None:
     FSDPParamGroup.wait_for_unshard = ignoring(FSDPParamGroup.wait_for_unshard)
 
 
+@contextmanager
+def kept_token_counts(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What runs in this context does not count for the load balancing of these modules' routers."""
+    counts = [b for m in modules for name, b in m.named_buffers() if name.endswith("tokens_per_expert")]
+    saved = [count.clone() for count in counts]
+    yield
+    for count, value in zip(counts, saved, strict=True):
+        count.copy_(value)
+
+
 @functools.cache
 def fix_pipeline_counts() -> None:
     """Keep made-up tokens out of the routers' load balancing and the statistics. Calling again does nothing.
@@ -68,13 +80,8 @@ def fix_pipeline_counts() -> None:
     def keeping_counts(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapper(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
-            counts = [b for name, b in self.submod.named_buffers() if name.endswith("tokens_per_expert")]
-            saved = [count.clone() for count in counts]
-            with statistics.paused():
-                result = method(self, *args, **kwargs)
-            for count, value in zip(counts, saved, strict=True):
-                count.copy_(value)
-            return result
+            with statistics.paused(), kept_token_counts([self.submod]):
+                return method(self, *args, **kwargs)
 
         return wrapper
 

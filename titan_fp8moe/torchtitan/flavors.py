@@ -10,6 +10,8 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args, 
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import register_train_spec
 
+from titan_fp8moe.torchtitan.compat import kept_token_counts
+
 
 @functools.cache
 def register_flavors() -> None:
@@ -73,8 +75,5 @@ class MoEValidator(Validator):
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         # The forward counts tokens per expert in eval mode too, and the next optimizer step moves expert_bias by them.
-        counts = [b for m in model_parts for name, b in m.named_buffers() if name.endswith("tokens_per_expert")]
-        saved = [count.clone() for count in counts]
-        super().validate(model_parts, step)
-        for count, value in zip(counts, saved, strict=True):
-            count.copy_(value)
+        with kept_token_counts(model_parts):
+            super().validate(model_parts, step)
