@@ -13,6 +13,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 from titan_fp8moe import moe
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
+from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 OPS = {
@@ -46,7 +47,9 @@ def mesh(tmp_path):
 
 
 @pytest.fixture
-def layer(mesh):
+def layer(mesh, monkeypatch):
+    # On a CPU also where there is a GPU, and the router's histc not yet patched.
+    monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
     torch.manual_seed(0)
     layer = MoE(MoEArgs(num_experts=4, num_shared_experts=1, top_k=2), dim=128, hidden_dim=128)
     with torch.no_grad():

@@ -132,6 +132,11 @@ def gather_context(attentions: list[nn.Module], mesh: DeviceMesh, kind: str) -> 
         attention.forward = forward
 
 
+def buffers_to(device: torch.device, model: nn.Module) -> None:
+    for module in model.modules():
+        module._buffers |= {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
+
+
 def plain_name(name: str) -> str:
     """A parameter's name without the wrappers of compile and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
@@ -162,7 +167,10 @@ def run(case: str, out: Path) -> dict:
             torch.save(get_model_state_dict(trainer.model_parts[0], options=options), seed)
         state = torch.load(seed, mmap=True)
         for part in trainer.model_parts:
+            # One device is all that full state dicts go to; with CPU offload only the buffers are on the GPU.
+            buffers_to(next(part.parameters()).device, part)
             set_model_state_dict(part, dict(state), options=options)
+            buffers_to(trainer.device, part)
         try:
             return trainer.record()
         finally:
