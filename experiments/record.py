@@ -20,11 +20,13 @@ def environment() -> dict:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     for package in ("triton", "torchtitan", "torchao"):
         versions[package] = importlib.metadata.version(package)
+    spec = sys.modules["__main__"].__spec__  # None of a script that is run by its path
+    module = ["-m", spec.name] if spec else []
     return {
         "hardware": hardware,
         "versions": versions,
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *module, *sys.argv[1 if module else 0 :]]),
     }
 
 

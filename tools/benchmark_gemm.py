@@ -424,7 +424,7 @@ def plot_range(records: list[dict], path: Path) -> None:
             axis.set_title(f"{title}, {state}", fontsize=9, loc="left")
             axis.grid(axis="y", alpha=0.3)
             axis.tick_params("x", rotation=90, labelsize=7)
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1650)
         axes[i][0].set_ylabel("TFLOP/s")
     axes[0][0].legend(fontsize=7, loc="lower right")
     figure.supxlabel("thousand rows / groups (s: skewed)")

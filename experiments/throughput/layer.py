@@ -19,7 +19,6 @@ import json
 import math
 import os
 import random
-import shlex
 import socket
 import statistics
 import subprocess
@@ -404,12 +403,11 @@ class Processes:
 def records(result: dict) -> list[dict]:
     shape, ms = Shape(**result["shape"]), {k: statistics.median(v) for k, v in result["ms"].items()}
     label = f"{shape}, {result['gpus']} GPU{'s' * (result['gpus'] > 1)}"
-    command = shlex.join(["python", "-m", "experiments.throughput.layer", *sys.argv[1:]])
 
     def record(name: str, value: float, unit: str, reference: str, reference_value: float) -> dict:
         return {
             "name": name, "shape": label, "value": value, "unit": unit, "reference": reference,
-            "reference_value": reference_value, "speedup": reference_value / value, "command": command,
+            "reference_value": reference_value, "speedup": reference_value / value,
         }  # fmt: skip
 
     unit, out = "ms forward + backward", []

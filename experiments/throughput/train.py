@@ -18,7 +18,6 @@ import gzip
 import json
 import os
 import re
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -193,7 +192,7 @@ def table(results: list[dict], steps: list[int]) -> str:
 
 def records(results: list[dict], shape: str) -> list[dict]:
     """Of each variant, the median of its completed runs against those of bf16 and torchao."""
-    command, out = shlex.join(["python", "-m", "experiments.throughput.train", *sys.argv[1:]]), []
+    out = []
     for key, unit in (("median_tokens_per_second", "tokens/s/GPU"), ("peak_memory_gib", "GiB reserved")):
         values = {}
         for r in results:
@@ -206,19 +205,18 @@ def records(results: list[dict], shape: str) -> list[dict]:
                 out.append(
                     dict(name=f"train_16b {variant}", shape=f"{shape}, {unit}", value=value, unit=unit,
                          reference=reference, reference_value=median[reference],
-                         speedup=ratio if "tokens" in key else 1 / ratio, command=command)
+                         speedup=ratio if "tokens" in key else 1 / ratio)
                 )  # fmt: skip
     return out
 
 
 def batch_records(found: list[dict], shape: str) -> list[dict]:
     """The largest local batches that were found, against those of bf16 and torchao."""
-    command = shlex.join(["python", "-m", "experiments.throughput.train", *sys.argv[1:]])
     largest = {f["variant"]: f["largest"] for f in found if f["found"] and f["largest"]}
     return [
         dict(name=f"train_16b {variant}", shape=f"{shape}, largest local batch", value=value,
              unit="sequences of 4096 tokens", reference=reference, reference_value=largest[reference],
-             speedup=value / largest[reference], command=command)
+             speedup=value / largest[reference])
         for variant, value in largest.items()
         for reference in {"bf16", "torchao"} & set(largest) - {variant}
     ]  # fmt: skip

@@ -62,7 +62,11 @@ def is_hopper(x: Tensor) -> bool:
     """Whether these kernels are for the GPU that holds ``x``. Gluon has no interpreter: not where that is on."""
     if triton.knobs.runtime.interpret:
         return False
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return x.is_cuda and (_properties(x.device).major, _properties(x.device).minor) == (9, 0)
+
+
+# Every GEMM asks twice, and torch looks the device up anew each time.
+_properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def operand(x: Tensor) -> TensorDescriptor:
@@ -82,7 +86,7 @@ def _layout(size: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 def num_programs(num_pieces: int, device: torch.device) -> int:
     """One program per multiprocessor, or fewer where there is less to do."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    processors = _properties(device).multi_processor_count if device.type == "cuda" else 132
     return min(processors, num_pieces)
 
 
