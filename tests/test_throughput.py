@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.record import write_records
-from experiments.throughput import layer, train
+from experiments.record import environment, write_records
+from experiments.throughput import layer, plot_layer, train
 from experiments.throughput.kernel_trace import Kernel, by_class, classify, load, own_kernels, timeline
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
@@ -160,6 +160,13 @@ def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
     assert [(r["shape"], r["value"]) for r in json.loads(path.read_text())] == [("s", 3), ("t", 1)]
 
 
+def test_records_say_how_they_were_made(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["experiments/a.py", "--b", "c d"])
+    for spec, command in ((None, "python experiments/a.py"), (SimpleNamespace(name="x.a"), "python -m x.a")):
+        monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+        assert environment()["command"] == f"{command} --b 'c d'"
+
+
 def test_a_variant_that_fails_does_not_end_the_others():
     steps = []
 
@@ -196,6 +203,19 @@ def test_what_is_known_of_a_layer_is_kept(tmp_path: Path, capsys):
     records = json.loads((tmp_path / "results.json").read_text())
     assert [(r["name"], r["speedup"]) for r in records] == [("moe_layer eager", 1.5)]
     assert json.loads((tmp_path / "layer_1gpu.json").read_text()) == [result]
+
+
+def test_plot_of_layers(tmp_path: Path, monkeypatch):
+    """Those without profiles are left out."""
+    classes = {"bf16": {"grouped GEMM": (6.0, 9), "copy": (3.0, 4)}, "fp8": {"grouped GEMM": (4.0, 7)}}
+    profiled = partial_result() | {"ms": {"bf16": [10.0], "fp8": [5.0]}, "classes": classes}
+    path = tmp_path / "layer_1gpu.json"
+    path.write_text(json.dumps([partial_result(), profiled]))
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda self, x, y, text, **kwargs: drawn.append(text))
+    monkeypatch.setattr("sys.argv", ["", str(path)])
+    plot_layer.main()
+    assert drawn == ["10.0 ms", "5.0 ms  2.00x"] and path.with_suffix(".png").stat().st_size > 0
 
 
 def stub_processes(folder: Path, *programs: str) -> layer.Processes:
