@@ -60,8 +60,9 @@ def calls(M, D, H, E, T=12288):
         for keep_h in (False, True):
             yield f"swiglu {first} {keep_h}", swiglu.swiglu_quantize, (h, score_M, offsets_E, first, keep_h)
         for kept in ((h, None), rows(M, 2 * H)):
-            args = (d, *kept, score_M, offsets_E, first)
-            yield f"swiglu backward {first} {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
+            for again in (False, True):
+                args = (d, *kept, score_M, offsets_E, first, again)
+                yield f"swiglu backward {first} {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
     for sources, experts in ((1, E), (32, E), (256, 1)):
         counts = meta(sources, experts, dtype=torch.int64)
         yield f"expert_layout {sources}", permute.expert_layout, (counts, score_M, slot_S, T, TOP_K, M + TILE * experts)

@@ -97,6 +97,16 @@ class CastCounter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_what_is_kept_is_not_recomputed(recompute, monkeypatch):
+    """GEMM 2's operand; GEMM 1 is counted in test_two_explicit_casts."""
+    op, recomputed = ops.swiglu_quantize_backward, []
+    monkeypatch.setattr(ops, "swiglu_quantize_backward", lambda *args: recomputed.append(args[-1]) or op(*args))
+    x, scores, chosen, weights = make_layer()
+    run(x, scores, chosen, weights, torch.randn_like(x), Fp8FlowMoEConfig(recompute=recompute))
+    assert recomputed == [recompute != "none"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 def test_two_explicit_casts(recompute):
     """One standalone quantization in the forward, one in the backward, and no other way into fp8 but the fused ops.
 

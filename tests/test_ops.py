@@ -46,8 +46,8 @@ def cases():
     yield "slot_gradients", (torch.rand(token_C.shape[0], K), copy_TK, slot_R)
     for first in (False, True):
         yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
-        yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first)
-        yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, first)
+        yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first, True)
+        yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, first, False)
     for mode in ("balanced", "scaling_aware", "requantize"):
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
@@ -80,7 +80,7 @@ def test_compiles_as_one_graph():
         y = ops.grouped_mm(a, a_scale, *w2, offsets_E, BF16)
         y = ops.unpermute_sum(y, row_TK, FP32)
         da = d.repeat_interleave(M // T + 1, 0)[:M]
-        dh, dh_scale, _, _, ds = ops.swiglu_quantize_backward(da, h, None, score_M, offsets_E, False)
+        dh, dh_scale, _, _, ds = ops.swiglu_quantize_backward(da, h, None, score_M, offsets_E, False, True)
         operands = ops.transpose_pair(q, scale, dh, dh_scale, offsets_E, "balanced")
         return y, ds, ops.grouped_mm_wgrad(*operands[2:], *operands[:2], offsets_E, FP32)
 

@@ -168,7 +168,7 @@ class ExpertFFNBackward:
         self.dy, offsets_E = dy, self.layout.offsets_E
         d = ops.grouped_mm(*dy, *self.w2_t, offsets_E, torch.bfloat16)
         dh, dh_scale, a, a_scale, ds_M = ops.swiglu_quantize_backward(
-            d, self.h, self.h_scale, self.layout.score_M, offsets_E, self.score_before_experts
+            d, self.h, self.h_scale, self.layout.score_M, offsets_E, self.score_before_experts, self.a is None
         )
         self.dh, self.a = Rows(dh, dh_scale), self.a or Rows(a, a_scale)
         del d, self.h, self.h_scale, self.w2_t

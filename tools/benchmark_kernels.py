@@ -169,7 +169,7 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     moved = live(routing, h, score, *swiglu.swiglu_quantize(*args)[:2])
     references = {"compiled PyTorch": compiled(recipe.swiglu_quantize, h, score, False)}
     yield Case("swiglu", moved, lambda: swiglu.swiglu_quantize(*args), references)
-    backward = (d, h, None, score, routing.offsets_E, False)
+    backward = (d, h, None, score, routing.offsets_E, False, True)
     moved = live(routing, d, h, score, *swiglu.swiglu_quantize_backward(*backward))
     references = {"compiled PyTorch": compiled(recipe.swiglu_quantize_backward, d, h, score, False)}
     yield Case("swiglu_backward", moved, lambda: swiglu.swiglu_quantize_backward(*backward), references)

@@ -212,7 +212,7 @@ def analyse(c: Capture) -> dict[str, float]:
     a = ops.swiglu_quantize(h, score_M, offsets_E, False, False)[:2]
     y = ops.grouped_mm(*a, *ops.quantize_weight(w2), offsets_E, torch.bfloat16)
     d = ops.grouped_mm(*dy, *ops.quantize_weight_transposed(w2), offsets_E, torch.bfloat16)
-    dh = ops.swiglu_quantize_backward(d, h, None, score_M, offsets_E, False)[:2]
+    dh = ops.swiglu_quantize_backward(d, h, None, score_M, offsets_E, False, False)[:2]
     dx = ops.grouped_mm(*dh, *ops.quantize_weight_transposed(w1, w3), offsets_E, torch.bfloat16)
     dw13, dw2 = (
         {mode: _weight_grads(*pair, offsets_E, mode, torch.float32, parts=1)[0] for mode in TRANSPOSES}

@@ -97,7 +97,7 @@ def test_swiglu(interpreted_axes, generator, device):
         torch.testing.assert_close(got, want, rtol=0.13, atol=1e-2)
 
     d = randn(generator, TILE, H).bfloat16()
-    args = (ending_in(d), h, None, ending_in(score), all_rows(device), False)
+    args = (ending_in(d), h, None, ending_in(score), all_rows(device), False, True)
     got = swiglu.swiglu_quantize_backward(*args)
     want = recipe.swiglu_quantize_backward(d, rows, score, False)
     for i in (0, 2):

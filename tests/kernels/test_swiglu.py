@@ -71,8 +71,8 @@ def test_backward(generator, score_before_experts, fp8_h, special):
         h_scale, wide_h = recipe.column_major(h_scale), recipe.dequantize(h, h_scale)
     offsets_E = offsets(end, device=h.device)
 
-    def run():
-        return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, score_before_experts)
+    def run(recompute_a=True):
+        return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, score_before_experts, recompute_a)
 
     dh, dh_scale, q, q_scale, ds = run()
     want = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], score_before_experts)
@@ -85,4 +85,6 @@ def test_backward(generator, score_before_experts, fp8_h, special):
     assert torch.equal(ds[:end].isfinite(), finite)
     assert ((ds[:end] - want[4]).abs()[finite] <= 1e-6 * size[finite]).all()
     for first, second in zip((dh, q, ds), run()[::2], strict=True):
+        assert_same_bits(first[:end], second[:end])
+    for first, second in zip((dh, q.new_empty(0), ds), run(recompute_a=False)[::2], strict=True):
         assert_same_bits(first[:end], second[:end])

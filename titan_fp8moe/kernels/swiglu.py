@@ -96,7 +96,8 @@ def _swiglu_backward_kernel(
     d, h, h_scale, score, last_offset, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr,
     SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program takes whole rows, so that ds is summed in one fixed order. h: bf16, or e4m3 with h_scale."""
+    """One program takes whole rows, so that ds is summed in one fixed order. h: bf16, or e4m3 with h_scale. q and
+    q_scale are None unless GEMM 2's operand is to be computed again."""
     first = tl.program_id(0) * ROWS
     if first >= tl.load(last_offset):
         return
@@ -127,12 +128,19 @@ def _swiglu_backward_kernel(
             du *= s
         _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE)
         _store_tiles(dh, dh_scale, du, row, up_tile, M, 2 * H, TILE)
-        _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
+        if q is not None:
+            _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
     tl.store(ds + row, ds_row)
 
 
 def swiglu_quantize_backward(
-    d_MH: Tensor, h_M2H: Tensor, h_scale: Tensor | None, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool
+    d_MH: Tensor,
+    h_M2H: Tensor,
+    h_scale: Tensor | None,
+    score_M: Tensor,
+    offsets_E: Tensor,
+    score_before_experts: bool,
+    recompute_a: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of GEMM 1's output and of the score; see :func:`titan_fp8moe.recipe.swiglu_quantize_backward`.
 
@@ -143,17 +151,18 @@ def swiglu_quantize_backward(
         offsets_E: (E,) int32; rows at and past its last entry are skipped.
 
     Returns:
-        dh (M, 2H) e4m3, (M, 2H // 128) e8m0; GEMM 2's operand (M, H) e4m3, (M, H // 128) e8m0; ds (M,) fp32. Scales are
-        column-major.
+        dh (M, 2H) e4m3, (M, 2H // 128) e8m0; GEMM 2's operand (M, H) e4m3, (M, H // 128) e8m0, empty unless
+        ``recompute_a``; ds (M,) fp32. Scales are column-major.
     """
     assert d_MH.is_contiguous() and h_M2H.is_contiguous() and (h_scale is None or h_scale.t().is_contiguous())
     M, H = d_MH.shape
     dh, dh_scale = _rows(d_MH, M, 2 * H)
-    q, q_scale = _rows(d_MH, M, H)
+    q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
     ds = torch.empty(M, dtype=torch.float32, device=d_MH.device)
     _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else h_scale.view(torch.uint8), score_M, offsets_E[-1:],
-        dh, dh_scale, q, q_scale, ds, M, H=H, SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES,
-        ROWS=BACKWARD_ROWS, TILE=TILE, num_warps=BACKWARD_WARPS,
+        dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M, H=H,
+        SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS, TILE=TILE,
+        num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return dh, dh_scale.view(E8M0), q, q_scale.view(E8M0), ds

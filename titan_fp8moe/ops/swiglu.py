@@ -13,6 +13,10 @@ def _fake_rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
     return like.new_empty(M, D, dtype=FP8), like.new_empty(D // TILE, M, dtype=E8M0).t()
 
 
+def _no_rows(like: Tensor) -> tuple[Tensor, Tensor]:
+    return like.new_empty(0, dtype=FP8), like.new_empty(0, dtype=E8M0)
+
+
 @custom_op
 def swiglu_quantize(
     h_M2H: Tensor, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
@@ -40,7 +44,7 @@ def swiglu_quantize(
 @torch.library.register_fake(swiglu_quantize)
 def _(h_M2H, score_M, offsets_E, score_before_experts, keep_h):
     M, H2 = h_M2H.shape
-    h = _fake_rows(h_M2H, M, H2) if keep_h else (h_M2H.new_empty(0, dtype=FP8), h_M2H.new_empty(0, dtype=E8M0))
+    h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
     return *_fake_rows(h_M2H, M, H2 // 2), *h
 
 
@@ -52,24 +56,32 @@ def swiglu_quantize_backward(
     score_M: Tensor,
     offsets_E: Tensor,
     score_before_experts: bool,
+    recompute_a: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of GEMM 1's output and of the score; see :func:`titan_fp8moe.recipe.swiglu_quantize_backward`.
 
     Args:
         d_MH: (M, H) bf16, the gradient of GEMM 2's operand.
         h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0.
+        recompute_a: also return GEMM 2's operand, for a backward that has not kept it.
 
     Returns:
-        dh (M, 2H) e4m3, scale; GEMM 2's operand (M, H) e4m3, scale; ds (M,) fp32. Scales are column-major, rows at and
-        past ``offsets_E[-1]`` undefined.
+        dh (M, 2H) e4m3, scale; GEMM 2's operand (M, H) e4m3, scale, empty unless ``recompute_a``; ds (M,) fp32. Scales
+        are column-major, rows at and past ``offsets_E[-1]`` undefined.
     """
     if use_kernels(d_MH):
-        return kernels.swiglu_quantize_backward(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts)
+        return kernels.swiglu_quantize_backward(
+            d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a
+        )
     h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
-    return recipe.swiglu_quantize_backward(d_MH, h, score_M, score_before_experts)
+    dh, dh_scale, a, a_scale, ds = recipe.swiglu_quantize_backward(d_MH, h, score_M, score_before_experts)
+    if not recompute_a:
+        a, a_scale = a.new_empty(0), a_scale.new_empty(0)
+    return dh, dh_scale, a, a_scale, ds
 
 
 @torch.library.register_fake(swiglu_quantize_backward)
-def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts):
+def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a):
     M, H = d_MH.shape
-    return *_fake_rows(d_MH, M, 2 * H), *_fake_rows(d_MH, M, H), torch.empty_like(score_M)
+    a = _fake_rows(d_MH, M, H) if recompute_a else _no_rows(d_MH)
+    return *_fake_rows(d_MH, M, 2 * H), *a, torch.empty_like(score_M)
