@@ -86,8 +86,11 @@ EXCHANGES = {  # tokens, top_k, ranks, experts per rank, part of the tokens
 }
 
 
+@pytest.mark.parametrize("programs", [2, permute.COPY_PROGRAMS])
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_dispatch_layout(generator, name):
+def test_dispatch_layout(generator, name, programs, monkeypatch):
+    """Also with several blocks of tokens for a program, as with many tokens and ranks."""
+    monkeypatch.setattr(permute, "COPY_PROGRAMS", programs)
     tokens, top_k, ranks, experts, part = EXCHANGES[name]
     slots, counts = sorted_slots(generator, *EXCHANGES[name])
     for dtype in (torch.int64, torch.float32):

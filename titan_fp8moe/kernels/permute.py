@@ -16,7 +16,8 @@ COLUMNS = 256  # bytes of each that it holds
 WARPS = 8
 PACK_ROWS, PACK_COLUMNS = 32, 1024  # of a dispatch payload, what a program writes
 INDEX_BLOCK = 1024  # entries of a map that a program computes
-COPY_ENTRIES = 2048  # tokens times ranks whose copies a program numbers, of at most 128 tokens
+COPY_ENTRIES = 1024  # tokens times ranks whose copies a program numbers at a time, of at most 128 tokens
+COPY_PROGRAMS = 512  # at most: each reads what all have counted
 SUM_COLUMNS = 1024
 SUM_WARPS = 4
 
@@ -137,61 +138,70 @@ def _rank_starts(counts_NE, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexp
     return end - slots, end, counts
 
 
-@triton.jit(do_not_specialize=["T"])
-def _count_copies_kernel(
-    position_TK, counts_NE, copies_BN, T, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr,
-    PAD_E: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copies of BLOCK tokens to each rank."""
-    start, end, _ = _rank_starts(counts_NE, N, E, PAD_N, PAD_E)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    goes = tl.zeros((BLOCK, PAD_N), tl.int1)
-    for k in tl.static_range(K):
-        position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)[:, None]
-        goes |= (position >= start[None, :]) & (position < end[None, :])
-    tl.store(copies_BN + tl.program_id(0) * PAD_N + tl.arange(0, PAD_N), tl.sum(goes.to(tl.int32), axis=0))
-
-
-@triton.jit(do_not_specialize=["T", "blocks"])
-def _copies_kernel(
-    position_TK, counts_NE, copies_BN, copy_TK, token_C, message, T, blocks, K: tl.constexpr, N: tl.constexpr,
-    E: tl.constexpr, PAD_N: tl.constexpr, PAD_E: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Numbers the copies of BLOCK tokens; the first program also writes the messages, (N, 2 + E) int32."""
-    start, end, counts = _rank_starts(counts_NE, N, E, PAD_N, PAD_E)
-    block, n = tl.program_id(0), tl.arange(0, PAD_N)
-    total, before = tl.zeros((PAD_N,), tl.int32), tl.zeros((PAD_N,), tl.int32)
-    for first in range(0, blocks, BLOCK):
-        b = (first + tl.arange(0, BLOCK))[:, None]
-        copies = tl.load(copies_BN + b * PAD_N + n[None, :], mask=b < blocks, other=0)
-        total += tl.sum(copies, axis=0)
-        before += tl.sum(tl.where(b < block, copies, 0), axis=0)
-    before += tl.cumsum(total, axis=0) - total
-
-    token = block * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def _ranks_of(position_TK, token, T, start, end, K: tl.constexpr, BLOCK: tl.constexpr, PAD_N: tl.constexpr):
+    """Whether each token goes to each rank, (BLOCK, PAD_N) int32."""
     goes = tl.zeros((BLOCK, PAD_N), tl.int32)
     for k in tl.static_range(K):
         position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)[:, None]
         goes |= ((position >= start[None, :]) & (position < end[None, :])).to(tl.int32)
-    number = before[None, :] + tl.cumsum(goes, axis=0) - goes
+    return goes
 
-    seen = tl.zeros((BLOCK, PAD_N), tl.int32)
-    for k in tl.static_range(K):
-        position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)
-        here = ((position[:, None] >= start[None, :]) & (position[:, None] < end[None, :])).to(tl.int32)
-        copy = tl.sum(number * here, axis=1)
-        repeated = tl.sum(seen * here, axis=1) > 0
-        seen |= here
-        there = position >= 0
-        tl.store(copy_TK + token * K + k, tl.where(there, tl.where(repeated, -2 - copy, copy), -1), mask=token < T)
-        tl.store(token_C + copy, token, mask=there & (repeated == 0))
 
-    if block == 0:
+@triton.jit(do_not_specialize=["T", "blocks"])
+def _count_copies_kernel(
+    position_TK, counts_NE, copies_PN, T, blocks, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
+    PAD_N: tl.constexpr, PAD_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies of ``blocks`` times BLOCK tokens to each rank."""
+    start, end, _ = _rank_starts(counts_NE, N, E, PAD_N, PAD_E)
+    program = tl.program_id(0)
+    copies = tl.zeros((PAD_N,), tl.int32)
+    for block in range(program * blocks, (program + 1) * blocks):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        copies += tl.sum(_ranks_of(position_TK, token, T, start, end, K, BLOCK, PAD_N), axis=0)
+    tl.store(copies_PN + program * PAD_N + tl.arange(0, PAD_N), copies)
+
+
+@triton.jit(do_not_specialize=["T", "blocks", "programs"])
+def _copies_kernel(
+    position_TK, counts_NE, copies_PN, copy_TK, token_C, message, T, blocks, programs, K: tl.constexpr, N: tl.constexpr,
+    E: tl.constexpr, PAD_N: tl.constexpr, PAD_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Numbers the copies of ``blocks`` times BLOCK tokens; the first program also writes the messages, (N, 2 + E)
+    int32."""
+    start, end, counts = _rank_starts(counts_NE, N, E, PAD_N, PAD_E)
+    program, n = tl.program_id(0), tl.arange(0, PAD_N)
+    total, before = tl.zeros((PAD_N,), tl.int32), tl.zeros((PAD_N,), tl.int32)
+    for first in range(0, programs, BLOCK):
+        p = (first + tl.arange(0, BLOCK))[:, None]
+        copies = tl.load(copies_PN + p * PAD_N + n[None, :], mask=p < programs, other=0)
+        total += tl.sum(copies, axis=0)
+        before += tl.sum(tl.where(p < program, copies, 0), axis=0)
+    before += tl.cumsum(total, axis=0) - total
+
+    if program == 0:
         tl.store(message + n * (2 + E), total, mask=n < N)
         tl.store(message + n * (2 + E) + 1, start, mask=n < N)
         e = tl.arange(0, PAD_E)
         at = n[:, None] * (2 + E) + 2 + e[None, :]
         tl.store(message + at, counts, mask=(n < N)[:, None] & (e < E)[None, :])
+
+    for block in range(program * blocks, (program + 1) * blocks):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        goes = _ranks_of(position_TK, token, T, start, end, K, BLOCK, PAD_N)
+        number = before[None, :] + tl.cumsum(goes, axis=0) - goes
+        before += tl.sum(goes, axis=0)
+        seen = tl.zeros((BLOCK, PAD_N), tl.int32)
+        for k in tl.static_range(K):
+            position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)
+            here = ((position[:, None] >= start[None, :]) & (position[:, None] < end[None, :])).to(tl.int32)
+            copy = tl.sum(number * here, axis=1)
+            repeated = tl.sum(seen * here, axis=1) > 0
+            seen |= here
+            there = position >= 0
+            tl.store(copy_TK + token * K + k, tl.where(there, tl.where(repeated, -2 - copy, copy), -1), mask=token < T)
+            tl.store(token_C + copy, token, mask=there & (repeated == 0))
 
 
 def dispatch_layout(
@@ -219,12 +229,14 @@ def dispatch_layout(
         _positions_kernel[(triton.cdiv(S, INDEX_BLOCK),)](slot_S.contiguous(), position_TK, S, BLOCK=INDEX_BLOCK)
     pad = triton.next_power_of_2(N)
     block = max(min(COPY_ENTRIES // pad, 128), 1)
-    blocks = max(triton.cdiv(num_tokens, block), 1)
-    copies_BN, counts_NE = ints(blocks, pad), counts_NE.contiguous()
+    all_blocks = max(triton.cdiv(num_tokens, block), 1)
+    blocks = triton.cdiv(all_blocks, COPY_PROGRAMS)
+    programs = triton.cdiv(all_blocks, blocks)
+    copies_PN, counts_NE = ints(programs, pad), counts_NE.contiguous()
     options = dict(K=top_k, N=N, E=E, PAD_N=pad, PAD_E=triton.next_power_of_2(E), BLOCK=block, num_warps=8)
-    _count_copies_kernel[(blocks,)](position_TK, counts_NE, copies_BN, num_tokens, **options)
-    _copies_kernel[(blocks,)](
-        position_TK, counts_NE, copies_BN, copy_TK, token_C, message_N, num_tokens, blocks, **options
+    _count_copies_kernel[(programs,)](position_TK, counts_NE, copies_PN, num_tokens, blocks, **options)
+    _copies_kernel[(programs,)](
+        position_TK, counts_NE, copies_PN, copy_TK, token_C, message_N, num_tokens, blocks, programs, **options
     )
     return position_TK, copy_TK, token_C, message_N
 
