@@ -45,7 +45,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_records(path: Path, records: list[dict]) -> None:
     """Adds ``records``, with the environment where they do not say it themselves, to the list in ``path``. They replace
-    records of the same name, shape and reference."""
+    records of the same name, shape and reference. A record is a line."""
 
     def key(record: dict) -> tuple[str, str, str]:
         return record["name"], json.dumps(record["shape"]), record["reference"]
@@ -54,4 +54,5 @@ def write_records(path: Path, records: list[dict]) -> None:
     new = {key(record): env | record for record in records}
     old = json.loads(path.read_text()) if path.exists() else []
     kept = [record for record in old if key(record) not in new]
-    write_text(path, json.dumps(kept + list(new.values()), indent=1) + "\n")
+    lines = ",\n".join(json.dumps(record) for record in kept + list(new.values()))
+    write_text(path, f"[\n{lines}\n]\n")
