@@ -63,7 +63,7 @@ def calls(M, D, H, E, T=12288):
             for again in (False, True):
                 args = (d, *kept, score_M, offsets_E, first, again)
                 yield f"swiglu backward {first} {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
-    for sources, experts in ((1, E), (32, E), (256, 1)):
+    for sources, experts in ((1, E), (32, E), (64, 4), (256, 1)):
         counts = meta(sources, experts, dtype=torch.int64)
         yield f"expert_layout {sources}", permute.expert_layout, (counts, score_M, slot_S, T, TOP_K, M + TILE * experts)
         yield f"dispatch_layout {sources}", permute.dispatch_layout, (slot_S, counts, T, TOP_K)

@@ -233,7 +233,7 @@ def dispatch_layout(
     blocks = triton.cdiv(all_blocks, COPY_PROGRAMS)
     programs = triton.cdiv(all_blocks, blocks)
     copies_PN, counts_NE = ints(programs, pad), counts_NE.contiguous()
-    options = dict(K=top_k, N=N, E=E, PAD_N=pad, PAD_E=triton.next_power_of_2(E), BLOCK=block, num_warps=8)
+    options = dict(K=top_k, N=N, E=E, PAD_N=pad, PAD_E=triton.next_power_of_2(E), BLOCK=block, num_warps=4)
     _count_copies_kernel[(programs,)](position_TK, counts_NE, copies_PN, num_tokens, blocks, **options)
     _copies_kernel[(programs,)](
         position_TK, counts_NE, copies_PN, copy_TK, token_C, message_N, num_tokens, blocks, programs, **options
