@@ -1,4 +1,4 @@
-"""The grouped GEMMs compile for sm_90 to asynchronous tensor core instructions, without spills, for both models; those
+"""The grouped GEMMs compile for sm_90 to asynchronous tensor core instructions, without spills, for three models; those
 in plain Triton also for other GPUs, with whatever registers they need."""
 
 import os
@@ -15,7 +15,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tests.offline_compile import record_launches
 
-MODELS = {"16B": (98304, 64, 2048, 1408), "671B": (32768, 8, 7168, 2048)}  # M, E, D, H
+MODELS = {  # M, E, D, H
+    "smallest": (256, 2, 128, 128),
+    "16B": (98304, 64, 2048, 1408),
+    "671B": (32768, 8, 7168, 2048),
+}
 DTYPES = [torch.bfloat16, torch.float32]
 SHARED_MEMORY = 227 * 1024  # bytes a program may have
 
@@ -57,8 +61,8 @@ def test_grouped_mm(model, kernels, dtype):
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_wgrad(model, kernels, per_column, dtype):
-    M, E, D, H = MODELS[model]
-    for name, N, K in (("wgrad 1", 2 * H, D), ("wgrad 2", D, H)):
+    M, experts, D, H = MODELS[model]
+    for name, E, N, K in (("wgrad 1", experts, 2 * H, D), ("wgrad 2", experts, D, H), ("wgrad 2, 2 experts", 2, D, H)):
         a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
         a_scale, b_scale = (meta(n if per_column else n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
         offsets_E = meta(E, dtype=torch.int32)

@@ -43,6 +43,7 @@ def test_timeline():
         Kernel("c", 45, 50, 1, 7),  # launched long before: not the host's fault
     ]
     expected = {"span": 50, "communication": 15, "exposed communication": 10, "idle": 15, "host-bound": 5}
+    expected |= {"idle, launch unknown": 0}
     assert timeline(kernels) == pytest.approx({key: us / 1e3 for key, us in expected.items()})
 
 
@@ -142,9 +143,8 @@ def test_load_of_a_trace(tmp_path: Path):
     ]  # fmt: skip
     assert [k.launched for k in kernels[:2]] == [1, 30] and math.isnan(kernels[2].launched)
     assert timeline(kernels)["host-bound"] == pytest.approx(0.015)
-    assert math.isnan(timeline([kernels[0], kernels[2]])["host-bound"]), (
-        "an unknown launch is taken for the host's fault"
-    )
+    after_unknown = timeline([kernels[0], kernels[2]])
+    assert (after_unknown["host-bound"], after_unknown["idle, launch unknown"]) == (0, pytest.approx(0.035))
 
 
 def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):

@@ -5,9 +5,10 @@
     python -m tools.benchmark_gemm --plot range.png --out results.json     draws what --range has measured
 
 Every figure is TFLOP/s of the median time, in two states of the card: in bursts (back to back, where power limits the
-clocks) and rested (single runs after idling, launched behind a wait so that the host's time does not count). Candidates
-take turns in random order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the
-average number of rows. All start with a cold L2, but for the bursts of ``--range``. References:
+clocks) and rested (single runs after idling, launched behind a wait so that the host's time does not count); of the
+layers also beside a kernel that occupies 16 multiprocessors all the while, as communication does. Candidates take turns
+in random order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the average
+number of rows. All start with a cold L2, but for the bursts of ``--range``. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
@@ -36,6 +37,7 @@ from unittest.mock import patch
 import torch
 import triton
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from experiments.record import environment, write_records
 from titan_fp8moe import ops, recipe
@@ -179,6 +181,37 @@ def rested_time(run: Callable, idle_s: float = 0.04) -> float:
     return start.elapsed_time(end)
 
 
+@triton.jit(do_not_specialize=["nanoseconds"])
+def _occupy_kernel(nanoseconds):
+    start = globaltimer()
+    now = start
+    while now - start < nanoseconds:
+        now = globaltimer()
+
+
+def occupy(multiprocessors: int, ms: float) -> None:
+    """Keeps multiprocessors busy for a time: none that this kernel is on has room for a program of a GEMM."""
+    _occupy_kernel[(multiprocessors,)](int(ms * 1e6), num_warps=16)
+
+
+def beside_time(run: Callable, ms: float, multiprocessors: int = 16) -> float:
+    """Milliseconds of one run while some multiprocessors are busy, for ``ms`` at least."""
+    torch.cuda.synchronize()
+    time.sleep(0.01)
+    busy = torch.cuda.Stream()
+    torch.cuda._sleep(4_000_000)  # covers the time the host takes to launch
+    busy.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(busy):
+        occupy(multiprocessors, ms)
+    torch.cuda._sleep(30_000)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
 def host_time(run: Callable, runs: int = 20) -> float:
     """Milliseconds that the host takes to launch."""
     torch.cuda.synchronize()
@@ -195,6 +228,7 @@ def measure(
     burst_timer: Callable[[Callable], Callable[[], float]],
     rests: int = 5,
     idle_s: float = 0.04,
+    besides: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Median milliseconds of each candidate by state; without those of the references that this PyTorch refuses to
     run, which are named on stderr."""
@@ -214,10 +248,14 @@ def measure(
     for _ in range(rests):
         for name in shuffled(list(timers)):
             rested[name].append(rested_time(candidates[name], idle_s))
-    return {
-        state: {name: statistics.median(ms) for name, ms in times.items()}
-        for state, times in (("bursts", bursts), ("rested", rested))
-    }
+    states = {"bursts": bursts, "rested": rested}
+    if besides:
+        longest = 4 * max(map(statistics.median, rested.values()))
+        states["beside 16 busy multiprocessors"] = beside = {name: [] for name in timers}
+        for _ in range(besides):
+            for name in shuffled(list(timers)):
+                beside[name].append(beside_time(candidates[name], longest))
+    return {state: {name: statistics.median(ms) for name, ms in times.items()} for state, times in states.items()}
 
 
 # --- error ------------------------------------------------------------------------------------------------------------
@@ -321,22 +359,22 @@ def speed_records(name: str, shape: str, flop: int, times: dict[str, dict[str, f
 
 
 def cells(names: tuple[str, ...], flop: int, times: dict[str, dict[str, float]], width: int) -> str:
-    """Bursts / rested of each candidate."""
-    pairs = [[flop / t.get(name, float("nan")) * 1e-9 for t in times.values()] for name in names]
-    return "".join(f"{f'{burst:.0f} / {rest:.0f}':>{width}}" for burst, rest in pairs)
+    """Of each candidate its speed in each state."""
+    speeds = [[flop / t.get(name, float("nan")) * 1e-9 for t in times.values()] for name in names]
+    return "".join(f"{' / '.join(f'{speed:.0f}' for speed in row):>{width}}" for row in speeds)
 
 
 def benchmark_layers(quick: bool) -> Iterator[list[dict]]:
     """The records of one GEMM after another."""
     rounds, rep_ms = (1, 30) if quick else (5, 60)
     names = ("ours", "ours, fp32 out", *REFERENCES)
-    print(f"{'TFLOP/s, bursts / rested':30}{'N':>6}{'K':>6}" + "".join(f"{name:>17}" for name in names))
+    print(f"{'TFLOP/s, bursts / rested / beside':34}{'N':>6}{'K':>6}" + "".join(f"{name:>20}" for name in names))
     for layer, M, E, D, H in LAYERS:
         offsets_E = group_ends(M, E)
         for title, make, N, K in gemms(D, H):
-            times = measure(make(M, N, K, offsets_E).candidates, rounds, launched(rep_ms))
+            times = measure(make(M, N, K, offsets_E).candidates, rounds, launched(rep_ms), besides=rounds)
             flop = 2 * M * N * K
-            print(f"{layer + ', ' + title:30}{N:6}{K:6}" + cells(names, flop, times, 17), flush=True)
+            print(f"{layer + ', ' + title:34}{N:6}{K:6}" + cells(names, flop, times, 20), flush=True)
             op = "grouped_mm_wgrad" if make is wgrad_gemm else "grouped_mm"
             yield speed_records(op, f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}", flop, times)
 

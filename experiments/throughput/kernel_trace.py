@@ -130,7 +130,8 @@ def timeline(kernels: list[Kernel]) -> dict[str, float]:
 
     * ``communication``: a collective runs; ``exposed communication``: one runs and nothing else does,
     * ``idle``: nothing runs; ``host-bound``: nothing runs and the next kernel had not been launched when the GPU fell
-      idle, up to its launch. The rest of the idle time is between a launch and its start: latency, or a wait for
+      idle, up to its launch; ``idle, launch unknown``: the trace does not have the next kernel's launch, as of those
+      from before its begin. The rest of the idle time is between a launch and its start: latency, or a wait for
       another rank or stream.
     """
     busy = _merge((k.start, k.end) for k in kernels)
@@ -139,10 +140,12 @@ def timeline(kernels: list[Kernel]) -> dict[str, float]:
     launched = {}
     for k in kernels:
         launched[k.start] = min(k.launched, launched.get(k.start, k.launched))
-    host_bound = sum(
-        max(min(launched[start], start) - idle_from, 0.0)  # NaN stays NaN
-        for (_, idle_from), (start, _) in zip(busy, busy[1:], strict=False)
-    )
+    host_bound = unknown = 0.0
+    for (_, idle_from), (start, _) in zip(busy, busy[1:], strict=False):
+        if math.isnan(launched[start]):
+            unknown += start - idle_from
+        else:
+            host_bound += max(min(launched[start], start) - idle_from, 0.0)
     span = busy[-1][1] - busy[0][0]
     return {
         "span": span / 1e3,
@@ -150,4 +153,5 @@ def timeline(kernels: list[Kernel]) -> dict[str, float]:
         "exposed communication": (_length(busy) - _length(compute)) / 1e3,
         "idle": (span - _length(busy)) / 1e3,
         "host-bound": host_bound / 1e3,
+        "idle, launch unknown": unknown / 1e3,
     }

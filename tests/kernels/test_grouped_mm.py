@@ -9,8 +9,9 @@ import torch
 from tests.kernels.compare import offsets, randn
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import recipe
-from titan_fp8moe.kernels import grouped_mm, grouped_mm_hopper, grouped_mm_plain, wgrad_hopper
+from titan_fp8moe.kernels import grouped_mm, grouped_mm_hopper, grouped_mm_plain, hopper, wgrad_hopper
 from titan_fp8moe.recipe import TILE
+from tools.benchmark_gemm import occupy
 
 # Hopper sums the products of 128 values with about 14 bits.
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float32: 2e-4}
@@ -212,6 +213,8 @@ def test_wgrad_scales_of_opposite_size(kernels, generator, mode):
 LAYERS = [  # model, M, E, D, H
     pytest.param(32768, 8, 7168, 2048, id="671B, 32 ranks"),
     pytest.param(98304, 64, 2048, 1408, id="16B, 1 rank"),
+    pytest.param(32768, 8, 2048, 1408, id="16B, 8 ranks"),
+    pytest.param(32768, 2, 2048, 1408, id="16B, 32 ranks"),
 ]
 
 
@@ -261,3 +264,72 @@ def test_no_compilation_when_the_number_of_rows_changes(kernels, generator, devi
             kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
         counts.append([variants(kernel) for kernel in compiled])
     assert all(count == counts[0] for count in counts) and all(counts[0]), counts
+
+
+# --- beside other work: programs take their pieces from a counter -----------------------------------------------------
+
+
+@pytest.fixture
+def gemms(generator):
+    """Both kernels, with more pieces than multiprocessors; and their results when nothing else runs."""
+    if not HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    groups = offsets(1024, 4096, device="cuda")
+    operands = make_operands(generator, 4096, 2048, 512, 2)
+    wgrad_operands = make_wgrad_operands(generator, 4096, 1408, 2048, "balanced")
+    runs = [
+        lambda: grouped_mm.grouped_mm(*operands, groups, torch.bfloat16),
+        lambda: grouped_mm.grouped_mm_wgrad(*wgrad_operands, groups, torch.bfloat16),
+    ]
+    return runs, [run() for run in runs]
+
+
+def assert_same(results, expected):
+    torch.cuda.synchronize()
+    for result, right in zip(results, expected, strict=True):
+        assert torch.equal(result, right)
+    assert all(counter.item() == 0 for counter in hopper._stream_counters.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [1, 16, 131])
+def test_beside_busy_multiprocessors(gemms, multiprocessors):
+    runs, expected = gemms
+    busy = torch.cuda.Stream()
+    for _ in range(3):
+        with torch.cuda.stream(busy):
+            occupy(multiprocessors, 0.5)
+        assert_same([run() for run in runs], expected)
+
+
+@pytest.mark.gpu
+def test_on_streams_beside_each_other(gemms):
+    runs, expected = gemms
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda._sleep(40_000_000)  # the host is slower than the GPU: all are launched before any runs
+    results = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(3):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results += [run() for run in runs]
+    assert_same(results, 9 * expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_counters", [hopper.NUM_COUNTERS, 0], ids=["a counter each", "none left"])
+def test_graphs_beside_each_other(gemms, monkeypatch, num_counters):
+    runs, expected = gemms
+    if num_counters == 0:
+        monkeypatch.setattr(hopper, "_free_counters", {})
+    graphs, results = [torch.cuda.CUDAGraph() for _ in range(3)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            results += [run() for run in 3 * runs]
+    for _ in range(3):
+        for graph in graphs:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.replay()
+        assert_same([run() for run in runs], expected)
+        assert_same(results, 9 * expected)

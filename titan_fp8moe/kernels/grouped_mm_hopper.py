@@ -1,6 +1,6 @@
-"""The GEMM over expert groups along M on Hopper, in Gluon: which tiles a program computes, and with which scales.
+"""The GEMM over expert groups along M on Hopper, in Gluon: where its tiles lie, and which scales they have.
 
-How a tile is computed is the subject of :mod:`titan_fp8moe.kernels.hopper`. A group is a multiple of 128 rows and a
+The program is that of :mod:`titan_fp8moe.kernels.hopper`. A group is a multiple of 128 rows and a
 tile has 128, so that a tile belongs to one expert; which one is read off the group ends in device memory. The order of
 the tiles follows from the ends alone, and every sum is formed in the same order whoever computes it: results are
 deterministic, and a row's result does not depend on the other rows.
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from titan_fp8moe.kernels import hopper
 from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
@@ -30,78 +29,52 @@ def _expert_of(offsets_E, m, E: gl.constexpr):
 
 
 @gluon.jit
-def _schedule(offsets_E, N: gl.constexpr, E: gl.constexpr):
-    """Rows of tiles, tiles, and tiles that are computed in two pieces."""
+def _problem(offsets_E, N: gl.constexpr, E: gl.constexpr):
+    """What :func:`_locate` needs, and the number of pieces."""
     num_rows = gl.load(offsets_E + E - 1) // 128
     num_tiles = num_rows * ((N + 255) // 256)
-    return num_rows, num_tiles, hopper.split_tail(num_tiles, N)
+    num_split = 0
+    if N % 256 == 0:  # else there are narrow tiles among the last
+        num_split = hopper.split_tail(num_tiles, 0)
+    return (offsets_E, num_rows, num_tiles - num_split, num_split), num_tiles + num_split
 
 
 @gluon.jit
-def _position(index, schedule, offsets_E, N: gl.constexpr, E: gl.constexpr):
-    """First row and column of the index-th piece, whether it is 256 columns wide, and its expert."""
-    num_rows, num_tiles, num_split = schedule
-    tile, half, is_half = hopper.piece_at(index, num_tiles, num_split)
+def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
+    offsets_E, num_rows, num_whole, num_split = problem
+    tile, half, is_half, past = hopper.piece_at(index, num_whole, num_split)
     row, column = hopper.tile_position(tile, num_rows, (N + 255) // 256)
     m = row * 128
     n = column * 256 + half * 128
-    return m, n, (is_half == 0) & (n + 256 <= N), _expert_of(offsets_E, m, E)
+    expert = _expert_of(offsets_E, m, E)
+    return (m, expert * N + n, 0, K // 128), (is_half == 0) & (n + 256 <= N), (m, n), expert
 
 
 @gluon.jit
-def _produce(a_desc, b_desc, ring, offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
-    schedule = _schedule(offsets_E, N, E)
-    num_rows, num_tiles, num_split = schedule
-    block = 0
-    for index in range(gl.program_id(0), num_tiles + num_split, gl.num_programs(0)):
-        m, n, wide, expert = _position(index, schedule, offsets_E, N, E)
-        block = hopper.produce_tile(a_desc, b_desc, ring, block, m, expert * N + n, 0, K // 128, wide)
-
-
-@gluon.jit
-def _scale_pointers(a_scale, a_strides, b_scale, b_strides, m, n, expert, CONSUMER: gl.constexpr):
+def _scale_pointers(scales, place, position, expert, CONSUMER: gl.constexpr):
+    a_scale, a_strides, b_scale, b_strides = scales
     a_stride_m, a_stride_k = a_strides
     b_stride_e, b_stride_n, b_stride_k = b_strides
+    m, n = position
     rows = m + 64 * CONSUMER + gl.arange(0, 64, layout=gl.SliceLayout(1, PART_LAYOUT))
     b_pointer = b_scale + expert * b_stride_e + n // 128 * b_stride_n
     return a_scale + rows * a_stride_m, a_stride_k, b_pointer, b_stride_n, b_stride_k
 
 
 @gluon.jit
-def _consume(
-    out_desc,
-    ring,
-    staging,
-    a_scale,
-    a_strides,
-    b_scale,
-    b_strides,
-    offsets_E,
-    CONSUMER: gl.constexpr,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    E: gl.constexpr,
-):
-    schedule = _schedule(offsets_E, N, E)
-    num_rows, num_tiles, num_split = schedule
-    num_pieces = num_tiles + num_split
-    never = num_tiles < 0
-    block = 0
-    first = gl.program_id(0)
-    if first < num_pieces:
-        next_m, next_n, next_wide, expert = _position(first, schedule, offsets_E, N, E)
-        next_pointers = _scale_pointers(a_scale, a_strides, b_scale, b_strides, next_m, next_n, expert, CONSUMER)
-        next_scales = hopper.load_scales(next_pointers, next_wide)
-        for index in range(first, num_pieces, gl.num_programs(0)):
-            m, n, wide, pointers, scales = next_m, next_n, next_wide, next_pointers, next_scales
-            # The next piece's first scales are requested now: a tile must not begin with a wait for memory.
-            following = gl.minimum(index + gl.num_programs(0), num_pieces - 1)
-            next_m, next_n, next_wide, expert = _position(following, schedule, offsets_E, N, E)
-            next_pointers = _scale_pointers(a_scale, a_strides, b_scale, b_strides, next_m, next_n, expert, CONSUMER)
-            next_scales = hopper.load_scales(next_pointers, next_wide)
-            output = (out_desc, staging, (m + 64 * CONSUMER, n))
-            block = hopper.compute_tile(ring, block, scales, pointers, K // 128, wide, never, output, CONSUMER)
-        tma.store_wait(0)
+def _produce(operands, counter, offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
+    requested = hopper.request(counter)
+    problem, num_pieces = _problem(offsets_E, N, E)
+    hopper.produce(operands, counter, requested, num_pieces, problem, N, K, E, _locate)
+
+
+@gluon.jit
+def _consume(results, scales, offsets_E, CONSUMER: gl.constexpr, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
+    problem, num_pieces = _problem(offsets_E, N, E)
+    if num_pieces > 0:
+        hopper.consume(
+            results, num_pieces, problem, scales, num_pieces < 0, CONSUMER, N, K, E, _locate, _scale_pointers, K // 128
+        )
 
 
 # Strides and alignments that follow the number of rows must not compile a kernel anew at every step.
@@ -113,7 +86,7 @@ def _consume(
         "b_scale_stride_n",
         "b_scale_stride_k",
     ],
-    do_not_specialize_on_alignment=["a_scale", "b_scale"],
+    do_not_specialize_on_alignment=["a_scale", "b_scale", "counter"],
 )
 def grouped_mm_hopper_kernel(
     a_desc,  # (M, K) e4m3
@@ -122,6 +95,7 @@ def grouped_mm_hopper_kernel(
     a_scale,  # (M, K // 128) bytes, fast when column-major
     b_scale,  # (E, N // 128, K // 128) bytes
     offsets_E,
+    counter,
     a_scale_stride_m,
     a_scale_stride_k,
     b_scale_stride_e,
@@ -131,15 +105,18 @@ def grouped_mm_hopper_kernel(
     K: gl.constexpr,
     E: gl.constexpr,
 ):
-    """Each program computes every num_programs-th piece of out[m] = a[m] @ b[expert of m]^T."""
-    ring, staging = hopper.allocate(a_desc, b_desc, out_desc)
+    """out[m] = a[m] @ b[expert of m]^T"""
+    ring, slots, staging = hopper.allocate(a_desc, b_desc, out_desc)
+    operands = (a_desc, b_desc, ring, slots)
+    results = (out_desc, staging, ring, slots)
     a_strides = (a_scale_stride_m, a_scale_stride_k)
     b_strides = (b_scale_stride_e, b_scale_stride_n, b_scale_stride_k)
+    scales = (a_scale, a_strides, b_scale, b_strides)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, ring, staging, a_scale, a_strides, b_scale, b_strides, offsets_E, 0, N, K, E)),
-            (_consume, (out_desc, ring, staging, a_scale, a_strides, b_scale, b_strides, offsets_E, 1, N, K, E)),
-            (_produce, (a_desc, b_desc, ring, offsets_E, N, K, E)),
+            (_consume, (results, scales, offsets_E, 0, N, K, E)),
+            (_consume, (results, scales, offsets_E, 1, N, K, E)),
+            (_produce, (operands, counter, offsets_E, N, K, E)),
         ],
         WORKER_WARPS,
         WORKER_REGISTERS,
@@ -161,6 +138,7 @@ def grouped_mm(
         a_scale.view(torch.uint8),
         b_scale.view(torch.uint8),
         offsets_E,
+        hopper.counter(a_MK.device),
         *a_scale.stride(),
         *b_scale.stride(),
         N=N,

@@ -1,13 +1,21 @@
-"""The tile loop of both grouped GEMMs on Hopper, in Gluon: what a program does between knowing its tile and storing it.
+"""The program of both grouped GEMMs on Hopper, in Gluon: all but where a tile lies and which scales it has.
+
+A result is cut into *pieces*: tiles of 128x256, and narrow ones of 128x128. There is a program for each
+multiprocessor, and it takes one piece after another from a counter that all share. Dealing them out beforehand would
+cost nothing, and do as well if programs had the GPU to themselves. But communication holds some of the multiprocessors;
+programs meant for those come late, with all of their pieces, and the GEMM takes up to twice as long. And programs with
+pieces of their own drift apart over a long GEMM, until they no longer share operands in L2.
 
 A program is three partitions that meet at mbarriers only:
 
-* the *producer*, one warp, asks TMA for the operands of block after block, a block being 128 of the contraction dim;
+* the *producer*, one warp, takes pieces and asks TMA for the operands of block after block, a block being 128 of the
+  contraction dim;
 * two *consumers*, a warpgroup each, multiply the upper and the lower 64 rows of a 128x256 tile.
 
 Operands wait in a ring of ``STAGES`` stages. ``full[stage]`` completes when TMA has delivered its bytes and
 ``empty[stage]`` when both consumers have read them. The producer runs ahead over tile boundaries, so that a tile's
-first operands are there while the tile before it is being stored.
+first operands are there while the tile before it is being stored. Pieces' numbers go to the consumers in the same way,
+through ``SLOTS`` slots with the barriers ``told`` and ``heard``.
 
 Scales make an FP8 GEMM hard to feed: every product of a block has to leave the tensor cores, be multiplied by its
 factor and be added to the accumulator by ordinary instructions, which take a quarter of the time that the product
@@ -17,14 +25,22 @@ Per thread that is 128 accumulator and 64 partial registers, which is why a cons
 24. (Partials of 128 columns, one per consumer, each consumer covering for the other's promotion, need as many registers
 and read less shared memory, but were 10 to 20% slower on an H200.)
 
-Narrow tiles, 128 columns wide, run the same code with two parts. They are the last column of tiles where the number of
-columns is an odd multiple of 128, and they shorten the last wave: see :func:`split_tail`.
+Narrow tiles run the same code with two parts. They are the last column of tiles where the number of columns is an odd
+multiple of 128, and halves of wide ones, which shorten the last wave: see :func:`split_tail`.
+
+A kernel gives two functions:
+
+* ``LOCATE(index, problem, N, K, E)`` finds a piece. It returns the operands' ``(a_row, b_row, first_column, steps)``,
+  ``steps`` being its number of blocks; whether it is wide; the result's ``(row, column)``; and its expert, for
+* ``SCALES(scales, place, position, expert, CONSUMER)``: pointers to the scales of the piece's first block, with their
+  steps from block to block and from B's half to half, ``(a_pointers, a_step, b_pointer, b_half, b_step)``.
 
 What ptxas needs in order to leave WGMMA asynchronous is noted where it matters. ``tests/test_gemm_compile.py`` checks
 that it does: a WGMMA that is waited for on the spot still gives correct results, at half the speed.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -43,6 +59,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from titan_fp8moe.recipe import FP8, TILE
 
 STAGES = gl.constexpr(4)  # 48 KiB each; 35 KiB are left for staging and barriers
+SLOTS = gl.constexpr(2)  # a program's piece and the one after it
 # Rows of tiles that are visited together: 132 programs on 12 x 11 tiles share both operands in L2.
 SUPER_ROW = gl.constexpr(12)
 # Accumulators and partials of a consumer: 64x64 as one warpgroup's WGMMA lays them out.
@@ -84,6 +101,33 @@ def _layout(size: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([size, size], GLUON_DTYPE[dtype])
 
 
+NUM_COUNTERS = 4096  # for launches in graphs
+_free_counters: dict[int, Iterator[Tensor]] = {}
+_stream_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter(device: torch.device) -> Tensor:
+    """The number of pieces taken, (1,) int32: zero before a launch, and set back to zero by the launch.
+
+    Launches on a stream follow each other and share one. A captured launch may later run beside any other, and gets one
+    that nobody else has.
+    """
+    if device.type != "cuda":
+        return torch.empty(1, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        free = next(_free_counters.get(device.index, iter(())), None)
+        # When none is left the graph sets its own to zero, which takes 1 to 2 µs of each replay.
+        return torch.zeros(1, dtype=torch.int32, device=device) if free is None else free
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in _stream_counters:
+        if device.index not in _free_counters:
+            zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # they are for any stream
+            _free_counters[device.index] = (zeros[i : i + 1] for i in range(NUM_COUNTERS))
+        _stream_counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _stream_counters[key]
+
+
 def num_programs(num_pieces: int, device: torch.device) -> int:
     """One program per multiprocessor, or fewer where there is less to do."""
     processors = _properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -94,23 +138,24 @@ def num_programs(num_pieces: int, device: torch.device) -> int:
 
 
 @gluon.jit
-def split_tail(num_tiles, NUM_COLUMNS: gl.constexpr):
-    """How many of the last tiles to compute as two narrow pieces each, so that the last wave takes half the time.
+def split_tail(num_wide, num_narrow):
+    """How many of the last wide tiles to compute as two halves each, so that the last wave takes half the time.
 
-    The wave has to have room for them all, or some program would get two pieces, which take as long as one tile.
-    A narrow tile in the last column cannot be split; where there is one, nothing is.
+    The wave has to have room for them and for the narrow tiles that follow, or some program would get two, which take
+    as long as a wide one.
     """
-    rest = num_tiles % gl.num_programs(0)
-    return gl.where((2 * rest <= gl.num_programs(0)) & (NUM_COLUMNS % 256 == 0), rest, 0)
+    rest = num_wide % gl.num_programs(0)
+    return gl.where(2 * rest + num_narrow <= gl.num_programs(0), rest, 0)
 
 
 @gluon.jit
-def piece_at(index, num_tiles, num_split):
-    """Of the index-th piece: its tile, which half of the tile it is, and whether it is a half at all."""
-    num_whole = num_tiles - num_split
-    is_half = (index >= num_whole).to(gl.int32)
-    half = (index - num_whole) * is_half
-    return index - half + half // 2, half & 1, is_half
+def piece_at(index, num_whole, num_split):
+    """Of the index-th piece, after ``num_whole`` tiles and halves of ``num_split``: its tile, which half of it, whether
+    it is a half, and how far it is past the halves (negative: not)."""
+    past = index - num_whole
+    is_half = (past >= 0) & (past < 2 * num_split)
+    half = gl.where(is_half, past, 0)
+    return index - half + half // 2, half & 1, is_half, past - 2 * num_split
 
 
 @gluon.jit
@@ -127,7 +172,8 @@ def tile_position(tile, num_rows, num_columns):
 
 @gluon.jit
 def allocate(a_desc, b_desc, out_desc):
-    """The ring of operands with its barriers, and the staging buffers that TMA stores results from.
+    """The ring of operands with its barriers, slots for the numbers of pieces with theirs, and the staging buffers that
+    TMA stores results from.
 
     A stage holds a 128x128 tile of A and two of B. Each consumer has 16 KiB of staging: two parts in bf16, one in fp32.
     """
@@ -138,10 +184,16 @@ def allocate(a_desc, b_desc, out_desc):
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), 1)
         mbarrier.init(empty.index(stage), 2)
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(told.index(slot), 1)
+        mbarrier.init(heard.index(slot), 2)
     fence_async_shared()
     buffers: gl.constexpr = 32 // out_desc.dtype.primitive_bitwidth
     staging = gl.allocate_shared_memory(out_desc.dtype, [2 * buffers, 64, 64], out_desc.layout)
-    return (a_ring, b_ring, full, empty), staging
+    return (a_ring, b_ring, full, empty), (numbers, told, heard), staging
 
 
 @gluon.jit
@@ -159,8 +211,71 @@ def _phase(block):
 
 
 @gluon.jit
-def produce_tile(a_desc, b_desc, ring, block, a_row, b_row, first_column, steps, wide):
-    """Brings ``steps`` blocks of a tile into the ring; ``block`` counts the program's blocks. Returns its new value."""
+def _lanes():
+    return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def request(counter):
+    """Asks for the number of the next piece. That takes a microsecond, and only :func:`_tell` waits for it."""
+    lanes = _lanes()
+    ones = gl.full([32], 1, gl.int32, lanes.type.layout)
+    return gl.atomic_add(counter + gl.zeros_like(lanes), ones, mask=lanes == 0, sem="relaxed")
+
+
+@gluon.jit
+def _tell(counter, slots, turn, requested, num_pieces):
+    """Tells the consumers the number that came, and returns it; ``num_pieces`` or more: none is left.
+
+    Every program gets one such number. Who gets the last of them sets the counter back.
+    """
+    numbers, told, heard = slots
+    index = gl.sum(gl.where(_lanes() == 0, requested, 0), 0)
+    if index == num_pieces + gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+    slot = turn % SLOTS
+    mbarrier.wait(heard.index(slot), (turn // SLOTS & 1) ^ 1)
+    numbers.index(slot).store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(told.index(slot))
+    return index
+
+
+@gluon.jit
+def produce(
+    operands,
+    counter,
+    requested,
+    num_pieces,
+    problem,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    LOCATE: gl.constexpr,
+):
+    """The producer's work, from the answer to its first :func:`request`.
+
+    It asks for the next piece after the first few blocks of a tile: early enough to have the answer at the tile's end,
+    and late enough for every program to have had its first one. Else those that start first would take two each, and
+    where there are few pieces others none.
+    """
+    a_desc, b_desc, ring, slots = operands
+    block = 0
+    turn = 0
+    index = _tell(counter, slots, turn, requested, num_pieces)
+    while index < num_pieces:
+        place, wide, position, expert = LOCATE(index, problem, N, K, E)
+        a_row, b_row, column, steps = place
+        head = gl.minimum(steps, STAGES + 1)
+        block = _produce_blocks(a_desc, b_desc, ring, block, a_row, b_row, column, head, wide)
+        requested = request(counter)
+        block = _produce_blocks(a_desc, b_desc, ring, block, a_row, b_row, column + head * 128, steps - head, wide)
+        turn += 1
+        index = _tell(counter, slots, turn, requested, num_pieces)
+
+
+@gluon.jit
+def _produce_blocks(a_desc, b_desc, ring, block, a_row, b_row, first_column, steps, wide):
+    """Brings ``steps`` blocks of a piece into the ring. Returns ``block``, the program's number of blocks so far."""
     a_ring, b_ring, full, empty = ring
     for step in range(steps):
         stage = _stage(block)
@@ -181,7 +296,32 @@ def produce_tile(a_desc, b_desc, ring, block, a_row, b_row, first_column, steps,
 
 
 @gluon.jit
-def load_scales(pointers, wide):
+def _look_up(
+    where,
+    CONSUMER: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    LOCATE: gl.constexpr,
+    SCALES: gl.constexpr,
+):
+    """Waits for the number of the turn's piece. Returns it, whether the piece is wide, its result's position, how many
+    blocks it has, the pointers to its scales, and those of the first block."""
+    slots, turn, num_pieces, problem, scales = where
+    numbers, told, heard = slots
+    slot = turn % SLOTS
+    mbarrier.wait(told.index(slot), turn // SLOTS & 1)
+    index = gl.sum(numbers.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(heard.index(slot))
+    # Past the last piece there is nothing to look up, but something must be read.
+    place, wide, position, expert = LOCATE(gl.minimum(index, num_pieces - 1), problem, N, K, E)
+    a_row, b_row, column, steps = place
+    pointers = SCALES(scales, place, position, expert, CONSUMER)
+    return index, wide, position, steps, pointers, _load_scales(pointers, wide)
+
+
+@gluon.jit
+def _load_scales(pointers, wide):
     """A block's scale bytes: of the consumer's 64 rows, and of the tile's first and second 128 columns."""
     a_pointers, a_step, b_pointer, b_half, b_step = pointers
     return gl.load(a_pointers), gl.load(b_pointer), gl.load(b_pointer + b_half * wide.to(gl.int32))
@@ -226,7 +366,7 @@ def _store(out_desc, staging, out_position, acc, CONSUMER: gl.constexpr, PART: g
 
 
 @gluon.jit
-def store_zeros(out_desc, staging, out_position, wide, CONSUMER: gl.constexpr):
+def _store_zeros(out_desc, staging, out_position, wide, CONSUMER: gl.constexpr):
     zero = gl.zeros([64, 64], gl.float32, PART_LAYOUT)
     _store(out_desc, staging, out_position, zero, CONSUMER, 0)
     _store(out_desc, staging, out_position, zero, CONSUMER, 1)
@@ -290,7 +430,24 @@ def _block(
 
 
 @gluon.jit
-def _compute_tile(ring, block, scales, pointers, steps, never, output, CONSUMER: gl.constexpr, PARTS: gl.constexpr):
+def _compute_parts(
+    ring,
+    block,
+    piece,
+    output,
+    where,
+    never,
+    CONSUMER: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    LOCATE: gl.constexpr,
+    SCALES: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """The consumer's 64 rows of a piece, from the ring to memory. Returns the program's number of blocks so far, and
+    the next piece: looked up beside the last block's products, so that no piece begins with waiting for memory."""
+    steps, pointers, scales = piece
     a_pointers, a_step, b_pointer, b_half, b_step = pointers
     a_byte, b0_byte, b1_byte = scales
     a_ring, b_ring, full, empty = ring
@@ -314,25 +471,82 @@ def _compute_tile(ring, block, scales, pointers, steps, never, output, CONSUMER:
         b0_byte = next_b0_byte
         b1_byte = next_b1_byte
         block += 1
+    following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
     _block(ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, PARTS, True)
-    return block + 1
+    return block + 1, following
 
 
 @gluon.jit
-def compute_tile(ring, block, scales, pointers, steps, wide, never, output, CONSUMER: gl.constexpr):
-    """The consumer's 64 rows of a tile, from the ring to memory. Returns the program's number of blocks so far.
-
-    Args:
-        scales: the first block's, of :func:`load_scales`.
-        pointers: to the first block's scales, with their steps from block to block and from B's half to half:
-            ``(a_pointers, a_step, b_pointer, b_half, b_step)``.
-        steps: number of blocks, at least 1.
-        never: false, in a way that the compiler cannot know.
-        output: ``(out_desc, staging, (row, column))``.
-    """
+def _compute_piece(
+    ring,
+    block,
+    wide,
+    piece,
+    output,
+    where,
+    never,
+    CONSUMER: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    LOCATE: gl.constexpr,
+    SCALES: gl.constexpr,
+):
     # Two loops, rather than conditions in one: ptxas gives up on WGMMAs that may or may not be under way.
     if wide:
-        block = _compute_tile(ring, block, scales, pointers, steps, never, output, CONSUMER, 4)
+        block, following = _compute_parts(
+            ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, 4
+        )
     else:
-        block = _compute_tile(ring, block, scales, pointers, steps, never, output, CONSUMER, 2)
-    return block
+        block, following = _compute_parts(
+            ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, 2
+        )
+    return block, following
+
+
+@gluon.jit
+def consume(
+    results,
+    num_pieces,
+    problem,
+    scales,
+    never,
+    CONSUMER: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    LOCATE: gl.constexpr,
+    SCALES: gl.constexpr,
+    STEPS: gl.constexpr,
+):
+    """A consumer's work, of at least one piece.
+
+    Args:
+        never: false, in a way that the compiler cannot know.
+        STEPS: every piece's number of blocks, None where pieces differ and may have none.
+    """
+    out_desc, staging, ring, slots = results
+    block = 0
+    turn = 0
+    first = (slots, turn, num_pieces, problem, scales)
+    index, wide, position, steps, pointers, scale_bytes = _look_up(first, CONSUMER, N, K, E, LOCATE, SCALES)
+    while index < num_pieces:
+        turn += 1
+        row, column = position
+        output = (out_desc, staging, (row + 64 * CONSUMER, column))
+        where = (slots, turn, num_pieces, problem, scales)
+        if STEPS is not None:
+            piece = (STEPS, pointers, scale_bytes)
+            block, following = _compute_piece(
+                ring, block, wide, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES
+            )
+        elif steps > 0:
+            piece = (steps, pointers, scale_bytes)
+            block, following = _compute_piece(
+                ring, block, wide, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES
+            )
+        else:
+            following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
+            _store_zeros(out_desc, staging, (row + 64 * CONSUMER, column), wide, CONSUMER)
+        index, wide, position, steps, pointers, scale_bytes = following
+    tma.store_wait(0)
