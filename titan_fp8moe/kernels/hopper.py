@@ -150,12 +150,11 @@ def split_tail(num_wide, num_narrow):
 
 @gluon.jit
 def piece_at(index, num_whole, num_split):
-    """Of the index-th piece, after ``num_whole`` tiles and halves of ``num_split``: its tile, which half of it, whether
-    it is a half, and how far it is past the halves (negative: not)."""
-    past = index - num_whole
-    is_half = (past >= 0) & (past < 2 * num_split)
-    half = gl.where(is_half, past, 0)
-    return index - half + half // 2, half & 1, is_half, past - 2 * num_split
+    """Of the index-th piece, after ``num_whole`` whole tiles one of the halves of ``num_split`` more: the tile, which
+    half of it, and whether it is a half at all."""
+    is_half = index >= num_whole
+    half = gl.where(is_half, index - num_whole, 0)
+    return index - half + half // 2, half & 1, is_half
 
 
 @gluon.jit
