@@ -156,15 +156,20 @@ def graphed(run: Callable, pool: object, graph_ms: float = 3.0) -> Callable[[], 
             run()
 
     def timer() -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / runs
+        return elapsed(graph.replay) / runs
 
     return timer
+
+
+def elapsed(run: Callable) -> float:
+    """Milliseconds between the GPU's arrival at ``run`` and its end."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 def rested_time(run: Callable, idle_s: float = 0.04) -> float:
@@ -173,12 +178,7 @@ def rested_time(run: Callable, idle_s: float = 0.04) -> float:
     time.sleep(idle_s)
     torch.empty(2**28, dtype=torch.uint8, device="cuda").zero_()
     torch.cuda._sleep(2_000_000)  # covers the time the host takes to launch
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return elapsed(run)
 
 
 @triton.jit(do_not_specialize=["nanoseconds"])
@@ -204,12 +204,7 @@ def beside_time(run: Callable, ms: float, multiprocessors: int = 16) -> float:
     with torch.cuda.stream(busy):
         occupy(multiprocessors, ms)
     torch.cuda._sleep(30_000)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return elapsed(run)
 
 
 def host_time(run: Callable, runs: int = 20) -> float:
