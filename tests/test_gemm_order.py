@@ -4,7 +4,6 @@ Gluon has no interpreter. But the functions that place pieces are plain enough t
 they work on a warp's lanes, tensors.
 """
 
-import heapq
 from types import SimpleNamespace
 
 import pytest
@@ -53,13 +52,12 @@ def programs(monkeypatch):
             BlockedLayout=lambda *args: None,
             arange=lambda start, end, layout: torch.arange(start, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-            zeros_like=torch.zeros_like,
             sum=lambda x, axis: int(x.sum(axis)),
+            max=lambda x, axis: int(x.max()),
             load=lambda pointer, mask=True, other=None: pointer.load(mask, other),
             minimum=min,
             maximum=max,
             where=where,
-            static_range=range,
             int32=torch.int32,
         )
         for module in (hopper, grouped_mm_hopper, wgrad_hopper):
@@ -103,18 +101,19 @@ def test_grouped_mm_covers_every_tile_once(programs, kind, E, N):
     seen = torch.zeros(sum(blocks), N // TILE, dtype=torch.int)
     expert_of = [e for e, size in enumerate(blocks) for _ in range(size)]
     for place, wide, (m, n), expert in pieces(grouped_mm_hopper, (offsets, N, E), (N, K, E)):
+        assert n + TILE * (1 + wide) <= N
         seen[m // TILE, n // TILE : n // TILE + 1 + wide] += 1
         assert expert == expert_of[m // TILE]
         assert place == (m, expert * N + n, 0, K // TILE)
     assert (seen == 1).all()
 
 
-# Many waves; few, with and without a narrow last column, with more experts than are put in order; one column.
+# Many waves; few, with a narrow last column, with and without halves; with more experts than lanes; one column.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "E, N, K",
     [(64, 2048, 1408), (1, 2048, 1408), (2, 2048, 1408), (8, 2048, 1408), (13, 2048, 1408), (4, 384, 384),
-     (16, 384, 384), (17, 384, 384), (3, 256, 2048), (2, 256, 128)],
+     (16, 384, 384), (33, 384, 384), (3, 256, 2048), (2, 256, 128)],
 )  # fmt: skip
 @pytest.mark.parametrize("num_programs", [132, 114, 7])
 def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs):
@@ -123,38 +122,21 @@ def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs):
     ends = ends_of(blocks)
     seen = torch.zeros(E, N // TILE, K // TILE, dtype=torch.int)
     for (n, k, start, steps), wide, position, expert in pieces(wgrad_hopper, (Pointer(ends), N, K, E), (N, K, E)):
+        assert k + TILE * (1 + wide) <= K
         seen[expert, n // TILE, k // TILE : k // TILE + 1 + wide] += 1
         assert position == (expert * N + n, k)
         assert (start, steps) == (ends[expert] - blocks[expert] * TILE, blocks[expert])
     assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("E", [1, 2, 8, 13])
-def test_longest_pieces_come_first_in_few_waves(programs, kind, E):
-    programs(132)
-    N, K, blocks = 2048, 1408, groups(kind, E)
-    placed = pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E), (N, K, E))
-    num_split = len(placed) - E * N // TILE * 6
-    assert num_split in (0, E * N // TILE * 5 % 132)
-    whole, halves = placed[: len(placed) - 2 * num_split], placed[len(placed) - 2 * num_split :]
-    costs = [steps * (7 if wide else 4) for (_, _, _, steps), wide, _, _ in whole]
-    assert costs == sorted(costs, reverse=True)
-    assert all(not wide and steps == min(blocks) for (_, _, _, steps), wide, _, _ in halves)
-
-
-# Two groups of 0.7 and 1.3 times the average, the shorter first, and a group with half of all rows.
+# The last of these is about twice its share of rows; 8 and 64 experts are few and many waves.
 @pytest.mark.parametrize(
-    "blocks", [[128] * 2, [90, 166], [64] * 4, [21, 128, 21, 21], [32] * 8, [9] * 4 + [64] + [9] * 3]
-)
-def test_few_waves_end_nearly_together(programs, blocks):
-    """If programs take pieces in this order, and a half takes 4 where a wide tile takes 7, they end at most 20% after
-    the time that the same work would take if it could be divided at will. (39% in the second case, with all narrow
-    tiles last.)"""
+    "E, blocks, last",
+    [(8, [12] * 8, True), (8, [9, 15] * 4, True), (8, [0] * 4 + [12] * 4, False), (8, [6] * 7 + [42], False),
+     (2, [90, 166], True), (1, [12], True), (64, [12] * 64, False)],
+)  # fmt: skip
+def test_narrow_tiles_come_last_in_few_even_waves(programs, E, blocks, last):
     programs(132)
-    E, N, K = len(blocks), 2048, 1408
-    busy_until, work = [0] * 132, 0
-    for (_, _, _, steps), wide, _, _ in pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E), (N, K, E)):
-        heapq.heapreplace(busy_until, busy_until[0] + steps * (7 if wide else 4))
-        work += steps * (7 if wide else 3.5)
-    assert max(busy_until) <= 1.2 * work / 132
+    N, K = 2048, 1408
+    wides = [wide for _, wide, _, _ in pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E), (N, K, E))]
+    assert (wides == sorted(wides, reverse=True)) == last

@@ -150,11 +150,12 @@ def split_tail(num_wide, num_narrow):
 
 @gluon.jit
 def piece_at(index, num_whole, num_split):
-    """Of the index-th piece, after ``num_whole`` whole tiles one of the halves of ``num_split`` more: the tile, which
-    half of it, and whether it is a half at all."""
-    is_half = index >= num_whole
-    half = gl.where(is_half, index - num_whole, 0)
-    return index - half + half // 2, half & 1, is_half
+    """Of the index-th piece, where halves of ``num_split`` tiles follow ``num_whole`` whole ones: its tile, which half
+    of it, whether it is a half, and how far past the halves it is (negative: it is not)."""
+    past = index - num_whole
+    is_half = (past >= 0) & (past < 2 * num_split)
+    half = gl.where(is_half, past, 0)
+    return index - half + half // 2, half & 1, is_half, past - 2 * num_split
 
 
 @gluon.jit

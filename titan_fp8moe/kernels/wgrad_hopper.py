@@ -17,87 +17,50 @@ from titan_fp8moe.recipe import TILE
 
 @gluon.jit
 def _problem(offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
-    """What :func:`_locate` needs, and the number of pieces."""
+    """What :func:`_locate` needs, and the number of pieces.
+
+    Where K is an odd multiple of 128 the last column of tiles is narrow. In a GEMM of few waves these tiles come last,
+    to fill what the others leave of the last wave, unless one expert has twice its share of rows: then its narrow tiles
+    would end long after everything else. Otherwise they lie among the wide ones, with which they share operands in L2.
+    """
     num_rows: gl.constexpr = E * (N // 128)
+    num_columns = (K + 255) // 256
+    num_narrow = 0
     num_split = 0
-    order = 0
-    if _longest_first(N, K, E):
-        num_wide: gl.constexpr = num_rows * (K // 256)
-        num_tiles = num_wide + num_rows
-        num_split = hopper.split_tail(num_wide, num_rows)
-        num_split = gl.where(num_split <= num_wide // E, num_split, 0)
-        order = _order(offsets_E, num_split, N, K, E)
-    else:
-        num_tiles = num_rows * ((K + 255) // 256)
-        if K % 256 == 0:  # else there are narrow tiles among the last
-            num_split = hopper.split_tail(num_tiles, 0)
-    return (offsets_E, order, num_tiles - num_split, num_split), num_tiles + num_split
+    if K % 256 == 0:
+        num_split = hopper.split_tail(num_rows * num_columns, 0)
+    elif _few_waves(N, K, E):
+        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        start = gl.load(offsets_E + lane - 1, mask=(lane > 0) & (lane < E), other=0)
+        end = gl.load(offsets_E + lane, mask=lane < E, other=0)
+        longest = gl.max(gl.where(lane < E, end - start, 0), 0)
+        narrow_last = longest * E < 2 * gl.load(offsets_E + E - 1)
+        num_columns = gl.where(narrow_last, K // 256, num_columns)
+        num_narrow = gl.where(narrow_last, num_rows, 0)
+        num_split = gl.where(narrow_last, hopper.split_tail(num_rows * num_columns, num_narrow), 0)
+    num_whole = num_rows * num_columns - num_split
+    return (offsets_E, num_columns, num_whole, num_split), num_whole + 2 * num_split + num_narrow
 
 
 @gluon.constexpr_function
-def _longest_first(N, K, E):
-    """Whether the longest pieces come first. The order of experts keeps operands in L2, and in many waves it does not
-    matter which are last. In a few (here up to 8, on the 132 multiprocessors of a whole GPU) it does, where K is an odd
-    multiple of 128: the tiles of the last column are narrow, and fill what the others leave of the last wave."""
-    return K % 256 != 0 and K > 128 and E <= 16 and E * (N // 128) * (K // 256) < 8 * 132
-
-
-@gluon.jit
-def _order(offsets_E, num_split, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
-    """Where in the order an expert's tiles are, its wide ones in lane ``expert``, its narrow ones in ``E + expert``:
-    the first one's place and their number. Of the wide tiles that take least ``num_split`` are left out, to be halves
-    at the end: whose these are, and where among its wide tiles they begin."""
-    wide_tiles: gl.constexpr = N // 128 * (K // 256)
-    narrow_tiles: gl.constexpr = N // 128
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    is_wide = lane < E
-    expert = gl.where(is_wide, lane, lane - E)
-    used = lane < 2 * E
-    start = gl.load(offsets_E + expert - 1, mask=used & (expert > 0), other=0)
-    # Half of a wide tile's products, but more than half of its operands: taken for four sevenths of its time.
-    cost = (gl.load(offsets_E + expert, mask=used, other=0) - start) * gl.where(is_wide, 7, 4)
-    first = gl.zeros_like(lane)
-    wide_before = gl.zeros_like(lane)
-    previous = 0
-    least = 2**31 - 1
-    for e in gl.static_range(E):
-        end = gl.load(offsets_E + e)
-        wide_cost = (end - previous) * 7
-        narrow_cost = (end - previous) * 4
-        previous = end
-        least = gl.minimum(least, wide_cost)
-        after_wide = (wide_cost > cost) | ((wide_cost == cost) & (e < lane))
-        after_narrow = (narrow_cost > cost) | ((narrow_cost == cost) & (E + e < lane))
-        first += gl.where(after_wide, wide_tiles, 0) + gl.where(after_narrow, narrow_tiles, 0)
-        wide_before += after_wide.to(gl.int32)
-    # The wide tiles that take least are the last of the wide ones; narrow ones may come after them.
-    is_least = is_wide & (wide_before == E - 1)
-    first -= gl.where((is_wide == 0) & (least >= cost), num_split, 0)
-    count = gl.where(is_wide, wide_tiles, narrow_tiles) - gl.where(is_least, num_split, 0)
-    return first, gl.where(used, count, 0), gl.sum(gl.where(is_least, lane, 0), 0), wide_tiles - num_split
+def _few_waves(N, K, E):
+    # up to 8 on the 132 multiprocessors of a whole GPU; experts for the lanes of a warp
+    return K > 128 and E <= 32 and E * (N // 128) * (K // 256) < 8 * 132
 
 
 @gluon.jit
 def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
-    offsets_E, order, num_whole, num_split = problem
+    offsets_E, num_columns, num_whole, num_split = problem
     num_rows: gl.constexpr = N // 128
-    num_columns: gl.constexpr = K // 256 if _longest_first(N, K, E) else (K + 255) // 256
-    tile, half, is_half = hopper.piece_at(index, num_whole, num_split)
-    if _longest_first(N, K, E):
-        first, count, split_expert, split_tile = order
-        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        here = (index >= first) & (index < first + count)
-        found = gl.sum(gl.where(here, lane, 0), 0)
-        is_narrow = (is_half == 0) & (found >= E)
-        expert = gl.where(is_half, split_expert, gl.where(is_narrow, found - E, found))
-        tile = gl.where(is_half, tile - num_whole + split_tile, index - gl.sum(gl.where(here, first, 0), 0))
-        row, column = hopper.tile_position(tile, num_rows, num_columns)
-        row = gl.where(is_narrow, tile, row)
-        k = gl.where(is_narrow, K - 128, column * 256 + half * 128)
-    else:
-        expert = tile // (num_rows * num_columns)
-        row, column = hopper.tile_position(tile - expert * (num_rows * num_columns), num_rows, num_columns)
-        k = column * 256 + half * 128
+    tile, half, is_half, past = hopper.piece_at(index, num_whole, num_split)
+    expert = tile // (num_rows * num_columns)
+    row, column = hopper.tile_position(tile - expert * (num_rows * num_columns), num_rows, num_columns)
+    k = column * 256 + half * 128
+    if K % 256 != 0:
+        is_narrow = past >= 0
+        expert = gl.where(is_narrow, past // num_rows, expert)
+        row = gl.where(is_narrow, past % num_rows, row)
+        k = gl.where(is_narrow, K - 128, k)
     start = gl.load(offsets_E + expert - 1, mask=expert > 0, other=0)
     steps = (gl.load(offsets_E + expert) - start) // 128
     n = row * 128
