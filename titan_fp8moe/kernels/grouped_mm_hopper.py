@@ -42,7 +42,7 @@ def _problem(offsets_E, N: gl.constexpr, E: gl.constexpr):
 @gluon.jit
 def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
     offsets_E, num_rows, num_whole, num_split = problem
-    tile, half, is_half, past = hopper.piece_at(index, num_whole, num_split)
+    tile, half, is_half = hopper.piece_at(index, num_whole, num_split)
     row, column = hopper.tile_position(tile, num_rows, (N + 255) // 256)
     m = row * 128
     n = column * 256 + half * 128

@@ -4,7 +4,8 @@ A result is cut into *pieces*: tiles of 128x256, and narrow ones of 128x128. The
 multiprocessor, and it takes one piece after another from a counter that all share. Dealing them out beforehand would
 cost nothing, and do as well if programs had the GPU to themselves. But communication holds some of the multiprocessors,
 and programs meant for those come late, with all of their pieces: with 16 of an H200's 132 held, a GEMM took 1.8 times
-as long. And programs with pieces of their own drift apart over a long GEMM, until they no longer share operands in L2.
+as long. And programs with pieces of their own seem to drift apart over a long GEMM, and to lose what they share in L2:
+weight gradients of very long groups took up to 11% longer.
 
 A program is three partitions that meet at mbarriers only:
 
@@ -116,7 +117,7 @@ def counter(device: torch.device) -> Tensor:
         return torch.empty(1, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
         free = next(_free_counters.get(device.index, iter(())), None)
-        # When none is left the graph sets its own to zero, which takes 1 to 2 µs of each replay.
+        # When none is left the graph sets its own to zero, one more thing to do in each replay.
         return torch.zeros(1, dtype=torch.int32, device=device) if free is None else free
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     if key not in _stream_counters:
@@ -151,11 +152,11 @@ def split_tail(num_wide, num_narrow):
 @gluon.jit
 def piece_at(index, num_whole, num_split):
     """Of the index-th piece, where halves of ``num_split`` tiles follow ``num_whole`` whole ones: its tile, which half
-    of it, whether it is a half, and how far past the halves it is (negative: it is not)."""
+    of it, and whether it is a half at all."""
     past = index - num_whole
     is_half = (past >= 0) & (past < 2 * num_split)
     half = gl.where(is_half, past, 0)
-    return index - half + half // 2, half & 1, is_half, past - 2 * num_split
+    return index - half + half // 2, half & 1, is_half
 
 
 @gluon.jit
@@ -217,7 +218,7 @@ def _lanes():
 
 @gluon.jit
 def request(counter):
-    """Asks for the number of the next piece. That takes a microsecond, and only :func:`_tell` waits for it."""
+    """Asks for the number of the next piece. That takes a way to L2 and back, and only :func:`_tell` waits for it."""
     lanes = _lanes()
     ones = gl.full([32], 1, gl.int32, lanes.type.layout)
     return gl.atomic_add(counter + gl.zeros_like(lanes), ones, mask=lanes == 0, sem="relaxed")
@@ -430,7 +431,7 @@ def _block(
 
 
 @gluon.jit
-def _compute_parts(
+def _compute_piece(
     ring,
     block,
     piece,
@@ -477,34 +478,6 @@ def _compute_parts(
 
 
 @gluon.jit
-def _compute_piece(
-    ring,
-    block,
-    wide,
-    piece,
-    output,
-    where,
-    never,
-    CONSUMER: gl.constexpr,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    E: gl.constexpr,
-    LOCATE: gl.constexpr,
-    SCALES: gl.constexpr,
-):
-    # Two loops, rather than conditions in one: ptxas gives up on WGMMAs that may or may not be under way.
-    if wide:
-        block, following = _compute_parts(
-            ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, 4
-        )
-    else:
-        block, following = _compute_parts(
-            ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, 2
-        )
-    return block, following
-
-
-@gluon.jit
 def consume(
     results,
     num_pieces,
@@ -535,18 +508,23 @@ def consume(
         row, column = position
         output = (out_desc, staging, (row + 64 * CONSUMER, column))
         where = (slots, turn, num_pieces, problem, scales)
-        if STEPS is not None:
-            piece = (STEPS, pointers, scale_bytes)
-            block, following = _compute_piece(
-                ring, block, wide, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES
-            )
-        elif steps > 0:
+        if STEPS is None:
+            is_empty = steps == 0
             piece = (steps, pointers, scale_bytes)
-            block, following = _compute_piece(
-                ring, block, wide, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES
-            )
         else:
+            is_empty: gl.constexpr = False
+            piece = (STEPS, pointers, scale_bytes)
+        if is_empty:
             following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
             _store_zeros(out_desc, staging, (row + 64 * CONSUMER, column), wide, CONSUMER)
+        # Two loops, rather than conditions in one: ptxas gives up on WGMMAs that may or may not be under way.
+        elif wide:
+            block, following = _compute_piece(
+                ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, 4
+            )
+        else:
+            block, following = _compute_piece(
+                ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, 2
+            )
         index, wide, position, steps, pointers, scale_bytes = following
     tma.store_wait(0)

@@ -44,7 +44,7 @@ def _problem(offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
 
 @gluon.constexpr_function
 def _few_waves(N, K, E):
-    # up to 8 on the 132 multiprocessors of a whole GPU; experts for the lanes of a warp
+    # Up to 8 on the 132 multiprocessors of a whole GPU, a bound that is not tuned; experts for the lanes of a warp.
     return K > 128 and E <= 32 and E * (N // 128) * (K // 256) < 8 * 132
 
 
@@ -52,11 +52,12 @@ def _few_waves(N, K, E):
 def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
     offsets_E, num_columns, num_whole, num_split = problem
     num_rows: gl.constexpr = N // 128
-    tile, half, is_half, past = hopper.piece_at(index, num_whole, num_split)
+    tile, half, is_half = hopper.piece_at(index, num_whole, num_split)
     expert = tile // (num_rows * num_columns)
     row, column = hopper.tile_position(tile - expert * (num_rows * num_columns), num_rows, num_columns)
     k = column * 256 + half * 128
     if K % 256 != 0:
+        past = index - num_whole - 2 * num_split
         is_narrow = past >= 0
         expert = gl.where(is_narrow, past // num_rows, expert)
         row = gl.where(is_narrow, past % num_rows, row)
