@@ -142,3 +142,16 @@ def test_narrow_tiles_come_last_in_few_even_waves(programs, E, blocks, last):
     N, K = 2048, 1408
     wides = [wide for _, wide, _, _ in pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E), (N, K, E))]
     assert (wides == sorted(wides, reverse=True)) == last
+
+
+@pytest.mark.parametrize("blocks", [[90, 166], [166, 90], [12, 9, 15, 14, 12, 10, 15, 9]])
+def test_longest_expert_is_first_in_few_even_waves(programs, blocks):
+    programs(132)
+    (N, K), E = (2048, 1408), len(blocks)
+    placed = pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E), (N, K, E))
+    whole = [steps for (_, _, _, steps), wide, _, _ in placed if wide]
+    narrow = [steps for (_, k, _, steps), _, _, _ in placed if k == K - TILE]
+    assert whole[0] == narrow[0] == max(blocks)
+    halves = len(placed) - len(whole) - len(narrow)
+    assert halves == (56 if E == 2 else 0)
+    assert [k == K - TILE for (_, k, _, _), wide, _, _ in placed if not wide] == [True] * len(narrow) + [False] * halves

@@ -70,6 +70,8 @@ LAUNCH_OPTIONS = {"num_warps": 4, "maxnreg": 168}
 WORKER_WARPS = gl.constexpr([4, 1])
 WORKER_REGISTERS = gl.constexpr([240, 24])
 
+_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6's name
+
 GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -456,6 +458,9 @@ def _compute_piece(
     accs = (zero, zero, zero, zero)
     mbarrier.wait(full.index(_stage(block)), _phase(block))
     partials = (_start(ring, _stage(block), zero, never, CONSUMER, 0), zero)
+    # Nothing here needs it. But Triton puts a barrier between two waits for mbarriers; one in the loop between this wait
+    # and the loop's own would be passed in every block, where the loop's other barriers make it superfluous.
+    _meet()
     for _ in range(steps - 1):
         a_pointers += a_step
         b_pointer += b_step

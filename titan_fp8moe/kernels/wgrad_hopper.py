@@ -19,27 +19,32 @@ from titan_fp8moe.recipe import TILE
 def _problem(offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
     """What :func:`_locate` needs, and the number of pieces.
 
-    Where K is an odd multiple of 128 the last column of tiles is narrow. In a GEMM of few waves these tiles come last,
-    to fill what the others leave of the last wave, unless one expert has twice its share of rows: then its narrow tiles
-    would end long after everything else. Otherwise they lie among the wide ones, with which they share operands in L2.
+    Where K is an odd multiple of 128 the last column of tiles is narrow. In a GEMM of few waves these tiles come behind
+    the whole ones, with the halves, to fill what the others leave of the last wave, unless one expert has twice its
+    share of rows: then its narrow tiles would end long after everything else. Otherwise they lie among the wide ones,
+    with which they share operands in L2. An expert with the most rows is first among the whole and among the narrow
+    tiles, or the last of its tiles would keep few programs busy after the others have ended.
     """
     num_rows: gl.constexpr = E * (N // 128)
     num_columns = (K + 255) // 256
     num_narrow = 0
     num_split = 0
+    first = 0
     if K % 256 == 0:
         num_split = hopper.split_tail(num_rows * num_columns, 0)
     elif _few_waves(N, K, E):
         lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         start = gl.load(offsets_E + lane - 1, mask=(lane > 0) & (lane < E), other=0)
         end = gl.load(offsets_E + lane, mask=lane < E, other=0)
-        longest = gl.max(gl.where(lane < E, end - start, 0), 0)
-        narrow_last = longest * E < 2 * gl.load(offsets_E + E - 1)
+        # One reduction for the most blocks of an expert and for the lane that has them.
+        longest = gl.max(gl.where(lane < E, (end - start) // 128 * 32 + lane, 0), 0)
+        narrow_last = longest // 32 * 128 * E < 2 * gl.load(offsets_E + E - 1)
         num_columns = gl.where(narrow_last, K // 256, num_columns)
         num_narrow = gl.where(narrow_last, num_rows, 0)
         num_split = gl.where(narrow_last, hopper.split_tail(num_rows * num_columns, num_narrow), 0)
+        first = gl.where(narrow_last, longest % 32, 0)
     num_whole = num_rows * num_columns - num_split
-    return (offsets_E, num_columns, num_whole, num_split), num_whole + 2 * num_split + num_narrow
+    return (offsets_E, num_columns, num_whole, num_narrow, num_split, first), num_whole + num_narrow + 2 * num_split
 
 
 @gluon.constexpr_function
@@ -50,18 +55,20 @@ def _few_waves(N, K, E):
 
 @gluon.jit
 def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
-    offsets_E, num_columns, num_whole, num_split = problem
+    offsets_E, num_columns, num_whole, num_narrow, num_split, first = problem
     num_rows: gl.constexpr = N // 128
-    tile, half, is_half = hopper.piece_at(index, num_whole, num_split)
+    past = index - num_whole
+    past_narrow = past >= num_narrow
+    tile, half, is_half = hopper.piece_at(index - gl.where(past_narrow, num_narrow, 0), num_whole, num_split)
     expert = tile // (num_rows * num_columns)
     row, column = hopper.tile_position(tile - expert * (num_rows * num_columns), num_rows, num_columns)
     k = column * 256 + half * 128
     if K % 256 != 0:
-        past = index - num_whole - 2 * num_split
-        is_narrow = past >= 0
+        is_narrow = (past >= 0) & (past_narrow == 0)
         expert = gl.where(is_narrow, past // num_rows, expert)
         row = gl.where(is_narrow, past % num_rows, row)
         k = gl.where(is_narrow, K - 128, k)
+        expert = gl.where(expert == 0, first, gl.where(expert == first, 0, expert))
     start = gl.load(offsets_E + expert - 1, mask=expert > 0, other=0)
     steps = (gl.load(offsets_E + expert) - start) // 128
     n = row * 128
