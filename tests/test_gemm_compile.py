@@ -62,11 +62,15 @@ def test_grouped_mm(model, kernels, dtype):
 @pytest.mark.parametrize("model", MODELS)
 def test_wgrad(model, kernels, per_column, dtype):
     M, experts, D, H = MODELS[model]
-    for name, E, N, K in (("wgrad 1", experts, 2 * H, D), ("wgrad 2", experts, D, H), ("wgrad 2, 2 experts", 2, D, H)):
+    for name, E, N, K, parts in (
+        ("wgrad 1", experts, 2 * H, D, 2),
+        ("wgrad 2", experts, D, H, 1),
+        ("wgrad 2, 2 experts", 2, D, H, 1),
+    ):
         a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
         a_scale, b_scale = (meta(n if per_column else n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
         offsets_E = meta(E, dtype=torch.int32)
-        check(f"{model} {name} {dtype}", kernels.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets_E, dtype)
+        check(f"{model} {name} {dtype}", kernels.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets_E, dtype, parts)
 
 
 @pytest.mark.parametrize(

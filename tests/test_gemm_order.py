@@ -117,16 +117,20 @@ def test_grouped_mm_covers_every_tile_once(programs, kind, E, N):
     [(64, 2048, 1408), (1, 2048, 1408), (2, 2048, 1408), (8, 2048, 1408), (13, 2048, 1408), (4, 384, 384),
      (16, 384, 384), (33, 384, 384), (3, 256, 2048), (2, 256, 128)],
 )  # fmt: skip
-@pytest.mark.parametrize("num_programs", [132, 114, 7])
-def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs):
+@pytest.mark.parametrize("num_programs, parts", [(132, 1), (132, 2), (114, 1), (7, 1)])
+def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs, parts):
+    if N // parts % TILE:
+        parts = 1
     programs(num_programs)
     blocks = groups(kind, E)
     ends = ends_of(blocks)
     seen = torch.zeros(E, N // TILE, K // TILE, dtype=torch.int)
-    for (n, k, start, steps), wide, position, expert in pieces(wgrad_hopper, (Pointer(ends), N, K, E), (N, K, E)):
+    placed = pieces(wgrad_hopper, (Pointer(ends), N, K, E, parts), (N, K, E))
+    for (n, k, start, steps), wide, position, expert in placed:
         assert k + TILE * (1 + wide) <= K
         seen[expert, n // TILE, k // TILE : k // TILE + 1 + wide] += 1
-        assert position == (expert * N + n, k)
+        part, row = divmod(n, N // parts)
+        assert position == ((part * E + expert) * (N // parts) + row, k)
         assert (start, steps) == (ends[expert] - blocks[expert] * TILE, blocks[expert])
     assert (seen == 1).all()
 
@@ -140,7 +144,7 @@ def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs):
 def test_narrow_tiles_come_last_in_few_even_waves(programs, E, blocks, last):
     programs(132)
     N, K = 2048, 1408
-    wides = [wide for _, wide, _, _ in pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E), (N, K, E))]
+    wides = [wide for _, wide, _, _ in pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E, 1), (N, K, E))]
     assert (wides == sorted(wides, reverse=True)) == last
 
 
@@ -148,7 +152,7 @@ def test_narrow_tiles_come_last_in_few_even_waves(programs, E, blocks, last):
 def test_longest_expert_is_first_in_few_even_waves(programs, blocks):
     programs(132)
     (N, K), E = (2048, 1408), len(blocks)
-    placed = pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E), (N, K, E))
+    placed = pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E, 1), (N, K, E))
     whole = [steps for (_, _, _, steps), wide, _, _ in placed if wide]
     narrow = [steps for (_, k, _, steps), _, _, _ in placed if k == K - TILE]
     assert whole[0] == narrow[0] == max(blocks)

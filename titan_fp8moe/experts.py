@@ -9,7 +9,7 @@ Nothing here knows of autograd; :mod:`titan_fp8moe.moe` makes one autograd funct
 What does not depend on the rows comes in calls of its own, so that it can run while they are on their way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -179,7 +179,6 @@ class ExpertFFNBackward:
         offsets_E, mode = self.layout.offsets_E, self.config.wgrad
         dw1 = dw2 = dw3 = None
         if needed[0] or needed[2]:
-            # Gate and up separately, so that each gradient is contiguous as its parameter is.
             dw1, dw3 = _weight_grads(self.dh, self.x, offsets_E, mode, self.weights.w1_EHD.dtype, parts=2)
         if needed[1]:
             (dw2,) = _weight_grads(self.dy, self.a, offsets_E, mode, self.weights.w2_EDH.dtype, parts=1)
@@ -188,14 +187,11 @@ class ExpertFFNBackward:
         return [dw1, dw2, dw3]
 
 
-def _weight_grads(dy: Rows, x: Rows, offsets_E: Tensor, mode: str, dtype: torch.dtype, parts: int) -> list[Tensor]:
-    """dW = dy^T x per expert, (E, N, K), split into ``parts`` along N."""
+def _weight_grads(dy: Rows, x: Rows, offsets_E: Tensor, mode: str, dtype: torch.dtype, parts: int) -> Sequence[Tensor]:
+    """dW = dy^T x per expert, (E, N // parts, K) for each of ``parts`` weights that N is made of, contiguous."""
     if mode == "bf16":
         x_MK = recipe.dequantize(*x, torch.bfloat16)
         dy_NM = recipe.dequantize(*dy, torch.bfloat16).t()
         return [torch._grouped_mm(part, x_MK, offs=offsets_E).to(dtype) for part in dy_NM.chunk(parts)]
     x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode)
-    return [
-        ops.grouped_mm_wgrad(part, part_scale, x_t, x_t_scale, offsets_E, dtype)
-        for part, part_scale in zip(dy_t.chunk(parts), dy_t_scale.chunk(parts), strict=True)
-    ]
+    return ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts).chunk(parts)

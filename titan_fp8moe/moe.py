@@ -301,11 +301,12 @@ def _routed_experts_forward(
     if ep_name:
         position_TK, copy_TK, token_C = pending.maps
         kept_position_TK = position_TK if combine == "rows" else position_TK.new_empty(0)
-        tensors = [kept_position_TK, copy_TK, token_C, pending.wait()]
+        sizes = pending.wait()
+        tensors = [kept_position_TK, copy_TK, token_C, sizes]
         exchange = _Exchange(*tensors, ep_name, combine)
         payload = exchange.start_dispatch(q, scale, position_TK, score_S)
         q, scale, position_CK, score_CK = ops.unpack_dispatch(ops.wait(payload), D, top_k)
-        rows = exchange.num_received_rows
+        rows = int(sizes[1, :, 2:].sum())
         *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, row_capacity(rows, E))
     else:
         layout = ops.expert_layout(counts_E.view(1, -1), score_S, slot_S, T, top_k, row_capacity(slot_S.shape[0], E))
@@ -329,10 +330,10 @@ def _routed_experts_finish(returned_TK: Tensor, journey: int, D: int, dtype: tor
 # keeps the results, so that a recomputed block neither dispatches nor multiplies again. What the backward recomputes
 # instead is the configuration's to say.
 _forward_op = custom_op(_routed_experts_forward)
-torch.library.register_fake(_forward_op, _routed_experts_forward)
+_forward_op.register_fake(_routed_experts_forward)
 _finish_op = custom_op(_routed_experts_finish)
 
-SAVED_OPS = (_forward_op, _finish_op)
+SAVED_OPS = (_forward_op.op, _finish_op.op)
 """What per-op activation checkpointing must keep: both or neither."""
 
 
@@ -375,15 +376,14 @@ class _Exchange:
     def __init__(
         self, position_TK: Tensor, copy_TK: Tensor, token_C: Tensor, sizes: Tensor, ep_name: str, combine: str
     ):
-        sent, received = sizes.tolist()
-        self.sent_copies, self.received_copies = ([message[0] for message in m] for m in (sent, received))
-        sent_rows, received_rows = ([sum(message[2:]) for message in m] for m in (sent, received))
+        self.sent_copies, self.received_copies = sizes[:, :, 0].tolist()
         self.copy_TK, self.token_C, self.ep_name = copy_TK, token_C[: sum(self.sent_copies)], ep_name
-        self.num_received_rows = sum(received_rows)
         self.by_row = combine == "rows"
         # The row that comes back for each slot, and how many rows come and go.
         self.returned_TK = position_TK if self.by_row else copy_TK
-        self.combine_splits = (sent_rows, received_rows) if self.by_row else (self.sent_copies, self.received_copies)
+        self.combine_splits = self.sent_copies, self.received_copies
+        if self.by_row:
+            self.combine_splits = sizes[:, :, 2:].sum(2).tolist()
 
     def start_dispatch(
         self, q: Tensor, scale: Tensor, position_TK: Tensor | None = None, score_S: Tensor | None = None

@@ -426,16 +426,24 @@ def grouped_mm(
 
 
 def grouped_mm_wgrad(
-    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    aT_NM: Tensor,
+    aT_scale: Tensor,
+    bT_KM: Tensor,
+    bT_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    parts: int = 1,
 ) -> Tensor:
     """out[e] = sum over the rows m of expert e of a[m]^T b[m], from operands of :func:`transpose_pair`.
 
     Args:
         aT_NM: (N, M) e4m3; aT_scale: (N // 128, M // 128) or (N, M // 128) e8m0.
         bT_KM: (K, M) e4m3; bT_scale: likewise.
+        parts: how many weights of equal shape N is made of, 2 for gate and up.
 
     Returns:
-        (E, N, K) out_dtype; zero for an expert without rows.
+        (parts * E, N // parts, K) out_dtype, the experts' first weights before their second; zero for an expert without
+        rows.
     """
     E, N, K = offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0]
     out = torch.zeros(E, N, K, dtype=out_dtype, device=aT_NM.device)
@@ -448,4 +456,4 @@ def grouped_mm_wgrad(
             acc += a @ dequantize(bT_KM[:, rows], bT_scale[:, run]).t()
         out[e] = acc
         start = end
-    return out
+    return out.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)

@@ -170,6 +170,22 @@ def test_wgrad_groups(kernels, generator, groups, mode, dtype):
     check_wgrad(kernels, operands, offsets(*groups, device=operands[0].device), dtype)
 
 
+@pytest.mark.parametrize("mode", ["balanced", "requantize"])
+@pytest.mark.parametrize("H", [128, 384])
+def test_wgrad_of_two_weights(kernels, generator, H, mode):
+    """Gate's gradients, then up's, to the bit what they are in a result of their own each."""
+    operands = make_wgrad_operands(generator, 768, 2 * H, 384, mode)
+    dy, dy_scale, *x = operands
+    groups = offsets(256, 256, 768, device=dy.device)
+    both = kernels.grouped_mm_wgrad(*operands, groups, torch.bfloat16, 2)
+    each = [
+        kernels.grouped_mm_wgrad(*part, *x, groups, torch.bfloat16)
+        for part in zip(dy.chunk(2), dy_scale.chunk(2), strict=True)
+    ]
+    assert both.shape == (6, H, 384)
+    assert torch.equal(both, torch.cat(each))
+
+
 @pytest.mark.parametrize("mode", ["balanced", "scaling_aware", "requantize"])
 @pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128)])
 def test_wgrad_shapes(kernels, generator, N, K, mode):

@@ -36,7 +36,13 @@ def grouped_mm(
 
 
 def grouped_mm_wgrad(
-    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    aT_NM: Tensor,
+    aT_scale: Tensor,
+    bT_KM: Tensor,
+    bT_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    parts: int = 1,
 ) -> Tensor:
     """out[e] = sum of a[m]^T b[m] over expert e's rows; see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
 
@@ -44,10 +50,12 @@ def grouped_mm_wgrad(
         aT_NM: (N, M) e4m3, unit stride along M; aT_scale: (N // 128, M // 128) e8m0, or (N, M // 128), any strides.
         bT_KM: (K, M) e4m3, unit stride along M; bT_scale: (K // 128, M // 128) e8m0, or (K, M // 128), like aT_scale.
         offsets_E: (E,) int32 on the device, the groups' ends: multiples of 128, equal where a group is empty.
+        parts: how many weights of equal shape N is made of, 2 for gate and up.
 
     Returns:
-        (E, N, K) out_dtype; zero for an expert without rows.
+        (parts * E, N // parts, K) out_dtype, the experts' first weights before their second; zero for an expert without
+        rows.
     """
     scale_per_block = aT_scale.shape[0] < aT_NM.shape[0]
     impl = wgrad_hopper if is_hopper(aT_NM) and scale_per_block else grouped_mm_plain
-    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype)
+    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts)

@@ -117,6 +117,7 @@ def grouped_mm_wgrad_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
+    PARTS: tl.constexpr,
     SCALE_PER_COLUMN: tl.constexpr,
     TILE: tl.constexpr,
     SUPER_ROW: tl.constexpr,
@@ -124,6 +125,7 @@ def grouped_mm_wgrad_kernel(
     """Each program computes every num_programs-th tile of out[e] = sum of a[:, m] b[:, m]^T over group e's rows m."""
     num_rows: tl.constexpr = N // TILE
     num_columns: tl.constexpr = K // TILE
+    part_rows: tl.constexpr = N // PARTS
     num_tiles: tl.constexpr = num_rows * num_columns
     for tile in range(tl.program_id(0), E * num_tiles, tl.num_programs(0)):
         expert = tile // num_tiles
@@ -150,7 +152,7 @@ def grouped_mm_wgrad_kernel(
             else:
                 acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))
         # An expert without rows gets its zeros here.
-        out_desc.store([expert * N + n, k], acc.to(out_desc.dtype))
+        out_desc.store([(n // part_rows * E + expert) * part_rows + n % part_rows, k], acc.to(out_desc.dtype))
 
 
 def _tiles(x: Tensor) -> TensorDescriptor:
@@ -194,11 +196,17 @@ def grouped_mm(
 
 
 def grouped_mm_wgrad(
-    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    aT_NM: Tensor,
+    aT_scale: Tensor,
+    bT_KM: Tensor,
+    bT_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    parts: int = 1,
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm_wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
-    out = torch.empty(E, N, K, dtype=out_dtype, device=aT_NM.device)
+    out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=aT_NM.device)
     grid = (_num_programs(E * (N // TILE) * (K // TILE), aT_NM.device),)
     grouped_mm_wgrad_kernel[grid](
         _tiles(aT_NM),
@@ -212,6 +220,7 @@ def grouped_mm_wgrad(
         N=N,
         K=K,
         E=E,
+        PARTS=parts,
         SCALE_PER_COLUMN=aT_scale.shape[0] == N,
         TILE=TILE,
         SUPER_ROW=SUPER_ROW,

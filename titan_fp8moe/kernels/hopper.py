@@ -42,6 +42,7 @@ that it does: a WGMMA that is waited for on the spot still gives correct results
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -91,17 +92,25 @@ _properties = functools.cache(torch.cuda.get_device_properties)
 
 def operand(x: Tensor) -> TensorDescriptor:
     """TMA descriptor of an fp8 matrix that is read in 128x128 tiles; its rows may be strided."""
-    return TensorDescriptor.from_tensor(x, [TILE, TILE], _layout(TILE, x.dtype))
+    return _descriptor(x, TILE)
 
 
 def result(x: Tensor) -> TensorDescriptor:
     """TMA descriptor of a result that is written in parts of 64x64."""
-    return TensorDescriptor.from_tensor(x, [64, 64], _layout(64, x.dtype))
+    return _descriptor(x, 64)
 
 
-@functools.cache  # a GEMM needs three, and the host more than 10 µs to make one
-def _layout(size: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([size, size], GLUON_DTYPE[dtype])
+def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    # A GEMM needs three, and the host takes 10 µs for the constructor with its checks.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(_descriptor_fields(x.dtype, block), base=x, shape=x.shape, strides=x.stride())
+    return descriptor
+
+
+@functools.cache
+def _descriptor_fields(dtype: torch.dtype, block: int) -> dict[str, Any]:
+    layout = gl.NVMMASharedLayout.get_default_for([block, block], GLUON_DTYPE[dtype])
+    return vars(TensorDescriptor.from_tensor(torch.empty(block, block, dtype=dtype), [block, block], layout))
 
 
 NUM_COUNTERS = 4096  # for launches in graphs
@@ -458,8 +467,8 @@ def _compute_piece(
     accs = (zero, zero, zero, zero)
     mbarrier.wait(full.index(_stage(block)), _phase(block))
     partials = (_start(ring, _stage(block), zero, never, CONSUMER, 0), zero)
-    # Nothing here needs it. But Triton puts a barrier between two waits for mbarriers; one in the loop between this wait
-    # and the loop's own would be passed in every block, where the loop's other barriers make it superfluous.
+    # Nothing here needs it. But Triton puts a barrier between two waits for mbarriers, this one and the loop's. In the
+    # loop every block would pass it, where the loop's other barriers make it superfluous.
     _meet()
     for _ in range(steps - 1):
         a_pointers += a_step

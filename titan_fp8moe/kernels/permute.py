@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
 from titan_fp8moe.recipe import E8M0, TILE
 
 TOKENS = 16  # tokens whose columns a program of the permutation holds while it writes them to their rows
@@ -87,11 +88,11 @@ def _expert_layout(
     start, shift, count = torch.empty(3, E * S, dtype=torch.int32, device=device).unbind()
     _runs_kernel[(1,)](
         counts_SE, counts_SE.stride(0), offsets_E, start, shift, count, S=S, E=E,
-        PAD_S=triton.next_power_of_2(S), PAD_E=triton.next_power_of_2(E), TILE=TILE, num_warps=8,
+        PAD_S=next_power_of_2(S), PAD_E=next_power_of_2(E), TILE=TILE, num_warps=8,
     )  # fmt: skip
     token_M = torch.empty(capacity, dtype=torch.int32, device=device)
     score_M = torch.empty(capacity, dtype=torch.float32, device=device)
-    _layout_kernel[(triton.cdiv(capacity, INDEX_BLOCK),)](
+    _layout_kernel[(cdiv(capacity, INDEX_BLOCK),)](
         start, shift, count, score_R, slot_R, token_M, score_M, row_TK, row_R, capacity, top_k=row_TK.shape[1],
         RUNS=E * S, STEPS=(E * S).bit_length(), BLOCK=INDEX_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -226,14 +227,14 @@ def dispatch_layout(
     if S < position_TK.numel():
         position_TK.fill_(-1)
     if S:
-        _positions_kernel[(triton.cdiv(S, INDEX_BLOCK),)](slot_S.contiguous(), position_TK, S, BLOCK=INDEX_BLOCK)
-    pad = triton.next_power_of_2(N)
+        _positions_kernel[(cdiv(S, INDEX_BLOCK),)](slot_S.contiguous(), position_TK, S, BLOCK=INDEX_BLOCK)
+    pad = next_power_of_2(N)
     block = max(min(COPY_ENTRIES // pad, 128), 1)
-    all_blocks = max(triton.cdiv(num_tokens, block), 1)
-    blocks = triton.cdiv(all_blocks, COPY_PROGRAMS)
-    programs = triton.cdiv(all_blocks, blocks)
+    all_blocks = max(cdiv(num_tokens, block), 1)
+    blocks = cdiv(all_blocks, COPY_PROGRAMS)
+    programs = cdiv(all_blocks, blocks)
     copies_PN, counts_NE = ints(programs, pad), counts_NE.contiguous()
-    options = dict(K=top_k, N=N, E=E, PAD_N=pad, PAD_E=triton.next_power_of_2(E), BLOCK=block, num_warps=4)
+    options = dict(K=top_k, N=N, E=E, PAD_N=pad, PAD_E=next_power_of_2(E), BLOCK=block, num_warps=4)
     _count_copies_kernel[(programs,)](position_TK, counts_NE, copies_PN, num_tokens, blocks, **options)
     _copies_kernel[(programs,)](
         position_TK, counts_NE, copies_PN, copy_TK, token_C, message_N, num_tokens, blocks, programs, **options
@@ -289,10 +290,10 @@ def arrival_layout(
     row_CK = torch.empty(C, K, dtype=torch.int32, device=device)
     if C:
         block = INDEX_BLOCK // 8
-        _arrivals_kernel[(triton.cdiv(C, block),)](
+        _arrivals_kernel[(cdiv(C, block),)](
             received_N, position_CK, score_CK, position_CK.stride(0), slot_R, score_R, row_CK, C, K=K, N=N, E=width - 2,
-            PAD_N=triton.next_power_of_2(N), PAD_E=triton.next_power_of_2(width - 2),
-            PAD_K=triton.next_power_of_2(K), BLOCK=block,
+            PAD_N=next_power_of_2(N), PAD_E=next_power_of_2(width - 2),
+            PAD_K=next_power_of_2(K), BLOCK=block,
         )  # fmt: skip
     return *_expert_layout(received_N[:, 2:], score_R, slot_R, row_CK, row_R, capacity), row_CK, row_R
 
@@ -362,10 +363,10 @@ def permute_rows(
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
     out = torch.empty(M, D, dtype=torch.uint8, device=q_TD.device)
     out_scale = torch.empty(D // TILE, M, dtype=torch.uint8, device=q_TD.device)
-    _permute_kernel[(M // TILE + triton.cdiv(T, TOKENS) * triton.cdiv(D, COLUMNS),)](
+    _permute_kernel[(M // TILE + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
         q_TD.view(torch.uint8), q_TD.stride(0), scale.view(torch.uint8), scale.stride(0), row_TK, token_M,
         offsets_E[-1:], out, out_scale, T, M, K=K, D=D, TOKENS=TOKENS, ROWS=TILE, COLUMNS=COLUMNS,
-        PAD_TILES=triton.next_power_of_2(D // TILE), num_warps=WARPS,
+        PAD_TILES=next_power_of_2(D // TILE), num_warps=WARPS,
     )  # fmt: skip
     return out.view(q_TD.dtype), out_scale.t().view(E8M0)
 
@@ -426,9 +427,9 @@ def pack_dispatch(
     C, D = token_C.shape[0], q_TD.shape[1]
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
     if C:
-        _pack_dispatch_kernel[(triton.cdiv(D, PACK_COLUMNS), triton.cdiv(C, PACK_ROWS))](
+        _pack_dispatch_kernel[(cdiv(D, PACK_COLUMNS), cdiv(C, PACK_ROWS))](
             q_TD.view(torch.uint8), scale.view(torch.uint8), token_C, copy_TK, position_TK, score_S, payload, C,
-            K=copy_TK.shape[1], D=D, WIDTH=width, TAIL=triton.next_power_of_2(width - D), ROWS=PACK_ROWS,
+            K=copy_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), ROWS=PACK_ROWS,
             COLUMNS=PACK_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return payload
@@ -473,9 +474,9 @@ def _unpermute_sum(
 ) -> None:
     (T, K), D = row_TK.shape, y_MD.shape[1]
     if T:
-        _unpermute_sum_kernel[(triton.cdiv(D, SUM_COLUMNS) * T,)](
+        _unpermute_sum_kernel[(cdiv(D, SUM_COLUMNS) * T,)](
             y_MD, row_TK, ds_M, out, out_ds, STRIDE=y_MD.stride(0), OUT_STRIDE=out.stride(0), DS_STRIDE=ds_words, D=D,
-            K=K, PAD_K=triton.next_power_of_2(max(ds_words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS,
+            K=K, PAD_K=next_power_of_2(max(ds_words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS,
         )  # fmt: skip
 
 
@@ -519,7 +520,7 @@ def slot_gradients(ds: Tensor, index_TK: Tensor, slot_S: Tensor) -> Tensor:
     S, K = slot_S.shape[0], index_TK.shape[1]
     out = torch.empty(S, dtype=torch.float32, device=ds.device)
     if S:
-        _slot_gradients_kernel[(triton.cdiv(S, INDEX_BLOCK),)](
+        _slot_gradients_kernel[(cdiv(S, INDEX_BLOCK),)](
             ds, ds.stride(0), index_TK, slot_S.contiguous(), out, S, K=K, PER_SLOT=ds.shape[1] > 1, BLOCK=INDEX_BLOCK
         )
     return out

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_fp8moe.kernels.sizes import cdiv
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 # Configurations from tools/sweep_kernels.py on an H200; one serves all shapes.
@@ -62,7 +63,7 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     # D is a multiple of 128 and rows are contiguous, so the whole tensor is one list of tiles.
     num_tiles = scale.numel()
     if num_tiles:
-        grid = (triton.cdiv(num_tiles, TILES),)
+        grid = (cdiv(num_tiles, TILES),)
         _quantize_rows_kernel[grid](x_TD.contiguous(), q, scale, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS)
     return q, scale.view(E8M0)
 

@@ -17,6 +17,7 @@ from titan_fp8moe.kernels.quantize import (
     store_words,
     transposed_words,
 )
+from titan_fp8moe.kernels.sizes import next_power_of_2
 from titan_fp8moe.recipe import E8M0, TILE
 
 WARPS = 4  # per 128x128 block; from tools/sweep_kernels.py on an H200
@@ -155,8 +156,8 @@ def transpose_pair(
             gauge = torch.empty(M, dtype=torch.int32, device=x_MD.device)
             _row_gauge_kernel[(M // TILE,)](
                 x_scale, dy_scale, gauge, last_offset, *x_scale.stride(), *dy_scale.stride(),
-                X_TILES=D // TILE, X_PAD=triton.next_power_of_2(D // TILE),
-                DY_TILES=N // TILE, DY_PAD=triton.next_power_of_2(N // TILE), TILE=TILE, num_warps=4,
+                X_TILES=D // TILE, X_PAD=next_power_of_2(D // TILE),
+                DY_TILES=N // TILE, DY_PAD=next_power_of_2(N // TILE), TILE=TILE, num_warps=4,
             )  # fmt: skip
         _shift_pair_kernel[grid](*sources, gauge, last_offset, *results, TILE=TILE, num_warps=WARPS)
     return xT, xT_scale.view(E8M0), dyT, dyT_scale.view(E8M0)

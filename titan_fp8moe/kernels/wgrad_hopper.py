@@ -16,7 +16,7 @@ from titan_fp8moe.recipe import TILE
 
 
 @gluon.jit
-def _problem(offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
+def _problem(offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, PARTS: gl.constexpr):
     """What :func:`_locate` needs, and the number of pieces.
 
     Where K is an odd multiple of 128 the last column of tiles is narrow. In a GEMM of few waves these tiles come behind
@@ -44,7 +44,8 @@ def _problem(offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
         num_split = gl.where(narrow_last, hopper.split_tail(num_rows * num_columns, num_narrow), 0)
         first = gl.where(narrow_last, longest % 32, 0)
     num_whole = num_rows * num_columns - num_split
-    return (offsets_E, num_columns, num_whole, num_narrow, num_split, first), num_whole + num_narrow + 2 * num_split
+    problem = (offsets_E, num_columns, num_whole, num_narrow, num_split, first, N // PARTS)
+    return problem, num_whole + num_narrow + 2 * num_split
 
 
 @gluon.constexpr_function
@@ -55,7 +56,7 @@ def _few_waves(N, K, E):
 
 @gluon.jit
 def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
-    offsets_E, num_columns, num_whole, num_narrow, num_split, first = problem
+    offsets_E, num_columns, num_whole, num_narrow, num_split, first, part_rows = problem
     num_rows: gl.constexpr = N // 128
     past = index - num_whole
     past_narrow = past >= num_narrow
@@ -72,7 +73,9 @@ def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
     start = gl.load(offsets_E + expert - 1, mask=expert > 0, other=0)
     steps = (gl.load(offsets_E + expert) - start) // 128
     n = row * 128
-    return (n, k, start, steps), (is_half == 0) & (k + 256 <= K), (expert * N + n, k), expert
+    part = n // part_rows
+    out_row = (part * E + expert) * part_rows + n - part * part_rows
+    return (n, k, start, steps), (is_half == 0) & (k + 256 <= K), (out_row, k), expert
 
 
 @gluon.jit
@@ -90,15 +93,24 @@ def _scale_pointers(scales, place, position, expert, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _produce(operands, counter, offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
+def _produce(operands, counter, offsets_E, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, PARTS: gl.constexpr):
     requested = hopper.request(counter)
-    problem, num_pieces = _problem(offsets_E, N, K, E)
+    problem, num_pieces = _problem(offsets_E, N, K, E, PARTS)
     hopper.produce(operands, counter, requested, num_pieces, problem, N, K, E, _locate)
 
 
 @gluon.jit
-def _consume(results, scales, offsets_E, CONSUMER: gl.constexpr, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
-    problem, num_pieces = _problem(offsets_E, N, K, E)
+def _consume(
+    results,
+    scales,
+    offsets_E,
+    CONSUMER: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    problem, num_pieces = _problem(offsets_E, N, K, E, PARTS)
     never = gl.load(offsets_E + E - 1) < 0
     hopper.consume(results, num_pieces, problem, scales, never, CONSUMER, N, K, E, _locate, _scale_pointers, None)
 
@@ -111,7 +123,7 @@ def _consume(results, scales, offsets_E, CONSUMER: gl.constexpr, N: gl.constexpr
 def wgrad_hopper_kernel(
     a_desc,  # (N, M) e4m3
     b_desc,  # (K, M) e4m3
-    out_desc,  # (E * N, K)
+    out_desc,  # (E * N, K), of PARTS weights those of all experts one after another
     a_scale,  # (N // 128, M // 128) bytes
     b_scale,  # (K // 128, M // 128) bytes
     offsets_E,
@@ -123,6 +135,7 @@ def wgrad_hopper_kernel(
     N: gl.constexpr,
     K: gl.constexpr,
     E: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """out[e] = sum of a[:, m] b[:, m]^T over group e's rows m"""
     ring, slots, staging = hopper.allocate(a_desc, b_desc, out_desc)
@@ -133,9 +146,9 @@ def wgrad_hopper_kernel(
     scales = (a_scale, a_strides, b_scale, b_strides)
     gl.warp_specialize(
         [
-            (_consume, (results, scales, offsets_E, 0, N, K, E)),
-            (_consume, (results, scales, offsets_E, 1, N, K, E)),
-            (_produce, (operands, counter, offsets_E, N, K, E)),
+            (_consume, (results, scales, offsets_E, 0, N, K, E, PARTS)),
+            (_consume, (results, scales, offsets_E, 1, N, K, E, PARTS)),
+            (_produce, (operands, counter, offsets_E, N, K, E, PARTS)),
         ],
         WORKER_WARPS,
         WORKER_REGISTERS,
@@ -143,11 +156,17 @@ def wgrad_hopper_kernel(
 
 
 def grouped_mm_wgrad(
-    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    aT_NM: Tensor,
+    aT_scale: Tensor,
+    bT_KM: Tensor,
+    bT_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    parts: int = 1,
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm_wgrad`; scales are per 128x128 block."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
-    out = torch.empty(E, N, K, dtype=out_dtype, device=aT_NM.device)
+    out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=aT_NM.device)
     grid = (hopper.num_programs(E * (N // TILE) * (K // TILE), aT_NM.device),)
     wgrad_hopper_kernel[grid](
         hopper.operand(aT_NM),
@@ -162,6 +181,7 @@ def grouped_mm_wgrad(
         N=N,
         K=K,
         E=E,
+        PARTS=parts,
         **hopper.LAUNCH_OPTIONS,
     )
     return out

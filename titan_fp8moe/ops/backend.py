@@ -3,24 +3,37 @@
 The recipe runs on a GPU only when :func:`emulate` asked for it, never as a silent fallback.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 _library = torch.library.Library("titan_fp8moe", "DEF")
 
 
-def custom_op(function: Callable) -> torch._ops.OpOverload:
-    """The op ``torch.ops.titan_fp8moe.<function's name, without leading underscore>``: functional, without gradient.
+def custom_op(function: Callable) -> Callable:
+    """Defines the op ``torch.ops.titan_fp8moe.<function's name, without leading underscore>``: functional, no gradient.
 
-    Where ``torch.library.custom_op`` also guards against gradients and aliasing in Python at each call, which took
-    about 15 µs on one CPU, this one costs what any op costs: a layer makes some 25 calls, and in small layers the host
-    is what is waited for. Gradients are out of the question here: ops are called inside autograd functions only.
+    What is returned is to be called, and has the op as ``op`` and its ``register_fake``. Where somebody traces or
+    watches (torch.compile, fake tensors, activation checkpointing, any other dispatch mode), it calls the op; otherwise
+    the function itself. PyTorch's dispatcher takes longer than a small kernel, a layer makes some 25 calls, and where
+    layers are small the host is what is waited for. ``torch.library.custom_op`` would take longer still. What the
+    dispatcher would do for gradients is not missed: these are called inside autograd functions only.
     """
     name = function.__name__.removeprefix("_")
     _library.define(name + torch.library.infer_schema(function, mutates_args=()))
     _library.impl(name, function, "CompositeExplicitAutograd")
-    return getattr(torch.ops.titan_fp8moe, name).default
+    op = getattr(torch.ops.titan_fp8moe, name).default
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return op(*args)
+        return function(*args)
+
+    call.op, call.register_fake = op, functools.partial(torch.library.register_fake, op)
+    return call
 
 
 _emulating = False

@@ -21,20 +21,29 @@ def grouped_mm(
     return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype)
 
 
-@torch.library.register_fake(grouped_mm)
+@grouped_mm.register_fake
 def _(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype):
     return a_MK.new_empty(a_MK.shape[0], b_ENK.shape[1], dtype=out_dtype)
 
 
 @custom_op
 def grouped_mm_wgrad(
-    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    aT_NM: Tensor,
+    aT_scale: Tensor,
+    bT_KM: Tensor,
+    bT_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    parts: int = 1,
 ) -> Tensor:
-    """out[e] = sum of a[m]^T b[m] over expert e's rows, (E, N, K); see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`."""
+    """out[e] = sum of a[m]^T b[m] over expert e's rows; (parts * E, N // parts, K).
+
+    See :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
+    """
     impl = kernels if use_kernels(aT_NM) else recipe
-    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype)
+    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts)
 
 
-@torch.library.register_fake(grouped_mm_wgrad)
-def _(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype):
-    return aT_NM.new_empty(offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0], dtype=out_dtype)
+@grouped_mm_wgrad.register_fake
+def _(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts=1):
+    return aT_NM.new_empty(parts * offsets_E.shape[0], aT_NM.shape[0] // parts, bT_KM.shape[0], dtype=out_dtype)

@@ -26,7 +26,7 @@ def expert_layout(
     return impl.expert_layout(counts_SE, score_R, slot_R, num_tokens, top_k, capacity)
 
 
-@torch.library.register_fake(expert_layout)
+@expert_layout.register_fake
 def _(counts_SE, score_R, slot_R, num_tokens, top_k, capacity):
     maps = _ints(score_R, counts_SE.shape[1]), _ints(score_R, capacity), score_R.new_empty(capacity)
     return *maps, _ints(score_R, num_tokens, top_k)
@@ -45,7 +45,7 @@ def dispatch_layout(
     return impl.dispatch_layout(slot_S, counts_NE, num_tokens, top_k)
 
 
-@torch.library.register_fake(dispatch_layout)
+@dispatch_layout.register_fake
 def _(slot_S, counts_NE, num_tokens, top_k):
     N, E = counts_NE.shape
     maps = (_ints(slot_S, num_tokens, top_k) for _ in range(2))
@@ -65,7 +65,7 @@ def arrival_layout(
     return impl.arrival_layout(received_N, position_CK, score_CK, num_rows, capacity)
 
 
-@torch.library.register_fake(arrival_layout)
+@arrival_layout.register_fake
 def _(received_N, position_CK, score_CK, num_rows, capacity):
     maps = _ints(received_N, received_N.shape[1] - 2), _ints(received_N, capacity), score_CK.new_empty(capacity)
     return *maps, _ints(received_N, *position_CK.shape), _ints(received_N, num_rows)
@@ -90,7 +90,7 @@ def permute_rows(
     return recipe.permute_rows(q_TD, scale, token_M)
 
 
-@torch.library.register_fake(permute_rows)
+@permute_rows.register_fake
 def _(q_TD, scale, row_TK, token_M, offsets_E):
     M, D = token_M.shape[0], q_TD.shape[1]
     return q_TD.new_empty(M, D), scale.new_empty(D // TILE, M).t()
@@ -106,7 +106,7 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
     return impl.unpermute_sum(y_MD, row_TK, out_dtype)
 
 
-@torch.library.register_fake(unpermute_sum)
+@unpermute_sum.register_fake
 def _(y_MD, row_TK, out_dtype):
     return y_MD.new_empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype)
 
@@ -128,7 +128,7 @@ def slot_gradients(ds: Tensor, index_TK: Tensor, slot_S: Tensor) -> Tensor:
     return ds[torch.where(index_S < 0, -2 - index_S, index_S), column_S].clone()
 
 
-@torch.library.register_fake(slot_gradients)
+@slot_gradients.register_fake
 def _(ds, index_TK, slot_S):
     return ds.new_empty(slot_S.shape[0])
 
@@ -174,7 +174,7 @@ def pack_dispatch(
     return payload
 
 
-@torch.library.register_fake(pack_dispatch)
+@pack_dispatch.register_fake
 def _(q_TD, scale, token_C, copy_TK, position_TK, score_S):
     width = _dispatch_width(q_TD.shape[1], 0 if score_S is None else copy_TK.shape[1])
     return q_TD.new_empty(token_C.shape[0], width, dtype=torch.uint8)
@@ -217,7 +217,7 @@ def _combine_width(D: int, K: int, with_ds: bool) -> int:
     return (2 * D + (4 * K if with_ds else 0) + 15) // 16 * 16
 
 
-@torch.library.register_fake(pack_combine)
+@pack_combine.register_fake
 def _(y_MD, ds_M, row_CK):
     width = _combine_width(y_MD.shape[1], row_CK.shape[1], ds_M is not None)
     return y_MD.new_empty(row_CK.shape[0], width, dtype=torch.uint8)

@@ -19,7 +19,7 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return (kernels if use_kernels(x_TD) else recipe).quantize_rows(x_TD)
 
 
-@torch.library.register_fake(quantize_rows)
+@quantize_rows.register_fake
 def _(x_TD):
     T, D = x_TD.shape
     return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // TILE, dtype=E8M0)
@@ -41,7 +41,7 @@ def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tu
     return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
 
 
-@torch.library.register_fake(_quantize_weight)
+@_quantize_weight.register_fake
 def _(weights, plain, transposed):
     E, _, K = weights[0].shape
     N = sum(w.shape[1] for w in weights)

@@ -41,7 +41,7 @@ def swiglu_quantize(
     return q, scale, q.new_empty(0), scale.new_empty(0)
 
 
-@torch.library.register_fake(swiglu_quantize)
+@swiglu_quantize.register_fake
 def _(h_M2H, score_M, offsets_E, score_before_experts, keep_h):
     M, H2 = h_M2H.shape
     h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
@@ -80,7 +80,7 @@ def swiglu_quantize_backward(
     return dh, dh_scale, a, a_scale, ds
 
 
-@torch.library.register_fake(swiglu_quantize_backward)
+@swiglu_quantize_backward.register_fake
 def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a):
     M, H = d_MH.shape
     a = _fake_rows(d_MH, M, H) if recompute_a else _no_rows(d_MH)

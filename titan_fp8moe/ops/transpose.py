@@ -1,6 +1,5 @@
 """Transposes of the weight gradient's operands, fp8 to fp8."""
 
-import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
@@ -27,7 +26,7 @@ def transpose_pair(
     return recipe.transpose_pair(x_MD, x_scale, dy_MN, dy_scale, mode)
 
 
-@torch.library.register_fake(transpose_pair)
+@transpose_pair.register_fake
 def _(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode):
     def like(q):
         M, D = q.shape
