@@ -306,7 +306,7 @@ def _routed_experts_forward(
         exchange = _Exchange(*tensors, ep_name, combine)
         payload = exchange.start_dispatch(q, scale, position_TK, score_S)
         q, scale, position_CK, score_CK = ops.unpack_dispatch(ops.wait(payload), D, top_k)
-        rows = int(sizes[1, :, 2:].sum())
+        rows = sum(sum(message[2:]) for message in sizes[1].tolist())
         *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, row_capacity(rows, E))
     else:
         layout = ops.expert_layout(counts_E.view(1, -1), score_S, slot_S, T, top_k, row_capacity(slot_S.shape[0], E))
@@ -383,7 +383,7 @@ class _Exchange:
         self.returned_TK = position_TK if self.by_row else copy_TK
         self.combine_splits = self.sent_copies, self.received_copies
         if self.by_row:
-            self.combine_splits = sizes[:, :, 2:].sum(2).tolist()
+            self.combine_splits = [[sum(message[2:]) for message in messages] for messages in sizes.tolist()]
 
     def start_dispatch(
         self, q: Tensor, scale: Tensor, position_TK: Tensor | None = None, score_S: Tensor | None = None
