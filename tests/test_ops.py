@@ -1,7 +1,10 @@
 """The custom ops' contracts with PyTorch: schemas, fakes, tracing. Recipe and kernels have tests of their own."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import titan_fp8moe.moe  # noqa: F401, it defines the op of a whole layer
 from titan_fp8moe import ops, recipe
@@ -65,6 +68,22 @@ def test_opcheck(name, args):
         # It compares inputs before and after through a product, which PyTorch does not have for float8.
         utilities.remove("test_schema")
     torch.library.opcheck(getattr(NAMESPACE, name), args, test_utils=utilities)
+
+
+class Watcher(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatched_only_where_somebody_watches():
+    x, got = torch.randn(4, 128), []
+    for watcher in (contextlib.nullcontext(), Watcher()):
+        with watcher, torch.profiler.profile() as profiler:  # a profiler does not count as one
+            got.append(ops.quantize_rows(x))
+        dispatched = any(event.key == "titan_fp8moe::quantize_rows" for event in profiler.key_averages())
+        assert dispatched == isinstance(watcher, Watcher)
+    for direct, through_op in zip(*got, strict=True):
+        assert torch.equal(direct.view(torch.uint8), through_op.view(torch.uint8))
 
 
 def test_compiles_as_one_graph():
