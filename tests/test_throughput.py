@@ -14,8 +14,18 @@ import pytest
 import torch
 
 from experiments.record import environment, write_records
-from experiments.throughput import layer, plot_layer, train
-from experiments.throughput.kernel_trace import Kernel, by_class, classify, load, own_kernels, timeline
+from experiments.throughput import layer, plot_layer, profile_step, train
+from experiments.throughput.kernel_trace import (
+    TRACE_WRITTEN,
+    TRACED,
+    Kernel,
+    by_class,
+    classify,
+    load,
+    own_kernels,
+    timeline,
+    trace_steps,
+)
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
 
@@ -145,6 +155,33 @@ def test_load_of_a_trace(tmp_path: Path):
     assert timeline(kernels)["host-bound"] == pytest.approx(0.015)
     after_unknown = timeline([kernels[0], kernels[2]])
     assert (after_unknown["host-bound"], after_unknown["idle, launch unknown"]) == (0, pytest.approx(0.035))
+
+
+def test_steps_are_traced(tmp_path: Path, monkeypatch, capsys):
+    class Trainer:
+        def train_step(self, batch):
+            self.steps = [*getattr(self, "steps", []), batch]
+            return batch
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    trace_steps(Trainer, str(tmp_path / "trace.json"))
+    trainer = Trainer()
+    for step in range(1, TRACED.stop + 2):
+        assert trainer.train_step(step) == step
+        assert (TRACE_WRITTEN in capsys.readouterr().out) == (step == TRACED.stop - 1)
+    assert trainer.steps == [*range(1, TRACED.stop + 2)]
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_summary_of_a_profile():
+    kernels = [Kernel("_permute_kernel", 0, 8000, -1000, 7), Kernel("nccl", 6000, 12000, 0, 8)]
+    head, every = profile_step.summary("fp8_flow", kernels, own_kernels())
+    assert "span                          3.00 ms" in head  # 12 ms of 4 steps
+    assert "permute, pack, unpermute          2.00 ms      0 launches" in head
+    assert every.splitlines()[1:] == [
+        "    0.000    8.000     1.000   7 _permute_kernel",
+        "    6.000    6.000     6.000   8 nccl",
+    ]
 
 
 def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):

@@ -1,7 +1,8 @@
-"""What a torch.profiler trace says about where the time of a GPU goes."""
+"""What a torch.profiler trace says about where the time of a GPU goes, and how to take one of training steps."""
 
 import gzip
 import importlib
+import itertools
 import json
 import math
 import pkgutil
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe.kernels
@@ -155,3 +157,36 @@ def timeline(kernels: list[Kernel]) -> dict[str, float]:
         "host-bound": host_bound / 1e3,
         "idle, launch unknown": unknown / 1e3,
     }
+
+
+def light_profiler() -> torch.profiler.profile:
+    """Of the host's work only launches are recorded: more would slow it, and its gaps would show. Without a GPU there
+    is nothing to see."""
+    activity = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[activity.CUDA if torch.cuda.is_available() else activity.CPU])
+
+
+TRACED = range(14, 18)
+"""The steps, counted from 1, that a trace has. Four of them: torchtitan reads the loss at every second."""
+TRACE_WRITTEN = "trace written"
+
+
+def trace_steps(trainer: type, path: str) -> None:
+    """Makes ``trainer`` leave a chrome trace of those steps."""
+    train_step, steps = trainer.train_step, itertools.count(1)
+    profiler = light_profiler()
+
+    def traced(self, *args):
+        step = next(steps)
+        if step == TRACED.start:
+            torch.cuda.synchronize()
+            profiler.start()
+        result = train_step(self, *args)
+        if step == TRACED.stop - 1:
+            torch.cuda.synchronize()
+            profiler.stop()
+            profiler.export_chrome_trace(path)
+            print(TRACE_WRITTEN, flush=True)
+        return result
+
+    trainer.train_step = traced

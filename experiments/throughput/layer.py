@@ -288,9 +288,7 @@ def profile(run: Callable[[], None]) -> list[kernel_trace.Kernel]:
     """The kernels of PROFILED_STEPS calls. Without a GPU there are none."""
     run()
     synchronize()
-    # Of the host's work only the launches are recorded: more would slow it, and its gaps would show.
-    activities = [torch.profiler.ProfilerActivity.CUDA if CUDA else torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with kernel_trace.light_profiler() as profiler:
         for _ in range(PROFILED_STEPS):
             run()
         synchronize()

@@ -1,57 +1,62 @@
-"""Where one training step's time goes, in bf16 and in FP8-Flow: a torch.profiler trace of rank 0 of each, summarized.
+"""Where the time of training steps goes, in bf16 and in FP8-Flow: a trace of rank 0 of each, summarized.
 
     python -m experiments.throughput.profile_step --out experiments/throughput --gpus 2 --layers 12
 
-The setting is train.py's. The traces are hundreds of MB and are not kept; the tables are, compressed.
+The runs are train.py's. The traces have kernels and their launches only; they are large and are not kept. The tables
+are, compressed, and below them all kernels in the order they started.
 """
 
 import gzip
+import os
 
 from experiments.record import exit_on_sigterm
 from experiments.throughput import kernel_trace
+from experiments.throughput.kernel_trace import TRACE_WRITTEN, TRACED
 from experiments.throughput.train import Run, parser
 
 VARIANTS = ("bf16", "fp8_flow")
-STEP = 10
-_PROFILING = ("--profiling.enable_profiling", f"--profiling.profile_freq={STEP}")
 
 
 def summary(variant: str, kernels: list[kernel_trace.Kernel], own: dict[str, str]) -> tuple[str, str]:
-    """The time line and the classes, and the table of all kernels."""
-    lines = [f"== {variant}, rank 0, one step"]
-    lines += [f"{key:24} {ms:9.2f} ms" for key, ms in kernel_trace.timeline(kernels).items()]
+    """The time line and the classes, of a step on average, and the list of all kernels."""
+    steps = len(TRACED)
+    lines = [f"== {variant}, rank 0, a step, average of {steps}"]
+    lines += [f"{key:24} {ms / steps:9.2f} ms" for key, ms in kernel_trace.timeline(kernels).items()]
     lines += ["-- by class (kernels overlap: the parts add up to more than the busy time)"]
-    lines += [f"{key:28} {ms:9.2f} ms {n:6} launches" for key, (ms, n) in kernel_trace.by_class(kernels, own).items()]
-    names = kernel_trace.by_name(kernels)
-    every = [f"{ms:9.3f} ms {n:6}  {kernel_trace.classify(name, own):26} {name}" for name, (ms, n) in names.items()]
-    return "\n".join(lines), "\n".join(every)
+    classes = kernel_trace.by_class(kernels, own)
+    lines += [f"{key:28} {ms / steps:9.2f} ms {n / steps:6.0f} launches" for key, (ms, n) in classes.items()]
+    every = [
+        f"{(k.start - kernels[0].start) / 1e3:9.3f} {(k.end - k.start) / 1e3:8.3f} {(k.start - k.launched) / 1e3:9.3f} "
+        f"{k.stream:3} {k.name[:80]}"
+        for k in kernels
+    ]
+    return "\n".join(lines), "\n".join(["-- ms: start, duration, since its launch; stream; kernel", *every])
 
 
 def main() -> None:
     args = parser(__doc__).parse_args()
-    args.steps = STEP
+    args.steps = TRACED.stop
     exit_on_sigterm()
     args.out = args.out / f"profile_{args.layers}layers_{args.gpus}gpu_{args.routing}"
     args.out.mkdir(parents=True, exist_ok=True)
     own = kernel_trace.own_kernels()
-    runs = [Run(variant, args, 0, variant, _PROFILING) for variant in VARIANTS]
-    try:
-        while runs:
-            run = runs[0]
-            trace = run.dump / f"profile_traces/iteration_{STEP}/rank0_trace.json"
+    for variant in VARIANTS:
+        trace = args.out / f"{variant}.trace.json"
+        os.environ["THROUGHPUT_TRACE"] = str(trace.absolute())
+        run = Run(variant, args, 0, variant)
+        try:
             run.begin()
-            error = run.wait(args.timeout, until="Finished dumping profiler traces")
+            error = run.wait(args.timeout, until=TRACE_WRITTEN)
             if error:
                 print(f"{run.label}: {error}\n{run.log.read_text()[-3000:]}", flush=True)
-            else:
-                head, every = summary(run.label, kernel_trace.load(trace), own)
-                print(head, flush=True)
-                with gzip.open(args.out / f"{run.label}.txt.gz", "wt") as file:
-                    file.write(f"{head}\n-- by kernel\n{every}\n")
-            runs.pop(0).end()
-    finally:
-        for run in runs:
+                continue
+            head, every = summary(run.label, kernel_trace.load(trace), own)
+            print(head, flush=True)
+            with gzip.open(args.out / f"{run.label}.txt.gz", "wt") as file:
+                file.write(f"{head}\n{every}\n")
+        finally:
             run.end()
+            trace.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@
   imports a name that torchao 0.18 no longer has.
 
 A process that has come this far has imported everything; it waits for the file that ``$THROUGHPUT_GATE`` names, so that
-the next run can start while the last one has the GPUs.
+the next run can start while the last one has the GPUs. Where ``$THROUGHPUT_TRACE`` is set, rank 0 leaves a trace there.
 """
 
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 
+from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
 
@@ -55,6 +57,8 @@ class TorchaoRowwise(_Converter):
 register_model_converter(BalancedRandom, "balanced_random")
 register_model_converter(TorchaoRowwise, "torchao_rowwise")
 
+if (trace := os.environ.get("THROUGHPUT_TRACE")) and os.environ.get("RANK") == "0":
+    kernel_trace.trace_steps(sys.modules["__main__"].Trainer, trace)
 if gate := os.environ.get("THROUGHPUT_GATE"):
     while not Path(gate).exists():
         time.sleep(0.05)
