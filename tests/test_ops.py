@@ -86,6 +86,26 @@ def test_dispatched_only_where_somebody_watches():
         assert torch.equal(direct.view(torch.uint8), through_op.view(torch.uint8))
 
 
+class Wrapper(torch.Tensor):
+    """Without data, as a DTensor is."""
+
+    @staticmethod
+    def __new__(cls, *shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func._opname)
+
+
+def test_other_tensors_get_the_op():
+    """Which they can refuse; a kernel would read memory that is not there."""
+    with pytest.raises(NotImplementedError, match="quantize_rows"):
+        ops.quantize_rows(Wrapper(4, 256))
+    with pytest.raises(NotImplementedError, match="quantize_weight"):
+        ops.quantize_weight(Wrapper(2, 128, 256))
+
+
 def test_compiles_as_one_graph():
     def forward_and_back(x, w1, w3, w2, d, counts_SE, score_R):
         q, scale = ops.quantize_rows(x)

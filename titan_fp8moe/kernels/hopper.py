@@ -101,7 +101,7 @@ def result(x: Tensor) -> TensorDescriptor:
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    # A GEMM needs three, and the host takes 10 µs for the constructor with its checks.
+    # A GEMM needs three. The constructor, with its checks, took 7% of the host's time for a layer.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(_descriptor_fields(x.dtype, block), base=x, shape=x.shape, strides=x.stride())
     return descriptor

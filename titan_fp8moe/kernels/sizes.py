@@ -1,4 +1,5 @@
-"""What launches are sized by. Triton's functions of these names take the host some 2 µs a call; a layer makes 20."""
+"""What launches are sized by. Triton's functions of these names took 6% of the host's time for a layer, which calls
+them 20 times."""
 
 
 def cdiv(x: int, y: int) -> int:

@@ -1,6 +1,7 @@
 """Custom ops of the FP8 data flow, one family per file, in the namespace ``torch.ops.titan_fp8moe``.
 
-Each op runs its Triton kernel on a GPU and :mod:`titan_fp8moe.recipe` elsewhere, and has a fake for torch.compile. None
+What is exported here calls the op, or its function where nobody traces or watches (:func:`backend.custom_op`). Each op
+runs its Triton kernel on a GPU and :mod:`titan_fp8moe.recipe` elsewhere, and has a fake for torch.compile. None
 has a gradient of its own: they are called inside the layer's autograd functions (:mod:`titan_fp8moe.moe`), because
 autograd would cast the gradient of an fp8 tensor to fp8. DTensors do not reach them; the modules pass local tensors.
 """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _library = torch.library.Library("titan_fp8moe", "DEF")
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def custom_op(function: Callable) -> Callable:
@@ -17,9 +18,10 @@ def custom_op(function: Callable) -> Callable:
 
     What is returned is to be called, and has the op as ``op`` and its ``register_fake``. Where somebody traces or
     watches (torch.compile, fake tensors, activation checkpointing, any other dispatch mode), it calls the op; otherwise
-    the function itself. PyTorch's dispatcher takes longer than a small kernel, a layer makes some 25 calls, and where
-    layers are small the host is what is waited for. ``torch.library.custom_op`` would take longer still. What the
-    dispatcher would do for gradients is not missed: these are called inside autograd functions only.
+    the function itself: a layer makes some 25 calls, PyTorch's dispatcher took a tenth of the host's time for it
+    (``torch.library.custom_op`` would take more), and the host is what is waited for where layers are small and in the
+    forward of large ones. What the dispatcher would do for gradients is not missed: these are called inside autograd
+    functions only.
     """
     name = function.__name__.removeprefix("_")
     _library.define(name + torch.library.infer_schema(function, mutates_args=()))
@@ -28,9 +30,10 @@ def custom_op(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            return op(*args)
-        return function(*args)
+        watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        # A DTensor, or whatever else is no ordinary tensor, knows what to do with an op, or to refuse it.
+        return (op if watched or type(first) not in _ORDINARY else function)(*args)
 
     call.op, call.register_fake = op, functools.partial(torch.library.register_fake, op)
     return call
