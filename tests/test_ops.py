@@ -148,5 +148,8 @@ def test_errors_say_what_to_do():
             ops.quantize_weight(w, other)
     with pytest.raises(ValueError, match="bf16 or fp32; got .* torch.float16"):
         ops.quantize_weight_both(w.half())
+    operands = recipe.transpose_pair(*rows(M, 384), *rows(M, 128))
+    with pytest.raises(ValueError, match="N is 384, but 2 weights need a multiple of 256"):
+        ops.grouped_mm_wgrad(*operands, torch.tensor([M], dtype=INT32), FP32, 2)
     with pytest.raises(ValueError, match="balanced"):
         ops.transpose_pair(*rows(128, 128), *rows(128, 128), torch.tensor([128], dtype=INT32), "rowwise")

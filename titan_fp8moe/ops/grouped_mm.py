@@ -6,6 +6,7 @@ from torch import Tensor
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import grouped_mm as kernels
 from titan_fp8moe.ops.backend import custom_op, use_kernels
+from titan_fp8moe.recipe import TILE
 
 
 @custom_op
@@ -40,6 +41,10 @@ def grouped_mm_wgrad(
 
     See :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
     """
+    if aT_NM.shape[0] % (parts * TILE):
+        raise ValueError(
+            f"grouped_mm_wgrad: N is {aT_NM.shape[0]}, but {parts} weights need a multiple of {parts * TILE}"
+        )
     impl = kernels if use_kernels(aT_NM) else recipe
     return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts)
 
