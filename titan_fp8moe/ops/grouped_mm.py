@@ -41,10 +41,8 @@ def grouped_mm_wgrad(
 
     See :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
     """
-    if aT_NM.shape[0] % (parts * TILE):
-        raise ValueError(
-            f"grouped_mm_wgrad: N is {aT_NM.shape[0]}, but {parts} weights need a multiple of {parts * TILE}"
-        )
+    if (N := aT_NM.shape[0]) % (parts * TILE):
+        raise ValueError(f"grouped_mm_wgrad: N is {N}, but {parts} weights need a multiple of {parts * TILE}")
     impl = kernels if use_kernels(aT_NM) else recipe
     return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts)
 
