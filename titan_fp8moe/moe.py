@@ -306,7 +306,7 @@ def _routed_experts_forward(
         exchange = _Exchange(*tensors, ep_name, combine)
         payload = exchange.start_dispatch(q, scale, position_TK, score_S)
         q, scale, position_CK, score_CK = ops.unpack_dispatch(ops.wait(payload), D, top_k)
-        rows = sum(sum(message[2:]) for message in sizes[1].tolist())
+        rows = sum(_row_counts(sizes[1]))
         *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, row_capacity(rows, E))
     else:
         layout = ops.expert_layout(counts_E.view(1, -1), score_S, slot_S, T, top_k, row_capacity(slot_S.shape[0], E))
@@ -361,6 +361,12 @@ class _PendingSizes:
         return self.host
 
 
+def _row_counts(messages_N: Tensor) -> list[int]:
+    """Rows of each message (N, 2 + E): one for each slot, where copies are one for each token."""
+    # In Python: operators on so few numbers would take longer.
+    return [sum(message[2:]) for message in messages_N.tolist()]
+
+
 class _Exchange:
     """Movement of tokens between the ranks of a group and back.
 
@@ -380,10 +386,10 @@ class _Exchange:
         self.copy_TK, self.token_C, self.ep_name = copy_TK, token_C[: sum(self.sent_copies)], ep_name
         self.by_row = combine == "rows"
         # The row that comes back for each slot, and how many rows come and go.
-        self.returned_TK = position_TK if self.by_row else copy_TK
-        self.combine_splits = self.sent_copies, self.received_copies
         if self.by_row:
-            self.combine_splits = [[sum(message[2:]) for message in messages] for messages in sizes.tolist()]
+            self.returned_TK, self.combine_splits = position_TK, [_row_counts(messages) for messages in sizes]
+        else:
+            self.returned_TK, self.combine_splits = copy_TK, (self.sent_copies, self.received_copies)
 
     def start_dispatch(
         self, q: Tensor, scale: Tensor, position_TK: Tensor | None = None, score_S: Tensor | None = None

@@ -1,6 +1,8 @@
 """The Hopper GEMMs on small shapes, for compute-sanitizer.
 
-compute-sanitizer --tool memcheck python -m experiments.gpu_tests.sanitize      (or racecheck, synccheck)
+    compute-sanitizer --tool memcheck python -m experiments.gpu_tests.sanitize
+
+What it said, with racecheck and synccheck as well, is in sanitizer.txt.gz.
 """
 
 import torch

@@ -101,7 +101,7 @@ def result(x: Tensor) -> TensorDescriptor:
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    # A GEMM needs three. The constructor, with its checks, took 7% of the host's time for a layer.
+    # A GEMM needs three. The constructor, with its checks, took 7% of the time of a layer's Python.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(_descriptor_fields(x.dtype, block), base=x, shape=x.shape, strides=x.stride())
     return descriptor
@@ -151,10 +151,10 @@ def num_programs(num_pieces: int, device: torch.device) -> int:
 
 @gluon.jit
 def split_tail(num_wide, num_narrow):
-    """How many of the last wide tiles to compute as two halves each, so that the last wave takes half the time.
+    """How many of the last wide tiles to compute as two halves each, so that the last wave takes less time.
 
     The wave has to have room for them and for the narrow tiles that follow, or some program would get two, which take
-    as long as a wide one.
+    longer than a wide one.
     """
     rest = num_wide % gl.num_programs(0)
     return gl.where(2 * rest + num_narrow <= gl.num_programs(0), rest, 0)

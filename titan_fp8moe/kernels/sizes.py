@@ -1,5 +1,5 @@
-"""What launches are sized by. Triton's functions of these names took 6% of the host's time for a layer, which calls
-them 20 times."""
+"""What launches are sized by. Triton's functions of these names took 6% of the time of a layer's Python, which
+calls them 20 times."""
 
 
 def cdiv(x: int, y: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _library = torch.library.Library("titan_fp8moe", "DEF")
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)  # types of tensors that a kernel can read
 
 
 def custom_op(function: Callable) -> Callable:
@@ -18,7 +18,7 @@ def custom_op(function: Callable) -> Callable:
 
     What is returned is to be called, and has the op as ``op`` and its ``register_fake``. Where somebody traces or
     watches (torch.compile, fake tensors, activation checkpointing, any other dispatch mode), it calls the op; otherwise
-    the function itself: a layer makes some 25 calls, PyTorch's dispatcher took a tenth of the host's time for it
+    the function itself: a layer makes some 25 calls, PyTorch's dispatcher took a tenth of their Python's time
     (``torch.library.custom_op`` would take more), and the host is what is waited for where layers are small and in the
     forward of large ones. What the dispatcher would do for gradients is not missed: these are called inside autograd
     functions only.
@@ -29,11 +29,13 @@ def custom_op(function: Callable) -> Callable:
     op = getattr(torch.ops.titan_fp8moe, name).default
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-        first = args[0][0] if isinstance(args[0], list) else args[0]
-        # A DTensor, or whatever else is no ordinary tensor, knows what to do with an op, or to refuse it.
-        return (op if watched or type(first) not in _ORDINARY else function)(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and not (kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            # A DTensor, or whatever else is no ordinary tensor, knows what to do with an op, or to refuse it.
+            if type(first) in _ORDINARY:
+                return function(*args)
+        return op(*args, **kwargs)
 
     call.op, call.register_fake = op, functools.partial(torch.library.register_fake, op)
     return call
