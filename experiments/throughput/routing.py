@@ -1,5 +1,6 @@
 """Random routing that is balanced: how a trained model routes, without the luck of a draw in the comparison."""
 
+import functools
 import math
 
 import torch
@@ -10,12 +11,18 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 @torch.library.custom_op("titan_fp8moe_throughput::balanced_random_experts", mutates_args=())
 def balanced_random_experts(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
     """(num_tokens, top_k) int64: every token's experts are a uniform draw of distinct ones; over each
-    lcm(top_k, num_experts) / top_k tokens all experts are chosen equally often.
+    lcm(top_k, num_experts) / top_k tokens all experts are chosen equally often. The same at each call, so that
+    activation checkpointing recomputes it.
 
-    torchtitan's round robin gives a token consecutive experts, which share a rank. Here each such run of tokens renames
-    the experts by a permutation of its own. The permutations come from a hash, so that activation checkpointing
-    recomputes the same ones and torch.compile sees no random state. An op, because the compiler would hash in 32 bits.
+    An op, because the compiler would hash in 32 bits.
     """
+    return _draw(num_tokens, top_k, num_experts, device).clone()
+
+
+@functools.cache  # or asking for its 23 kernels is a measurable part of what the host does for a layer
+def _draw(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
+    # torchtitan's round robin gives a token consecutive experts, which share a rank. Here each such run of tokens
+    # renames the experts by a permutation of its own, which comes from a hash.
     slots = torch.arange(num_tokens * top_k, device=device)
     period = math.lcm(top_k, num_experts)
     num_runs = -(-num_tokens * top_k // period)

@@ -231,7 +231,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--routing", choices=ROUTING, default="random")
     p.add_argument("--steps", type=int, default=30)
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
-    p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, after --")
+    p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, --name=value, after --")
     return p
 
 
@@ -244,8 +244,13 @@ def main() -> None:
     args = p.parse_args()
     args.begin = time.monotonic()
     exit_on_sigterm()
-    shape = f"{args.flavor or f'16B, {args.layers} layers'}, {args.gpus} GPUs, {args.routing} routing"
-    folder, args.out = args.out, args.out / f"train_{args.layers}layers_{args.gpus}gpu_{args.routing}"
+    # Runs with other settings are other measurements.
+    settings = [setting.removeprefix("--") for setting in args.overrides]
+    shape = ", ".join(
+        [args.flavor or f"16B, {args.layers} layers", f"{args.gpus} GPUs", f"{args.routing} routing", *settings]
+    )
+    name = "_".join([f"train_{args.layers}layers_{args.gpus}gpu_{args.routing}", *settings])
+    folder, args.out = args.out, args.out / re.sub(r"[^\w.-]", "_", name)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.largest_batch:
         found, args.steps = [], BATCH_STEPS

@@ -53,6 +53,17 @@ def test_layout_equals_one_process(results, case):
     assert bool(result["gate_spread"]) == ("tp2" in case)
 
 
+@pytest.mark.parametrize(
+    ("case", "fsdp"),
+    [("ep2", False), ("ep4", False), ("tp2_ep2_etp2", False), ("ep2_fsdp2", True), ("hsdp2_ep2", True),
+     ("ep2_cpu_offload", True)],
+)  # fmt: skip
+def test_fsdp_has_the_experts_only_where_it_has_something_to_do(results, case, fsdp):
+    meshes = set(results.get(case)["expert_meshes"].values())
+    assert len(meshes) == 1
+    assert ("efsdp" in meshes.pop()) == fsdp
+
+
 def test_gradients_are_those_of_the_unquantized_model(results):
     """One process in FP8-Flow against one in fp32: fp8 noise on the MoE layers, little elsewhere."""
     reference, result = results.get("single_fp32"), results.get("single")

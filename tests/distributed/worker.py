@@ -4,7 +4,7 @@
 
 Every case starts from the same weights (OUT_DIR/seed.pt, written by the first single-process run) and sees the same
 global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "counted",
-"gate_spread"} or {"error"}.
+"gate_spread", "expert_meshes"} or {"error"}.
 """
 
 import faulthandler
@@ -108,6 +108,11 @@ class RecordingTrainer(torchtitan.train.Trainer):
                 dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
                 dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
                 spread[name] = float((high - low).abs().max())
+        meshes = {
+            name: p.device_mesh.mesh_dim_names
+            for name, p in self.named_parameters()
+            if ".experts.w" in name and isinstance(p, DTensor)
+        }
         # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
         all_losses = gather_list(losses)
         return {
@@ -116,6 +121,7 @@ class RecordingTrainer(torchtitan.train.Trainer):
             "expert_bias": bias,
             "counted": counted,
             "gate_spread": gather(spread),
+            "expert_meshes": gather(meshes),
         }
 
 

@@ -1,7 +1,6 @@
 """Corrections to PyTorch 2.11 to 2.13 that torchtitan 0.2.2 needs on every device."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,19 +9,11 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from titan_fp8moe import statistics
 
-
-class _IgnoredOps(set):
-    """The ops that selective checkpointing ignores, and on a thread that is inside FSDP's machinery every op."""
-
-    def __init__(self, ops: set):
-        super().__init__(ops)
-        self.thread = threading.local()
-
-    def __contains__(self, op: object) -> bool:
-        return getattr(self.thread, "in_fsdp", False) or super().__contains__(op)
+_SELECTIVE_MODES = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
 
 
 @functools.cache
@@ -32,29 +23,25 @@ def fix_selective_checkpointing() -> None:
     torchtitan makes the routed experts an FSDP module of their own inside the checkpointed block. Selective
     checkpointing matches forward and recomputation call by call, but the experts' all-gather is prefetched outside the
     block in the forward and issued inside it in the recomputation, so the backward fails: "encountered during backward
-    but not found in storage". Here it ignores the profiler's ranges and all that FSDP does to unshard; none of it is an
-    activation.
+    but not found in storage". Here it ignores the profiler's ranges and sees nothing of what FSDP does to unshard; none
+    of it is an activation.
     """
-    ignored = _IgnoredOps(torch.utils.checkpoint.SAC_IGNORED_OPS)
     for name in ("_record_function_enter", "_record_function_enter_new", "_record_function_exit"):
         op = getattr(torch.ops.profiler, name)
-        ignored.update(getattr(op, overload) for overload in op.overloads())
-    torch.utils.checkpoint.SAC_IGNORED_OPS = ignored
+        torch.utils.checkpoint.SAC_IGNORED_OPS.update(getattr(op, overload) for overload in op.overloads())
 
-    def ignoring(method: Callable[..., Any]) -> Callable[..., Any]:
+    def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            outer = getattr(ignored.thread, "in_fsdp", False)
-            ignored.thread.in_fsdp = True
-            try:
-                return method(*args, **kwargs)
-            finally:
-                ignored.thread.in_fsdp = outer
+            if isinstance(_get_current_dispatch_mode(), _SELECTIVE_MODES):
+                with _pop_mode_temporarily():
+                    return method(*args, **kwargs)
+            return method(*args, **kwargs)
 
         return wrapper
 
-    FSDPParamGroup.unshard = ignoring(FSDPParamGroup.unshard)
-    FSDPParamGroup.wait_for_unshard = ignoring(FSDPParamGroup.wait_for_unshard)
+    FSDPParamGroup.unshard = unseen(FSDPParamGroup.unshard)
+    FSDPParamGroup.wait_for_unshard = unseen(FSDPParamGroup.wait_for_unshard)
 
 
 @contextmanager

@@ -1,11 +1,14 @@
-"""Parallel styles that torchtitan applies to experts and reorderer, extended to converted layers.
+"""What torchtitan does to experts and reorderer to parallelize them, extended to converted layers.
 
 torchtitan's ``apply_moe_ep_tp`` (llama4, shared by deepseek_v3 and qwen3) creates its styles by name. The subclasses
 here take those names. For converted experts they shard the parameters as torchtitan does and record the mesh; the hooks
-that would dispatch and combine bf16 rows are left out, since the experts do that themselves in fp8. Other modules are
-parallelized as before.
+that would dispatch and combine bf16 rows are left out, since the experts do that themselves in fp8. ``apply_fsdp``
+calls ``fully_shard`` by name, too. Other modules are parallelized as before.
 """
 
+from typing import Any
+
+import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
@@ -57,7 +60,19 @@ class ReordererSequenceParallel(expert_parallel.ReordererSequenceParallel):
         return super()._apply(module, device_mesh)
 
 
+def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
+    """FSDP's ``fully_shard``, which leaves alone the parameters of converted experts that it would shard over one rank.
+
+    That is so where expert parallelism takes all ranks that FSDP has. There is nothing to gather or reduce then, but
+    FSDP would cast the parameters to bf16 and copy them twice a step, and copy the gradients twice. Quantization reads
+    fp32 as well, and the weight gradients come in the parameters' dtype.
+    """
+    if isinstance(module, Fp8FlowGroupedExperts) and mesh.size() == 1 and "offload_policy" not in kwargs:
+        kwargs["ignored_params"] = set(module.parameters())
+    return fsdp.fully_shard(module, mesh=mesh, **kwargs)
+
+
 def install() -> None:
-    """Gives torchtitan these styles. Calling again does nothing new."""
-    for style in (TensorParallel, ExpertParallel, ExpertTensorParallel, ReordererSequenceParallel):
-        setattr(llama4_parallelize, style.__name__, style)
+    """Gives torchtitan these styles and this ``fully_shard``. Calling again does nothing new."""
+    for it in (TensorParallel, ExpertParallel, ExpertTensorParallel, ReordererSequenceParallel, fully_shard):
+        setattr(llama4_parallelize, it.__name__, it)
