@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_fp8moe.moe import Route
-
 
 def moe_layer(
     x_TD: Tensor, scores_TK: Tensor, experts_TK: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, score_before_experts: bool
@@ -19,13 +17,6 @@ def moe_layer(
         y = (F.silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T
         out = out.index_add(0, token, y if score_before_experts else y * score)
     return out
-
-
-def make_route(scores_TK: Tensor, experts_TK: Tensor, num_experts: int, score_before_experts: bool = False) -> Route:
-    """The route torchtitan's router and reorderer would give for these choices."""
-    slots = torch.argsort(experts_TK.flatten(), stable=True)
-    counts = torch.nn.functional.one_hot(experts_TK.flatten(), num_experts).sum(0)
-    return Route(scores_TK.flatten()[slots], slots, counts, experts_TK.shape[1], score_before_experts)
 
 
 def in_model(moe: nn.Module) -> nn.Module:

@@ -23,11 +23,11 @@ NO_ROWS = (
     "_runs_kernel",
     "_layout_kernel",
     "_row_gauge_kernel",
-    "_positions_kernel",
-    "_count_copies_kernel",
-    "_copies_kernel",
     "_arrivals_kernel",
     "_slot_gradients_kernel",
+    "_count_slots_kernel",
+    "_place_rows_kernel",
+    "_place_copies_kernel",
 )
 
 
@@ -46,7 +46,8 @@ def calls(M, D, H, E, T=12288):
     h, d = meta(M, 2 * H, dtype=BF16), meta(M, H, dtype=BF16)
     y, payload = meta(M, D, dtype=BF16), meta(M, 2 * D + 16, dtype=torch.uint8)
     q, scale = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0)
-    map_TK, slot_S = meta(T, TOP_K, dtype=INT32), meta(T * TOP_K, dtype=torch.int64)
+    map_TK, score_TK = meta(T, TOP_K, dtype=INT32), meta(T, TOP_K, dtype=FP32)
+    expert_TK = meta(T, TOP_K, dtype=torch.int64)
     for dtype in (BF16, FP32):
         yield f"quantize_rows {dtype}", quantize.quantize_rows, (meta(T, D, dtype=dtype),)
         pair, w2 = [meta(E, H, D, dtype=dtype)] * 2, [meta(E, D, H, dtype=dtype)]
@@ -64,9 +65,8 @@ def calls(M, D, H, E, T=12288):
                 args = (d, *kept, score_M, offsets_E, first, again)
                 yield f"swiglu backward {first} {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
     for sources, experts in ((1, E), (32, E), (64, 4), (256, 1)):
-        counts = meta(sources, experts, dtype=torch.int64)
-        yield f"expert_layout {sources}", permute.expert_layout, (counts, score_M, slot_S, T, TOP_K, M + TILE * experts)
-        yield f"dispatch_layout {sources}", permute.dispatch_layout, (slot_S, counts, T, TOP_K)
+        yield f"expert_layout {sources}", permute.expert_layout, (expert_TK, score_TK, sources * experts, M + TILE * E)
+        yield f"dispatch_layout {sources}", permute.dispatch_layout, (expert_TK, sources, experts)
         received, (_, _, position, score) = meta(sources, 2 + experts, dtype=INT32), unpack_dispatch(payload, D, TOP_K)
         args = (received, position, score, M - T % 100, M + TILE * experts)
         yield f"arrival_layout {sources}", permute.arrival_layout, args
@@ -76,14 +76,15 @@ def calls(M, D, H, E, T=12288):
         yield f"unpermute {dtype}", permute.unpermute_sum, (y, map_TK, dtype)
     received = payload[:, : 2 * D].view(BF16)
     yield "unpermute payload", permute.unpermute_sum, (received, map_TK, BF16)
-    for score in (None, score_M):
+    for score in (None, score_TK):
         position = None if score is None else map_TK
         width = (D + (0 if score is None else 8 * TOP_K) + D // TILE + 15) // 16 * 16
         args = (q, scale, index_M, map_TK, position, score, width)
         yield f"pack_dispatch {score is None}", permute.pack_dispatch, args
-        yield f"pack_combine {score is None}", permute.pack_combine, (y, score, map_TK, 2 * D + 32)
-    yield "slot_gradients", permute.slot_gradients, (meta(M, 1, dtype=FP32), map_TK, slot_S)
-    yield "slot_gradients by copy", permute.slot_gradients, (meta(T, TOP_K, dtype=FP32), map_TK, slot_S)
+    for ds in (None, score_M):
+        yield f"pack_combine {ds is None}", permute.pack_combine, (y, ds, map_TK, 2 * D + 32)
+    yield "slot_gradients", permute.slot_gradients, (meta(M, 1, dtype=FP32), map_TK)
+    yield "slot_gradients by copy", permute.slot_gradients, (score_TK, map_TK)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -94,7 +95,9 @@ def test_no_spills(model):
         for launch in launches:
             kernel = launch.compile()
             print(f"{name:36} {kernel.name:28} {kernel.registers:4} registers {kernel.shared:6} B shared {launch.grid}")
-            assert kernel.spills == kernel.stack == 0, (name, kernel)
+            assert kernel.spills == 0, (name, kernel)
+            if kernel.stack:  # ptxas 13 leaves a frame where nothing is kept
+                assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"]), (name, kernel)
             assert all(n <= 65535 for n in launch.grid[1:]), (name, launch.grid)
 
 

@@ -9,11 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.reference import make_route, moe_layer, relative_error
+from tests.reference import moe_layer, relative_error
 from titan_fp8moe import moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights, WeightCache
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 
@@ -32,7 +32,7 @@ def make_layer(tokens=T, experts=E, dtype=torch.float32):
 def run(x, scores, chosen, weights, dout, config, score_before=False):
     """Output and gradients of x, scores, w1, w2, w3 of the FP8 layer."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *weights)]
-    route = make_route(leaves[1], chosen, weights[0].shape[0], score_before)
+    route = Route(leaves[1], chosen, weights[0].shape[0], score_before)
     out = routed_experts(leaves[0], ExpertWeights(*leaves[2:]), route, config)
     out.backward(dout)
     return [out.detach(), *[leaf.grad for leaf in leaves]]
@@ -118,7 +118,7 @@ def test_two_explicit_casts(recompute):
     """
     x, scores, chosen, weights = make_layer()
     leaves = [t.requires_grad_() for t in (x, scores, *weights)]
-    route = make_route(leaves[1], chosen, E)
+    route = Route(leaves[1], chosen, E)
     with CastCounter() as forward:
         out = routed_experts(x, ExpertWeights(*weights), route, Fp8FlowMoEConfig(recompute=recompute))
     with CastCounter() as backward:
@@ -156,7 +156,7 @@ def test_checkpointing_by_op_keeps_the_experts():
         return routed_experts(x * 1.0, ExpertWeights(*weights), route, Fp8FlowMoEConfig()) * 2.0
 
     def gradients(run):
-        out = run(x, make_route(leaves[1], chosen, E))
+        out = run(x, Route(leaves[1], chosen, E))
         with CastCounter() as counter:
             return torch.autograd.grad(out.square().sum(), leaves), counter.ops
 
@@ -181,7 +181,7 @@ def test_saved_bytes(save_h, recompute):
             saved.append(t.numel() * t.itemsize)
         return t
 
-    route = make_route(leaves[1], chosen, E)
+    route = Route(leaves[1], chosen, E)
     config = Fp8FlowMoEConfig(save_h=save_h, recompute=recompute)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = routed_experts(x, ExpertWeights(*weights), route, config)
@@ -193,8 +193,8 @@ def test_saved_bytes(save_h, recompute):
     operand = fp8(H) if recompute == "none" else 0
     index = 4 + 4  # token and score of each row
     rows, slots = row_capacity(T * K, E), T * K
-    # Of each slot its number, which torchtitan gives as int64, and its row.
-    assert sum(saved) == rows * (fp8(D) + h + operand + index) + slots * (8 + 4) + E * 4
+    # Of each slot its row.
+    assert sum(saved) == rows * (fp8(D) + h + operand + index) + slots * 4 + E * 4
     out.sum().backward()
 
 
@@ -215,7 +215,7 @@ def test_every_expert_weight_moves():
     weights = [w.requires_grad_() for w in weights]
     before = [w.detach().clone() for w in weights]
     optimizer = torch.optim.AdamW(weights, lr=1e-3)
-    route = make_route(scores, chosen, E)
+    route = Route(scores, chosen, E)
     routed_experts(x, ExpertWeights(*weights), route, Fp8FlowMoEConfig()).square().sum().backward()
     optimizer.step()
     for w, old in zip(weights, before, strict=True):
@@ -225,7 +225,7 @@ def test_every_expert_weight_moves():
 def test_changed_weights_are_seen():
     """No quantized weight survives a change of its parameter, however it is changed."""
     x, scores, chosen, weights = make_layer()
-    config, route = Fp8FlowMoEConfig(), make_route(scores, chosen, E)
+    config, route = Fp8FlowMoEConfig(), Route(scores, chosen, E)
     params = [torch.nn.Parameter(w.clone()) for w in weights]
     first = routed_experts(x, ExpertWeights(*params), route, config)
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_microbatches_share_quantized_weights(recompute):
     leaves = [t.requires_grad_() for t in (x, scores, *weights)]
 
     def gradients(cache):
-        route = make_route(leaves[1], chosen, E)
+        route = Route(leaves[1], chosen, E)
         with CastCounter() as counter:
             out = routed_experts(x, ExpertWeights(*weights), route, config, cache=cache)
             return torch.autograd.grad(out.square().sum(), leaves), counter.ops["quantize_weight"]
@@ -260,7 +260,7 @@ def test_microbatches_share_quantized_weights(recompute):
             assert torch.equal(a, b)
     with torch.no_grad():
         weights[1].mul_(0.5)
-        routed_experts(x, ExpertWeights(*weights), make_route(scores, chosen, E), config, cache=cache)
+        routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), config, cache=cache)
     want, _ = gradients(None)
     got, count = gradients(cache)
     assert count == 4 and torch.equal(got[0], want[0])
@@ -269,7 +269,7 @@ def test_microbatches_share_quantized_weights(recompute):
 def test_nan_token_shows_in_its_own_output_only():
     x, scores, chosen, weights = make_layer()
     x[7, 5] = float("nan")
-    out = routed_experts(x, ExpertWeights(*weights), make_route(scores, chosen, E), Fp8FlowMoEConfig())
+    out = routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig())
     assert out[7].isnan().all()
     assert out[torch.arange(T, device=DEVICE) != 7].isfinite().all()
 
@@ -336,7 +336,7 @@ def test_compiles_without_a_graph_break():
     config = Fp8FlowMoEConfig()
 
     def step(x, scores, chosen, w1, w2, w3):
-        return routed_experts(x, ExpertWeights(w1, w2, w3), make_route(scores, chosen, E), config)
+        return routed_experts(x, ExpertWeights(w1, w2, w3), Route(scores, chosen, E), config)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     out = compiled(x, scores, chosen, *params)
@@ -370,14 +370,14 @@ def test_emulation_on_a_gpu():
 
 def test_route_must_count_this_layers_experts():
     x, scores, chosen, weights = make_layer()
-    with pytest.raises(ValueError, match="counts 16 experts"):
-        routed_experts(x, ExpertWeights(*weights), make_route(scores, chosen, 16), Fp8FlowMoEConfig())
+    with pytest.raises(ValueError, match="is for 16 experts"):
+        routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, 16), Fp8FlowMoEConfig())
 
 
 def test_dims_must_be_multiples_of_128():
     x, scores, chosen, weights = make_layer()
     with pytest.raises(ValueError, match="multiple of 128"):
-        routed_experts(x[:, :200], ExpertWeights(*weights), make_route(scores, chosen, E), Fp8FlowMoEConfig())
+        routed_experts(x[:, :200], ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig())
 
 
 @pytest.mark.parametrize(

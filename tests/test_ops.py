@@ -24,11 +24,10 @@ def cases():
     x, dy, h, d = rows(M, D), rows(M, D), torch.randn(M, 2 * H, dtype=BF16), torch.randn(M, H, dtype=BF16)
     tokens, weights = recipe.quantize_rows(torch.randn(T, D)), [torch.randn(E, 128, D), torch.randn(E, 256, D)]
     offsets_E = torch.tensor([128, 256], dtype=INT32)
-    counts_SE = torch.tensor([[15, 10], [4, 11]], dtype=INT32)
-    score_R, score_M = torch.rand(T * K), torch.rand(M)
-    slot_R, row_TK = torch.randperm(T * K).int(), torch.randint(-1, M, (T, K), dtype=INT32)
+    score_TK, score_M, expert_TK = torch.rand(T, K), torch.rand(M), torch.rand(T, 2 * E).topk(K).indices
+    row_TK = torch.randint(-1, M, (T, K), dtype=INT32)
     row_CK, token_M = torch.randint(-1, M, (T, K), dtype=INT32), torch.randint(-1, T, (M,), dtype=INT32)
-    position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(slot_R, counts_SE, T, K)
+    position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(expert_TK, 2, E)
     token_C = token_C[: int(message_N[:, 0].sum())].clone()
     position_CK, score_CK = torch.arange(T * K, dtype=INT32).view(T, K), torch.rand(T, K)
     received_N = torch.tensor([[12, 0, 14, 10], [8, 24, 6, 10]], dtype=INT32)
@@ -36,17 +35,17 @@ def cases():
     yield "quantize_rows", (torch.randn(128, T).t(),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield "quantize_weight", (weights, plain, transposed)
-    yield "expert_layout", (counts_SE, score_R, slot_R, T, K, M)
-    yield "dispatch_layout", (slot_R, counts_SE, T, K)
+    yield "expert_layout", (expert_TK, score_TK, 2 * E, 1024)
+    yield "dispatch_layout", (expert_TK, 2, E)
     yield "arrival_layout", (received_N, position_CK, score_CK, T * K, M)
     yield "permute_rows", (*tokens, row_CK, token_M, offsets_E)
     yield "unpermute_sum", (torch.randn(M, D, dtype=BF16), row_TK, FP32)
-    for position_and_score in ((position_TK, score_R), (None, None)):
+    for position_and_score in ((position_TK, score_TK), (None, None)):
         yield "pack_dispatch", (*tokens, token_C, copy_TK, *position_and_score)
     for ds in (score_M, None):
         yield "pack_combine", (h, ds, row_CK)
-    yield "slot_gradients", (torch.rand(T * K, 1), position_TK, slot_R)
-    yield "slot_gradients", (torch.rand(token_C.shape[0], K), copy_TK, slot_R)
+    yield "slot_gradients", (torch.rand(T * K, 1), position_TK)
+    yield "slot_gradients", (torch.rand(token_C.shape[0], K), copy_TK)
     for first in (False, True):
         yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
         yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first, True)
@@ -55,10 +54,10 @@ def cases():
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
-    experts, slot_S = [torch.randn(E, *shape) / 16 for shape in ((H, D), (D, H), (H, D))], torch.randperm(T * K)
-    route = (torch.rand(T * K), experts, slot_S, counts_SE.sum(0))
+    experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (D, H), (H, D))]
+    route = (score_TK, experts, torch.rand(T, E).topk(K).indices)
     for save_h, recompute in (("bf16", "experts"), ("bf16", "activation"), ("fp8", "none")):
-        yield "routed_experts_forward", (torch.randn(T, D), *route, "", 1, 0, K, False, save_h, recompute, "sum")
+        yield "routed_experts_forward", (torch.randn(T, D), *route, "", 1, 0, False, save_h, recompute, "sum")
 
 
 @pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])
@@ -108,11 +107,10 @@ def test_other_tensors_get_the_op():
 
 
 def test_compiles_as_one_graph():
-    def forward_and_back(x, w1, w3, w2, d, counts_SE, score_R):
+    def forward_and_back(x, w1, w3, w2, d, expert_TK, score_TK):
         q, scale = ops.quantize_rows(x)
         capacity = recipe.row_capacity(T * K, E)
-        slot_R = torch.arange(T * K)
-        offsets_E, token_M, score_M, row_TK = ops.expert_layout(counts_SE, score_R, slot_R, T, K, capacity)
+        offsets_E, token_M, score_M, row_TK = ops.expert_layout(expert_TK, score_TK, E, capacity)
         q, scale = ops.permute_rows(q, scale, row_TK, token_M, offsets_E)
         w13, w2 = ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
         h = ops.grouped_mm(q, scale, *w13, offsets_E, BF16)
@@ -129,8 +127,8 @@ def test_compiles_as_one_graph():
         *(torch.randn(E, H, D) / 16 for _ in range(2)),
         torch.randn(E, D, H) / 16,
         torch.randn(T, H, dtype=BF16),
-        torch.tensor([[15, 25]], dtype=INT32),
-        torch.rand(T * K),
+        torch.randint(0, E, (T, K)),
+        torch.rand(T, K),
     )
     want = forward_and_back(*args)
     got = torch.compile(forward_and_back, fullgraph=True, backend="aot_eager")(*args)

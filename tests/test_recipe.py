@@ -269,31 +269,27 @@ def test_swiglu_backward_is_the_gradient(score_before_experts):
 # --- expert order -----------------------------------------------------------------------------------------------------
 
 
-@given(npst.arrays(np.int32, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.integers(0, 200)))
-def test_expert_layout(counts):
-    counts_SE = torch.from_numpy(counts)
-    (S, E), R, top_k = counts.shape, int(counts.sum()), 3
-    num_tokens = R // top_k + 7
-    slot_R, score_R = torch.randperm(num_tokens * top_k)[:R].int(), torch.rand(R)
+@given(npst.arrays(np.int64, st.tuples(st.integers(0, 70), st.integers(1, 4)), elements=st.integers(-1, 9)))
+def test_expert_layout(experts):
+    expert_TK, E = torch.from_numpy(experts), 9  # 9 and -1 are nobody's
+    score_TK, expert_S = torch.rand(expert_TK.shape), expert_TK.flatten()
+    R = int(((expert_S >= 0) & (expert_S < E)).sum())
     capacity = recipe.row_capacity(R, E)
-    layout = recipe.expert_layout(counts_SE, score_R, slot_R, num_tokens, top_k, capacity)
-    offsets_E, token_M, score_M, row_TK = layout
+    offsets_E, token_M, score_M, row_TK = recipe.expert_layout(expert_TK, score_TK, E, capacity)
     assert offsets_E[-1] <= capacity
     assert (offsets_E % 128 == 0).all()
-    expert_R = torch.arange(E).repeat(S).repeat_interleave(counts_SE.flatten().long())
-    row_R = row_TK.flatten()[slot_R.long()].long()
     start_E = torch.cat([torch.zeros(1, dtype=torch.int32), offsets_E[:-1]])
-    group_E = counts_SE.sum(0)
-    assert (row_R >= start_E[expert_R]).all() and (row_R < (start_E + group_E)[expert_R]).all()
-    for e in range(E):  # rows of an expert keep the order of arrival
-        rows = row_R[expert_R == e]
-        assert torch.equal(rows, start_E[e] + torch.arange(len(rows)))
-    assert torch.equal(token_M[row_R], (slot_R // top_k).int())
-    assert torch.equal(score_M[row_R], score_R)
     padding = torch.ones(capacity, dtype=torch.bool)
-    padding[row_R] = False
+    for e in range(E):  # an expert's slots in their order
+        slots = (expert_S == e).nonzero().squeeze(1)
+        rows = start_E[e] + torch.arange(len(slots))
+        assert torch.equal(row_TK.flatten()[slots].long(), rows)
+        assert torch.equal(token_M[rows].long(), slots // expert_TK.shape[1])
+        assert torch.equal(score_M[rows], score_TK.flatten()[slots])
+        assert offsets_E[e] - start_E[e] == -(-len(slots) // 128) * 128
+        padding[rows] = False
     assert (token_M[padding] == -1).all() and (score_M[padding] == 0).all()
-    assert row_TK.shape == (num_tokens, top_k) and (row_TK == -1).sum() == num_tokens * top_k - R
+    assert row_TK.shape == expert_TK.shape and (row_TK == -1).sum() == expert_TK.numel() - R
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20))
@@ -311,11 +307,9 @@ def test_row_capacity_is_reached():
 def test_permute_and_unpermute_are_inverse():
     T, D, E, top_k = 50, 256, 4, 2
     q, scale = recipe.quantize_rows(torch.randn(T, D))
-    expert_S = torch.randint(E, (T * top_k,))
-    slot_R = expert_S.argsort(stable=True).int()
-    counts_SE = torch.bincount(expert_S, minlength=E).int().unsqueeze(0)
+    expert_TK = torch.randint(E, (T, top_k))
     capacity = recipe.row_capacity(T * top_k, E)
-    layout = recipe.expert_layout(counts_SE, torch.rand(T * top_k), slot_R, T, top_k, capacity)
+    layout = recipe.expert_layout(expert_TK, torch.rand(T, top_k), E, capacity)
     _, token_M, _, row_TK = layout
     moved = recipe.dequantize(*recipe.permute_rows(q, scale, token_M))
     assert (moved[token_M < 0] == 0).all()
@@ -336,11 +330,9 @@ def test_exchange_brings_each_slot_to_its_expert(shape, random):
     for _ in range(N):
         T = random.randint(0, max_tokens)
         expert_TK = torch.rand(T, N * E).topk(top_k).indices
-        slot_S = expert_TK.flatten().argsort(stable=True)
-        slot_S = slot_S[slot_S // top_k >= random.randint(0, 3)]  # the first tokens are another rank's to send
-        counts_NE = torch.bincount(expert_TK.flatten()[slot_S], minlength=N * E).view(N, E)
+        expert_TK[: random.randint(0, 3)] = -1  # the first tokens are another rank's to send
         score_TK = torch.rand(T, top_k)
-        position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(slot_S, counts_NE, T, top_k)
+        position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(expert_TK, N, E)
         C = int(message_N[:, 0].sum())
         served = copy_TK[token_C[:C].long()]
         served = (served == torch.arange(C).unsqueeze(1)) | (served == -2 - torch.arange(C).unsqueeze(1))
@@ -348,7 +340,7 @@ def test_exchange_brings_each_slot_to_its_expert(shape, random):
         score_CK = score_TK[token_C[:C].long()]
         splits = message_N[:, 0].tolist()
         sent.append([message_N, *(t.split(splits) for t in (token_C[:C], position_CK, score_CK))])
-        experts.append(torch.full_like(expert_TK, -1).flatten().index_copy(0, slot_S, expert_TK.flatten()[slot_S]))
+        experts.append(expert_TK.flatten())
         scores.append(score_TK)
     for rank in range(N):
         received_N = torch.stack([s[0][rank] for s in sent])

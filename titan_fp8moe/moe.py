@@ -44,25 +44,23 @@ from titan_fp8moe.recipe import row_capacity
 
 
 class Route:
-    """Where the tokens go, as torchtitan's token reorderer gives it: slots ``token * top_k + k`` sorted by expert.
+    """Where the tokens go, as torchtitan's router says it. A token's k-th expert is its slot k.
 
     A plain class on purpose: FSDP casts every floating-point tensor it finds in a module's arguments to bf16, and looks
     into tuples, dicts and dataclasses; the scores must stay fp32.
 
     Attributes:
-        score_S: (S,) fp32 score of each slot, in the order of ``slot_S``.
-        slot_S: (S,) integer slots, sorted by expert. May cover only a part of all T * top_k slots (this
-            tensor-parallel rank's tokens); the layer's output is then zero for the other tokens.
-        counts_E: (E_total,) slots per expert, over all ranks' experts.
-        top_k: experts per token.
+        score_TK: (T, top_k) fp32 score of each slot.
+        expert_TK: (T, top_k) integers, the expert of each slot. A slot with -1 is served elsewhere (another
+            tensor-parallel rank's token) and adds nothing.
+        num_experts: experts of all ranks.
         score_before_experts: whether scores multiply the experts' input instead of their output.
     """
 
-    def __init__(self, score_S: Tensor, slot_S: Tensor, counts_E: Tensor, top_k: int, score_before_experts: bool):
-        self.score_S = score_S
-        self.slot_S = slot_S
-        self.counts_E = counts_E
-        self.top_k = top_k
+    def __init__(self, score_TK: Tensor, expert_TK: Tensor, num_experts: int, score_before_experts: bool = False):
+        self.score_TK = score_TK
+        self.expert_TK = expert_TK
+        self.num_experts = num_experts
         self.score_before_experts = score_before_experts
 
 
@@ -115,10 +113,9 @@ def start_routed_experts(
     """:func:`routed_experts` up to the start of the combine. What is computed between this and
     :func:`finish_routed_experts` runs while tokens are on their way, here and in the backward."""
     num_ranks = 1 if ep_group is None else ep_group.size()
-    if route.counts_E.numel() != num_ranks * weights.w1_EHD.shape[0]:
+    if route.num_experts != num_ranks * weights.w1_EHD.shape[0]:
         raise ValueError(
-            f"the route counts {route.counts_E.numel()} experts, but {num_ranks} rank(s) hold "
-            f"{weights.w1_EHD.shape[0]} each"
+            f"the route is for {route.num_experts} experts, but {num_ranks} rank(s) hold {weights.w1_EHD.shape[0]} each"
         )
     if ep_group is None:
         apply, ep_name, journey = _RoutedExperts.apply, "", 0
@@ -126,11 +123,9 @@ def start_routed_experts(
         apply, ep_name, journey = _start_eagerly, ep_group.group_name, next(_journeys)
     out, *exchange = apply(
         x_TD,
-        route.score_S,
+        route.score_TK,
         *weights,
-        route.slot_S,
-        route.counts_E,
-        route.top_k,
+        route.expert_TK,
         route.score_before_experts,
         config,
         ep_name,
@@ -160,13 +155,11 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(
         ctx,
         x_TD,
-        score_S,
+        score_TK,
         w1,
         w2,
         w3,
-        slot_S,
-        counts_E,
-        top_k,
+        expert_TK,
         score_before_experts,
         config,
         ep_name,
@@ -179,14 +172,12 @@ class _RoutedExperts(torch.autograd.Function):
             weights = [*itertools.chain(*quantize_weights(ExpertWeights(*weights), cache))]
         out, *saved = _forward_op(
             x_TD,
-            score_S,
+            score_TK,
             weights,
-            slot_S,
-            counts_E,
+            expert_TK,
             ep_name,
             num_ranks,
             journey,
-            top_k,
             score_before_experts,
             config.save_h,
             config.recompute,
@@ -197,15 +188,15 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.set_materialize_grads(not exchange)  # no zeros for those
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, so what the backward
         # quantizes cannot be stale.
-        ctx.save_for_backward(w1, w2, w3, slot_S, *saved)
+        ctx.save_for_backward(w1, w2, w3, *saved)
         ctx.ep_name, ctx.journey, ctx.cache = ep_name, journey, cache
-        ctx.x_dtype, ctx.top_k, ctx.score_before_experts, ctx.config = x_TD.dtype, top_k, score_before_experts, config
+        ctx.x_dtype, ctx.score_before_experts, ctx.config = x_TD.dtype, score_before_experts, config
         return out, *exchange
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout_TD, *_):
-        w1, w2, w3, slot_S, *saved = ctx.saved_tensors
+        w1, w2, w3, *saved = ctx.saved_tensors
         exchange = None
         if ctx.ep_name:
             tensors, saved = saved[: _Exchange.NUM_TENSORS], saved[_Exchange.NUM_TENSORS :]
@@ -234,13 +225,13 @@ class _RoutedExperts(torch.autograd.Function):
             payload = exchange.start_combine(dx_M, ds_M, layout.row_TK, row_R)
         else:
             dx_TD = ops.unpermute_sum(dx_M, layout.row_TK, ctx.x_dtype)
-            ds_S = ops.slot_gradients(ds_M.unsqueeze(1), layout.row_TK, slot_S)
+            ds_TK = ops.slot_gradients(ds_M.unsqueeze(1), layout.row_TK)
         del dx_M
         weight_grads = ffn.wgrad(ctx.needs_input_grad[2:5])
         if exchange is not None:
-            dx_TD, ds = exchange.finish_combine(payload, D, ctx.top_k, ctx.x_dtype)
-            ds_S = ops.slot_gradients(ds, exchange.returned_TK, slot_S)
-        return dx_TD, ds_S, *weight_grads, *[None] * 9
+            dx_TD, ds = exchange.finish_combine(payload, D, ctx.x_dtype)
+            ds_TK = ops.slot_gradients(ds, exchange.returned_TK)
+        return dx_TD, ds_TK, *weight_grads, *[None] * 7
 
 
 class _FinishCombine(torch.autograd.Function):
@@ -273,14 +264,12 @@ _checked_config = functools.cache(Fp8FlowMoEConfig)
 
 def _routed_experts_forward(
     x_TD: Tensor,
-    score_S: Tensor,
+    score_TK: Tensor,
     weights: list[Tensor],
-    slot_S: Tensor,
-    counts_E: Tensor,
+    expert_TK: Tensor,
     ep_name: str,
     num_ranks: int,
     journey: int,
-    top_k: int,
     score_before_experts: bool,
     save_h: str,
     recompute: str,
@@ -293,9 +282,9 @@ def _routed_experts_forward(
     ``weights`` are w1, w2, w3; or already quantized the 4 tensors of :func:`titan_fp8moe.experts.quantize_weights`.
     """
     config = _checked_config(save_h=save_h, recompute=recompute, combine=combine)
-    (T, D), E = x_TD.shape, weights[0].shape[0]
+    (_, D), E, top_k = x_TD.shape, weights[0].shape[0], expert_TK.shape[1]
     if ep_name:
-        pending = _PendingSizes(slot_S, counts_E.view(num_ranks, -1), T, top_k, ep_name)
+        pending = _PendingSizes(expert_TK, num_ranks, E, ep_name)
     q, scale = ops.quantize_rows(x_TD)
     w13, w2 = quantize_weights(ExpertWeights(*weights)) if len(weights) == 3 else (weights[:2], weights[2:])
     if ep_name:
@@ -304,12 +293,12 @@ def _routed_experts_forward(
         sizes = pending.wait()
         tensors = [kept_position_TK, copy_TK, token_C, sizes]
         exchange = _Exchange(*tensors, ep_name, combine)
-        payload = exchange.start_dispatch(q, scale, position_TK, score_S)
+        payload = exchange.start_dispatch(q, scale, position_TK, score_TK)
         q, scale, position_CK, score_CK = ops.unpack_dispatch(ops.wait(payload), D, top_k)
         rows = sum(_row_counts(sizes[1]))
         *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, row_capacity(rows, E))
     else:
-        layout = ops.expert_layout(counts_E.view(1, -1), score_S, slot_S, T, top_k, row_capacity(slot_S.shape[0], E))
+        layout = ops.expert_layout(expert_TK, score_TK, E, row_capacity(expert_TK.numel(), E))
     layout = Layout(*layout)
     x = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
     y, saved = expert_ffn(x, w13, w2, layout, score_before_experts, config)
@@ -343,9 +332,9 @@ SAVED_OPS = (_forward_op.op, _finish_op.op)
 class _PendingSizes:
     """What the ranks will send each other, on its way from them and to the host."""
 
-    def __init__(self, slot_S: Tensor, counts_NE: Tensor, num_tokens: int, top_k: int, ep_name: str):
-        N = counts_NE.shape[0]
-        *self.maps, message_N = ops.dispatch_layout(slot_S, counts_NE, num_tokens, top_k)
+    def __init__(self, expert_TK: Tensor, num_ranks: int, num_local: int, ep_name: str):
+        N = num_ranks
+        *self.maps, message_N = ops.dispatch_layout(expert_TK, num_ranks, num_local)
         received_N = ops.wait(ops.start_all_to_all(message_N.view(torch.uint8), [1] * N, [1] * N, ep_name))
         self.received_N = received_N.view(torch.int32)
         self.host = torch.stack([message_N, self.received_N]).to("cpu", non_blocking=True)
@@ -392,10 +381,10 @@ class _Exchange:
             self.returned_TK, self.combine_splits = copy_TK, (self.sent_copies, self.received_copies)
 
     def start_dispatch(
-        self, q: Tensor, scale: Tensor, position_TK: Tensor | None = None, score_S: Tensor | None = None
+        self, q: Tensor, scale: Tensor, position_TK: Tensor | None = None, score_TK: Tensor | None = None
     ) -> Tensor:
         """Sends quantized tokens (T, D), in a forward with their slots and scores; the payload needs ``ops.wait``."""
-        payload = ops.pack_dispatch(q, scale, self.token_C, self.copy_TK, position_TK, score_S)
+        payload = ops.pack_dispatch(q, scale, self.token_C, self.copy_TK, position_TK, score_TK)
         return ops.start_all_to_all(payload, self.received_copies, self.sent_copies, self.ep_name)
 
     def start_combine(self, y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, row_R: Tensor) -> Tensor:
@@ -404,7 +393,7 @@ class _Exchange:
         returned, received = self.combine_splits
         return ops.start_all_to_all(payload, returned, received, self.ep_name)
 
-    def finish_combine(self, payload: Tensor, D: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def finish_combine(self, payload: Tensor, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Sums what came back for each token, (T, D); and the score gradients as they came."""
-        rows, ds = ops.unpack_combine(ops.wait(payload), D, 1 if self.by_row else top_k)
+        rows, ds = ops.unpack_combine(ops.wait(payload), D, 1 if self.by_row else self.copy_TK.shape[1])
         return ops.unpermute_sum(rows, self.returned_TK, dtype), ds

@@ -258,25 +258,40 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
 
 
 def expert_layout(
-    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, num_tokens: int, top_k: int, capacity: int
+    expert_TK: Tensor, score_TK: Tensor, num_experts: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where each row goes when rows are brought to expert order.
-
-    Rows come as runs: those of source 0 for experts 0..E-1, then those of source 1, and so on. Row r belongs to slot
-    ``slot_R[r]``, the k-th expert of a token being its slot ``token * top_k + k``.
+    """Where each slot's row goes when rows are brought to expert order; a token's k-th expert is its *slot* k.
 
     Args:
-        counts_SE: (S, E) integers, rows in each run; they add up to R.
-        score_R: (R,) fp32.
-        slot_R: (R,) integers, all different.
-        capacity: M, at least :func:`row_capacity`.
+        expert_TK: (T, K) integers, the expert of each slot; any other number than those of the experts means that the
+            slot is not served.
+        score_TK: (T, K) fp32.
+        capacity: M, at least :func:`row_capacity` of the slots that are served.
 
     Returns:
-        offsets_E: (E,) int32, end of each expert's group, padded to a multiple of 128.
-        token_M: (M,) int32, the token a row comes from, -1 for padding.
+        offsets_E: (num_experts,) int32, end of each expert's group, padded to a multiple of 128.
+        token_M: (M,) int32, the token a row comes from, tokens ascending for each expert; -1 for padding.
         score_M: (M,) fp32, 0 for padding.
-        row_TK: (num_tokens, top_k) int32, the row in expert order of each slot, -1 for a slot that has none.
+        row_TK: (T, K) int32, the row in expert order of each slot, -1 for a slot that has none.
     """
+    slot_S, counts_E = _sorted_slots(expert_TK, num_experts)
+    return _layout_of_runs(counts_E.unsqueeze(0), score_TK.flatten()[slot_S], slot_S, *expert_TK.shape, capacity)
+
+
+def _sorted_slots(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The slots ``token * K + k`` that are served, sorted by expert and then ascending; how many each expert has."""
+    expert_S = expert_TK.flatten().long()
+    served = (expert_S >= 0) & (expert_S < num_experts)
+    counts_E = torch.bincount(expert_S[served], minlength=num_experts)
+    slot_S = expert_S.masked_fill(~served, num_experts).argsort(stable=True)
+    return slot_S[: int(served.sum())], counts_E
+
+
+def _layout_of_runs(
+    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, num_tokens: int, top_k: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`expert_layout` of rows that come as runs, ``counts_SE[s, e]`` of them in each: those of source 0 for
+    experts 0..E-1, then those of source 1, and so on. Row r belongs to slot ``slot_R[r]``."""
     device, R = counts_SE.device, score_R.shape[0]
     counts, slot_R = counts_SE.long(), slot_R.long()
     group = counts.sum(0)
@@ -306,41 +321,38 @@ def _starts(counts: Tensor) -> Tensor:
 # expert. Copies are sorted by rank, then by token.
 
 
-def dispatch_layout(
-    slot_S: Tensor, counts_NE: Tensor, num_tokens: int, top_k: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dispatch_layout(expert_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What this rank sends to which.
 
     Args:
-        slot_S: (S,) integers, this rank's slots ``token * top_k + k`` sorted by expert; may be a part of all.
-        counts_NE: (N, E) integers, slots for each expert of each of the N ranks; they add up to S.
+        expert_TK: (T, K) integers, as in :func:`expert_layout`, of ``num_ranks * num_local`` experts: N ranks with E
+            experts each.
 
     Returns:
-        position_TK: (num_tokens, top_k) int32, each slot's position, -1 for a slot not in ``slot_S``.
+        position_TK: (T, K) int32, each slot's position, -1 for a slot that is not served.
         copy_TK: likewise int32, the copy that carries the slot: c for the token's first slot on that rank, -2 - c for
-            its others there, -1 for a slot not in ``slot_S``.
-        token_C: (num_tokens * min(top_k, N),) int32, the token of each copy; as many as there are copies are in use,
-            the others are -1.
+            its others there, -1 for a slot that is not served.
+        token_C: (T * min(K, N),) int32, the token of each copy; as many as there are copies are in use, the others are
+            -1.
         message_N: (N, 2 + E) int32 for each rank: the number of copies it gets, the position of its first slot, and
             the slots for each of its experts.
     """
-    device, counts = slot_S.device, counts_NE.long()
-    (N, _), S = counts.shape, slot_S.shape[0]
-    position = torch.full((num_tokens * top_k,), -1, dtype=torch.int64, device=device)
-    position[slot_S.long()] = torch.arange(S, device=device)
-    position_TK = position.view(num_tokens, top_k)
-    slots_N = counts.sum(1)
-    rank_TK = torch.searchsorted(slots_N.cumsum(0), position_TK, right=True)
-    rank_TK[position_TK < 0] = N
-    goes_TN = torch.zeros(num_tokens, N + 1, dtype=torch.bool, device=device).scatter_(1, rank_TK, True)[:, :N]
-    copy_NT = goes_TN.t().flatten().cumsum(0).view(N, num_tokens) - 1
-    copy_TK = torch.cat([copy_NT, copy_NT.new_full((1, num_tokens), -1)]).t().gather(1, rank_TK)
-    earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=device).tril(-1)
+    device, (T, K), N = expert_TK.device, expert_TK.shape, num_ranks
+    slot_S, counts_E = _sorted_slots(expert_TK, N * num_local)
+    counts = counts_E.view(N, num_local)
+    position = torch.full((T * K,), -1, dtype=torch.int64, device=device)
+    position[slot_S] = torch.arange(slot_S.shape[0], device=device)
+    position_TK = position.view(T, K)
+    rank_TK = (expert_TK // num_local).masked_fill(position_TK < 0, N)
+    goes_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=device).scatter_(1, rank_TK.long(), True)[:, :N]
+    copy_NT = goes_TN.t().flatten().cumsum(0).view(N, T) - 1
+    copy_TK = torch.cat([copy_NT, copy_NT.new_full((1, T), -1)]).t().gather(1, rank_TK.long())
+    earlier = torch.ones(K, K, dtype=torch.bool, device=device).tril(-1)
     repeated = ((copy_TK.unsqueeze(2) == copy_TK.unsqueeze(1)) & earlier).any(2) & (copy_TK >= 0)
     copies = goes_TN.t().nonzero()[:, 1].int()
-    token_C = torch.full((num_tokens * min(top_k, N),), -1, dtype=torch.int32, device=device)
+    token_C = torch.full((T * min(K, N),), -1, dtype=torch.int32, device=device)
     token_C[: copies.shape[0]] = copies
-    message_N = torch.cat([goes_TN.sum(0).unsqueeze(1), _starts(slots_N).unsqueeze(1), counts], 1)
+    message_N = torch.cat([goes_TN.sum(0).unsqueeze(1), _starts(counts.sum(1)).unsqueeze(1), counts], 1)
     return position_TK.int(), torch.where(repeated, -2 - copy_TK, copy_TK).int(), token_C, message_N.int()
 
 
@@ -368,7 +380,7 @@ def arrival_layout(
     slot_R = torch.empty(num_rows, dtype=torch.int64, device=carried.device)
     slot_R[arrival_CK.flatten()[carried]] = carried
     score_R = score_CK.flatten()[slot_R]
-    offsets_E, token_M, score_M, row_CK = expert_layout(counts, score_R, slot_R, C, top_k, capacity)
+    offsets_E, token_M, score_M, row_CK = _layout_of_runs(counts, score_R, slot_R, C, top_k, capacity)
     return offsets_E, token_M, score_M, row_CK, row_CK.flatten()[slot_R]
 
 

@@ -137,7 +137,7 @@ def route(layer: Layer, skewed: bool) -> Routing:
     slot_R = slots[run.argsort(stable=True)]  # as torchtitan sorts them: by expert, tokens ascending
     counts_SE = torch.bincount(run, minlength=ranks * E).view(ranks, E)
     R, C = slot_R.shape[0], source_C.shape[0]
-    args = (counts_SE, torch.rand(R, device=device), slot_R, C, top_k, recipe.row_capacity(R, E))
+    args = (expert_TK[copies], torch.rand(C, top_k, device=device), E, recipe.row_capacity(R, E))
     offsets_E, token_M, _, row_TK = permute.expert_layout(*args)
     return Routing(counts_SE, slot_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
 

@@ -15,10 +15,9 @@ import torch
 import triton
 
 from experiments.record import environment
-from tests.reference import make_route
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.moe import Route, routed_experts
 
 LAYERS = {  # D model dim, H expert hidden dim, E experts, top_k, dtype of the weights
     "671B, 8 experts": (7168, 2048, 8, 8, torch.bfloat16),
@@ -43,7 +42,7 @@ def measure(layer: str) -> None:
         chosen = torch.rand(tokens, E, device="cuda").topk(top_k, 1).indices
         torch.cuda.synchronize()
         start = time.monotonic()
-        out = routed_experts(x, weights, make_route(score, chosen, E), Fp8FlowMoEConfig())
+        out = routed_experts(x, weights, Route(score, chosen, E), Fp8FlowMoEConfig())
         out.backward(torch.ones_like(out))
         torch.cuda.synchronize()
         return time.monotonic() - start

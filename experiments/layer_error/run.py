@@ -15,11 +15,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from experiments.record import environment, write_records
-from tests.reference import make_route, moe_layer, relative_error
+from tests.reference import moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.moe import Route, routed_experts
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 
@@ -88,7 +88,7 @@ def layer_table(device: str, seed: int, size: dict) -> dict[str, list[float]]:
         config = Fp8FlowMoEConfig(**settings)
 
         def layer(x, s, w1, w2, w3):
-            route = make_route(s, chosen, experts)
+            route = Route(s, chosen, experts)
             return routed_experts(x.to(torch.bfloat16), ExpertWeights(w1, w2, w3), route, config)
 
         return layer

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from experiments.record import environment, write_records
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.experts import _weight_grads
-from titan_fp8moe.recipe import FP8, FP8_MAX, TILE
+from titan_fp8moe.recipe import FP8, FP8_MAX, TILE, row_capacity
 from titan_fp8moe.statistics import SHIFTS
 
 ROOT = Path(__file__).parents[2]
@@ -47,15 +47,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass
 class Capture:
-    """One layer's call: x and dout (T, D), weights w1, w2, w3, and the route's slots, scores and counts."""
+    """One layer's call: x and dout (T, D), weights w1, w2, w3, and the route's scores and experts (T, top_k)."""
 
     name: str
     x_TD: Tensor
     weights: list[Tensor]
-    slot_S: Tensor
-    score_S: Tensor
-    counts_E: Tensor
-    top_k: int
+    score_TK: Tensor
+    expert_TK: Tensor
     dout_TD: Tensor | None = None
 
 
@@ -110,9 +108,9 @@ def train(flavor: str, steps: int, every: int, folder: str) -> tuple[list[Captur
     def capturing(x_TD, weights, route, *rest):
         pending = start_routed_experts(x_TD, weights, route, *rest)
         if trainer.step in wanted and torch.is_grad_enabled():
-            tensors = [t.detach().clone() for t in (x_TD, *weights, route.slot_S, route.score_S, route.counts_E)]
+            tensors = [t.detach().clone() for t in (x_TD, *weights, route.score_TK, route.expert_TK)]
             name = f"step {trainer.step}, MoE layer {len(captures_of_step) + 1}"
-            capture = Capture(name, tensors[0], tensors[1:4], *tensors[4:], route.top_k)
+            capture = Capture(name, tensors[0], tensors[1:4], *tensors[4:])
             captures_of_step.append(capture)
             # One process: this is the output already.
             pending.out.register_hook(lambda dout: setattr(capture, "dout_TD", dout.detach().clone()))
@@ -148,7 +146,7 @@ def random_like(capture: Capture) -> Capture:
         return torch.randn(like.shape, generator=generator, device=DEVICE).mul(scale).to(like.dtype)
 
     weights = [normal(w, 0.02) for w in capture.weights]
-    route = capture.slot_S, capture.score_S, capture.counts_E, capture.top_k
+    route = capture.score_TK, capture.expert_TK
     return Capture("random", normal(capture.x_TD, 1), weights, *route, normal(capture.dout_TD, 1))
 
 
@@ -189,17 +187,11 @@ def fp32_scales(x: Tensor) -> Tensor:
 
 def analyse(c: Capture) -> dict[str, float]:
     """Relative errors by name, and ``KIND underflow``: the share of nonzero values that quantization makes zero."""
-    E = c.counts_E.shape[0]
-    counts = c.counts_E.long()
-    padded = (counts + TILE - 1) // TILE * TILE
-    ends = padded.cumsum(0)
-    M, S = int(ends[-1]), c.slot_S.shape[0]
-    row_S = torch.arange(S, device=DEVICE) + (ends - padded - counts.cumsum(0) + counts).repeat_interleave(counts)
-    token_M = torch.full((M,), -1, device=DEVICE)
-    token_M[row_S] = c.slot_S.long() // c.top_k
-    score_M = torch.zeros(M, device=DEVICE)
-    score_M[row_S] = c.score_S.float()
-    offsets_E = ends.int()
+    E = c.weights[0].shape[0]
+    capacity = row_capacity(c.expert_TK.numel(), E)
+    offsets_E, token_M, score_M, _ = ops.expert_layout(c.expert_TK, c.score_TK.float(), E, capacity)
+    M = int(offsets_E[-1])
+    token_M, score_M = token_M[:M].long(), score_M[:M]
 
     def rows(t_TD: Tensor) -> Tensor:
         return t_TD[token_M.clamp(min=0)].masked_fill((token_M < 0).unsqueeze(1), 0)

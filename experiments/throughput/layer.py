@@ -175,7 +175,7 @@ class Bench:
         hook.remove()
         x_TD, route = inputs
         x_TD = x_TD.detach().requires_grad_()
-        route.score_S = route.score_S.detach().requires_grad_()
+        route.score_TK = route.score_TK.detach().requires_grad_()
         experts = self.flow.experts
         local = [w.to_local() if isinstance(w, DTensor) else w for w in (experts.w1, experts.w2, experts.w3)]
         weights = [w.detach().requires_grad_() for w in local]
@@ -183,9 +183,8 @@ class Bench:
         dout_TD = self.dout.view_as(x_TD)
 
         def run() -> None:
-            for leaf in (x_TD, route.score_S, *weights):
+            for leaf in (x_TD, route.score_TK, *weights):
                 leaf.grad = None
-            route.exchange = None  # the counts of what the other ranks will send: exchanged anew
             routed_experts(x_TD, ExpertWeights(*weights), route, MODES["activation"], group).backward(dout_TD)
 
         return run

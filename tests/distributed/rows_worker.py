@@ -21,21 +21,6 @@ from titan_fp8moe.moe import Route, routed_experts
 D, H, EXPERTS, TOP_K = 256, 128, 8, 3
 
 
-def route(scores_TK: torch.Tensor, experts_TK: torch.Tensor, score_before_experts: bool) -> Route:
-    slots = torch.argsort(experts_TK.flatten(), stable=True)
-    counts = torch.bincount(experts_TK.flatten(), minlength=EXPERTS)
-    return Route(scores_TK.flatten()[slots], slots, counts, TOP_K, score_before_experts)
-
-
-def only(r: Route, rank: int, local: int) -> Route:
-    """The part of a route that goes to one rank's experts."""
-    ends = r.counts_E.cumsum(0)
-    first, last = int(ends[rank * local] - r.counts_E[rank * local]), int(ends[(rank + 1) * local - 1])
-    counts = torch.zeros_like(r.counts_E)
-    counts[rank * local : (rank + 1) * local] = r.counts_E[rank * local : (rank + 1) * local]
-    return Route(r.score_S[first:last], r.slot_S[first:last], counts, TOP_K, r.score_before_experts)
-
-
 def choose(kind: str, tokens: int, generator: torch.Generator) -> torch.Tensor:
     if kind == "one_expert":  # all tokens to the last rank's last expert (and, being top-3, twice more)
         return torch.full((tokens, TOP_K), EXPERTS - 1)
@@ -83,9 +68,10 @@ def main() -> None:
             leaves = [
                 t.to(device).clone().requires_grad_() for t in (x[tokens], scores[tokens], *[w[held] for w in weights])
             ]
-            r = route(leaves[1], experts[tokens].to(device), before)
-            if part is not None:
-                r = only(r, part, local)
+            chosen = experts[tokens].to(device)
+            if part is not None:  # what goes to one rank's experts
+                chosen = chosen.masked_fill(chosen // local != part, -1)
+            r = Route(leaves[1], chosen, EXPERTS, before)
             out = routed_experts(leaves[0], ExpertWeights(*leaves[2:]), r, config, group)
             out.backward(dout[tokens].to(device))
             return [out.detach(), *[leaf.grad for leaf in leaves]]

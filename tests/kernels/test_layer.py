@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.kernels.conftest import INTERPRETED
-from tests.reference import make_route, relative_error
+from tests.reference import relative_error
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.moe import Route, routed_experts
 
 T, D, H, E, K = 70, 256, 128, 4, 2
 
@@ -71,12 +71,10 @@ def run(layer, config, mode=None, group=None):
     """Output and gradients; ``mode`` sees the layer's forward and backward only."""
     x, scores, chosen, weights, dout = layer
     leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
-    route = make_route(leaves[1], chosen, E)
-    # Without the gather of the scores that torchtitan's reorderer makes.
-    route.score_S = score_S = route.score_S.detach().requires_grad_()
+    route = Route(leaves[1], chosen, E)
     with mode or contextlib.nullcontext():
         out = routed_experts(leaves[0], ExpertWeights(*leaves[2:]), route, config, group)
-        grads = torch.autograd.grad(out, [leaves[0], score_S, *leaves[2:]], dout)
+        grads = torch.autograd.grad(out, leaves, dout)
     return [out.detach(), *grads]
 
 

@@ -7,71 +7,65 @@ from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import permute
 
-COUNTS = {
-    "even": [[3, 4, 5], [6, 1, 2]],
-    "empty experts": [[0, 129, 0, 0], [0, 0, 0, 7]],
-    "one expert takes all": [[0, 300, 0]],
-    "one row, 129 rows": [[1, 129]],
-    "nothing": [[0, 0], [0, 0]],
-    "exact tiles": [[128, 256, 0]],
-    "more experts than rows": [[0] * 37 + [1] + [0] * 200 + [1, 1]],
-    "last run empty": [[5, 2], [4, 0]],
-    "one run": [[1]],
+COUNTS = {  # slots of each expert
+    "even": [9, 5, 7],
+    "empty experts": [0, 129, 0, 7],
+    "one expert takes all": [0, 300, 0],
+    "one row, 129 rows": [1, 129],
+    "nothing": [0, 0],
+    "exact tiles": [128, 256, 0],
+    "more experts than rows": [0] * 37 + [1] + [0] * 200 + [1, 1],
+    "last expert empty": [9, 2, 0],
+    "one expert": [1],
 }
 
 
-def layout_inputs(generator, counts):
-    counts_SE = torch.tensor(counts, dtype=torch.int32, device=generator.device)
-    R = int(counts_SE.sum())
-    return counts_SE, randn(generator, R), recipe.row_capacity(R, counts_SE.shape[1])
+def choices(generator, name, top_k, num_tokens):
+    """(num_tokens, top_k) experts, of which each has as many slots as COUNTS says, in random order; a token may name an
+    expert twice. Slots that are left over are served by none: half -1, half the number after the last."""
+    counts = torch.tensor(COUNTS[name], device=generator.device)
+    E, slots = len(COUNTS[name]), num_tokens * top_k
+    nobody = torch.tensor([-1, E], device=generator.device).repeat(slots)[: slots - int(counts.sum())]
+    experts = torch.cat([torch.arange(E, device=generator.device).repeat_interleave(counts), nobody])
+    order = torch.randperm(slots, generator=generator, device=generator.device)
+    return experts[order].view(num_tokens, top_k)
 
 
-def permutation(generator, n, R):
-    """R different ones of n slots, in random order."""
-    return torch.randperm(n, generator=generator, device=generator.device)[:R].to(torch.int32)
+@pytest.fixture(params=[2, permute.SLOT_PROGRAMS])
+def programs(request, monkeypatch):
+    """Also with several blocks of tokens for a program, as with many tokens and experts."""
+    monkeypatch.setattr(permute, "SLOT_PROGRAMS", request.param)
+    if request.param == 2:
+        monkeypatch.setattr(permute, "SLOT_ENTRIES", 64)
 
 
 @pytest.mark.parametrize("absent", [0, 7])
-@pytest.mark.parametrize(
-    "dtypes", [(torch.int32, torch.int32), (torch.int64, torch.int64), (torch.float32, torch.int64)]
-)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", COUNTS)
-def test_expert_layout(generator, name, dtypes, absent):
-    counts_SE, score_R, capacity = layout_inputs(generator, COUNTS[name])
-    R, top_k = score_R.shape[0], 4
-    num_tokens = -(-R // top_k) + absent
-    slot_R = permutation(generator, num_tokens * top_k, R)
-    args = (counts_SE.to(dtypes[0]), score_R, slot_R.to(dtypes[1]), num_tokens, top_k, capacity + 128)
-    for got, want in zip(permute.expert_layout(*args), recipe.expert_layout(*args), strict=True):
-        assert_same_bits(got, want)
-
-
-def test_expert_layout_many_runs(generator):
-    counts_SE = randint(generator, -6, 4, 32, 256).clamp(min=0).to(torch.int32)
-    R = int(counts_SE.sum())
-    slot_R = permutation(generator, R, R)
-    args = (counts_SE, randn(generator, R), slot_R, R, 1, recipe.row_capacity(R, 256))
+def test_expert_layout(generator, name, dtype, absent, programs):
+    R, top_k = sum(COUNTS[name]), 4
+    expert_TK = choices(generator, name, top_k, -(-R // top_k) + absent).to(dtype)
+    capacity = recipe.row_capacity(R, len(COUNTS[name])) + 128
+    args = (expert_TK, randn(generator, *expert_TK.shape), len(COUNTS[name]), capacity)
     for got, want in zip(permute.expert_layout(*args), recipe.expert_layout(*args), strict=True):
         assert_same_bits(got, want)
 
 
 def layout(generator, name, top_k, num_tokens):
-    counts_SE, score_R, capacity = layout_inputs(generator, COUNTS[name])
-    slot_R = permutation(generator, num_tokens * top_k, score_R.shape[0])
-    return recipe.expert_layout(counts_SE, score_R, slot_R, num_tokens, top_k, capacity)
+    expert_TK = choices(generator, name, top_k, num_tokens)
+    capacity = recipe.row_capacity(sum(COUNTS[name]), len(COUNTS[name]))
+    return recipe.expert_layout(expert_TK, randn(generator, num_tokens, top_k), len(COUNTS[name]), capacity)
 
 
-def sorted_slots(generator, tokens, top_k, ranks, experts, part):
-    """Slots sorted by expert and their counts (ranks, experts), as a router gives them: ``part`` of the tokens, and of
-    the experts only every third where there are many, so that some ranks get none."""
+def routed(generator, tokens, top_k, ranks, experts, part):
+    """(tokens, top_k) experts as a router chooses them: for ``part`` of the tokens, the others -1; and of the experts
+    only every third where there are many, so that some ranks get none."""
     chosen = torch.rand(tokens, ranks * experts, generator=generator, device=generator.device)
     if ranks * experts > 3 * top_k:
         chosen[:, torch.arange(ranks * experts) % 3 > 0] -= 1
-    chosen = chosen.topk(top_k).indices.flatten()
-    slots = chosen.argsort(stable=True)
-    slots = slots[slots // top_k < part * tokens]
-    counts = torch.bincount(chosen[slots], minlength=ranks * experts).view(ranks, experts)
-    return slots, counts
+    chosen = chosen.topk(top_k).indices
+    chosen[int(part * tokens) :] = -1
+    return chosen
 
 
 EXCHANGES = {  # tokens, top_k, ranks, experts per rank, part of the tokens
@@ -86,33 +80,35 @@ EXCHANGES = {  # tokens, top_k, ranks, experts per rank, part of the tokens
 }
 
 
-@pytest.mark.parametrize("programs", [2, permute.COPY_PROGRAMS])
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_dispatch_layout(generator, name, programs, monkeypatch):
-    """Also with several blocks of tokens for a program, as with many tokens and ranks."""
-    monkeypatch.setattr(permute, "COPY_PROGRAMS", programs)
-    tokens, top_k, ranks, experts, part = EXCHANGES[name]
-    slots, counts = sorted_slots(generator, *EXCHANGES[name])
-    for dtype in (torch.int64, torch.float32):
-        got = permute.dispatch_layout(slots, counts.to(dtype), tokens, top_k)
-        want = recipe.dispatch_layout(slots, counts.to(dtype), tokens, top_k)
-        C = int(want[3][:, 0].sum())
-        for i in (0, 1, 3):
-            assert_same_bits(got[i], want[i])
-        assert_same_bits(got[2][:C], want[2][:C])
+@pytest.mark.parametrize("name", [*EXCHANGES, "experts twice"])
+def test_dispatch_layout(generator, name, programs):
+    tokens, top_k, ranks, experts, part = EXCHANGES.get(name, (90, 5, 3, 2, 1))
+    if name == "experts twice":
+        expert_TK = randint(generator, -1, ranks * experts + 1, tokens, top_k)
+    else:
+        expert_TK = routed(generator, *EXCHANGES[name])
+    got = permute.dispatch_layout(expert_TK, ranks, experts)
+    want = recipe.dispatch_layout(expert_TK, ranks, experts)
+    C = int(want[3][:, 0].sum())
+    for i in (0, 1, 3):
+        assert_same_bits(got[i], want[i])
+    assert_same_bits(got[2][:C], want[2][:C])
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_copies_carry_each_slot_once(generator, name):
     """From first principles: what a rank packs for the others, token by token and slot by slot."""
     tokens, top_k, ranks, experts, part = EXCHANGES[name]
-    slots, counts = sorted_slots(generator, *EXCHANGES[name])
-    D, score_S = 128, randn(generator, slots.shape[0])
+    expert_TK = routed(generator, *EXCHANGES[name])
+    D, score_TK = 128, randn(generator, tokens, top_k)
+    slots = expert_TK.flatten().argsort(stable=True)
+    slots = slots[expert_TK.flatten()[slots] >= 0]
+    counts = torch.bincount(expert_TK.flatten()[slots], minlength=ranks * experts).view(ranks, experts)
     q, scale = fp8_rows(generator, tokens, D), column_major_scale(generator, tokens, D).contiguous()
-    position_TK, copy_TK, token_C, message = permute.dispatch_layout(slots, counts, tokens, top_k)
+    position_TK, copy_TK, token_C, message = permute.dispatch_layout(expert_TK, ranks, experts)
     token_C = token_C[: int(message[:, 0].sum())]
-    width = ops.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_S).shape[1]
-    payload = permute.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_S, width)
+    width = ops.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_TK).shape[1]
+    payload = permute.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_TK, width)
     got_q, got_scale, position_CK, score_CK = ops.unpack_dispatch(payload, D, top_k)
     expected, first, copy = [], 0, 0
     for n in range(ranks):
@@ -122,7 +118,9 @@ def test_copies_carry_each_slot_once(generator, name):
         for token in sorted({s // top_k for s in on_rank}):
             positions = [on_rank.get(token * top_k + k, -1) for k in range(top_k)]
             assert position_CK[copy].tolist() == positions
-            assert score_CK[copy].tolist() == [float(score_S[p]) if p >= 0 else 0.0 for p in positions]
+            assert score_CK[copy].tolist() == [
+                float(s) if p >= 0 else 0.0 for s, p in zip(score_TK[token], positions, strict=True)
+            ]
             assert int(token_C[copy]) == token
             copy, _ = copy + 1, expected.append(token)
         first = end
@@ -144,11 +142,11 @@ def test_arrival_layout(generator, name):
     messages, payloads = [], []
     for n in range(ranks):
         own = max(tokens - 40 * n, 0)
-        slots, counts = sorted_slots(generator, own, *EXCHANGES[name][1:])
+        expert_TK = routed(generator, own, *EXCHANGES[name][1:])
         q, scale = fp8_rows(generator, own, D), column_major_scale(generator, own, D).contiguous()
-        position_TK, copy_TK, token_C, message = recipe.dispatch_layout(slots, counts, own, top_k)
+        position_TK, copy_TK, token_C, message = recipe.dispatch_layout(expert_TK, ranks, experts)
         payload = ops.pack_dispatch(
-            q, scale, token_C[: int(message[:, 0].sum())], copy_TK, position_TK, randn(generator, slots.shape[0])
+            q, scale, token_C[: int(message[:, 0].sum())], copy_TK, position_TK, randn(generator, own, top_k)
         )
         payloads.append(payload.split(message[:, 0].tolist())[me])
         messages.append(message[me])
@@ -221,15 +219,14 @@ def test_pack_combine(generator, D, C, K, with_ds):
         assert got_ds is None
 
 
-@pytest.mark.parametrize("S", [0, 1, 1500])
-def test_slot_gradients(generator, S):
-    T, K = 500, 3
-    slot_S = permutation(generator, T * K, S).long()
-    index_TK = permutation(generator, T * K, T * K).view(T, K)
-    ds = randn(generator, T * K, 1)
-    assert_same_bits(permute.slot_gradients(ds, index_TK, slot_S), ds[index_TK.flatten()[slot_S].long(), 0])
-    copies = randint(generator, 0, 40, T, K).to(torch.int32)
-    encoded = torch.where(randint(generator, 0, 2, T, K) > 0, copies, -2 - copies)
-    ds = randn(generator, 40, K + 5)[:, :K]
-    want = ds[copies.flatten()[slot_S].long(), slot_S % K]
-    assert_same_bits(permute.slot_gradients(ds, encoded, slot_S), want)
+@pytest.mark.parametrize("T", [0, 1, 500])
+def test_slot_gradients(generator, T):
+    K, rows = 3, 40
+    ds = randn(generator, rows, 1)
+    index_TK = randint(generator, -1, rows, T, K).to(torch.int32)
+    want = torch.where(index_TK < 0, 0, ds[index_TK.long(), 0])
+    assert_same_bits(permute.slot_gradients(ds, index_TK), want)
+    ds = randn(generator, rows, K + 5)[:, :K]
+    encoded = torch.where((index_TK >= 0) & (randint(generator, 0, 2, T, K) > 0), -2 - index_TK, index_TK)
+    want = torch.where(index_TK < 0, 0, ds[index_TK.long(), torch.arange(K, device=ds.device)])
+    assert_same_bits(permute.slot_gradients(ds, encoded), want)

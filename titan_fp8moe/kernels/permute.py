@@ -17,29 +17,249 @@ COLUMNS = 256  # bytes of each that it holds
 WARPS = 8
 PACK_ROWS, PACK_COLUMNS = 32, 1024  # of a dispatch payload, what a program writes
 INDEX_BLOCK = 1024  # entries of a map that a program computes
-COPY_ENTRIES = 1024  # tokens times ranks whose copies a program numbers at a time, of at most 128 tokens
-COPY_PROGRAMS = 512  # at most: each reads what all have counted
+SLOT_ENTRIES = 2048  # tokens times experts, or ranks, whose slots a program orders at a time, of at most 64 tokens
+SLOT_PROGRAMS = 256  # at most: each reads what all have counted
+SLOT_WARPS = 4
 SUM_COLUMNS = 1024
 SUM_WARPS = 4
 
 
-# --- expert order -----------------------------------------------------------------------------------------------------
+# --- from experts to slots --------------------------------------------------------------------------------------------
+#
+# A counting sort of all slots by expert, of two launches: programs count the slots of their tokens, then each sums what
+# those before it have counted and places its own. Columns of a table are experts, rows are tokens.
+
+
+@triton.jit
+def _chosen(expert_TK, token, k, T, K: tl.constexpr, EXPERTS: tl.constexpr):
+    """The k-th expert of each token, -1 where it is none of the EXPERTS."""
+    expert = tl.load(expert_TK + token * K + k, mask=token < T, other=-1).to(tl.int32)
+    return tl.where(expert < EXPERTS, expert, -1)
+
+
+@triton.jit
+def _hits(expert_TK, token, T, e, K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr):
+    """How often each token chose each expert, (BLOCK, PAD) int32."""
+    hits = tl.zeros((BLOCK, PAD), tl.int32)
+    for k in tl.static_range(K):
+        expert = _chosen(expert_TK, token, k, T, K, EXPERTS)
+        hits += (expert[:, None] == e[None, :]).to(tl.int32)
+    return hits
+
+
+@triton.jit
+def _goes(
+    expert_TK, token, T, n, K: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    PAD_N: tl.constexpr,
+):  # fmt: skip
+    """Whether each token goes to each rank, (BLOCK, PAD_N) int32; a rank has E of the experts."""
+    goes = tl.zeros((BLOCK, PAD_N), tl.int32)
+    for k in tl.static_range(K):
+        expert = _chosen(expert_TK, token, k, T, K, EXPERTS)
+        goes |= ((expert[:, None] // E == n[None, :]) & (expert >= 0)[:, None]).to(tl.int32)
+    return goes
+
+
+@triton.jit(do_not_specialize=["T", "M", "blocks"])
+def _count_slots_kernel(
+    expert_TK, slots_PE, copies_PN, token_M, score_M, T, M, blocks, K: tl.constexpr, E: tl.constexpr,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, PAD_N: tl.constexpr, BLOCK: tl.constexpr, INDEX_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots of each expert and, unless ``copies_PN`` is None, copies to each rank, of ``blocks`` times BLOCK tokens.
+    Makes padding of all rows, a part each program, unless ``token_M`` is None."""
+    program, e, n = tl.program_id(0), tl.arange(0, PAD), tl.arange(0, PAD_N)
+    slots, copies = tl.zeros((PAD,), tl.int32), tl.zeros((PAD_N,), tl.int32)
+    for block in range(program * blocks, (program + 1) * blocks):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        slots += tl.sum(_hits(expert_TK, token, T, e, K, EXPERTS, BLOCK, PAD), axis=0)
+        if copies_PN is not None:
+            copies += tl.sum(_goes(expert_TK, token, T, n, K, E, EXPERTS, BLOCK, PAD_N), axis=0)
+    tl.store(slots_PE + program * PAD + e, slots)
+    if copies_PN is not None:
+        tl.store(copies_PN + program * PAD_N + n, copies)
+    if token_M is not None:
+        for first in range(program * INDEX_BLOCK, M, tl.num_programs(0) * INDEX_BLOCK):
+            row = first + tl.arange(0, INDEX_BLOCK)
+            tl.store(token_M + row, -1, mask=row < M)
+            tl.store(score_M + row, 0.0, mask=row < M)
+
+
+@triton.jit
+def _counted(counts, program, programs, PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """What all programs have counted, and what those before this one have, (PAD,) int32."""
+    total, before = tl.zeros((PAD,), tl.int32), tl.zeros((PAD,), tl.int32)
+    for first in range(0, programs, BLOCK):
+        p = (first + tl.arange(0, BLOCK))[:, None]
+        n = tl.load(counts + p * PAD + tl.arange(0, PAD)[None, :], mask=p < programs, other=0)
+        total += tl.sum(n, axis=0)
+        before += tl.sum(tl.where(p < program, n, 0), axis=0)
+    return total, before
+
+
+@triton.jit(do_not_specialize=["T", "blocks", "programs"])
+def _place_rows_kernel(
+    expert_TK, score_TK, slots_PE, offsets, token_M, score_M, row_TK, T, blocks, programs, K: tl.constexpr,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The rows of ``blocks`` times BLOCK tokens, where the counting kernel has left what padding has."""
+    program, e = tl.program_id(0), tl.arange(0, PAD)
+    total, before = _counted(slots_PE, program, programs, PAD, BLOCK)
+    padded = (total + TILE - 1) // TILE * TILE
+    end = tl.cumsum(padded, axis=0)
+    tl.store(offsets + e, end, mask=(e < EXPERTS) & (program == 0))
+
+    next_row = end - padded + before
+    for block in range(program * blocks, (program + 1) * blocks):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        hits = _hits(expert_TK, token, T, e, K, EXPERTS, BLOCK, PAD)
+        row_of = next_row[None, :] + tl.cumsum(hits, axis=0) - hits
+        next_row += tl.sum(hits, axis=0)
+        for k in tl.static_range(K):
+            expert = _chosen(expert_TK, token, k, T, K, EXPERTS)
+            here = (expert[:, None] == e[None, :]).to(tl.int32)
+            row = tl.sum(row_of * here, axis=1)
+            row_of += here  # should the token name this expert again
+            served, slot = expert >= 0, token * K + k
+            tl.store(row_TK + slot, tl.where(served, row, -1), mask=token < T)
+            tl.store(token_M + row, token, mask=served)
+            tl.store(score_M + row, tl.load(score_TK + slot, mask=served, other=0.0), mask=served)
+
+
+@triton.jit(do_not_specialize=["T", "blocks", "programs"])
+def _place_copies_kernel(
+    expert_TK, slots_PE, copies_PN, position_TK, copy_TK, token_C, message, T, blocks, programs, K: tl.constexpr,
+    N: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, PAD_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Positions and copies of ``blocks`` times BLOCK tokens; the first program also writes the messages, (N, 2 + E)
+    int32."""
+    program, e, n = tl.program_id(0), tl.arange(0, PAD), tl.arange(0, PAD_N)
+    slots, next_position = _counted(slots_PE, program, programs, PAD, BLOCK)
+    start = tl.cumsum(slots, axis=0) - slots
+    next_position += start
+    copies, next_copy = _counted(copies_PN, program, programs, PAD_N, BLOCK)
+    next_copy += tl.cumsum(copies, axis=0) - copies
+
+    of_rank, writes = message + e // E * (2 + E), (e < EXPERTS) & (program == 0)
+    tl.store(of_rank + 2 + e % E, slots, mask=writes)
+    tl.store(of_rank + 1, start, mask=writes & (e % E == 0))
+    tl.store(message + n * (2 + E), copies, mask=(n < N) & (program == 0))
+
+    for block in range(program * blocks, (program + 1) * blocks):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        hits = _hits(expert_TK, token, T, e, K, EXPERTS, BLOCK, PAD)
+        position_of = next_position[None, :] + tl.cumsum(hits, axis=0) - hits
+        next_position += tl.sum(hits, axis=0)
+        goes = _goes(expert_TK, token, T, n, K, E, EXPERTS, BLOCK, PAD_N)
+        copy_of = next_copy[None, :] + tl.cumsum(goes, axis=0) - goes
+        next_copy += tl.sum(goes, axis=0)
+        seen = tl.zeros((BLOCK, PAD_N), tl.int32)
+        for k in tl.static_range(K):
+            expert = _chosen(expert_TK, token, k, T, K, EXPERTS)
+            served, slot = expert >= 0, token * K + k
+            here = (expert[:, None] == e[None, :]).to(tl.int32)
+            position = tl.sum(position_of * here, axis=1)
+            position_of += here  # should the token name this expert again
+            to = ((expert[:, None] // E == n[None, :]) & served[:, None]).to(tl.int32)
+            copy = tl.sum(copy_of * to, axis=1)
+            repeated = tl.sum(seen * to, axis=1) > 0
+            seen |= to
+            tl.store(position_TK + slot, tl.where(served, position, -1), mask=token < T)
+            tl.store(copy_TK + slot, tl.where(served, tl.where(repeated, -2 - copy, copy), -1), mask=token < T)
+            tl.store(token_C + copy, token, mask=served & (repeated == 0))
+
+
+def _count_slots(
+    expert_TK: Tensor, num_experts: int, copies: int | None = None, rows: tuple[Tensor, Tensor] = (None, None)
+) -> tuple[Tensor, Tensor | None, tuple[int, int], dict[str, int]]:
+    """Launches the counting kernel: of copies, if a number of ranks is given; ``rows`` are token_M and score_M.
+
+    Returns:
+        What programs have counted, slots (P, PAD) and copies (P, PAD_N); how many blocks of tokens each has, and P; the
+        constants that the kernel which places the slots must share.
+    """
+    T, K = expert_TK.shape
+    pad, pad_n = next_power_of_2(num_experts), next_power_of_2(copies or 1)
+    block = max(min(SLOT_ENTRIES // max(pad, pad_n), 64), 1)
+    all_blocks = max(cdiv(T, block), 1)
+    blocks = cdiv(all_blocks, SLOT_PROGRAMS)
+    programs = cdiv(all_blocks, blocks)
+    slots_PE = torch.empty(programs, pad, dtype=torch.int32, device=expert_TK.device)
+    copies_PN = None
+    if copies is not None:
+        copies_PN = torch.empty(programs, pad_n, dtype=torch.int32, device=expert_TK.device)
+    constants = dict(K=K, EXPERTS=num_experts, PAD=pad, BLOCK=block, num_warps=SLOT_WARPS)
+    _count_slots_kernel[(programs,)](
+        expert_TK, slots_PE, copies_PN, *rows, T, 0 if rows[0] is None else rows[0].shape[0], blocks,
+        E=num_experts // (copies or 1), PAD_N=pad_n, INDEX_BLOCK=INDEX_BLOCK, **constants,
+    )  # fmt: skip
+    return slots_PE, copies_PN, (blocks, programs), constants
+
+
+def expert_layout(
+    expert_TK: Tensor, score_TK: Tensor, num_experts: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Index maps between tokens and expert order; see :func:`titan_fp8moe.recipe.expert_layout`.
+
+    Args:
+        expert_TK: (T, K) integers; score_TK: (T, K) fp32.
+
+    Returns:
+        offsets_E (num_experts,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (T, K) int32.
+    """
+    (T, K), device = expert_TK.shape, expert_TK.device
+    expert_TK = expert_TK.contiguous()
+    offsets_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    token_M = torch.empty(capacity, dtype=torch.int32, device=device)
+    score_M = torch.empty(capacity, dtype=torch.float32, device=device)
+    row_TK = torch.empty(T, K, dtype=torch.int32, device=device)
+    slots_PE, _, (blocks, programs), constants = _count_slots(expert_TK, num_experts, rows=(token_M, score_M))
+    _place_rows_kernel[(programs,)](
+        expert_TK, score_TK.contiguous(), slots_PE, offsets_E, token_M, score_M, row_TK, T, blocks, programs, TILE=TILE,
+        **constants,
+    )  # fmt: skip
+    return offsets_E, token_M, score_M, row_TK
+
+
+# --- token exchange ---------------------------------------------------------------------------------------------------
+
+
+def dispatch_layout(expert_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What this rank sends to which; see :func:`titan_fp8moe.recipe.dispatch_layout`.
+
+    Args:
+        expert_TK: (T, K) integers.
+
+    Returns:
+        position_TK, copy_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, unwritten past the last copy;
+        message_N (num_ranks, 2 + num_local) int32.
+    """
+    (T, K), device = expert_TK.shape, expert_TK.device
+    expert_TK = expert_TK.contiguous()
+    slots_PE, copies_PN, (blocks, programs), constants = _count_slots(expert_TK, num_ranks * num_local, num_ranks)
+    position_TK, copy_TK = (torch.empty(T, K, dtype=torch.int32, device=device) for _ in range(2))
+    token_C = torch.empty(T * min(K, num_ranks), dtype=torch.int32, device=device)
+    message_N = torch.empty(num_ranks, 2 + num_local, dtype=torch.int32, device=device)
+    _place_copies_kernel[(programs,)](
+        expert_TK, slots_PE, copies_PN, position_TK, copy_TK, token_C, message_N, T, blocks, programs, N=num_ranks,
+        E=num_local, PAD_N=next_power_of_2(num_ranks), **constants,
+    )  # fmt: skip
+    return position_TK, copy_TK, token_C, message_N
 
 
 @triton.jit
 def _runs_kernel(
-    counts, stride, offsets, start, shift, count, S: tl.constexpr, E: tl.constexpr, PAD_S: tl.constexpr,
+    received, offsets, start, shift, count, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr,
     PAD_E: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A table of the S * E runs, and each expert's end, in one program.
+    """A table of the N * E runs, a rank's rows for an expert being one, and each expert's end, in one program.
 
-    counts: (S, E) integers or integral floats, rows ``stride`` apart; offsets: (E,) int32. start, shift, count: (E, S)
-    int32, so that starts ascend: where a run begins in expert order, arrival position minus expert position of its
-    rows, and their number.
+    received: (N, 2 + E) int32, the messages; offsets: (E,) int32. start, shift, count: (E, N) int32, so that starts
+    ascend: where a run begins in expert order, arrival position minus expert position of its rows, and their number.
     """
-    s, e = tl.arange(0, PAD_S), tl.arange(0, PAD_E)
-    mask = (s < S)[:, None] & (e < E)[None, :]
-    n = tl.load(counts + s[:, None] * stride + e[None, :], mask=mask, other=0).to(tl.int32)
+    s, e = tl.arange(0, PAD_N), tl.arange(0, PAD_E)
+    mask = (s < N)[:, None] & (e < E)[None, :]
+    n = tl.load(received + s[:, None] * (2 + E) + 2 + e[None, :], mask=mask, other=0)
     group = tl.sum(n, axis=0)
     padded = (group + TILE - 1) // TILE * TILE
     end = tl.cumsum(padded, axis=0)
@@ -47,7 +267,7 @@ def _runs_kernel(
     begin = (end - padded)[None, :] + tl.cumsum(n, axis=0) - n
     source = tl.sum(n, axis=1)
     arrival = (tl.cumsum(source, axis=0) - source)[:, None] + tl.cumsum(n, axis=1) - n
-    at = e[None, :] * S + s[:, None]
+    at = e[None, :] * N + s[:, None]
     tl.store(start + at, begin, mask=mask)
     tl.store(shift + at, arrival - begin, mask=mask)
     tl.store(count + at, n, mask=mask)
@@ -58,7 +278,7 @@ def _layout_kernel(
     start, shift, count, score, slot, token_M, score_M, row_TK, row_R, M, top_k: tl.constexpr, RUNS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """token_M, score_M, row_TK and, unless it is None, row_R for BLOCK rows in expert order."""
+    """token_M, score_M, row_TK and row_R for BLOCK rows in expert order."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # The last run that starts at or before the row: of runs with equal starts all but the last are empty. A row past
     # the run's end is padding.
@@ -75,171 +295,7 @@ def _layout_kernel(
     tl.store(token_M + row, tl.where(real, s // top_k, -1), mask=row < M)
     tl.store(score_M + row, tl.load(score + arrived, mask=real, other=0.0), mask=row < M)
     tl.store(row_TK + s, row, mask=real)
-    if row_R is not None:
-        tl.store(row_R + arrived, row, mask=real)
-
-
-def _expert_layout(
-    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, row_TK: Tensor, row_R: Tensor | None, capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """offsets_E, token_M, score_M of :func:`expert_layout`; fills the rows' entries of row_TK and all of row_R."""
-    (S, E), device = counts_SE.shape, counts_SE.device
-    offsets_E = torch.empty(E, dtype=torch.int32, device=device)
-    start, shift, count = torch.empty(3, E * S, dtype=torch.int32, device=device).unbind()
-    _runs_kernel[(1,)](
-        counts_SE, counts_SE.stride(0), offsets_E, start, shift, count, S=S, E=E,
-        PAD_S=next_power_of_2(S), PAD_E=next_power_of_2(E), TILE=TILE, num_warps=8,
-    )  # fmt: skip
-    token_M = torch.empty(capacity, dtype=torch.int32, device=device)
-    score_M = torch.empty(capacity, dtype=torch.float32, device=device)
-    _layout_kernel[(cdiv(capacity, INDEX_BLOCK),)](
-        start, shift, count, score_R, slot_R, token_M, score_M, row_TK, row_R, capacity, top_k=row_TK.shape[1],
-        RUNS=E * S, STEPS=(E * S).bit_length(), BLOCK=INDEX_BLOCK, num_warps=4,
-    )  # fmt: skip
-    return offsets_E, token_M, score_M
-
-
-def expert_layout(
-    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, num_tokens: int, top_k: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Index maps between arrival and expert order; see :func:`titan_fp8moe.recipe.expert_layout`.
-
-    Args:
-        counts_SE: (S, E) integers or integral floats, rows that arrived from each source for each expert.
-        score_R: (R,) fp32; slot_R: (R,) integers.
-
-    Returns:
-        offsets_E (E,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (num_tokens, top_k) int32.
-    """
-    row_TK = torch.empty(num_tokens, top_k, dtype=torch.int32, device=counts_SE.device)
-    if slot_R.shape[0] < row_TK.numel():
-        row_TK.fill_(-1)
-    counts_SE = counts_SE.contiguous()
-    return *_expert_layout(counts_SE, score_R.contiguous(), slot_R.contiguous(), row_TK, None, capacity), row_TK
-
-
-# --- token exchange ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["S"])
-def _positions_kernel(slot, position_TK, S, BLOCK: tl.constexpr):
-    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = position < S
-    tl.store(position_TK + tl.load(slot + position, mask=inside, other=0), position, mask=inside)
-
-
-@triton.jit
-def _rank_starts(counts_NE, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr, PAD_E: tl.constexpr):
-    """Each rank's first position and the one after its last, equal for n >= N; and the counts, (PAD_N, PAD_E)."""
-    n, e = tl.arange(0, PAD_N), tl.arange(0, PAD_E)
-    mask = (n < N)[:, None] & (e < E)[None, :]
-    counts = tl.load(counts_NE + n[:, None] * E + e[None, :], mask=mask, other=0).to(tl.int32)
-    slots = tl.sum(counts, axis=1)
-    end = tl.cumsum(slots, axis=0)
-    return end - slots, end, counts
-
-
-@triton.jit
-def _ranks_of(position_TK, token, T, start, end, K: tl.constexpr, BLOCK: tl.constexpr, PAD_N: tl.constexpr):
-    """Whether each token goes to each rank, (BLOCK, PAD_N) int32."""
-    goes = tl.zeros((BLOCK, PAD_N), tl.int32)
-    for k in tl.static_range(K):
-        position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)[:, None]
-        goes |= ((position >= start[None, :]) & (position < end[None, :])).to(tl.int32)
-    return goes
-
-
-@triton.jit(do_not_specialize=["T", "blocks"])
-def _count_copies_kernel(
-    position_TK, counts_NE, copies_PN, T, blocks, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
-    PAD_N: tl.constexpr, PAD_E: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copies of ``blocks`` times BLOCK tokens to each rank."""
-    start, end, _ = _rank_starts(counts_NE, N, E, PAD_N, PAD_E)
-    program = tl.program_id(0)
-    copies = tl.zeros((PAD_N,), tl.int32)
-    for block in range(program * blocks, (program + 1) * blocks):
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        copies += tl.sum(_ranks_of(position_TK, token, T, start, end, K, BLOCK, PAD_N), axis=0)
-    tl.store(copies_PN + program * PAD_N + tl.arange(0, PAD_N), copies)
-
-
-@triton.jit(do_not_specialize=["T", "blocks", "programs"])
-def _copies_kernel(
-    position_TK, counts_NE, copies_PN, copy_TK, token_C, message, T, blocks, programs, K: tl.constexpr, N: tl.constexpr,
-    E: tl.constexpr, PAD_N: tl.constexpr, PAD_E: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Numbers the copies of ``blocks`` times BLOCK tokens; the first program also writes the messages, (N, 2 + E)
-    int32."""
-    start, end, counts = _rank_starts(counts_NE, N, E, PAD_N, PAD_E)
-    program, n = tl.program_id(0), tl.arange(0, PAD_N)
-    total, before = tl.zeros((PAD_N,), tl.int32), tl.zeros((PAD_N,), tl.int32)
-    for first in range(0, programs, BLOCK):
-        p = (first + tl.arange(0, BLOCK))[:, None]
-        copies = tl.load(copies_PN + p * PAD_N + n[None, :], mask=p < programs, other=0)
-        total += tl.sum(copies, axis=0)
-        before += tl.sum(tl.where(p < program, copies, 0), axis=0)
-    before += tl.cumsum(total, axis=0) - total
-
-    if program == 0:
-        tl.store(message + n * (2 + E), total, mask=n < N)
-        tl.store(message + n * (2 + E) + 1, start, mask=n < N)
-        e = tl.arange(0, PAD_E)
-        at = n[:, None] * (2 + E) + 2 + e[None, :]
-        tl.store(message + at, counts, mask=(n < N)[:, None] & (e < E)[None, :])
-
-    for block in range(program * blocks, (program + 1) * blocks):
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        goes = _ranks_of(position_TK, token, T, start, end, K, BLOCK, PAD_N)
-        number = before[None, :] + tl.cumsum(goes, axis=0) - goes
-        before += tl.sum(goes, axis=0)
-        seen = tl.zeros((BLOCK, PAD_N), tl.int32)
-        for k in tl.static_range(K):
-            position = tl.load(position_TK + token * K + k, mask=token < T, other=-1)
-            here = ((position[:, None] >= start[None, :]) & (position[:, None] < end[None, :])).to(tl.int32)
-            copy = tl.sum(number * here, axis=1)
-            repeated = tl.sum(seen * here, axis=1) > 0
-            seen |= here
-            there = position >= 0
-            tl.store(copy_TK + token * K + k, tl.where(there, tl.where(repeated, -2 - copy, copy), -1), mask=token < T)
-            tl.store(token_C + copy, token, mask=there & (repeated == 0))
-
-
-def dispatch_layout(
-    slot_S: Tensor, counts_NE: Tensor, num_tokens: int, top_k: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What this rank sends to which; see :func:`titan_fp8moe.recipe.dispatch_layout`.
-
-    Args:
-        slot_S: (S,) integers; counts_NE: (N, E) integers or integral floats.
-
-    Returns:
-        position_TK, copy_TK (num_tokens, top_k) int32; token_C (num_tokens * min(top_k, N),) int32, unwritten past the
-        last copy; message_N (N, 2 + E) int32.
-    """
-    (N, E), S, device = counts_NE.shape, slot_S.shape[0], slot_S.device
-
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    position_TK, copy_TK = ints(num_tokens, top_k), ints(num_tokens, top_k)
-    token_C, message_N = ints(num_tokens * min(top_k, N)), ints(N, 2 + E)
-    if S < position_TK.numel():
-        position_TK.fill_(-1)
-    if S:
-        _positions_kernel[(cdiv(S, INDEX_BLOCK),)](slot_S.contiguous(), position_TK, S, BLOCK=INDEX_BLOCK)
-    pad = next_power_of_2(N)
-    block = max(min(COPY_ENTRIES // pad, 128), 1)
-    all_blocks = max(cdiv(num_tokens, block), 1)
-    blocks = cdiv(all_blocks, COPY_PROGRAMS)
-    programs = cdiv(all_blocks, blocks)
-    copies_PN, counts_NE = ints(programs, pad), counts_NE.contiguous()
-    options = dict(K=top_k, N=N, E=E, PAD_N=pad, PAD_E=next_power_of_2(E), BLOCK=block, num_warps=4)
-    _count_copies_kernel[(programs,)](position_TK, counts_NE, copies_PN, num_tokens, blocks, **options)
-    _copies_kernel[(programs,)](
-        position_TK, counts_NE, copies_PN, copy_TK, token_C, message_N, num_tokens, blocks, programs, **options
-    )
-    return position_TK, copy_TK, token_C, message_N
+    tl.store(row_R + arrived, row, mask=real)
 
 
 @triton.jit(do_not_specialize=["C"])
@@ -283,7 +339,8 @@ def arrival_layout(
         (num_rows,) int32.
     """
     assert received_N.is_contiguous() and position_CK.stride() == score_CK.stride()
-    (C, K), (N, width), device = position_CK.shape, received_N.shape, received_N.device
+    (C, K), N, E, device = position_CK.shape, received_N.shape[0], received_N.shape[1] - 2, received_N.device
+    pads = dict(PAD_N=next_power_of_2(N), PAD_E=next_power_of_2(E))
     # Not two parts of one tensor: how the second is aligned would depend on the number of rows, and compile anew.
     slot_R, row_R = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
     score_R = torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -291,11 +348,19 @@ def arrival_layout(
     if C:
         block = INDEX_BLOCK // 8
         _arrivals_kernel[(cdiv(C, block),)](
-            received_N, position_CK, score_CK, position_CK.stride(0), slot_R, score_R, row_CK, C, K=K, N=N, E=width - 2,
-            PAD_N=next_power_of_2(N), PAD_E=next_power_of_2(width - 2),
+            received_N, position_CK, score_CK, position_CK.stride(0), slot_R, score_R, row_CK, C, K=K, N=N, E=E, **pads,
             PAD_K=next_power_of_2(K), BLOCK=block,
         )  # fmt: skip
-    return *_expert_layout(received_N[:, 2:], score_R, slot_R, row_CK, row_R, capacity), row_CK, row_R
+    offsets_E = torch.empty(E, dtype=torch.int32, device=device)
+    start, shift, count = torch.empty(3, E * N, dtype=torch.int32, device=device).unbind()
+    _runs_kernel[(1,)](received_N, offsets_E, start, shift, count, N=N, E=E, **pads, TILE=TILE, num_warps=8)
+    token_M = torch.empty(capacity, dtype=torch.int32, device=device)
+    score_M = torch.empty(capacity, dtype=torch.float32, device=device)
+    _layout_kernel[(cdiv(capacity, INDEX_BLOCK),)](
+        start, shift, count, score_R, slot_R, token_M, score_M, row_CK, row_R, capacity, top_k=K, RUNS=E * N,
+        STEPS=(E * N).bit_length(), BLOCK=INDEX_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return offsets_E, token_M, score_M, row_CK, row_R
 
 
 # --- to expert order --------------------------------------------------------------------------------------------------
@@ -407,7 +472,7 @@ def _pack_dispatch_kernel(
             carrier = tl.load(copy_TK + slot, mask=has_word, other=-1)
             served = has_word & ((carrier == copy[:, None]) | (carrier == -2 - copy[:, None]))
             position = tl.load(position_TK + slot, mask=served, other=-1)
-            value = tl.load(score + position, mask=served, other=0.0).to(tl.int32, bitcast=True)
+            value = tl.load(score + slot, mask=served, other=0.0).to(tl.int32, bitcast=True)
             word = tl.where(tail < 4 * K, position, value)
             byte = tl.where(has_word, _byte_of(word, tail), byte)
         tl.store(to + D + tail, byte.to(tl.uint8), mask=inside & (tail < WIDTH - D))
@@ -419,16 +484,16 @@ def pack_dispatch(
     token_C: Tensor,
     copy_TK: Tensor,
     position_TK: Tensor | None,
-    score_S: Tensor | None,
+    score_TK: Tensor | None,
     width: int,
 ) -> Tensor:
     """The dispatch payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_dispatch`."""
-    assert q_TD.is_contiguous() and scale.is_contiguous() and (score_S is None or score_S.is_contiguous())
+    assert q_TD.is_contiguous() and scale.is_contiguous() and (score_TK is None or score_TK.is_contiguous())
     C, D = token_C.shape[0], q_TD.shape[1]
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
     if C:
         _pack_dispatch_kernel[(cdiv(D, PACK_COLUMNS), cdiv(C, PACK_ROWS))](
-            q_TD.view(torch.uint8), scale.view(torch.uint8), token_C, copy_TK, position_TK, score_S, payload, C,
+            q_TD.view(torch.uint8), scale.view(torch.uint8), token_C, copy_TK, position_TK, score_TK, payload, C,
             K=copy_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), ROWS=PACK_ROWS,
             COLUMNS=PACK_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
@@ -503,24 +568,22 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int) 
 
 
 @triton.jit(do_not_specialize=["S"])
-def _slot_gradients_kernel(
-    ds, stride, index_TK, slot_S, out, S, K: tl.constexpr, PER_SLOT: tl.constexpr, BLOCK: tl.constexpr
-):
-    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slot_S + s, mask=s < S, other=0)
-    index = tl.load(index_TK + slot, mask=s < S, other=0).to(tl.int64)
-    index = tl.where(index < 0, -2 - index, index) * stride
+def _slot_gradients_kernel(ds, stride, index_TK, out, S, K: tl.constexpr, PER_SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(index_TK + slot, mask=slot < S, other=-1).to(tl.int64)
+    at = tl.where(index < -1, -2 - index, index) * stride
     if PER_SLOT:
-        index += slot % K
-    tl.store(out + s, tl.load(ds + index, mask=s < S), mask=s < S)
+        at += slot % K
+    tl.store(out + slot, tl.load(ds + at, mask=index != -1, other=0.0), mask=slot < S)
 
 
-def slot_gradients(ds: Tensor, index_TK: Tensor, slot_S: Tensor) -> Tensor:
-    """(S,) fp32: slot s has its score gradient in row ``index_TK[s]``; see :func:`titan_fp8moe.ops.slot_gradients`."""
-    S, K = slot_S.shape[0], index_TK.shape[1]
-    out = torch.empty(S, dtype=torch.float32, device=ds.device)
+def slot_gradients(ds: Tensor, index_TK: Tensor) -> Tensor:
+    """(T, K) fp32: a slot has its score gradient in row ``index_TK[t, k]``; see
+    :func:`titan_fp8moe.ops.slot_gradients`."""
+    S, K = index_TK.numel(), index_TK.shape[1]
+    out = torch.empty(index_TK.shape, dtype=torch.float32, device=ds.device)
     if S:
         _slot_gradients_kernel[(cdiv(S, INDEX_BLOCK),)](
-            ds, ds.stride(0), index_TK, slot_S.contiguous(), out, S, K=K, PER_SLOT=ds.shape[1] > 1, BLOCK=INDEX_BLOCK
+            ds, ds.stride(0), index_TK, out, S, K=K, PER_SLOT=ds.shape[1] > 1, BLOCK=INDEX_BLOCK
         )
     return out

@@ -15,41 +15,38 @@ def _ints(like: Tensor, *shape: int) -> Tensor:
 
 @custom_op
 def expert_layout(
-    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, num_tokens: int, top_k: int, capacity: int
+    expert_TK: Tensor, score_TK: Tensor, num_experts: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Index maps between arrival and expert order, without asking the device for counts.
+    """Index maps between tokens and rows in expert order, without asking the device for counts.
 
-    Returns offsets_E (E,), token_M (M,), score_M (M,), row_TK (num_tokens, top_k); see
+    Returns offsets_E (num_experts,), token_M (M,), score_M (M,), row_TK (T, K); see
     :func:`titan_fp8moe.recipe.expert_layout`. At and past ``offsets_E[-1]``, token_M is -1 and score_M 0.
     """
-    impl = kernels if use_kernels(score_R) else recipe
-    return impl.expert_layout(counts_SE, score_R, slot_R, num_tokens, top_k, capacity)
+    impl = kernels if use_kernels(expert_TK) else recipe
+    return impl.expert_layout(expert_TK, score_TK, num_experts, capacity)
 
 
 @expert_layout.register_fake
-def _(counts_SE, score_R, slot_R, num_tokens, top_k, capacity):
-    maps = _ints(score_R, counts_SE.shape[1]), _ints(score_R, capacity), score_R.new_empty(capacity)
-    return *maps, _ints(score_R, num_tokens, top_k)
+def _(expert_TK, score_TK, num_experts, capacity):
+    maps = _ints(score_TK, num_experts), _ints(score_TK, capacity), score_TK.new_empty(capacity)
+    return *maps, _ints(score_TK, *expert_TK.shape)
 
 
 @custom_op
-def dispatch_layout(
-    slot_S: Tensor, counts_NE: Tensor, num_tokens: int, top_k: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dispatch_layout(expert_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What this rank sends to which, without asking the device for counts.
 
-    Returns position_TK, copy_TK (num_tokens, top_k), token_C (num_tokens * min(top_k, N),), whose entries past the last
-    copy are undefined, and message_N (N, 2 + E); see :func:`titan_fp8moe.recipe.dispatch_layout`.
+    Returns position_TK, copy_TK (T, K), token_C (T * min(K, num_ranks),), whose entries past the last copy are
+    undefined, and message_N (num_ranks, 2 + num_local); see :func:`titan_fp8moe.recipe.dispatch_layout`.
     """
-    impl = kernels if use_kernels(slot_S) else recipe
-    return impl.dispatch_layout(slot_S, counts_NE, num_tokens, top_k)
+    impl = kernels if use_kernels(expert_TK) else recipe
+    return impl.dispatch_layout(expert_TK, num_ranks, num_local)
 
 
 @dispatch_layout.register_fake
-def _(slot_S, counts_NE, num_tokens, top_k):
-    N, E = counts_NE.shape
-    maps = (_ints(slot_S, num_tokens, top_k) for _ in range(2))
-    return *maps, _ints(slot_S, num_tokens * min(top_k, N)), _ints(slot_S, N, 2 + E)
+def _(expert_TK, num_ranks, num_local):
+    (T, K), maps = expert_TK.shape, (_ints(expert_TK, *expert_TK.shape) for _ in range(2))
+    return *maps, _ints(expert_TK, T * min(K, num_ranks)), _ints(expert_TK, num_ranks, 2 + num_local)
 
 
 @custom_op
@@ -112,25 +109,24 @@ def _(y_MD, row_TK, out_dtype):
 
 
 @custom_op
-def slot_gradients(ds: Tensor, index_TK: Tensor, slot_S: Tensor) -> Tensor:
-    """(S,) fp32 score gradients in the order of the slots.
+def slot_gradients(ds: Tensor, index_TK: Tensor) -> Tensor:
+    """(T, K) fp32 score gradients of the slots.
 
     Args:
         ds: (R, 1) fp32, one per row; or (C, K), one per copy and k. Rows may be strided (a view of a payload).
         index_TK: (T, K) int32, each slot's row or copy; -2 - c stands for copy c as in
-            :func:`titan_fp8moe.recipe.dispatch_layout`.
-        slot_S: (S,) integers ``token * K + k``.
+            :func:`titan_fp8moe.recipe.dispatch_layout`, -1 for a slot that has none, whose gradient is zero.
     """
     if use_kernels(ds):
-        return kernels.slot_gradients(ds, index_TK, slot_S)
-    index_S = index_TK.flatten()[slot_S].long()
-    column_S = slot_S % index_TK.shape[1] if ds.shape[1] > 1 else 0
-    return ds[torch.where(index_S < 0, -2 - index_S, index_S), column_S].clone()
+        return kernels.slot_gradients(ds, index_TK)
+    index = torch.where(index_TK < -1, -2 - index_TK, index_TK).long()
+    column = torch.arange(index_TK.shape[1], device=ds.device) if ds.shape[1] > 1 else 0
+    return torch.cat([ds, ds.new_zeros(1, ds.shape[1])])[index, column]  # index -1: the zeros
 
 
 @slot_gradients.register_fake
-def _(ds, index_TK, slot_S):
-    return ds.new_empty(slot_S.shape[0])
+def _(ds, index_TK):
+    return ds.new_empty(index_TK.shape)
 
 
 # A dispatch payload row is D value bytes; in a forward, top_k int32 positions and top_k fp32 scores; D // 128 scale
@@ -143,40 +139,40 @@ def _dispatch_width(D: int, top_k: int) -> int:
 
 @custom_op
 def pack_dispatch(
-    q_TD: Tensor, scale: Tensor, token_C: Tensor, copy_TK: Tensor, position_TK: Tensor | None, score_S: Tensor | None
+    q_TD: Tensor, scale: Tensor, token_C: Tensor, copy_TK: Tensor, position_TK: Tensor | None, score_TK: Tensor | None
 ) -> Tensor:
     """The dispatch payload: row c holds token ``token_C[c]`` and, in a forward, the positions and scores of its slots.
 
     Args:
         q_TD: (T, D) e4m3; scale: (T, D // 128) e8m0 row-major.
         token_C, copy_TK: of :func:`dispatch_layout`; token_C cut to the copies there are.
-        position_TK: of the same; score_S: (S,) fp32 by position. Both None in a backward.
+        position_TK: of the same; score_TK: (T, K) fp32. Both None in a backward.
 
     Returns:
         (C, width) uint8; see :func:`unpack_dispatch`.
     """
     C, D = token_C.shape[0], q_TD.shape[1]
-    top_k = 0 if score_S is None else copy_TK.shape[1]
+    top_k = 0 if score_TK is None else copy_TK.shape[1]
     if use_kernels(q_TD):
         width = _dispatch_width(D, top_k)
-        return kernels.pack_dispatch(q_TD, scale, token_C, copy_TK, position_TK, score_S, width)
+        return kernels.pack_dispatch(q_TD, scale, token_C, copy_TK, position_TK, score_TK, width)
     payload = torch.zeros(C, _dispatch_width(D, top_k), dtype=torch.uint8, device=q_TD.device)
     q, payload_scale, position_CK, score_CK = unpack_dispatch(payload, D, top_k)
     token_C = token_C.long()
     q.view(torch.uint8).copy_(q_TD.view(torch.uint8)[token_C])
     payload_scale.view(torch.uint8).copy_(scale.view(torch.uint8)[token_C])
-    if score_S is not None:
+    if score_TK is not None:
         copies = torch.arange(C, device=token_C.device).unsqueeze(1)
         carrier_CK = copy_TK[token_C]
         served = (carrier_CK == copies) | (carrier_CK == -2 - copies)
         position_CK.copy_(position_TK[token_C].masked_fill(~served, -1))
-        score_CK[served] = score_S[position_CK[served].long()]
+        score_CK.copy_(score_TK[token_C].masked_fill(~served, 0))
     return payload
 
 
 @pack_dispatch.register_fake
-def _(q_TD, scale, token_C, copy_TK, position_TK, score_S):
-    width = _dispatch_width(q_TD.shape[1], 0 if score_S is None else copy_TK.shape[1])
+def _(q_TD, scale, token_C, copy_TK, position_TK, score_TK):
+    width = _dispatch_width(q_TD.shape[1], 0 if score_TK is None else copy_TK.shape[1])
     return q_TD.new_empty(token_C.shape[0], width, dtype=torch.uint8)
 
 

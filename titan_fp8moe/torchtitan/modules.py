@@ -65,7 +65,7 @@ class Fp8FlowMoE(MoE):
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
         shape, x_TD = x.shape, x.view(-1, x.shape[-1])
-        top_scores, selected_experts, num_tokens_per_expert = self.router(x_TD, self.expert_bias)
+        top_scores, expert_TK, num_tokens_per_expert = self.router(x_TD, self.expert_bias)
         if torch.is_grad_enabled():
             # Neither validation nor the forward by which a pipeline stage finds its shapes may move the expert bias.
             with torch.no_grad():
@@ -78,16 +78,25 @@ class Fp8FlowMoE(MoE):
         if tp_mesh is not None:
             top_scores, routed_TD = _sum_gradients(top_scores, tp_mesh), _sum_gradients(x_TD, tp_mesh)
 
-        # The reorderer is always called: with expert parallelism borrowed from tensor parallelism, torchtitan's hooks
-        # on it select this rank's tokens.
-        score_S, slot_S, counts_E = self.reorderer(top_scores, selected_experts)
-        route = Route(score_S, slot_S, counts_E, self.router.top_k, self.score_before_experts)
+        # torchtitan's reorderer is not called: slots are sorted where they are packed. What its hooks would do under
+        # expert parallelism that borrows from tensor parallelism is done here.
+        if (mesh := getattr(self.reorderer, "tp_mesh", None)) is not None:
+            expert_TK = _of_this_rank(expert_TK, mesh)
+        route = Route(top_scores, expert_TK, self.experts.num_experts, self.score_before_experts)
         pending = self.experts(routed_TD, route)
         # With expert parallelism the shared experts run while the routed experts' output comes back from the other
         # ranks, and their backward while the gradients go there.
         shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
         out = finish_routed_experts(pending)
         return (out if shared_TD is None else shared_TD + out).view(shape)
+
+
+def _of_this_rank(expert_TK: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Experts of the tokens that are this rank's to send, an equal part of all of them; -1 for the others."""
+    T = expert_TK.shape[0]
+    part = -(-T // mesh.size())
+    token_T = torch.arange(T, device=expert_TK.device)
+    return expert_TK.masked_fill((token_T // part != mesh.get_local_rank()).unsqueeze(1), -1)
 
 
 def _sum_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
