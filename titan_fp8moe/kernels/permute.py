@@ -85,11 +85,12 @@ def _count_slots_kernel(
 
 
 @triton.jit
-def _counted(counts, program, programs, PAD: tl.constexpr, BLOCK: tl.constexpr):
+def _counted(counts, program, programs, PAD: tl.constexpr):
     """What all programs have counted, and what those before this one have, (PAD,) int32."""
+    ROWS: tl.constexpr = 8192 // PAD if PAD > 64 else 128  # few rounds, since each waits for its loads
     total, before = tl.zeros((PAD,), tl.int32), tl.zeros((PAD,), tl.int32)
-    for first in range(0, programs, BLOCK):
-        p = (first + tl.arange(0, BLOCK))[:, None]
+    for first in range(0, programs, ROWS):
+        p = (first + tl.arange(0, ROWS))[:, None]
         n = tl.load(counts + p * PAD + tl.arange(0, PAD)[None, :], mask=p < programs, other=0)
         total += tl.sum(n, axis=0)
         before += tl.sum(tl.where(p < program, n, 0), axis=0)
@@ -103,7 +104,7 @@ def _place_rows_kernel(
 ):  # fmt: skip
     """The rows of ``blocks`` times BLOCK tokens, where the counting kernel has left what padding has."""
     program, e = tl.program_id(0), tl.arange(0, PAD)
-    total, before = _counted(slots_PE, program, programs, PAD, BLOCK)
+    total, before = _counted(slots_PE, program, programs, PAD)
     padded = (total + TILE - 1) // TILE * TILE
     end = tl.cumsum(padded, axis=0)
     tl.store(offsets + e, end, mask=(e < EXPERTS) & (program == 0))
@@ -134,10 +135,10 @@ def _place_copies_kernel(
     """Positions and copies of ``blocks`` times BLOCK tokens; the first program also writes the messages, (N, 2 + E)
     int32."""
     program, e, n = tl.program_id(0), tl.arange(0, PAD), tl.arange(0, PAD_N)
-    slots, next_position = _counted(slots_PE, program, programs, PAD, BLOCK)
+    slots, next_position = _counted(slots_PE, program, programs, PAD)
     start = tl.cumsum(slots, axis=0) - slots
     next_position += start
-    copies, next_copy = _counted(copies_PN, program, programs, PAD_N, BLOCK)
+    copies, next_copy = _counted(copies_PN, program, programs, PAD_N)
     next_copy += tl.cumsum(copies, axis=0) - copies
 
     of_rank, writes = message + e // E * (2 + E), (e < EXPERTS) & (program == 0)
