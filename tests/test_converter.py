@@ -281,6 +281,16 @@ def test_other_kinds_of_moe_are_refused():
         convert(config, make_model(config))
 
 
+def test_another_reorderer_is_refused():
+    """It would not be called."""
+    config = make_config()
+    model = make_model(config)
+    layer = next(module for module in model.modules() if isinstance(module, MoE))
+    layer.reorderer.__class__ = type("OtherReorderer", (type(layer.reorderer),), {})
+    with pytest.raises(ValueError, match=r"sorts slots itself.* has a OtherReorderer; leave the layer in bf16"):
+        convert(config, model)
+
+
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

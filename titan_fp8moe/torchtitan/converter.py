@@ -6,7 +6,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
-from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenReorderer
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 from torchtitan.tools.logging import logger
@@ -91,6 +91,11 @@ class Fp8FlowMoEConverter(ModelConverter):
                 f"{NAME} converts torchtitan's MoE with GroupedExperts, but {name} is a {type(layer).__name__} with "
                 f"{type(layer.experts).__name__}; leave it in bf16 with {NAME}.filter_fqns, or remove the converter "
                 "that changed it"
+            )
+        if type(layer.reorderer) is not TokenReorderer:
+            raise ValueError(
+                f"{NAME} sorts slots itself, as torchtitan's TokenReorderer does, but {name} has a "
+                f"{type(layer.reorderer).__name__}; leave the layer in bf16 with {NAME}.filter_fqns"
             )
         num_experts, hidden_dim, dim = layer.experts.w1.shape
         local = hidden_dim / self.hidden_dim_shards
