@@ -9,6 +9,8 @@ Every run is a launch of its own, A B C A B C; repeats differ by the seed, withi
 and data. Results are written after each run, beside those of earlier calls. A variant may set the converter's
 options: ``fp8_flow:recompute=experts,save_h=fp8``.
 
+Overrides of torchtitan's after ``--`` hold for every run; the folder and the records carry them in their names.
+
 ``--largest-batch LOW HIGH`` looks by bisection for the largest local batch of each variant that trains
 ``BATCH_STEPS`` steps; the first of these compiles, and Adam's states exist from the second on.
 """

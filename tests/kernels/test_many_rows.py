@@ -136,11 +136,11 @@ def test_permute_rows(interpreted_axes, generator, device):
 
 def test_payloads(interpreted_axes, generator, device):
     index = torch.arange(M, dtype=torch.int32, device=device)
-    copy_TK, score = index.unsqueeze(1), randn(generator, M)
+    copy_TK, score = index.unsqueeze(1), randn(generator, M, 1)
     q, scale = fp8_rows(generator, TILE, D), column_major_scale(generator, TILE, D).contiguous()
     width = ops.pack_dispatch(q, scale, index[:0], copy_TK, copy_TK, score).shape[1]
     payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, copy_TK, copy_TK, score, width)
-    want = q, scale, copy_TK[LAST], score[LAST].unsqueeze(1)
+    want = q, scale, copy_TK[LAST], score[LAST]
     for got, w in zip(ops.unpack_dispatch(payload, D, 1), want, strict=True):
         assert_same_bits(got[LAST].contiguous(), w)
     del payload
