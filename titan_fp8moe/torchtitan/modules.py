@@ -94,7 +94,7 @@ class Fp8FlowMoE(MoE):
 def _of_this_rank(expert_TK: Tensor, mesh: DeviceMesh) -> Tensor:
     """Experts of the tokens that are this rank's to send, an equal part of all of them; -1 for the others."""
     T = expert_TK.shape[0]
-    part = -(-T // mesh.size())
+    part = max(-(-T // mesh.size()), 1)
     token_T = torch.arange(T, device=expert_TK.device)
     return expert_TK.masked_fill((token_T // part != mesh.get_local_rank()).unsqueeze(1), -1)
 
