@@ -171,7 +171,10 @@ def _place_copies_kernel(
 
 
 def _count_slots(
-    expert_TK: Tensor, num_experts: int, copies: int | None = None, rows: tuple[Tensor, Tensor] = (None, None)
+    expert_TK: Tensor,
+    num_experts: int,
+    copies: int | None = None,
+    rows: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor | None, tuple[int, int], dict[str, int]]:
     """Launches the counting kernel: of copies, if a number of ranks is given; ``rows`` are token_M and score_M.
 
