@@ -206,6 +206,14 @@ def test_ep2_to_ep4(results: WorkerResults, tmp_path: Path):
     assert_continues(ep4["losses"], ep2["losses"], range(5, 9), 1e-3)
 
 
+def test_weights_gathered_in_fp8(results: WorkerResults, tmp_path: Path):
+    """Checkpoints hold the parameters, whatever FSDP gathers."""
+    run, uninterrupted = results.get("fsdp2_fp8_gather"), results.get("bf16")
+    assert_same_state(run["loaded"], read_dcp(checkpoint(results.out, "bf16", 4), tmp_path))
+    assert_same_state(run["saved"], read_dcp(checkpoint(results.out, "fsdp2_fp8_gather", 8), tmp_path))
+    assert_continues(run["losses"], uninterrupted["losses"], range(5, 9), TOLERANCE)
+
+
 def test_seed_checkpoint(results: WorkerResults, seed_checkpoint: Path, tmp_path: Path):
     """Made with the converter, it is the model that a bf16 run with the same seed starts with; EP2 loads it."""
     seed = model_only(read_dcp(seed_checkpoint, tmp_path))

@@ -17,6 +17,7 @@ from torch import nn
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -24,6 +25,7 @@ import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.reference import relative_error
 from titan_fp8moe import experts
 from titan_fp8moe.ops import backend
+from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
@@ -141,6 +143,19 @@ def test_model_dim_must_fit():
         convert(config, make_model(config, dim=192))
 
 
+def test_whole_experts_are_gathered_in_fp8():
+    """8 experts: FSDP may shard those of each of 2 expert-parallel ranks over 4, not 3; all of them over 8, not 16."""
+    config = make_config("--fp8_flow_moe.fp8_all_gather")
+    for dims in ({"dp_shard": 8, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 8}):
+        convert(config, make_model(config), make_dims(**dims))
+    for dims, shards in (
+        ({"dp_shard": 6, "ep": 2}, "2 expert-parallel x 3"),
+        ({"dp_shard": 16}, "1 expert-parallel x 16"),
+    ):
+        with pytest.raises(ValueError, match=rf"8 experts do not divide over {shards} FSDP ranks; set it to false"):
+            convert(config, make_model(config), make_dims(**dims))
+
+
 def test_experts_must_divide_over_ranks():
     config = make_config()
     with pytest.raises(ValueError, match=r"layers\.1\.moe: 8 experts.*parallelism\.expert_parallel_degree = 3; choose"):
@@ -232,6 +247,16 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
             r"optimizer\.early_step_in_backward each of them changes the weights; set one of the two to false",
             id="cached-weights-change",
         ),
+        pytest.param(
+            ["--validation.enable", "--parallelism.context_parallel_degree=2"],
+            r"set validation\.enable = false or parallelism\.context_parallel_degree = 1",
+            id="validation-with-context-parallelism",
+        ),
+        pytest.param(
+            ["--fp8_flow_moe.fp8_all_gather", "--training.enable_cpu_offload"],
+            r"training\.enable_cpu_offload they are on the CPU; set one of the two to false",
+            id="gathered-from-the-cpu",
+        ),
     ],
 )
 def test_settings_that_cannot_go_together(overrides: list[str], message: str):
@@ -279,6 +304,33 @@ def test_other_kinds_of_moe_are_refused():
     )
     with pytest.raises(ValueError, match=message):
         convert(config, make_model(config))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["--fp8_flow_moe.filter_fqns=layers.1."], ["--fault_tolerance.enable"], ["--training.dtype=bfloat16"]],
+)
+def test_experts_are_kept_from_fsdp_only_where_nothing_relies_on_it(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str]
+):
+    config, ignored = make_config(*overrides), []
+    monkeypatch.setattr(
+        parallel.fsdp, "fully_shard", lambda *args, ignored_params=(), **_: ignored.append(ignored_params)
+    )
+    model = convert(config, make_model(config))
+    if config.training.dtype == "bfloat16":
+        model.bfloat16()
+    experts = [m for m in model.modules() if isinstance(m, Fp8FlowGroupedExperts)]
+    for m in experts:
+        parallel.fully_shard(m, mesh=SimpleNamespace(size=lambda: 1))
+    assert [len(params) for params in ignored] == [0 if overrides else 3] * len(experts) != []
+
+
+def test_train_spec_can_be_ones_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(train_spec, "_extra_train_specs", {})
+    own = dataclasses.replace(get_train_spec("deepseek_v3"), build_validator_fn=None)
+    train_spec.register_train_spec("deepseek_v3", own)
+    assert get_train_spec("deepseek_v3") is own
 
 
 def test_another_reorderer_is_refused():

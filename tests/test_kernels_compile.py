@@ -54,6 +54,9 @@ def calls(M, D, H, E, T=12288):
         yield f"quantize_weight plain {dtype}", quantize.quantize_weight, (pair, True, False)
         yield f"quantize_weight transposed {dtype}", quantize.quantize_weight, (w2, False, True)
         yield f"quantize_weight both {dtype}", quantize.quantize_weight, (pair, True, True)
+    quantized = [meta(E, H, D, dtype=FP8)] * 2, [meta(E, H // TILE, D // TILE, dtype=E8M0)] * 2
+    for plain, transposed in ((True, False), (False, True), (True, True)):
+        yield f"join_weight {plain} {transposed}", quantize.join_weight, (*quantized, plain, transposed)
     for mode in ("balanced", "scaling_aware", "requantize"):
         yield f"transpose w13 {mode}", transpose.transpose_pair, (*rows(M, D), *rows(M, 2 * H), offsets_E, mode)
         yield f"transpose w2 {mode}", transpose.transpose_pair, (*rows(M, H), *rows(M, D), offsets_E, mode)

@@ -13,6 +13,7 @@ from tests.reference import moe_layer, relative_error
 from titan_fp8moe import moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights, WeightCache
+from titan_fp8moe.fsdp import Fp8GatheredWeight
 from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -240,6 +241,40 @@ def test_changed_weights_are_seen():
     assert not torch.equal(first, routed_experts(x, ExpertWeights(*params), route, config))
 
 
+def gathered(weight):
+    """A parameter as FSDP makes it of gathered FP8."""
+    return torch.nn.Parameter(Fp8GatheredWeight(ops.quantize_weight(weight.detach()), weight.dtype))
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_weights_that_come_quantized(recompute):
+    """Same numbers, nothing quantized again, gradients in the parameters' dtype; with checkpointing by op, too."""
+    x, scores, chosen, weights = make_layer()
+    weights = [w.bfloat16() for w in weights]
+    config = Fp8FlowMoEConfig(recompute=recompute)
+    want = run(x, scores, chosen, weights, x, config)[1:]
+    leaves = [t.requires_grad_() for t in (x.clone(), scores, *map(gathered, weights))]
+
+    def layer(x):
+        return routed_experts(x, ExpertWeights(*leaves[2:]), Route(leaves[1], chosen, E), config)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    for forward in (layer, functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)):
+        with CastCounter() as counter:
+            got = torch.autograd.grad(forward(leaves[0]), leaves, x.detach())
+        assert "quantize_weight" not in counter.ops and not counter.stray_casts
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_weights_that_come_quantized_have_no_other_values():
+    weight = gathered(torch.randn(2, 128, 256))
+    assert weight.view_as(weight).quantized is weight.quantized
+    for read in (torch.Tensor.sum, torch.Tensor.clone, torch.Tensor.double, lambda w: w[0], lambda w: w.view(-1)):
+        with pytest.raises(NotImplementedError, match="fp8_flow_moe.fp8_all_gather = false"):
+            read(weight)
+
+
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 def test_microbatches_share_quantized_weights(recompute):
     x, scores, chosen, weights = make_layer()
@@ -377,7 +412,31 @@ def test_route_must_count_this_layers_experts():
 def test_dims_must_be_multiples_of_128():
     x, scores, chosen, weights = make_layer()
     with pytest.raises(ValueError, match="multiple of 128"):
-        routed_experts(x[:, :200], ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig())
+        w1, w2, w3 = weights
+        narrow = ExpertWeights(w1[..., :200], w2[:, :200], w3[..., :200])
+        routed_experts(x[:, :200], narrow, Route(scores, chosen, E), Fp8FlowMoEConfig())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=slice(1, None)), r"x is to be \(T, D\).*got \(299, 256\), \(300, 3\), \(300, 3\)"),
+        (dict(scores=lambda s: s.repeat(1, 2)), r"scores and experts \(T, top_k\).*\(300, 6\), \(300, 3\)"),
+        (dict(scores=torch.Tensor.bfloat16), r"scores are to be fp32, got torch.bfloat16"),
+        (dict(w3=lambda w: w.repeat(1, 2, 1)), r"w1 and w3 are to be \(E, H, D\).*\(8, 256, 256\)"),
+        (dict(w2=lambda w: w.transpose(1, 2)), r"w2 \(E, D, H\).*\(8, 128, 256\)"),
+        (dict(w2=torch.Tensor.bfloat16), r"all of one dtype.*torch.bfloat16"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(change, message):
+    """Kernels would take no notice of most of them."""
+    x, scores, chosen, weights = make_layer()
+    inputs = dict(x=x, scores=scores, w1=weights[0], w2=weights[1], w3=weights[2])
+    ((name, how),) = change.items()
+    inputs[name] = inputs[name][how] if isinstance(how, slice) else how(inputs[name])
+    with pytest.raises(ValueError, match=message):
+        route = Route(inputs["scores"], chosen, E)
+        routed_experts(inputs["x"], ExpertWeights(*[inputs[w] for w in ("w1", "w2", "w3")]), route, Fp8FlowMoEConfig())
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ def cases():
     yield "quantize_rows", (torch.randn(128, T).t(),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield "quantize_weight", (weights, plain, transposed)
+        first, last = (recipe.quantize_weight(w) for w in weights)
+        for other in (last, (None, None)):
+            yield "join_weight", (*first, *other, plain, transposed)
     yield "expert_layout", (expert_TK, score_TK, 2 * E, 1024)
     yield "dispatch_layout", (expert_TK, 2, E)
     yield "arrival_layout", (received_N, position_CK, score_CK, T * K, M)

@@ -1,6 +1,7 @@
 """What runs while tokens are on their way between ranks, by the order in which operators are called."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -59,6 +60,11 @@ def layer(mesh, monkeypatch):
     return layer
 
 
+def under_way():
+    """What has been sent and not been waited for."""
+    return [journey for journey in moe._Journey._by_number.values() if journey._payload is not None]
+
+
 def gradients(run, layer):
     """Gradients of a step, and the order of its operators in forward and backward."""
     x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -66,7 +72,7 @@ def gradients(run, layer):
         out = run(x)
     with Order() as backward:
         grads = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
-    assert not moe._under_way
+    assert not under_way()
     return grads, forward.names, backward.names
 
 
@@ -97,9 +103,40 @@ def test_two_forwards_before_their_backwards(layer):
     want = torch.autograd.grad(layer(x).square().sum() + layer(-x).sum(), [*layer.parameters()])
     first, second = layer(x).square().sum(), layer(-x).sum()
     grads = [torch.autograd.grad(loss, [*layer.parameters()]) for loss in (first, second)]
-    assert not moe._under_way
+    assert not under_way()
     for total, *parts in zip(want, *grads, strict=True):
         torch.testing.assert_close(sum(parts), total)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_error_in_between_leaves_nothing(layer, backward):
+    """Of an output or a gradient that is never fetched, nothing stays when the graph is gone."""
+
+    def fail(*args):
+        assert under_way()
+        raise torch.OutOfMemoryError
+
+    x = torch.randn(2, 8, 128, requires_grad=True)
+    handle = layer.shared_experts.register_forward_pre_hook(lambda module, args: None if backward else fail())
+    with pytest.raises(torch.OutOfMemoryError):
+        out = layer(x)
+        layer.shared_experts.w2.weight.register_hook(fail)
+        out.sum().backward()
+    handle.remove()
+    out = None
+    torch.ones(1, requires_grad=True).sum().backward()  # autograd lets go of a failed backward at the next one
+    gc.collect()
+    assert not under_way()
+
+
+def test_an_output_is_fetched_once(layer):
+    x = torch.randn(16, 128)
+    with torch.no_grad():
+        scores, experts, _ = layer.router(x, layer.expert_bias)
+        pending = layer.experts(x, moe.Route(scores, experts, 4))
+        moe.finish_routed_experts(pending)
+        with pytest.raises(RuntimeError, match="has been finished before"):
+            moe.finish_routed_experts(pending)
 
 
 def test_under_compile(layer):

@@ -27,11 +27,18 @@ class Fp8FlowMoEConfig:
     """Quantize the experts' weights once per step instead of once per microbatch and direction. Worth the 2 bytes per
     expert parameter of a rank with pipeline parallelism or gradient accumulation."""
 
+    fp8_all_gather: bool = False
+    """Where FSDP shards experts over several ranks, quantize each rank's shard and gather the weights in FP8: half the
+    bytes of bf16, half the memory while they are whole, and a share of the quantization. FSDP must shard whole experts:
+    their number must be a multiple of the expert-parallel degree times the ranks that FSDP shards an expert-parallel
+    rank's experts over. Not with ``cache_weights``: what is gathered is quantized already."""
+
     filter_fqns: list[str] = field(default_factory=list)
     """MoE layers whose fully qualified name contains one of these strings stay in bf16, e.g. ``layers.1.``."""
 
     emulate: bool = False
-    """Run the plain PyTorch reference on a GPU the kernels do not support (anything but compute capability 9.0)."""
+    """Run the plain PyTorch reference on a GPU the kernels do not support (anything but compute capability 9.0). For
+    the whole process, and read by the converter; the functional API has :func:`titan_fp8moe.ops.emulate`."""
 
     statistics_every: int = 0
     """Every so many steps, count underflow, scales and transpose shifts (:mod:`titan_fp8moe.statistics`) and log them
@@ -53,3 +60,8 @@ class Fp8FlowMoEConfig:
                 ok, expected = value in allowed, "one of " + ", ".join(repr(a) for a in allowed)
             if not ok:
                 raise ValueError(f"fp8_flow_moe.{f.name} is {value!r}; set it to {expected}")
+        if self.fp8_all_gather and self.cache_weights:
+            raise ValueError(
+                "fp8_flow_moe.fp8_all_gather gathers quantized weights, fp8_flow_moe.cache_weights keeps weights to be "
+                "quantized once; set one of the two to false"
+            )

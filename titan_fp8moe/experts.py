@@ -37,11 +37,11 @@ class Layout(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """gate (E, H, D), down (E, D, H), up (E, H, D), bf16 or fp32, under torchtitan's names."""
+    """gate (E, H, D), down (E, D, H), up (E, H, D), bf16 or fp32, under torchtitan's names; or all quantized."""
 
-    w1_EHD: Tensor
-    w2_EDH: Tensor
-    w3_EHD: Tensor
+    w1_EHD: Tensor | QuantizedWeight
+    w2_EDH: Tensor | QuantizedWeight
+    w3_EHD: Tensor | QuantizedWeight
 
 
 class WeightCache:
@@ -174,14 +174,14 @@ class ExpertFFNBackward:
         del d, self.h, self.h_scale, self.w2_t
         return ops.grouped_mm(*self.dh, *self.w13_t, offsets_E, torch.bfloat16), ds_M
 
-    def wgrad(self, needed: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor | None]:
-        """Gradients of w1, w2, w3 in the weights' dtypes, None where not needed; after :meth:`dgrad`."""
+    def wgrad(self, dtype: torch.dtype, needed: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor | None]:
+        """Gradients of w1, w2, w3 in ``dtype``, bf16 or fp32, None where not needed; after :meth:`dgrad`."""
         offsets_E, mode = self.layout.offsets_E, self.config.wgrad
         dw1 = dw2 = dw3 = None
         if needed[0] or needed[2]:
-            dw1, dw3 = _weight_grads(self.dh, self.x, offsets_E, mode, self.weights.w1_EHD.dtype, parts=2)
+            dw1, dw3 = _weight_grads(self.dh, self.x, offsets_E, mode, dtype, parts=2)
         if needed[1]:
-            (dw2,) = _weight_grads(self.dy, self.a, offsets_E, mode, self.weights.w2_EDH.dtype, parts=1)
+            (dw2,) = _weight_grads(self.dy, self.a, offsets_E, mode, dtype, parts=1)
         if statistics.collecting():
             statistics.record(self.x, self.a, self.dy, self.dh, self.weights, offsets_E, self.layout.token_M, mode)
         return [dw1, dw2, dw3]

@@ -21,6 +21,7 @@ sizes of the forward's dispatch.
 
 import functools
 import itertools
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ from titan_fp8moe.experts import (
     expert_ffn,
     quantize_weights,
 )
+from titan_fp8moe.fsdp import Fp8GatheredWeight
+from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import row_capacity
 
@@ -113,14 +116,15 @@ def start_routed_experts(
     """:func:`routed_experts` up to the start of the combine. What is computed between this and
     :func:`finish_routed_experts` runs while tokens are on their way, here and in the backward."""
     num_ranks = 1 if ep_group is None else ep_group.size()
+    _check_inputs(x_TD, weights, route)
     if route.num_experts != num_ranks * weights.w1_EHD.shape[0]:
         raise ValueError(
             f"the route is for {route.num_experts} experts, but {num_ranks} rank(s) hold {weights.w1_EHD.shape[0]} each"
         )
     if ep_group is None:
-        apply, ep_name, journey = _RoutedExperts.apply, "", 0
+        apply, ep_name, journey = _RoutedExperts.apply, "", None
     else:
-        apply, ep_name, journey = _start_eagerly, ep_group.group_name, next(_journeys)
+        apply, ep_name, journey = _start_eagerly, ep_group.group_name, _begin_journey()
     out, *exchange = apply(
         x_TD,
         route.score_TK,
@@ -136,6 +140,27 @@ def start_routed_experts(
     return RoutedOutput(out, exchange, (ep_name, journey, x_TD.shape[1], x_TD.dtype, config.combine))
 
 
+def _check_inputs(x_TD: Tensor, weights: ExpertWeights, route: Route) -> None:
+    """Raises for what kernels would not notice, but read or write other memory."""
+    slots, (w1, w2, w3) = route.expert_TK.shape, weights
+    E, H, D = w1.shape
+    if x_TD.dim() != 2 or x_TD.shape != (slots[0], D) or route.score_TK.shape != slots:
+        raise ValueError(
+            f"x is to be (T, D), scores and experts (T, top_k), and w1 (E, H, D); got {tuple(x_TD.shape)}, "
+            f"{tuple(route.score_TK.shape)}, {tuple(slots)} and {tuple(w1.shape)}"
+        )
+    if w3.shape != w1.shape or w2.shape != (E, D, H) or not w1.dtype == w2.dtype == w3.dtype:
+        got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
+        raise ValueError(f"w1 and w3 are to be (E, H, D), w2 (E, D, H), all of one dtype; got {got}")
+    if route.score_TK.dtype != torch.float32:
+        raise ValueError(f"scores are to be fp32, got {route.score_TK.dtype}; use score_TK.float()")
+    if x_TD.is_cuda and x_TD.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"x is on {x_TD.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "
+            "torch.cuda.set_device"
+        )
+
+
 def finish_routed_experts(pending: RoutedOutput) -> Tensor:
     """(T, D): waits for what the other ranks return and sums it."""
     if not pending.exchange:
@@ -143,11 +168,34 @@ def finish_routed_experts(pending: RoutedOutput) -> Tensor:
     return _finish_eagerly(pending.out, *pending.exchange, *pending.rest)
 
 
-# What start and end of an exchange hand over, by the number of the journey: the payload under way, of the forward's
-# combine or the backward's dispatch. Not as tensors between the functions, since the forward's would be one more result
-# that per-op activation checkpointing keeps, and the backward's is fp8 and no gradient.
-_under_way: dict[int, Tensor] = {}
-_journeys = itertools.count(1)
+class _Journey:
+    """What start and end of an exchange hand over: the payload under way, of the forward's combine or the backward's
+    dispatch. Not as a tensor between the functions, since the forward's would be one more result that per-op activation
+    checkpointing keeps, and the backward's is fp8 and no gradient.
+
+    Ops, which take no objects, find it by its number. It lives as long as the pending output or the graph, so that
+    what never arrives, after an error in between, does not stay.
+    """
+
+    _numbers = itertools.count(1)
+    _by_number = weakref.WeakValueDictionary()
+
+    def __init__(self):
+        self.number, self._payload = next(self._numbers), None
+        self._by_number[self.number] = self
+
+    @classmethod
+    def of(cls, number: int) -> "_Journey":
+        return cls._by_number[number]
+
+    def send(self, payload: Tensor) -> None:
+        self._payload = payload
+
+    def arrive(self) -> Tensor:
+        payload, self._payload = self._payload, None
+        if payload is None:
+            raise RuntimeError("nothing is under way: this output of start_routed_experts has been finished before")
+        return ops.wait(payload)
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -167,9 +215,11 @@ class _RoutedExperts(torch.autograd.Function):
         journey,
         cache,
     ):
-        weights = [w1, w2, w3]
+        weights = _readable(w1, w2, w3)
         if cache is not None:
             weights = [*itertools.chain(*quantize_weights(ExpertWeights(*weights), cache))]
+        elif isinstance(w1, Fp8GatheredWeight):
+            weights = [*itertools.chain(*weights)]
         out, *saved = _forward_op(
             x_TD,
             score_TK,
@@ -177,7 +227,7 @@ class _RoutedExperts(torch.autograd.Function):
             expert_TK,
             ep_name,
             num_ranks,
-            journey,
+            0 if journey is None else journey.number,
             score_before_experts,
             config.save_h,
             config.recompute,
@@ -211,14 +261,14 @@ class _RoutedExperts(torch.autograd.Function):
         ffn = ExpertFFNBackward(
             Rows(x_q, x_scale),
             saved,
-            ExpertWeights(w1, w2, w3),
+            ExpertWeights(*_readable(w1, w2, w3)),
             layout,
             ctx.score_before_experts,
             ctx.config,
             ctx.cache,
         )
         if exchange is not None:
-            q, scale, _, _ = ops.unpack_dispatch(ops.wait(_under_way.pop(ctx.journey)), D, 0)
+            q, scale, _, _ = ops.unpack_dispatch(ctx.journey.arrive(), D, 0)
         dy = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
         dx_M, ds_M = ffn.dgrad(dy)
         if exchange is not None:
@@ -227,11 +277,16 @@ class _RoutedExperts(torch.autograd.Function):
             dx_TD = ops.unpermute_sum(dx_M, layout.row_TK, ctx.x_dtype)
             ds_TK = ops.slot_gradients(ds_M.unsqueeze(1), layout.row_TK)
         del dx_M
-        weight_grads = ffn.wgrad(ctx.needs_input_grad[2:5])
+        weight_grads = ffn.wgrad(w1.dtype, ctx.needs_input_grad[2:5])
         if exchange is not None:
             dx_TD, ds = exchange.finish_combine(payload, D, ctx.x_dtype)
             ds_TK = ops.slot_gradients(ds, exchange.returned_TK)
         return dx_TD, ds_TK, *weight_grads, *[None] * 7
+
+
+def _readable(*weights: Tensor) -> list[Tensor | QuantizedWeight]:
+    """What to read of parameters: themselves, or what FSDP has gathered in FP8."""
+    return [w.quantized if isinstance(w, Fp8GatheredWeight) else w for w in weights]
 
 
 class _FinishCombine(torch.autograd.Function):
@@ -241,14 +296,14 @@ class _FinishCombine(torch.autograd.Function):
     def forward(ctx, out, position_TK, copy_TK, token_C, sizes, ep_name, journey, D, dtype, combine):
         ctx.save_for_backward(position_TK, copy_TK, token_C, sizes)
         ctx.out_dtype, ctx.ep_name, ctx.journey, ctx.combine = out.dtype, ep_name, journey, combine
-        return _finish_op(position_TK if combine == "rows" else copy_TK, journey, D, dtype)
+        return _finish_op(position_TK if combine == "rows" else copy_TK, journey.number, D, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout_TD):
         exchange = _Exchange(*ctx.saved_tensors, ctx.ep_name, ctx.combine)
         q, scale = ops.quantize_rows(dout_TD.contiguous())
-        _under_way[ctx.journey] = exchange.start_dispatch(q, scale)
+        ctx.journey.send(exchange.start_dispatch(q, scale))
         return dout_TD.new_empty(0, dtype=ctx.out_dtype), *[None] * 9
 
 
@@ -256,6 +311,7 @@ class _FinishCombine(torch.autograd.Function):
 # sizes are data. (torchtitan compiles the modules around the experts, not these.)
 _start_eagerly = torch.compiler.disable(_RoutedExperts.apply)
 _finish_eagerly = torch.compiler.disable(_FinishCombine.apply)
+_begin_journey = torch.compiler.disable(_Journey)
 
 
 # Checking one takes longer than launching a kernel.
@@ -279,14 +335,15 @@ def _routed_experts_forward(
     :func:`titan_fp8moe.experts.expert_ffn`. With expert parallelism the output is an empty tensor, since it is under
     way, and behind it come the tensors of :class:`_Exchange` and row_R (empty unless ``combine = rows``).
 
-    ``weights`` are w1, w2, w3; or already quantized the 4 tensors of :func:`titan_fp8moe.experts.quantize_weights`.
+    ``weights`` are w1, w2, w3; or their values and scales in turn, 6 tensors, where they were gathered in FP8; or the 4
+    tensors of :func:`titan_fp8moe.experts.quantize_weights`.
     """
     config = _checked_config(save_h=save_h, recompute=recompute, combine=combine)
     (_, D), E, top_k = x_TD.shape, weights[0].shape[0], expert_TK.shape[1]
     if ep_name:
         pending = _PendingSizes(expert_TK, num_ranks, E, ep_name)
     q, scale = ops.quantize_rows(x_TD)
-    w13, w2 = quantize_weights(ExpertWeights(*weights)) if len(weights) == 3 else (weights[:2], weights[2:])
+    w13, w2 = _operands(weights)
     if ep_name:
         position_TK, copy_TK, token_C = pending.maps
         kept_position_TK = position_TK if combine == "rows" else position_TK.new_empty(0)
@@ -304,14 +361,22 @@ def _routed_experts_forward(
     y, saved = expert_ffn(x, w13, w2, layout, score_before_experts, config)
     if not ep_name:
         return [ops.unpermute_sum(y, layout.row_TK, x_TD.dtype), *layout, *x, *saved]
-    _under_way[journey] = exchange.start_combine(y, None, layout.row_TK, row_R)
+    _Journey.of(journey).send(exchange.start_combine(y, None, layout.row_TK, row_R))
     kept_row_R = row_R if combine == "rows" else row_R.new_empty(0)
     return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *x, *saved]
 
 
+def _operands(weights: list[Tensor]) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """GEMM 1's and GEMM 2's, of what :func:`_routed_experts_forward` takes."""
+    if len(weights) == 3:
+        return quantize_weights(ExpertWeights(*weights))
+    quantized = [QuantizedWeight(*pair) for pair in zip(weights[::2], weights[1::2], strict=True)]
+    return quantize_weights(ExpertWeights(*quantized)) if len(quantized) == 3 else tuple(quantized)
+
+
 def _routed_experts_finish(returned_TK: Tensor, journey: int, D: int, dtype: torch.dtype) -> Tensor:
     """The layer's output (T, D), once what the ranks return has arrived."""
-    rows, _ = ops.unpack_combine(ops.wait(_under_way.pop(journey)), D, 0)
+    rows, _ = ops.unpack_combine(_Journey.of(journey).arrive(), D, 0)
     return ops.unpermute_sum(rows, returned_TK, dtype)
 
 

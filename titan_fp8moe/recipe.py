@@ -404,7 +404,7 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
     """Sums each token's rows in fp32, in the order k = 0..K-1: ``out[t] = sum_k y[row_TK[t, k]]``; a negative row adds
     nothing."""
     out = torch.zeros(row_TK.shape[0], y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
-    for row_T in row_TK.unbind(1):
+    for row_T in row_TK.unbind(1) if y_MD.shape[0] else ():
         row = y_MD[row_T.long().clamp(min=0)].float()
         out = out + row.masked_fill((row_T < 0).unsqueeze(1), 0)
     return out.to(out_dtype)

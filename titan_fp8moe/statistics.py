@@ -80,7 +80,8 @@ def record(
 
     Args:
         x, a, dy, dh: the operands of the weight gradients, (M, D) e4m3 with (M, D // 128) e8m0, in expert order.
-        weights: w1, w2, w3, bf16 or fp32.
+        weights: w1, w2, w3, bf16 or fp32. Those that come quantized (``fp8_all_gather``) no longer say what they
+            were, and are not counted.
         token_M: -1 for rows that do not count.
         wgrad: the transpose, see :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
     """
@@ -104,6 +105,8 @@ def record(
             _add(kind, q, byte.view(B, TILE, G), live_BR, source, target)
 
     w1, w2, w3 = weights
+    if isinstance(w1, ops.QuantizedWeight):
+        return
     for w in ((w1, w3), (w2,)):
         q, scale = ops.quantize_weight(*w)
         byte = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)

@@ -60,7 +60,7 @@ def ours(
     def run():
         y, saved = expert_ffn(x_rows, *quantize_weights(weights, cache), layout, False, config)
         backward = ExpertFFNBackward(x_rows, saved, weights, layout, False, config, cache)
-        return y, backward.dgrad(dy_rows), backward.wgrad()
+        return y, backward.dgrad(dy_rows), backward.wgrad(BF16)
 
     return run
 

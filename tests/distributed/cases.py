@@ -39,6 +39,8 @@ def _parallel(local_batch: int, ep: int = 1, tp: int = 1, pp: int = 1, etp: int 
     )
 
 
+ONE_IN_BF16 = {"fp8_flow_moe__filter_fqns": "layers.1."}
+FP8_GATHER = {"fp8_flow_moe__fp8_all_gather": True}
 FULL_AC = {"activation_checkpoint__mode": "full"}
 OP_AC = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
 # A backend that partitions forward and backward as inductor does, by the budget, and compiles nothing.
@@ -62,13 +64,16 @@ SINGLE = {
     "single": _case(8),
     "single_fp32": _case(8, converters=None),
     "single_float8_linear": _case(8, **FLOAT8_LINEAR),
+    "single_one_in_bf16": _case(8, **ONE_IN_BF16),
 }
 TWO_RANKS = {
     "fsdp2": _parallel(4),
+    "fsdp2_fp8_gather": _parallel(2, **FP8_GATHER),  # two microbatches
     "ep2": _parallel(4, ep=2),
     "tp2": _parallel(8, tp=2),
     "pp2": _parallel(8, pp=2, **PP),
     "pp2_interleaved": _parallel(8, pp=2, **INTERLEAVED),
+    "ep2_one_in_bf16": _parallel(4, ep=2, **ONE_IN_BF16),
     "ep2_full_ac": _parallel(4, ep=2, fp8_flow_moe__recompute="none", **FULL_AC),
     "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
     "ep2_memory_budget": _parallel(4, ep=2, **MEMORY_BUDGET),
@@ -82,6 +87,7 @@ TWO_RANKS = {
 }
 FOUR_RANKS = {
     "ep2_fsdp2": _parallel(2, ep=2),
+    "ep2_fsdp2_fp8_gather": _parallel(2, ep=2, **FP8_GATHER),
     "ep4": _parallel(2, ep=4),
     "hsdp2_ep2": _parallel(2, ep=2, replicate=2),
     "tp2_ep2": _parallel(4, tp=2, ep=2),
@@ -90,5 +96,6 @@ FOUR_RANKS = {
     "pp2_ep2_op_ac": _parallel(4, pp=2, ep=2, **PP, **OP_AC),
     "ep2_fsdp2_full_ac": _parallel(2, ep=2, **FULL_AC),
     "ep2_fsdp2_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **OP_AC),
+    "ep2_fsdp2_fp8_gather_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **FP8_GATHER, **OP_AC),
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS

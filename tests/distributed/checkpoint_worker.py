@@ -52,6 +52,7 @@ def expert_parallel(ranks: int) -> list[str]:
 
 EP2, EP4 = expert_parallel(2) + FP8, expert_parallel(4) + FP8
 FSDP2 = [f"--training.local_batch_size={GLOBAL_BATCH // 2}", *FP8]
+FP8_GATHER = ["--fp8_flow_moe.fp8_all_gather"]
 QUANTIZED = [*model_of("quantized"), *FROM_HF, "--checkpoint.initial_load_in_hf_quantized"]
 # Another data-parallel degree cannot continue the dataloader's position.
 ANY_RANKS = ["--checkpoint.exclude_from_loading=dataloader"]
@@ -72,6 +73,7 @@ TWO_RANKS = {
     "ep2_from_hf": [*steps(1), *EP2, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-8")],
     "ep2_quantized": [*steps(1), *EP2, *QUANTIZED],
     "fsdp2_quantized": [*steps(1), *FSDP2, *QUANTIZED],
+    "fsdp2_fp8_gather": [*steps(8), *KEEP_ALL, *FSDP2, *FP8_GATHER, *resume("bf16/checkpoint/step-4"), *ANY_RANKS],
 }
 FOUR_RANKS = {"ep4_from_ep2": [*steps(8), *EP4, *resume("ep2/checkpoint/step-4"), *ANY_RANKS]}
 RUNS = ONE_RANK | TWO_RANKS | FOUR_RANKS

@@ -28,7 +28,8 @@ def results(case_dir) -> WorkerResults:
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])
 def test_layout_equals_one_process(results, case):
     float8_linear = "float8_linear" in case
-    reference = results.get("single_float8_linear" if float8_linear else "single")
+    variant = next((v for v in ("float8_linear", "one_in_bf16") if case.endswith(v)), None)
+    reference = results.get(f"single_{variant}" if variant else "single")
     result = results.get(case)
 
     assert result["grads"].keys() == reference["grads"].keys()
@@ -51,6 +52,17 @@ def test_layout_equals_one_process(results, case):
     # After three optimizer steps the replicas of the router must still be the same numbers.
     assert all(spread == 0 for spread in result["gate_spread"].values()), result["gate_spread"]
     assert bool(result["gate_spread"]) == ("tp2" in case)
+
+
+@pytest.mark.parametrize("case", ["ep2_fsdp2", "ep2_fsdp2_op_ac"])
+def test_weights_gathered_in_fp8_are_those_quantized_when_whole(results, case):
+    """Bit for bit, since FSDP's compute dtype here is the parameters'."""
+    gathered = case.replace("fsdp2", "fsdp2_fp8_gather")
+    want, got = results.get(case), results.get(gathered)
+    assert got["losses"] == want["losses"]
+    for name, grad in want["grads"].items():
+        assert torch.equal(got["grads"][name], grad), name
+    assert set(got["gathered"].values()) == {"torch.uint8"} != set(want["gathered"].values())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 
 Every case starts from the same weights (OUT_DIR/seed.pt, written by the first single-process run) and sees the same
 global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "counted",
-"gate_spread", "expert_meshes"} or {"error"}.
+"gate_spread", "expert_meshes", "gathered"} or {"error"}.
 """
 
 import faulthandler
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 
@@ -113,6 +114,14 @@ class RecordingTrainer(torchtitan.train.Trainer):
             for name, p in self.named_parameters()
             if ".experts.w" in name and isinstance(p, DTensor)
         }
+        gathered = {
+            f"{name}.{p._module_info.param_name}": str(p.all_gather_outputs[0].dtype)
+            for part in self.model_parts
+            for name, module in part.named_modules()
+            if isinstance(module, FSDPModule) and name.endswith("experts")
+            if (group := module._get_fsdp_state()._fsdp_param_group) is not None
+            for p in group.fsdp_params
+        }
         # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
         all_losses = gather_list(losses)
         return {
@@ -122,6 +131,7 @@ class RecordingTrainer(torchtitan.train.Trainer):
             "counted": counted,
             "gate_spread": gather(spread),
             "expert_meshes": gather(meshes),
+            "gathered": gather(gathered),
         }
 
 

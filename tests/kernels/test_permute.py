@@ -100,7 +100,7 @@ def test_copies_carry_each_slot_once(generator, name):
     """From first principles: what a rank packs for the others, token by token and slot by slot."""
     tokens, top_k, ranks, experts, part = EXCHANGES[name]
     expert_TK = routed(generator, *EXCHANGES[name])
-    D, score_TK = 128, randn(generator, tokens, top_k)
+    D, score_TK = 128, randn(generator, tokens, 2 * top_k)[:, :top_k]
     slots = expert_TK.flatten().argsort(stable=True)
     slots = slots[expert_TK.flatten()[slots] >= 0]
     counts = torch.bincount(expert_TK.flatten()[slots], minlength=ranks * experts).view(ranks, experts)
@@ -197,6 +197,8 @@ def test_unpermute_sum(generator, K, out_dtype, strided):
     assert torch.equal(got.isnan(), want.isnan())
     assert_same_bits(got.nan_to_num(7.0), want.nan_to_num(7.0))
     assert permute.unpermute_sum(y, row_TK[:0], out_dtype).shape == (0, D)
+    for impl in (permute, recipe):  # a rank whose tokens other ranks send
+        assert not impl.unpermute_sum(y[:0], torch.full_like(row_TK, -1), out_dtype).any()
 
 
 @pytest.mark.parametrize("D", [128, 1408])

@@ -59,9 +59,16 @@ def test_rows_views(generator, device):
 
 
 def check_weight(weights):
+    quantized = [recipe.quantize_weight(w) for w in weights]
+    if len(weights) < 3:
+        check_operands(weights, lambda *how: quantize.join_weight(*map(list, zip(*quantized, strict=True)), *how))
+    check_operands(weights, lambda *how: quantize.quantize_weight(weights, *how))
+
+
+def check_operands(weights, make):
     want, want_scale = recipe.quantize_weight(torch.cat(weights, 1))
     for plain, transposed in ((True, True), (True, False), (False, True)):
-        q, q_t, scale = quantize.quantize_weight(weights, plain, transposed)
+        q, q_t, scale = make(plain, transposed)
         assert_same_bits(scale, want_scale)
         if plain:
             assert_same_bits(q, want)

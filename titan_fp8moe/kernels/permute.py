@@ -85,9 +85,9 @@ def _count_slots_kernel(
 
 
 @triton.jit
-def _counted(counts, program, programs, PAD: tl.constexpr):
+def _counted(counts, program, programs, PAD: tl.constexpr, ENTRIES: tl.constexpr):
     """What all programs have counted, and what those before this one have, (PAD,) int32."""
-    ROWS: tl.constexpr = 8192 // PAD if PAD > 64 else 128  # few rounds, since each waits for its loads
+    ROWS: tl.constexpr = ENTRIES // PAD if ENTRIES // PAD < 128 else 128  # few rounds, since each waits for its loads
     total, before = tl.zeros((PAD,), tl.int32), tl.zeros((PAD,), tl.int32)
     for first in range(0, programs, ROWS):
         p = (first + tl.arange(0, ROWS))[:, None]
@@ -104,7 +104,7 @@ def _place_rows_kernel(
 ):  # fmt: skip
     """The rows of ``blocks`` times BLOCK tokens, where the counting kernel has left what padding has."""
     program, e = tl.program_id(0), tl.arange(0, PAD)
-    total, before = _counted(slots_PE, program, programs, PAD)
+    total, before = _counted(slots_PE, program, programs, PAD, 8192)
     padded = (total + TILE - 1) // TILE * TILE
     end = tl.cumsum(padded, axis=0)
     tl.store(offsets + e, end, mask=(e < EXPERTS) & (program == 0))
@@ -135,10 +135,10 @@ def _place_copies_kernel(
     """Positions and copies of ``blocks`` times BLOCK tokens; the first program also writes the messages, (N, 2 + E)
     int32."""
     program, e, n = tl.program_id(0), tl.arange(0, PAD), tl.arange(0, PAD_N)
-    slots, next_position = _counted(slots_PE, program, programs, PAD)
+    slots, next_position = _counted(slots_PE, program, programs, PAD, 8192)
     start = tl.cumsum(slots, axis=0) - slots
     next_position += start
-    copies, next_copy = _counted(copies_PN, program, programs, PAD_N)
+    copies, next_copy = _counted(copies_PN, program, programs, PAD_N, 4096)  # with 8192 registers spill in Triton 3.7
     next_copy += tl.cumsum(copies, axis=0) - copies
 
     of_rank, writes = message + e // E * (2 + E), (e < EXPERTS) & (program == 0)
@@ -492,7 +492,8 @@ def pack_dispatch(
     width: int,
 ) -> Tensor:
     """The dispatch payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_dispatch`."""
-    assert q_TD.is_contiguous() and scale.is_contiguous() and (score_TK is None or score_TK.is_contiguous())
+    assert q_TD.is_contiguous() and scale.is_contiguous()
+    score_TK = None if score_TK is None else score_TK.contiguous()
     C, D = token_C.shape[0], q_TD.shape[1]
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
     if C:

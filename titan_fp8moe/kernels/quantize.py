@@ -89,9 +89,13 @@ def transposed_words(x):
     converted pairs into a word, it gets single bytes taken out of them wrong. So each layout is converted on its own,
     in the order of its words, and no byte is ever taken out.
     """
-    byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    return _words_of_bytes(x.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+
+
+@triton.jit
+def _words_of_bytes(byte):
     shift = 16 * tl.arange(0, 2)[:, None] + 8 * tl.arange(0, 2)[None, :]
-    return tl.trans(tl.sum(tl.sum(byte << shift[None, None, :, :], axis=3), axis=2))
+    return tl.trans(tl.sum(tl.sum(byte.to(tl.int32) << shift[None, None, :, :], axis=3), axis=2))
 
 
 @triton.jit
@@ -167,3 +171,51 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
         )  # fmt: skip
         first_block += blocks
     return q, q_t, scale.view(E8M0)
+
+
+@triton.jit(do_not_specialize=["blocks"])  # it is assigned to
+def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N, K, TILE: tl.constexpr):
+    """One 128x128 block of quantized weights, put where it belongs in one or both layouts.
+
+    w: (E, blocks * 128, K) and last_w: (E, N - blocks * 128, K) uint8, contiguous, joined along N; w_scale, last_scale:
+    a byte per block. q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
+    """
+    k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_block = out_block
+    if out_block >= blocks:
+        n_block -= blocks
+        w, w_scale, blocks = last_w, last_scale, N // TILE - blocks
+    n = 4 * tl.arange(0, TILE // 4)
+    k = k_block * TILE + tl.arange(0, TILE)
+    row = (n_block * TILE + n).to(tl.int64)[:, None]
+    rows = load_four(w + e * blocks * TILE * K + row * K + k[None, :], K)
+    if q is not None:
+        row = (out_block * TILE + n).to(tl.int64)[:, None]
+        for j in tl.static_range(4):
+            tl.store(q + e * N * K + (row + j) * K + k[None, :], rows[j])
+    if q_t is not None:
+        store_words(q_t, _words_of_bytes(join_four(rows)), e * K + k[:, None], N, out_block, TILE)
+    byte = tl.load(w_scale + (e * blocks + n_block) * (K // TILE) + k_block)
+    tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte)
+
+
+def join_weight(
+    weights: list[Tensor], scales: list[Tensor], plain: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One operand of one or two quantized weights (E, N_i, K) e4m3, joined along N: their bytes, moved.
+
+    Returns:
+        As :func:`quantize_weight`.
+    """
+    E, _, K = weights[0].shape
+    N = sum(w.shape[1] for w in weights)
+    device = weights[0].device
+    q = torch.empty((E, N, K) if plain else 0, dtype=torch.uint8, device=device)
+    q_t = torch.empty((E, K, N) if transposed else 0, dtype=torch.uint8, device=device)
+    scale = torch.empty(E, N // TILE, K // TILE, dtype=torch.uint8, device=device)
+    weights, scales = ([t.contiguous().view(torch.uint8) for t in ts] for ts in (weights, scales))
+    _join_weight_kernel[(K // TILE, N // TILE, E)](
+        weights[0], scales[0], weights[0].shape[1] // TILE, weights[-1], scales[-1],
+        q if plain else None, q_t if transposed else None, scale, N, K, TILE=TILE, num_warps=WEIGHT_WARPS,
+    )  # fmt: skip
+    return q.view(FP8), q_t.view(FP8), scale.view(E8M0)

@@ -62,22 +62,57 @@ def _check_weights(weights: list[Tensor]) -> None:
         raise ValueError(f"quantize_weight: weights (E, N, K) share E, K and a dtype, bf16 or fp32; got {got}")
 
 
-def quantize_weight(*weights: Tensor) -> QuantizedWeight:
-    """Quantizes weights (E, N_i, K), bf16 or fp32, in 128x128 blocks into one operand (E, sum N_i, K)."""
+@custom_op
+def _join_weight(
+    w: Tensor, w_scale: Tensor, last_w: Tensor | None, last_scale: Tensor | None, plain: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights, scales = ([w], [w_scale]) if last_w is None else ([w, last_w], [w_scale, last_scale])
+    if use_kernels(w):
+        return kernels.join_weight(weights, scales, plain, transposed)
+    q, scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in (weights, scales))
+    q, scale = q.view(FP8), scale.view(E8M0)
+    none = q.new_empty(0)
+    return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
+
+
+@_join_weight.register_fake
+def _(w, w_scale, last_w, last_scale, plain, transposed):
+    E, N, K = w.shape
+    N += 0 if last_w is None else last_w.shape[1]
+    none = w.new_empty(0)
+    return (
+        w.new_empty(E, N, K) if plain else none,
+        w.new_empty(E, K, N) if transposed else none,
+        w_scale.new_empty(E, N // TILE, K // TILE),
+    )
+
+
+def _operands(weights: tuple[Tensor | QuantizedWeight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
+    if isinstance(weights[0], QuantizedWeight):
+        first, last = weights if len(weights) == 2 else (*weights, (None, None))
+        return _join_weight(*first, *last, plain, transposed)
     _check_weights(list(weights))
-    q, _, scale = _quantize_weight(list(weights), True, False)
+    return _quantize_weight(list(weights), plain, transposed)
+
+
+def quantize_weight(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
+    """Quantizes weights (E, N_i, K), bf16 or fp32, in 128x128 blocks into one operand (E, sum N_i, K).
+
+    One or two weights may come quantized already (``fp8_all_gather``): then they are only put together.
+    """
+    if len(weights) == 1 and isinstance(weights[0], QuantizedWeight):
+        return weights[0]
+    q, _, scale = _operands(weights, True, False)
     return QuantizedWeight(q, scale)
 
 
-def quantize_weight_transposed(*weights: Tensor) -> QuantizedWeight:
+def quantize_weight_transposed(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
     """The same values as :func:`quantize_weight`, as the operand (E, K, sum N_i)."""
-    _check_weights(list(weights))
-    _, q, scale = _quantize_weight(list(weights), False, True)
+    _, q, scale = _operands(weights, False, True)
     return QuantizedWeight(q, scale.transpose(1, 2))
 
 
-def quantize_weight_both(*weights: Tensor) -> tuple[QuantizedWeight, QuantizedWeight]:
+def quantize_weight_both(*weights: Tensor | QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:
     """Both operands from one read of the weights."""
-    _check_weights(list(weights))
-    q, q_t, scale = _quantize_weight(list(weights), True, True)
+    q, q_t, scale = _operands(weights, True, True)
     return QuantizedWeight(q, scale), QuantizedWeight(q_t, scale.transpose(1, 2))

@@ -38,14 +38,21 @@ class Fp8FlowMoEConverter(ModelConverter):
         if not hasattr(job_config, NAME):
             raise ValueError(
                 f"model.converters has {NAME!r}, but the [{NAME}] table is unknown; set "
-                'job.custom_config_module = "titan_fp8moe.torchtitan"'
+                'job.custom_config_module = "titan_fp8moe.torchtitan", or give the JobConfig of your own module the '
+                "field fp8_flow_moe: titan_fp8moe.config.Fp8FlowMoEConfig, and import titan_fp8moe.torchtitan in it"
             )
         self.config = job_config.fp8_flow_moe
+        self.fault_tolerance = job_config.fault_tolerance.enable
         self.backend = _check_hardware(self.config.emulate)
         _check_job(job_config)
         # Expert parallelism without expert tensor parallelism leaves the hidden dim whole, whatever the tensor degree.
         self.hidden_dim_shards = parallel_dims.etp if parallel_dims.ep > 1 else parallel_dims.tp
         self.expert_shards = parallel_dims.ep
+        # Of the ranks that FSDP has, those over which it shards what an expert-parallel rank holds.
+        fsdp = parallel_dims.dp_shard * parallel_dims.cp
+        if parallel_dims.ep > 1:
+            fsdp = fsdp * parallel_dims.tp // (parallel_dims.ep * parallel_dims.etp)
+        self.fsdp_shards = fsdp
 
     def convert(self, model: nn.Module) -> None:
         layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
@@ -71,6 +78,9 @@ class Fp8FlowMoEConverter(ModelConverter):
             log_statistics()
         for layer in selected.values():
             Fp8FlowMoE.convert(layer, self.config)
+            # The norm of all gradients is taken of tensors on one mesh, and experts left in bf16 have FSDP's; TorchFT
+            # averages over replicas what FSDP reduces.
+            layer.experts.keep_fsdp = bool(skipped) or self.fault_tolerance
         c = self.config
         logger.info(
             f"FP8-Flow-MoE: {len(selected)} MoE layers converted, {len(skipped)} left in bf16"
@@ -104,6 +114,12 @@ class Fp8FlowMoEConverter(ModelConverter):
                 f"{name}: {num_experts} experts do not divide over parallelism.expert_parallel_degree = "
                 f"{self.expert_shards}; choose a degree that divides them"
             )
+        if self.config.fp8_all_gather and num_experts % (self.expert_shards * self.fsdp_shards):
+            raise ValueError(
+                f"{name}: {NAME}.fp8_all_gather needs whole experts on each rank, but {num_experts} experts do not "
+                f"divide over {self.expert_shards} expert-parallel x {self.fsdp_shards} FSDP ranks; set it to false, "
+                "or raise parallelism.data_parallel_replicate_degree until they do"
+            )
         if dim % 128:
             raise ValueError(f"{name}: model dim {dim} is not a multiple of 128, the width of an FP8 tile; choose one")
         if local % 128:
@@ -117,12 +133,14 @@ class Fp8FlowMoEConverter(ModelConverter):
 def _check_hardware(emulate: bool) -> str:
     """Raises unless this machine can run the ops; returns what they run on, for the log."""
     if not torch.cuda.is_available():
+        if torch.version.cuda:
+            logger.warning("PyTorch is built for CUDA, but finds no GPU: this process trains on the CPU")
         return "plain PyTorch reference on the CPU"
     major, minor = torch.cuda.get_device_capability()
     name = torch.cuda.get_device_name()
     if emulate:
         return f"plain PyTorch reference on {name} (emulate)"
-    if (major, minor) != (9, 0):
+    if (major, minor) != (9, 0) or torch.version.hip:
         raise ValueError(
             f"{NAME} has kernels for compute capability 9.0 (Hopper), but {name} has {major}.{minor}; train with "
             f"model.converters = [] in bf16, or set {NAME}.emulate = true to run the (slow) reference"
@@ -150,11 +168,21 @@ def _check_job(job_config: JobConfig) -> None:
             f"{NAME}.cache_weights keeps quantized weights for the microbatches of a step, but with "
             "optimizer.early_step_in_backward each of them changes the weights; set one of the two to false"
         )
+    if job_config.fp8_flow_moe.fp8_all_gather and job_config.training.enable_cpu_offload:
+        raise ValueError(
+            f"{NAME}.fp8_all_gather quantizes shards where they are, but with training.enable_cpu_offload they are on "
+            "the CPU; set one of the two to false"
+        )
     for name in ("dtype", "mixed_precision_param"):
         value = getattr(job_config.training, name)
         if value not in ("bfloat16", "float32"):
             raise ValueError(f"{NAME} quantizes bf16 or fp32; set training.{name}, now {value!r}, to one of them")
     parallelism = job_config.parallelism
+    if job_config.validation.enable and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"{NAME} with validation under context parallelism is untested; set validation.enable = false or "
+            "parallelism.context_parallel_degree = 1"
+        )
     if parallelism.expert_parallel_comm_backend != "standard":
         raise ValueError(
             f"{NAME} dispatches fp8 rows itself and cannot use "

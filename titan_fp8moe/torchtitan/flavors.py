@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torchtitan.components.validate import Validator
-from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args, get_train_spec
+from torchtitan.models import deepseek_v3
+from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
-from torchtitan.protocols.train_spec import register_train_spec
 
 from titan_fp8moe.torchtitan.compat import kept_token_counts
 
@@ -50,8 +50,10 @@ def register_flavors() -> None:
         attn_type="sdpa",
         attn_mask_type="causal",
     )
-    # torchtitan's spec has no validator builder, so `validation.enable` would fail an assertion.
-    register_train_spec("deepseek_v3", replace(get_train_spec(), build_validator_fn=MoEValidator))
+    # torchtitan's spec has no validator builder, so `validation.enable` would fail an assertion. Its function is
+    # replaced, not the spec registered under its name, which a user's own module may want to do.
+    torchtitan_spec = deepseek_v3.get_train_spec
+    deepseek_v3.get_train_spec = lambda: replace(torchtitan_spec(), build_validator_fn=MoEValidator)
 
 
 class MoEValidator(Validator):

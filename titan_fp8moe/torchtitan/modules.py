@@ -4,6 +4,8 @@ Parameters, buffers, submodules and state-dict keys stay torchtitan's: a layer i
 that checkpoints, the Hugging Face adapter, pipeline splitting and initialization work as before.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +14,7 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights, WeightCache
+from titan_fp8moe.fsdp import Fp8GatheredWeight, gather_in_fp8
 from titan_fp8moe.moe import Route, RoutedOutput, finish_routed_experts, start_routed_experts
 
 
@@ -25,6 +28,8 @@ class Fp8FlowGroupedExperts(GroupedExperts):
     cache: WeightCache | None = None
     ep_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
+    gathers_fp8: bool = False
+    keep_fsdp: bool = False  # also where it has one rank, see parallel.fully_shard
 
     @staticmethod
     def convert(experts: GroupedExperts, config: Fp8FlowMoEConfig) -> None:
@@ -38,10 +43,27 @@ class Fp8FlowGroupedExperts(GroupedExperts):
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
         self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
 
+    def gather_in_fp8(self) -> None:
+        """Lets FSDP, to which the parameters have been given, gather them in FP8."""
+        self.gathers_fp8 = True
+        for param in self.parameters():
+            gather_in_fp8(param)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Fp8FlowGroupedExperts":
+        super()._apply(*args, **kwargs)
+        if self.gathers_fp8:  # the parameters' local tensors are others now, as when they leave the meta device
+            self.gather_in_fp8()
+        return self
+
     def forward(self, x_TD: Tensor, route: Route) -> RoutedOutput:
         """(T, D) -> (T, D), to be finished: each token's experts summed with their scores. With ``tp_mesh`` a partial
         sum over it."""
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+        if self.gathers_fp8 and not isinstance(weights[0], Fp8GatheredWeight):
+            raise RuntimeError(
+                "FSDP has not gathered the experts' weights in FP8: their tensors were replaced after fully_shard; "
+                "load into the parameters as they are (no assign=True), or set fp8_flow_moe.fp8_all_gather = false"
+            )
         ep_group = None if self.ep_mesh is None else self.ep_mesh.get_group()
         return start_routed_experts(x_TD, ExpertWeights(*weights), route, self.config, ep_group, self.cache)
 

@@ -8,6 +8,7 @@ calls ``fully_shard`` by name, too. Other modules are parallelized as before.
 
 from typing import Any
 
+import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,15 +62,32 @@ class ReordererSequenceParallel(expert_parallel.ReordererSequenceParallel):
 
 
 def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
-    """FSDP's ``fully_shard``, which leaves alone the parameters of converted experts that it would shard over one rank.
+    """FSDP's ``fully_shard``, for converted experts. It leaves alone parameters that it would shard over one rank, and
+    gathers those that it shards in FP8 if ``fp8_all_gather`` says so.
 
-    That is so where expert parallelism takes all ranks that FSDP has. There is nothing to gather or reduce then, but
-    FSDP would cast the parameters to bf16 and copy them twice a step, and copy the gradients twice. Quantization reads
-    fp32 as well, and the weight gradients come in the parameters' dtype.
+    One rank is what remains where expert parallelism takes all ranks that FSDP has. There is nothing to gather or
+    reduce then, but FSDP would cast the parameters to bf16 and copy them twice a step, and copy the gradients twice.
+    Quantization reads fp32 as well, and the weight gradients come in the parameters' dtype. Parameters in bf16 stay
+    with FSDP, which adds up the gradients of microbatches in fp32; and so do those of which something else than FSDP's
+    arithmetic is expected (``keep_fsdp``).
     """
-    if isinstance(module, Fp8FlowGroupedExperts) and mesh.size() == 1 and "offload_policy" not in kwargs:
+    if (
+        isinstance(module, Fp8FlowGroupedExperts)
+        and mesh.size() == 1
+        and not module.keep_fsdp
+        and module.w1.dtype == torch.float32
+        and "offload_policy" not in kwargs
+    ):
         kwargs["ignored_params"] = set(module.parameters())
-    return fsdp.fully_shard(module, mesh=mesh, **kwargs)
+    # Without expert parallelism the experts are sharded with their block.
+    inside = [m for part in (module if isinstance(module, list) else [module]) for m in part.modules()]
+    experts = [m for m in inside if isinstance(m, Fp8FlowGroupedExperts) and m.config.fp8_all_gather]
+    before = [m.w1 for m in experts]
+    sharded = fsdp.fully_shard(module, mesh=mesh, **kwargs)
+    for m, w1 in zip(experts, before, strict=True):
+        if m.w1 is not w1:
+            m.gather_in_fp8()
+    return sharded
 
 
 def install() -> None:

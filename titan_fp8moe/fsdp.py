@@ -1,0 +1,83 @@
+"""FSDP's all-gather of the experts' weights in FP8: each rank quantizes the experts of its shard, once for all ranks.
+
+FSDP2 asks a parameter's local tensor for what to gather, and what to make of it, where that tensor has the methods
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Here each 128x128 block travels as 16384 e4m3 values and a scale
+byte: half of what bf16 takes, and half the memory while the weights are whole. What was gathered is what the GEMMs
+multiply with (torch.distributed.fsdp, all-gather extensions; torchao does the same for its float8 linear layers).
+
+A block must lie on one rank, so FSDP has to shard whole experts: along dim 0, evenly.
+"""
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_fp8moe import ops
+from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.recipe import E8M0, FP8
+
+# What FSDP, nn.Parameter and DTensor call on a whole parameter.
+_ALIASES = {getattr(torch.ops.aten, name).default for name in ("alias", "as_strided", "detach", "view")}
+
+
+class Fp8GatheredWeight(Tensor):
+    """A weight (E, N, K) that was gathered in FP8: what autograd takes for the parameter, in the dtype of its gradient.
+
+    It holds no values in that dtype, so no operator but a renaming of the whole can read it.
+
+    Attributes:
+        quantized: the values, in memory that FSDP frees and fills.
+    """
+
+    quantized: QuantizedWeight
+
+    @staticmethod
+    def __new__(cls, quantized: QuantizedWeight, dtype: torch.dtype) -> "Fp8GatheredWeight":
+        q = quantized.q
+        self = Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
+        self.quantized = quantized
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
+        weight = args[0]
+        if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == weight.shape):
+            return cls(weight.quantized, weight.dtype)
+        raise NotImplementedError(
+            f"{func}: expert weights that were gathered in FP8 are read by the experts alone; use the sharded "
+            "parameters for anything else, or set fp8_flow_moe.fp8_all_gather = false"
+        )
+
+    def __repr__(self) -> str:
+        return f"Fp8GatheredWeight({tuple(self.shape)}, {self.dtype})"
+
+
+def gather_in_fp8(param: DTensor) -> None:
+    """Lets FSDP gather ``param``, sharded by experts, in FP8. To be repeated when its local tensor is another one."""
+    local = param._local_tensor  # FSDP looks at this tensor; to_local() may return a view of it
+    local.fsdp_pre_all_gather = types.MethodType(_pre_all_gather, local)
+    local.fsdp_post_all_gather = types.MethodType(_post_all_gather, local)
+
+
+def _pre_all_gather(
+    shard: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> tuple[tuple[Tensor, Tensor], None]:
+    q, scale = ops.quantize_weight(shard)
+    return (q.view(torch.uint8), scale.view(torch.uint8)), None
+
+
+def _post_all_gather(
+    shard: Tensor, gathered: tuple[Tensor, Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+) -> tuple[Tensor, tuple] | None:
+    q, scale = gathered
+    if out is None:
+        # FSDP frees what it gathers into; nothing else is allocated here.
+        return Fp8GatheredWeight(QuantizedWeight(q.view(FP8), scale.view(E8M0)), dtype), ()
+    weight = out._local_tensor if isinstance(out, DTensor) else out
+    if weight.quantized.q.data_ptr() != q.data_ptr():
+        raise RuntimeError("FSDP has gathered expert weights into other memory than those of the step before")
