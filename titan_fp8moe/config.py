@@ -31,7 +31,8 @@ class Fp8FlowMoEConfig:
     """Where FSDP shards experts over several ranks, quantize each rank's shard and gather the weights in FP8: half the
     bytes of bf16, half the memory while they are whole, and a share of the quantization. FSDP must shard whole experts:
     their number must be a multiple of the expert-parallel degree times the ranks that FSDP shards an expert-parallel
-    rank's experts over. Not with ``cache_weights``: what is gathered is quantized already."""
+    rank's experts over. Not with ``cache_weights``: what is gathered is quantized already. ``statistics_every`` counts
+    no weights then."""
 
     filter_fqns: list[str] = field(default_factory=list)
     """MoE layers whose fully qualified name contains one of these strings stay in bf16, e.g. ``layers.1.``."""
