@@ -439,6 +439,13 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
         routed_experts(inputs["x"], ExpertWeights(*[inputs[w] for w in ("w1", "w2", "w3")]), route, Fp8FlowMoEConfig())
 
 
+def test_too_many_rows_are_refused(monkeypatch):
+    x, scores, chosen, weights = make_layer()
+    monkeypatch.setattr(moe, "MAX_ROWS", row_capacity(chosen.numel(), E) - 128)
+    with pytest.raises(ValueError, match="900 rows for the 8 experts of this rank are too many.*fewer tokens"):
+        routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig())
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -45,6 +45,9 @@ from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import row_capacity
 
+MAX_ROWS = 2**21 - 128
+"""Of a rank in a layer, padding included: CUDA's grids have at most 65535 blocks along y, here of 32 rows."""
+
 
 class Route:
     """Where the tokens go, as torchtitan's router says it. A token's k-th expert is its slot k.
@@ -353,9 +356,9 @@ def _routed_experts_forward(
         payload = exchange.start_dispatch(q, scale, position_TK, score_TK)
         q, scale, position_CK, score_CK = ops.unpack_dispatch(ops.wait(payload), D, top_k)
         rows = sum(_row_counts(sizes[1]))
-        *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, row_capacity(rows, E))
+        *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, _capacity(rows, E))
     else:
-        layout = ops.expert_layout(expert_TK, score_TK, E, row_capacity(expert_TK.numel(), E))
+        layout = ops.expert_layout(expert_TK, score_TK, E, _capacity(expert_TK.numel(), E))
     layout = Layout(*layout)
     x = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
     y, saved = expert_ffn(x, w13, w2, layout, score_before_experts, config)
@@ -364,6 +367,15 @@ def _routed_experts_forward(
     _Journey.of(journey).send(exchange.start_combine(y, None, layout.row_TK, row_R))
     kept_row_R = row_R if combine == "rows" else row_R.new_empty(0)
     return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *x, *saved]
+
+
+def _capacity(rows: int, num_experts: int) -> int:
+    if (capacity := row_capacity(rows, num_experts)) > MAX_ROWS:
+        raise ValueError(
+            f"{rows} rows for the {num_experts} experts of this rank are too many for the kernels' grids: {MAX_ROWS} "
+            "with padding; use fewer tokens per microbatch, or spread the experts over more ranks"
+        )
+    return capacity
 
 
 def _operands(weights: list[Tensor]) -> tuple[QuantizedWeight, QuantizedWeight]:
