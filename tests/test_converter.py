@@ -367,6 +367,22 @@ def test_other_gpus_only_when_asked_to_emulate(
     assert f"plain PyTorch reference on {name} (emulate)" in caplog.text
 
 
+@pytest.mark.parametrize("built_for", ["13.0", None])
+def test_a_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, built_for: str | None):
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    build_model_converters(make_config(), make_dims())
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("built for CUDA, but finds no GPU" in message for message in warned) == bool(built_for)
+
+
+def test_an_amd_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """MI200's capability is 9.0, too."""
+    pretend_gpu(monkeypatch, "MI250X", (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ValueError, match="MI250X"):
+        build_model_converters(make_config(), make_dims())
+
+
 def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     pretend_gpu(monkeypatch, "Hopper", (9, 0))
     config = make_config()
@@ -385,7 +401,7 @@ def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
     caplog.clear()
     with caplog.at_level(logging.INFO):
         convert(config, model)
-    summary, printed = caplog.messages
+    *_, summary, printed = caplog.messages
     assert summary == (
         "FP8-Flow-MoE: 2 MoE layers converted, 0 left in bf16; plain PyTorch reference on the CPU; "
         "wgrad requantize, save_h fp8, recompute none"
