@@ -327,7 +327,7 @@ def test_experts_are_kept_from_fsdp_only_where_nothing_relies_on_it(
 
 
 def test_train_spec_can_be_ones_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(train_spec, "_extra_train_specs", {})
+    monkeypatch.setattr(train_spec, "_extra_train_specs", dict(train_spec._extra_train_specs))
     own = dataclasses.replace(get_train_spec("deepseek_v3"), build_validator_fn=None)
     train_spec.register_train_spec("deepseek_v3", own)
     assert get_train_spec("deepseek_v3") is own
