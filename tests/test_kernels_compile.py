@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
+from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
@@ -102,6 +103,16 @@ def test_no_spills(model):
             if kernel.stack:  # ptxas 13 leaves a frame where nothing is kept
                 assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"]), (name, kernel)
             assert all(n <= 65535 for n in launch.grid[1:]), (name, launch.grid)
+
+
+def test_grids_of_the_most_rows():
+    """No kernel's grid is too large for MAX_ROWS, and one is for more."""
+
+    def largest(M):
+        launches = [launch for _, f, args in calls(M, *MODELS["16B"][1:], T=M) for launch in record_launches(f, *args)]
+        return max(n for launch in launches for n in launch.grid[1:])
+
+    assert largest(MAX_ROWS) <= 65535 < largest(MAX_ROWS + TILE)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.reference import moe_layer, relative_error
-from titan_fp8moe import moe, ops
+from titan_fp8moe import fsdp, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights, WeightCache
 from titan_fp8moe.fsdp import Fp8GatheredWeight
@@ -273,6 +273,17 @@ def test_weights_that_come_quantized_have_no_other_values():
     for read in (torch.Tensor.sum, torch.Tensor.clone, torch.Tensor.double, lambda w: w[0], lambda w: w.view(-1)):
         with pytest.raises(NotImplementedError, match="fp8_flow_moe.fp8_all_gather = false"):
             read(weight)
+
+
+def test_weights_gathered_elsewhere_are_not_taken_for_these():
+    """FSDP refills the memory that it gathered into the first time; the parameter is not made anew."""
+    weight = gathered(torch.randn(2, 128, 256))
+    here, elsewhere = (
+        [t.view(torch.uint8) for t in ts] for ts in (weight.quantized, map(torch.clone, weight.quantized))
+    )
+    fsdp._post_all_gather(weight, here, None, weight.dtype, out=weight)
+    with pytest.raises(RuntimeError, match="other memory.*fp8_flow_moe.fp8_all_gather = false"):
+        fsdp._post_all_gather(weight, elsewhere, None, weight.dtype, out=weight)
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])

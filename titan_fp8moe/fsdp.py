@@ -80,4 +80,7 @@ def _post_all_gather(
         return Fp8GatheredWeight(QuantizedWeight(q.view(FP8), scale.view(E8M0)), dtype), ()
     weight = out._local_tensor if isinstance(out, DTensor) else out
     if weight.quantized.q.data_ptr() != q.data_ptr():
-        raise RuntimeError("FSDP has gathered expert weights into other memory than those of the step before")
+        raise RuntimeError(
+            "FSDP has gathered expert weights into other memory than the time before, which this version of PyTorch is "
+            "not expected to do; set fp8_flow_moe.fp8_all_gather = false"
+        )

@@ -41,12 +41,10 @@ from titan_fp8moe.experts import (
     quantize_weights,
 )
 from titan_fp8moe.fsdp import Fp8GatheredWeight
+from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import row_capacity
-
-MAX_ROWS = 2**21 - 128
-"""Of a rank in a layer, padding included: CUDA's grids have at most 65535 blocks along y, here of 32 rows."""
 
 
 class Route:
