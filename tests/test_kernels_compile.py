@@ -46,6 +46,7 @@ def calls(M, D, H, E, T=12288):
     offsets_E, score_M, index_M = meta(E, dtype=INT32), meta(M, dtype=FP32), meta(M, dtype=INT32)
     h, d = meta(M, 2 * H, dtype=BF16), meta(M, H, dtype=BF16)
     y, payload = meta(M, D, dtype=BF16), meta(M, 2 * D + 16, dtype=torch.uint8)
+    dispatched = meta(T, (D + 8 * TOP_K + D // TILE + 15) // 16 * 16, dtype=torch.uint8)
     q, scale = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0)
     map_TK, score_TK = meta(T, TOP_K, dtype=INT32), meta(T, TOP_K, dtype=FP32)
     expert_TK = meta(T, TOP_K, dtype=torch.int64)
@@ -60,6 +61,9 @@ def calls(M, D, H, E, T=12288):
         yield f"join_weight {plain} {transposed}", quantize.join_weight, (*quantized, plain, transposed)
     for mode in ("balanced", "scaling_aware", "requantize"):
         yield f"transpose w13 {mode}", transpose.transpose_pair, (*rows(M, D), *rows(M, 2 * H), offsets_E, mode)
+        for x in ((q, scale), unpack_dispatch(dispatched, D, TOP_K)[:2]):
+            args = (*x, *rows(M, 2 * H), offsets_E, mode, index_M)
+            yield f"transpose w13 {mode} {x[0].stride(0)}", transpose.transpose_pair, args
         yield f"transpose w2 {mode}", transpose.transpose_pair, (*rows(M, H), *rows(M, D), offsets_E, mode)
     for first in (False, True):
         for keep_h in (False, True):
@@ -75,7 +79,8 @@ def calls(M, D, H, E, T=12288):
         args = (received, position, score, M - T % 100, M + TILE * experts)
         yield f"arrival_layout {sources}", permute.arrival_layout, args
     yield "permute", permute.permute_rows, (q, scale, map_TK, index_M, offsets_E)
-    yield "permute payload", permute.permute_rows, (*unpack_dispatch(payload, D, TOP_K)[:2], map_TK, index_M, offsets_E)
+    args = (*unpack_dispatch(dispatched, D, TOP_K)[:2], map_TK, index_M, offsets_E)
+    yield "permute payload", permute.permute_rows, args
     for dtype in (BF16, FP32):
         yield f"unpermute {dtype}", permute.unpermute_sum, (y, map_TK, dtype)
     received = payload[:, : 2 * D].view(BF16)

@@ -172,7 +172,8 @@ def test_checkpointing_by_op_keeps_the_experts():
 @pytest.mark.parametrize("save_h", ["bf16", "fp8"])
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 def test_saved_bytes(save_h, recompute):
-    """Saved for backward: x in fp8, what save_h and recompute say, and the layout; nothing else beside parameters."""
+    """Saved for backward: x in fp8, once per token unless the experts are recomputed, what save_h and recompute say,
+    and the layout; nothing else beside parameters."""
     x, scores, chosen, weights = make_layer(dtype=torch.bfloat16)
     leaves = [t.requires_grad_() for t in (x, scores, *weights)]
     saved = []
@@ -194,8 +195,9 @@ def test_saved_bytes(save_h, recompute):
     operand = fp8(H) if recompute == "none" else 0
     index = 4 + 4  # token and score of each row
     rows, slots = row_capacity(T * K, E), T * K
+    kept_x = (rows if recompute == "experts" else T) * fp8(D)
     # Of each slot its row.
-    assert sum(saved) == rows * (fp8(D) + h + operand + index) + slots * 4 + E * 4
+    assert sum(saved) == kept_x + rows * (h + operand + index) + slots * 4 + E * 4
     out.sum().backward()
 
 

@@ -55,6 +55,7 @@ def cases():
         yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, first, False)
     for mode in ("balanced", "scaling_aware", "requantize"):
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
+        yield "transpose_pair", (*tokens, *dy, offsets_E, mode, token_M)
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
     experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (D, H), (H, D))]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from titan_fp8moe import moe
+from titan_fp8moe import moe, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -95,6 +95,15 @@ def test_checkpointing_by_op_moves_no_token_again(layer):
     assert backward.count("start") == 2 and "experts" not in backward
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+def test_tokens_are_kept_as_they_arrived(layer):
+    """Not once for each of their experts."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(2, 8, 128)).sum().backward()
+    width = 128 + 2 * (4 + 4) + 16  # two positions and scores, a scale padded to 16 bytes
+    assert [t.shape for t in saved if t.dtype in (torch.uint8, recipe.FP8)] == [(16, width)]
 
 
 def test_two_forwards_before_their_backwards(layer):

@@ -16,7 +16,8 @@ class Fp8FlowMoEConfig:
 
     recompute: Literal["none", "activation", "experts"] = "activation"
     """What the backward recomputes instead of keeping it: nothing; the SwiGLU output, from GEMM 1's output; or also
-    GEMM 1's output, from the dispatched fp8 rows (``save_h`` then has no effect)."""
+    GEMM 1's output, from the dispatched fp8 rows (``save_h`` then has no effect). These are then kept in expert order,
+    once for each of a token's experts here, so that nothing is permuted again; otherwise as they arrived."""
 
     combine: Literal["sum", "rows"] = "sum"
     """What an expert-parallel rank sends back for a token: ``sum``, one row, its experts' outputs added up in fp32 and

@@ -2,7 +2,7 @@
 
     x fp8 --GEMM 1--> h bf16 --SwiGLU, score, quantize--> a fp8 --GEMM 2--> y bf16
     dy fp8 --GEMM 2 dgrad--> bf16 --SwiGLU backward, quantize--> dh fp8 --GEMM 1 dgrad--> dx bf16
-    dW1, dW3 = dh^T x and dW2 = dy^T a, from transposes that stay in fp8
+    dW1, dW3 = dh^T x and dW2 = dy^T a, from transposes that stay in fp8; that of x gathers its rows
 
 Neither direction casts anything by itself: rows arrive quantized, and the only quantization here is fused into SwiGLU.
 Nothing here knows of autograd; :mod:`titan_fp8moe.moe` makes one autograd function of it and of the token movement.
@@ -133,7 +133,9 @@ class ExpertFFNBackward:
     """The gradients of :func:`expert_ffn`, in three steps: what needs no gradient, the rows', the weights'.
 
     Args:
-        x, layout: as in the forward.
+        x: as in the forward with ``recompute = experts``; else the rows that it was permuted from, one per token. Of
+            these the weight gradient's transpose gathers, so that no token is kept once per expert.
+        layout: as in the forward.
         saved: as returned by the forward.
         weights: as in the forward, not yet quantized.
         cache: of the layer's quantized weights, if they are to be kept.
@@ -152,6 +154,7 @@ class ExpertFFNBackward:
         self.x, self.layout, self.score_before_experts, self.config = x, layout, score_before_experts, config
         self.weights = weights
         recompute_h = config.recompute == "experts"
+        self.token_M = None if recompute_h else layout.token_M
         w13, self.w13_t, self.w2_t = _quantize_weights_transposed(weights, cache, recompute_h)
         self.h_scale = self.a = None
         if recompute_h:
@@ -179,19 +182,29 @@ class ExpertFFNBackward:
         offsets_E, mode = self.layout.offsets_E, self.config.wgrad
         dw1 = dw2 = dw3 = None
         if needed[0] or needed[2]:
-            dw1, dw3 = _weight_grads(self.dh, self.x, offsets_E, mode, dtype, parts=2)
+            x, token_M = (self._x_in_expert_order(), None) if mode == "bf16" else (self.x, self.token_M)
+            dw1, dw3 = _weight_grads(self.dh, x, token_M, offsets_E, mode, dtype, parts=2)
         if needed[1]:
-            (dw2,) = _weight_grads(self.dy, self.a, offsets_E, mode, dtype, parts=1)
+            (dw2,) = _weight_grads(self.dy, self.a, None, offsets_E, mode, dtype, parts=1)
         if statistics.collecting():
-            statistics.record(self.x, self.a, self.dy, self.dh, self.weights, offsets_E, self.layout.token_M, mode)
+            x = self._x_in_expert_order()
+            statistics.record(x, self.a, self.dy, self.dh, self.weights, offsets_E, self.layout.token_M, mode)
         return [dw1, dw2, dw3]
 
+    def _x_in_expert_order(self) -> Rows:
+        if self.token_M is None:
+            return self.x
+        return Rows(*ops.permute_rows(*self.x, self.layout.row_TK, self.token_M, self.layout.offsets_E))
 
-def _weight_grads(dy: Rows, x: Rows, offsets_E: Tensor, mode: str, dtype: torch.dtype, parts: int) -> Sequence[Tensor]:
-    """dW = dy^T x per expert, (E, N // parts, K) for each of ``parts`` weights that N is made of, contiguous."""
+
+def _weight_grads(
+    dy: Rows, x: Rows, token_M: Tensor | None, offsets_E: Tensor, mode: str, dtype: torch.dtype, parts: int
+) -> Sequence[Tensor]:
+    """dW = dy^T x per expert, (E, N // parts, K) for each of ``parts`` weights that N is made of, contiguous. With
+    ``token_M`` x is in token order."""
     if mode == "bf16":
         x_MK = recipe.dequantize(*x, torch.bfloat16)
         dy_NM = recipe.dequantize(*dy, torch.bfloat16).t()
         return [torch._grouped_mm(part, x_MK, offs=offsets_E).to(dtype) for part in dy_NM.chunk(parts)]
-    x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode)
+    x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
     return ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts).chunk(parts)

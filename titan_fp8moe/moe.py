@@ -253,14 +253,18 @@ class _RoutedExperts(torch.autograd.Function):
             tensors, saved = saved[: _Exchange.NUM_TENSORS], saved[_Exchange.NUM_TENSORS :]
             exchange = _Exchange(*tensors, ctx.ep_name, ctx.config.combine)
             row_R, *saved = saved
-        offsets_E, token_M, score_M, row_TK, x_q, x_scale, *saved = saved
-        layout = Layout(offsets_E, token_M, score_M, row_TK)
-        D = x_q.shape[1]
+        offsets_E, token_M, score_M, row_TK, *saved = saved
+        layout, D = Layout(offsets_E, token_M, score_M, row_TK), w1.shape[2]
+        if exchange is not None and ctx.config.recompute != "experts":
+            payload, *saved = saved
+            x = Rows(*ops.unpack_dispatch(payload, D, row_TK.shape[1])[:2])
+        else:
+            x, saved = Rows(*saved[:2]), saved[2:]
 
         if exchange is None:
             q, scale = ops.quantize_rows(dout_TD.contiguous())
         ffn = ExpertFFNBackward(
-            Rows(x_q, x_scale),
+            x,
             saved,
             ExpertWeights(*_readable(w1, w2, w3)),
             layout,
@@ -332,9 +336,12 @@ def _routed_experts_forward(
     recompute: str,
     combine: str,
 ) -> list[Tensor]:
-    """The layer's output and what its backward needs: the layout's 4 tensors, x's 2, and those of
+    """The layer's output and what its backward needs: the layout's 4 tensors, x's, and those of
     :func:`titan_fp8moe.experts.expert_ffn`. With expert parallelism the output is an empty tensor, since it is under
     way, and behind it come the tensors of :class:`_Exchange` and row_R (empty unless ``combine = rows``).
+
+    Of x are kept the rows that arrived, one per token: values and scales, or with expert parallelism the payload they
+    are views of. With ``recompute = experts`` it is the rows in expert order, for nothing to be permuted twice.
 
     ``weights`` are w1, w2, w3; or their values and scales in turn, 6 tensors, where they were gathered in FP8; or the 4
     tensors of :func:`titan_fp8moe.experts.quantize_weights`.
@@ -351,8 +358,8 @@ def _routed_experts_forward(
         sizes = pending.wait()
         tensors = [kept_position_TK, copy_TK, token_C, sizes]
         exchange = _Exchange(*tensors, ep_name, combine)
-        payload = exchange.start_dispatch(q, scale, position_TK, score_TK)
-        q, scale, position_CK, score_CK = ops.unpack_dispatch(ops.wait(payload), D, top_k)
+        payload = ops.wait(exchange.start_dispatch(q, scale, position_TK, score_TK))
+        q, scale, position_CK, score_CK = ops.unpack_dispatch(payload, D, top_k)
         rows = sum(_row_counts(sizes[1]))
         *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, _capacity(rows, E))
     else:
@@ -360,6 +367,8 @@ def _routed_experts_forward(
     layout = Layout(*layout)
     x = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
     y, saved = expert_ffn(x, w13, w2, layout, score_before_experts, config)
+    if recompute != "experts":
+        x = (payload,) if ep_name else (q, scale)
     if not ep_name:
         return [ops.unpermute_sum(y, layout.row_TK, x_TD.dtype), *layout, *x, *saved]
     _Journey.of(journey).send(exchange.start_combine(y, None, layout.row_TK, row_R))

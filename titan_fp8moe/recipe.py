@@ -156,13 +156,20 @@ def row_gauge(x_scale: Tensor, dy_scale: Tensor) -> Tensor:
 
 
 def transpose_pair(
-    x_MD: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor, mode: str = "balanced"
+    x_MD: Tensor,
+    x_scale: Tensor,
+    dy_MN: Tensor,
+    dy_scale: Tensor,
+    mode: str = "balanced",
+    token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of dW = dy^T x, transposed so that tokens are the contraction dim.
 
     Args:
         x_MD, dy_MN: (M, D) and (M, N) e4m3, M a multiple of 128.
         x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0.
+        token_M: if given, x and its scale are (T, D) and (T, D // 128), and row m of the operand is row ``token_M[m]``
+            of these, as :func:`permute_rows` would have it.
         mode: ``balanced`` shares the scale of each row between the operands first (:func:`row_gauge`);
             ``scaling_aware`` (arXiv 2511.02302, section 3.2, with the rounding mended) does not;
             ``requantize`` quantizes the dequantized columns anew, one scale per column and 128 tokens.
@@ -171,6 +178,8 @@ def transpose_pair(
         xT (D, M), xT_scale, dyT (N, M), dyT_scale. Scales are (D // 128, M // 128), one per 128x128 block, and
         (D, M // 128) for ``requantize``.
     """
+    if token_M is not None:
+        x_MD, x_scale = permute_rows(x_MD, x_scale, token_M)
     if mode == "requantize":
         return *_requantize_columns(x_MD, x_scale), *_requantize_columns(dy_MN, dy_scale)
     if mode not in ("balanced", "scaling_aware"):

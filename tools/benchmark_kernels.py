@@ -153,13 +153,20 @@ def expert_rows(routing: Routing, width: int) -> tuple[Tensor, Tensor]:
     return q, recipe.column_major(scale)
 
 
-def transpose_case(layer: Layer, routing: Routing) -> Case:
+def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]]:
+    """Of x in expert order; and of x as it was dispatched, with what the former takes as reference."""
     x, dy = expert_rows(routing, layer.D), expert_rows(routing, 2 * layer.H)
     args = (*x, *dy, routing.offsets_E, "balanced")
     scales = (layer.D + 2 * layer.H) // TILE * routing.rows // TILE
-    moved = live(routing, *x, *dy) + live(routing, x[0], dy[0]) + scales
+    written = live(routing, x[0], dy[0]) + scales
+    in_order = lambda: transpose.transpose_pair(*args)  # noqa: E731
     references = {"compiled PyTorch": compiled(recipe.transpose_pair, *args[:4], "balanced")}
-    return Case("transpose_balanced", moved, lambda: transpose.transpose_pair(*args), references)
+    yield "", Case("transpose_balanced", live(routing, *x, *dy) + written, in_order, references)
+    tokens = dispatched(layer, routing)[0]
+    by_token = (*tokens, *dy, routing.offsets_E, "balanced", routing.token_M)
+    moved = size(*tokens) + live(routing, *dy, routing.token_M) + written
+    run = lambda: transpose.transpose_pair(*by_token)  # noqa: E731
+    yield ", x by token", Case("transpose_balanced", moved, run, {"in expert order": in_order})
 
 
 def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
@@ -175,7 +182,8 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     yield Case("swiglu_backward", moved, lambda: swiglu.swiglu_quantize_backward(*backward), references)
 
 
-def permute_case(layer: Layer, routing: Routing) -> Case:
+def dispatched(layer: Layer, routing: Routing) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Quantized tokens, in a payload if they come from other ranks, and what they were quantized from."""
     D, (T, top_k) = layer.D, routing.row_TK.shape
     x = randn(T, D)
     q, scale = quantize.quantize_rows(x)
@@ -186,6 +194,12 @@ def permute_case(layer: Layer, routing: Routing) -> Case:
         views[0].copy_(q)
         views[1].view(torch.uint8).copy_(scale.view(torch.uint8))
         q, scale = views[:2]
+    return (q, scale), x
+
+
+def permute_case(layer: Layer, routing: Routing) -> Case:
+    D, top_k = layer.D, layer.top_k
+    (q, scale), x = dispatched(layer, routing)
     args = (q, scale, routing.row_TK, routing.token_M, routing.offsets_E)
     moved = size(q, scale, routing.row_TK) + live(routing, routing.token_M, *permute.permute_rows(*args))
     arrived = x if layer.ranks == 1 else randn(routing.slot_R.shape[0], D)
@@ -236,7 +250,8 @@ def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
     for skewed in (False, True):
         routing = route(layer, skewed)
         name = "skewed" if skewed else "balanced"
-        yield name, transpose_case(layer, routing)
+        for source, case in transpose_cases(layer, routing):
+            yield name + source, case
         for case in swiglu_cases(layer, routing):
             yield name, case
         yield name, permute_case(layer, routing)
@@ -269,7 +284,7 @@ def main() -> None:
                 continue
             value = gb_per_s(case.bytes, case.run)
             speeds = {"copy": copy}
-            if not args.no_peers and routing != "skewed":
+            if not args.no_peers and not routing.startswith("skewed"):
                 speeds |= {name: gb_per_s(case.bytes, run) for name, run in case.references.items()}
             title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {routing}"
             row = f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}"

@@ -39,7 +39,7 @@ def main() -> None:
             copy = next(r["reference_value"] for r in here if r["reference"] == "copy")
             ours = [r for r in here if r["reference"] == "copy"]
             for r, offset in zip(ours, (-0.2, 0.2) if len(ours) == 2 else (0,), strict=True):
-                color = "tab:orange" if r["shape"]["routing"] == "skewed" else "tab:blue"
+                color = "tab:orange" if r["shape"]["routing"].startswith("skewed") else "tab:blue"
                 axis.bar(i + offset, r["speedup"], 0.4, color=color)
                 axis.text(i + offset, r["speedup"], f"{r['speedup']:.0%}", ha="center", va="bottom", fontsize=7)
             for r in here:

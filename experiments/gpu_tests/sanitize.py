@@ -1,4 +1,4 @@
-"""The Hopper GEMMs on small shapes, for compute-sanitizer.
+"""Every kernel on small shapes, for compute-sanitizer: the Hopper GEMMs, a layer, and what surrounds all-to-alls.
 
     compute-sanitizer --tool memcheck python -m experiments.gpu_tests.sanitize
 
@@ -8,6 +8,10 @@ What it said, with racecheck and synccheck as well, is in sanitizer.txt.gz.
 import torch
 
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertWeights
+from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.ops import QuantizedWeight
 
 SHAPES = [  # N, K, rows of each group
     (256, 384, [128, 0, 256]),
@@ -16,14 +20,60 @@ SHAPES = [  # N, K, rows of each group
 ]
 
 
+TOKENS, TOP_K, EXPERTS, D, H = 200, 3, 5, 384, 256
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def layers() -> None:
+    scores = torch.rand(TOKENS, TOP_K, device="cuda")
+    experts = torch.rand(TOKENS, EXPERTS, device="cuda").topk(TOP_K).indices
+    weights = [randn(EXPERTS, *shape).requires_grad_() for shape in ((H, D), (D, H), (H, D))]
+    for wgrad in ("balanced", "requantize"):
+        for save_h, recompute in (("bf16", "activation"), ("fp8", "none"), ("bf16", "experts")):
+            config = Fp8FlowMoEConfig(wgrad=wgrad, save_h=save_h, recompute=recompute)
+            x = randn(TOKENS, D).requires_grad_()
+            route = Route(scores, experts, EXPERTS)
+            routed_experts(x, ExpertWeights(*weights), route, config).sum().backward()
+
+
+def exchanges() -> None:
+    """What surrounds the all-to-alls, for the tokens of two ranks that both are this one."""
+    experts = torch.rand(TOKENS, 2 * EXPERTS, device="cuda").topk(TOP_K).indices
+    position, copy, token, message = ops.dispatch_layout(experts, 2, EXPERTS)
+    mine = message[:1].repeat(2, 1)
+    copies = int(mine[0, 0])
+    q, scale = ops.quantize_rows(randn(TOKENS, D))
+    scores = torch.rand(TOKENS, TOP_K, device="cuda")
+    payload = ops.pack_dispatch(q, scale, token[:copies], copy, position, scores).repeat(2, 1)
+    q, scale, position, score = ops.unpack_dispatch(payload, D, TOP_K)
+    rows = int(mine[:, 2:].sum())
+    capacity = recipe.row_capacity(rows, EXPERTS)
+    offsets, token, score, row, _ = ops.arrival_layout(mine, position, score, rows, capacity)
+    x, x_scale = ops.permute_rows(q, scale, row, token, offsets)
+    ops.transpose_pair(q, scale, x, x_scale, offsets, "balanced", token)
+    back = ops.pack_combine(randn(capacity, D), score, row)
+    sums, ds = ops.unpack_combine(back, D, TOP_K)
+    ops.unpermute_sum(sums, copy.clamp(max=copies - 1), torch.bfloat16)
+    ops.slot_gradients(ds, copy.clamp(min=-1 - copies, max=copies - 1))
+
+
+def gathered_weights() -> None:
+    quantized = [QuantizedWeight(*recipe.quantize_weight(randn(EXPERTS, H, D))) for _ in range(2)]
+    ops.quantize_weight(*quantized)
+    ops.quantize_weight_transposed(*quantized)
+    ops.quantize_weight_both(*quantized)
+
+
 def main() -> None:
+    layers()
+    exchanges()
+    gathered_weights()
     for N, K, sizes in SHAPES:
         offsets_E = torch.tensor(sizes).cumsum(0).to(torch.int32).cuda()
         M, E = sum(sizes), len(sizes)
-
-        def randn(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
         (x, x_scale), (dy, dy_scale) = (ops.quantize_rows(randn(M, width)) for width in (K, N))
         x_scale, dy_scale = recipe.column_major(x_scale), recipe.column_major(dy_scale)
         weight = ops.quantize_weight(randn(E, N, K))

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, offsets, randint, randn
-from titan_fp8moe import recipe
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import transpose
 
 MODES = ["balanced", "scaling_aware", "requantize"]
 
 
-def check(x, x_scale, dy, dy_scale, offsets_E, mode):
+def check(x, x_scale, dy, dy_scale, offsets_E, mode, token_M=None):
     end = int(offsets_E[-1])
-    got = transpose.transpose_pair(x, x_scale, dy, dy_scale, offsets_E, mode)
-    want = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode)
+    got = transpose.transpose_pair(x, x_scale, dy, dy_scale, offsets_E, mode, token_M)
+    want = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode, token_M)
     for (g, w), columns in zip(zip(got, want, strict=True), (end, end // 128) * 2, strict=True):
         assert_same_bits(g[:, :columns], w[:, :columns])
         assert g.shape[1] == columns or (g[:, columns:].view(torch.uint8) == 0xA5).all(), "unused columns were written"
@@ -27,6 +27,26 @@ def test_any_codes(generator, mode, D, N):
     # Up to the scales whose product with a value still is an fp32 number.
     scales = [column_major_scale(generator, M, n, 1, 240) for n in (D, N)]
     check(x, scales[0], dy, scales[1], offsets(0, 128, 256, device=x.device), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize("D", [128, 1408])
+def test_rows_of_tokens(generator, mode, top_k, D):
+    """x as it was dispatched: a quantized tensor, or a payload with positions and scores; whole tiles of padding."""
+    T, M, N = 150, 512, 256
+    q, scale = fp8_rows(generator, T, D), column_major_scale(generator, T, D, 1, 240).contiguous()
+    if top_k is not None:
+        payload = randint(generator, 0, 256, T, D + 8 * top_k + 24).to(torch.uint8)
+        values, payload_scale, _, _ = ops.unpack_dispatch(payload, D, top_k)
+        values.view(torch.uint8).copy_(q.view(torch.uint8))
+        payload_scale.view(torch.uint8).copy_(scale.view(torch.uint8))
+        q, scale = values, payload_scale
+    token_M = randint(generator, 0, T, M).int()
+    token_M[100:300] = -1
+    dy, dy_scale = fp8_rows(generator, M, N), column_major_scale(generator, M, N, 1, 240)
+    dy.view(torch.uint8)[100:300], dy_scale.view(torch.uint8)[100:300] = 0, 1
+    check(q, scale, dy, dy_scale, offsets(128, 384, device=q.device), mode, token_M)
 
 
 @pytest.mark.parametrize("mode", MODES)

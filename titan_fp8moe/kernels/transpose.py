@@ -1,5 +1,8 @@
 """Transposes of the weight gradient's two operands, fp8 to fp8, so that tokens become the contraction dim.
 
+The forward's operand may come in token order, as it was dispatched: a block then gathers its rows. So the backward
+needs no token once for each of its experts, neither kept nor permuted again.
+
 Scales are powers of two, so a value moves to its block's scale by a change of exponent: exact unless the result is
 subnormal, and then rounded to nearest even by the cast. See :func:`titan_fp8moe.recipe.transpose_pair`.
 """
@@ -25,25 +28,29 @@ WARPS = 4  # per 128x128 block; from tools/sweep_kernels.py on an H200
 
 @triton.jit
 def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr, PAD: tl.constexpr):
-    """Largest scale byte (int32) of each row; scale: (M, TILES) uint8, PAD the next power of two."""
+    """Largest scale byte (int32) of each row, 1 for row -1, which is padding; scale: (M, TILES) uint8, PAD the next
+    power of two."""
     # One load, as wide as it may be: the kernel is as long as its chain of latencies.
     g = tl.arange(0, PAD)
-    at = row[None, :] * stride_m + g[:, None] * stride_g
-    return tl.max(tl.load(scale + at, mask=(g < TILES)[:, None], other=0), axis=0).to(tl.int32)
+    at = row.to(tl.int64)[None, :] * stride_m + g[:, None] * stride_g
+    byte = tl.load(scale + at, mask=(g < TILES)[:, None] & (row >= 0)[None, :], other=1)
+    return tl.max(byte, axis=0).to(tl.int32)
 
 
 @triton.jit
 def _row_gauge_kernel(
-    x_scale, dy_scale, gauge, last_offset, x_stride_m, x_stride_g, dy_stride_m, dy_stride_g,
+    x_scale, token_M, dy_scale, gauge, last_offset, X_STRIDE_M: tl.constexpr, x_stride_g, dy_stride_m, dy_stride_g,
     X_TILES: tl.constexpr, X_PAD: tl.constexpr, DY_TILES: tl.constexpr, DY_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """gauge (M,) int32: half the difference of the two operands' largest exponents, see recipe.row_gauge. Byte 1 is the
-    smallest, that of a row of zeros."""
+    smallest, that of a row of zeros. (X_STRIDE_M is a constant for the sake of tokens with 56 scales: as an argument it
+    would hide that these are 8-byte aligned.)"""
     first = tl.program_id(0) * TILE
     if first >= tl.load(last_offset):
         return
     row = first + tl.arange(0, TILE)
-    e_x = _row_exponent(x_scale, x_stride_m, x_stride_g, row, X_TILES, X_PAD)
+    x_row = row if token_M is None else tl.load(token_M + row)
+    e_x = _row_exponent(x_scale, X_STRIDE_M, x_stride_g, x_row, X_TILES, X_PAD)
     e_dy = _row_exponent(dy_scale, dy_stride_m, dy_stride_g, row, DY_TILES, DY_PAD)
     difference = e_x - e_dy
     parity = tl.max(tl.where((e_x > 1) & (e_dy > 1), difference, -1024), axis=0) & 1
@@ -51,20 +58,42 @@ def _row_gauge_kernel(
 
 
 @triton.jit
-def _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE: tl.constexpr):
-    """Block (m_block, g) of a row-major (M, D) for transposed_words: e4m3 values (32, 128, 2, 2), their scale bytes
-    (32, 2, 2), and rows 0, 4, 8, ... of the block (32,)."""
-    row = m_block * TILE + 4 * tl.arange(0, TILE // 4)
-    column = g * TILE + tl.arange(0, TILE)
-    values = join_four(load_four(q + row.to(tl.int64)[:, None] * D + column[None, :], D))
-    return values, join_four(load_four(scale + row * stride_m + g * stride_g, stride_m)).to(tl.int32), row
+def _gather(x, stride, row, padding):
+    return tl.load(x + row.to(tl.int64) * stride, mask=row >= 0, other=padding)
 
 
 @triton.jit
-def _shift_block(q, scale, stride_m, stride_g, gauge, SIGN: tl.constexpr, qT, scaleT, m_block, g, M, D,
+def _gather_four(x, stride, row, padding):
+    """As load_four, of four tensors of rows; ``padding`` for row -1."""
+    return (
+        _gather(x, stride, row[0], padding), _gather(x, stride, row[1], padding),
+        _gather(x, stride, row[2], padding), _gather(x, stride, row[3], padding),
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE: tl.constexpr):
+    """Block (m_block, g) of (M, D) for transposed_words: e4m3 values (32, 128, 2, 2), their scale bytes (32, 2, 2), and
+    rows 0, 4, 8, ... of the block (32,). Row m is token_M[m] of q and scale, unless ``token_M`` is None; padding, -1,
+    is zeros with byte 1."""
+    row = m_block * TILE + 4 * tl.arange(0, TILE // 4)
+    column = g * TILE + tl.arange(0, TILE)
+    if token_M is None:
+        values = join_four(load_four(q + row.to(tl.int64)[:, None] * stride + column[None, :], stride))
+        byte = join_four(load_four(scale + row * stride_m + g * stride_g, stride_m))
+    else:
+        token = load_four(token_M + row, 1)
+        byte = join_four(_gather_four(scale + g * stride_g, stride_m, token, 1))
+        token = token[0][:, None], token[1][:, None], token[2][:, None], token[3][:, None]
+        values = join_four(_gather_four(q + column[None, :], stride, token, 0.0))
+    return values, byte.to(tl.int32), row
+
+
+@triton.jit
+def _shift_block(q, stride, scale, stride_m, stride_g, token_M, gauge, SIGN: tl.constexpr, qT, scaleT, m_block, g, M,
                  TILE: tl.constexpr):  # fmt: skip
     """One 128x128 block brought to one scale, the largest of its rows; row exponents move by SIGN * gauge first."""
-    values, byte, row = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
+    values, byte, row = _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE)
     if gauge is not None:
         byte += SIGN * join_four(load_four(gauge + row, 1))
     block_byte = tl.maximum(tl.max(byte), 1)
@@ -79,7 +108,7 @@ def _shift_block(q, scale, stride_m, stride_g, gauge, SIGN: tl.constexpr, qT, sc
 
 @triton.jit
 def _shift_pair_kernel(
-    x, x_scale, x_stride_m, x_stride_g, dy, dy_scale, dy_stride_m, dy_stride_g, gauge, last_offset,
+    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, gauge, last_offset,
     xT, xT_scale, dyT, dyT_scale, M, D, N, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (m_block, g): block column g < D // 128 of x, the others of dy. ``gauge`` is None for scaling_aware.
@@ -90,16 +119,18 @@ def _shift_pair_kernel(
     if m_block * TILE >= tl.load(last_offset):
         return
     if g < D // TILE:
-        _shift_block(x, x_scale, x_stride_m, x_stride_g, gauge, -1, xT, xT_scale, m_block, g, M, D, TILE)
+        _shift_block(
+            x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, gauge, -1, xT, xT_scale, m_block, g, M, TILE
+        )
     else:
         g -= D // TILE
-        _shift_block(dy, dy_scale, dy_stride_m, dy_stride_g, gauge, 1, dyT, dyT_scale, m_block, g, M, N, TILE)
+        _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, gauge, 1, dyT, dyT_scale, m_block, g, M, TILE)
 
 
 @triton.jit
-def _requantize_block(q, scale, stride_m, stride_g, qT, scaleT, m_block, g, M, D, TILE: tl.constexpr):
+def _requantize_block(q, stride, scale, stride_m, stride_g, token_M, qT, scaleT, m_block, g, M, TILE: tl.constexpr):
     """One 128x128 block with a new scale, from a new amax, for each of its columns; scaleT: (D, M // 128)."""
-    values, byte, _ = _load_block(q, scale, stride_m, stride_g, m_block, g, D, TILE)
+    values, byte, _ = _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE)
     values = values.to(tl.float32) * (byte << 23).to(tl.float32, bitcast=True)[:, None, :, :]
     byte, factor = scale_of_amax(tl.max(tl.max(tl.max(abs_bits(values), axis=3), axis=2), axis=0))
     d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -109,7 +140,7 @@ def _requantize_block(q, scale, stride_m, stride_g, qT, scaleT, m_block, g, M, D
 
 @triton.jit
 def _requantize_pair_kernel(
-    x, x_scale, x_stride_m, x_stride_g, dy, dy_scale, dy_stride_m, dy_stride_g, last_offset,
+    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, last_offset,
     xT, xT_scale, dyT, dyT_scale, M, D, N, TILE: tl.constexpr,
 ):  # fmt: skip
     """As _shift_pair_kernel, for the mode requantize."""
@@ -117,14 +148,20 @@ def _requantize_pair_kernel(
     if m_block * TILE >= tl.load(last_offset):
         return
     if g < D // TILE:
-        _requantize_block(x, x_scale, x_stride_m, x_stride_g, xT, xT_scale, m_block, g, M, D, TILE)
+        _requantize_block(x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, xT, xT_scale, m_block, g, M, TILE)
     else:
         g -= D // TILE
-        _requantize_block(dy, dy_scale, dy_stride_m, dy_stride_g, dyT, dyT_scale, m_block, g, M, N, TILE)
+        _requantize_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, dyT, dyT_scale, m_block, g, M, TILE)
 
 
 def transpose_pair(
-    x_MD: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor, offsets_E: Tensor, mode: str
+    x_MD: Tensor,
+    x_scale: Tensor,
+    dy_MN: Tensor,
+    dy_scale: Tensor,
+    offsets_E: Tensor,
+    mode: str,
+    token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of dW = dy^T x in one launch, after a small one for the rows' gauge in the mode ``balanced``.
 
@@ -132,12 +169,14 @@ def transpose_pair(
         x_MD, dy_MN: (M, D) and (M, N) e4m3, row-major.
         x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0, column-major.
         offsets_E: (E,) int32; columns of the results at and past its last entry are left unwritten.
+        token_M: (M,) int32 or None. If given, x is (T, D) with unit stride along rows, its scale (T, D // 128), and row
+            m is row ``token_M[m]``; -1 is padding. What is read for all of a token's experts is then in L2.
 
     Returns:
         xT (D, M), xT_scale (D // 128, M // 128) or, for ``requantize``, (D, M // 128); dyT and dyT_scale likewise.
     """
-    assert x_MD.is_contiguous() and dy_MN.is_contiguous()
-    (M, D), N = x_MD.shape, dy_MN.shape[1]
+    assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
+    D, (M, N) = x_MD.shape[1], dy_MN.shape
     x_scale, dy_scale = x_scale.view(torch.uint8), dy_scale.view(torch.uint8)
     last_offset = offsets_E[-1:]
     scale_rows = 1 if mode == "requantize" else TILE
@@ -145,7 +184,7 @@ def transpose_pair(
     xT_scale = x_scale.new_empty(D // scale_rows, M // TILE)
     dyT_scale = dy_scale.new_empty(N // scale_rows, M // TILE)
 
-    sources = (x_MD, x_scale, *x_scale.stride(), dy_MN, dy_scale, *dy_scale.stride())
+    sources = (x_MD, x_MD.stride(0), x_scale, *x_scale.stride(), token_M, dy_MN, dy_scale, *dy_scale.stride())
     results = (xT, xT_scale, dyT, dyT_scale, M, D, N)
     grid = (M // TILE, (D + N) // TILE)
     if mode == "requantize":
@@ -155,7 +194,7 @@ def transpose_pair(
         if mode == "balanced":
             gauge = torch.empty(M, dtype=torch.int32, device=x_MD.device)
             _row_gauge_kernel[(M // TILE,)](
-                x_scale, dy_scale, gauge, last_offset, *x_scale.stride(), *dy_scale.stride(),
+                x_scale, token_M, dy_scale, gauge, last_offset, *x_scale.stride(), *dy_scale.stride(),
                 X_TILES=D // TILE, X_PAD=next_power_of_2(D // TILE),
                 DY_TILES=N // TILE, DY_PAD=next_power_of_2(N // TILE), TILE=TILE, num_warps=4,
             )  # fmt: skip
