@@ -193,7 +193,7 @@ def table(results: list[dict], steps: list[int]) -> str:
 
 
 def records(results: list[dict], shape: str) -> list[dict]:
-    """Of each variant, the median of its completed runs against those of bf16 and torchao."""
+    """Of each variant, the median of its completed runs against those of bf16, torchao and itself without options."""
     out = []
     for key, unit in (("median_tokens_per_second", "tokens/s/GPU"), ("peak_memory_gib", "GiB reserved")):
         values = {}
@@ -202,7 +202,7 @@ def records(results: list[dict], shape: str) -> list[dict]:
                 values.setdefault(r["variant"], []).append(r[key])
         median = {variant: statistics.median(v) for variant, v in values.items()}
         for variant, value in median.items():
-            for reference in {"bf16", "torchao"} & set(median) - {variant}:
+            for reference in {"bf16", "torchao", variant.partition(":")[0]} & set(median) - {variant}:
                 ratio = value / median[reference]
                 out.append(
                     dict(name=f"train_16b {variant}", shape=f"{shape}, {unit}", value=value, unit=unit,
