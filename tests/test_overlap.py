@@ -97,13 +97,16 @@ def test_checkpointing_by_op_moves_no_token_again(layer):
         assert torch.equal(a, b)
 
 
-def test_tokens_are_kept_as_they_arrived(layer):
-    """Not once for each of their experts."""
+@pytest.mark.parametrize("recompute", ["activation", "experts"])
+def test_tokens_are_kept_as_they_arrived(layer, recompute):
+    """Not once for each of their experts, unless these are recomputed."""
+    layer.experts.config.recompute = recompute
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(torch.randn(2, 8, 128)).sum().backward()
     width = 128 + 2 * (4 + 4) + 16  # two positions and scores, a scale padded to 16 bytes
-    assert [t.shape for t in saved if t.dtype in (torch.uint8, recipe.FP8)] == [(16, width)]
+    kept = (16, width) if recompute == "activation" else (recipe.row_capacity(2 * 16, 4), 128)
+    assert [t.shape for t in saved if t.dtype in (torch.uint8, recipe.FP8)] == [kept]
 
 
 def test_two_forwards_before_their_backwards(layer):

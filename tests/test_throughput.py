@@ -301,10 +301,16 @@ def test_end_of_a_run(tmp_path: Path, log, program, answer):
 
 
 @pytest.mark.parametrize("fitting", range(3, 12))
-def test_largest_batch(monkeypatch, fitting):
+def test_largest_batch(monkeypatch, tmp_path, fitting):
+    log = tmp_path / "log"
+    step = "[rank0]:[titan] step:  {} loss:  8.2  grad_norm:  1.2  memory: 136.70GiB(97.78%)  tps: {}  tflops: 1\n"
+    retries = "[rank0]:[titan] - WARNING - {} CUDA memory allocation retries.\n"
+    log.write_text(retries.format(2) + step.format(2, "9,338") + retries.format(6) + step.format(4, "8,569"))
+
     class FakeRun:
         def __init__(self, variant, args, seed, label, extra):
             self.batch = int(extra[0].split("=")[1])
+            self.log = log
 
         def begin(self):
             pass
@@ -319,6 +325,8 @@ def test_largest_batch(monkeypatch, fitting):
     args = argparse.Namespace(largest_batch=(4, 12), begin=time.monotonic(), budget=100, timeout=1)
     found = train.largest_batch("bf16", args)
     assert found["largest"] == (fitting if fitting >= 4 else 0) and found["found"] and len(found["tried"]) <= 4
+    said = {batch: "fits, 8,569 tokens/s/GPU, 6 allocation retries" for batch in found["tried"] if batch <= fitting}
+    assert found["tried"] == dict.fromkeys(found["tried"], train.OUT_OF_MEMORY) | said
     args.budget = -1
     assert not train.largest_batch("bf16", args)["found"]
 

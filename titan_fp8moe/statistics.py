@@ -1,7 +1,7 @@
 """Numerics statistics: what FP8 does to the values of a training step, counted in the backward of a step that asks.
 
-Everything is counted from the operands that the backward has at hand anyway, so a forward that activation checkpointing
-repeats is not counted twice, and evaluation not at all. A code and the shift it meets in the transpose of its weight
+Everything is counted from the backward's operands, so a forward that activation checkpointing repeats is not counted
+twice, and evaluation not at all. A code and the shift it meets in the transpose of its weight
 gradient are counted together; underflow, flushing and rounding follow from that table on the host. All counts are sums:
 they add up over layers, microbatches and ranks.
 """

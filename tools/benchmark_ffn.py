@@ -51,15 +51,17 @@ def rows(x: Tensor) -> Rows:
 def ours(
     x: Tensor, dy: Tensor, weights: ExpertWeights, offsets_E: Tensor, cache: WeightCache | None = None
 ) -> Callable:
-    """``cache``: quantizes the weights in the first run only."""
-    x_rows, dy_rows = rows(x), rows(dy)
+    """``cache``: quantizes the weights in the first run only. Every row is another token's, the most that the weight
+    gradient's transpose can have to gather."""
+    x_rows, dy_rows, tokens = rows(x), rows(dy), Rows(*ops.quantize_rows(x))
     fields = {"offsets_E": offsets_E, "score_M": torch.rand(x.shape[0], device="cuda")}
+    fields["token_M"] = torch.arange(x.shape[0], dtype=torch.int32, device="cuda")
     layout = Layout(**dict.fromkeys(Layout._fields) | fields)
     config = Fp8FlowMoEConfig()
 
     def run():
         y, saved = expert_ffn(x_rows, *quantize_weights(weights, cache), layout, False, config)
-        backward = ExpertFFNBackward(x_rows, saved, weights, layout, False, config, cache)
+        backward = ExpertFFNBackward(tokens, saved, weights, layout, False, config, cache)
         return y, backward.dgrad(dy_rows), backward.wgrad(BF16)
 
     return run

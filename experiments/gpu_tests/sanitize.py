@@ -1,6 +1,8 @@
-"""Every kernel on small shapes, for compute-sanitizer: the Hopper GEMMs, a layer, and what surrounds all-to-alls.
+"""Hopper's kernels on small shapes, for compute-sanitizer: the GEMMs, a layer, and what surrounds all-to-alls.
 
-    compute-sanitizer --tool memcheck python -m experiments.gpu_tests.sanitize
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m experiments.gpu_tests.sanitize
+
+Without the variable tensors share PyTorch's large allocations, and an access past the end of one is none of memory's.
 
 What it said, with racecheck and synccheck as well, is in sanitizer.txt.gz.
 """
@@ -34,9 +36,10 @@ def layers() -> None:
     for wgrad in ("balanced", "requantize"):
         for save_h, recompute in (("bf16", "activation"), ("fp8", "none"), ("bf16", "experts")):
             config = Fp8FlowMoEConfig(wgrad=wgrad, save_h=save_h, recompute=recompute)
-            x = randn(TOKENS, D).requires_grad_()
-            route = Route(scores, experts, EXPERTS)
-            routed_experts(x, ExpertWeights(*weights), route, config).sum().backward()
+            for score_before_experts in (False, True):
+                x = randn(TOKENS, D).requires_grad_()
+                route = Route(scores, experts, EXPERTS, score_before_experts)
+                routed_experts(x, ExpertWeights(*weights), route, config).sum().backward()
 
 
 def exchanges() -> None:
@@ -47,6 +50,7 @@ def exchanges() -> None:
     copies = int(mine[0, 0])
     q, scale = ops.quantize_rows(randn(TOKENS, D))
     scores = torch.rand(TOKENS, TOP_K, device="cuda")
+    ops.pack_dispatch(q, scale, token[:copies], copy, None, None)
     payload = ops.pack_dispatch(q, scale, token[:copies], copy, position, scores).repeat(2, 1)
     q, scale, position, score = ops.unpack_dispatch(payload, D, TOP_K)
     rows = int(mine[:, 2:].sum())

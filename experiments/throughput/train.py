@@ -12,7 +12,8 @@ options: ``fp8_flow:recompute=experts,save_h=fp8``.
 Overrides of torchtitan's after ``--`` hold for every run; the folder and the records carry them in their names.
 
 ``--largest-batch LOW HIGH`` looks by bisection for the largest local batch of each variant that trains
-``BATCH_STEPS`` steps; the first of these compiles, and Adam's states exist from the second on.
+``BATCH_STEPS`` steps; the first of these compiles, and Adam's states exist from the second on. A run that is out of
+time ends the search: give it a ``--timeout`` of two minutes and more, since one that hardly fits is slow.
 """
 
 import argparse
@@ -124,6 +125,13 @@ class Run:
         }
 
 
+def how_it_fits(log: str) -> str:
+    """Speed in the last steps, and how often the allocator had to give memory back: a run may just fit, and crawl."""
+    steps = [match[5] for match in map(_STEP.search, log.splitlines()) if match]
+    retries = re.findall(r"^\[rank0\].* (\d+) CUDA memory allocation retries", log, re.MULTILINE)
+    return f"fits, {steps[-1]} tokens/s/GPU, {retries[-1] if retries else 0} allocation retries"
+
+
 def in_turn(todo: list[tuple[str, int]], args: argparse.Namespace) -> Iterator[dict]:
     """Results of runs of (variant, seed), one after another; the next one's imports go on during each."""
     deadline = args.begin + args.budget
@@ -161,7 +169,7 @@ def largest_batch(variant: str, args: argparse.Namespace) -> dict:
         run.begin()
         try:
             error = run.wait(min(args.timeout, left))
-            tried[batch] = error or "fits"
+            tried[batch] = error or how_it_fits(run.log.read_text())
             print(f"{variant}, local batch {batch}: {tried[batch]}", flush=True)
             if error not in (None, OUT_OF_MEMORY):
                 print(run.log.read_text()[-3000:], flush=True)

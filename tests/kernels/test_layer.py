@@ -105,6 +105,15 @@ def test_nothing_but_kernels(monkeypatch, request, layer, recompute, combine):
         assert work.names == [*exchanges, "stack", "to", *4 * exchanges]
 
 
+@pytest.mark.parametrize("wgrad", ["balanced", "requantize", "bf16"])
+@pytest.mark.parametrize("recompute", ["activation", "experts"])
+def test_one_rank_is_as_none(layer, group, wgrad, recompute):
+    """What is kept of tokens that came in a payload gives what is kept of a rank's own, bit by bit."""
+    config = Fp8FlowMoEConfig(wgrad=wgrad, recompute=recompute)
+    for got, want in zip(run(layer, config, group=group), run(layer, config), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="test_emulation_on_a_gpu in tests/test_moe.py is this test")
 def test_kernels_give_the_reference(layer, request):
     want = run(layer, Fp8FlowMoEConfig())

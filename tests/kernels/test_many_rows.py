@@ -118,6 +118,25 @@ def test_transpose_pair(interpreted_axes, generator, device, mode):
         assert_same_bits(got[i + 1][scales, -1:], want[i + 1][scales])
 
 
+@pytest.mark.parametrize("mode", ["balanced", "scaling_aware", "requantize"])
+def test_transpose_pair_of_tokens(interpreted_axes, generator, device, mode):
+    interpreted_axes[1] = [D // TILE - 1, -1]
+    q, scale = fp8_rows(generator, TILE, D), column_major_scale(generator, TILE, D, 60, 200).contiguous()
+    order = torch.randperm(TILE, generator=generator, device=device).int()
+    token_M = torch.full((M,), -1, dtype=torch.int32, device=device)
+    token_M[LAST] = M - TILE + order
+    # Scales as far apart as those of a payload.
+    far_scale = torch.empty(M, D, dtype=torch.uint8, device=device)[:, : D // TILE]
+    far_scale[LAST] = scale.view(torch.uint8)
+    dy, last_dy = expert_rows(generator, TILE)
+    got = transpose.transpose_pair(ending_in(q), far_scale.view(E8M0), *dy, all_rows(device), mode, token_M)
+    want = recipe.transpose_pair(q, scale, *last_dy, mode, order)
+    for i in (0, 2):
+        assert_same_bits(got[i][LAST, LAST], want[i][LAST])
+        scales = LAST if mode == "requantize" else slice(-1, None)
+        assert_same_bits(got[i + 1][scales, -1:], want[i + 1][scales])
+
+
 def test_permute_rows(interpreted_axes, generator, device):
     blocks = -(-D // permute.COLUMNS)
     interpreted_axes[0] = [M // TILE, *range(-2 * blocks, 0)]  # the last of scales and padding, and of values

@@ -177,6 +177,7 @@ def transpose_pair(
     """
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape
+    assert M == (x_MD if token_M is None else token_M).shape[0]
     x_scale, dy_scale = x_scale.view(torch.uint8), dy_scale.view(torch.uint8)
     last_offset = offsets_E[-1:]
     scale_rows = 1 if mode == "requantize" else TILE
