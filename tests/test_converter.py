@@ -322,7 +322,7 @@ def test_experts_are_kept_from_fsdp_only_where_nothing_relies_on_it(
         model.bfloat16()
     experts = [m for m in model.modules() if isinstance(m, Fp8FlowGroupedExperts)]
     for m in experts:
-        parallel.fully_shard(m, mesh=SimpleNamespace(size=lambda: 1))
+        parallel.fully_shard(m, mesh=SimpleNamespace(size=lambda dim=None: 1, ndim=1))
     assert [len(params) for params in ignored] == [0 if overrides else 3] * len(experts) != []
 
 
@@ -392,6 +392,12 @@ def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert "Triton kernels on Hopper" in caplog.text
 
 
+SETTINGS = (
+    "wgrad=requantize, save_h=fp8, recompute=none, combine=sum, cache_weights=False, fp8_all_gather=False, "
+    "emulate=False, statistics_every=0"
+)
+
+
 def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
     config = make_config(
         "--fp8_flow_moe.wgrad=requantize", "--fp8_flow_moe.save_h=fp8", "--fp8_flow_moe.recompute=none"
@@ -403,10 +409,9 @@ def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
         convert(config, model)
     *_, summary, printed = caplog.messages
     assert summary == (
-        "FP8-Flow-MoE: 2 MoE layers converted, 0 left in bf16; plain PyTorch reference on the CPU; "
-        "wgrad requantize, save_h fp8, recompute none"
+        "FP8-Flow-MoE: 2 MoE layers converted, 0 left in bf16; plain PyTorch reference on the CPU; " + SETTINGS
     )
-    experts = "num_experts=8, dim=256, hidden_dim=256, wgrad=requantize, save_h=fp8, recompute=none"
+    experts = f"num_experts=8, dim=256, hidden_dim=256, {SETTINGS}"
     assert printed.count(f"(experts): Fp8FlowGroupedExperts({experts})") == 2
 
 

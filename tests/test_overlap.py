@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8moe import moe, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -107,6 +109,18 @@ def test_tokens_are_kept_as_they_arrived(layer, recompute):
     width = 128 + 2 * (4 + 4) + 16  # two positions and scores, a scale padded to 16 bytes
     kept = (16, width) if recompute == "activation" else (recipe.row_capacity(2 * 16, 4), 128)
     assert [t.shape for t in saved if t.dtype in (torch.uint8, recipe.FP8)] == [kept]
+
+
+def test_styles_of_any_module_know_converted_experts(layer, mesh):
+    """A model's own parallelization may import torchtitan's styles from where they are defined; what a style of its own
+    has sharded is not taken for whole."""
+    parallel.install()
+    layer.experts.set_meshes(None, None)
+    expert_parallel.TensorParallel()._apply(layer.experts, mesh)
+    assert layer.experts.tp_mesh is mesh and not layer.experts._forward_pre_hooks
+    layer.experts.set_meshes(None, None)
+    with pytest.raises(RuntimeError, match="a parallel style that fp8_flow_moe does not know"):
+        layer(torch.randn(2, 8, 128))
 
 
 def test_two_forwards_before_their_backwards(layer):

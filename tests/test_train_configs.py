@@ -49,6 +49,14 @@ def test_16b_short_builds_sharded():
     assert "w1 (64, 1408, 2048), on this rank (8, 1408, 2048)" in output
 
 
+def test_tensor_parallel_experts_are_sharded_as_said():
+    """Without expert parallelism tensor-parallel ranks do not count for FSDP."""
+    config = ROOT / "train_configs/debugmodel.toml"
+    output = dry_run(config, "--parallelism.tensor_parallel_degree=2", "--world-size=4")
+    assert "experts: ep 1 x etp 1 x fsdp 2" in output
+    assert "w1 (8, 256, 256), on this rank (4, 128, 256)" in output
+
+
 @pytest.mark.parametrize(
     ("line", "broken", "message"),
     [

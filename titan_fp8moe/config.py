@@ -46,6 +46,10 @@ class Fp8FlowMoEConfig:
     """Every so many steps, count underflow, scales and transpose shifts (:mod:`titan_fp8moe.statistics`) and log them
     to TensorBoard or W&B. 0: never. The first step of a run is not counted."""
 
+    def describe(self) -> str:
+        """What each layer does, for logs: every setting but which layers."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "filter_fqns")
+
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for f in fields(self):

@@ -9,7 +9,7 @@ Nothing here knows of autograd; :mod:`titan_fp8moe.moe` makes one autograd funct
 What does not depend on the rows comes in calls of its own, so that it can run while they are on their way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ class Rows(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The rows' expert order; see :func:`titan_fp8moe.recipe.expert_layout`."""
+    """The rows' expert order; see :func:`titan_fp8moe.recipe.expert_layout`. With expert parallelism the tokens are the
+    copies that arrived, and ``row_TK`` is (C, top_k)."""
 
     offsets_E: Tensor
     token_M: Tensor
@@ -55,16 +56,16 @@ class WeightCache:
         self.clear()
 
     def clear(self) -> None:
-        self.operands, self.versions = {}, None
+        self.operands = self.versions = None
 
-    def get(self, key: str, weights: ExpertWeights, quantize: Callable[[], tuple]) -> tuple:
-        """``quantize()``, or what it gave before under this key for these values of the weights."""
+    def get(self, weights: ExpertWeights) -> tuple[tuple[QuantizedWeight, ...], tuple[QuantizedWeight, ...]]:
+        """The forward's two operands and, transposed, the backward's two, of these values of the weights."""
         versions = _versions(weights)
         if versions != self.versions:
-            self.operands, self.versions = {}, versions
-        if key not in self.operands:
-            self.operands[key] = quantize()
-        return self.operands[key]
+            w1, w2, w3 = weights
+            (w13, w13_t), (w2, w2_t) = ops.quantize_weight_both(w1, w3), ops.quantize_weight_both(w2)
+            self.operands, self.versions = ((w13, w2), (w13_t, w2_t)), versions
+        return self.operands
 
 
 def _versions(weights: ExpertWeights) -> list[int]:
@@ -75,12 +76,10 @@ def quantize_weights(
     weights: ExpertWeights, cache: WeightCache | None = None
 ) -> tuple[QuantizedWeight, QuantizedWeight]:
     """The operands of the forward's GEMMs: gate and up in one, (E, 2H, D), and down, (E, D, H)."""
+    if cache is not None:
+        return cache.get(weights)[0]
     w1, w2, w3 = weights
-
-    def quantize() -> tuple[QuantizedWeight, QuantizedWeight]:
-        return ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
-
-    return quantize() if cache is None else cache.get("forward", weights, quantize)
+    return ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
 
 
 def _quantize_weights_transposed(
@@ -88,17 +87,12 @@ def _quantize_weights_transposed(
 ) -> tuple[QuantizedWeight | None, QuantizedWeight, QuantizedWeight]:
     """The operands of the backward's GEMMs: gate and up as in the forward if h is to be recomputed; gate and up
     transposed, (E, D, 2H); down transposed, (E, H, D)."""
-    w1, w2, w3 = weights
-
-    def quantize() -> tuple[QuantizedWeight, QuantizedWeight]:
-        return ops.quantize_weight_transposed(w1, w3), ops.quantize_weight_transposed(w2)
-
     if cache is not None:
-        w13 = quantize_weights(weights, cache)[0] if recompute_h else None
-        return w13, *cache.get("backward", weights, quantize)
-    if recompute_h:
-        return *ops.quantize_weight_both(w1, w3), ops.quantize_weight_transposed(w2)
-    return None, *quantize()
+        (w13, _), transposed = cache.get(weights)
+        return w13 if recompute_h else None, *transposed
+    w1, w2, w3 = weights
+    w13, w13_t = ops.quantize_weight_both(w1, w3) if recompute_h else (None, ops.quantize_weight_transposed(w1, w3))
+    return w13, w13_t, ops.quantize_weight_transposed(w2)
 
 
 def expert_ffn(
@@ -135,9 +129,9 @@ class ExpertFFNBackward:
     Args:
         x: as in the forward with ``recompute = experts``; else the rows that it was permuted from, one per token. Of
             these the weight gradient's transpose gathers, so that no token is kept once per expert.
-        layout: as in the forward.
         saved: as returned by the forward.
         weights: as in the forward, not yet quantized.
+        layout, score_before_experts, config: as in the forward.
         cache: of the layer's quantized weights, if they are to be kept.
     """
 
@@ -175,7 +169,9 @@ class ExpertFFNBackward:
         )
         self.dh, self.a = Rows(dh, dh_scale), self.a or Rows(a, a_scale)
         del d, self.h, self.h_scale, self.w2_t
-        return ops.grouped_mm(*self.dh, *self.w13_t, offsets_E, torch.bfloat16), ds_M
+        dx = ops.grouped_mm(*self.dh, *self.w13_t, offsets_E, torch.bfloat16)
+        del self.w13_t
+        return dx, ds_M
 
     def wgrad(self, dtype: torch.dtype, needed: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor | None]:
         """Gradients of w1, w2, w3 in ``dtype``, bf16 or fp32, None where not needed; after :meth:`dgrad`."""

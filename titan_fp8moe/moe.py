@@ -96,12 +96,18 @@ def routed_experts(
 
     Args:
         x_TD: (T, D) bf16 or fp32, D a multiple of 128.
-        weights: this rank's experts, local tensors.
+        weights: this rank's experts, local tensors: w1 and w3 (E, H, D), w2 (E, D, H), all bf16 or all fp32, H a
+            multiple of 128.
+        route: where the tokens go; ``route.num_experts`` is E times the ranks of ``ep_group``.
+        config: the recipe's settings; those of the model (``filter_fqns``, ``fp8_all_gather``, ...) mean nothing here.
         ep_group: the ranks the experts are spread over, in order; None when all are here.
         cache: keeps the quantized weights for the next call, unless gradients are off.
 
     Returns:
         (T, D) in the dtype of ``x_TD``.
+
+    Raises:
+        ValueError: for shapes, dtypes, a device or a number of rows that the kernels cannot work with.
     """
     return finish_routed_experts(start_routed_experts(x_TD, weights, route, config, ep_group, cache))
 
@@ -114,8 +120,8 @@ def start_routed_experts(
     ep_group: dist.ProcessGroup | None = None,
     cache: WeightCache | None = None,
 ) -> RoutedOutput:
-    """:func:`routed_experts` up to the start of the combine. What is computed between this and
-    :func:`finish_routed_experts` runs while tokens are on their way, here and in the backward."""
+    """:func:`routed_experts`, with its arguments and errors, up to the start of the combine. What is computed between
+    this and :func:`finish_routed_experts` runs while tokens are on their way, here and in the backward."""
     num_ranks = 1 if ep_group is None else ep_group.size()
     _check_inputs(x_TD, weights, route)
     if route.num_experts != num_ranks * weights.w1_EHD.shape[0]:
@@ -163,7 +169,7 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights, route: Route) -> None:
 
 
 def finish_routed_experts(pending: RoutedOutput) -> Tensor:
-    """(T, D): waits for what the other ranks return and sums it."""
+    """(T, D): waits for what the other ranks return and sums it. A RuntimeError if it has been finished before."""
     if not pending.exchange:
         return pending.out
     return _finish_eagerly(pending.out, *pending.exchange, *pending.rest)
@@ -358,10 +364,11 @@ def _routed_experts_forward(
         sizes = pending.wait()
         tensors = [kept_position_TK, copy_TK, token_C, sizes]
         exchange = _Exchange(*tensors, ep_name, combine)
+        rows = sum(_row_counts(sizes[1]))
+        capacity = _capacity(rows, E, sum(exchange.sent_copies))
         payload = ops.wait(exchange.start_dispatch(q, scale, position_TK, score_TK))
         q, scale, position_CK, score_CK = ops.unpack_dispatch(payload, D, top_k)
-        rows = sum(_row_counts(sizes[1]))
-        *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, _capacity(rows, E))
+        *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, capacity)
     else:
         layout = ops.expert_layout(expert_TK, score_TK, E, _capacity(expert_TK.numel(), E))
     layout = Layout(*layout)
@@ -376,11 +383,12 @@ def _routed_experts_forward(
     return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *x, *saved]
 
 
-def _capacity(rows: int, num_experts: int) -> int:
-    if (capacity := row_capacity(rows, num_experts)) > MAX_ROWS:
+def _capacity(rows: int, num_experts: int, sent: int = 0) -> int:
+    """Of rows for the experts of this rank, which sends ``sent`` to all ranks."""
+    if max(capacity := row_capacity(rows, num_experts), sent) > MAX_ROWS:
         raise ValueError(
-            f"{rows} rows for the {num_experts} experts of this rank are too many for the kernels' grids: {MAX_ROWS} "
-            "with padding; use fewer tokens per microbatch, or spread the experts over more ranks"
+            f"{rows} rows for the {num_experts} experts of this rank, or {sent} to send, are too many for the kernels' "
+            f"grids: {MAX_ROWS} with padding; use fewer tokens per microbatch, or spread the experts over more ranks"
         )
     return capacity
 

@@ -10,7 +10,8 @@ Three decisions make the recipe free of double quantization (FP8-Flow-MoE, arXiv
 
 Shape suffixes: ``T`` tokens, ``R`` rows that arrived at this rank's experts, ``M`` rows in expert order with every
 expert's group padded to a multiple of 128, ``E`` local experts, ``D`` model dim, ``H`` expert hidden dim, ``N`` and
-``K`` output and contraction dim of a GEMM.
+``K`` output and contraction dim of a GEMM. Beside a ``T``, or a ``C`` for the copies of tokens that are exchanged,
+``K`` is top_k.
 
 Rows in expert order come with ``offsets_E`` (int32): the end of each expert's padded group. Rows at and past
 ``offsets_E[-1]`` exist only because the buffer is sized without asking the device; their content is undefined.

@@ -163,6 +163,8 @@ def summarize(counts: Tensor) -> dict[str, float]:
     """
     figures = {}
     for kind, row in zip(KINDS, counts.cpu(), strict=True):
+        if not row.any():  # weights that were gathered in FP8
+            continue
         values, bytes_, spreads, nan_tiles, inputs = (part.double() for part in row.split(_SIZES))
         table = values.view(-1, TILE)
         counted = table[:_UNCOUNTED].sum(0)

@@ -74,6 +74,7 @@ TWO_RANKS = {
     "pp2": _parallel(8, pp=2, **PP),
     "pp2_interleaved": _parallel(8, pp=2, **INTERLEAVED),
     "ep2_one_in_bf16": _parallel(4, ep=2, **ONE_IN_BF16),
+    "ep2_fp8_gather_one_in_bf16": _parallel(4, ep=2, **FP8_GATHER, **ONE_IN_BF16),  # FSDP has one rank, gathers nothing
     "ep2_full_ac": _parallel(4, ep=2, fp8_flow_moe__recompute="none", **FULL_AC),
     "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
     "ep2_memory_budget": _parallel(4, ep=2, **MEMORY_BUDGET),
@@ -90,6 +91,7 @@ FOUR_RANKS = {
     "ep2_fsdp2_fp8_gather": _parallel(2, ep=2, **FP8_GATHER),
     "ep4": _parallel(2, ep=4),
     "hsdp2_ep2": _parallel(2, ep=2, replicate=2),
+    "hsdp2_ep2_fp8_gather": _parallel(2, ep=2, replicate=2, **FP8_GATHER),  # likewise
     "tp2_ep2": _parallel(4, tp=2, ep=2),
     "tp2_ep2_etp2": _parallel(4, tp=2, ep=2, etp=2),
     "pp2_ep2": _parallel(4, pp=2, ep=2, **PP),

@@ -49,9 +49,11 @@ def kept_token_counts(modules: Iterable[nn.Module]) -> Iterator[None]:
     """What runs in this context does not count for the load balancing of these modules' routers."""
     counts = [b for m in modules for name, b in m.named_buffers() if name.endswith("tokens_per_expert")]
     saved = [count.clone() for count in counts]
-    yield
-    for count, value in zip(counts, saved, strict=True):
-        count.copy_(value)
+    try:
+        yield
+    finally:
+        for count, value in zip(counts, saved, strict=True):
+            count.copy_(value)
 
 
 @functools.cache

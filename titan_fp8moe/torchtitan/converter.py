@@ -48,11 +48,12 @@ class Fp8FlowMoEConverter(ModelConverter):
         # Expert parallelism without expert tensor parallelism leaves the hidden dim whole, whatever the tensor degree.
         self.hidden_dim_shards = parallel_dims.etp if parallel_dims.ep > 1 else parallel_dims.tp
         self.expert_shards = parallel_dims.ep
-        # Of the ranks that FSDP has, those over which it shards what an expert-parallel rank holds.
-        fsdp = parallel_dims.dp_shard * parallel_dims.cp
-        if parallel_dims.ep > 1:
-            fsdp = fsdp * parallel_dims.tp // (parallel_dims.ep * parallel_dims.etp)
-        self.fsdp_shards = fsdp
+        self.fsdp_shards = expert_fsdp_shards(parallel_dims)
+        if self.config.fp8_all_gather and self.fsdp_shards == 1:
+            logger.warning(
+                f"{NAME}.fp8_all_gather has no effect: FSDP shards the experts over one rank, and gathers nothing; set "
+                "it to false"
+            )
 
     def convert(self, model: nn.Module) -> None:
         layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
@@ -81,11 +82,10 @@ class Fp8FlowMoEConverter(ModelConverter):
             # The norm of all gradients is taken of tensors on one mesh, and experts left in bf16 have FSDP's; TorchFT
             # averages over replicas what FSDP reduces.
             layer.experts.keep_fsdp = bool(skipped) or self.fault_tolerance
-        c = self.config
         logger.info(
             f"FP8-Flow-MoE: {len(selected)} MoE layers converted, {len(skipped)} left in bf16"
             f"{' (' + ', '.join(skipped) + ')' if skipped else ''}; {self.backend}; "
-            f"wgrad {c.wgrad}, save_h {c.save_h}, recompute {c.recompute}"
+            f"{self.config.describe()}"
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
@@ -128,6 +128,12 @@ class Fp8FlowMoEConverter(ModelConverter):
                 f"{local:g} per rank, not a multiple of 128; lower parallelism.tensor_parallel_degree, or with expert "
                 "parallelism set parallelism.expert_tensor_parallel_degree = 1"
             )
+
+
+def expert_fsdp_shards(dims: ParallelDims) -> int:
+    """Of the ranks that FSDP has, those over which it shards what an expert-parallel rank holds."""
+    fsdp = dims.dp_shard * dims.cp
+    return fsdp * dims.tp // (dims.ep * dims.etp) if dims.ep > 1 else fsdp
 
 
 def _check_hardware(emulate: bool) -> str:

@@ -70,9 +70,9 @@ def _cpu_device_module() -> SimpleNamespace:
 def _histc_with_integers(float_histc: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``torch.histc`` that also takes integers on the CPU and, as on CUDA, returns their dtype."""
 
-    def histc(input: Tensor, bins: int = 100, min: int = 0, max: int = 0) -> Tensor:
+    def histc(input: Tensor, bins: int = 100, min: int = 0, max: int = 0, **kwargs: Any) -> Tensor:
         if input.device.type != "cpu" or input.is_floating_point():
-            return float_histc(input, bins, min, max)
+            return float_histc(input, bins, min, max, **kwargs)
         return float_histc(input.float(), bins, min, max).to(input.dtype)
 
     return histc

@@ -24,6 +24,8 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
+from titan_fp8moe.torchtitan import converter
+
 # Parameter, gradient and Adam's two moments, all fp32 unless training.dtype says otherwise.
 _TENSORS_PER_PARAMETER = 4
 
@@ -105,20 +107,21 @@ def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, part
     accumulation = max(training.global_batch_size // sequences, 1)
     local = sum(_local(param).numel() for part in parts for param in part.parameters())
     gib = local * _TENSORS_PER_PARAMETER * TORCH_DTYPE_MAP[training.dtype].itemsize / 2**30
-    experts_fsdp = dims.dp_shard * dims.cp * dims.tp // (dims.ep * dims.etp)
     lines = [
         f"model     {config.model.name} {config.model.flavor}, {n_params:,} parameters, "
         f"converters {', '.join(config.model.converters) or 'none'}",
         f"layout    {dims.world_size} ranks = pp {dims.pp} x dp_replicate {dims.dp_replicate} x "
         f"dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}",
-        f"          experts: ep {dims.ep} x etp {dims.etp} x fsdp {experts_fsdp}",
+        f"          experts: ep {dims.ep} x etp {dims.etp} x fsdp {converter.expert_fsdp_shards(dims)}",
         f"batch     {sequences} sequences of {training.seq_len} tokens, {accumulation} times per step",
         f"rank {rank:<4} {local:,} parameters, {gib:.1f} GiB with gradients and Adam states",
     ]
     for part in parts:
         ends = [name for name in ("tok_embeddings", "norm", "output") if getattr(part, name) is not None]
         lines.append(f"          layers {', '.join(part.layers)}{' with ' if ends else ''}{', '.join(ends)}")
-    moe_blocks = {name: block for part in parts for name, block in part.layers.items() if block.moe_enabled}
+    moe_blocks = {
+        name: block for part in parts for name, block in part.layers.items() if getattr(block, "moe_enabled", False)
+    }
     for name, block in list(moe_blocks.items())[:1]:
         lines.append(f"experts   of layer {name}, {type(block.moe.experts).__name__}:")
         for key, param in block.moe.experts.named_parameters():
@@ -138,6 +141,7 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     config = ConfigManager().parse_args([f"--job.config_file={args.config}", *overrides])
     check_config(config)
+    converter._check_hardware = lambda emulate: "dry run"  # this machine is not the one that trains
     world_size = args.world_size or smallest_world_size(config)
     if not 0 <= args.rank < world_size:
         parser.error(f"--rank {args.rank}: there are {world_size} ranks")

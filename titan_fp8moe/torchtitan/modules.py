@@ -58,6 +58,11 @@ class Fp8FlowGroupedExperts(GroupedExperts):
     def forward(self, x_TD: Tensor, route: Route) -> RoutedOutput:
         """(T, D) -> (T, D), to be finished: each token's experts summed with their scores. With ``tp_mesh`` a partial
         sum over it."""
+        if isinstance(self.w1, DTensor) and self.ep_mesh is None and self.tp_mesh is None:
+            raise RuntimeError(
+                "these experts have been sharded by a parallel style that fp8_flow_moe does not know; use torchtitan's "
+                "TensorParallel, ExpertParallel or ExpertTensorParallel (torchtitan.distributed.expert_parallel)"
+            )
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
         if self.gathers_fp8 and not isinstance(weights[0], Fp8GatheredWeight):
             raise RuntimeError(
@@ -69,11 +74,7 @@ class Fp8FlowGroupedExperts(GroupedExperts):
 
     def extra_repr(self) -> str:
         experts, hidden, dim = self.w1.shape
-        c = self.config
-        return (
-            f"num_experts={experts}, dim={dim}, hidden_dim={hidden}, wgrad={c.wgrad}, save_h={c.save_h}, "
-            f"recompute={c.recompute}"
-        )
+        return f"num_experts={experts}, dim={dim}, hidden_dim={hidden}, {self.config.describe()}"
 
 
 class Fp8FlowMoE(MoE):

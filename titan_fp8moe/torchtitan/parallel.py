@@ -1,11 +1,14 @@
 """What torchtitan does to experts and reorderer to parallelize them, extended to converted layers.
 
-torchtitan's ``apply_moe_ep_tp`` (llama4, shared by deepseek_v3 and qwen3) creates its styles by name. The subclasses
-here take those names. For converted experts they shard the parameters as torchtitan does and record the mesh; the hooks
-that would dispatch and combine bf16 rows are left out, since the experts do that themselves in fp8. ``apply_fsdp``
-calls ``fully_shard`` by name, too. Other modules are parallelized as before.
+torchtitan's styles shard the experts' parameters and install hooks that dispatch and combine bf16 rows. Of converted
+experts they shard the parameters and record the mesh; there are no hooks, since the experts do that themselves in fp8.
+The styles are changed where they are defined, so that it does not matter which module has imported them.
+``apply_fsdp`` (llama4, shared by deepseek_v3 and qwen3) calls ``fully_shard`` by name, which is replaced there. Other
+modules are parallelized as before.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,52 +16,43 @@ import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts
 
+# Over which meshes a style spreads experts, and each expert.
+_MESHES = {
+    expert_parallel.TensorParallel: lambda mesh: (None, mesh),
+    expert_parallel.ExpertParallel: lambda mesh: (mesh, None),
+    expert_parallel.ExpertTensorParallel: lambda mesh: (mesh["ep"], mesh["etp"]),
+}
 
-class _FlowStyle:
-    """Mixin: ``_apply`` that installs no hooks on converted experts."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, Fp8FlowGroupedExperts):
-            return super()._apply(module, device_mesh)
-        module.set_meshes(*self._meshes(device_mesh))
+def _without_hooks(style: type[ParallelStyle]) -> Callable[..., nn.Module]:
+    """The style's ``_apply``, but for converted experts. Subclasses, which have hooks of their own, keep them."""
+    apply, meshes = style._apply, _MESHES[style]
+
+    @functools.wraps(apply)
+    def wrapper(self: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(self) is not style or not isinstance(module, Fp8FlowGroupedExperts):
+            return apply(self, module, device_mesh)
+        module.set_meshes(*meshes(device_mesh))
         return distribute_module(module, device_mesh, self._partition_fn)
 
-
-class TensorParallel(_FlowStyle, expert_parallel.TensorParallel):
-    """Every expert's hidden dim over the tensor-parallel ranks."""
-
-    @staticmethod
-    def _meshes(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-        return None, mesh
+    return wrapper
 
 
-class ExpertParallel(_FlowStyle, expert_parallel.ExpertParallel):
-    """Experts over ranks."""
+def _recording_mesh(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``ReordererSequenceParallel._apply``, which splits tokens over the tensor-parallel ranks; lets the layer know."""
 
-    @staticmethod
-    def _meshes(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-        return mesh, None
-
-
-class ExpertTensorParallel(_FlowStyle, expert_parallel.ExpertTensorParallel):
-    """Experts over ranks, and every expert's hidden dim over the tensor-parallel ranks."""
-
-    @staticmethod
-    def _meshes(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-        return mesh["ep"], mesh["etp"]
-
-
-class ReordererSequenceParallel(expert_parallel.ReordererSequenceParallel):
-    """Splits tokens over the tensor-parallel ranks, and lets the layer know that it does."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    @functools.wraps(apply)
+    def wrapper(self: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.tp_mesh = device_mesh
-        return super()._apply(module, device_mesh)
+        return apply(self, module, device_mesh)
+
+    return wrapper
 
 
 def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
@@ -79,9 +73,11 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
         and "offload_policy" not in kwargs
     ):
         kwargs["ignored_params"] = set(module.parameters())
-    # Without expert parallelism the experts are sharded with their block.
+    # Without expert parallelism the experts are sharded with their block. The last dim of a mesh is that of shards, the
+    # one before it of replicas; over one rank FSDP copies, and gathers nothing.
     inside = [m for part in (module if isinstance(module, list) else [module]) for m in part.modules()]
-    experts = [m for m in inside if isinstance(m, Fp8FlowGroupedExperts) and m.config.fp8_all_gather]
+    gathers = mesh.size(mesh.ndim - 1) > 1
+    experts = [m for m in inside if gathers and isinstance(m, Fp8FlowGroupedExperts) and m.config.fp8_all_gather]
     before = [m.w1 for m in experts]
     sharded = fsdp.fully_shard(module, mesh=mesh, **kwargs)
     for m, w1 in zip(experts, before, strict=True):
@@ -90,7 +86,11 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     return sharded
 
 
+@functools.cache
 def install() -> None:
-    """Gives torchtitan these styles and this ``fully_shard``. Calling again does nothing new."""
-    for it in (TensorParallel, ExpertParallel, ExpertTensorParallel, ReordererSequenceParallel, fully_shard):
-        setattr(llama4_parallelize, it.__name__, it)
+    """Changes torchtitan's styles, and gives it this ``fully_shard``. Calling again does nothing."""
+    for style in _MESHES:
+        style._apply = _without_hooks(style)
+    reorderer = expert_parallel.ReordererSequenceParallel
+    reorderer._apply = _recording_mesh(reorderer._apply)
+    llama4_parallelize.fully_shard = fully_shard
