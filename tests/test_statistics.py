@@ -19,6 +19,7 @@ from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.experts import ExpertWeights, Rows
 from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.torchtitan.compat import kept_token_counts
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
@@ -177,6 +178,20 @@ def test_recomputation_counts_once(recompute):
     exponents = counts[0].split(statistics._SIZES, 1)[1]
     # 400 routed rows of one tile, two tiles in dh; four 128x128 blocks in each weight. Byte 0 stands for padding.
     assert exponents[:, 1:].sum(1).tolist() == [400, 400, 400, 800, 12]
+
+
+def test_what_was_not_counted_has_no_figures():
+    """Weights that FSDP gathered in FP8 are not counted; their figures would be NaN."""
+    assert statistics.summarize(statistics._zeros("cpu")) == {}
+
+
+def test_token_counts_are_kept_through_an_error():
+    module = nn.Module()
+    module.register_buffer("tokens_per_expert", torch.arange(4.0))
+    with pytest.raises(RuntimeError, match="out of memory"), kept_token_counts([module]):
+        module.tokens_per_expert.add_(1)
+        raise RuntimeError("out of memory")
+    assert torch.equal(module.tokens_per_expert, torch.arange(4.0))
 
 
 def test_shape_inference_does_not_count(monkeypatch):

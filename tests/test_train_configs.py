@@ -49,6 +49,13 @@ def test_16b_short_builds_sharded():
     assert "w1 (64, 1408, 2048), on this rank (8, 1408, 2048)" in output
 
 
+def test_dense_model_builds(tmp_path: Path):
+    config, text = tmp_path / "dense.toml", (ROOT / "train_configs/debugmodel.toml").read_text()
+    config.write_text(text.replace('"deepseek_v3"', '"llama3"').replace('["fp8_flow_moe"]', "[]"))
+    output = dry_run(config)
+    assert "llama3 debugmodel" in output and "converters none" in output
+
+
 def test_tensor_parallel_experts_are_sharded_as_said():
     """Without expert parallelism tensor-parallel ranks do not count for FSDP."""
     config = ROOT / "train_configs/debugmodel.toml"
