@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.offline_compile import record_launches
 from titan_fp8moe.kernels import grouped_mm_hopper, hopper, wgrad_hopper
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
 class Pointer:
@@ -54,7 +55,6 @@ def programs(monkeypatch):
             arange=lambda start, end, layout: torch.arange(start, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             sum=lambda x, axis: int(x.sum(axis)),
-            max=lambda x, axis: int(x.max()),
             load=lambda pointer, mask=True, other=None: pointer.load(mask, other),
             minimum=min,
             maximum=max,
@@ -110,52 +110,65 @@ def test_grouped_mm_covers_every_tile_once(programs, kind, E, N):
     assert (seen == 1).all()
 
 
-# Many waves; few, with a narrow last column, with and without halves; with more experts than lanes; one column.
+# Many waves; few; narrow tiles in the last column, one column, or none because the result is stored transposed.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "E, N, K",
-    [(64, 2048, 1408), (1, 2048, 1408), (2, 2048, 1408), (8, 2048, 1408), (13, 2048, 1408), (4, 384, 384),
-     (16, 384, 384), (33, 384, 384), (3, 256, 2048), (2, 256, 128)],
+    [(64, 2816, 2048), (1, 2816, 2048), (2, 2816, 2048), (8, 2816, 2048), (2, 1408, 1408), (16, 384, 384),
+     (33, 384, 256), (3, 256, 2048), (2, 256, 128)],
 )  # fmt: skip
 @pytest.mark.parametrize("num_programs, parts", [(132, 1), (132, 2), (114, 1), (7, 1)])
-def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs, parts):
-    if N // parts % TILE:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs, parts, transposed):
+    rows = K if transposed else N
+    if rows // parts % (2 * TILE if transposed else TILE):
         parts = 1
     programs(num_programs)
     blocks = groups(kind, E)
     ends = ends_of(blocks)
     seen = torch.zeros(E, N // TILE, K // TILE, dtype=torch.int)
-    placed = pieces(wgrad_hopper, (Pointer(ends), N, K, E, parts), (N, K, E))
-    for (n, k, start, steps), wide, position, expert in placed:
+    for (n, k, start, steps), wide, position, expert in wgrad_pieces(ends, N, K, parts, transposed):
         assert k + TILE * (1 + wide) <= K
         seen[expert, n // TILE, k // TILE : k // TILE + 1 + wide] += 1
-        part, row = divmod(n, N // parts)
-        assert position == ((part * E + expert) * (N // parts) + row, k)
+        out_row, out_column = (k, n) if transposed else (n, k)
+        part, row = divmod(out_row, rows // parts)
+        assert position == ((part * E + expert) * (rows // parts) + row, out_column)
+        assert row + (TILE * (1 + wide) if transposed else TILE) <= rows // parts
         assert (start, steps) == (ends[expert] - blocks[expert] * TILE, blocks[expert])
     assert (seen == 1).all()
 
 
-# Last unless an expert has twice its share of rows, as in the third and the fourth; 64 experts are many waves.
+def wgrad_pieces(ends, N, K, parts=1, transposed=False):
+    E = len(ends)
+    return pieces(wgrad_hopper, (Pointer(ends), N, K, E, parts, transposed), (N, K, E))
+
+
+@pytest.mark.parametrize("blocks", [[90, 166], [166, 90], [128, 128], [0, 5]])
+def test_longer_of_two_experts_is_first(programs, blocks):
+    programs(132)
+    placed = wgrad_pieces(ends_of(blocks), 1408, 2048)
+    steps = [place[3] for place, _, _, _ in placed]
+    assert steps == sorted(steps, reverse=True)
+    # A wave of 132, and as halves the 44 that are left.
+    assert [wide for _, wide, _, _ in placed] == 132 * [True] + 88 * [False]
+
+
 @pytest.mark.parametrize(
-    "E, blocks, last",
-    [(8, [12] * 8, True), (8, [9, 15] * 4, True), (8, [0] * 4 + [12] * 4, False), (8, [6] * 7 + [42], False),
-     (2, [90, 166], True), (1, [12], True), (64, [12] * 64, False)],
-)  # fmt: skip
-def test_narrow_tiles_come_last_in_few_even_waves(programs, E, blocks, last):
-    programs(132)
-    N, K = 2048, 1408
-    wides = [wide for _, wide, _, _ in pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E, 1), (N, K, E))]
-    assert (wides == sorted(wides, reverse=True)) == last
+    "N, K, parts, transposed",
+    [
+        (2048, 1408, 1, True),
+        (2816, 1408, 2, False),
+        (2816, 2048, 2, False),
+        (1408, 1408, 1, False),
+        (512, 128, 2, True),
+    ],
+)
+def test_wgrad_is_transposed_if_that_spares_narrow_tiles(N, K, parts, transposed):
+    def meta(*shape, dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
 
-
-@pytest.mark.parametrize("blocks", [[90, 166], [166, 90], [12, 9, 15, 14, 12, 10, 15, 9]])
-def test_longest_expert_is_first_in_few_even_waves(programs, blocks):
-    programs(132)
-    (N, K), E = (2048, 1408), len(blocks)
-    placed = pieces(wgrad_hopper, (Pointer(ends_of(blocks)), N, K, E, 1), (N, K, E))
-    whole = [steps for (_, _, _, steps), wide, _, _ in placed if wide]
-    narrow = [steps for (_, k, _, steps), _, _, _ in placed if k == K - TILE]
-    assert whole[0] == narrow[0] == max(blocks)
-    halves = len(placed) - len(whole) - len(narrow)
-    assert halves == (56 if E == 2 else 0)
-    assert [k == K - TILE for (_, k, _, _), wide, _, _ in placed if not wide] == [True] * len(narrow) + [False] * halves
+    a, b, offsets = meta(N, 512, dtype=FP8), meta(K, 512, dtype=FP8), meta(2, dtype=torch.int32)
+    a_scale, b_scale = meta(N // TILE, 4, dtype=E8M0), meta(K // TILE, 4, dtype=E8M0)
+    (launch,) = record_launches(wgrad_hopper.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
+    assert launch.arguments["TRANSPOSED"] == transposed
+    assert (launch.arguments["N"], launch.arguments["K"]) == ((K, N) if transposed else (N, K))

@@ -171,7 +171,7 @@ def test_wgrad_groups(kernels, generator, groups, mode, dtype):
 
 
 @pytest.mark.parametrize("mode", ["balanced", "requantize"])
-@pytest.mark.parametrize("H", [128, 384])
+@pytest.mark.parametrize("H", [128, 256, 384])
 def test_wgrad_of_two_weights(kernels, generator, H, mode):
     """Gate's gradients, then up's, to the bit what they are in a result of their own each."""
     operands = make_wgrad_operands(generator, 768, 2 * H, 384, mode)
@@ -187,7 +187,7 @@ def test_wgrad_of_two_weights(kernels, generator, H, mode):
 
 
 @pytest.mark.parametrize("mode", ["balanced", "scaling_aware", "requantize"])
-@pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128)])
+@pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (512, 384)])
 def test_wgrad_shapes(kernels, generator, N, K, mode):
     operands = make_wgrad_operands(generator, 256, N, K, mode)
     check_wgrad(kernels, operands, offsets(128, 256, device=operands[0].device), torch.bfloat16)

@@ -35,7 +35,7 @@ def _problem(offsets_E, N: gl.constexpr, E: gl.constexpr):
     num_tiles = num_rows * ((N + 255) // 256)
     num_split = 0
     if N % 256 == 0:  # else there are narrow tiles among the last
-        num_split = hopper.split_tail(num_tiles, 0)
+        num_split = hopper.split_tail(num_tiles)
     return (offsets_E, num_rows, num_tiles - num_split, num_split), num_tiles + num_split
 
 
@@ -71,9 +71,10 @@ def _produce(operands, counter, offsets_E, N: gl.constexpr, K: gl.constexpr, E: 
 @gluon.jit
 def _consume(results, scales, offsets_E, CONSUMER: gl.constexpr, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
     problem, num_pieces = _problem(offsets_E, N, E)
+    never = num_pieces < 0
     if num_pieces > 0:
         hopper.consume(
-            results, num_pieces, problem, scales, num_pieces < 0, CONSUMER, N, K, E, _locate, _scale_pointers, K // 128
+            results, num_pieces, problem, scales, never, CONSUMER, N, K, E, _locate, _scale_pointers, False, K // 128
         )
 
 

@@ -150,14 +150,13 @@ def num_programs(num_pieces: int, device: torch.device) -> int:
 
 
 @gluon.jit
-def split_tail(num_wide, num_narrow):
-    """How many of the last wide tiles to compute as two halves each, so that the last wave takes less time.
+def split_tail(num_tiles):
+    """How many of the last tiles, all wide, to compute as two halves each, so that the last wave takes less time.
 
-    The wave has to have room for them and for the narrow tiles that follow, or some program would get two, which take
-    longer than a wide one.
+    The wave has to have room for them, or some program would get two, which take longer than a wide one.
     """
-    rest = num_wide % gl.num_programs(0)
-    return gl.where(2 * rest + num_narrow <= gl.num_programs(0), rest, 0)
+    rest = num_tiles % gl.num_programs(0)
+    return gl.where(2 * rest <= gl.num_programs(0), rest, 0)
 
 
 @gluon.jit
@@ -367,29 +366,46 @@ def _promote(acc, partial, factor):
 
 
 @gluon.jit
-def _store(out_desc, staging, out_position, acc, CONSUMER: gl.constexpr, PART: gl.constexpr):
-    row, column = out_position
+def _store(output, acc, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, PART: gl.constexpr):
+    out_desc, staging, row, column = output
     buffers: gl.constexpr = 32 // out_desc.dtype.primitive_bitwidth
     buffer = staging.index(CONSUMER * buffers + PART % buffers)
     tma.store_wait(buffers - 1)  # until the store that used this buffer last has read it
-    buffer.store(acc.to(out_desc.dtype))
+    if TRANSPOSED:
+        buffer.permute((1, 0)).store(acc.to(out_desc.dtype))
+        row += 64 * PART
+        column += 64 * CONSUMER
+    else:
+        buffer.store(acc.to(out_desc.dtype))
+        row += 64 * CONSUMER
+        column += 64 * PART
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, column + PART * 64], buffer)
+    tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
 
 
 @gluon.jit
-def _store_zeros(out_desc, staging, out_position, wide, CONSUMER: gl.constexpr):
+def _store_zeros(output, wide, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr):
     zero = gl.zeros([64, 64], gl.float32, PART_LAYOUT)
-    _store(out_desc, staging, out_position, zero, CONSUMER, 0)
-    _store(out_desc, staging, out_position, zero, CONSUMER, 1)
+    _store(output, zero, CONSUMER, TRANSPOSED, 0)
+    _store(output, zero, CONSUMER, TRANSPOSED, 1)
     if wide:
-        _store(out_desc, staging, out_position, zero, CONSUMER, 2)
-        _store(out_desc, staging, out_position, zero, CONSUMER, 3)
+        _store(output, zero, CONSUMER, TRANSPOSED, 2)
+        _store(output, zero, CONSUMER, TRANSPOSED, 3)
 
 
 @gluon.jit
 def _block(
-    ring, block, scales, partials, accs, never, output, CONSUMER: gl.constexpr, PARTS: gl.constexpr, LAST: gl.constexpr
+    ring,
+    block,
+    scales,
+    partials,
+    accs,
+    never,
+    output,
+    CONSUMER: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    PARTS: gl.constexpr,
+    LAST: gl.constexpr,
 ):
     """Multiplies and promotes one block, whose part 0 is under way, and starts the next one's.
 
@@ -398,7 +414,6 @@ def _block(
     a_ring, b_ring, full, empty = ring
     p0, p1 = partials
     acc0, acc1, acc2, acc3 = accs
-    out_desc, staging, out_position = output
     a_byte, b0_byte, b1_byte = scales
     factor0 = _power_of_two(a_byte) * _power_of_two(b0_byte)
     factor1 = _power_of_two(a_byte) * _power_of_two(b1_byte)
@@ -412,13 +427,13 @@ def _block(
     if PARTS == 4:
         p0 = _start(ring, stage, p0, never, CONSUMER, 2)
     if LAST:
-        _store(out_desc, staging, out_position, acc0, CONSUMER, 0)
+        _store(output, acc0, CONSUMER, TRANSPOSED, 0)
     if PARTS == 4:
         p1 = warpgroup_mma_wait(1, deps=[p1])
         acc1 = _promote(acc1, p1, factor0)
         p1 = _start(ring, stage, p1, never, CONSUMER, 3)
         if LAST:
-            _store(out_desc, staging, out_position, acc1, CONSUMER, 1)
+            _store(output, acc1, CONSUMER, TRANSPOSED, 1)
         p0 = warpgroup_mma_wait(1, deps=[p0])
         acc2 = _promote(acc2, p0, factor1)
     if LAST:
@@ -430,14 +445,14 @@ def _block(
     mbarrier.arrive(empty.index(stage))
     if PARTS == 4:
         if LAST:
-            _store(out_desc, staging, out_position, acc2, CONSUMER, 2)
+            _store(output, acc2, CONSUMER, TRANSPOSED, 2)
         acc3 = _promote(acc3, p1, factor1)
         if LAST:
-            _store(out_desc, staging, out_position, acc3, CONSUMER, 3)
+            _store(output, acc3, CONSUMER, TRANSPOSED, 3)
     else:
         acc1 = _promote(acc1, p1, factor0)
         if LAST:
-            _store(out_desc, staging, out_position, acc1, CONSUMER, 1)
+            _store(output, acc1, CONSUMER, TRANSPOSED, 1)
     return (p0, p1), (acc0, acc1, acc2, acc3)
 
 
@@ -455,6 +470,7 @@ def _compute_piece(
     E: gl.constexpr,
     LOCATE: gl.constexpr,
     SCALES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     PARTS: gl.constexpr,
 ):
     """The consumer's 64 rows of a piece, from the ring to memory. Returns the program's number of blocks so far, and
@@ -480,14 +496,14 @@ def _compute_piece(
         if PARTS == 4:
             next_b1_byte = gl.load(b_pointer + b_half)
         partials, accs = _block(
-            ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, PARTS, False
+            ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, TRANSPOSED, PARTS, False
         )
         a_byte = next_a_byte
         b0_byte = next_b0_byte
         b1_byte = next_b1_byte
         block += 1
     following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
-    _block(ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, PARTS, True)
+    _block(ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, TRANSPOSED, PARTS, True)
     return block + 1, following
 
 
@@ -504,12 +520,14 @@ def consume(
     E: gl.constexpr,
     LOCATE: gl.constexpr,
     SCALES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     STEPS: gl.constexpr,
 ):
     """A consumer's work, of at least one piece.
 
     Args:
         never: false, in a way that the compiler cannot know.
+        TRANSPOSED: a tile's rows are columns of the result; ``LOCATE``'s position is that in the result.
         STEPS: every piece's number of blocks, None where pieces differ and may have none.
     """
     out_desc, staging, ring, slots = results
@@ -520,7 +538,7 @@ def consume(
     while index < num_pieces:
         turn += 1
         row, column = position
-        output = (out_desc, staging, (row + 64 * CONSUMER, column))
+        output = (out_desc, staging, row, column)
         where = (slots, turn, num_pieces, problem, scales)
         if STEPS is None:
             is_empty = steps == 0
@@ -530,15 +548,15 @@ def consume(
             piece = (STEPS, pointers, scale_bytes)
         if is_empty:
             following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
-            _store_zeros(out_desc, staging, (row + 64 * CONSUMER, column), wide, CONSUMER)
+            _store_zeros(output, wide, CONSUMER, TRANSPOSED)
         # Two loops, rather than conditions in one: ptxas gives up on WGMMAs that may or may not be under way.
         elif wide:
             block, following = _compute_piece(
-                ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, 4
+                ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, TRANSPOSED, 4
             )
         else:
             block, following = _compute_piece(
-                ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, 2
+                ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, TRANSPOSED, 2
             )
         index, wide, position, steps, pointers, scale_bytes = following
     tma.store_wait(0)
