@@ -1,7 +1,7 @@
 """A converted MoE layer with experts on two ranks, when something is wrong.
 
     torchrun --nproc_per_node 2 faults_worker.py      # routing at its extremes, and NaN
-    faults_worker.py OUT                              # a rank dies, or stalls, during dispatch
+    faults_worker.py OUT BACKEND                      # a rank dies, or stalls, during dispatch
 
 torchtitan's own function parallelizes the experts. Every token's experts are given; the router only decides the scores.
 """
@@ -131,12 +131,17 @@ def check_nan(device: str, rank: int) -> None:
             check(f"NaN in a {where}: {key} of others", torch.equal(result[key][kept], clean[key][kept]))
 
 
-def lose_rank(how: str, rank: int, out: Path) -> None:
-    """Rank 1 dies or stalls when it is to send its rows; rank 0 leaves in ``out`` after how long it noticed, how."""
+def lose_rank(how: str, rank: int, out: Path, backend: str) -> None:
+    """Rank 1 dies or stalls when it is to send its rows. Rank 0 leaves in ``out`` when that was, and what it heard."""
+    device = "cuda" if backend == "nccl" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    parallel.install()
     store = dist.FileStore(str(out / f"{how}.store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
-    moe = make_layer("cpu", spread=True)
-    batch = torch.randn(8, D), torch.tensor([[0, 3]]).repeat(8, 1), torch.randn(8, D)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
+    moe = make_layer(device, spread=True)
+    x, experts, dout = torch.randn(8, D), torch.tensor([[0, 3]]).repeat(8, 1), torch.randn(8, D)
+    batch = x.to(device), experts.to(device), dout.to(device)
     run(moe, *batch)
     if rank == 1:
         exchange = ops.start_all_to_all
@@ -150,22 +155,22 @@ def lose_rank(how: str, rank: int, out: Path) -> None:
 
         ops.start_all_to_all = fault
     dist.barrier()
-    start, said = time.monotonic(), "nothing"
+    (out / f"{how}.begin").write_text(str(time.time()))
     try:
         run(moe, *batch)
+        if device == "cuda":
+            torch.cuda.synchronize()
     except RuntimeError:
-        said = traceback.format_exc()
-        raise
-    finally:
         if rank == 0:
-            (out / f"{how}.txt").write_text(f"{time.monotonic() - start:.1f}\n{said}")
+            (out / f"{how}.txt").write_text(traceback.format_exc())
+        raise
 
 
-def lose_ranks(out: Path) -> None:
-    """Both ways at the same time, in forks of this process: imports take longer than the test."""
-    context = torch.multiprocessing.get_context("fork")
+def lose_ranks(out: Path, backend: str) -> None:
+    """Both ways at the same time; with gloo in forks of this process, since imports take longer than the test."""
+    context = torch.multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
     processes = {
-        (how, rank): context.Process(target=lose_rank, args=(how, rank, out))
+        (how, rank): context.Process(target=lose_rank, args=(how, rank, out, backend))
         for how in ("dies", "stalls")
         for rank in range(2)
     }
@@ -173,17 +178,18 @@ def lose_ranks(out: Path) -> None:
         process.start()
     for (how, rank), process in processes.items():
         if rank == 0:
-            process.join(10 * TIMEOUT)
-            print(f"{how}: rank 0 ended with {process.exitcode}", flush=True)
+            process.join(20 * TIMEOUT)
+            seconds = time.time() - float((out / f"{how}.begin").read_text())
+            print(f"{how}: rank 0 ended with {process.exitcode} after {seconds:.1f} s", flush=True)
     for process in processes.values():
         process.kill()
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    parallel.install()
     if len(sys.argv) > 1:
-        return lose_ranks(Path(sys.argv[1]))
+        return lose_ranks(Path(sys.argv[1]), sys.argv[2])
+    parallel.install()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
