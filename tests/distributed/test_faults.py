@@ -21,12 +21,13 @@ def test_extreme_routing_and_nan():
     assert done.stdout.count("ok ") == 47 and "FAILED" not in done.stdout, log
 
 
-# What rank 0 raises, and which of its lines; NCCL's watchdog aborts the process instead, which waits for a stream.
+# Of rank 0: its exit code, what it says, and within how many seconds of the timeout it ends. NCCL's watchdog aborts the
+# process, whose stream waits for good; it took a minute more on torch 2.11, presumably in order to leave its traces.
 LOST = {
-    ("gloo", "dies"): (1, "Connection"),
-    ("gloo", "stalls"): (1, f"Timed out waiting {TIMEOUT}000ms"),
-    ("nccl", "dies"): (-signal.SIGABRT, "Watchdog caught collective operation timeout"),
-    ("nccl", "stalls"): (-signal.SIGABRT, "Watchdog caught collective operation timeout"),
+    ("gloo", "dies"): (1, "Connection", 5),
+    ("gloo", "stalls"): (1, f"Timed out waiting {TIMEOUT}000ms", 5),
+    ("nccl", "dies"): (-signal.SIGABRT, "Watchdog caught collective operation timeout", 75),
+    ("nccl", "stalls"): (-signal.SIGABRT, "Watchdog caught collective operation timeout", 75),
 }
 
 
@@ -45,9 +46,9 @@ def test_lost_rank_ends_the_others(tmp_path, backend):
     )
     log = done.stdout[-3000:] + done.stderr[-6000:]
     for how in ("dies", "stalls"):
-        code, message = LOST[backend, how]
+        code, message, limit = LOST[backend, how]
         ended = re.search(rf"{how}: rank 0 ended with {code} after ([\d.]+) s", done.stdout)
-        assert ended and float(ended[1]) < TIMEOUT + (5 if backend == "gloo" else 30), log
+        assert ended and float(ended[1]) < TIMEOUT + limit, log
         if backend == "gloo":
             said = (tmp_path / f"{how}.txt").read_text()
             assert "ops/all_to_all.py" in said and message in said, said
