@@ -7,7 +7,7 @@ dim: every expert has the same tiles, and takes as many blocks of 128 for each a
 A narrow tile takes more than half of a wide one's time, since it needs 1.33 times the operands for a product. Where a
 weight has an odd multiple of 128 columns, but its rows are a multiple of 256 (the 16B model's down projection,
 2048x1408), the operands change places and tiles are stored transposed: 256 rows and 128 columns, none of them narrow.
-With 4 and 8 experts that was 1 to 6% faster, 10 to 15% where one had half of the rows.
+With 4 and 8 experts that was up to 6% faster, 10 to 15% where one had half of the rows.
 """
 
 import torch
