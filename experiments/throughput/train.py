@@ -11,9 +11,10 @@ options: ``fp8_flow:recompute=experts,save_h=fp8``.
 
 Overrides of torchtitan's after ``--`` hold for every run; the folder and the records carry them in their names.
 
-``--largest-batch LOW HIGH`` looks by bisection for the largest local batch of each variant that trains
-``BATCH_STEPS`` steps; the first of these compiles, and Adam's states exist from the second on. A run that is out of
-time ends the search: give it a ``--timeout`` of two minutes and more, since one that hardly fits is slow.
+``--largest-batch LOW HIGH`` looks by bisection, from LOW to HIGH, for the largest local batch of each variant that
+trains ``BATCH_STEPS`` steps; the first of these compiles, and Adam's states exist from the second on. It is found if
+the next larger one was tried and ran out of memory. A run that is out of time ends the search: give it a ``--timeout``
+of two minutes and more, since one that hardly fits is slow.
 """
 
 import argparse
@@ -157,10 +158,10 @@ def in_turn(todo: list[tuple[str, int]], args: argparse.Namespace) -> Iterator[d
 
 
 def largest_batch(variant: str, args: argparse.Namespace) -> dict:
-    """Bisects between two local batches, the larger of which is taken not to fit."""
+    """Bisects the local batches from the first to the last that are given."""
     low, high = args.largest_batch
     fits, tried = 0, {}
-    while low < high:
+    while low <= high:
         batch = (low + high) // 2
         left = args.begin + args.budget - time.monotonic()
         if left < 0:
@@ -177,10 +178,10 @@ def largest_batch(variant: str, args: argparse.Namespace) -> dict:
         finally:
             run.end()
         if error:
-            high = batch
+            high = batch - 1
         else:
             fits, low = batch, batch + 1
-    return {"variant": variant, "largest": fits, "found": low >= high, "tried": tried}
+    return {"variant": variant, "largest": fits, "found": tried.get(fits + 1) == OUT_OF_MEMORY, "tried": tried}
 
 
 def table(results: list[dict], steps: list[int]) -> str:
