@@ -323,13 +323,17 @@ def test_largest_batch(monkeypatch, tmp_path, fitting):
 
     monkeypatch.setattr(train, "Run", FakeRun)
     args = argparse.Namespace(largest_batch=(4, 12), begin=time.monotonic(), budget=100, timeout=1)
-    found = train.largest_batch("bf16", args)
+    found = train.largest_batch("bf16", args, {})
     assert found["largest"] == (min(fitting, 12) if fitting >= 4 else 0) and len(found["tried"]) <= 4
     assert found["found"] == (4 <= fitting < 12)  # else it is below the first, or perhaps above the last
     said = {batch: "fits, 8,569 tokens/s/GPU, 6 allocation retries" for batch in found["tried"] if batch <= fitting}
     assert found["tried"] == dict.fromkeys(found["tried"], train.OUT_OF_MEMORY) | said
     args.budget = -1
-    assert not train.largest_batch("bf16", args)["found"]
+    assert not train.largest_batch("bf16", args, {})["found"]
+    earlier = {13: "fits, 1 tokens/s/GPU, 0 allocation retries", 14: train.OUT_OF_MEMORY}
+    assert train.largest_batch("bf16", args, earlier) == {
+        "variant": "bf16", "largest": 13, "found": True, "tried": earlier
+    }  # fmt: skip
 
 
 def test_log(tmp_path: Path):

@@ -157,10 +157,10 @@ def in_turn(todo: list[tuple[str, int]], args: argparse.Namespace) -> Iterator[d
             run.end()
 
 
-def largest_batch(variant: str, args: argparse.Namespace) -> dict:
-    """Bisects the local batches from the first to the last that are given."""
+def largest_batch(variant: str, args: argparse.Namespace, tried: dict[int, str]) -> dict:
+    """Bisects the local batches from the first to the last that are given; ``tried`` is what earlier searches tried."""
     low, high = args.largest_batch
-    fits, tried = 0, {}
+    tried = dict(tried)
     while low <= high:
         batch = (low + high) // 2
         left = args.begin + args.budget - time.monotonic()
@@ -180,8 +180,10 @@ def largest_batch(variant: str, args: argparse.Namespace) -> dict:
         if error:
             high = batch - 1
         else:
-            fits, low = batch, batch + 1
-    return {"variant": variant, "largest": fits, "found": tried.get(fits + 1) == OUT_OF_MEMORY, "tried": tried}
+            low = batch + 1
+    fits = max((batch for batch, said in tried.items() if said.startswith("fits")), default=0)
+    found = tried.get(fits + 1) == OUT_OF_MEMORY
+    return {"variant": variant, "largest": fits, "found": found, "tried": dict(sorted(tried.items()))}
 
 
 def table(results: list[dict], steps: list[int]) -> str:
@@ -264,11 +266,14 @@ def main() -> None:
     folder, args.out = args.out, args.out / re.sub(r"[^\w.-]", "_", name)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.largest_batch:
-        found, args.steps = [], BATCH_STEPS
+        args.steps = BATCH_STEPS
+        path = args.out / "largest_batch.json"
+        found = {f["variant"]: f for f in json.loads(path.read_text())} if path.exists() else {}
         for variant in args.variants:
-            found.append(largest_batch(variant, args))
-            write_text(args.out / "largest_batch.json", json.dumps(found, indent=1) + "\n")
-            write_records(folder / "results.json", batch_records(found, shape))
+            tried = {int(batch): said for batch, said in found.get(variant, {}).get("tried", {}).items()}
+            found[variant] = largest_batch(variant, args, tried)
+            write_text(path, json.dumps([*found.values()], indent=1) + "\n")
+            write_records(folder / "results.json", batch_records([*found.values()], shape))
         return
     path = args.out / "runs.json"
     results = json.loads(path.read_text()) if path.exists() else []

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,7 +27,8 @@ from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 D, H, EXPERTS, TOP_K = 256, 128, 4, 2
-TIMEOUT = 5  # seconds a collective may wait
+TIMEOUT = 5  # seconds a collective may wait for a lost rank
+SETUP = 120  # and before
 WEIGHTS = ("w1", "w2", "w3")
 
 
@@ -132,13 +132,15 @@ def check_nan(device: str, rank: int) -> None:
 
 
 def lose_rank(how: str, rank: int, out: Path, backend: str) -> None:
-    """Rank 1 dies or stalls when it is to send its rows. Rank 0 leaves in ``out`` when that was, and what it heard."""
+    """Rank 1 dies or stalls when it is to send its rows. What rank 0 says, its libraries included, goes to a file."""
+    if rank == 0:
+        os.dup2(os.open(out / f"{how}.err", os.O_WRONLY | os.O_CREAT), 2)
     device = "cuda" if backend == "nccl" else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)
     parallel.install()
     store = dist.FileStore(str(out / f"{how}.store"), 2)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=SETUP))
     moe = make_layer(device, spread=True)
     x, experts, dout = torch.randn(8, D), torch.tensor([[0, 3]]).repeat(8, 1), torch.randn(8, D)
     batch = x.to(device), experts.to(device), dout.to(device)
@@ -149,38 +151,42 @@ def lose_rank(how: str, rank: int, out: Path, backend: str) -> None:
         def fault(rows: Tensor, *args):
             if rows.ndim == 2 and rows.shape[1] >= D:  # rows of tokens, not counts
                 if how == "stalls":
-                    time.sleep(10 * TIMEOUT)
+                    time.sleep(1000)
                 os.kill(os.getpid(), signal.SIGKILL)
             return exchange(rows, *args)
 
         ops.start_all_to_all = fault
     dist.barrier()
-    (out / f"{how}.begin").write_text(str(time.time()))
-    try:
-        run(moe, *batch)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    except RuntimeError:
-        if rank == 0:
-            (out / f"{how}.txt").write_text(traceback.format_exc())
-        raise
+    # Kernels are compiled by now, on one rank earlier than on the other.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
+    if rank == 0:
+        (out / f"{how}.begin").touch()
+    run(moe, *batch)
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def lose_ranks(out: Path, backend: str) -> None:
     """Both ways at the same time; with gloo in forks of this process, since imports take longer than the test."""
     context = torch.multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
     processes = {
-        (how, rank): context.Process(target=lose_rank, args=(how, rank, out, backend))
+        (how, rank): context.Process(target=lose_rank, args=(how, rank, out, backend), daemon=True)
         for how in ("dies", "stalls")
         for rank in range(2)
     }
     for process in processes.values():
         process.start()
-    for (how, rank), process in processes.items():
-        if rank == 0:
-            process.join(20 * TIMEOUT)
-            seconds = time.time() - float((out / f"{how}.begin").read_text())
-            print(f"{how}: rank 0 ended with {process.exitcode} after {seconds:.1f} s", flush=True)
+    begun, ended, deadline = {}, {}, time.monotonic() + SETUP + 20 * TIMEOUT
+    while len(ended) < 2 and time.monotonic() < deadline:
+        now = time.monotonic()
+        for how in ("dies", "stalls"):
+            if how not in begun and (out / f"{how}.begin").exists():
+                begun[how] = now
+            if how not in ended and processes[how, 0].exitcode is not None:
+                ended[how] = now
+                seconds = now - begun.get(how, float("nan"))
+                print(f"{how}: rank 0 ended with {processes[how, 0].exitcode} after {seconds:.1f} s", flush=True)
+        time.sleep(0.05)
     for process in processes.values():
         process.kill()
 

@@ -158,13 +158,15 @@ def check_wgrad(kernels, operands, offsets_E, dtype):
     assert_close(out, ref)
     for e, (start, stop) in by_expert(offsets_E):
         assert stop > start or not out[e].any(), "an expert without rows must get zeros"
+    return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["balanced", "requantize"])
+@pytest.mark.parametrize("N, K", [(128, 256), (256, 128)])  # on Hopper the second is transposed
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-def test_wgrad_groups(kernels, generator, groups, mode, dtype):
-    operands = make_wgrad_operands(generator, 768, 256, 128, mode)
+def test_wgrad_groups(kernels, generator, groups, N, K, mode, dtype):
+    operands = make_wgrad_operands(generator, 768, N, K, mode)
     for x in operands[::2]:
         x.view(torch.uint8)[:, groups[-1] :] = recipe.FP8_NAN  # unused rows must not matter
     check_wgrad(kernels, operands, offsets(*groups, device=operands[0].device), dtype)
@@ -184,6 +186,7 @@ def test_wgrad_of_two_weights(kernels, generator, H, mode):
     ]
     assert both.shape == (6, H, 384)
     assert torch.equal(both, torch.cat(each))
+    assert not both[[0, 1, 3, 4]][1::2].any(), "an expert without rows must get zeros"
 
 
 @pytest.mark.parametrize("mode", ["balanced", "scaling_aware", "requantize"])
@@ -194,9 +197,10 @@ def test_wgrad_shapes(kernels, generator, N, K, mode):
 
 
 @pytest.mark.parametrize("mode", ["balanced", "requantize"])
-def test_wgrad_of_views(kernels, generator, mode):
+@pytest.mark.parametrize("K", [128, 256])
+def test_wgrad_of_views(kernels, generator, K, mode):
     """The gate's and the up projection's gradients are rows of one tensor; their scales need not start at 16 bytes."""
-    dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, 384, 512, 128, mode)
+    dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, 384, 512, K, mode)
     groups = offsets(128, 384, device=xT.device)
     for a, a_scale in zip(dyT.chunk(2), dyT_scale.chunk(2), strict=True):
         check_wgrad(kernels, (a, a_scale, xT, xT_scale), groups, torch.float32)
@@ -250,6 +254,21 @@ def test_layer(kernels, generator, device, M, E, D, H):
         operands = make_wgrad_operands(generator, M, N, K, "balanced")
         check_wgrad(kernels, operands, groups, torch.bfloat16)
         check_wgrad(kernels, operands, groups, torch.float32)
+
+
+# More tiles than half the programs, so that not all are computed as halves.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N, K, parts", [(2048, 1408, 1), (1408, 2048, 1), (1024, 1408, 2)])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+def test_wgrad_groups_of_whole_tiles(kernels, generator, groups, N, K, parts, dtype):
+    operands = make_wgrad_operands(generator, 768, N, K, "balanced")
+    ends = offsets(*groups, device=operands[0].device)
+    if parts == 1:
+        return check_wgrad(kernels, operands, ends, dtype)
+    both = kernels.grouped_mm_wgrad(*operands, ends, dtype, parts)
+    whole = check_wgrad(kernels, operands, ends, dtype)
+    assert torch.equal(both, torch.cat(whole.chunk(parts, dim=1)))
 
 
 @pytest.mark.gpu

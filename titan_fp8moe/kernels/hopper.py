@@ -11,7 +11,8 @@ A program is three partitions that meet at mbarriers only:
 
 * the *producer*, one warp, takes pieces and asks TMA for the operands of block after block, a block being 128 of the
   contraction dim;
-* two *consumers*, a warpgroup each, multiply the upper and the lower 64 rows of a 128x256 tile.
+* two *consumers*, a warpgroup each, multiply the upper and the lower 64 rows of a 128x256 tile. (A tile's rows are A's
+  and its columns B's. If ``TRANSPOSED`` they are the result's columns and rows: 256 rows and 128 columns are stored.)
 
 Operands wait in a ring of ``STAGES`` stages. ``full[stage]`` completes when TMA has delivered its bytes and
 ``empty[stage]`` when both consumers have read them. The producer runs ahead over tile boundaries, so that a tile's
@@ -32,7 +33,7 @@ multiple of 128, and halves of wide ones, which shorten the last wave: see :func
 A kernel gives two functions:
 
 * ``LOCATE(index, problem, N, K, E)`` finds a piece. It returns the operands' ``(a_row, b_row, first_column, steps)``,
-  ``steps`` being its number of blocks; whether it is wide; the result's ``(row, column)``; and its expert, for
+  ``steps`` being its number of blocks; whether it is wide; its ``(row, column)`` in the result; and its expert, for
 * ``SCALES(scales, place, position, expert, CONSUMER)``: pointers to the scales of the piece's first block, with their
   steps from block to block and from B's half to half, ``(a_pointers, a_step, b_pointer, b_half, b_step)``.
 
@@ -527,7 +528,7 @@ def consume(
 
     Args:
         never: false, in a way that the compiler cannot know.
-        TRANSPOSED: a tile's rows are columns of the result; ``LOCATE``'s position is that in the result.
+        TRANSPOSED: whether a tile's rows are columns of the result.
         STEPS: every piece's number of blocks, None where pieces differ and may have none.
     """
     out_desc, staging, ring, slots = results

@@ -4,10 +4,11 @@ The program is that of :mod:`titan_fp8moe.kernels.hopper`. Here the groups are r
 dim: every expert has the same tiles, and takes as many blocks of 128 for each as it has rows. Operands have a scale per
 128x128 block, so that the factor of a product is one number; the tile loop's factor per row is 64 times that number.
 
-A narrow tile takes more than half of a wide one's time, since it needs 1.33 times the operands for a product. Where a
-weight has an odd multiple of 128 columns, but its rows are a multiple of 256 (the 16B model's down projection,
-2048x1408), the operands change places and tiles are stored transposed: 256 rows and 128 columns, none of them narrow.
-With 4 and 8 experts that was up to 6% faster, 10 to 15% where one had half of the rows.
+Where a weight's columns are an odd multiple of 128 the last column of tiles is narrow, and a narrow tile takes more
+than half of a wide one's time, presumably since it needs 1.33 times the operands for a product. If its rows are a
+multiple of 256 (the 16B model's down projection, 2048x1408), the operands change places and tiles are stored
+transposed, with 256 rows and 128 columns, which leaves no narrow row or column. With 4 and 8 experts that was up to 6%
+faster, 10 to 15% where one had half of the rows.
 """
 
 import torch
@@ -27,7 +28,7 @@ def _problem(
     """What :func:`_locate` needs, and the number of pieces.
 
     Of two experts the one with more rows is first, lest the last of its tiles keep few programs busy after the others
-    have ended: up to 20% for groups of 0.7 and 1.3 times the average. (With 4 and 8 experts that gave -6 to +5%.)
+    have ended: up to 23% for groups of 0.7 and 1.3 times the average. (With 4 and 8 experts that gave -6 to +5%.)
     """
     num_tiles: gl.constexpr = E * (N // 128) * ((K + 255) // 256)
     num_split = 0
@@ -161,26 +162,25 @@ def grouped_mm_wgrad(
     parts: int = 1,
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm_wgrad`; scales are per 128x128 block."""
-    N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
-    out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=aT_NM.device)
-    result = hopper.result(out.view(E * N, K))
+    N, K, E, device = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0], aT_NM.device
+    out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=device)
     transposed = K % (2 * TILE) != 0 and N // parts % (2 * TILE) == 0
+    a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale
     if transposed:
-        aT_NM, aT_scale, bT_KM, bT_scale = bT_KM, bT_scale, aT_NM, aT_scale
-        N, K = K, N
-    grid = (hopper.num_programs(E * (N // TILE) * (K // TILE), aT_NM.device),)
+        a, a_scale, b, b_scale = b, b_scale, a, a_scale
+    grid = (hopper.num_programs(E * (N // TILE) * (K // TILE), device),)
     wgrad_hopper_kernel[grid](
-        hopper.operand(aT_NM),
-        hopper.operand(bT_KM),
-        result,
-        aT_scale.view(torch.uint8),
-        bT_scale.view(torch.uint8),
+        hopper.operand(a),
+        hopper.operand(b),
+        hopper.result(out.view(E * N, K)),
+        a_scale.view(torch.uint8),
+        b_scale.view(torch.uint8),
         offsets_E,
-        hopper.counter(aT_NM.device),
-        *aT_scale.stride(),
-        *bT_scale.stride(),
-        N=N,
-        K=K,
+        hopper.counter(device),
+        *a_scale.stride(),
+        *b_scale.stride(),
+        N=a.shape[0],
+        K=b.shape[0],
         E=E,
         PARTS=parts,
         TRANSPOSED=transposed,
