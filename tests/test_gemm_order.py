@@ -114,9 +114,9 @@ def test_grouped_mm_covers_every_tile_once(programs, kind, E, N):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "E, N, K, transposed",
-    [(64, 2816, 2048, False), (1, 2816, 2048, False), (2, 2816, 2048, False), (8, 2816, 2048, False),
+    [(16, 2816, 2048, False), (1, 2816, 2048, False), (2, 2816, 2048, False), (8, 2816, 2048, False),
      (2, 1408, 1408, False), (16, 384, 384, False), (3, 256, 2048, False), (2, 256, 128, False),
-     (64, 1408, 2048, True), (1, 1408, 2048, True), (2, 1408, 2048, True), (8, 1408, 2048, True), (3, 384, 512, True),
+     (16, 1408, 2048, True), (1, 1408, 2048, True), (2, 1408, 2048, True), (8, 1408, 2048, True), (3, 384, 512, True),
      (2, 128, 256, True)],
 )  # fmt: skip
 @pytest.mark.parametrize("num_programs, parts", [(132, 1), (132, 2), (114, 1), (7, 1)])
