@@ -11,8 +11,8 @@ ruff check .
 ruff format --check .
 # Threads of several processes would fight for the cores.
 export OMP_NUM_THREADS=1
-# Triton decides at import whether kernels are interpreted, so the kernel tests run in a process of their own.
+# Triton decides at import whether kernels are interpreted, so the kernel tests run in processes of their own.
 TRITON_INTERPRET=1 python3 -m pytest tests/kernels -n 2 "$@"
 python3 -m pytest tests --ignore tests/kernels --ignore tests/distributed -n 2 --dist loadfile "$@"
-# These start processes of their own, up to four at a time.
+# One at a time: each starts two to four processes.
 python3 -m pytest tests/distributed "$@"

@@ -187,7 +187,7 @@ def test_wgrad_of_two_weights(kernels, generator, H, mode):
     ]
     assert both.shape == (6, H, 384)
     assert torch.equal(both, torch.cat(each))
-    assert not both[[0, 1, 3, 4]][1::2].any(), "an expert without rows must get zeros"
+    assert not both[[1, 4]].any(), "an expert without rows must get zeros"
 
 
 @pytest.mark.parametrize("mode", ["balanced", "scaling_aware", "requantize"])
