@@ -11,3 +11,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU of compute capability 9.0"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Fresh random numbers in every run; the seed is in the report of a failed test, ``SEED=...`` repeats it."""
+    seed = int(os.environ["SEED"]) if "SEED" in os.environ else torch.seed() % 2**31
+    print(f"SEED={seed}")
+    torch.manual_seed(seed)
+    return seed

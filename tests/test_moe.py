@@ -327,21 +327,26 @@ def test_extreme_routing(kind):
     tokens, experts = {"no_tokens": (0, E), "one_token": (1, E), "more_experts_than_tokens": (5, 64)}.get(
         kind, (129, E)
     )
-    x, scores, chosen, weights = make_layer(tokens, experts)
-    if kind == "one_expert":
-        chosen = torch.full_like(chosen, E - 1)
-    dout = torch.randn_like(x)
-    result = run(x, scores, chosen, weights, dout, Fp8FlowMoEConfig())
-    leaves = [t.double().requires_grad_() for t in (x, scores, *weights)]
-    reference = moe_layer(leaves[0], leaves[1], chosen, *leaves[2:], False)
-    reference.backward(dout.double())
-    for a, b in zip(result, [reference.detach(), *[leaf.grad for leaf in leaves]], strict=True):
+    # One token's score gradient is three numbers, which may all be near zero: errors are of 16 draws together. Theirs
+    # still varies, standard deviation 0.011 around 0.067, of the others at most 0.0024.
+    results, references = [], []
+    for _ in range(16 if tokens < 10 else 1):
+        x, scores, chosen, weights = make_layer(tokens, experts)
+        if kind == "one_expert":
+            chosen = torch.full_like(chosen, E - 1)
+        dout = torch.randn_like(x)
+        results.append(run(x, scores, chosen, weights, dout, Fp8FlowMoEConfig()))
+        leaves = [t.double().requires_grad_() for t in (x, scores, *weights)]
+        reference = moe_layer(leaves[0], leaves[1], chosen, *leaves[2:], False)
+        reference.backward(dout.double())
+        references.append([reference.detach(), *[leaf.grad for leaf in leaves]])
+        unused = [e for e in range(experts) if not (chosen == e).any()]
+        assert all(bool((grad[unused] == 0).all()) for grad in results[-1][3:])
+    for i, (draws, expected) in enumerate(zip(zip(*results, strict=True), zip(*references, strict=True), strict=True)):
+        a, b = torch.stack(draws), torch.stack(expected)
         assert a.shape == b.shape
         if tokens:
-            # The score gradient of one token is three numbers.
-            assert relative_error(a, b) < (0.3 if tokens < 10 else 0.09)
-    unused = [e for e in range(experts) if not (chosen == e).any()]
-    assert all(bool((grad[unused] == 0).all()) for grad in result[3:])
+            assert relative_error(a, b) < (0.15 if i == 2 and tokens < 10 else 0.09)
 
 
 def test_tiny_gradients_survive():

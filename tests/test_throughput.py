@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,6 +219,27 @@ def test_a_variant_that_fails_does_not_end_the_others():
     assert list(bench.forwards) == ["bf16", "fp8"] and steps == ["bf16", "bf16", "fp8", "fp8"]
 
 
+def test_what_cannot_be_captured_does_not_end_the_others(monkeypatch):
+    def capture(bench: SimpleNamespace, name: str) -> Callable[[], None]:
+        if name == "bf16":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return lambda: None
+
+    monkeypatch.setattr(layer, "capture", capture)
+    failed = {}
+    times = layer.times_of_graphs(SimpleNamespace(forwards=dict.fromkeys(["bf16", "fp8"])), failed, 2, 1e-3)
+    assert failed == {"bf16 as a CUDA graph": "RuntimeError: operation not permitted when stream is capturing"}
+    assert list(times) == ["fp8 as a CUDA graph"] and len(times["fp8 as a CUDA graph"]) == 2
+
+
+@pytest.mark.gpu
+def test_both_layers_as_graphs():
+    bench = layer.Bench(layer.TINY[0], 1)
+    failed = layer.warm_up(bench)
+    times = layer.times_of_graphs(bench, failed, 1, 1.0)
+    assert not failed and sorted(times) == ["bf16 as a CUDA graph", "fp8 as a CUDA graph"]
+
+
 def partial_result() -> dict:
     shape = dict(model="671B", D=7168, H=2048, top_k=8, experts=8, tokens=4096)
     return {
@@ -239,6 +261,7 @@ def test_what_is_known_of_a_layer_is_kept(tmp_path: Path, capsys):
         layer.save(result, tmp_path, 1)
     records = json.loads((tmp_path / "results.json").read_text())
     assert [(r["name"], r["speedup"]) for r in records] == [("moe_layer eager", 1.5)]
+    assert records[0]["reference"] == "torchtitan bf16, eager"
     assert json.loads((tmp_path / "layer_1gpu.json").read_text()) == [result]
 
 

@@ -6,7 +6,8 @@
 The layers are torchtitan's ``MoE`` with the same bf16 parameters, parallelized and compiled by torchtitan's functions;
 router, reorderer, shared experts and combine are inside the time. Variants take turns in blocks of back-to-back steps,
 in an order drawn anew for each round. FSDP and the quantization of weights are outside; a variant that quantizes them
-at every step is beside.
+at every step is beside. On one GPU, where no step waits for the device, both are measured a second time as CUDA graphs:
+what the GPU needs where the host is not what is waited for.
 
 A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Results are
 written after each; a variant that fails, as when memory runs out, is named with its error and left out. After
@@ -14,6 +15,7 @@ written after each; a variant that fails, as when memory runs out, is named with
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -254,7 +256,7 @@ def warm_up(bench: Bench) -> dict[str, str]:
                 torch.cuda.synchronize()
         except Exception as e:
             traceback.print_exc()
-            error = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:200] if str(e).strip() else ''}"
+            error = _first_line(e)
         ok = torch.tensor(error is None, dtype=torch.int32)
         if dist.is_initialized():
             dist.all_reduce(ok, dist.ReduceOp.MIN)  # over gloo
@@ -266,20 +268,60 @@ def warm_up(bench: Bench) -> dict[str, str]:
     return failed
 
 
-def times_in_turn(bench: Bench, rounds: int, block_ms: float) -> dict[str, list[float]]:
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+
+
+def capture(bench: Bench, name: str) -> Callable[[], None]:
+    """A variant's step as a CUDA graph, which keeps the memory that the step allocates.
+
+    Raises:
+        RuntimeError: if the step cannot be captured, or if the graph's gradient of the input is another.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd remembers on which stream a parameter's gradient was last added
+        bench.step(name)
+    expected = bench.x.grad
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        bench.step(name)
+    graph.replay()
+    error = float((bench.x.grad - expected).float().norm() / expected.float().norm())
+    if not error < 1e-2:  # torchtitan's layer adds in another order each time
+        raise RuntimeError(f"the graph's gradient of the input differs by {error:.2g}")
+    return graph.replay
+
+
+def times_of_graphs(bench: Bench, failed: dict[str, str], rounds: int, block_ms: float) -> dict[str, list[float]]:
+    """Milliseconds per replay; what cannot be captured is added to ``failed``."""
+    replays = {}
+    for variant in ("fp8", "bf16"):
+        if variant in bench.forwards:
+            name = f"{variant} as a CUDA graph"
+            try:
+                replays[name] = capture(bench, variant)
+            except Exception as e:
+                traceback.print_exc()
+                failed[name] = _first_line(e)
+    return times_in_turn(replays, rounds, block_ms)
+
+
+def times_in_turn(steps: dict[str, Callable[[], None]], rounds: int, block_ms: float) -> dict[str, list[float]]:
     """Milliseconds per step of each variant in each round."""
     repeats = {}
-    for name in bench.forwards:
-        count = torch.tensor(math.ceil(block_ms / elapsed(lambda: bench.step(name), 2)))  # noqa: B023
+    for name, step in steps.items():
+        count = torch.tensor(math.ceil(block_ms / elapsed(step, 2)))
         if dist.is_initialized():
             dist.broadcast(count, 0)
         repeats[name] = max(MIN_STEPS, int(count))
-    times = {name: [] for name in bench.forwards}
+    times = {name: [] for name in steps}
     draw = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
         for name in draw.sample(list(times), len(times)):
             # Half a turn's length untimed: the card's clocks still are those of what ran before, up to 3% apart.
-            times[name].append(elapsed(lambda: bench.step(name), repeats[name], repeats[name] // 2))  # noqa: B023
+            times[name].append(elapsed(steps[name], repeats[name], repeats[name] // 2))
     return times
 
 
@@ -302,10 +344,11 @@ def per_step(summary: dict[str, tuple[float, int]]) -> dict[str, tuple[float, fl
 
 
 def measure(bench: Bench, failed: dict[str, str], rounds: int, block_ms: float) -> Iterator[dict]:
-    """What is known of a shape, first without profiles, then with them."""
+    """What is known of a shape, first without profiles, then with them, then with the graphs' times."""
     own = kernel_trace.own_kernels()
     result = {"shape": asdict(bench.shape), "gpus": bench.gpus, "failed": failed}
-    result["ms"] = times_in_turn(bench, rounds, block_ms)
+    steps = {name: functools.partial(bench.step, name) for name in bench.forwards}
+    result["ms"] = times_in_turn(steps, rounds, block_ms)
     saved = [name for name in bench.forwards if "forced" not in name and "quantization" not in name]
     result["saved_bytes_per_token"] = {name: bench.saved_bytes(name) / bench.shape.tokens for name in saved}
     if CUDA:
@@ -321,6 +364,9 @@ def measure(bench: Bench, failed: dict[str, str], rounds: int, block_ms: float) 
         result["routed_experts"] = per_step(kernel_trace.by_name(routed))
         result["routed_experts_others"] = per_step(kernel_trace.by_name(k for k in routed if k.name not in own))
     yield result
+    if CUDA and bench.gpus == 1:
+        result["ms"] |= times_of_graphs(bench, failed, rounds, block_ms)
+        yield result
 
 
 def child(shape: Shape, args: argparse.Namespace) -> None:
@@ -416,12 +462,12 @@ def records(result: dict) -> list[dict]:
         "moe_layer eager": ("fp8 eager", "bf16 eager"),
         "moe_layer forced balance": ("fp8 forced balance", "bf16 forced balance"),
         "moe_layer with weight quantization": ("fp8 with weight quantization", "bf16"),
+        "moe_layer as a CUDA graph": ("fp8 as a CUDA graph", "bf16 as a CUDA graph"),
     } | {f"moe_layer fp8, {mode}": (f"fp8, {mode}", "bf16") for mode in MODES}
     for name, (ours, bf16) in pairs.items():
         if ours in ms and bf16 in ms:
-            out.append(
-                record(name, ms[ours], unit, f"torchtitan bf16, {'eager' if 'eager' in bf16 else 'compiled'}", ms[bf16])
-            )
+            how = "eager" if "eager" in bf16 else "compiled" + ", as a CUDA graph" * ("graph" in bf16)
+            out.append(record(name, ms[ours], unit, f"torchtitan bf16, {how}", ms[bf16]))
     for key, unit, title in (
         ("saved_bytes_per_token", "bytes per token", "saved"),
         ("peak_bytes", "bytes beyond parameters, gradients and input", "peak"),
@@ -438,7 +484,8 @@ def show(result: dict) -> None:
     shape, ms = Shape(**result["shape"]), {k: statistics.median(v) for k, v in result["ms"].items()}
     print(f"\n== {shape}, {result['gpus']} GPU(s)")
     for name, value in ms.items():
-        reference = ms.get("bf16 forced balance" if "forced" in name else "bf16 eager" if "eager" in name else "bf16")
+        kind = next((k for k in (" forced balance", " eager", " as a CUDA graph") if k in name), "")
+        reference = ms.get(f"bf16{kind}")
         low, high = min(result["ms"][name]), max(result["ms"][name])
         saved = result["saved_bytes_per_token"].get(name)
         peak = result.get("peak_bytes", {}).get(name)

@@ -39,12 +39,8 @@ def device() -> str:
 
 
 @pytest.fixture
-def generator(device, request) -> torch.Generator:
-    """Fresh random numbers in every run; the seed is in the report of a failed test, ``SEED=...`` repeats it."""
-    generator = torch.Generator(device)
-    seed = int(os.environ["SEED"]) if "SEED" in os.environ else generator.seed() % 2**31
-    print(f"SEED={seed}")
-    return generator.manual_seed(seed)
+def generator(device, seed) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)
