@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import weakref
 from collections import Counter
 
 import pytest
@@ -312,6 +313,28 @@ def test_microbatches_share_quantized_weights(recompute):
     want, _ = gradients(None)
     got, count = gradients(cache)
     assert count == 2 and torch.equal(got[0], want[0])
+
+
+def test_stale_weights_are_freed_before_there_are_others(monkeypatch):
+    weights = ExpertWeights(*make_layer()[-1])
+    cache = WeightCache()
+    old = weakref.ref(cache.get(weights)[0][0].q)
+    weights.w1_EHD.mul_(0.5)
+    quantize, alive = ops.quantize_weight_both, []
+    monkeypatch.setattr(ops, "quantize_weight_both", lambda *w: alive.append(old() is not None) or quantize(*w))
+    cache.get(weights)
+    assert alive == [False, False]
+
+
+def test_mixed_precision_changes_nothing():
+    """A trainer's autocast, as torchtitan's without FSDP, means bf16; the experts' products stay fp32."""
+    x, scores, chosen, weights = make_layer()
+    args = x, scores, chosen, weights, torch.randn_like(x), Fp8FlowMoEConfig()
+    want = run(*args)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = run(*args)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_nan_token_shows_in_its_own_output_only():

@@ -149,6 +149,8 @@ def test_errors_say_what_to_do():
     for other in (w[:1], torch.randn(2, 128, 256), w.bfloat16()):
         with pytest.raises(ValueError, match="share E, K and a dtype"):
             ops.quantize_weight(w, other)
+    with pytest.raises(ValueError, match="one or two weights, got 3"):
+        ops.quantize_weight(w, w, w)
     with pytest.raises(ValueError, match="bf16 or fp32; got .* torch.float16"):
         ops.quantize_weight_both(w.half())
     operands = recipe.transpose_pair(*rows(M, 384), *rows(M, 128))

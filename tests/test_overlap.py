@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from titan_fp8moe import moe, recipe
+from titan_fp8moe import moe, ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -109,6 +110,39 @@ def test_tokens_are_kept_as_they_arrived(layer, recompute):
     width = 128 + 2 * (4 + 4) + 16  # two positions and scores, a scale padded to 16 bytes
     kept = (16, width) if recompute == "activation" else (recipe.row_capacity(2 * 16, 4), 128)
     assert [t.shape for t in saved if t.dtype in (torch.uint8, recipe.FP8)] == [kept]
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+@pytest.mark.parametrize("recompute", ["activation", "experts"])
+def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchanged):
+    """Arrived rows, unless kept, before the first GEMM after them, permuted ones of the forward after GEMM 1."""
+    layer.experts.config.recompute = recompute
+    layer.experts.set_meshes(layer.experts.ep_mesh if exchanged else None, None)
+    permute, gemm, wgrad = ops.permute_rows, ops.grouped_mm, ops.grouped_mm_wgrad
+    arrived, permuted, calls = [], [], []
+
+    def permute_rows(q, *args):
+        out = permute(q, *args)
+        arrived.append(StorageWeakRef(q.untyped_storage()))
+        permuted.append(StorageWeakRef(out[0].untyped_storage()))
+        return out
+
+    def watched(op):
+        def call(*args):
+            calls.append([[not ref.expired() for ref in refs] for refs in (arrived, permuted)])
+            return op(*args)
+
+        return call
+
+    monkeypatch.setattr(ops, "permute_rows", permute_rows)
+    monkeypatch.setattr(ops, "grouped_mm", watched(gemm))
+    monkeypatch.setattr(ops, "grouped_mm_wgrad", watched(wgrad))
+    layer(torch.randn(2, 8, 128)).sum().backward()
+    again = recompute == "experts"  # GEMM 1 in the backward, before the gradients arrive
+    # Which of the rows that arrived are there, and which of those in expert order.
+    forward = [[[not again], [True]], [[not again], [again]]]
+    backward = [[[not again, False], [again, True]]] * 4
+    assert calls == forward + again * [[[False], [True]]] + backward
 
 
 def test_styles_of_any_module_know_converted_experts(layer, mesh):

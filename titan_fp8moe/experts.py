@@ -62,6 +62,7 @@ class WeightCache:
         """The forward's two operands and, transposed, the backward's two, of these values of the weights."""
         versions = _versions(weights)
         if versions != self.versions:
+            self.clear()  # before there are new ones
             w1, w2, w3 = weights
             (w13, w13_t), (w2, w2_t) = ops.quantize_weight_both(w1, w3), ops.quantize_weight_both(w2)
             self.operands, self.versions = ((w13, w2), (w13_t, w2_t)), versions
@@ -106,15 +107,17 @@ def expert_ffn(
     """y = (silu(x W1^T) * (x W3^T) * score) W2^T per expert.
 
     Returns:
-        y (M, D) bf16, and what the backward needs beside x: nothing (``recompute = experts``), GEMM 1's output
-        (``activation``; two tensors with ``save_h = fp8``), or that and GEMM 2's operand (``none``).
+        y (M, D) bf16, and what the backward needs: x (``recompute = experts``); or, beside the rows that x was permuted
+        from, GEMM 1's output (``activation``; two tensors with ``save_h = fp8``), or that and GEMM 2's operand
+        (``none``).
     """
+    saved = [*x] if config.recompute == "experts" else []
     h = ops.grouped_mm(*x, *w13, layout.offsets_E, torch.bfloat16)
+    del x
     keep_fp8_h = config.save_h == "fp8" and config.recompute != "experts"
     a, a_scale, h_q, h_scale = ops.swiglu_quantize(
         h, layout.score_M, layout.offsets_E, score_before_experts, keep_fp8_h
     )
-    saved = []
     if config.recompute != "experts":
         saved += [h_q, h_scale] if keep_fp8_h else [h]
     if config.recompute == "none":
@@ -174,7 +177,8 @@ class ExpertFFNBackward:
         return dx, ds_M
 
     def wgrad(self, dtype: torch.dtype, needed: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor | None]:
-        """Gradients of w1, w2, w3 in ``dtype``, bf16 or fp32, None where not needed; after :meth:`dgrad`."""
+        """Gradients of w1, w2, w3 in ``dtype``, bf16 or fp32, None where not needed (w1's and w3's: where neither is);
+        after :meth:`dgrad`."""
         offsets_E, mode = self.layout.offsets_E, self.config.wgrad
         dw1 = dw2 = dw3 = None
         if needed[0] or needed[2]:

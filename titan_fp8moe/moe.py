@@ -279,8 +279,9 @@ class _RoutedExperts(torch.autograd.Function):
             ctx.cache,
         )
         if exchange is not None:
-            q, scale, _, _ = ops.unpack_dispatch(ctx.journey.arrive(), D, 0)
+            q, scale = ops.unpack_dispatch(ctx.journey.arrive(), D, 0)[:2]
         dy = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
+        del q, scale  # views of the payload, if there is one
         dx_M, ds_M = ffn.dgrad(dy)
         if exchange is not None:
             payload = exchange.start_combine(dx_M, ds_M, layout.row_TK, row_R)
@@ -342,12 +343,12 @@ def _routed_experts_forward(
     recompute: str,
     combine: str,
 ) -> list[Tensor]:
-    """The layer's output and what its backward needs: the layout's 4 tensors, x's, and those of
-    :func:`titan_fp8moe.experts.expert_ffn`. With expert parallelism the output is an empty tensor, since it is under
-    way, and behind it come the tensors of :class:`_Exchange` and row_R (empty unless ``combine = rows``).
+    """The layer's output and what its backward needs: the layout's 4 tensors, the rows that arrived, one per token, and
+    the tensors of :func:`titan_fp8moe.experts.expert_ffn`. With expert parallelism the output is an empty tensor, since
+    it is under way, and behind it come the tensors of :class:`_Exchange` and row_R (empty unless ``combine = rows``).
 
-    Of x are kept the rows that arrived, one per token: values and scales, or with expert parallelism the payload they
-    are views of. With ``recompute = experts`` it is the rows in expert order, for nothing to be permuted twice.
+    The rows that arrived are values and scales, or with expert parallelism the payload they are views of. With
+    ``recompute = experts`` they are left out: ``expert_ffn`` keeps those in expert order, not to be permuted twice.
 
     ``weights`` are w1, w2, w3; or their values and scales in turn, 6 tensors, where they were gathered in FP8; or the 4
     tensors of :func:`titan_fp8moe.experts.quantize_weights`.
@@ -366,21 +367,25 @@ def _routed_experts_forward(
         exchange = _Exchange(*tensors, ep_name, combine)
         rows = sum(_row_counts(sizes[1]))
         capacity = _capacity(rows, E, sum(exchange.sent_copies))
-        payload = ops.wait(exchange.start_dispatch(q, scale, position_TK, score_TK))
-        q, scale, position_CK, score_CK = ops.unpack_dispatch(payload, D, top_k)
+        arrived = [ops.wait(exchange.start_dispatch(q, scale, position_TK, score_TK))]
+        q, scale, position_CK, score_CK = ops.unpack_dispatch(*arrived, D, top_k)
         *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, capacity)
+        del position_CK, score_CK
     else:
         layout = ops.expert_layout(expert_TK, score_TK, E, _capacity(expert_TK.numel(), E))
+        arrived = [q, scale]
     layout = Layout(*layout)
-    x = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
-    y, saved = expert_ffn(x, w13, w2, layout, score_before_experts, config)
-    if recompute != "experts":
-        x = (payload,) if ep_name else (q, scale)
+    x = [Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))]
+    del q, scale
+    if recompute == "experts":
+        arrived = []
+    # The last reference to x is given away, for its memory to be free after GEMM 1.
+    y, saved = expert_ffn(x.pop(), w13, w2, layout, score_before_experts, config)
     if not ep_name:
-        return [ops.unpermute_sum(y, layout.row_TK, x_TD.dtype), *layout, *x, *saved]
+        return [ops.unpermute_sum(y, layout.row_TK, x_TD.dtype), *layout, *arrived, *saved]
     _Journey.of(journey).send(exchange.start_combine(y, None, layout.row_TK, row_R))
     kept_row_R = row_R if combine == "rows" else row_R.new_empty(0)
-    return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *x, *saved]
+    return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *arrived, *saved]
 
 
 def _capacity(rows: int, num_experts: int, sent: int = 0) -> int:

@@ -423,6 +423,11 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
 # --- GEMMs ------------------------------------------------------------------------------------------------------------
 
 
+def _fp32_matmul(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # a trainer's mixed precision would round products to bf16
+        return a @ b
+
+
 def grouped_mm(
     a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -442,7 +447,7 @@ def grouped_mm(
             b_KN = dequantize(b_ENK[e], b_scale[e]).t()
             # Always the same shape: a row's result must not depend on how many rows its expert got.
             for m in range(start, end, TILE):
-                out[m : m + TILE] = dequantize(a_MK[m : m + TILE], a_scale[m : m + TILE]) @ b_KN
+                out[m : m + TILE] = _fp32_matmul(dequantize(a_MK[m : m + TILE], a_scale[m : m + TILE]), b_KN)
         start = end
     return out
 
@@ -475,7 +480,7 @@ def grouped_mm_wgrad(
         for m in range(start, end, TILE):
             rows, run = slice(m, m + TILE), slice(m // TILE, m // TILE + 1)
             a = dequantize(aT_NM[:, rows], aT_scale[:, run])
-            acc += a @ dequantize(bT_KM[:, rows], bT_scale[:, run]).t()
+            acc += _fp32_matmul(a, dequantize(bT_KM[:, rows], bT_scale[:, run]).t())
         out[e] = acc
         start = end
     return out.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)

@@ -87,7 +87,7 @@ def test_weights_fused_from_views(generator):
     parent = randn(generator, 2, 3, 256, 512)
     check_weight([parent[:, 0, :, 128:384], parent[:, 2, 128:, :256]])
     check_weight([randn(generator, 1, 128, 128).transpose(1, 2)])
-    check_weight([randn(generator, 2, n, 128) for n in (128, 256, 128)])
+    check_weight([randn(generator, 2, n, 128) for n in (128, 256)])
 
 
 def test_weight_hard_blocks(generator):

@@ -111,10 +111,11 @@ def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
 @functools.cache
 def _descriptor_fields(dtype: torch.dtype, block: int) -> dict[str, Any]:
     layout = gl.NVMMASharedLayout.get_default_for([block, block], GLUON_DTYPE[dtype])
-    return vars(TensorDescriptor.from_tensor(torch.empty(block, block, dtype=dtype), [block, block], layout))
+    example = torch.empty(block, block, dtype=dtype, device="cpu")
+    return vars(TensorDescriptor.from_tensor(example, [block, block], layout))
 
 
-NUM_COUNTERS = 4096  # for launches in graphs
+NUM_COUNTERS = 4096  # for streams and for launches in graphs
 _free_counters: dict[int, Iterator[Tensor]] = {}
 _stream_counters: dict[tuple[int, int], Tensor] = {}
 
@@ -128,17 +129,21 @@ def counter(device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.empty(1, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
-        free = next(_free_counters.get(device.index, iter(())), None)
-        # When none is left the graph sets its own to zero, one more thing to do in each replay.
-        return torch.zeros(1, dtype=torch.int32, device=device) if free is None else free
+        return _free_counter(device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     if key not in _stream_counters:
         if device.index not in _free_counters:
             zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # they are for any stream
             _free_counters[device.index] = (zeros[i : i + 1] for i in range(NUM_COUNTERS))
-        _stream_counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        _stream_counters[key] = _free_counter(device)
     return _stream_counters[key]
+
+
+def _free_counter(device: torch.device) -> Tensor:
+    free = next(_free_counters.get(device.index, iter(())), None)
+    # When none is left a graph sets its own to zero, one more thing to do in each replay.
+    return torch.zeros(1, dtype=torch.int32, device=device) if free is None else free
 
 
 def num_programs(num_pieces: int, device: torch.device) -> int:

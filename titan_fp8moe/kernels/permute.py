@@ -32,9 +32,10 @@ SUM_WARPS = 4
 
 @triton.jit
 def _chosen(expert_TK, token, k, T, K: tl.constexpr, EXPERTS: tl.constexpr):
-    """The k-th expert of each token, -1 where it is none of the EXPERTS."""
-    expert = tl.load(expert_TK + token * K + k, mask=token < T, other=-1).to(tl.int32)
-    return tl.where(expert < EXPERTS, expert, -1)
+    """The k-th expert of each token, -1 where it is none of the EXPERTS, and past the last token."""
+    expert = tl.load(expert_TK + token * K + k, mask=token < T, other=0)
+    one = (token < T) & (expert >= 0) & (expert < EXPERTS)  # before it is narrowed
+    return tl.where(one, expert.to(tl.int32), -1)
 
 
 @triton.jit

@@ -107,17 +107,16 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
 
 @triton.jit
 def _quantize_weight_kernel(
-    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, last_block, q, q_t, scale, first_block, N, K,
+    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, last_block, q, q_t, scale, N, K,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """One 128x128 block, read once and written in one or both layouts.
 
-    w, last_w: (E, N_i, K), unit stride along K, joined along N; last_w starts at block ``last_block`` of the two, and
-    they at block ``first_block`` of the result. q: (E, N, K) or None; q_t: (E, K, N) or None; scale:
-    (E, N // 128, K // 128) uint8.
+    w, last_w: (E, N_i, K), unit stride along K, joined along N; last_w starts at block ``last_block``. q: (E, N, K) or
+    None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
     """
-    k_block, n_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    out_block = first_block + n_block
+    k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_block = out_block
     if n_block >= last_block:
         n_block -= last_block
         w, stride_e, stride_n = last_w, last_stride_e, last_stride_n
@@ -143,9 +142,9 @@ def _quantize_weight_kernel(
 
 
 def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """128x128 quantization of weights (E, N_i, K), bf16 or fp32, as if concatenated along N.
+    """128x128 quantization of one or two weights (E, N_i, K), bf16 or fp32, as if concatenated along N.
 
-    The weights may be views with any strides along E and N. Two of them, gate and up, share a launch.
+    The weights may be views with any strides along E and N.
 
     Returns:
         q (E, N, K) e4m3 if ``plain``; q_t (E, K, N) e4m3 if ``transposed``; scale (E, N // 128, K // 128) e8m0. What is
@@ -158,18 +157,11 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=torch.uint8, device=device)
     weights = [w if w.stride(2) == 1 else w.contiguous() for w in weights]
-    first_block = 0
-    while weights:
-        (w, *others), weights = weights[:2], weights[2:]
-        last_w = others[0] if others else w
-        last_block = w.shape[1] // TILE
-        blocks = last_block + sum(o.shape[1] for o in others) // TILE
-        _quantize_weight_kernel[(K // TILE, blocks, E)](
-            w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), last_block,
-            q if plain else None, q_t if transposed else None, scale, first_block, N, K,
-            TILE=TILE, num_warps=WEIGHT_WARPS,
-        )  # fmt: skip
-        first_block += blocks
+    w, last_w = weights[0], weights[-1]
+    _quantize_weight_kernel[(K // TILE, N // TILE, E)](
+        w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), w.shape[1] // TILE,
+        q if plain else None, q_t if transposed else None, scale, N, K, TILE=TILE, num_warps=WEIGHT_WARPS,
+    )  # fmt: skip
     return q, q_t, scale.view(E8M0)
 
 

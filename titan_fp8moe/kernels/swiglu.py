@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8moe.kernels.quantize import quantize_tiles
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major
 
 # Rows per program. It divides 128, so a program lies on one side of offsets_E[-1], and the scales of 32 rows are one
 # 32-byte sector of a column. (M is a multiple of 128, so as an argument it never specializes a kernel anew.)
@@ -146,7 +146,8 @@ def swiglu_quantize_backward(
 
     Args:
         d_MH: (M, H) bf16.
-        h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0 column-major.
+        h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0, column-major, or copied: it may have been
+            saved elsewhere meanwhile (``torch.autograd.graph.save_on_cpu``), in another layout.
         score_M: (M,) fp32.
         offsets_E: (E,) int32; rows at and past its last entry are skipped.
 
@@ -154,13 +155,13 @@ def swiglu_quantize_backward(
         dh (M, 2H) e4m3, (M, 2H // 128) e8m0; GEMM 2's operand (M, H) e4m3, (M, H // 128) e8m0, empty unless
         ``recompute_a``; ds (M,) fp32. Scales are column-major.
     """
-    assert d_MH.is_contiguous() and h_M2H.is_contiguous() and (h_scale is None or h_scale.t().is_contiguous())
+    assert d_MH.is_contiguous() and h_M2H.is_contiguous()
     M, H = d_MH.shape
     dh, dh_scale = _rows(d_MH, M, 2 * H)
     q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
     ds = torch.empty(M, dtype=torch.float32, device=d_MH.device)
     _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
-        d_MH, h_M2H, None if h_scale is None else h_scale.view(torch.uint8), score_M, offsets_E[-1:],
+        d_MH, h_M2H, None if h_scale is None else column_major(h_scale).view(torch.uint8), score_M, offsets_E[-1:],
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M, H=H,
         SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS, TILE=TILE,
         num_warps=BACKWARD_WARPS,

@@ -56,6 +56,8 @@ def _(weights, plain, transposed):
 def _check_weights(weights: list[Tensor]) -> None:
     for w in weights:
         require_multiple_of_128("quantize_weight", N=w.shape[1], K=w.shape[2])
+    if len(weights) > 2:
+        raise ValueError(f"quantize_weight: an operand is made of one or two weights, got {len(weights)}")
     alike = all((w.shape[0], w.shape[2], w.dtype) == (v.shape[0], v.shape[2], v.dtype) for v, w in pairwise(weights))
     if not alike or weights[0].dtype not in (torch.bfloat16, torch.float32):
         got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
@@ -96,9 +98,9 @@ def _operands(weights: tuple[Tensor | QuantizedWeight, ...], plain: bool, transp
 
 
 def quantize_weight(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
-    """Quantizes weights (E, N_i, K), bf16 or fp32, in 128x128 blocks into one operand (E, sum N_i, K).
+    """Quantizes one or two weights (E, N_i, K), bf16 or fp32, in 128x128 blocks into one operand (E, sum N_i, K).
 
-    One or two weights may come quantized already (``fp8_all_gather``): then they are only put together.
+    They may come quantized already (``fp8_all_gather``): then they are only put together.
     """
     if len(weights) == 1 and isinstance(weights[0], QuantizedWeight):
         return weights[0]
