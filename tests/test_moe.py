@@ -464,6 +464,7 @@ def test_dims_must_be_multiples_of_128():
         (dict(x=slice(1, None)), r"x is to be \(T, D\).*got \(299, 256\), \(300, 3\), \(300, 3\)"),
         (dict(scores=lambda s: s.repeat(1, 2)), r"scores and experts \(T, top_k\).*\(300, 6\), \(300, 3\)"),
         (dict(scores=torch.Tensor.bfloat16), r"scores are to be fp32, got torch.bfloat16"),
+        (dict(chosen=torch.Tensor.byte), r"experts are to be int32 or int64, got torch.uint8"),
         (dict(w3=lambda w: w.repeat(1, 2, 1)), r"w1 and w3 are to be \(E, H, D\).*\(8, 256, 256\)"),
         (dict(w2=lambda w: w.transpose(1, 2)), r"w2 \(E, D, H\).*\(8, 128, 256\)"),
         (dict(w2=torch.Tensor.bfloat16), r"all of one dtype.*torch.bfloat16"),
@@ -472,11 +473,11 @@ def test_dims_must_be_multiples_of_128():
 def test_inputs_that_do_not_fit_are_refused(change, message):
     """Kernels would take no notice of most of them."""
     x, scores, chosen, weights = make_layer()
-    inputs = dict(x=x, scores=scores, w1=weights[0], w2=weights[1], w3=weights[2])
+    inputs = dict(x=x, scores=scores, chosen=chosen, w1=weights[0], w2=weights[1], w3=weights[2])
     ((name, how),) = change.items()
     inputs[name] = inputs[name][how] if isinstance(how, slice) else how(inputs[name])
     with pytest.raises(ValueError, match=message):
-        route = Route(inputs["scores"], chosen, E)
+        route = Route(inputs["scores"], inputs["chosen"], E)
         routed_experts(inputs["x"], ExpertWeights(*[inputs[w] for w in ("w1", "w2", "w3")]), route, Fp8FlowMoEConfig())
 
 

@@ -55,7 +55,7 @@ class Route:
 
     Attributes:
         score_TK: (T, top_k) fp32 score of each slot.
-        expert_TK: (T, top_k) integers, the expert of each slot. A slot with -1 is served elsewhere (another
+        expert_TK: (T, top_k) int32 or int64, the expert of each slot. A slot with -1 is served elsewhere (another
             tensor-parallel rank's token) and adds nothing.
         num_experts: experts of all ranks.
         score_before_experts: whether scores multiply the experts' input instead of their output.
@@ -161,6 +161,8 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights, route: Route) -> None:
         raise ValueError(f"w1 and w3 are to be (E, H, D), w2 (E, D, H), all of one dtype; got {got}")
     if route.score_TK.dtype != torch.float32:
         raise ValueError(f"scores are to be fp32, got {route.score_TK.dtype}; use score_TK.float()")
+    if route.expert_TK.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"experts are to be int32 or int64, got {route.expert_TK.dtype}; use expert_TK.long()")
     if x_TD.is_cuda and x_TD.device.index != torch.cuda.current_device():
         raise ValueError(
             f"x is on {x_TD.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "

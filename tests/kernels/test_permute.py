@@ -51,22 +51,6 @@ def test_expert_layout(generator, name, dtype, absent, programs):
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
-def test_experts_in_few_bits(generator, dtype):
-    """All 256 that a byte can name, with tokens that do not fill a program's last block."""
-    expert_TK = randint(generator, 0, 256, 9, 2).to(dtype)
-    args = (expert_TK, randn(generator, 9, 2), 256, recipe.row_capacity(18, 256))
-    for got, want in zip(permute.expert_layout(*args), recipe.expert_layout(*args), strict=True):
-        assert_same_bits(got, want)
-
-
-def test_a_number_too_large_for_an_expert_is_served_by_none(generator, device):
-    expert_TK = torch.tensor([[2**32, 0], [1, 2**40 + 1]], device=device)
-    args = (expert_TK, randn(generator, 2, 2), 2, recipe.row_capacity(4, 2))
-    for got, want in zip(permute.expert_layout(*args), recipe.expert_layout(*args), strict=True):
-        assert_same_bits(got, want)
-
-
 def layout(generator, name, top_k, num_tokens):
     expert_TK = choices(generator, name, top_k, num_tokens)
     capacity = recipe.row_capacity(sum(COUNTS[name]), len(COUNTS[name]))

@@ -32,10 +32,9 @@ SUM_WARPS = 4
 
 @triton.jit
 def _chosen(expert_TK, token, k, T, K: tl.constexpr, EXPERTS: tl.constexpr):
-    """The k-th expert of each token, -1 where it is none of the EXPERTS, and past the last token."""
-    expert = tl.load(expert_TK + token * K + k, mask=token < T, other=0)
-    one = (token < T) & (expert >= 0) & (expert < EXPERTS)  # before it is narrowed
-    return tl.where(one, expert.to(tl.int32), -1)
+    """The k-th expert of each token, -1 where it is none of the EXPERTS."""
+    expert = tl.load(expert_TK + token * K + k, mask=token < T, other=-1).to(tl.int32)
+    return tl.where(expert < EXPERTS, expert, -1)
 
 
 @triton.jit
@@ -207,7 +206,7 @@ def expert_layout(
     """Index maps between tokens and expert order; see :func:`titan_fp8moe.recipe.expert_layout`.
 
     Args:
-        expert_TK: (T, K) integers; score_TK: (T, K) fp32.
+        expert_TK: (T, K) int32 or int64; score_TK: (T, K) fp32.
 
     Returns:
         offsets_E (num_experts,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (T, K) int32.
@@ -233,7 +232,7 @@ def dispatch_layout(expert_TK: Tensor, num_ranks: int, num_local: int) -> tuple[
     """What this rank sends to which; see :func:`titan_fp8moe.recipe.dispatch_layout`.
 
     Args:
-        expert_TK: (T, K) integers.
+        expert_TK: (T, K) int32 or int64.
 
     Returns:
         position_TK, copy_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, unwritten past the last copy;
