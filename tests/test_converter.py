@@ -128,13 +128,31 @@ def test_hidden_dim_per_rank_must_fit(dims: dict[str, int]):
     """The 16B model's experts have hidden dim 1408 = 11 * 128: whole or not at all."""
     config = make_config(flavor="16B")
     model = make_model(config)
-    remedy = r"704 per rank.*parallelism\.tensor_parallel_degree.*parallelism\.expert_tensor_parallel_degree = 1"
-    with pytest.raises(ValueError, match=remedy):
+    remedy = r"set parallelism\.expert_tensor_parallel_degree = 1$"
+    if "ep" not in dims:
+        remedy = r"lower parallelism\.tensor_parallel_degree, or raise expert_parallel_degree and " + remedy
+    with pytest.raises(ValueError, match="704 per rank.*128; " + remedy):
         convert(config, model, make_dims(**dims))
     assert set(layer_classes(model).values()) == {STOCK}
     # The remedy works.
     convert(config, model, make_dims(dp_shard=2, tp=2, ep=2, etp=1))
     assert set(layer_classes(model).values()) == {CONVERTED}
+
+
+def test_expert_degrees_must_divide_the_ranks():
+    config = make_config()
+    for dims, ranks in (({"dp_shard": 2, "ep": 4}, 2), ({"dp_shard": 3, "tp": 2, "ep": 2, "etp": 2}, 6)):
+        dims = SimpleNamespace(**{"dp_shard": 1, "cp": 1, "tp": 1, "etp": 1} | dims)
+        with pytest.raises(ValueError, match=rf"expert_parallel_degree = {dims.ep} .* degree = {ranks}; choose"):
+            Fp8FlowMoEConverter(config, dims)
+
+
+def test_cache_of_what_fsdp_shards_is_warned_of(caplog: pytest.LogCaptureFixture):
+    config = make_config("--fp8_flow_moe.cache_weights")
+    for dims, warned in (({"dp_shard": 4, "ep": 2}, True), ({"dp_shard": 4, "ep": 4}, False)):
+        caplog.clear()
+        Fp8FlowMoEConverter(config, make_dims(**dims))
+        assert ("cache_weights keeps quantized weights whole" in caplog.text) == warned
 
 
 def test_model_dim_must_fit():
@@ -235,7 +253,9 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
             for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV", "dualpipev")
         ],
         pytest.param(
-            [PP2, "--parallelism.pipeline_parallel_schedule_csv=schedule.csv"], "come from a CSV", id="csv-schedule"
+            [PP2, "--parallelism.pipeline_parallel_schedule_csv=schedule.csv"],
+            r"unset parallelism\.pipeline_parallel_schedule_csv",
+            id="csv-schedule",
         ),
         pytest.param(
             ["--fp8_flow_moe.statistics_every=10"],

@@ -105,6 +105,13 @@ def test_loss_falls(corpus: Path, tmp_path: Path, converters: list[str], n_proce
         assert validation_loss[-1] < validation_loss[0] - 2, validation_loss
 
 
+def test_llama4_validates(corpus: Path, tmp_path: Path):
+    """torchtitan's own validator gives its attention masks that it refuses."""
+    overrides = ["--model.name=llama4", "--model.flavor=debugmodel", "--training.seq_len=128", "--training.steps=2"]
+    log = train(corpus, tmp_path, ["fp8_flow_moe"], 1, [*VALIDATION, *overrides])
+    assert losses(log, "validate step")
+
+
 def test_validation_leaves_load_balancing_alone(monkeypatch: pytest.MonkeyPatch):
     model = nn.Module()
     model.moe = nn.Module()

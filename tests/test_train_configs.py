@@ -81,11 +81,23 @@ def test_wrong_setting_is_named(tmp_path: Path, line: str, broken: str, message:
         check_config(load(tmp_path / "broken.toml"))
 
 
+def test_wrong_validation_dataset_is_named():
+    config = load(ROOT / "train_configs/debug.toml")
+    config.validation.dataset = "c5"
+    check_config(config)
+    config.validation.enable = True
+    with pytest.raises(ValueError, match=r"validation\.dataset = 'c5'.*c4_test"):
+        check_config(config)
+
+
 def test_smallest_world_size():
     config = load(ROOT / "train_configs/deepseek_v3_16b.toml")
     assert smallest_world_size(config) == 8
     config.parallelism.tensor_parallel_degree = 2  # EP spans the TP ranks too
     assert smallest_world_size(config) == 8
+    config.parallelism.expert_parallel_degree = 2  # torchtitan wants FSDP beside it
+    assert smallest_world_size(config) == 4
+    config.parallelism.expert_parallel_degree = 8
     config.parallelism.expert_tensor_parallel_degree = 2
     assert smallest_world_size(config) == 16
     config.parallelism.pipeline_parallel_degree = 4

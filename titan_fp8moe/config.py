@@ -25,8 +25,9 @@ class Fp8FlowMoEConfig:
     number of ranks."""
 
     cache_weights: bool = False
-    """Quantize the experts' weights once per step instead of once per microbatch and direction. Worth the 2 bytes per
-    expert parameter of a rank with pipeline parallelism or gradient accumulation."""
+    """Quantize the experts' weights once per step instead of once per microbatch and direction. Takes 2 bytes per
+    expert parameter of an expert-parallel rank, of all of them also where FSDP shards them further; worth it with
+    pipeline parallelism or gradient accumulation."""
 
     fp8_all_gather: bool = False
     """Where FSDP shards experts over several ranks, quantize each rank's shard and gather the weights in FP8: half the

@@ -4,11 +4,14 @@
 #
 # STEPS, NGPU, CONFIG_FILE and OUT (the results' folder) may be set; arguments are torchtitan overrides for both runs.
 set -euo pipefail
-. "$(dirname "$0")/environment.sh"
+. "$(dirname "$0")/environment.sh" matplotlib tensorboard
 
 OUT=${OUT:-outputs/quickstart}
 STEPS=${STEPS:-200}
-python3 tools/build_corpus.py --out outputs/corpus
+if ! python3 tools/build_corpus.py --out outputs/corpus; then
+    echo "To build it anew: python3 tools/build_corpus.py --out outputs/corpus --force" >&2
+    exit 2
+fi
 
 train() {  # name, overrides
     local name=$1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lints and runs all tests that this machine can run. Arguments go to pytest.
 set -euo pipefail
-. "$(dirname "$0")/environment.sh"
+. "$(dirname "$0")/environment.sh" matplotlib tensorboard pytest pytest_timeout xdist hypothesis ruff
 
 if python3 -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
     python3 -m pytest tests "$@"

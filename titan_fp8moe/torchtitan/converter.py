@@ -48,7 +48,19 @@ class Fp8FlowMoEConverter(ModelConverter):
         # Expert parallelism without expert tensor parallelism leaves the hidden dim whole, whatever the tensor degree.
         self.hidden_dim_shards = parallel_dims.etp if parallel_dims.ep > 1 else parallel_dims.tp
         self.expert_shards = parallel_dims.ep
+        experts_ranks, ranks = parallel_dims.ep * parallel_dims.etp, _ranks_of_experts(parallel_dims)
+        if parallel_dims.ep > 1 and ranks % experts_ranks:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree = {parallel_dims.ep} x expert_tensor_parallel_degree = "
+                f"{parallel_dims.etp} do not divide data_parallel_shard x context x tensor parallel degree = {ranks}; "
+                "choose degrees that do"
+            )
         self.fsdp_shards = expert_fsdp_shards(parallel_dims)
+        if self.config.cache_weights and self.fsdp_shards > 1:
+            logger.warning(
+                f"{NAME}.cache_weights keeps quantized weights whole, 2 bytes per parameter, which FSDP shards over "
+                f"{self.fsdp_shards} ranks; set it to false if memory runs out"
+            )
         if self.config.fp8_all_gather and self.fsdp_shards == 1:
             logger.warning(
                 f"{NAME}.fp8_all_gather has no effect: FSDP shards the experts over one rank, and gathers nothing; set "
@@ -123,17 +135,23 @@ class Fp8FlowMoEConverter(ModelConverter):
         if dim % 128:
             raise ValueError(f"{name}: model dim {dim} is not a multiple of 128, the width of an FP8 tile; choose one")
         if local % 128:
+            remedy = "set parallelism.expert_tensor_parallel_degree = 1"
+            if self.expert_shards == 1:
+                remedy = f"lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and {remedy}"
             raise ValueError(
                 f"{name}: expert hidden dim {hidden_dim} over {self.hidden_dim_shards} tensor-parallel rank(s) is "
-                f"{local:g} per rank, not a multiple of 128; lower parallelism.tensor_parallel_degree, or with expert "
-                "parallelism set parallelism.expert_tensor_parallel_degree = 1"
+                f"{local:g} per rank, not a multiple of 128; {remedy}"
             )
+
+
+def _ranks_of_experts(dims: ParallelDims) -> int:
+    """The ranks that hold the experts once, where they are spread."""
+    return dims.dp_shard * dims.cp * dims.tp
 
 
 def expert_fsdp_shards(dims: ParallelDims) -> int:
     """Of the ranks that FSDP has, those over which it shards what an expert-parallel rank holds."""
-    fsdp = dims.dp_shard * dims.cp
-    return fsdp * dims.tp // (dims.ep * dims.etp) if dims.ep > 1 else fsdp
+    return _ranks_of_experts(dims) // (dims.ep * dims.etp) if dims.ep > 1 else dims.dp_shard * dims.cp
 
 
 def _check_hardware(emulate: bool) -> str:
@@ -196,11 +214,14 @@ def _check_job(job_config: JobConfig) -> None:
             'set it to "standard"'
         )
     schedule = parallelism.pipeline_parallel_schedule
-    if parallelism.pipeline_parallel_degree > 1 and (
-        schedule.lower() in _UNSUPPORTED_SCHEDULES or parallelism.pipeline_parallel_schedule_csv
-    ):
+    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
-            f"{NAME} does not support pipeline schedules that split the backward or come from a CSV "
+            f"{NAME} does not support a pipeline schedule that comes from a CSV, which may split the backward; unset "
+            "parallelism.pipeline_parallel_schedule_csv and use 1F1B or Interleaved1F1B"
+        )
+    if parallelism.pipeline_parallel_degree > 1 and schedule.lower() in _UNSUPPORTED_SCHEDULES:
+        raise ValueError(
+            f"{NAME} does not support pipeline schedules that split the backward "
             f"(parallelism.pipeline_parallel_schedule = {schedule!r}); use 1F1B or Interleaved1F1B"
         )
 

@@ -2,7 +2,8 @@
 
 torchtitan assumes an accelerator in a handful of places. :func:`enable_cpu_training` replaces exactly these, and data,
 tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work as they are. Still
-not on a CPU: DualPipeV, context parallelism, the backward of flex attention, ``profiling.enable_profiling``.
+not on a CPU: DualPipeV, context parallelism, the backward of flex attention, ``profiling.enable_profiling``, and
+``training.enable_cpu_offload`` in torchtitan's own trainer, which asks for gloo twice.
 """
 
 import functools

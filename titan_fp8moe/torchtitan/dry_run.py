@@ -31,12 +31,14 @@ _TENSORS_PER_PARAMETER = 4
 
 
 def smallest_world_size(config: JobConfig) -> int:
-    """Product of the parallel degrees; a ``data_parallel_shard_degree`` of -1 counts as the least that EP allows."""
+    """Product of the parallel degrees; a ``data_parallel_shard_degree`` of -1 counts as the least that EP allows: FSDP
+    needs two ranks then, or torchtitan's meshes are incomplete."""
     p = config.parallelism
     inner = p.context_parallel_degree * p.tensor_parallel_degree
     shard = p.data_parallel_shard_degree
     if shard == -1:
-        shard = max(1, p.expert_parallel_degree * p.expert_tensor_parallel_degree // inner)
+        least = 2 if p.expert_parallel_degree > 1 and p.context_parallel_degree == 1 else 1
+        shard = max(least, p.expert_parallel_degree * p.expert_tensor_parallel_degree // inner)
     return p.data_parallel_replicate_degree * shard * inner * p.pipeline_parallel_degree
 
 
@@ -46,8 +48,9 @@ def check_config(config: JobConfig) -> None:
     flavors = get_train_spec(config.model.name).model_args
     if config.model.flavor not in flavors:
         raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(flavors)}")
-    if config.training.dataset not in DATASETS:
-        raise ValueError(f"training.dataset = {config.training.dataset!r}: torchtitan has {sorted(DATASETS)}")
+    for section in ("training", *["validation"] * config.validation.enable):
+        if (dataset := getattr(config, section).dataset) not in DATASETS:
+            raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
 
 
 def _check_choices(section: Any, prefix: str) -> None:

@@ -1,22 +1,25 @@
-"""Small DeepSeek-V3 flavors, and validation, for torchtitan's ``deepseek_v3``."""
+"""Small DeepSeek-V3 flavors for torchtitan's ``deepseek_v3``, and validation for it and ``llama4``."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torchtitan.components.validate import Validator
-from torchtitan.models import deepseek_v3
+from torchtitan.models import deepseek_v3, llama4
 from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
+from torchtitan.protocols.train_spec import TrainSpec
 
 from titan_fp8moe.torchtitan.compat import kept_token_counts
 
 
 @functools.cache
 def register_flavors() -> None:
-    """Add flavors ``tiny`` and ``16B_short`` to ``deepseek_v3`` and let it validate. Calling again does nothing."""
-    # 5M parameters, DeepSeek-V3's routing: trains on a laptop CPU. MoE dims are multiples of 128, as fp8 tiles need.
+    """Add flavors ``tiny`` and ``16B_short`` to ``deepseek_v3``, and let it and ``llama4`` validate. Calling again does
+    nothing."""
+    # 6M parameters, DeepSeek-V3's routing: trains on a laptop CPU. MoE dims are multiples of 128, as fp8 tiles need.
     deepseekv3_args["tiny"] = DeepSeekV3ModelArgs(
         vocab_size=2048,
         dim=256,
@@ -50,14 +53,19 @@ def register_flavors() -> None:
         attn_type="sdpa",
         attn_mask_type="causal",
     )
-    # torchtitan's spec has no validator builder, so `validation.enable` would fail an assertion. Its function is
-    # replaced, not the spec registered under its name, which a user's own module may want to do.
-    torchtitan_spec = deepseek_v3.get_train_spec
-    deepseek_v3.get_train_spec = lambda: replace(torchtitan_spec(), build_validator_fn=MoEValidator)
+    # torchtitan's spec of deepseek_v3 has no validator builder, so `validation.enable` would fail an assertion; that of
+    # llama4 has one which fails with SDPA. Their functions are replaced, not the specs registered under their names,
+    # which a user's own module may want to do.
+    for model in (deepseek_v3, llama4):
+        model.get_train_spec = functools.partial(_with_validator, model.get_train_spec)
+
+
+def _with_validator(get_train_spec: Callable[[], TrainSpec]) -> TrainSpec:
+    return replace(get_train_spec(), build_validator_fn=MoEValidator)
 
 
 class MoEValidator(Validator):
-    """torchtitan's validator, made to fit ``deepseek_v3`` and to leave the router's load balancing as it was."""
+    """torchtitan's validator, made to fit these models and to leave the router's load balancing as it was."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
