@@ -15,7 +15,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
-    """Fresh random numbers in every run; the seed is in the report of a failed test, ``SEED=...`` repeats it."""
+    """Fresh random numbers in every run; the seed is in the report of a failed test, ``SEED=...`` repeats it (of what
+    hypothesis draws ``--hypothesis-seed``). Arguments made at collection are the same in every run."""
     seed = int(os.environ["SEED"]) if "SEED" in os.environ else torch.seed() % 2**31
     print(f"SEED={seed}")
     torch.manual_seed(seed)

@@ -39,6 +39,7 @@ CUSTOM_MODULE = "--job.custom_config_module=titan_fp8moe.torchtitan"
 def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same answers on a machine with GPUs; and what a test does to the choice of kernels ends with it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))  # not patched at import, there
     monkeypatch.setattr(backend, "_emulating", False)
 
 
@@ -443,7 +444,6 @@ def test_other_models_train_as_in_fp32(
     monkeypatch: pytest.MonkeyPatch, model_name: str, flavor: str, score_before_experts: bool
 ):
     """The same weights with and without the converter: loss and gradients up to fp8 noise."""
-    monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
     torch.manual_seed(0)
     config = make_config("--training.seq_len=64", model=model_name, flavor=flavor)
     # Two layers of the flavor: in each further one the noise of those before sends a few tokens to other experts.

@@ -218,12 +218,13 @@ def test_every_expert_weight_moves():
     x, scores, chosen, weights = make_layer()
     weights = [w.requires_grad_() for w in weights]
     before = [w.detach().clone() for w in weights]
-    optimizer = torch.optim.AdamW(weights, lr=1e-3)
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, weight_decay=0)  # which moves all of them
     route = Route(scores, chosen, E)
     routed_experts(x, ExpertWeights(*weights), route, Fp8FlowMoEConfig()).square().sum().backward()
     optimizer.step()
     for w, old in zip(weights, before, strict=True):
-        assert bool((w != old).all())
+        # A gradient may be exactly zero.
+        assert (w != old).double().mean((1, 2)).min() > 0.999
 
 
 def test_changed_weights_are_seen():
@@ -350,10 +351,11 @@ def test_extreme_routing(kind):
     tokens, experts = {"no_tokens": (0, E), "one_token": (1, E), "more_experts_than_tokens": (5, 64)}.get(
         kind, (129, E)
     )
-    # One token's score gradient is three numbers, which may all be near zero: errors are of 16 draws together. Theirs
-    # still varies, standard deviation 0.011 around 0.067, of the others at most 0.0024.
+    # One token's score gradient is three numbers, which may all be near zero: errors are of several draws together.
+    # Theirs still vary, standard deviation 0.011 around 0.067 with one token, 0.006 with one expert; of the other
+    # gradients at most 0.0024.
     results, references = [], []
-    for _ in range(16 if tokens < 10 else 1):
+    for _ in range({1: 16, 5: 4}.get(tokens, 1)):
         x, scores, chosen, weights = make_layer(tokens, experts)
         if kind == "one_expert":
             chosen = torch.full_like(chosen, E - 1)
@@ -369,7 +371,7 @@ def test_extreme_routing(kind):
         a, b = torch.stack(draws), torch.stack(expected)
         assert a.shape == b.shape
         if tokens:
-            assert relative_error(a, b) < (0.15 if i == 2 and tokens < 10 else 0.09)
+            assert relative_error(a, b) < (0.15 if i == 2 else 0.09)
 
 
 def test_tiny_gradients_survive():

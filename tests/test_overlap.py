@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import time
 
 import pytest
 import torch
@@ -119,6 +120,11 @@ def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchang
     layer.experts.config.recompute = recompute
     layer.experts.set_meshes(layer.experts.ep_mesh if exchanged else None, None)
     permute, gemm, wgrad = ops.permute_rows, ops.grouped_mm, ops.grouped_mm_wgrad
+    again = recompute == "experts"  # GEMM 1 in the backward, before the gradients arrive
+    # Of each call which of the rows that arrived are there, and which of those in expert order.
+    forward = [[[not again], [True]], [[not again], [again]]]
+    backward = [[[not again, False], [again, True]]] * 4
+    expected = forward + again * [[[False], [True]]] + backward
     arrived, permuted, calls = [], [], []
 
     def permute_rows(q, *args):
@@ -129,7 +135,13 @@ def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchang
 
     def watched(op):
         def call(*args):
-            calls.append([[not ref.expired() for ref in refs] for refs in (arrived, permuted)])
+            deadline = time.monotonic() + 5
+            while True:  # gloo's thread may own what has arrived for some milliseconds more
+                alive = [[not ref.expired() for ref in refs] for refs in (arrived, permuted)]
+                if alive in expected[len(calls) :][:1] or time.monotonic() > deadline:
+                    break
+                time.sleep(0.001)
+            calls.append(alive)
             return op(*args)
 
         return call
@@ -138,11 +150,7 @@ def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchang
     monkeypatch.setattr(ops, "grouped_mm", watched(gemm))
     monkeypatch.setattr(ops, "grouped_mm_wgrad", watched(wgrad))
     layer(torch.randn(2, 8, 128)).sum().backward()
-    again = recompute == "experts"  # GEMM 1 in the backward, before the gradients arrive
-    # Which of the rows that arrived are there, and which of those in expert order.
-    forward = [[[not again], [True]], [[not again], [again]]]
-    backward = [[[not again, False], [again, True]]] * 4
-    assert calls == forward + again * [[[False], [True]]] + backward
+    assert calls == expected
 
 
 def test_styles_of_any_module_know_converted_experts(layer, mesh):

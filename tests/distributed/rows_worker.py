@@ -46,7 +46,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     device = "cuda" if cuda else "cpu"
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    seed = [torch.seed() % 2**31]
+    seed = [int(os.environ.get("SEED", torch.seed() % 2**31))]
     dist.broadcast_object_list(seed)
     print(f"seed {seed[0]}", flush=True)
     generator = torch.Generator().manual_seed(seed[0])

@@ -9,11 +9,11 @@ from titan_fp8moe.kernels import swiglu
 
 
 def assert_nearly_same(q, scale, want, want_scale):
-    """At most 0.1% of the bytes differ, each by one code; the exponential's last bit may also move a tile's scale."""
+    """At most 0.1% of the bytes differ, each by one code; the exponential's last bit may also move one tile's scale."""
     assert (q.dtype, q.shape, scale.dtype, scale.shape) == (want.dtype, want.shape, want_scale.dtype, want_scale.shape)
     assert scale.stride() == (1, scale.shape[0]) and q.is_contiguous()
     same_scale = scale.view(torch.uint8) == want_scale.view(torch.uint8)
-    assert (~same_scale).float().mean() <= 1e-3
+    assert (~same_scale).sum() <= 1
     q, want = q.view(torch.uint8).int(), want.view(torch.uint8).int()
     assert torch.equal(q == recipe.FP8_NAN, want == recipe.FP8_NAN)
     q, want = (torch.where(codes < 0x80, codes, 0x80 - codes) for codes in (q, want))  # ordered like the values
