@@ -54,7 +54,7 @@ def compare_fails(tmp_path, capsys):
     """Run the tool on arguments that cannot be compared; returns its message."""
 
     def run(*argv):
-        assert compare_losses.main([*map(str, argv), f"--out={tmp_path / 'curves.png'}"]) == 2
+        assert compare_losses.main([f"--out={tmp_path / 'curves.png'}", *map(str, argv)]) == 2
         assert not (tmp_path / "curves.png").exists()
         return capsys.readouterr().err
 
@@ -323,6 +323,7 @@ def test_runs_that_cannot_be_compared(tmp_path, compare_fails):
         (["--run=a=x", "--run=b=y", "--tolerance=-1"], "--tolerance must not be negative"),
         (["--run=a=x", "--run=b=y", "--tolerance=nan"], "--tolerance must not be negative"),
         (["--run=a=x", "--run=b=y", "--json=no/such/folder/report.json"], "there is no folder"),
+        (["--run=a=x", "--run=b=y", "--out=curves.txt"], "must end in .png, .pdf or .svg"),
     ],
 )
 def test_bad_arguments(compare_fails, argv, message):

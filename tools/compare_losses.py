@@ -409,7 +409,7 @@ def _check_args(args: argparse.Namespace) -> None:
     for path in filter(None, (args.out, args.json)):
         if not path.parent.is_dir():
             raise UsageError(f"cannot write {path}: there is no folder {path.parent}")
-    if args.out is not None and args.out.suffix.lower() not in (".png", ".pdf", ".svg"):
+    if args.out.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise UsageError(f"cannot draw {args.out}: its name must end in .png, .pdf or .svg")
 
 

@@ -16,15 +16,15 @@ if [ -n "$(lacking $modules)" ]; then
         echo "Activate an environment and run: pip install -e '.[test]'" >&2
         exit 2
     fi
-    if [ ! -e .venv/complete ]; then
+    if [ -e .venv/complete ]; then
+        . .venv/bin/activate
+    else
         echo "Setting up .venv ..."
         rm -rf .venv
         mkdir .venv
         touch .venv/begun
         python3 -m venv .venv
-    fi
-    . .venv/bin/activate
-    if [ ! -e .venv/complete ]; then
+        . .venv/bin/activate
         python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
         python -m pip install --quiet --disable-pip-version-check -e ".[test]"
         touch .venv/complete

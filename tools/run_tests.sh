@@ -7,8 +7,8 @@ if python3 -c "import torch; raise SystemExit(not torch.cuda.is_available())"; t
     python3 -m pytest tests "$@"
     exit
 fi
-ruff check .
-ruff format --check .
+python3 -m ruff check .
+python3 -m ruff format --check .
 # Threads of several processes would fight for the cores.
 export OMP_NUM_THREADS=1
 # Triton decides at import whether kernels are interpreted, so the kernel tests run in processes of their own.
