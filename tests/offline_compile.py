@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,10 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, mangle_type
+
+from titan_fp8moe.kernels import launch
+
+NO_DRIVER = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
 
 
 @dataclass
@@ -128,6 +133,6 @@ def record_launches(function: Callable, *args: Any) -> list[Launch]:
         grid = grid(arguments) if callable(grid) else grid
         launches.append(Launch(kernel, grid, arguments, options))
 
-    with patch.object(JITFunction, "run", run):
+    with patch.object(JITFunction, "run", run), patch.object(launch, "driver", NO_DRIVER):
         function(*args)
     return launches

@@ -207,4 +207,5 @@ def _weight_grads(
         dy_NM = recipe.dequantize(*dy, torch.bfloat16).t()
         return [torch._grouped_mm(part, x_MK, offs=offsets_E).to(dtype) for part in dy_NM.chunk(parts)]
     x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
-    return ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts).chunk(parts)
+    grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts)
+    return grads.chunk(parts) if parts > 1 else [grads]

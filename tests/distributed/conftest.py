@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,26 +43,48 @@ class WorkerResults:
     """Results of a worker script's cases by name. All cases of a world size are computed at once, when the first of
     them is asked for, and after the smaller world sizes, whose files they may start from.
 
+    Where there are GPUs, but fewer than a case has ranks, it runs on the CPU with gloo, from files of its own: what the
+    smaller world sizes have left on GPUs differs by more than rounding.
+
     Args:
         out: where the script leaves ``<case>.pt``.
         groups: by number of ranks, the names of the cases.
+        shared: folders in ``out`` that the script reads.
     """
 
-    def __init__(self, out: Path, script: str, groups: dict[int, list[str]], cpu_only: bool = False):
-        self.out, self.script, self.groups, self.cpu_only = out, script, groups, cpu_only
+    def __init__(
+        self,
+        out: Path,
+        script: str,
+        groups: dict[int, list[str]],
+        cpu_only: bool = False,
+        shared: tuple[str, ...] = (),
+    ):
+        self.out, self.script, self.groups, self.cpu_only, self.shared = out, script, groups, cpu_only, shared
         self.logs = {}
 
-    def get(self, case: str) -> dict:
-        num_ranks = next(n for n, names in self.groups.items() if case in names)
+    def get(self, case: str, beside: str | None = None) -> dict:
+        """The case's result, on the device of the case ``beside``, with which it is to be compared."""
+        num_ranks = self._ranks(case)
+        most_ranks = max(num_ranks, self._ranks(beside or case))
+        cpu_only, out = self.cpu_only, self.out
+        if not cpu_only and 0 < torch.cuda.device_count() < most_ranks:
+            cpu_only, out = True, out / "cpu"
+            if not out.exists():
+                for name in self.shared:
+                    shutil.copytree(self.out / name, out / name)
         for n, names in self.groups.items():
-            if n <= num_ranks and n not in self.logs:
-                done = run_workers(self.script, n, str(self.out), *names, cpu_only=self.cpu_only)
-                self.logs[n] = done.stdout[-4000:] + done.stderr[-4000:]
-        path = self.out / f"{case}.pt"
-        assert path.exists(), f"no result for {case}; the workers' last words:\n{self.logs[num_ranks]}"
+            if n <= num_ranks and (n, out) not in self.logs:
+                done = run_workers(self.script, n, str(out), *names, cpu_only=cpu_only)
+                self.logs[n, out] = done.stdout[-4000:] + done.stderr[-4000:]
+        path = out / f"{case}.pt"
+        assert path.exists(), f"no result for {case}; the workers' last words:\n{self.logs[num_ranks, out]}"
         result = torch.load(path)
         assert "error" not in result, result["error"]
         return result
+
+    def _ranks(self, case: str) -> int:
+        return next(n for n, names in self.groups.items() if case in names)
 
 
 @pytest.fixture(scope="session")

@@ -22,14 +22,14 @@ TOLERANCE_FLOAT8_LINEAR = 0.15
 @pytest.fixture(scope="session")
 def results(case_dir) -> WorkerResults:
     groups = {1: [*cases.SINGLE], 2: [*cases.TWO_RANKS], 4: [*cases.FOUR_RANKS]}
-    return WorkerResults(case_dir, "worker.py", groups)
+    return WorkerResults(case_dir, "worker.py", groups, shared=("tokenizer", "data"))
 
 
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])
 def test_layout_equals_one_process(results, case):
     float8_linear = "float8_linear" in case
     variant = next((v for v in ("float8_linear", "one_in_bf16") if case.endswith(v)), None)
-    reference = results.get(f"single_{variant}" if variant else "single")
+    reference = results.get(f"single_{variant}" if variant else "single", beside=case)
     result = results.get(case)
 
     assert result["grads"].keys() == reference["grads"].keys()

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from titan_fp8moe.kernels import hopper
 from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
+from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
 
 
@@ -79,6 +80,7 @@ def _consume(results, scales, offsets_E, CONSUMER: gl.constexpr, N: gl.constexpr
 
 
 # Strides and alignments that follow the number of rows must not compile a kernel anew at every step.
+@Kernel
 @gluon.jit(
     do_not_specialize=[
         "a_scale_stride_m",
@@ -134,10 +136,10 @@ def grouped_mm(
     grid = (hopper.num_programs(M // TILE * (N // TILE), a_MK.device),)
     grouped_mm_hopper_kernel[grid](
         hopper.operand(a_MK),
-        hopper.operand(b_ENK.view(E * N, K)),
+        hopper.operand(b_ENK),
         hopper.result(out),
-        a_scale.view(torch.uint8),
-        b_scale.view(torch.uint8),
+        a_scale,
+        b_scale,
         offsets_E,
         hopper.counter(a_MK.device),
         *a_scale.stride(),

@@ -92,19 +92,23 @@ _properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def operand(x: Tensor) -> TensorDescriptor:
-    """TMA descriptor of an fp8 matrix that is read in 128x128 tiles; its rows may be strided."""
+    """TMA descriptor of an fp8 matrix, or of several below each other, read in 128x128 tiles; rows may be strided."""
     return _descriptor(x, TILE)
 
 
 def result(x: Tensor) -> TensorDescriptor:
-    """TMA descriptor of a result that is written in parts of 64x64."""
+    """TMA descriptor of a result, a matrix or several below each other, written in parts of 64x64."""
     return _descriptor(x, 64)
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
     # A GEMM needs three. The constructor, with its checks, took 7% of the time of a layer's Python.
     descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(_descriptor_fields(x.dtype, block), base=x, shape=x.shape, strides=x.stride())
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 3:
+        assert x.is_contiguous()
+        shape, strides = (shape[0] * shape[1], shape[2]), strides[1:]
+    descriptor.__dict__.update(_descriptor_fields(x.dtype, block), base=x, shape=shape, strides=strides)
     return descriptor
 
 

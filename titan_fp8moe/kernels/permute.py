@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
 from titan_fp8moe.recipe import E8M0, TILE
 
@@ -60,6 +61,7 @@ def _goes(
     return goes
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "M", "blocks"])
 def _count_slots_kernel(
     expert_TK, slots_PE, copies_PN, token_M, score_M, T, M, blocks, K: tl.constexpr, E: tl.constexpr,
@@ -97,6 +99,7 @@ def _counted(counts, program, programs, PAD: tl.constexpr, ENTRIES: tl.constexpr
     return total, before
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "blocks", "programs"])
 def _place_rows_kernel(
     expert_TK, score_TK, slots_PE, offsets, token_M, score_M, row_TK, T, blocks, programs, K: tl.constexpr,
@@ -126,6 +129,7 @@ def _place_rows_kernel(
             tl.store(score_M + row, tl.load(score_TK + slot, mask=served, other=0.0), mask=served)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "blocks", "programs"])
 def _place_copies_kernel(
     expert_TK, slots_PE, copies_PN, position_TK, copy_TK, token_C, message, T, blocks, programs, K: tl.constexpr,
@@ -251,6 +255,7 @@ def dispatch_layout(expert_TK: Tensor, num_ranks: int, num_local: int) -> tuple[
     return position_TK, copy_TK, token_C, message_N
 
 
+@Kernel
 @triton.jit
 def _runs_kernel(
     received, offsets, start, shift, count, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr,
@@ -277,6 +282,7 @@ def _runs_kernel(
     tl.store(count + at, n, mask=mask)
 
 
+@Kernel
 @triton.jit
 def _layout_kernel(
     start, shift, count, score, slot, token_M, score_M, row_TK, row_R, M, top_k: tl.constexpr, RUNS: tl.constexpr,
@@ -302,6 +308,7 @@ def _layout_kernel(
     tl.store(row_R + arrived, row, mask=real)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["C"])
 def _arrivals_kernel(
     received, position_CK, score_CK, stride, slot_R, score_R, row_CK, C, K: tl.constexpr, N: tl.constexpr,
@@ -396,6 +403,7 @@ def _place_values(q, q_stride, row_TK, token, column, out, T, K: tl.constexpr, D
         tl.store(out + row[:, None] * D + column[None, :], values, mask=(row >= 0)[:, None] & (column < D)[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T"])
 def _permute_kernel(
     q, q_stride, scale, scale_stride, row_TK, token_M, last_offset, out, out_scale, T, M, K: tl.constexpr,
@@ -431,13 +439,13 @@ def permute_rows(
     """
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
     out = torch.empty(M, D, dtype=torch.uint8, device=q_TD.device)
-    out_scale = torch.empty(D // TILE, M, dtype=torch.uint8, device=q_TD.device)
+    out_scale = torch.empty(D // TILE, M, dtype=E8M0, device=q_TD.device)
     _permute_kernel[(M // TILE + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
-        q_TD.view(torch.uint8), q_TD.stride(0), scale.view(torch.uint8), scale.stride(0), row_TK, token_M,
+        q_TD.view(torch.uint8), q_TD.stride(0), scale, scale.stride(0), row_TK, token_M,
         offsets_E[-1:], out, out_scale, T, M, K=K, D=D, TOKENS=TOKENS, ROWS=TILE, COLUMNS=COLUMNS,
         PAD_TILES=next_power_of_2(D // TILE), num_warps=WARPS,
     )  # fmt: skip
-    return out.view(q_TD.dtype), out_scale.t().view(E8M0)
+    return out.view(q_TD.dtype), out_scale.t()
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
@@ -449,6 +457,7 @@ def _byte_of(word, column):
     return (word >> (8 * (column & 3))) & 0xFF
 
 
+@Kernel
 @triton.jit(do_not_specialize=["C"])
 def _pack_dispatch_kernel(
     q, scale, token_C, copy_TK, position_TK, score, payload, C, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
@@ -498,13 +507,14 @@ def pack_dispatch(
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
     if C:
         _pack_dispatch_kernel[(cdiv(D, PACK_COLUMNS), cdiv(C, PACK_ROWS))](
-            q_TD.view(torch.uint8), scale.view(torch.uint8), token_C, copy_TK, position_TK, score_TK, payload, C,
+            q_TD.view(torch.uint8), scale, token_C, copy_TK, position_TK, score_TK, payload, C,
             K=copy_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), ROWS=PACK_ROWS,
             COLUMNS=PACK_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return payload
 
 
+@Kernel
 @triton.jit
 def _unpermute_sum_kernel(
     y, row_TK, ds_M, out, out_ds, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr,
@@ -572,6 +582,7 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int) 
     return payload
 
 
+@Kernel
 @triton.jit(do_not_specialize=["S"])
 def _slot_gradients_kernel(ds, stride, index_TK, out, S, K: tl.constexpr, PER_SLOT: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

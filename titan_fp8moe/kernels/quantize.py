@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
@@ -44,6 +45,7 @@ def quantize_tiles(x):
     return (x * factor[:, None]).to(tl.float8e4nv), byte.to(tl.uint8)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_tiles"])
 def _quantize_rows_kernel(x, q, scale, num_tiles, TILES: tl.constexpr, TILE: tl.constexpr):
     """x, q: (num_tiles, TILE) contiguous; scale: (num_tiles,) uint8."""
@@ -59,13 +61,13 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """1x128 quantization of bf16 or fp32 (T, D); returns q (T, D) e4m3 and scale (T, D // 128) e8m0, row-major."""
     T, D = x_TD.shape
     q = torch.empty(T, D, dtype=FP8, device=x_TD.device)
-    scale = torch.empty(T, D // TILE, dtype=torch.uint8, device=x_TD.device)
+    scale = torch.empty(T, D // TILE, dtype=E8M0, device=x_TD.device)
     # D is a multiple of 128 and rows are contiguous, so the whole tensor is one list of tiles.
     num_tiles = scale.numel()
     if num_tiles:
         grid = (cdiv(num_tiles, TILES),)
         _quantize_rows_kernel[grid](x_TD.contiguous(), q, scale, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS)
-    return q, scale.view(E8M0)
+    return q, scale
 
 
 @triton.jit
@@ -105,6 +107,7 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
     tl.store(q_t.to(tl.pointer_type(tl.int32)) + row * (stride // 4) + column[None, :], words)
 
 
+@Kernel
 @triton.jit
 def _quantize_weight_kernel(
     w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, last_block, q, q_t, scale, N, K,
@@ -155,16 +158,17 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
     device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
-    scale = torch.empty(E, N // TILE, K // TILE, dtype=torch.uint8, device=device)
+    scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
     weights = [w if w.stride(2) == 1 else w.contiguous() for w in weights]
     w, last_w = weights[0], weights[-1]
     _quantize_weight_kernel[(K // TILE, N // TILE, E)](
         w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), w.shape[1] // TILE,
         q if plain else None, q_t if transposed else None, scale, N, K, TILE=TILE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
-    return q, q_t, scale.view(E8M0)
+    return q, q_t, scale
 
 
+@Kernel
 @triton.jit(do_not_specialize=["blocks"])  # it is assigned to
 def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N, K, TILE: tl.constexpr):
     """One 128x128 block of quantized weights, put where it belongs in one or both layouts.
@@ -204,10 +208,10 @@ def join_weight(
     device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=torch.uint8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=torch.uint8, device=device)
-    scale = torch.empty(E, N // TILE, K // TILE, dtype=torch.uint8, device=device)
-    weights, scales = ([t.contiguous().view(torch.uint8) for t in ts] for ts in (weights, scales))
+    scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
+    weights, scales = [w.contiguous().view(torch.uint8) for w in weights], [s.contiguous() for s in scales]
     _join_weight_kernel[(K // TILE, N // TILE, E)](
         weights[0], scales[0], weights[0].shape[1] // TILE, weights[-1], scales[-1],
         q if plain else None, q_t if transposed else None, scale, N, K, TILE=TILE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
-    return q.view(FP8), q_t.view(FP8), scale.view(E8M0)
+    return q.view(FP8), q_t.view(FP8), scale

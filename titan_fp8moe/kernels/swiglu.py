@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import quantize_tiles
 from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major
 
@@ -19,9 +20,9 @@ WARPS = BACKWARD_WARPS = 4
 
 
 def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
-    """Uninitialized (M, D) e4m3 and its (M, D // 128) scales, uint8 column-major."""
+    """Uninitialized (M, D) e4m3 and its (M, D // 128) e8m0 scales, column-major."""
     q = torch.empty(M, D, dtype=FP8, device=like.device)
-    return q, torch.empty(D // TILE, M, dtype=torch.uint8, device=like.device).t()
+    return q, torch.empty(D // TILE, M, dtype=E8M0, device=like.device).t()
 
 
 @triton.jit
@@ -42,6 +43,7 @@ def _load_tiles(x, scale, row, tile, M, D, TILE: tl.constexpr):
     return values
 
 
+@Kernel
 @triton.jit
 def _swiglu_kernel(
     h, score, last_offset, q, q_scale, h_q, h_scale, M, H,
@@ -88,9 +90,10 @@ def swiglu_quantize(
         h_M2H, score_M, offsets_E[-1:], q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, M, H,
         SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
-    return q, q_scale.view(E8M0), h_q, h_scale.view(E8M0)
+    return q, q_scale, h_q, h_scale
 
 
+@Kernel
 @triton.jit
 def _swiglu_backward_kernel(
     d, h, h_scale, score, last_offset, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr,
@@ -161,9 +164,9 @@ def swiglu_quantize_backward(
     q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
     ds = torch.empty(M, dtype=torch.float32, device=d_MH.device)
     _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
-        d_MH, h_M2H, None if h_scale is None else column_major(h_scale).view(torch.uint8), score_M, offsets_E[-1:],
+        d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E[-1:],
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M, H=H,
         SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS, TILE=TILE,
         num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return dh, dh_scale.view(E8M0), q, q_scale.view(E8M0), ds
+    return dh, dh_scale, q, q_scale, ds

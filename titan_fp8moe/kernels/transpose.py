@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import (
     abs_bits,
     join_four,
@@ -21,7 +22,7 @@ from titan_fp8moe.kernels.quantize import (
     transposed_words,
 )
 from titan_fp8moe.kernels.sizes import next_power_of_2
-from titan_fp8moe.recipe import E8M0, TILE
+from titan_fp8moe.recipe import TILE
 
 WARPS = 4  # per 128x128 block; from tools/sweep_kernels.py on an H200
 
@@ -37,9 +38,10 @@ def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr, PAD: tl.c
     return tl.max(byte, axis=0).to(tl.int32)
 
 
+@Kernel
 @triton.jit
 def _row_gauge_kernel(
-    x_scale, token_M, dy_scale, gauge, last_offset, X_STRIDE_M: tl.constexpr, x_stride_g, dy_stride_m, dy_stride_g,
+    x_scale, token_M, dy_scale, gauge, last_offset, x_stride_g, dy_stride_m, dy_stride_g, X_STRIDE_M: tl.constexpr,
     X_TILES: tl.constexpr, X_PAD: tl.constexpr, DY_TILES: tl.constexpr, DY_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """gauge (M,) int32: half the difference of the two operands' largest exponents, see recipe.row_gauge. Byte 1 is the
@@ -106,6 +108,7 @@ def _shift_block(q, stride, scale, stride_m, stride_g, token_M, gauge, SIGN: tl.
     tl.store(scaleT + g * (M // TILE) + m_block, block_byte.to(tl.uint8))
 
 
+@Kernel
 @triton.jit
 def _shift_pair_kernel(
     x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, gauge, last_offset,
@@ -138,6 +141,7 @@ def _requantize_block(q, stride, scale, stride_m, stride_g, token_M, qT, scaleT,
     tl.store(scaleT + d * (M // TILE) + m_block, byte.to(tl.uint8))
 
 
+@Kernel
 @triton.jit
 def _requantize_pair_kernel(
     x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, last_offset,
@@ -178,7 +182,6 @@ def transpose_pair(
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape
     assert M == (x_MD if token_M is None else token_M).shape[0]
-    x_scale, dy_scale = x_scale.view(torch.uint8), dy_scale.view(torch.uint8)
     last_offset = offsets_E[-1:]
     scale_rows = 1 if mode == "requantize" else TILE
     xT, dyT = x_MD.new_empty(D, M), dy_MN.new_empty(N, M)
@@ -197,9 +200,9 @@ def transpose_pair(
             # Of gathered rows with 56 scales registers spill in Triton 3.6 with 4 warps.
             gauge_warps = 4 if token_M is None else 8
             _row_gauge_kernel[(M // TILE,)](
-                x_scale, token_M, dy_scale, gauge, last_offset, *x_scale.stride(), *dy_scale.stride(),
-                X_TILES=D // TILE, X_PAD=next_power_of_2(D // TILE),
+                x_scale, token_M, dy_scale, gauge, last_offset, x_scale.stride(1), *dy_scale.stride(),
+                X_STRIDE_M=x_scale.stride(0), X_TILES=D // TILE, X_PAD=next_power_of_2(D // TILE),
                 DY_TILES=N // TILE, DY_PAD=next_power_of_2(N // TILE), TILE=TILE, num_warps=gauge_warps,
             )  # fmt: skip
         _shift_pair_kernel[grid](*sources, gauge, last_offset, *results, TILE=TILE, num_warps=WARPS)
-    return xT, xT_scale.view(E8M0), dyT, dyT_scale.view(E8M0)
+    return xT, xT_scale, dyT, dyT_scale

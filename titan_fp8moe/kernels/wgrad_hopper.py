@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from titan_fp8moe.kernels import hopper
 from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
+from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
 
 
@@ -112,6 +113,7 @@ def _consume(
 
 
 # Strides and alignments that follow the number of rows must not compile a kernel anew at every step.
+@Kernel
 @gluon.jit(
     do_not_specialize=["a_scale_stride_n", "a_scale_stride_m", "b_scale_stride_k", "b_scale_stride_m"],
     do_not_specialize_on_alignment=["a_scale", "b_scale", "counter"],
@@ -172,9 +174,9 @@ def grouped_mm_wgrad(
     wgrad_hopper_kernel[grid](
         hopper.operand(a),
         hopper.operand(b),
-        hopper.result(out.view(E * N, K)),
-        a_scale.view(torch.uint8),
-        b_scale.view(torch.uint8),
+        hopper.result(out),
+        a_scale,
+        b_scale,
         offsets_E,
         hopper.counter(device),
         *a_scale.stride(),

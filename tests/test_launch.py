@@ -1,0 +1,154 @@
+"""Kernels remember what Triton compiled, for exactly the arguments that Triton would find it for."""
+
+import os
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime import jit
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter remembers nothing", allow_module_level=True)
+
+from tests.offline_compile import NO_DRIVER
+from titan_fp8moe.kernels import hopper, launch
+from titan_fp8moe.kernels.launch import Kernel
+from titan_fp8moe.recipe import E8M0, FP8
+
+
+@Kernel
+@triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["y"])
+def three(x, y, z, desc, n, m, SIZE: tl.constexpr, FLAG: tl.constexpr):
+    pass
+
+
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+BINDER = jit.create_function_from_signature(three.kernel.signature, three.kernel.params, BACKEND)
+BUFFER = torch.empty(4096, dtype=torch.uint8)
+
+
+def of_triton(args, constants):
+    """The key under which Triton keeps what it compiled."""
+    args = [a.view(torch.uint8) if isinstance(a, torch.Tensor) and a.dtype == E8M0 else a for a in args]
+    _, specialization, options = BINDER(*args, **constants)
+    return jit.compute_cache_key({}, specialization, options)
+
+
+tensors = st.builds(
+    lambda offset, dtype, parameter: (torch.nn.Parameter if parameter else torch.Tensor.detach)(
+        BUFFER[offset : offset + 1024].view(dtype)
+    ),
+    st.sampled_from([0, 4, 8, 16, 32]),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.booleans(),
+)
+scales = st.builds(lambda o, d: BUFFER[o : o + 16].view(d), st.sampled_from([0, 1, 16]), st.sampled_from([E8M0, FP8]))
+descriptors = st.builds(
+    lambda dtype, make: make(torch.empty(128, 128, dtype=dtype)),
+    st.sampled_from([FP8, torch.bfloat16, torch.float32]),
+    st.sampled_from([hopper.operand, hopper.result]),
+)
+numbers = st.sampled_from([0, 1, 2, 15, 16, 17, 48, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40])
+arguments = st.tuples(tensors, tensors | st.none(), scales, descriptors, numbers, numbers)
+constants = st.fixed_dictionaries(
+    {"SIZE": st.sampled_from([1, 2, 128]), "FLAG": st.booleans()}, optional={"num_warps": st.sampled_from([4, 8])}
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.tuples(arguments, constants), min_size=2, max_size=12))
+def test_one_key_is_one_compiled_kernel(calls):
+    found = {}
+    with patch.object(launch, "driver", NO_DRIVER):
+        for args, values in calls:
+            expected = of_triton(args, values)
+            assert found.setdefault(three._key(args, values), expected) == expected
+
+
+class Jit:
+    """Triton's part of a launch, and what a launch of the compiled kernel was given."""
+
+    def __init__(self):
+        self.asked, self.launched = [], []
+
+    def run(self, kernel, *args, grid, warmup, **constants):
+        self.asked.append((args, constants))
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launched.append((grid, args))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    record = Jit()
+    monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, *args, **kwargs: record.run(kernel, *args, **kwargs))
+    monkeypatch.setattr(launch, "driver", NO_DRIVER)
+    monkeypatch.setattr(three, "_compiled", {})
+    return record
+
+
+def args(n=16, m=3, x=BUFFER, y=BUFFER):
+    return x, y, BUFFER[:16].view(E8M0), hopper.operand(torch.empty(128, 128, dtype=FP8)), n, m
+
+
+def test_what_was_compiled_is_launched_with_all_arguments_in_order(recorded):
+    three[(5,)](*args(), SIZE=1, FLAG=True, num_warps=4)
+    assert len(recorded.asked) == 1 and not recorded.launched  # Triton launches what it compiles
+    again = args(n=32, m=2**20)
+    three[(7, 2)](*again, num_warps=4, SIZE=1, FLAG=True)
+    three[(7, 2)](*again, SIZE=1, FLAG=True, num_warps=4)
+    assert len(recorded.asked) == 2  # the second names its options in another order
+    grid, launched = recorded.launched[0]
+    assert grid[:3] == (7, 2, 1) and launched == (*again, 1, True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(n=1), dict(n=17), dict(n=2**31), dict(m=2**31), dict(x=BUFFER[1:]), dict(x=BUFFER.view(torch.int32)),
+        dict(y=None),
+    ],
+)  # fmt: skip
+def test_what_triton_specializes_on_is_asked_for_again(recorded, changed):
+    three[(1,)](*args(), SIZE=1, FLAG=True)
+    three[(1,)](*args(**changed), SIZE=1, FLAG=True)
+    assert len(recorded.asked) == 2
+
+
+@pytest.mark.parametrize("changed", [dict(SIZE=2), dict(FLAG=False), dict(num_warps=8)])
+def test_constants_and_options_are_asked_for_again(recorded, changed):
+    three[(1,)](*args(), **dict(SIZE=1, FLAG=True, num_warps=4))
+    three[(1,)](*args(), **dict(SIZE=1, FLAG=True, num_warps=4) | changed)
+    assert len(recorded.asked) == 2
+
+
+def test_another_device_has_its_own(recorded, monkeypatch):
+    three[(1,)](*args(), SIZE=1, FLAG=True)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 1)))
+    three[(1,)](*args(), SIZE=1, FLAG=True)
+    assert len(recorded.asked) == 2
+
+
+def test_scales_arrive_as_bytes(recorded):
+    three[(1,)](*args(), SIZE=1, FLAG=True)
+    ((passed, _),) = recorded.asked
+    assert passed[2].dtype == torch.uint8
+
+
+def test_arguments_that_do_not_fit_are_told(recorded):
+    with pytest.raises(TypeError, match="three takes 6 positional arguments, got 5"):
+        three[(1,)](*args()[:5], m=3, SIZE=1, FLAG=True)
+
+    def constants_first(SIZE: tl.constexpr, x):
+        pass
+
+    with pytest.raises(TypeError, match="constants_first: constexpr parameters are to be the last"):
+        Kernel(triton.jit(constants_first))

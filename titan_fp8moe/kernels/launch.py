@@ -1,0 +1,90 @@
+"""Launching a kernel without asking Triton each time which compiled kernel it is.
+
+A layer's forward and backward launch some 25 kernels, and where tokens are few the host is what is waited for. Most of
+a launch's time Triton spends on binding the arguments, on what the kernel is to be specialized on, and on finding that
+in its cache. A :class:`Kernel` looks up a shorter key, and launches what ``kernel[grid](...)`` returned when it was
+called with such arguments before.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, KernelInterface
+
+from titan_fp8moe.recipe import E8M0
+
+
+class Kernel:
+    """A ``triton.jit`` or ``gluon.jit`` kernel, as a decorator: launched in the same way, remembers what was compiled.
+
+    Positional arguments are all parameters that are no ``constexpr``, which come first; by name come the others, and
+    options such as ``num_warps``. Scales, for whose dtype (e8m0) Triton has no name, arrive as uint8.
+
+    Attributes:
+        kernel: what was decorated. In Triton's interpreter it is called each time.
+    """
+
+    def __init__(self, kernel: KernelInterface):
+        self.kernel = kernel
+        self._compiled: dict[tuple, tuple[Any, tuple]] = {}
+        if not isinstance(kernel, JITFunction):
+            return
+        constants = [param.is_constexpr for param in kernel.params]
+        self._num_args = len(constants) - sum(constants)
+        if any(constants[: self._num_args]):
+            raise TypeError(f"{kernel.__name__}: constexpr parameters are to be the last")
+        self._specialized = [not param.do_not_specialize for param in kernel.params[: self._num_args]]
+        self._constants = [param.name for param in kernel.params[self._num_args :]]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if not isinstance(self.kernel, JITFunction):
+            self.kernel[grid](*map(_readable, args), **constants)
+            return
+        key = self._key(args, constants)
+        if (found := self._compiled.get(key)) is not None:
+            compiled, values = found
+            compiled[(*grid, 1, 1)](*args, *values)
+            return
+        if len(args) != self._num_args:
+            raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
+        compiled = self.kernel[grid](*map(_readable, args), **constants)
+        if compiled is not None:
+            self._compiled[key] = compiled, tuple(constants[name] for name in self._constants)
+
+    def _key(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple:
+        """All that Triton compiles another kernel for: device, constants, options, and of the other arguments
+
+        * of a tensor, dtype and alignment;
+        * of a number, whether it needs 64 bits and, if it is specialized on, whether it is 1 or a multiple of 16;
+        * of a descriptor, dtype and block; the layout in shared memory follows from them.
+        """
+        key = [driver.active.get_current_device(), *constants, *constants.values()]
+        append = key.append
+        for arg, specialized in zip(args, self._specialized, strict=False):
+            kind = type(arg)
+            if kind is int:
+                append(arg < 2**31)
+                if specialized:
+                    append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
+            elif arg is None:
+                append(None)
+            elif kind is TensorDescriptor:
+                append(arg.base.dtype)
+                append(arg.block_shape[0])
+                append(arg.block_shape[1])
+            else:
+                append(arg.dtype)
+                append(arg.data_ptr() & 15)
+        return tuple(key)
+
+
+def _readable(arg: Any) -> Any:
+    return arg.view(torch.uint8) if isinstance(arg, Tensor) and arg.dtype == E8M0 else arg
