@@ -16,6 +16,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe.kernels
+from titan_fp8moe.kernels import launch
 
 _COPIES = "copy, fill, cast, cat"
 # The first that matches a name decides. A kernel of torch.compile is named after all of its operators.
@@ -49,6 +50,7 @@ def own_kernels() -> dict[str, str]:
     for info in pkgutil.iter_modules(titan_fp8moe.kernels.__path__):
         module = importlib.import_module(f"titan_fp8moe.kernels.{info.name}")
         for name, value in vars(module).items():
+            value = value.kernel if isinstance(value, launch.Kernel) else value
             if isinstance(value, JITFunction) and value.__module__ == module.__name__:
                 names[name] = _OWN_CLASSES.get(info.name, "grouped GEMM")
     return names

@@ -287,7 +287,7 @@ def test_no_compilation_when_the_number_of_rows_changes(kernels, generator, devi
         return len(kernel.device_caches[torch.cuda.current_device()][0])
 
     compiled = {
-        grouped_mm: (grouped_mm_hopper.grouped_mm_hopper_kernel, wgrad_hopper.wgrad_hopper_kernel),
+        grouped_mm: (grouped_mm_hopper.grouped_mm_hopper_kernel.kernel, wgrad_hopper.wgrad_hopper_kernel.kernel),
         grouped_mm_plain: (grouped_mm_plain.grouped_mm_kernel, grouped_mm_plain.grouped_mm_wgrad_kernel),
     }[kernels]
     counts = []
