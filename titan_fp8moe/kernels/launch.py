@@ -51,7 +51,7 @@ class Kernel:
         key = self._key(args, constants)
         if (found := self._compiled.get(key)) is not None:
             compiled, values = found
-            compiled[(*grid, 1, 1)](*args, *values)
+            compiled[(*grid, 1, 1)[:3]](*args, *values)
             return
         if len(args) != self._num_args:
             raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
