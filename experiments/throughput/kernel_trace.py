@@ -37,6 +37,7 @@ _CLASSES = [
 ]  # fmt: skip
 # The package's kernels go by the module that defines them.
 _OWN_CLASSES = {
+    "layout": "permute, pack, unpermute",
     "permute": "permute, pack, unpermute",
     "quantize": "quantize",
     "swiglu": "SwiGLU",

@@ -1,11 +1,11 @@
-"""Row movements against the recipe and the ops' reference, bit by bit."""
+"""Index maps and row movements against the recipe and the ops' reference, bit by bit."""
 
 import pytest
 import torch
 
 from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, randint, randn
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.kernels import permute
+from titan_fp8moe.kernels import layout, permute
 
 COUNTS = {  # slots of each expert
     "even": [9, 5, 7],
@@ -31,12 +31,12 @@ def choices(generator, name, top_k, num_tokens):
     return experts[order].view(num_tokens, top_k)
 
 
-@pytest.fixture(params=[2, permute.SLOT_PROGRAMS])
+@pytest.fixture(params=[2, layout.SLOT_PROGRAMS])
 def programs(request, monkeypatch):
     """Also with several blocks of tokens for a program, as with many tokens and experts."""
-    monkeypatch.setattr(permute, "SLOT_PROGRAMS", request.param)
+    monkeypatch.setattr(layout, "SLOT_PROGRAMS", request.param)
     if request.param == 2:
-        monkeypatch.setattr(permute, "SLOT_ENTRIES", 64)
+        monkeypatch.setattr(layout, "SLOT_ENTRIES", 64)
 
 
 @pytest.mark.parametrize("absent", [0, 7])
@@ -47,11 +47,11 @@ def test_expert_layout(generator, name, dtype, absent, programs):
     expert_TK = choices(generator, name, top_k, -(-R // top_k) + absent).to(dtype)
     capacity = recipe.row_capacity(R, len(COUNTS[name])) + 128
     args = (expert_TK, randn(generator, *expert_TK.shape), len(COUNTS[name]), capacity)
-    for got, want in zip(permute.expert_layout(*args), recipe.expert_layout(*args), strict=True):
+    for got, want in zip(layout.expert_layout(*args), recipe.expert_layout(*args), strict=True):
         assert_same_bits(got, want)
 
 
-def layout(generator, name, top_k, num_tokens):
+def make_layout(generator, name, top_k, num_tokens):
     expert_TK = choices(generator, name, top_k, num_tokens)
     capacity = recipe.row_capacity(sum(COUNTS[name]), len(COUNTS[name]))
     return recipe.expert_layout(expert_TK, randn(generator, num_tokens, top_k), len(COUNTS[name]), capacity)
@@ -87,7 +87,7 @@ def test_dispatch_layout(generator, name, programs):
         expert_TK = randint(generator, -1, ranks * experts + 1, tokens, top_k)
     else:
         expert_TK = routed(generator, *EXCHANGES[name])
-    got = permute.dispatch_layout(expert_TK, ranks, experts)
+    got = layout.dispatch_layout(expert_TK, ranks, experts)
     want = recipe.dispatch_layout(expert_TK, ranks, experts)
     C = int(want[3][:, 0].sum())
     for i in (0, 1, 3):
@@ -105,7 +105,7 @@ def test_copies_carry_each_slot_once(generator, name):
     slots = slots[expert_TK.flatten()[slots] >= 0]
     counts = torch.bincount(expert_TK.flatten()[slots], minlength=ranks * experts).view(ranks, experts)
     q, scale = fp8_rows(generator, tokens, D), column_major_scale(generator, tokens, D).contiguous()
-    position_TK, copy_TK, token_C, message = permute.dispatch_layout(expert_TK, ranks, experts)
+    position_TK, copy_TK, token_C, message = layout.dispatch_layout(expert_TK, ranks, experts)
     token_C = token_C[: int(message[:, 0].sum())]
     width = ops.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_TK).shape[1]
     payload = permute.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_TK, width)
@@ -154,7 +154,7 @@ def test_arrival_layout(generator, name):
     _, _, position_CK, score_CK = ops.unpack_dispatch(payload, D, top_k)
     R = int(received[:, 2:].sum())
     args = (received, position_CK, score_CK, R, recipe.row_capacity(R, experts))
-    for got, want in zip(permute.arrival_layout(*args), recipe.arrival_layout(*args), strict=True):
+    for got, want in zip(layout.arrival_layout(*args), recipe.arrival_layout(*args), strict=True):
         assert_same_bits(got, want)
 
 
@@ -162,7 +162,7 @@ def test_arrival_layout(generator, name):
 @pytest.mark.parametrize("from_payload", [False, True])
 def test_permute_rows(generator, name, from_payload):
     T, D, top_k = 150, 1408, 3
-    offsets_E, token_M, _, row_TK = layout(generator, name, top_k, T)
+    offsets_E, token_M, _, row_TK = make_layout(generator, name, top_k, T)
     q, scale = fp8_rows(generator, T, D), column_major_scale(generator, T, D).contiguous()
     if from_payload:
         payload = randint(generator, 0, 256, T, D + 8 * top_k + 24).to(torch.uint8)
@@ -177,7 +177,7 @@ def test_permute_rows(generator, name, from_payload):
 
 
 def test_permute_no_tokens(generator):
-    offsets_E, token_M, _, row_TK = layout(generator, "nothing", 1, 0)
+    offsets_E, token_M, _, row_TK = make_layout(generator, "nothing", 1, 0)
     q, scale = fp8_rows(generator, 0, 256), column_major_scale(generator, 0, 256)
     got, _ = permute.permute_rows(q, scale, row_TK, token_M, offsets_E)
     assert got.shape == (128, 256)
