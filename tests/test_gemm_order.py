@@ -66,7 +66,8 @@ def programs(monkeypatch):
             for name, value in list(vars(module).items()):
                 if hasattr(value, "fn") and value.fn.__module__ == module.__name__:
                     monkeypatch.setattr(module, name, value.fn)
-        monkeypatch.setattr(hopper, "SUPER_ROW", 12)
+        monkeypatch.setattr(grouped_mm_hopper, "SUPER_ROW", 12)
+        monkeypatch.setattr(wgrad_hopper, "SUPER_ROW", 16)
 
     return install
 

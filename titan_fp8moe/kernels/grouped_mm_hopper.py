@@ -16,6 +16,8 @@ from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WA
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
 
+SUPER_ROW = gl.constexpr(12)
+
 
 @gluon.jit
 def _expert_of(offsets_E, m, E: gl.constexpr):
@@ -44,7 +46,7 @@ def _problem(offsets_E, N: gl.constexpr, E: gl.constexpr):
 def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
     offsets_E, num_rows, num_whole, num_split = problem
     tile, half, is_half = hopper.piece_at(index, num_whole, num_split)
-    row, column = hopper.tile_position(tile, num_rows, (N + 255) // 256)
+    row, column = hopper.tile_position(tile, num_rows, (N + 255) // 256, SUPER_ROW)
     m = row * 128
     n = column * 256 + half * 128
     expert = _expert_of(offsets_E, m, E)

@@ -22,7 +22,9 @@ through ``SLOTS`` slots with the barriers ``told`` and ``heard``.
 Scales make an FP8 GEMM hard to feed: every product of a block has to leave the tensor cores, be multiplied by its
 factor and be added to the accumulator by ordinary instructions, which take a quarter of the time that the product
 took. A consumer therefore works on four *parts* of 64 columns, with two partial products in registers: while one is
-promoted, the tensor cores compute the other. The next block's part 0 is started before this block's part 3 is promoted.
+promoted, the tensor cores compute the other. The next block's part 0 is started before this block's part 3 is promoted,
+also where the next block is another piece's. A piece without blocks (an expert without rows) therefore gets one all the
+same, whose product nobody uses, and so does the end: consumers would have to know what comes before they start it.
 Per thread that is 128 accumulator and 64 partial registers, which is why a consumer gets 240 registers and the producer
 24. (Partials of 128 columns, one per consumer, each consumer covering for the other's promotion, need as many registers
 and read less shared memory, but were 10 to 20% slower on an H200.)
@@ -63,8 +65,6 @@ from titan_fp8moe.recipe import FP8, TILE
 
 STAGES = gl.constexpr(4)  # 48 KiB each; 35 KiB are left for staging and barriers
 SLOTS = gl.constexpr(2)  # a program's piece and the one after it
-# Rows of tiles that are visited together: 132 programs on 12 x 11 tiles share both operands in L2.
-SUPER_ROW = gl.constexpr(12)
 # Accumulators and partials of a consumer: 64x64 as one warpgroup's WGMMA lays them out.
 PART_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 # A launch has 3 warpgroups (the producer's warp takes one up) of 168 registers a thread = 240 + 240 + 24.
@@ -180,10 +180,13 @@ def piece_at(index, num_whole, num_split):
 
 
 @gluon.jit
-def tile_position(tile, num_rows, num_columns):
-    """Row and column of a tile: super-rows top to bottom, columns in a super-row, rows in a column."""
-    first_row = tile // (SUPER_ROW * num_columns) * SUPER_ROW
-    height = gl.minimum(num_rows - first_row, SUPER_ROW)
+def tile_position(tile, num_rows, num_columns, super_row):
+    """Row and column of a tile: super-rows, of ``super_row`` rows, top to bottom, columns in one, rows in a column.
+
+    Tiles that are computed at a time should form a square, so that programs find each other's operands in L2.
+    """
+    first_row = tile // (super_row * num_columns) * super_row
+    height = gl.minimum(num_rows - first_row, super_row)
     tile -= first_row * num_columns
     return first_row + tile % height, tile // height
 
@@ -286,12 +289,15 @@ def produce(
     while index < num_pieces:
         place, wide, position, expert = LOCATE(index, problem, N, K, E)
         a_row, b_row, column, steps = place
+        steps = gl.maximum(steps, 1)
         head = gl.minimum(steps, STAGES + 1)
         block = _produce_blocks(a_desc, b_desc, ring, block, a_row, b_row, column, head, wide)
         requested = request(counter)
         block = _produce_blocks(a_desc, b_desc, ring, block, a_row, b_row, column + head * 128, steps - head, wide)
         turn += 1
         index = _tell(counter, slots, turn, requested, num_pieces)
+    # The product that consumers start at the end. They are not there if there are no pieces, and neither may operands.
+    _produce_blocks(a_desc, b_desc, ring, block, 0, 0, 0, gl.minimum(num_pieces, 1), num_pieces < 0)
 
 
 @gluon.jit
@@ -368,6 +374,14 @@ def _start(ring, stage, partial, never, CONSUMER: gl.constexpr, PART: gl.constex
 
 
 @gluon.jit
+def _start_next(ring, block, partial, never, CONSUMER: gl.constexpr):
+    """Starts part 0 of the block after ``block``, when its operands are there."""
+    a_ring, b_ring, full, empty = ring
+    mbarrier.wait(full.index(_stage(block + 1)), _phase(block + 1))
+    return _start(ring, _stage(block + 1), partial, never, CONSUMER, 0)
+
+
+@gluon.jit
 def _promote(acc, partial, factor):
     acc += partial * factor[:, None]
     # No instruction at all, but LLVM does not move what is volatile: without it, these sums sink below the WGMMA that
@@ -419,7 +433,7 @@ def _block(
 ):
     """Multiplies and promotes one block, whose part 0 is under way, and starts the next one's.
 
-    The last block of a tile starts none, and stores a part as soon as it is complete, beside the WGMMAs of the others.
+    In the last block of a piece it stores a part as soon as it is complete, beside the WGMMAs of the others.
     """
     a_ring, b_ring, full, empty = ring
     p0, p1 = partials
@@ -446,12 +460,8 @@ def _block(
             _store(output, acc1, CONSUMER, TRANSPOSED, 1)
         p0 = warpgroup_mma_wait(1, deps=[p0])
         acc2 = _promote(acc2, p0, factor1)
-    if LAST:
-        p1 = warpgroup_mma_wait(0, deps=[p1])
-    else:
-        mbarrier.wait(full.index(_stage(block + 1)), _phase(block + 1))
-        p0 = _start(ring, _stage(block + 1), p0, never, CONSUMER, 0)
-        p1 = warpgroup_mma_wait(1, deps=[p1])
+    p0 = _start_next(ring, block, p0, never, CONSUMER)
+    p1 = warpgroup_mma_wait(1, deps=[p1])
     mbarrier.arrive(empty.index(stage))
     if PARTS == 4:
         if LAST:
@@ -470,6 +480,7 @@ def _block(
 def _compute_piece(
     ring,
     block,
+    partial,
     piece,
     output,
     where,
@@ -483,18 +494,20 @@ def _compute_piece(
     TRANSPOSED: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """The consumer's 64 rows of a piece, from the ring to memory. Returns the program's number of blocks so far, and
-    the next piece: looked up beside the last block's products, so that no piece begins with waiting for memory."""
+    """The consumer's 64 rows of a piece, from the ring to memory, whose first ``partial`` is under way.
+
+    Returns the program's number of blocks so far, the next block's partial, and the next piece: looked up beside the
+    last block's products, so that no piece begins with waiting for memory.
+    """
     steps, pointers, scales = piece
     a_pointers, a_step, b_pointer, b_half, b_step = pointers
     a_byte, b0_byte, b1_byte = scales
     a_ring, b_ring, full, empty = ring
     zero = gl.zeros([64, 64], gl.float32, PART_LAYOUT)
     accs = (zero, zero, zero, zero)
-    mbarrier.wait(full.index(_stage(block)), _phase(block))
-    partials = (_start(ring, _stage(block), zero, never, CONSUMER, 0), zero)
-    # Nothing here needs it. But Triton puts a barrier between two waits for mbarriers, this one and the loop's. In the
-    # loop every block would pass it, where the loop's other barriers make it superfluous.
+    partials = (partial, zero)
+    # Nothing here needs it. But Triton puts a barrier between two waits for mbarriers, the last piece's and the loop's.
+    # In the loop every block would pass it, where the loop's other barriers make it superfluous.
     _meet()
     for _ in range(steps - 1):
         a_pointers += a_step
@@ -513,8 +526,38 @@ def _compute_piece(
         b1_byte = next_b1_byte
         block += 1
     following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
-    _block(ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, TRANSPOSED, PARTS, True)
-    return block + 1, following
+    partials, accs = _block(
+        ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, TRANSPOSED, PARTS, True
+    )
+    partial, other = partials
+    return block + 1, partial, following
+
+
+@gluon.jit
+def _skip_piece(
+    ring,
+    block,
+    partial,
+    wide,
+    output,
+    where,
+    never,
+    CONSUMER: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    LOCATE: gl.constexpr,
+    SCALES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    """:func:`_compute_piece` of a piece without blocks: zeros, for the product of a block that is not its own."""
+    a_ring, b_ring, full, empty = ring
+    following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
+    partial = warpgroup_mma_wait(0, deps=[partial])
+    mbarrier.arrive(empty.index(_stage(block)))
+    partial = _start_next(ring, block, partial, never, CONSUMER)
+    _store_zeros(output, wide, CONSUMER, TRANSPOSED)
+    return block + 1, partial, following
 
 
 @gluon.jit
@@ -545,6 +588,7 @@ def consume(
     turn = 0
     first = (slots, turn, num_pieces, problem, scales)
     index, wide, position, steps, pointers, scale_bytes = _look_up(first, CONSUMER, N, K, E, LOCATE, SCALES)
+    partial = _start_next(ring, -1, gl.zeros([64, 64], gl.float32, PART_LAYOUT), never, CONSUMER)
     while index < num_pieces:
         turn += 1
         row, column = position
@@ -557,16 +601,18 @@ def consume(
             is_empty: gl.constexpr = False
             piece = (STEPS, pointers, scale_bytes)
         if is_empty:
-            following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
-            _store_zeros(output, wide, CONSUMER, TRANSPOSED)
+            block, partial, following = _skip_piece(
+                ring, block, partial, wide, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, TRANSPOSED
+            )
         # Two loops, rather than conditions in one: ptxas gives up on WGMMAs that may or may not be under way.
         elif wide:
-            block, following = _compute_piece(
-                ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, TRANSPOSED, 4
+            block, partial, following = _compute_piece(
+                ring, block, partial, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, TRANSPOSED, 4
             )
         else:
-            block, following = _compute_piece(
-                ring, block, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, TRANSPOSED, 2
+            block, partial, following = _compute_piece(
+                ring, block, partial, piece, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, TRANSPOSED, 2
             )
         index, wide, position, steps, pointers, scale_bytes = following
+    warpgroup_mma_wait(0, deps=[partial])
     tma.store_wait(0)

@@ -21,6 +21,8 @@ from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WA
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
 
+SUPER_ROW = gl.constexpr(16)  # at most; all of a weight are equal, but for rounding
+
 
 @gluon.jit
 def _problem(
@@ -49,7 +51,9 @@ def _locate(index, problem, N: gl.constexpr, K: gl.constexpr, E: gl.constexpr):
     num_columns: gl.constexpr = (K + 255) // 256
     tile, half, is_half = hopper.piece_at(index, num_whole, num_split)
     expert = tile // (num_rows * num_columns)
-    row, column = hopper.tile_position(tile - expert * (num_rows * num_columns), num_rows, num_columns)
+    num_super_rows: gl.constexpr = (num_rows + SUPER_ROW - 1) // SUPER_ROW
+    super_row: gl.constexpr = (num_rows + num_super_rows - 1) // num_super_rows
+    row, column = hopper.tile_position(tile - expert * (num_rows * num_columns), num_rows, num_columns, super_row)
     if E == 2:
         expert ^= first
     n = row * 128
