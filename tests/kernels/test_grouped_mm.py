@@ -9,7 +9,7 @@ import torch
 from tests.kernels.compare import offsets, randn
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import recipe
-from titan_fp8moe.kernels import grouped_mm, grouped_mm_hopper, grouped_mm_plain, hopper, wgrad_hopper
+from titan_fp8moe.kernels import grouped_mm, grouped_mm_hopper, grouped_mm_plain, hopper_launch, wgrad_hopper
 from titan_fp8moe.recipe import TILE
 from tools.benchmark_gemm import occupy
 
@@ -322,7 +322,7 @@ def assert_same(results, expected):
     torch.cuda.synchronize()
     for result, right in zip(results, expected, strict=True):
         assert torch.equal(result, right)
-    assert all(counter.item() == 0 for counter in hopper._stream_counters.values())
+    assert all(counter.item() == 0 for counter in hopper_launch._stream_counters.values())
 
 
 @pytest.mark.gpu
@@ -356,7 +356,7 @@ def test_on_streams_beside_each_other(gemms):
 def test_graphs_beside_each_other(gemms, monkeypatch, left):
     runs, expected = gemms
     if not left:
-        monkeypatch.setattr(hopper, "_free_counters", {})
+        monkeypatch.setattr(hopper_launch, "_free_counters", {})
     graphs, results = [torch.cuda.CUDAGraph() for _ in range(3)], []
     for graph in graphs:
         with torch.cuda.graph(graph):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe.kernels import grouped_mm_hopper, grouped_mm_plain, wgrad_hopper
-from titan_fp8moe.kernels.hopper import is_hopper
+from titan_fp8moe.kernels.hopper_launch import is_hopper
 
 
 def grouped_mm(

@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8moe.kernels import hopper
+from titan_fp8moe.kernels import hopper, hopper_launch
 from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
 
-SUPER_ROW = gl.constexpr(12)
+SUPER_ROW = gl.constexpr(12)  # 132 programs on 12 x 11 tiles share both operands
 
 
 @gluon.jit
@@ -135,15 +135,15 @@ def grouped_mm(
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
     # The grid is for all of the buffer; how many of its rows are in use, only the device knows.
-    grid = (hopper.num_programs(M // TILE * (N // TILE), a_MK.device),)
+    grid = (hopper_launch.num_programs(M // TILE * (N // TILE), a_MK.device),)
     grouped_mm_hopper_kernel[grid](
-        hopper.operand(a_MK),
-        hopper.operand(b_ENK),
-        hopper.result(out),
+        hopper_launch.operand(a_MK),
+        hopper_launch.operand(b_ENK),
+        hopper_launch.result(out),
         a_scale,
         b_scale,
         offsets_E,
-        hopper.counter(a_MK.device),
+        hopper_launch.counter(a_MK.device),
         *a_scale.stride(),
         *b_scale.stride(),
         N=N,

@@ -43,13 +43,6 @@ What ptxas needs in order to leave WGMMA asynchronous is noted where it matters.
 that it does: a WGMMA that is waited for on the spot still gives correct results, at half the speed.
 """
 
-import functools
-from collections.abc import Iterator
-from typing import Any
-
-import torch
-import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -59,9 +52,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from titan_fp8moe.recipe import FP8, TILE
 
 STAGES = gl.constexpr(4)  # 48 KiB each; 35 KiB are left for staging and barriers
 SLOTS = gl.constexpr(2)  # a program's piece and the one after it
@@ -73,88 +63,6 @@ WORKER_WARPS = gl.constexpr([4, 1])
 WORKER_REGISTERS = gl.constexpr([240, 24])
 
 _meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6's name
-
-GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-
-
-# --- launching --------------------------------------------------------------------------------------------------------
-
-
-def is_hopper(x: Tensor) -> bool:
-    """Whether these kernels are for the GPU that holds ``x``. Gluon has no interpreter: not where that is on."""
-    if triton.knobs.runtime.interpret:
-        return False
-    return x.is_cuda and (_properties(x.device).major, _properties(x.device).minor) == (9, 0)
-
-
-# Every GEMM asks twice, and torch looks the device up anew each time.
-_properties = functools.cache(torch.cuda.get_device_properties)
-
-
-def operand(x: Tensor) -> TensorDescriptor:
-    """TMA descriptor of an fp8 matrix, or of several below each other, read in 128x128 tiles; rows may be strided."""
-    return _descriptor(x, TILE)
-
-
-def result(x: Tensor) -> TensorDescriptor:
-    """TMA descriptor of a result, a matrix or several below each other, written in parts of 64x64."""
-    return _descriptor(x, 64)
-
-
-def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    # A GEMM needs three. The constructor, with its checks, took 7% of the time of a layer's Python.
-    descriptor = object.__new__(TensorDescriptor)
-    shape, strides = x.shape, x.stride()
-    if len(shape) == 3:
-        assert x.is_contiguous()
-        shape, strides = (shape[0] * shape[1], shape[2]), strides[1:]
-    descriptor.__dict__.update(_descriptor_fields(x.dtype, block), base=x, shape=shape, strides=strides)
-    return descriptor
-
-
-@functools.cache
-def _descriptor_fields(dtype: torch.dtype, block: int) -> dict[str, Any]:
-    layout = gl.NVMMASharedLayout.get_default_for([block, block], GLUON_DTYPE[dtype])
-    example = torch.empty(block, block, dtype=dtype, device="cpu")
-    return vars(TensorDescriptor.from_tensor(example, [block, block], layout))
-
-
-NUM_COUNTERS = 4096  # for streams and for launches in graphs
-_free_counters: dict[int, Iterator[Tensor]] = {}
-_stream_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def counter(device: torch.device) -> Tensor:
-    """The number of pieces taken, (1,) int32: zero before a launch, and set back to zero by the launch.
-
-    Launches on a stream follow each other and share one. A captured launch may later run beside any other, and gets one
-    that nobody else has.
-    """
-    if device.type != "cuda":
-        return torch.empty(1, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        return _free_counter(device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    if key not in _stream_counters:
-        if device.index not in _free_counters:
-            zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # they are for any stream
-            _free_counters[device.index] = (zeros[i : i + 1] for i in range(NUM_COUNTERS))
-        _stream_counters[key] = _free_counter(device)
-    return _stream_counters[key]
-
-
-def _free_counter(device: torch.device) -> Tensor:
-    free = next(_free_counters.get(device.index, iter(())), None)
-    # When none is left a graph sets its own to zero, one more thing to do in each replay.
-    return torch.zeros(1, dtype=torch.int32, device=device) if free is None else free
-
-
-def num_programs(num_pieces: int, device: torch.device) -> int:
-    """One program per multiprocessor, or fewer where there is less to do."""
-    processors = _properties(device).multi_processor_count if device.type == "cuda" else 132
-    return min(processors, num_pieces)
-
 
 # --- order of the tiles -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8moe.kernels import hopper
+from titan_fp8moe.kernels import hopper, hopper_launch
 from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
@@ -174,15 +174,15 @@ def grouped_mm_wgrad(
     a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale
     if transposed:
         a, a_scale, b, b_scale = b, b_scale, a, a_scale
-    grid = (hopper.num_programs(E * (N // TILE) * (K // TILE), device),)
+    grid = (hopper_launch.num_programs(E * (N // TILE) * (K // TILE), device),)
     wgrad_hopper_kernel[grid](
-        hopper.operand(a),
-        hopper.operand(b),
-        hopper.result(out),
+        hopper_launch.operand(a),
+        hopper_launch.operand(b),
+        hopper_launch.result(out),
         a_scale,
         b_scale,
         offsets_E,
-        hopper.counter(device),
+        hopper_launch.counter(device),
         *a_scale.stride(),
         *b_scale.stride(),
         N=a.shape[0],
