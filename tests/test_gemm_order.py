@@ -1,7 +1,7 @@
 """The pieces of the Hopper GEMMs cover their results, and each has its operands' place; without a GPU.
 
-Gluon has no interpreter. But the functions that place pieces are plain enough to run in Python, on numbers and, where
-they work on a warp's lanes, tensors.
+:mod:`tests.gluon_emulator` runs whole GEMMs, small ones. The functions that place pieces are plain enough to run on
+Python's numbers and, where they work on a warp's lanes, on tensors: fast enough for results of many waves.
 """
 
 from types import SimpleNamespace

@@ -1,11 +1,13 @@
 """Grouped GEMMs against float64 products of the dequantized operands, every test with every implementation.
 
-Those are what :mod:`titan_fp8moe.kernels.grouped_mm` picks for this GPU and, where that is another one, plain Triton.
+Those are what :mod:`titan_fp8moe.kernels.grouped_mm` picks and another: on Hopper plain Triton, without a GPU what is
+picked on Hopper, emulated (:mod:`tests.gluon_emulator`).
 """
 
 import pytest
 import torch
 
+from tests.gluon_emulator import emulate
 from tests.kernels.compare import offsets, randn
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import recipe
@@ -28,10 +30,18 @@ GROUPS = {
 HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-# Elsewhere plain Triton is what is picked.
 @pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked"])
-def kernels(request):
+def gpu_kernels(request):
     return grouped_mm if request.param == "picked" else grouped_mm_plain
+
+
+@pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked", "emulated"] if INTERPRETED else ["picked"])
+def kernels(request, seed):
+    if request.param == "emulated":
+        with emulate(num_programs=(1, 3, 8)[seed % 3]):
+            yield grouped_mm
+    else:
+        yield grouped_mm if request.param == "picked" else grouped_mm_plain
 
 
 def assert_close(out, ref):
@@ -163,8 +173,7 @@ def check_wgrad(kernels, operands, offsets_E, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["balanced", "requantize"])
-# On Hopper the second is stored transposed; elsewhere they are the same.
-@pytest.mark.parametrize("N, K", [pytest.param(128, 256, marks=pytest.mark.gpu), (256, 128)])
+@pytest.mark.parametrize("N, K", [(128, 256), (256, 128)])  # on Hopper the second is stored transposed
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 def test_wgrad_groups(kernels, generator, groups, N, K, mode, dtype):
     operands = make_wgrad_operands(generator, 768, N, K, mode)
@@ -198,7 +207,7 @@ def test_wgrad_shapes(kernels, generator, N, K, mode):
 
 
 @pytest.mark.parametrize("mode", ["balanced", "requantize"])
-@pytest.mark.parametrize("K", [128, pytest.param(256, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("K", [128, 256])
 def test_wgrad_of_views(kernels, generator, K, mode):
     """The gate's and the up projection's gradients are rows of one tensor; their scales need not start at 16 bytes."""
     dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, 384, 512, K, mode)
@@ -247,14 +256,14 @@ def uneven_groups(M, E, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M, E, D, H", LAYERS)
-def test_layer(kernels, generator, device, M, E, D, H):
+def test_layer(gpu_kernels, generator, device, M, E, D, H):
     groups = uneven_groups(M, E, device)
     for N, K in ((2 * H, D), (D, H), (H, D), (D, 2 * H)):
-        check(kernels, make_operands(generator, M, N, K, E), groups, torch.bfloat16)
+        check(gpu_kernels, make_operands(generator, M, N, K, E), groups, torch.bfloat16)
     for N, K in ((2 * H, D), (D, H)):
         operands = make_wgrad_operands(generator, M, N, K, "balanced")
-        check_wgrad(kernels, operands, groups, torch.bfloat16)
-        check_wgrad(kernels, operands, groups, torch.float32)
+        check_wgrad(gpu_kernels, operands, groups, torch.bfloat16)
+        check_wgrad(gpu_kernels, operands, groups, torch.float32)
 
 
 # More tiles than half the programs, so that not all are computed as halves.
@@ -262,24 +271,24 @@ def test_layer(kernels, generator, device, M, E, D, H):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N, K, parts", [(2048, 1408, 1), (1408, 2048, 1), (1024, 1408, 2)])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-def test_wgrad_groups_of_whole_tiles(kernels, generator, groups, N, K, parts, dtype):
+def test_wgrad_groups_of_whole_tiles(gpu_kernels, generator, groups, N, K, parts, dtype):
     operands = make_wgrad_operands(generator, 768, N, K, "balanced")
     ends = offsets(*groups, device=operands[0].device)
-    whole = check_wgrad(kernels, operands, ends, dtype)
-    by_part = kernels.grouped_mm_wgrad(*operands, ends, dtype, parts)
+    whole = check_wgrad(gpu_kernels, operands, ends, dtype)
+    by_part = gpu_kernels.grouped_mm_wgrad(*operands, ends, dtype, parts)
     assert torch.equal(by_part, torch.cat(whole.chunk(parts, dim=1)))
 
 
 @pytest.mark.gpu
-def test_many_rows_and_experts(kernels, generator, device):
+def test_many_rows_and_experts(gpu_kernels, generator, device):
     """2**20 rows of 256 experts: offsets in bytes exceed 31 bits."""
     M, N, K = 2**20, 128, 2176
     groups = uneven_groups(M, 256, device)
-    check(kernels, make_operands(generator, M, N, K, 256), groups, torch.bfloat16)
+    check(gpu_kernels, make_operands(generator, M, N, K, 256), groups, torch.bfloat16)
 
 
 @pytest.mark.gpu
-def test_no_compilation_when_the_number_of_rows_changes(kernels, generator, device):
+def test_no_compilation_when_the_number_of_rows_changes(gpu_kernels, generator, device):
 
     def variants(kernel):
         return len(kernel.device_caches[torch.cuda.current_device()][0])
@@ -287,15 +296,15 @@ def test_no_compilation_when_the_number_of_rows_changes(kernels, generator, devi
     compiled = {
         grouped_mm: (grouped_mm_hopper.grouped_mm_hopper_kernel.kernel, wgrad_hopper.wgrad_hopper_kernel.kernel),
         grouped_mm_plain: (grouped_mm_plain.grouped_mm_kernel, grouped_mm_plain.grouped_mm_wgrad_kernel),
-    }[kernels]
+    }[gpu_kernels]
     counts = []
     for M in (128, 256, 384, 2048, 4224):
         groups = offsets(128, M, device=device)
-        kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
+        gpu_kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
         dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, M, 768, 384, "balanced")
         for part in (slice(0, 3), slice(3, 6)):
             rows = slice(part.start * TILE, part.stop * TILE)
-            kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
+            gpu_kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
         counts.append([variants(kernel) for kernel in compiled])
     assert all(count == counts[0] for count in counts) and all(counts[0]), counts
 

@@ -1,0 +1,416 @@
+"""Runs the Hopper GEMMs' Gluon kernels on a CPU: Gluon has no interpreter.
+
+Gluon functions are plain Python on what :func:`emulate` puts in the place of ``gluon.language``. A program's partitions
+are threads; scalars and tensors are :class:`Value`, shared memory and descriptors views of torch tensors. What is
+asynchronous happens at the worst time that the program allows: TMA loads overwrite a stage when they are asked for,
+WGMMAs read theirs when they are waited for, and TMA stores read the staging buffer when that is waited for. A stage
+that is released too early or a buffer that is reused too early thus gives a wrong result, an accumulator that is used
+while a WGMMA is under way raises, and so do partitions that all wait for each other.
+
+Not emulated: warps within a partition, layouts, the tensor cores' precision.
+"""
+
+import operator
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from titan_fp8moe.kernels import grouped_mm, grouped_mm_hopper, hopper, hopper_launch, wgrad_hopper
+from titan_fp8moe.recipe import FP8, TILE
+
+TORCH_DTYPE = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": FP8,
+}
+
+
+class Deadlock(Exception):
+    pass
+
+
+# --- values and memory ------------------------------------------------------------------------------------------------
+
+
+class Value:
+    """A scalar or tensor."""
+
+    type = SimpleNamespace(layout=None)
+
+    def __init__(self, tensor: Any):
+        self.tensor = torch.as_tensor(tensor)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Value":
+        dtype = TORCH_DTYPE[str(dtype)]
+        return Value(self.tensor.view(dtype) if bitcast else self.tensor.to(dtype))
+
+    def __getitem__(self, index: Any) -> "Value":
+        return Value(self.tensor[index])
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor)
+
+    def __index__(self) -> int:
+        return int(self.tensor)
+
+
+def unwrap(x: Any) -> Any:
+    if isinstance(x, Product):
+        raise RuntimeError("an accumulator is read while its WGMMA is under way")
+    return x.tensor if isinstance(x, Value) else x
+
+
+def _define(name: str, reflected: str = "") -> None:
+    function = getattr(operator, name)
+    setattr(Value, f"__{name.strip('_')}__", lambda self, other: Value(function(self.tensor, unwrap(other))))
+    if reflected:
+        setattr(Value, f"__{reflected}__", lambda self, other: Value(function(unwrap(other), self.tensor)))
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "lshift"):
+    _define(_name, "r" + _name.strip("_"))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _define(_name)
+
+
+class Pointer:
+    """To elements of a tensor's memory, which may be strided."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0):
+        self.memory, self.offset = memory, offset
+
+    @classmethod
+    def to(cls, x: Tensor) -> "Pointer":
+        if x.dtype.itemsize == 1:
+            x = x.view(torch.uint8)
+        length = x.untyped_storage().nbytes() // x.dtype.itemsize - x.storage_offset()
+        return cls(x.as_strided((length,), (1,), x.storage_offset()))
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset + offset)
+
+    def __sub__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset - offset)
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+        offset = torch.as_tensor(unwrap(self.offset)).long()
+        mask = torch.as_tensor(unwrap(mask)).expand(offset.shape)
+        assert ((0 <= offset) & (offset < len(self.memory)) | ~mask).all(), "out of bounds"
+        return offset, mask
+
+    def load(self, mask: Any = True, other: Any = 0) -> Value:
+        offset, mask = self.places(mask)
+        loaded = self.memory[offset.where(mask, 0)]
+        return Value(loaded.where(mask, torch.as_tensor(other, dtype=loaded.dtype)))
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.shape = tensor, tensor.shape
+
+    def index(self, i: Any) -> "Shared":
+        return Shared(self.tensor[int(i)])
+
+    def slice(self, start: int, length: int) -> "Shared":
+        return Shared(self.tensor[start : start + length])
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.tensor.permute(order))
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.tensor.clone())
+
+    def store(self, value: Value) -> None:
+        self.tensor.copy_(value.tensor)
+        thread.unfenced = True
+
+
+class Descriptor:
+    """What a kernel sees of a TMA descriptor."""
+
+    def __init__(self, descriptor: TensorDescriptor):
+        self.matrix = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
+        self.dtype, self.layout = hopper_launch.GLUON_DTYPE[descriptor.base.dtype], descriptor.layout
+
+
+# --- what is asynchronous ---------------------------------------------------------------------------------------------
+
+thread = threading.local()  # of a partition: WGMMAs and stores under way, and whether a store awaits a fence
+
+
+class Partitions:
+    """Threads of a launch that meet at barriers, and see when all that are left wait."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.running = self.waiting = 0
+        self.errors: list[BaseException] = []
+
+    def run(self, functions: list[Callable]) -> None:
+        def body(function: Callable) -> None:
+            thread.products, thread.stores, thread.unfenced = [], [], False
+            try:
+                function()
+                assert not thread.products, "a WGMMA is under way at the end"
+                assert not thread.stores, "a store is under way at the end"
+            except BaseException as error:  # for the thread that waits for this one
+                self.errors.append(error)
+            self.update(lambda: setattr(self, "running", self.running - 1))
+
+        threads = [threading.Thread(target=body, args=(function,)) for function in functions]
+        self.running += len(threads)
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def update(self, change: Callable[[], None]) -> None:
+        with self.changed:
+            change()
+            self.waiting = 0  # all look again
+            self.changed.notify_all()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        with self.changed:
+            while not ready():
+                self.waiting += 1
+                if self.waiting >= self.running or self.errors:
+                    self.errors.append(Deadlock("all partitions wait"))
+                    self.changed.notify_all()
+                    raise Deadlock("all partitions wait")
+                self.changed.wait()
+
+
+class Barrier:
+    """An mbarrier. The phase before its first counts as complete."""
+
+    def __init__(self, partitions: Partitions):
+        self.partitions = partitions
+        self.phase = self.bytes = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+
+    def _change(self, arrivals: int, transferred: int) -> None:
+        def change() -> None:
+            self.pending -= arrivals
+            self.bytes += transferred
+            assert self.pending >= 0, "more arrivals than the barrier waits for"
+            if self.pending == self.bytes == 0:
+                self.phase, self.pending = 1 - self.phase, self.count
+
+        self.partitions.update(change)
+
+    def arrive(self) -> None:
+        self._change(1, 0)
+
+    def expect(self, size: int, pred: Any = True) -> None:
+        if pred:
+            self._change(1, size)
+
+    def complete(self, size: int) -> None:
+        self._change(0, -size)
+
+    def wait(self, phase: Any) -> None:
+        phase = int(phase)
+        self.partitions.wait(lambda: self.phase != phase)
+
+
+class Product:
+    """The result of a WGMMA, in registers. It reads its operands when it is waited for, or a later one."""
+
+    def __init__(self, a: Shared, b: Shared):
+        self.operands, self.value = (a, b), None
+
+    def complete(self) -> None:
+        a, b = (x.tensor.float() for x in self.operands)
+        self.value = Value(a @ b)
+
+
+def warpgroup_mma(a: Shared, b: Shared, acc: Any, use_acc: Any, is_async: bool) -> Product:
+    unwrap(acc)  # its registers are the result's
+    assert is_async and not use_acc
+    product = Product(a, b)
+    thread.products.append(product)
+    return product
+
+
+def warpgroup_mma_wait(pendings: int, deps: list) -> Any:
+    while len(thread.products) > pendings:
+        thread.products.pop(0).complete()
+    (product,) = deps
+    return product if product.value is None else product.value
+
+
+def load_tile(desc: Descriptor, place: list, barrier: Barrier, smem: Shared, pred: Any = True) -> None:
+    if not pred:
+        return
+    row, column = map(int, place)
+    tile = desc.matrix[row : row + TILE, column : column + TILE].view(torch.uint8)
+    smem.tensor.view(torch.uint8).zero_()[: tile.shape[0], : tile.shape[1]] = tile
+    barrier.complete(TILE * TILE)
+
+
+def store_part(desc: Descriptor, place: list, buffer: Shared) -> None:
+    assert not thread.unfenced, "TMA may not see what was stored: fence_async_shared is missing"
+    row, column = map(int, place)
+    out = desc.matrix[row : row + 64, column : column + 64]
+    assert out.shape == (64, 64), "out of bounds"
+    thread.stores.append(lambda: out.copy_(buffer.tensor))
+
+
+def store_wait(pendings: int) -> None:
+    while len(thread.stores) > pendings:
+        thread.stores.pop(0)()
+
+
+def fence() -> None:
+    thread.unfenced = False
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _language(partitions: Partitions, num_programs: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    atomics = threading.Lock()
+
+    def atomic_add(pointer: Pointer, value: Value, mask: Value, sem: str) -> Value:
+        offset, mask = pointer.places(mask)
+        with atomics:
+            old = pointer.memory[offset]
+            pointer.memory.index_add_(0, offset[mask], value.tensor[mask])
+        return Value(old)
+
+    def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+        if layout is Barrier:
+            barriers = [Barrier(partitions) for _ in range(shape[0])]
+            return SimpleNamespace(index=lambda i: barriers[int(i)])
+        tensor = torch.empty(shape, dtype=TORCH_DTYPE[str(dtype)])
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN in fp8, bf16 and fp32
+        return Shared(tensor)
+
+    def elementwise(function: Callable) -> Callable:
+        return lambda *args: Value(function(*(torch.as_tensor(unwrap(x)) for x in args)))
+
+    def full(shape: list[int], value: Any, dtype: Any, layout: Any = None) -> Value:
+        return Value(torch.full(shape, int(value), dtype=TORCH_DTYPE[str(dtype)]))
+
+    def store(pointer: Pointer, value: Any) -> None:
+        pointer.memory[int(pointer.offset)] = value
+
+    language = SimpleNamespace(
+        **{name: getattr(gl, name) for name in ("constexpr", "int32", "int64", "float32")},
+        **dict.fromkeys(("BlockedLayout", "SliceLayout", "SwizzledSharedLayout"), lambda *args: None),
+        num_programs=lambda axis: num_programs,
+        num_warps=lambda: 4,
+        static_range=range,
+        arange=lambda start, end, layout: Value(torch.arange(start, end)),
+        zeros=lambda shape, dtype, layout: full(shape, 0, dtype),
+        zeros_like=lambda x: Value(torch.zeros_like(x.tensor)),
+        full=full,
+        sum=lambda x, axis: Value(x.tensor.sum(axis)),
+        where=elementwise(torch.where),
+        minimum=elementwise(torch.minimum),
+        maximum=elementwise(torch.maximum),
+        load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
+        store=store,
+        atomic_add=atomic_add,
+        allocate_shared_memory=allocate,
+        warp_specialize=lambda parts, warps, registers: [
+            thread.partitions.append((function, args)) for function, args in parts
+        ],
+        inline_asm_elementwise=lambda asm, constraints, args, dtype, is_pure, pack: args[0],
+    )
+    mbarrier = SimpleNamespace(
+        MBarrierLayout=lambda: Barrier,
+        init=lambda barrier, count: barrier.init(count),
+        wait=lambda barrier, phase: barrier.wait(phase),
+        arrive=lambda barrier: barrier.arrive(),
+        expect=lambda barrier, size, pred=True: barrier.expect(size, pred),
+    )
+    return language, mbarrier
+
+
+class EmulatedKernel:
+    """Launched like a kernel; :attr:`num_programs` programs at a time, whatever the grid."""
+
+    def __init__(self, function: Callable, num_programs: int):
+        self.function, self.num_programs = function, num_programs
+
+    def __getitem__(self, grid: tuple[int]) -> Callable:
+        return self.launch
+
+    def launch(self, *args: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
+        def seen(arg: Any) -> Any:
+            if isinstance(arg, TensorDescriptor):
+                return Descriptor(arg)
+            return Pointer.to(arg) if isinstance(arg, Tensor) else arg
+
+        *others, counter = (arg for arg in args if isinstance(arg, Tensor))
+        counter.zero_()
+        args = tuple(map(seen, args))
+        partitions = Partitions()
+        language, mbarrier = _language(partitions, self.num_programs)
+        with patched(language, mbarrier):
+            thread.partitions = []
+            for _ in range(self.num_programs):
+                self.function(*args, **constants)
+            partitions.run([lambda f=f, args=args: f(*args) for f, args in thread.partitions])
+        assert counter == 0, "the next launch takes the counter as it is"
+
+
+@contextmanager
+def patched(language: SimpleNamespace, mbarrier: SimpleNamespace):
+    """The modules' Gluon functions as Python functions on ``language``, their constants as numbers."""
+    tma = SimpleNamespace(
+        async_copy_global_to_shared=load_tile, async_copy_shared_to_global=store_part, store_wait=store_wait
+    )
+    new = {
+        "gl": language,
+        "mbarrier": mbarrier,
+        "tma": tma,
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_wait": warpgroup_mma_wait,
+        "fence_async_shared": fence,
+        "_meet": lambda: None,
+    }
+    patches = []
+    for module in (hopper, grouped_mm_hopper, wgrad_hopper):
+        for name, old in vars(module).items():
+            if name in new:
+                patches.append(patch.object(module, name, new[name]))
+            elif isinstance(old, gl.constexpr):
+                patches.append(patch.object(module, name, old.value))
+            elif hasattr(old, "fn"):
+                patches.append(patch.object(module, name, old.fn))
+    with ExitStack() as stack:
+        for p in patches:
+            stack.enter_context(p)
+        yield
+
+
+@contextmanager
+def emulate(num_programs: int):
+    """Has :mod:`titan_fp8moe.kernels.grouped_mm` pick what it picks on Hopper, and run it as so many programs."""
+    patches = [patch.object(grouped_mm, "is_hopper", lambda x: True)]
+    for module, name in ((grouped_mm_hopper, "grouped_mm_hopper_kernel"), (wgrad_hopper, "wgrad_hopper_kernel")):
+        kernel = EmulatedKernel(getattr(module, name).kernel.fn, num_programs)
+        patches.append(patch.object(module, name, kernel))
+    with ExitStack() as stack:
+        for p in patches:
+            stack.enter_context(p)
+        yield
