@@ -10,6 +10,7 @@ while a WGMMA is under way raises, and so do partitions that all wait for each o
 Not emulated: warps within a partition, layouts, the tensor cores' precision.
 """
 
+import inspect
 import operator
 import threading
 from collections.abc import Callable
@@ -360,12 +361,11 @@ class EmulatedKernel:
                 return Descriptor(arg)
             return Pointer.to(arg) if isinstance(arg, Tensor) else arg
 
-        *others, counter = (arg for arg in args if isinstance(arg, Tensor))
-        counter.zero_()
+        counter = inspect.signature(self.function).bind(*args, **constants).arguments["counter"]
         args = tuple(map(seen, args))
         partitions = Partitions()
         language, mbarrier = _language(partitions, self.num_programs)
-        with patched(language, mbarrier):
+        with patched(**NEW, gl=language, mbarrier=mbarrier):
             thread.partitions = []
             for _ in range(self.num_programs):
                 self.function(*args, **constants)
@@ -373,21 +373,21 @@ class EmulatedKernel:
         assert counter == 0, "the next launch takes the counter as it is"
 
 
-@contextmanager
-def patched(language: SimpleNamespace, mbarrier: SimpleNamespace):
-    """The modules' Gluon functions as Python functions on ``language``, their constants as numbers."""
-    tma = SimpleNamespace(
+NEW = {
+    "tma": SimpleNamespace(
         async_copy_global_to_shared=load_tile, async_copy_shared_to_global=store_part, store_wait=store_wait
-    )
-    new = {
-        "gl": language,
-        "mbarrier": mbarrier,
-        "tma": tma,
-        "warpgroup_mma": warpgroup_mma,
-        "warpgroup_mma_wait": warpgroup_mma_wait,
-        "fence_async_shared": fence,
-        "_meet": lambda: None,
-    }
+    ),
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "fence_async_shared": fence,
+    "_meet": lambda: None,
+}
+
+
+@contextmanager
+def patched(**new: Any):
+    """The kernels' modules with ``new`` in the place of names that they have imported, their Gluon functions as Python
+    functions, their constants as numbers."""
     patches = []
     for module in (hopper, grouped_mm_hopper, wgrad_hopper):
         for name, old in vars(module).items():

@@ -4,13 +4,15 @@
 Python's numbers and, where they work on a warp's lanes, on tensors: fast enough for results of many waves.
 """
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.gluon_emulator import patched
 from tests.offline_compile import record_launches
-from titan_fp8moe.kernels import grouped_mm_hopper, hopper, wgrad_hopper
+from titan_fp8moe.kernels import grouped_mm_hopper, wgrad_hopper
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
@@ -44,32 +46,27 @@ def where(condition, x, y):
 
 
 @pytest.fixture
-def programs(monkeypatch):
+def programs():
     """Sets the number of programs, and lets Gluon functions run in Python."""
+    with ExitStack() as stack:
 
-    def install(num_programs):
-        gl = SimpleNamespace(
-            num_programs=lambda axis: num_programs,
-            num_warps=lambda: 4,
-            BlockedLayout=lambda *args: None,
-            arange=lambda start, end, layout: torch.arange(start, end),
-            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-            sum=lambda x, axis: int(x.sum(axis)),
-            load=lambda pointer, mask=True, other=None: pointer.load(mask, other),
-            minimum=min,
-            maximum=max,
-            where=where,
-            int32=torch.int32,
-        )
-        for module in (hopper, grouped_mm_hopper, wgrad_hopper):
-            monkeypatch.setattr(module, "gl", gl)
-            for name, value in list(vars(module).items()):
-                if hasattr(value, "fn") and value.fn.__module__ == module.__name__:
-                    monkeypatch.setattr(module, name, value.fn)
-        monkeypatch.setattr(grouped_mm_hopper, "SUPER_ROW", 12)
-        monkeypatch.setattr(wgrad_hopper, "SUPER_ROW", 16)
+        def install(num_programs):
+            gl = SimpleNamespace(
+                num_programs=lambda axis: num_programs,
+                num_warps=lambda: 4,
+                BlockedLayout=lambda *args: None,
+                arange=lambda start, end, layout: torch.arange(start, end),
+                zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+                sum=lambda x, axis: int(x.sum(axis)),
+                load=lambda pointer, mask=True, other=None: pointer.load(mask, other),
+                minimum=min,
+                maximum=max,
+                where=where,
+                int32=torch.int32,
+            )
+            stack.enter_context(patched(gl=gl))
 
-    return install
+        yield install
 
 
 def pieces(module, problem_args, sizes):

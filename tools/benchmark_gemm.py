@@ -404,6 +404,10 @@ def benchmark_range() -> Iterator[list[dict]]:
         yield speed_records(op, shape, 2 * M * N * K, times, **more)
 
 
+def rounded(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
 def measure_case(
     make: Callable, M: int, N: int, K: int, offsets_E: Tensor
 ) -> tuple[dict[str, dict[str, float]], dict[str, object]]:
@@ -411,13 +415,18 @@ def measure_case(
     gemm = make(M, N, K, offsets_E)
     is_wgrad = make is wgrad_gemm
     check = wgrad_error if is_wgrad else forward_error
-    errors = [check(gemm.operands, offsets_E, dtype) for dtype in ((BF16, torch.float32) if is_wgrad else (BF16,))]
+    dtypes = (BF16, torch.float32) if is_wgrad else (BF16,)
+    errors, worst_blocks = zip(*(check(gemm.operands, offsets_E, dtype) for dtype in dtypes), strict=True)
     timer = partial(graphed, pool=torch.cuda.graph_pool_handle())
     times = measure(gemm.candidates, 4, timer, rests=3, idle_s=0.015)
     host = {}
     if M <= 8192:
         host = {name: round(host_time(gemm.candidates[name]) * 1e3, 1) for name in times["rested"]}
-    return times, {"host_us": host, "error": [e for e, _ in errors], "worst_block": [worst for _, worst in errors]}
+    return times, {
+        "host_us": host,
+        "error": list(map(rounded, errors)),
+        "worst_block": list(map(rounded, worst_blocks)),
+    }
 
 
 def print_verdict(records: list[dict]) -> None:

@@ -442,30 +442,15 @@ def _compute_piece(
 
 
 @gluon.jit
-def _skip_piece(
-    ring,
-    block,
-    partial,
-    wide,
-    output,
-    where,
-    never,
-    CONSUMER: gl.constexpr,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    E: gl.constexpr,
-    LOCATE: gl.constexpr,
-    SCALES: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-):
-    """:func:`_compute_piece` of a piece without blocks: zeros, for the product of a block that is not its own."""
+def _skip_piece(ring, block, partial, wide, output, never, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """The consumer's zeros of a piece without blocks, whose ``partial`` is the product of a block that is not its own.
+    Returns the next block's."""
     a_ring, b_ring, full, empty = ring
-    following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
     partial = warpgroup_mma_wait(0, deps=[partial])
     mbarrier.arrive(empty.index(_stage(block)))
     partial = _start_next(ring, block, partial, never, CONSUMER)
     _store_zeros(output, wide, CONSUMER, TRANSPOSED)
-    return block + 1, partial, following
+    return partial
 
 
 @gluon.jit
@@ -509,9 +494,9 @@ def consume(
             is_empty: gl.constexpr = False
             piece = (STEPS, pointers, scale_bytes)
         if is_empty:
-            block, partial, following = _skip_piece(
-                ring, block, partial, wide, output, where, never, CONSUMER, N, K, E, LOCATE, SCALES, TRANSPOSED
-            )
+            following = _look_up(where, CONSUMER, N, K, E, LOCATE, SCALES)
+            partial = _skip_piece(ring, block, partial, wide, output, never, CONSUMER, TRANSPOSED)
+            block += 1
         # Two loops, rather than conditions in one: ptxas gives up on WGMMAs that may or may not be under way.
         elif wide:
             block, partial, following = _compute_piece(

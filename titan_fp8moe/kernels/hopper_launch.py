@@ -67,7 +67,7 @@ def counter(device: torch.device) -> Tensor:
     that nobody else has.
     """
     if device.type != "cuda":
-        return torch.empty(1, dtype=torch.int32, device=device)
+        return torch.zeros(1, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
         return _free_counter(device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
