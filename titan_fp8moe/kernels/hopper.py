@@ -23,8 +23,8 @@ Scales make an FP8 GEMM hard to feed: every product of a block has to leave the 
 factor and be added to the accumulator by ordinary instructions, which take a quarter of the time that the product
 took. A consumer therefore works on four *parts* of 64 columns, with two partial products in registers: while one is
 promoted, the tensor cores compute the other. The next block's part 0 is started before this block's part 3 is promoted,
-also where the next block is another piece's. A piece without blocks (an expert without rows) therefore gets one all the
-same, whose product nobody uses, and so does the end: consumers would have to know what comes before they start it.
+also where the next block is another piece's. A piece without blocks (an expert without rows) and the end therefore get
+one whose product nobody uses: consumers would have to know what comes before they start it.
 Per thread that is 128 accumulator and 64 partial registers, which is why a consumer gets 240 registers and the producer
 24. (Partials of 128 columns, one per consumer, each consumer covering for the other's promotion, need as many registers
 and read less shared memory, but were 10 to 20% slower on an H200.)
@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-STAGES = gl.constexpr(4)  # 48 KiB each; 35 KiB are left for staging and barriers
+STAGES = gl.constexpr(4)  # a power of two; 48 KiB each; 35 KiB are left for staging and barriers
 SLOTS = gl.constexpr(2)  # a program's piece and the one after it
 # Accumulators and partials of a consumer: 64x64 as one warpgroup's WGMMA lays them out.
 PART_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
@@ -130,13 +130,13 @@ def allocate(a_desc, b_desc, out_desc):
 
 @gluon.jit
 def _stage(block):
-    return block % STAGES
+    return block & (STAGES - 1)  # with %, of a signed number, a block takes ten instructions more
 
 
 @gluon.jit
 def _phase(block):
     """Parity of the ring's round: what a barrier's wait asks for."""
-    return block // STAGES & 1
+    return (block & STAGES) // STAGES
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------
@@ -186,9 +186,9 @@ def produce(
 ):
     """The producer's work, from the answer to its first :func:`request`.
 
-    It asks for the next piece after the first few blocks of a tile: early enough to have the answer at the tile's end,
-    and late enough for every program to have had its first one. Else those that start first would take two each, and
-    where there are few pieces others none.
+    It asks for the next piece when a few blocks of a tile are left, so that it has the answer at the tile's end, but no
+    program holds a piece long before it can begin it. Of a short tile it brings a few blocks first, until every program
+    has its first piece: else those that start first would take two, and where there are few pieces others none.
     """
     a_desc, b_desc, ring, slots = operands
     block = 0
@@ -197,15 +197,15 @@ def produce(
     while index < num_pieces:
         place, wide, position, expert = LOCATE(index, problem, N, K, E)
         a_row, b_row, column, steps = place
-        steps = gl.maximum(steps, 1)
-        head = gl.minimum(steps, STAGES + 1)
+        if steps == 0:
+            block = _produce_nothing(ring, block)
+        head = gl.maximum(gl.minimum(steps, STAGES + 1), steps - 2 * STAGES)
         block = _produce_blocks(a_desc, b_desc, ring, block, a_row, b_row, column, head, wide)
         requested = request(counter)
         block = _produce_blocks(a_desc, b_desc, ring, block, a_row, b_row, column + head * 128, steps - head, wide)
         turn += 1
         index = _tell(counter, slots, turn, requested, num_pieces)
-    # The product that consumers start at the end. They are not there if there are no pieces, and neither may operands.
-    _produce_blocks(a_desc, b_desc, ring, block, 0, 0, 0, gl.minimum(num_pieces, 1), num_pieces < 0)
+    _produce_nothing(ring, block)
 
 
 @gluon.jit
@@ -225,6 +225,15 @@ def _produce_blocks(a_desc, b_desc, ring, block, a_row, b_row, first_column, ste
         tma.async_copy_global_to_shared(b_desc, [b_row + 128, column], ready, b_ring.index(2 * stage + 1), pred=wide)
         block += 1
     return block
+
+
+@gluon.jit
+def _produce_nothing(ring, block):
+    """A block of which no product is used: a stage with whatever is in it."""
+    a_ring, b_ring, full, empty = ring
+    mbarrier.wait(empty.index(_stage(block)), _phase(block) ^ 1)
+    mbarrier.arrive(full.index(_stage(block)))
+    return block + 1
 
 
 # --- consumer ---------------------------------------------------------------------------------------------------------
@@ -256,16 +265,22 @@ def _look_up(
 
 
 @gluon.jit
+def _load_byte(pointer):
+    """In a register of its own: kept as a byte, it is packed beside others, and costs instructions in every block."""
+    return gl.load(pointer).to(gl.int32)
+
+
+@gluon.jit
 def _load_scales(pointers, wide):
     """A block's scale bytes: of the consumer's 64 rows, and of the tile's first and second 128 columns."""
     a_pointers, a_step, b_pointer, b_half, b_step = pointers
-    return gl.load(a_pointers), gl.load(b_pointer), gl.load(b_pointer + b_half * wide.to(gl.int32))
+    return _load_byte(a_pointers), _load_byte(b_pointer), _load_byte(b_pointer + b_half * wide.to(gl.int32))
 
 
 @gluon.jit
 def _power_of_two(byte):
     """fp32 2**(byte - 127): a scale byte is an fp32 exponent field."""
-    return (byte.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+    return (byte << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -421,11 +436,11 @@ def _compute_piece(
         a_pointers += a_step
         b_pointer += b_step
         # Requested a block ahead: a scale takes as long from memory as the block's product.
-        next_a_byte = gl.load(a_pointers)
-        next_b0_byte = gl.load(b_pointer)
+        next_a_byte = _load_byte(a_pointers)
+        next_b0_byte = _load_byte(b_pointer)
         next_b1_byte = next_b0_byte
         if PARTS == 4:
-            next_b1_byte = gl.load(b_pointer + b_half)
+            next_b1_byte = _load_byte(b_pointer + b_half)
         partials, accs = _block(
             ring, block, (a_byte, b0_byte, b1_byte), partials, accs, never, output, CONSUMER, TRANSPOSED, PARTS, False
         )
