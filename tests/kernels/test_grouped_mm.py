@@ -92,8 +92,8 @@ def test_groups(kernels, generator, groups, dtype):
     check(kernels, (a, a_scale, b, b_scale), offsets(*groups, device=a.device), dtype)
 
 
-# Tiles of 256 columns, of 128 and both; fewer and more tiles than multiprocessors; 1 to 11 steps.
-@pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (256, 1408), (4096, 256)])
+# Tiles of 256 columns, of 128 and both; fewer and more tiles than multiprocessors; 1 to 17 steps.
+@pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (256, 2176), (4096, 256)])
 @pytest.mark.parametrize("M", [256, 1408])
 def test_shapes(kernels, generator, M, N, K):
     operands = make_operands(generator, M, N, K, 2)
@@ -204,6 +204,13 @@ def test_wgrad_of_two_weights(kernels, generator, H, mode):
 def test_wgrad_shapes(kernels, generator, N, K, mode):
     operands = make_wgrad_operands(generator, 256, N, K, mode)
     check_wgrad(kernels, operands, offsets(128, 256, device=operands[0].device), torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "requantize"])
+def test_wgrad_of_long_groups(kernels, generator, mode):
+    """On Hopper long tiles' successors are requested amid them, not after the first blocks."""
+    operands = make_wgrad_operands(generator, 4096, 256, 384, mode)
+    check_wgrad(kernels, operands, offsets(2176, 2176, 2304, 4096, device=operands[0].device), torch.float32)
 
 
 @pytest.mark.parametrize("mode", ["balanced", "requantize"])
