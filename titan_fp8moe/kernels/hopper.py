@@ -187,8 +187,8 @@ def produce(
     """The producer's work, from the answer to its first :func:`request`.
 
     It asks for the next piece when a few blocks of a tile are left, so that it has the answer at the tile's end, but no
-    program holds a piece long before it can begin it. Of a short tile it brings a few blocks first, until every program
-    has its first piece: else those that start first would take two, and where there are few pieces others none.
+    program holds a piece long before it can begin it. Of a short tile it brings a few blocks first, a time in which
+    others get their first piece: else those that start first would take two, and where there are few others none.
     """
     a_desc, b_desc, ring, slots = operands
     block = 0
