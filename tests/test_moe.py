@@ -1,7 +1,10 @@
 """The whole layer: gradients, casts, saved bytes, and what happens to numbers at the edges."""
 
+import copy
 import functools
 import itertools
+import pickle
+import types
 import weakref
 from collections import Counter
 
@@ -274,7 +277,16 @@ def test_weights_that_come_quantized(recompute):
 def test_weights_that_come_quantized_have_no_other_values():
     weight = gathered(torch.randn(2, 128, 256))
     assert weight.view_as(weight).quantized is weight.quantized
-    for read in (torch.Tensor.sum, torch.Tensor.clone, torch.Tensor.double, lambda w: w[0], lambda w: w.view(-1)):
+    assert weight.as_strided(weight.shape, weight.stride(), 0).quantized is weight.quantized
+    transposed = weight.shape, (128 * 256, 1, 128)
+    for read in (
+        torch.Tensor.sum,
+        torch.Tensor.clone,
+        torch.Tensor.double,
+        lambda w: w[0],
+        lambda w: w.view(-1),
+        lambda w: w.as_strided(*transposed),
+    ):
         with pytest.raises(NotImplementedError, match="fp8_flow_moe.fp8_all_gather = false"):
             read(weight)
 
@@ -285,9 +297,25 @@ def test_weights_gathered_elsewhere_are_not_taken_for_these():
     here, elsewhere = (
         [t.view(torch.uint8) for t in ts] for ts in (weight.quantized, map(torch.clone, weight.quantized))
     )
-    fsdp._post_all_gather(weight, here, None, weight.dtype, out=weight)
+    fsdp._post_all_gather(here, None, weight.dtype, out=weight)
     with pytest.raises(RuntimeError, match="other memory.*fp8_flow_moe.fp8_all_gather = false"):
-        fsdp._post_all_gather(weight, elsewhere, None, weight.dtype, out=weight)
+        fsdp._post_all_gather(elsewhere, None, weight.dtype, out=weight)
+
+
+def test_parameters_to_be_gathered_can_be_copied_and_saved():
+    shard = torch.randn(2, 128, 128)
+    fsdp.gather_in_fp8(types.SimpleNamespace(_local_tensor=shard))
+    mesh_and_policy = [None] * 5
+    (q, scale), _ = shard.fsdp_pre_all_gather(*mesh_and_policy)
+    want = ops.quantize_weight(shard)
+    assert torch.equal(q, want.q.view(torch.uint8)) and torch.equal(scale, want.scale.view(torch.uint8))
+    for other in (pickle.loads(pickle.dumps(shard)), copy.deepcopy(shard)):
+        assert torch.equal(other, shard)
+        with pytest.raises(RuntimeError, match="copy of a parameter that FSDP gathers in FP8"):
+            other.fsdp_pre_all_gather(*mesh_and_policy)
+    alive = weakref.ref(shard)
+    del shard
+    assert alive() is None
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
@@ -325,6 +353,68 @@ def test_stale_weights_are_freed_before_there_are_others(monkeypatch):
     monkeypatch.setattr(ops, "quantize_weight_both", lambda *w: alive.append(old() is not None) or quantize(*w))
     cache.get(weights)
     assert alive == [False, False]
+
+
+def test_a_cache_knows_whose_weights_it_has():
+    """Others with the same version, also where the old ones' memory is theirs now; and its copy is of none."""
+    cache = WeightCache()
+    for _ in range(3):
+        weights = ExpertWeights(*make_layer()[-1])
+        (w13, w2), _ = cache.get(weights)
+        assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2_EDH).q.view(torch.uint8))
+        del weights, w13, w2
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert isinstance(other, WeightCache) and other.operands is None
+
+
+def test_a_cache_under_compile():
+    """It is asked for each time; a single graph, which could not, is refused."""
+    x, scores, chosen, weights = make_layer()
+    weights, cache, config = ExpertWeights(*map(torch.nn.Parameter, weights)), WeightCache(), Fp8FlowMoEConfig()
+
+    def layer(x):
+        return routed_experts(x, weights, Route(scores, chosen, E), config, cache=cache)
+
+    compiled = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(x), routed_experts(x, weights, Route(scores, chosen, E), config))
+        with torch.no_grad():
+            weights.w2_EDH.mul_(0.5)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="do without the cache"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_any_optimizer_step_clears_caches():
+    """Where it leaves versions as they are, as with FSDP's parameters."""
+    weights = ExpertWeights(*map(torch.nn.Parameter, make_layer()[-1]))
+    cache = WeightCache()
+    old = cache.get(weights)
+    assert cache.get(weights) is old
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()
+    assert cache.get(weights) is not old
+
+
+@pytest.mark.parametrize("save_h", ["bf16", "fp8"])
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_h_is_freed_before_the_weight_gradients(monkeypatch, recompute, save_h):
+    """With activation checkpointing; without it autograd holds what was saved until the layer's backward ends."""
+    x, scores, chosen, weights = make_layer()
+    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
+    config = Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
+    swiglu_backward, wgrad, h, alive = ops.swiglu_quantize_backward, ops.grouped_mm_wgrad, [], []
+    monkeypatch.setattr(
+        ops, "swiglu_quantize_backward", lambda d, *args: h.append(weakref.ref(args[0])) or swiglu_backward(d, *args)
+    )
+    monkeypatch.setattr(ops, "grouped_mm_wgrad", lambda *args: alive.append(h[-1]() is not None) or wgrad(*args))
+
+    def layer(x):
+        return routed_experts(x, ExpertWeights(*leaves[2:]), Route(leaves[1], chosen, E), config)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    for kwargs in ({}, dict(context_fn=contexts)):
+        checkpoint(layer, leaves[0], use_reentrant=False, **kwargs).sum().backward()
+    assert alive == [False] * 4
 
 
 def test_mixed_precision_changes_nothing():
@@ -465,6 +555,10 @@ def test_dims_must_be_multiples_of_128():
     [
         (dict(x=slice(1, None)), r"x is to be \(T, D\).*got \(299, 256\), \(300, 3\), \(300, 3\)"),
         (dict(scores=lambda s: s.repeat(1, 2)), r"scores and experts \(T, top_k\).*\(300, 6\), \(300, 3\)"),
+        (dict(x=torch.Tensor.half), r"x is to be bf16 or fp32, got torch.float16"),
+        (dict(chosen=lambda c: c[:, 0]), r"experts \(T, top_k\).*\(300, 3\), \(300,\)"),
+        (dict(w1=lambda w: w[0]), r"w1 \(E, H, D\).*and \(128, 256\)"),
+        (dict(w2=lambda w: w.to("meta")), r"are to be on one device, got .*meta"),
         (dict(scores=torch.Tensor.bfloat16), r"scores are to be fp32, got torch.bfloat16"),
         (dict(chosen=torch.Tensor.byte), r"experts are to be int32 or int64, got torch.uint8"),
         (dict(w3=lambda w: w.repeat(1, 2, 1)), r"w1 and w3 are to be \(E, H, D\).*\(8, 256, 256\)"),

@@ -66,7 +66,7 @@ def layer(mesh, monkeypatch):
 
 def under_way():
     """What has been sent and not been waited for."""
-    return [journey for journey in moe._Journey._by_number.values() if journey._payload is not None]
+    return [journey for journey in moe._Journey._by_number.values() if journey._payloads]
 
 
 def gradients(run, layer):
@@ -203,8 +203,17 @@ def test_an_output_is_fetched_once(layer):
         scores, experts, _ = layer.router(x, layer.expert_bias)
         pending = layer.experts(x, moe.Route(scores, experts, 4))
         moe.finish_routed_experts(pending)
-        with pytest.raises(RuntimeError, match="has been finished before"):
+        with pytest.raises(RuntimeError, match="no combine is under way: call finish_routed_experts .* once"):
             moe.finish_routed_experts(pending)
+
+
+def test_an_output_is_fetched_before_its_backward(layer):
+    """Else the backward would take the outputs that are on their way for gradients."""
+    x = torch.randn(16, 128, requires_grad=True)
+    scores, experts, _ = layer.router(x, layer.expert_bias)
+    pending = layer.experts(x, moe.Route(scores, experts, 4))
+    with pytest.raises(RuntimeError, match="no dispatch is under way: .* before its backward"):
+        pending.out.sum().backward()
 
 
 def test_under_compile(layer):

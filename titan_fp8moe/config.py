@@ -27,7 +27,8 @@ class Fp8FlowMoEConfig:
     cache_weights: bool = False
     """Quantize the experts' weights once per step instead of once per microbatch and direction. Takes 2 bytes per
     expert parameter of an expert-parallel rank, of all of them also where FSDP shards them further; worth it with
-    pipeline parallelism or gradient accumulation."""
+    pipeline parallelism or gradient accumulation. A step is one of a ``torch.optim`` optimizer. Who changes weights in
+    another way between two microbatches clears ``experts.cache`` of each layer, or FSDP's would be stale."""
 
     fp8_all_gather: bool = False
     """Where FSDP shards experts over several ranks, quantize each rank's shard and gather the weights in FP8: half the
@@ -54,17 +55,17 @@ class Fp8FlowMoEConfig:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for f in fields(self):
-            allowed, value = get_args(hints[f.name]), getattr(self, f.name)
-            if hints[f.name] in (bool,):
+            hint, value = hints[f.name], getattr(self, f.name)
+            if hint is bool:
                 ok, expected = isinstance(value, bool), "true or false"
-            elif hints[f.name] is int:
+            elif hint is int:
                 ok, expected = type(value) is int and value >= 0, "a number of steps, or 0 for never"
-            elif f.name == "filter_fqns":
+            elif hint == list[str]:
                 # An empty string, which an empty command-line value gives, would match every layer.
                 ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
                 expected = "a list of non-empty strings"
             else:
-                ok, expected = value in allowed, "one of " + ", ".join(repr(a) for a in allowed)
+                ok, expected = value in get_args(hint), "one of " + ", ".join(repr(a) for a in get_args(hint))
             if not ok:
                 raise ValueError(f"fp8_flow_moe.{f.name} is {value!r}; set it to {expected}")
         if self.fp8_all_gather and self.cache_weights:

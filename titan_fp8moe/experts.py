@@ -9,11 +9,15 @@ Nothing here knows of autograd; :mod:`titan_fp8moe.moe` makes one autograd funct
 What does not depend on the rows comes in calls of its own, so that it can run while they are on their way.
 """
 
+import functools
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -49,28 +53,48 @@ class WeightCache:
     """A layer's quantized weights, shared by the microbatches of a step.
 
     Nothing tells for sure that a parameter has changed: FSDP's have no version, and a change through ``.data`` moves
-    none. So the owner clears the cache at the end of each step; a version that has moved clears it, too.
+    none. So every step of an optimizer of ``torch.optim`` clears all caches; other tensors in the weights' place, and a
+    version that has moved, clear this one. Who changes weights otherwise between two microbatches calls :meth:`clear`.
     """
+
+    _all: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
 
     def __init__(self):
         self.clear()
+        self._all.add(self)
+        _clear_after_optimizer_steps()
+
+    def __reduce__(self) -> tuple:
+        return WeightCache, ()  # a copy is of other weights
 
     def clear(self) -> None:
-        self.operands = self.versions = None
+        self.operands = self.identity = None
 
+    @torch.compiler.disable(reason="a graph does not know whether weights have changed; do without the cache")
     def get(self, weights: ExpertWeights) -> tuple[tuple[QuantizedWeight, ...], tuple[QuantizedWeight, ...]]:
         """The forward's two operands and, transposed, the backward's two, of these values of the weights."""
-        versions = _versions(weights)
-        if versions != self.versions:
+        identity = [_identity(w) for w in weights]
+        if identity != self.identity:
             self.clear()  # before there are new ones
             w1, w2, w3 = weights
             (w13, w13_t), (w2, w2_t) = ops.quantize_weight_both(w1, w3), ops.quantize_weight_both(w2)
-            self.operands, self.versions = ((w13, w2), (w13_t, w2_t)), versions
+            self.operands, self.identity = ((w13, w2), (w13_t, w2_t)), identity
         return self.operands
 
 
-def _versions(weights: ExpertWeights) -> list[int]:
-    return [w._version for w in weights]
+def _identity(weight: Tensor) -> tuple[StorageWeakRef, int, int]:
+    """What differs between tensors, and mostly between values of one. A reference to the storage, whose address another
+    could otherwise get; FSDP empties and refills one."""
+    return StorageWeakRef(weight.untyped_storage()), weight.storage_offset(), weight._version
+
+
+@functools.cache
+def _clear_after_optimizer_steps() -> None:
+    def clear_all(*_: Any) -> None:
+        for cache in WeightCache._all:
+            cache.clear()
+
+    register_optimizer_step_post_hook(clear_all)
 
 
 def quantize_weights(

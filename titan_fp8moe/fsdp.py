@@ -8,7 +8,7 @@ multiply with (torch.distributed.fsdp, all-gather extensions; torchao does the s
 A block must lie on one rank, so FSDP has to shard whole experts: along dim 0, evenly.
 """
 
-import types
+import weakref
 from typing import Any
 
 import torch
@@ -45,8 +45,10 @@ class Fp8GatheredWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
-        weight = args[0]
-        if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == weight.shape):
+        weight, *rest = args
+        whole = [weight.shape, weight.stride(), 0]
+        given = [tuple(r) if isinstance(r, list | tuple) else r or 0 for r in rest]
+        if func in _ALIASES and not kwargs and given == whole[: len(rest)]:
             return cls(weight.quantized, weight.dtype)
         raise NotImplementedError(
             f"{func}: expert weights that were gathered in FP8 are read by the experts alone; use the sharded "
@@ -60,19 +62,31 @@ class Fp8GatheredWeight(Tensor):
 def gather_in_fp8(param: DTensor) -> None:
     """Lets FSDP gather ``param``, sharded by experts, in FP8. To be repeated when its local tensor is another one."""
     local = param._local_tensor  # FSDP looks at this tensor; to_local() may return a view of it
-    local.fsdp_pre_all_gather = types.MethodType(_pre_all_gather, local)
-    local.fsdp_post_all_gather = types.MethodType(_post_all_gather, local)
+    local.fsdp_pre_all_gather = _PreAllGather(local)
+    local.fsdp_post_all_gather = _post_all_gather
 
 
-def _pre_all_gather(
-    shard: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-) -> tuple[tuple[Tensor, Tensor], None]:
-    q, scale = ops.quantize_weight(shard)
-    return (q.view(torch.uint8), scale.view(torch.uint8)), None
+class _PreAllGather:
+    """FSDP's method of a shard, which is not kept alive by it. A copy of the shard, also a pickled one, has a copy of
+    this, which is of no shard: copies are not FSDP's to gather."""
+
+    def __init__(self, shard: Tensor | None = None):
+        self.shard = (lambda: None) if shard is None else weakref.ref(shard)
+
+    def __reduce__(self) -> tuple:
+        return _PreAllGather, ()
+
+    def __call__(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, Tensor], None]:
+        if (shard := self.shard()) is None:
+            raise RuntimeError("this is a copy of a parameter that FSDP gathers in FP8, which FSDP cannot gather")
+        q, scale = ops.quantize_weight(shard)
+        return (q.view(torch.uint8), scale.view(torch.uint8)), None
 
 
 def _post_all_gather(
-    shard: Tensor, gathered: tuple[Tensor, Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    gathered: tuple[Tensor, Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple] | None:
     q, scale = gathered
     if out is None:
@@ -84,3 +98,4 @@ def _post_all_gather(
             "FSDP has gathered expert weights into other memory than the time before, which this version of PyTorch is "
             "not expected to do; set fp8_flow_moe.fp8_all_gather = false"
         )
+    return None

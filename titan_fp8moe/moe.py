@@ -56,7 +56,7 @@ class Route:
     Attributes:
         score_TK: (T, top_k) fp32 score of each slot.
         expert_TK: (T, top_k) int32 or int64, the expert of each slot. A slot with -1 is served elsewhere (another
-            tensor-parallel rank's token) and adds nothing.
+            tensor-parallel rank's token) and adds nothing; neither does any other number that is no expert's.
         num_experts: experts of all ranks.
         score_before_experts: whether scores multiply the experts' input instead of their output.
     """
@@ -101,7 +101,7 @@ def routed_experts(
         route: where the tokens go; ``route.num_experts`` is E times the ranks of ``ep_group``.
         config: the recipe's settings; those of the model (``filter_fqns``, ``fp8_all_gather``, ...) mean nothing here.
         ep_group: the ranks the experts are spread over, in order; None when all are here.
-        cache: keeps the quantized weights for the next call, unless gradients are off.
+        cache: of these weights; keeps them quantized for the next call, unless gradients are off.
 
     Returns:
         (T, D) in the dtype of ``x_TD``.
@@ -150,12 +150,17 @@ def start_routed_experts(
 def _check_inputs(x_TD: Tensor, weights: ExpertWeights, route: Route) -> None:
     """Raises for what kernels would not notice, but read or write other memory."""
     slots, (w1, w2, w3) = route.expert_TK.shape, weights
-    E, H, D = w1.shape
-    if x_TD.dim() != 2 or x_TD.shape != (slots[0], D) or route.score_TK.shape != slots:
+    dims = [x_TD.dim(), len(slots), w1.dim()]
+    if dims != [2, 2, 3] or x_TD.shape != (slots[0], w1.shape[2]) or route.score_TK.shape != slots:
         raise ValueError(
             f"x is to be (T, D), scores and experts (T, top_k), and w1 (E, H, D); got {tuple(x_TD.shape)}, "
             f"{tuple(route.score_TK.shape)}, {tuple(slots)} and {tuple(w1.shape)}"
         )
+    E, H, D = w1.shape
+    if x_TD.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"x is to be bf16 or fp32, got {x_TD.dtype}; use x.bfloat16()")
+    if len(devices := {t.device for t in (x_TD, route.score_TK, route.expert_TK, *weights)}) > 1:
+        raise ValueError(f"x, scores, experts and weights are to be on one device, got {', '.join(map(str, devices))}")
     if w3.shape != w1.shape or w2.shape != (E, D, H) or not w1.dtype == w2.dtype == w3.dtype:
         got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
         raise ValueError(f"w1 and w3 are to be (E, H, D), w2 (E, D, H), all of one dtype; got {got}")
@@ -171,7 +176,8 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights, route: Route) -> None:
 
 
 def finish_routed_experts(pending: RoutedOutput) -> Tensor:
-    """(T, D): waits for what the other ranks return and sums it. A RuntimeError if it has been finished before."""
+    """(T, D): waits for what the other ranks return and sums it. With expert parallelism to be called once: a
+    RuntimeError if it has been finished before, and in the backward if it has not been finished."""
     if not pending.exchange:
         return pending.out
     return _finish_eagerly(pending.out, *pending.exchange, *pending.rest)
@@ -190,20 +196,22 @@ class _Journey:
     _by_number = weakref.WeakValueDictionary()
 
     def __init__(self):
-        self.number, self._payload = next(self._numbers), None
+        self.number, self._payloads = next(self._numbers), {}
         self._by_number[self.number] = self
 
     @classmethod
     def of(cls, number: int) -> "_Journey":
         return cls._by_number[number]
 
-    def send(self, payload: Tensor) -> None:
-        self._payload = payload
+    def send(self, what: str, payload: Tensor) -> None:
+        self._payloads[what] = payload
 
-    def arrive(self) -> Tensor:
-        payload, self._payload = self._payload, None
-        if payload is None:
-            raise RuntimeError("nothing is under way: this output of start_routed_experts has been finished before")
+    def arrive(self, what: str) -> Tensor:
+        if (payload := self._payloads.pop(what, None)) is None:
+            raise RuntimeError(
+                f"no {what} is under way: call finish_routed_experts for an output of start_routed_experts, once, and "
+                "before its backward"
+            )
         return ops.wait(payload)
 
 
@@ -280,8 +288,9 @@ class _RoutedExperts(torch.autograd.Function):
             ctx.config,
             ctx.cache,
         )
+        del saved  # h is freed when it has been read last, where activation checkpointing has recomputed or kept it
         if exchange is not None:
-            q, scale = ops.unpack_dispatch(ctx.journey.arrive(), D, 0)[:2]
+            q, scale = ops.unpack_dispatch(ctx.journey.arrive("dispatch"), D, 0)[:2]
         dy = Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))
         del q, scale  # views of the payload, if there is one
         dx_M, ds_M = ffn.dgrad(dy)
@@ -317,7 +326,7 @@ class _FinishCombine(torch.autograd.Function):
     def backward(ctx, dout_TD):
         exchange = _Exchange(*ctx.saved_tensors, ctx.ep_name, ctx.combine)
         q, scale = ops.quantize_rows(dout_TD.contiguous())
-        ctx.journey.send(exchange.start_dispatch(q, scale))
+        ctx.journey.send("dispatch", exchange.start_dispatch(q, scale))
         return dout_TD.new_empty(0, dtype=ctx.out_dtype), *[None] * 9
 
 
@@ -385,7 +394,7 @@ def _routed_experts_forward(
     y, saved = expert_ffn(x.pop(), w13, w2, layout, score_before_experts, config)
     if not ep_name:
         return [ops.unpermute_sum(y, layout.row_TK, x_TD.dtype), *layout, *arrived, *saved]
-    _Journey.of(journey).send(exchange.start_combine(y, None, layout.row_TK, row_R))
+    _Journey.of(journey).send("combine", exchange.start_combine(y, None, layout.row_TK, row_R))
     kept_row_R = row_R if combine == "rows" else row_R.new_empty(0)
     return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *arrived, *saved]
 
@@ -410,7 +419,7 @@ def _operands(weights: list[Tensor]) -> tuple[QuantizedWeight, QuantizedWeight]:
 
 def _routed_experts_finish(returned_TK: Tensor, journey: int, D: int, dtype: torch.dtype) -> Tensor:
     """The layer's output (T, D), once what the ranks return has arrived."""
-    rows, _ = ops.unpack_combine(_Journey.of(journey).arrive(), D, 0)
+    rows, _ = ops.unpack_combine(_Journey.of(journey).arrive("combine"), D, 0)
     return ops.unpermute_sum(rows, returned_TK, dtype)
 
 

@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe import moe, ops
 from titan_fp8moe.torchtitan import parallel
-from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
 
 NAME = "fp8_flow_moe"
@@ -101,11 +101,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Lets go of the quantized weights that microbatches shared: the weights are others now."""
-        for part in model if isinstance(model, list) else [model]:
-            for module in part.modules():
-                if isinstance(module, Fp8FlowGroupedExperts) and module.cache is not None:
-                    module.cache.clear()
+        """Nothing: what microbatches share of weights clears itself (:class:`titan_fp8moe.experts.WeightCache`)."""
 
     def _check_layer(self, name: str, layer: MoE) -> None:
         if type(layer) is not MoE or type(layer.experts) is not GroupedExperts:

@@ -53,7 +53,7 @@ def _cpu_device_module() -> SimpleNamespace:
     """``torch.cpu`` plus the queries torchtitan makes of ``torch.cuda``. Memory is this process's peak resident set."""
 
     def memory_stats(device: torch.device | None = None) -> dict[str, int]:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
 
     total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

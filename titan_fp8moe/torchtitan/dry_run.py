@@ -12,6 +12,7 @@ Arguments after the config are torchtitan's own overrides.
 
 import argparse
 import dataclasses
+import os
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -142,10 +143,12 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, help="ranks; by default the fewest that the parallel degrees allow")
     parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP their stages differ")
     args, overrides = parser.parse_known_args()
+    if not os.path.isfile(args.config):
+        parser.error(f"{args.config}: no such file")
     config = ConfigManager().parse_args([f"--job.config_file={args.config}", *overrides])
     check_config(config)
     converter._check_hardware = lambda emulate: "dry run"  # this machine is not the one that trains
-    world_size = args.world_size or smallest_world_size(config)
+    world_size = smallest_world_size(config) if args.world_size is None else args.world_size
     if not 0 <= args.rank < world_size:
         parser.error(f"--rank {args.rank}: there are {world_size} ranks")
     print(report(config, args.rank, *build(config, args.rank, world_size)))

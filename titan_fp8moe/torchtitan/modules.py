@@ -37,7 +37,7 @@ class Fp8FlowGroupedExperts(GroupedExperts):
         experts.config = config
         if config.cache_weights:
             experts.cache = WeightCache()
-            experts.register_load_state_dict_post_hook(lambda module, _: module.cache.clear())
+            experts.register_load_state_dict_post_hook(_clear_cache)
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
@@ -75,6 +75,10 @@ class Fp8FlowGroupedExperts(GroupedExperts):
     def extra_repr(self) -> str:
         experts, hidden, dim = self.w1.shape
         return f"num_experts={experts}, dim={dim}, hidden_dim={hidden}, {self.config.describe()}"
+
+
+def _clear_cache(experts: Fp8FlowGroupedExperts, _: Any) -> None:
+    experts.cache.clear()
 
 
 class Fp8FlowMoE(MoE):
