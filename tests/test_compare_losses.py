@@ -300,6 +300,8 @@ def test_runs_that_cannot_be_compared(tmp_path, compare_fails):
     log_run(tmp_path / "first_stage", {LOSS: {1: -4.0}})
     log_run(tmp_path / "ranks" / "rank_0", losses([1]))
     log_run(tmp_path / "ranks" / "rank_1", losses([1]))
+    log_run(tmp_path / "outputs" / "bf16", losses([1, 2]))
+    log_run(tmp_path / "outputs" / "fp8", losses([1, 2]))
     (tmp_path / "empty").mkdir()
 
     def message(first, second):
@@ -311,6 +313,7 @@ def test_runs_that_cannot_be_compared(tmp_path, compare_fails):
     assert "no common steps (3 steps from 1 to 5 and 2 steps from 2 to 4)" in message("odd", "even")
     assert "only ranks of the last stage" in message("odd", "first_stage")
     assert "rank_0, rank_1; give the folder of one" in message("odd", "ranks")
+    assert "holds 2 runs that start at step 1, in bf16, fp8; give the folder of one" in message("odd", "outputs")
 
 
 @pytest.mark.parametrize(

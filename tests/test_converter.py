@@ -1,5 +1,6 @@
 """The converter in torchtitan: what it changes in a model, what it refuses and what it tells the user to do instead."""
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.torch_version import TorchVersion
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts, MoE
@@ -24,6 +26,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.reference import relative_error
 from titan_fp8moe import experts
+from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
@@ -143,7 +146,7 @@ def test_hidden_dim_per_rank_must_fit(dims: dict[str, int]):
 def test_expert_degrees_must_divide_the_ranks():
     config = make_config()
     for dims, ranks in (({"dp_shard": 2, "ep": 4}, 2), ({"dp_shard": 3, "tp": 2, "ep": 2, "etp": 2}, 6)):
-        dims = SimpleNamespace(**{"dp_shard": 1, "cp": 1, "tp": 1, "etp": 1} | dims)
+        dims = SimpleNamespace(**dict(dp_replicate=1, dp_shard=1, cp=1, tp=1, etp=1, pp_enabled=False) | dims)
         with pytest.raises(ValueError, match=rf"expert_parallel_degree = {dims.ep} .* degree = {ranks}; choose"):
             Fp8FlowMoEConverter(config, dims)
 
@@ -160,6 +163,50 @@ def test_model_dim_must_fit():
     config = make_config()
     with pytest.raises(ValueError, match=r"layers\.1\.moe: model dim 192 is not a multiple of 128"):
         convert(config, make_model(config, dim=192))
+
+
+def test_hidden_dim_must_fit():
+    config = make_config()
+    with pytest.raises(ValueError, match=r"layers\.1\.moe: expert hidden dim 200 is not a.*filter_fqns"):
+        convert(config, make_model(config, moe_inter_dim=200))
+
+
+def test_rows_of_a_microbatch_must_fit():
+    """A rank's share of them at the least; the kernels' own check comes with the first step."""
+    model = make_model(make_config())
+    top_k = model.layers["1"].moe.router.top_k
+    config = make_config(f"--training.seq_len={MAX_ROWS // top_k}", "--training.local_batch_size=2")
+    for dims, fits in ((make_dims(), False), (make_dims(dp_shard=2, tp=2), True)):
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="lower training.local_batch_size"):
+            convert(config, make_model(config), dims)
+
+
+def test_what_torchtitan_has_trouble_with(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(ValueError, match=r"at least two ranks of FSDP.*raise parallelism\.data_parallel_shard_degree"):
+        Fp8FlowMoEConverter(make_config(), make_dims(tp=2, ep=2))
+    compiled = make_config("--compile.enable")
+    for version, works in (("2.11.0", True), ("2.12.1", False)):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        with contextlib.nullcontext() if works else pytest.raises(ValueError, match=r"set compile\.enable = false"):
+            Fp8FlowMoEConverter(compiled, make_dims(tp=2))
+    for shards, warned in ((2, False), (1, True)):
+        caplog.clear()
+        dims = dataclasses.replace(make_dims(dp_shard=shards), dp_replicate=2, world_size=2 * shards)
+        Fp8FlowMoEConverter(make_config(), dims)
+        assert ("divides gradients by parallelism.data_parallel_replicate_degree = 2" in caplog.text) == warned
+
+
+def test_settings_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture):
+    for flags, message in (
+        (["--fp8_flow_moe.recompute=experts", "--fp8_flow_moe.save_h=fp8"], "save_h has no effect with"),
+        (
+            ["--fp8_flow_moe.statistics_every=1", "--fp8_flow_moe.filter_fqns", "layers"],
+            "statistics_every has no effect",
+        ),
+    ):
+        config = make_config(*flags, "--metrics.enable_tensorboard")
+        convert(config, make_model(config))
+        assert message in caplog.text
 
 
 def test_whole_experts_are_gathered_in_fp8():
@@ -377,7 +424,9 @@ def test_other_gpus_only_when_asked_to_emulate(
     pretend_gpu(monkeypatch, name, capability)
     version = f"{capability[0]}\\.{capability[1]}"
     with pytest.raises(ValueError, match=rf"{name} has {version}; train with.*set fp8_flow_moe\.emulate = true"):
-        build_model_converters(make_config(), make_dims())
+        convert(make_config(), make_model(make_config()))
+    bf16 = make_config("--fp8_flow_moe.filter_fqns", "layers")
+    convert(bf16, make_model(bf16))
 
     on_gpu = SimpleNamespace(is_cuda=True)
     assert backend.use_kernels(on_gpu)
@@ -391,7 +440,7 @@ def test_other_gpus_only_when_asked_to_emulate(
 @pytest.mark.parametrize("built_for", ["13.0", None])
 def test_a_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, built_for: str | None):
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    build_model_converters(make_config(), make_dims())
+    convert(make_config(), make_model(make_config()))
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert any("built for CUDA, but finds no GPU" in message for message in warned) == bool(built_for)
 
@@ -401,7 +450,7 @@ def test_an_amd_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     pretend_gpu(monkeypatch, "MI250X", (9, 0))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ValueError, match="MI250X"):
-        build_model_converters(make_config(), make_dims())
+        convert(make_config(), make_model(make_config()))
 
 
 def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

@@ -69,6 +69,7 @@ def test_tensor_parallel_experts_are_sharded_as_said():
     [
         ('flavor = "tiny"', 'flavor = "tinny"', r"model\.flavor = 'tinny'.*'tiny'"),
         ('wgrad = "balanced"', 'wgrad = "blanced"', r"wgrad.*blanced"),
+        ('converters = ["fp8_flow_moe"]', 'converters = ["fp8_flow_mo"]', r"'fp8_flow_mo': known are .*'fp8_flow_moe'"),
         ('dataset = "c4_test"', 'dataset = "c5"', r"training\.dataset = 'c5'.*c4_test"),
         ('mode = "none"', 'mode = "op"', r"activation_checkpoint\.mode = 'op'.*selective"),
     ],

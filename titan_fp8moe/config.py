@@ -6,6 +6,9 @@ from typing import Literal, get_args, get_type_hints
 
 @dataclass
 class Fp8FlowMoEConfig:
+    """The recipe's settings. A ValueError, with what to set, for a value that there is not, and for settings that
+    exclude each other."""
+
     wgrad: Literal["balanced", "scaling_aware", "requantize", "bf16"] = "balanced"
     """How the weight gradient's fp8 operands are transposed. ``balanced`` shares each token's scale between the two
     operands first, which keeps small tokens under any scale pattern; ``scaling_aware`` is the paper's;

@@ -178,8 +178,19 @@ def read_run(name: str, path: Path) -> Run:
     if len(writers) > 1:
         raise UsageError(f"run {name}: {path} has the logs of {', '.join(sorted(writers))}; give the folder of one")
 
+    points = {file: list(read_points(file)) for file in files}
+    # A restart begins at a later step than what it continues.
+    starts = {file: min((p.step for p in points[file] if p.tag == LOSS), default=math.inf) for file in files}
+    first = min(starts.values())
+    if len(runs := [file for file in files if starts[file] == first < math.inf]) > 1:
+        folders = ", ".join(sorted({str(file.parent.relative_to(path)) for file in runs}))
+        raise UsageError(
+            f"run {name}: {path} holds {len(runs)} runs that start at step {first}, in {folders}; give the folder of "
+            "one, or remove the other's files"
+        )
+
     metrics: dict[str, dict[int, float]] = {}
-    for point in sorted(point for file in files for point in read_points(file)):
+    for point in sorted(point for logged in points.values() for point in logged):
         metrics.setdefault(point.tag, {})[point.step] = point.value
     if LOSS not in metrics:
         raise UsageError(f"run {name}: nothing below {path} has the metric {LOSS}; found {sorted(metrics) or 'none'}")

@@ -21,7 +21,11 @@ train() {  # name, overrides
     NGPU=${NGPU:-1} CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml} ./tools/run_train.sh \
         --job.dump_folder "$OUT/$name" --training.steps "$STEPS" --metrics.log_freq 1 --metrics.enable_tensorboard \
         --metrics.disable_color_printing --debug.seed 0 "$@" 2>&1 | tee "$OUT/$name.log" |
-        grep --line-buffered -E "FP8-Flow-MoE:|step: *[0-9]*[05]0 |Error"
+        grep --line-buffered -E "FP8-Flow-MoE:|step: *[0-9]*[05]0 |Error" || {
+        echo "$name failed; the end of its log:" >&2
+        tail -n 30 "$OUT/$name.log" >&2
+        exit 1
+    }
 }
 
 mkdir -p "$OUT"

@@ -3,12 +3,12 @@
 set -euo pipefail
 . "$(dirname "$0")/environment.sh" matplotlib tensorboard pytest pytest_timeout xdist hypothesis ruff
 
+python3 -m ruff check .
+python3 -m ruff format --check .
 if python3 -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
     python3 -m pytest tests "$@"
     exit
 fi
-python3 -m ruff check .
-python3 -m ruff format --check .
 # Threads of several processes would fight for the cores.
 export OMP_NUM_THREADS=1
 # Triton decides at import whether kernels are interpreted, so the kernel tests run in processes of their own.

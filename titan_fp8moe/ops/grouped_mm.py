@@ -15,8 +15,9 @@ def grouped_mm(
 ) -> Tensor:
     """out[m] = a[m] @ b[e]^T, (M, N); see :func:`titan_fp8moe.recipe.grouped_mm`.
 
-    ``a_scale`` (M, K // 128) is column-major; ``b_scale`` (E, N // 128, K // 128) may have any strides. Rows of the
-    result at and past ``offsets_E[-1]`` are undefined.
+    ``a_MK`` and ``b_ENK`` (E, N, K) are e4m3, their scales e8m0: ``a_scale`` (M, K // 128), column-major, ``b_scale``
+    (E, N // 128, K // 128), of any strides; ``offsets_E`` int32, ``out_dtype`` bf16 or fp32. Rows of the result at and
+    past ``offsets_E[-1]`` are undefined.
     """
     impl = kernels if use_kernels(a_MK) else recipe
     return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype)
@@ -37,9 +38,10 @@ def grouped_mm_wgrad(
     out_dtype: torch.dtype,
     parts: int = 1,
 ) -> Tensor:
-    """out[e] = sum of a[m]^T b[m] over expert e's rows; (parts * E, N // parts, K).
+    """out[e] = sum of a[m]^T b[m] over expert e's rows; (parts * E, N // parts, K) in ``out_dtype``, bf16 or fp32.
 
-    See :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
+    ``aT_NM`` and ``bT_KM`` are e4m3, their scales e8m0, as :func:`titan_fp8moe.ops.transpose_pair` returns them; see
+    :func:`titan_fp8moe.recipe.grouped_mm_wgrad`. A ValueError if N is no multiple of 128 for each of ``parts``.
     """
     if (N := aT_NM.shape[0]) % (parts * TILE):
         raise ValueError(f"grouped_mm_wgrad: N is {N}, but {parts} weights need a multiple of {parts * TILE}")

@@ -14,7 +14,13 @@ from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 @custom_op
 def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0; see :func:`titan_fp8moe.recipe.quantize_rows`."""
+    """(T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0; see :func:`titan_fp8moe.recipe.quantize_rows`.
+
+    Raises:
+        ValueError: for another dtype, or if D is no multiple of 128.
+    """
+    if x_TD.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"quantize_rows: x is to be bf16 or fp32, got {x_TD.dtype}")
     require_multiple_of_128("quantize_rows", D=x_TD.shape[1])
     return (kernels if use_kernels(x_TD) else recipe).quantize_rows(x_TD)
 

@@ -22,8 +22,9 @@ def transpose_pair(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of a weight gradient, (M, D) and (M, N) e4m3 in expert order, with tokens as contraction dim.
 
-    With ``token_M`` x and its scale are (T, D) and (T, D // 128) in token order, rows possibly strided (views of a
-    payload). Returns xT (D, M), its scale, dyT (N, M), its scale; see :func:`titan_fp8moe.recipe.transpose_pair`.
+    Their scales are e8m0, (M, D // 128) and (M, N // 128); ``mode`` is one of ``MODES``, else a ValueError. With
+    ``token_M`` x and its scale are (T, D) and (T, D // 128) in token order, rows possibly strided (views of a payload).
+    Returns xT (D, M), its scale, dyT (N, M), its scale; see :func:`titan_fp8moe.recipe.transpose_pair`.
     Columns at and past ``offsets_E[-1]`` are undefined.
     """
     if mode not in MODES:

@@ -12,6 +12,7 @@ from torchtitan.protocols.model_converter import ModelConverter, register_model_
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe import moe, ops
+from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
@@ -43,8 +44,13 @@ class Fp8FlowMoEConverter(ModelConverter):
             )
         self.config = job_config.fp8_flow_moe
         self.fault_tolerance = job_config.fault_tolerance.enable
-        self.backend = _check_hardware(self.config.emulate)
         _check_job(job_config)
+        _check_parallelism(job_config, parallel_dims)
+        # Tokens of a microbatch that a rank's layers see at the least.
+        tokens = job_config.training.local_batch_size * job_config.training.seq_len
+        if parallel_dims.pp_enabled:
+            tokens = job_config.parallelism.pipeline_parallel_microbatch_size * job_config.training.seq_len
+        self.tokens = tokens // (parallel_dims.cp * parallel_dims.tp)
         # Expert parallelism without expert tensor parallelism leaves the hidden dim whole, whatever the tensor degree.
         self.hidden_dim_shards = parallel_dims.etp if parallel_dims.ep > 1 else parallel_dims.tp
         self.expert_shards = parallel_dims.ep
@@ -61,6 +67,8 @@ class Fp8FlowMoEConverter(ModelConverter):
                 f"{NAME}.cache_weights keeps quantized weights whole, 2 bytes per parameter, which FSDP shards over "
                 f"{self.fsdp_shards} ranks; set it to false if memory runs out"
             )
+        if self.config.recompute == "experts" and self.config.save_h == "fp8":
+            logger.warning(f'{NAME}.save_h has no effect with {NAME}.recompute = "experts", which keeps no h')
         if self.config.fp8_all_gather and self.fsdp_shards == 1:
             logger.warning(
                 f"{NAME}.fp8_all_gather has no effect: FSDP shards the experts over one rank, and gathers nothing; set "
@@ -80,9 +88,12 @@ class Fp8FlowMoEConverter(ModelConverter):
                     f"{NAME}.filter_fqns has {part!r}, which matches none of the MoE layers {', '.join(layers)}"
                 )
         selected = {name: layer for name, layer in layers.items() if name not in skipped}
+        if self.config.statistics_every and not selected:
+            logger.warning(f"{NAME}.statistics_every has no effect: {NAME}.filter_fqns leaves no layer to be counted")
         for name, layer in selected.items():
             self._check_layer(name, layer)
 
+        backend = _check_hardware(self.config.emulate) if selected else "nothing to convert"
         parallel.install()
         for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
             module._op_sac_save_list.update(_SAVED_OPS)
@@ -96,7 +107,7 @@ class Fp8FlowMoEConverter(ModelConverter):
             layer.experts.keep_fsdp = bool(skipped) or self.fault_tolerance
         logger.info(
             f"FP8-Flow-MoE: {len(selected)} MoE layers converted, {len(skipped)} left in bf16"
-            f"{' (' + ', '.join(skipped) + ')' if skipped else ''}; {self.backend}; "
+            f"{' (' + ', '.join(skipped) + ')' if skipped else ''}; {backend}; "
             f"{self.config.describe()}"
         )
 
@@ -130,6 +141,16 @@ class Fp8FlowMoEConverter(ModelConverter):
             )
         if dim % 128:
             raise ValueError(f"{name}: model dim {dim} is not a multiple of 128, the width of an FP8 tile; choose one")
+        if hidden_dim % 128:
+            raise ValueError(
+                f"{name}: expert hidden dim {hidden_dim} is not a multiple of 128, the width of an FP8 tile; choose "
+                f"one, or leave the layer in bf16 with {NAME}.filter_fqns"
+            )
+        if (rows := self.tokens * layer.router.top_k) > MAX_ROWS:
+            raise ValueError(
+                f"{name}: {self.tokens} tokens of a microbatch have {rows} rows for their top-{layer.router.top_k} "
+                f"experts, and a rank can have {MAX_ROWS}; lower training.local_batch_size or training.seq_len"
+            )
         if local % 128:
             remedy = "set parallelism.expert_tensor_parallel_degree = 1"
             if self.expert_shards == 1:
@@ -138,6 +159,26 @@ class Fp8FlowMoEConverter(ModelConverter):
                 f"{name}: expert hidden dim {hidden_dim} over {self.hidden_dim_shards} tensor-parallel rank(s) is "
                 f"{local:g} per rank, not a multiple of 128; {remedy}"
             )
+
+
+def _check_parallelism(job_config: JobConfig, dims: ParallelDims) -> None:
+    """Raises for, or warns of, degrees that torchtitan 0.2.2 has trouble with, by itself too."""
+    if dims.ep > 1 and dims.tp > 1 and dims.dp_shard * dims.cp == 1:
+        raise ValueError(
+            "expert parallelism beside tensor parallelism needs at least two ranks of FSDP or of context parallelism "
+            "in torchtitan 0.2.2; raise parallelism.data_parallel_shard_degree"
+        )
+    if dims.tp > 1 and job_config.compile.enable and torch.__version__ >= "2.12":
+        raise ValueError(
+            f"tensor parallelism with compile fails in torchtitan 0.2.2 with PyTorch {torch.__version__}; set "
+            "compile.enable = false, or use PyTorch 2.11"
+        )
+    if dims.dp_replicate > 1 and dims.dp_shard * dims.cp == 1:
+        logger.warning(
+            f"torchtitan 0.2.2 divides gradients by parallelism.data_parallel_replicate_degree = {dims.dp_replicate} "
+            "once too often where nothing is sharded; raise data_parallel_shard_degree, or scale the learning rate and "
+            "training.max_norm"
+        )
 
 
 def _ranks_of_experts(dims: ParallelDims) -> int:

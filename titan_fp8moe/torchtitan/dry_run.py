@@ -13,6 +13,7 @@ Arguments after the config are torchtitan's own overrides.
 import argparse
 import dataclasses
 import os
+import sys
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
@@ -46,6 +47,12 @@ def smallest_world_size(config: JobConfig) -> int:
 def check_config(config: JobConfig) -> None:
     """Raise ValueError for what torchtitan only warns about or fails on late: choices, flavor, dataset."""
     _check_choices(config, "")
+    for name in config.model.converters:
+        if name not in _registry_model_converter_cls:
+            raise ValueError(
+                f"model.converters has {name!r}: known are {sorted(_registry_model_converter_cls)}; is "
+                "job.custom_config_module set?"
+            )
     flavors = get_train_spec(config.model.name).model_args
     if config.model.flavor not in flavors:
         raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(flavors)}")
@@ -146,12 +153,15 @@ def main() -> None:
     if not os.path.isfile(args.config):
         parser.error(f"{args.config}: no such file")
     config = ConfigManager().parse_args([f"--job.config_file={args.config}", *overrides])
-    check_config(config)
     converter._check_hardware = lambda emulate: "dry run"  # this machine is not the one that trains
-    world_size = smallest_world_size(config) if args.world_size is None else args.world_size
-    if not 0 <= args.rank < world_size:
-        parser.error(f"--rank {args.rank}: there are {world_size} ranks")
-    print(report(config, args.rank, *build(config, args.rank, world_size)))
+    try:
+        check_config(config)
+        world_size = smallest_world_size(config) if args.world_size is None else args.world_size
+        if not 0 <= args.rank < world_size:
+            raise ValueError(f"--rank {args.rank}: there are {world_size} ranks")
+        print(report(config, args.rank, *build(config, args.rank, world_size)))
+    except (AssertionError, ValueError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
