@@ -168,7 +168,8 @@ def _check_parallelism(job_config: JobConfig, dims: ParallelDims) -> None:
             "expert parallelism beside tensor parallelism needs at least two ranks of FSDP or of context parallelism "
             "in torchtitan 0.2.2; raise parallelism.data_parallel_shard_degree"
         )
-    if dims.tp > 1 and job_config.compile.enable and torch.__version__ >= "2.12":
+    compiles = job_config.compile.enable and "model" in job_config.compile.components
+    if dims.tp > 1 and compiles and torch.__version__ >= "2.12":
         raise ValueError(
             f"tensor parallelism with compile fails in torchtitan 0.2.2 with PyTorch {torch.__version__}; set "
             "compile.enable = false, or use PyTorch 2.11"
