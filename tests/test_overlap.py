@@ -117,6 +117,8 @@ def test_tokens_are_kept_as_they_arrived(layer, recompute):
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
 def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchanged):
     """Arrived rows, unless kept, before the first GEMM after them, permuted ones of the forward after GEMM 1."""
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # Python's calls keep their arguments after that
+        torch.compile(torch._dynamo.graph_break, backend="eager", fullgraph=True)()
     layer.experts.config.recompute = recompute
     layer.experts.set_meshes(layer.experts.ep_mesh if exchanged else None, None)
     permute, gemm, wgrad = ops.permute_rows, ops.grouped_mm, ops.grouped_mm_wgrad

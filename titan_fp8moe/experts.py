@@ -121,7 +121,7 @@ def _quantize_weights_transposed(
 
 
 def expert_ffn(
-    x: Rows,
+    given: list[Rows],
     w13: QuantizedWeight,
     w2: QuantizedWeight,
     layout: Layout,
@@ -130,11 +130,17 @@ def expert_ffn(
 ) -> tuple[Tensor, list[Tensor]]:
     """y = (silu(x W1^T) * (x W3^T) * score) W2^T per expert.
 
+    Args:
+        given: x alone. It is taken out of the list, to be freed after GEMM 1: an argument may live as long as the call,
+            and does where torch.compile evaluates Python's frames.
+        w13, w2, layout, score_before_experts, config: the operands, where rows lie, and the settings.
+
     Returns:
         y (M, D) bf16, and what the backward needs: x (``recompute = experts``); or, beside the rows that x was permuted
         from, GEMM 1's output (``activation``; two tensors with ``save_h = fp8``), or that and GEMM 2's operand
         (``none``).
     """
+    x = given.pop()
     saved = [*x] if config.recompute == "experts" else []
     h = ops.grouped_mm(*x, *w13, layout.offsets_E, torch.bfloat16)
     del x

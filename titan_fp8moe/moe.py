@@ -390,8 +390,7 @@ def _routed_experts_forward(
     del q, scale
     if recompute == "experts":
         arrived = []
-    # The last reference to x is given away, for its memory to be free after GEMM 1.
-    y, saved = expert_ffn(x.pop(), w13, w2, layout, score_before_experts, config)
+    y, saved = expert_ffn(x, w13, w2, layout, score_before_experts, config)
     if not ep_name:
         return [ops.unpermute_sum(y, layout.row_TK, x_TD.dtype), *layout, *arrived, *saved]
     _Journey.of(journey).send("combine", exchange.start_combine(y, None, layout.row_TK, row_R))

@@ -60,7 +60,7 @@ def ours(
     config = Fp8FlowMoEConfig()
 
     def run():
-        y, saved = expert_ffn(x_rows, *quantize_weights(weights, cache), layout, False, config)
+        y, saved = expert_ffn([x_rows], *quantize_weights(weights, cache), layout, False, config)
         backward = ExpertFFNBackward(tokens, saved, weights, layout, False, config, cache)
         return y, backward.dgrad(dy_rows), backward.wgrad(BF16)
 
