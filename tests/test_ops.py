@@ -90,6 +90,12 @@ def test_dispatched_only_where_somebody_watches():
         assert all(torch.equal(direct.view(torch.uint8), other.view(torch.uint8)) for other in others)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
+def test_other_dtypes_are_not_quantized(dtype):
+    with pytest.raises(ValueError, match=f"x is to be bf16 or fp32, got {dtype}"):
+        ops.quantize_rows(torch.zeros(2, 128, dtype=dtype))
+
+
 class Wrapper(torch.Tensor):
     """Without data, as a DTensor is."""
 

@@ -1,0 +1,50 @@
+"""A small layer for tests: its inputs, a step of it, and a count of what it casts."""
+
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_fp8moe import moe
+from titan_fp8moe.experts import ExpertWeights
+from titan_fp8moe.moe import Route, routed_experts
+
+T, D, H, E, K = 300, 256, 128, 8, 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_layer(tokens=T, experts=E, dtype=torch.float32):
+    x = torch.randn(tokens, D, device=DEVICE, dtype=dtype)
+    scores = torch.rand(tokens, K, device=DEVICE)
+    chosen = torch.rand(tokens, experts, device=DEVICE).topk(K, dim=1).indices
+    weights = [torch.randn(experts, *shape, device=DEVICE) * 0.05 for shape in ((H, D), (D, H), (H, D))]
+    return x, scores, chosen, weights
+
+
+def run(x, scores, chosen, weights, dout, config, score_before=False):
+    """Output and gradients of x, scores, w1, w2, w3 of the FP8 layer."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *weights)]
+    route = Route(leaves[1], chosen, weights[0].shape[0], score_before)
+    out = routed_experts(leaves[0], ExpertWeights(*leaves[2:]), route, config)
+    out.backward(dout)
+    return [out.detach(), *[leaf.grad for leaf in leaves]]
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts ops by name, and casts to fp8 outside of this package's ops. Looks into the op that is the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops, self.stray_casts = Counter(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.titan_fp8moe.routed_experts_forward.default:
+            with self:
+                return moe._routed_experts_forward(*args)
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        if name.startswith("titan_fp8moe::"):
+            self.ops[name.removeprefix("titan_fp8moe::")] += 1
+        elif func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
+            self.stray_casts.append(name)
+        return out

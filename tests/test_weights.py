@@ -1,0 +1,184 @@
+"""The experts' weights: seen when they change, shared by microbatches, gathered in FP8."""
+
+import copy
+import functools
+import pickle
+import types
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.layer import CastCounter, E, make_layer, run
+from titan_fp8moe import fsdp, ops
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertWeights, WeightCache
+from titan_fp8moe.fsdp import Fp8GatheredWeight
+from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.torchtitan.converter import _SAVED_OPS
+
+
+def test_changed_weights_are_seen():
+    """No quantized weight survives a change of its parameter, however it is changed."""
+    x, scores, chosen, weights = make_layer()
+    config, route = Fp8FlowMoEConfig(), Route(scores, chosen, E)
+    params = [torch.nn.Parameter(w.clone()) for w in weights]
+    first = routed_experts(x, ExpertWeights(*params), route, config)
+    with torch.no_grad():
+        for p in params:
+            p.data.mul_(2.0)
+    torch.testing.assert_close(
+        routed_experts(x, ExpertWeights(*params), route, config),
+        routed_experts(x, ExpertWeights(*[w * 2 for w in weights]), route, config),
+        rtol=0,
+        atol=0,
+    )
+    assert not torch.equal(first, routed_experts(x, ExpertWeights(*params), route, config))
+
+
+def gathered(weight):
+    """A parameter as FSDP makes it of gathered FP8."""
+    return torch.nn.Parameter(Fp8GatheredWeight(ops.quantize_weight(weight.detach()), weight.dtype))
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_weights_that_come_quantized(recompute):
+    """Same numbers, nothing quantized again, gradients in the parameters' dtype; with checkpointing by op, too."""
+    x, scores, chosen, weights = make_layer()
+    weights = [w.bfloat16() for w in weights]
+    config = Fp8FlowMoEConfig(recompute=recompute)
+    want = run(x, scores, chosen, weights, x, config)[1:]
+    leaves = [t.requires_grad_() for t in (x.clone(), scores, *map(gathered, weights))]
+
+    def layer(x):
+        return routed_experts(x, ExpertWeights(*leaves[2:]), Route(leaves[1], chosen, E), config)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    for forward in (layer, functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)):
+        with CastCounter() as counter:
+            got = torch.autograd.grad(forward(leaves[0]), leaves, x.detach())
+        assert "quantize_weight" not in counter.ops and not counter.stray_casts
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_weights_that_come_quantized_have_no_other_values():
+    weight = gathered(torch.randn(2, 128, 256))
+    assert weight.view_as(weight).quantized is weight.quantized
+    assert weight.as_strided(weight.shape, weight.stride(), 0).quantized is weight.quantized
+    transposed = weight.shape, (128 * 256, 1, 128)
+    for read in (
+        torch.Tensor.sum,
+        torch.Tensor.clone,
+        torch.Tensor.double,
+        lambda w: w[0],
+        lambda w: w.view(-1),
+        lambda w: w.as_strided(*transposed),
+    ):
+        with pytest.raises(NotImplementedError, match="fp8_flow_moe.fp8_all_gather = false"):
+            read(weight)
+
+
+def test_weights_gathered_elsewhere_are_not_taken_for_these():
+    """FSDP refills the memory that it gathered into the first time; the parameter is not made anew."""
+    weight = gathered(torch.randn(2, 128, 256))
+    here, elsewhere = (
+        [t.view(torch.uint8) for t in ts] for ts in (weight.quantized, map(torch.clone, weight.quantized))
+    )
+    fsdp._post_all_gather(here, None, weight.dtype, out=weight)
+    with pytest.raises(RuntimeError, match="other memory.*fp8_flow_moe.fp8_all_gather = false"):
+        fsdp._post_all_gather(elsewhere, None, weight.dtype, out=weight)
+
+
+def test_parameters_to_be_gathered_can_be_copied_and_saved():
+    shard = torch.randn(2, 128, 128)
+    fsdp.gather_in_fp8(types.SimpleNamespace(_local_tensor=shard))
+    mesh_and_policy = [None] * 5
+    (q, scale), _ = shard.fsdp_pre_all_gather(*mesh_and_policy)
+    want = ops.quantize_weight(shard)
+    assert torch.equal(q, want.q.view(torch.uint8)) and torch.equal(scale, want.scale.view(torch.uint8))
+    for other in (pickle.loads(pickle.dumps(shard)), copy.deepcopy(shard)):
+        assert torch.equal(other, shard)
+        with pytest.raises(RuntimeError, match="copy of a parameter that FSDP gathers in FP8"):
+            other.fsdp_pre_all_gather(*mesh_and_policy)
+    alive = weakref.ref(shard)
+    del shard
+    assert alive() is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_microbatches_share_quantized_weights(recompute):
+    x, scores, chosen, weights = make_layer()
+    config, cache = Fp8FlowMoEConfig(recompute=recompute, cache_weights=True), WeightCache()
+    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
+
+    def gradients(cache):
+        route = Route(leaves[1], chosen, E)
+        with CastCounter() as counter:
+            out = routed_experts(x, ExpertWeights(*weights), route, config, cache=cache)
+            return torch.autograd.grad(out.square().sum(), leaves), counter.ops["quantize_weight"]
+
+    want, _ = gradients(None)
+    for quantizations in (2, 0, 0):  # both layouts of an operand at once
+        got, count = gradients(cache)
+        assert count == quantizations
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+    with torch.no_grad():
+        weights[1].mul_(0.5)
+        routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), config, cache=cache)
+    want, _ = gradients(None)
+    got, count = gradients(cache)
+    assert count == 2 and torch.equal(got[0], want[0])
+
+
+def test_stale_weights_are_freed_before_there_are_others(monkeypatch):
+    weights = ExpertWeights(*make_layer()[-1])
+    cache = WeightCache()
+    old = weakref.ref(cache.get(weights)[0][0].q)
+    weights.w1_EHD.mul_(0.5)
+    quantize, alive = ops.quantize_weight_both, []
+    monkeypatch.setattr(ops, "quantize_weight_both", lambda *w: alive.append(old() is not None) or quantize(*w))
+    cache.get(weights)
+    assert alive == [False, False]
+
+
+def test_a_cache_knows_whose_weights_it_has():
+    """Others with the same version, also where the old ones' memory is theirs now; and its copy is of none."""
+    cache = WeightCache()
+    for _ in range(3):
+        weights = ExpertWeights(*make_layer()[-1])
+        (w13, w2), _ = cache.get(weights)
+        assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2_EDH).q.view(torch.uint8))
+        del weights, w13, w2
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert isinstance(other, WeightCache) and other.operands is None
+
+
+def test_a_cache_under_compile():
+    """It is asked for each time; a single graph, which could not, is refused."""
+    x, scores, chosen, weights = make_layer()
+    weights, cache, config = ExpertWeights(*map(torch.nn.Parameter, weights)), WeightCache(), Fp8FlowMoEConfig()
+
+    def layer(x):
+        return routed_experts(x, weights, Route(scores, chosen, E), config, cache=cache)
+
+    compiled = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(x), routed_experts(x, weights, Route(scores, chosen, E), config))
+        with torch.no_grad():
+            weights.w2_EDH.mul_(0.5)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="do without the cache"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_any_optimizer_step_clears_caches():
+    """Where it leaves versions as they are, as with FSDP's parameters."""
+    weights = ExpertWeights(*map(torch.nn.Parameter, make_layer()[-1]))
+    cache = WeightCache()
+    old = cache.get(weights)
+    assert cache.get(weights) is old
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()
+    assert cache.get(weights) is not old
