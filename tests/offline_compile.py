@@ -29,7 +29,9 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from titan_fp8moe.kernels import launch
 
-NO_DRIVER = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
+NO_DRIVER = SimpleNamespace(
+    active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: f"stream {device}")
+)
 
 
 @dataclass

@@ -77,27 +77,33 @@ def test_one_key_is_one_compiled_kernel(data):
     with patch.object(launch, "driver", NO_DRIVER):
         for args, values in calls:
             expected = of_triton(args, values)
-            assert found.setdefault(three._key(args, values), expected) == expected
+            assert found.setdefault(three._key(0, args, values)[0], expected) == expected
 
 
-class Jit:
-    """Triton's part of a launch, and what a launch of the compiled kernel was given."""
+class Compiled:
+    """What Triton was asked for, and what launches of the kernel that it compiled were given."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self):
-        self.asked, self.launched = [], []
+        self.asked, self.launched, self.launched_by_triton = [], [], []
 
-    def run(self, kernel, *args, grid, warmup, **constants):
-        self.asked.append((args, constants))
-        return self
+    def run(self, *args):
+        self.launched.append(args)
 
     def __getitem__(self, grid):
-        return lambda *args: self.launched.append((grid, args))
+        return lambda *args: self.launched_by_triton.append((grid, args))
 
 
 @pytest.fixture
 def recorded(monkeypatch):
-    record = Jit()
-    monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, *args, **kwargs: record.run(kernel, *args, **kwargs))
+    record = Compiled()
+
+    def ask(kernel, *args, grid, warmup, **constants):
+        record.asked.append((args, constants))
+        return record
+
+    monkeypatch.setattr(jit.JITFunction, "run", ask)
     monkeypatch.setattr(launch, "driver", NO_DRIVER)
     monkeypatch.setattr(three, "_compiled", {})
     return record
@@ -114,15 +120,31 @@ def test_what_was_compiled_is_launched_with_all_arguments_in_order(recorded):
     three[(7, 2)](*again, num_warps=4, SIZE=1, FLAG=True)
     three[(7, 2)](*again, SIZE=1, FLAG=True, num_warps=4)
     assert len(recorded.asked) == 2  # the second names its options in another order
-    grid, launched = recorded.launched[0]
-    assert grid == (7, 2, 1) and launched == (*again, 1, True)
+    addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in again]
+    assert recorded.launched == [(7, 2, 1, "stream 0", "function", "metadata", None, None, None, *addresses, 1, True)]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told_of_every_launch(recorded, hook):
+    three[(5,)](*args(), SIZE=1, FLAG=True)
+    chain = getattr(triton.knobs.runtime, hook)
+    chain.add(print)
+    try:
+        three[(5,)](*(again := args()), SIZE=1, FLAG=True)
+    finally:
+        chain.remove(print)
+    assert recorded.launched_by_triton == [((5, 1, 1), (*again, 1, True))] and not recorded.launched
+
+
+# Triton refuses memory that the GPU cannot read, where it is asked.
+ELSEWHERE = SimpleNamespace(dtype=BUFFER.dtype, data_ptr=BUFFER.data_ptr, get_device=lambda: BUFFER.get_device() + 1)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         dict(n=1), dict(n=17), dict(n=2**31), dict(m=2**31), dict(x=BUFFER[1:]), dict(x=BUFFER.view(torch.int32)),
-        dict(y=None),
+        dict(y=None), dict(x=ELSEWHERE),
     ],
 )  # fmt: skip
 def test_what_triton_specializes_on_is_asked_for_again(recorded, changed):
@@ -160,3 +182,20 @@ def test_arguments_that_do_not_fit_are_told(recorded):
 
     with pytest.raises(TypeError, match="constants_first: constexpr parameters are to be the last"):
         Kernel(triton.jit(constants_first))
+
+
+@Kernel
+@triton.jit
+def copy(x, y, SIZE: tl.constexpr):
+    tl.store(y + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)))
+
+
+@pytest.mark.gpu
+def test_launched_again_it_computes_and_refuses_memory_of_the_cpu():
+    for _ in range(3):
+        x, y = torch.randn(256, device="cuda"), torch.full((256,), torch.nan, device="cuda")
+        copy[(1,)](x, y, SIZE=256)
+        assert torch.equal(x, y)
+    assert len(copy._compiled) == 1
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        copy[(1,)](x.cpu(), y, SIZE=256)

@@ -1,5 +1,6 @@
 """Every TOML file in train_configs loads, validates and builds its layout, without the machines it is for."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,13 @@ def test_wrong_setting_is_named(tmp_path: Path, line: str, broken: str, message:
     (tmp_path / "broken.toml").write_text(text.replace(line, broken, 1))
     with pytest.raises(ValueError, match=message):
         check_config(load(tmp_path / "broken.toml"))
+
+
+def test_dry_run_ends_with_the_mistake_alone():
+    command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(CONFIGS[0]), "--model.flavor=tinny"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert re.search(r"^error: model\.flavor = 'tinny'", run.stderr, re.MULTILINE) and "Traceback" not in run.stderr
 
 
 def test_wrong_validation_dataset_is_named():

@@ -16,6 +16,7 @@ written after each; a variant that fails, as when memory runs out, is named with
 
 import argparse
 import functools
+import gc
 import itertools
 import json
 import math
@@ -380,6 +381,8 @@ def child(shape: Shape, args: argparse.Namespace) -> None:
     parallel.install()
     bench = Bench(shape, gpus)
     failed = warm_up(bench)
+    gc.collect()
+    gc.disable()  # as torchtitan's trainer does: no step waits for a collection
     synchronize()
     (args.child / f"{rank}.ready").touch()
     if not sys.stdin.readline():

@@ -1,9 +1,9 @@
 """Launching a kernel without asking Triton each time which compiled kernel it is.
 
 A layer's forward and backward launch some 25 kernels, and where tokens are few the host is what is waited for. Most of
-a launch's time Triton spends on binding the arguments, on what the kernel is to be specialized on, and on finding that
-in its cache. A :class:`Kernel` looks up a shorter key, and launches what ``kernel[grid](...)`` returned when it was
-called with such arguments before.
+a launch's time Triton spends on binding the arguments, on what the kernel is to be specialized on, on finding that in
+its cache, and on asking tensors and the driver for addresses. A :class:`Kernel` looks up a shorter key, and hands
+addresses to what ``kernel[grid](...)`` returned when it was called with such arguments before.
 """
 
 import functools
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
@@ -31,7 +32,7 @@ class Kernel:
 
     def __init__(self, kernel: KernelInterface):
         self.kernel = kernel
-        self._compiled: dict[tuple, tuple[Any, tuple]] = {}
+        self._compiled: dict[tuple, tuple[Any, Any, Any, tuple]] = {}
         if not isinstance(kernel, JITFunction):
             return
         constants = [param.is_constexpr for param in kernel.params]
@@ -48,25 +49,36 @@ class Kernel:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[grid](*map(_readable, args), **constants)
             return
-        key = self._key(args, constants)
+        device = driver.active.get_current_device()
+        key, values = self._key(device, args, constants)
         if (found := self._compiled.get(key)) is not None:
-            compiled, values = found
-            compiled[(*grid, 1, 1)[:3]](*args, *values)
+            compiled, function, metadata, values_of_constants = found
+            grid = (*grid, 1, 1)[:3]
+            if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+                compiled[grid](*args, *values_of_constants)  # a profiler of Triton's is told
+                return
+            stream = driver.active.get_current_stream(device)
+            # What compiled[grid] does, without hooks and what they are told, which are the three None.
+            compiled.run(*grid, stream, function, metadata, None, None, None, *values, *values_of_constants)
             return
         if len(args) != self._num_args:
             raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
         compiled = self.kernel[grid](*map(_readable, args), **constants)
         if compiled is not None:
-            self._compiled[key] = compiled, tuple(constants[name] for name in self._constants)
+            names = self._constants
+            found = compiled, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names)
+            self._compiled[key] = found
 
-    def _key(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple:
+    def _key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple, list[Any]]:
         """All that Triton compiles another kernel for: device, constants, options, and of the other arguments
 
-        * of a tensor, dtype and alignment;
+        * of a tensor, dtype and alignment, and where it is: Triton refuses what is not on a GPU when it compiles;
         * of a number, whether it needs 64 bits and, if it is specialized on, whether it is 1 or a multiple of 16;
         * of a descriptor, dtype and block; the layout in shared memory follows from them.
+
+        And what to launch with: the arguments, but addresses in place of tensors.
         """
-        key = [driver.active.get_current_device(), *constants, *constants.values()]
+        key, values = [device, *constants, *constants.values()], []
         append = key.append
         for arg, specialized in zip(args, self._specialized, strict=False):
             kind = type(arg)
@@ -82,8 +94,11 @@ class Kernel:
                 append(arg.block_shape[1])
             else:
                 append(arg.dtype)
-                append(arg.data_ptr() & 15)
-        return tuple(key)
+                append(arg.get_device())
+                arg = arg.data_ptr()
+                append(arg & 15)
+            values.append(arg)
+        return tuple(key), values
 
 
 def _readable(arg: Any) -> Any:
