@@ -29,7 +29,7 @@ from titan_fp8moe import experts
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.torchtitan import parallel
-from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
+from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter, expert_fsdp_shards
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
 
@@ -51,8 +51,9 @@ def make_config(*overrides: str, model: str = "deepseek_v3", flavor: str = "tiny
     return ConfigManager().parse_args([*args, *overrides])
 
 
-def make_dims(dp_shard: int = 1, tp: int = 1, ep: int = 1, etp: int = 1) -> ParallelDims:
-    return ParallelDims(dp_replicate=1, dp_shard=dp_shard, cp=1, tp=tp, pp=1, ep=ep, etp=etp, world_size=dp_shard * tp)
+def make_dims(dp_shard: int = 1, tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1) -> ParallelDims:
+    world_size = dp_shard * tp * cp * pp
+    return ParallelDims(dp_replicate=1, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp, world_size=world_size)
 
 
 def make_model(config: JobConfig, device: str = "meta", **changes) -> nn.Module:
@@ -179,6 +180,15 @@ def test_rows_of_a_microbatch_must_fit():
     for dims, fits in ((make_dims(), False), (make_dims(dp_shard=2, tp=2), True)):
         with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="lower training.local_batch_size"):
             convert(config, make_model(config), dims)
+    for size, fits in ((2, False), (1, True)):  # a pipeline's microbatch is what its layers see
+        config.parallelism.pipeline_parallel_microbatch_size = size
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="lower training.local_batch_size"):
+            convert(config, make_model(config), make_dims(pp=2))
+
+
+def test_context_parallel_ranks_count_for_fsdp():
+    assert expert_fsdp_shards(make_dims(dp_shard=2, cp=2)) == 4
+    assert expert_fsdp_shards(make_dims(dp_shard=2, cp=2, ep=2)) == 2
 
 
 def test_what_torchtitan_has_trouble_with(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
@@ -189,6 +199,7 @@ def test_what_torchtitan_has_trouble_with(monkeypatch: pytest.MonkeyPatch, caplo
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))
         with contextlib.nullcontext() if works else pytest.raises(ValueError, match=r"set compile\.enable = false"):
             Fp8FlowMoEConverter(compiled, make_dims(tp=2))
+        Fp8FlowMoEConverter(make_config("--compile.enable", "--compile.components=loss"), make_dims(tp=2))
     for shards, warned in ((2, False), (1, True)):
         caplog.clear()
         dims = dataclasses.replace(make_dims(dp_shard=shards), dp_replicate=2, world_size=2 * shards)
@@ -216,6 +227,7 @@ def test_whole_experts_are_gathered_in_fp8():
         convert(config, make_model(config), make_dims(**dims))
     for dims, shards in (
         ({"dp_shard": 6, "ep": 2}, "2 expert-parallel x 3"),
+        ({"dp_shard": 16, "ep": 2}, "2 expert-parallel x 8"),
         ({"dp_shard": 16}, "1 expert-parallel x 16"),
     ):
         with pytest.raises(ValueError, match=rf"8 experts do not divide over {shards} FSDP ranks; set it to false"):

@@ -90,6 +90,9 @@ def test_known_scales():
     x[2:4, :128] = 448 * 2.0**-5
     assert figures(x, a, dy, dh, weights, token_M)["x/row_spread_p99"] == 5
     assert result["w/row_spread_p99"] == 11
+    x[:] = 0
+    result = figures(x, a, dy, dh, weights, token_M)
+    assert result["x/zero_tiles"] == 1 and math.isnan(result["x/row_spread_p99"])
 
 
 def test_known_shifts():

@@ -83,11 +83,15 @@ def test_wrong_setting_is_named(tmp_path: Path, line: str, broken: str, message:
         check_config(load(tmp_path / "broken.toml"))
 
 
-def test_dry_run_ends_with_the_mistake_alone():
-    command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(CONFIGS[0]), "--model.flavor=tinny"]
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("--model.flavor=tinny", r"model\.flavor = 'tinny'"), ("--rank=1", "--rank 1: there are 1 ranks")],
+)
+def test_dry_run_ends_with_the_mistake_alone(argument: str, message: str):
+    command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(CONFIGS[0]), argument]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
-    assert re.search(r"^error: model\.flavor = 'tinny'", run.stderr, re.MULTILINE) and "Traceback" not in run.stderr
+    assert re.search(f"^error: {message}", run.stderr, re.MULTILINE) and "Traceback" not in run.stderr
 
 
 def test_wrong_validation_dataset_is_named():
@@ -106,6 +110,9 @@ def test_smallest_world_size():
     assert smallest_world_size(config) == 8
     config.parallelism.expert_parallel_degree = 2  # torchtitan wants FSDP beside it
     assert smallest_world_size(config) == 4
+    config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree = 1, 2
+    assert smallest_world_size(config) == 2  # or context parallelism
+    config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree = 2, 1
     config.parallelism.expert_parallel_degree = 8
     config.parallelism.expert_tensor_parallel_degree = 2
     assert smallest_world_size(config) == 16

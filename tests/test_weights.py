@@ -37,6 +37,17 @@ def test_changed_weights_are_seen():
     assert not torch.equal(first, routed_experts(x, ExpertWeights(*params), route, config))
 
 
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_only_weights_that_are_trained_have_gradients(trained):
+    x, scores, chosen, weights = make_layer()
+    want = run(x, scores, chosen, weights, x, Fp8FlowMoEConfig())[3:]
+    for i in trained:
+        weights[i].requires_grad_()
+    routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig()).backward(x)
+    for i, (w, grad) in enumerate(zip(weights, want, strict=True)):
+        assert torch.equal(w.grad, grad) if i in trained else w.grad is None
+
+
 def gathered(weight):
     """A parameter as FSDP makes it of gathered FP8."""
     return torch.nn.Parameter(Fp8GatheredWeight(ops.quantize_weight(weight.detach()), weight.dtype))
@@ -152,6 +163,11 @@ def test_a_cache_knows_whose_weights_it_has():
         (w13, w2), _ = cache.get(weights)
         assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2_EDH).q.view(torch.uint8))
         del weights, w13, w2
+    both = [torch.stack(pair) for pair in zip(make_layer()[-1], make_layer()[-1], strict=True)]
+    for i in range(2):  # two layers' weights in one storage
+        weights = ExpertWeights(*(w[i] for w in both))
+        (_, w2), _ = cache.get(weights)
+        assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2_EDH).q.view(torch.uint8))
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert isinstance(other, WeightCache) and other.operands is None
 

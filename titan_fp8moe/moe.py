@@ -278,7 +278,7 @@ class _RoutedExperts(torch.autograd.Function):
             x, saved = Rows(*saved[:2]), saved[2:]
 
         if exchange is None:
-            q, scale = ops.quantize_rows(dout_TD.contiguous())
+            q, scale = ops.quantize_rows(dout_TD)
         ffn = ExpertFFNBackward(
             x,
             saved,
@@ -325,7 +325,7 @@ class _FinishCombine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout_TD):
         exchange = _Exchange(*ctx.saved_tensors, ctx.ep_name, ctx.combine)
-        q, scale = ops.quantize_rows(dout_TD.contiguous())
+        q, scale = ops.quantize_rows(dout_TD)
         ctx.journey.send("dispatch", exchange.start_dispatch(q, scale))
         return dout_TD.new_empty(0, dtype=ctx.out_dtype), *[None] * 9
 

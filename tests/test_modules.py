@@ -1,0 +1,84 @@
+"""A converted layer by itself: what a recomputation routes, which tokens count, and whose tokens a rank sends."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torchtitan.distributed.expert_parallel import ExpertParallel
+from torchtitan.models.moe.moe import MoE, MoEArgs
+
+import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
+from tests.layer import DEVICE
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan import parallel
+from titan_fp8moe.torchtitan.converter import _SAVED_OPS
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE, _of_this_rank
+
+
+def make_converted() -> MoE:
+    layer = MoE(MoEArgs(num_experts=8, top_k=3), dim=256, hidden_dim=128).to(DEVICE)
+    with torch.no_grad():
+        layer.init_weights(0.02, torch.device(DEVICE))
+    Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
+    return layer
+
+
+class TopKCounter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.topk.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_checkpointing_by_op_keeps_the_chosen_experts():
+    """A recomputation that chose anew could choose otherwise; the whole layer's is the whole forward again."""
+    layer = make_converted()
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    for options, choices in (({"context_fn": contexts}, 1), ({}, 2)):
+        x = torch.randn(2, 32, 256, device=DEVICE, requires_grad=True)
+        with TopKCounter() as counter:
+            checkpoint(layer, x, use_reentrant=False, **options).sum().backward()
+        assert counter.count == choices and x.grad.isfinite().all()
+
+
+def test_only_tokens_of_training_count_for_load_balancing():
+    layer, x = make_converted(), torch.randn(2, 32, 256, device=DEVICE)
+    with torch.no_grad():
+        layer(x)
+    assert layer.tokens_per_expert.sum() == 0
+    layer(x)
+    assert layer.tokens_per_expert.sum() == 64 * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 8])
+def test_each_token_is_sent_by_one_tensor_parallel_rank(tokens: int, ranks: int):
+    expert_TK = torch.randint(8, (tokens, 3))
+    sent = [
+        _of_this_rank(expert_TK, SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank))
+        for rank in range(ranks)
+    ]
+    served = torch.stack([part >= 0 for part in sent])
+    assert torch.equal(served.sum(0), torch.ones_like(expert_TK))
+    assert torch.equal(torch.stack(sent).amax(0), expert_TK)
+
+
+def test_styles_derived_from_torchtitans_keep_their_hooks(monkeypatch: pytest.MonkeyPatch):
+    """Of torchtitan's own, converted experts take the mesh and need no hooks."""
+
+    class Derived(ExpertParallel):
+        pass
+
+    applied, mesh = [], object()
+    monkeypatch.setattr(ExpertParallel, "_apply", lambda self, module, mesh: applied.append(type(self)) or module)
+    monkeypatch.setattr(parallel, "distribute_module", lambda module, mesh, partition: module)
+    monkeypatch.setattr(ExpertParallel, "_apply", parallel._without_hooks(ExpertParallel))
+    experts = make_converted().experts
+    Derived()._apply(experts, mesh)
+    assert applied == [Derived] and experts.ep_mesh is None
+    ExpertParallel()._apply(experts, mesh)
+    assert applied == [Derived] and experts.ep_mesh is mesh
