@@ -95,12 +95,13 @@ def test_dispatch_layout(generator, name, programs):
     assert_same_bits(got[2][:C], want[2][:C])
 
 
+@pytest.mark.parametrize("D", [128, 1024])  # with 1024 and an odd top_k, payload rows end with the last scale
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_copies_carry_each_slot_once(generator, name):
+def test_copies_carry_each_slot_once(generator, name, D):
     """From first principles: what a rank packs for the others, token by token and slot by slot."""
     tokens, top_k, ranks, experts, part = EXCHANGES[name]
     expert_TK = routed(generator, *EXCHANGES[name])
-    D, score_TK = 128, randn(generator, tokens, 2 * top_k)[:, :top_k]
+    score_TK = randn(generator, tokens, 2 * top_k)[:, :top_k]
     slots = expert_TK.flatten().argsort(stable=True)
     slots = slots[expert_TK.flatten()[slots] >= 0]
     counts = torch.bincount(expert_TK.flatten()[slots], minlength=ranks * experts).view(ranks, experts)
@@ -128,7 +129,7 @@ def test_copies_carry_each_slot_once(generator, name):
     index = torch.tensor(expected, dtype=torch.int64, device=q.device)
     assert_same_bits(got_q.contiguous(), q[index])
     assert_same_bits(got_scale.contiguous(), scale[index])
-    gradients = permute.pack_dispatch(q, scale, token_C, copy_TK, None, None, (D + 1 + 15) // 16 * 16)
+    gradients = permute.pack_dispatch(q, scale, token_C, copy_TK, None, None, (D + D // 128 + 15) // 16 * 16)
     got_q, got_scale, _, _ = ops.unpack_dispatch(gradients, D, 0)
     assert_same_bits(got_q.contiguous(), q[index])
     assert_same_bits(got_scale.contiguous(), scale[index])

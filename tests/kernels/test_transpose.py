@@ -64,6 +64,18 @@ def test_padding_and_zero_rows(generator, mode):
     check(x, scales[0], dy, scales[1], offsets(0, 0, device=x.device), mode)
 
 
+@pytest.mark.parametrize("operand", ["x", "dy"])
+def test_rows_of_zeros_do_not_count(generator, operand):
+    """How far operands are apart at most, and whether that is even or odd, is known from rows that both have."""
+    M = 128
+    for byte in (2, 3) if operand == "x" else (200, 201):
+        x, x_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 100, 110)
+        dy, dy_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 180, 190)
+        zeros, other = ((x, x_scale), dy_scale) if operand == "x" else ((dy, dy_scale), x_scale)
+        zeros[0].view(torch.uint8)[50], zeros[1].view(torch.uint8)[50], other.view(torch.uint8)[50] = 0, 1, byte
+        check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), "balanced")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_anti_correlated_rows(generator, mode):
     M, D, N = 128, 128, 256
