@@ -186,16 +186,28 @@ def test_every_expert_weight_moves():
 
 @pytest.mark.parametrize("save_h", ["bf16", "fp8"])
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-def test_h_is_freed_before_the_weight_gradients(monkeypatch, recompute, save_h):
-    """With activation checkpointing; without it autograd holds what was saved until the layer's backward ends."""
+def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, recompute, save_h):
+    """h and dx. With activation checkpointing; without it autograd holds what was saved until the layer's backward
+    ends."""
     x, scores, chosen, weights = make_layer()
     leaves = [t.requires_grad_() for t in (x, scores, *weights)]
     config = Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
-    swiglu_backward, wgrad, h, alive = ops.swiglu_quantize_backward, ops.grouped_mm_wgrad, [], []
+    wgrad, read, alive = ops.grouped_mm_wgrad, {}, []
+
+    def watch(name, position):
+        op = getattr(ops, name)
+
+        def wrapper(*args):
+            read[name] = weakref.ref(args[position])
+            return op(*args)
+
+        monkeypatch.setattr(ops, name, wrapper)
+
+    watch("swiglu_quantize_backward", 1)
+    watch("unpermute_sum", 0)
     monkeypatch.setattr(
-        ops, "swiglu_quantize_backward", lambda d, *args: h.append(weakref.ref(args[0])) or swiglu_backward(d, *args)
+        ops, "grouped_mm_wgrad", lambda *args: alive.append([r() is not None for r in read.values()]) or wgrad(*args)
     )
-    monkeypatch.setattr(ops, "grouped_mm_wgrad", lambda *args: alive.append(h[-1]() is not None) or wgrad(*args))
 
     def layer(x):
         return routed_experts(x, ExpertWeights(*leaves[2:]), Route(leaves[1], chosen, E), config)
@@ -203,7 +215,7 @@ def test_h_is_freed_before_the_weight_gradients(monkeypatch, recompute, save_h):
     contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
     for kwargs in ({}, dict(context_fn=contexts)):
         checkpoint(layer, leaves[0], use_reentrant=False, **kwargs).sum().backward()
-    assert alive == [False] * 4
+    assert alive == [[False, False]] * 4
 
 
 def test_mixed_precision_changes_nothing():
