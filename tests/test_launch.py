@@ -136,6 +136,15 @@ def test_hooks_are_told_of_every_launch(recorded, hook):
     assert recorded.launched_by_triton == [((5, 1, 1), (*again, 1, True))] and not recorded.launched
 
 
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("value", [None, print])
+def test_hooks_that_are_no_chain_are_left_to_triton(recorded, monkeypatch, hook, value):
+    three[(5,)](*args(), SIZE=1, FLAG=True)
+    monkeypatch.setattr(triton.knobs.runtime, hook, value)
+    three[(5,)](*(again := args()), SIZE=1, FLAG=True)
+    assert recorded.launched_by_triton == [((5, 1, 1), (*again, 1, True))] and not recorded.launched
+
+
 # Triton refuses memory that the GPU cannot read, where it is asked.
 ELSEWHERE = SimpleNamespace(dtype=BUFFER.dtype, data_ptr=BUFFER.data_ptr, get_device=lambda: BUFFER.get_device() + 1)
 

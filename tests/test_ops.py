@@ -1,13 +1,16 @@
 """The custom ops' contracts with PyTorch: schemas, fakes, tracing. Recipe and kernels have tests of their own."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import titan_fp8moe.moe  # noqa: F401, it defines the op of a whole layer
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertWeights
+from titan_fp8moe.moe import Route, routed_experts
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
@@ -164,3 +167,13 @@ def test_errors_say_what_to_do():
         ops.grouped_mm_wgrad(*operands, torch.tensor([M], dtype=INT32), FP32, 2)
     with pytest.raises(ValueError, match="balanced"):
         ops.transpose_pair(*rows(128, 128), *rows(128, 128), torch.tensor([128], dtype=INT32), "rowwise")
+
+
+def test_the_layer_has_shapes_without_memory():
+    """On the meta device each op is its fake."""
+    meta = functools.partial(torch.empty, device="meta", requires_grad=True)
+    x, score, weights = meta(T, D), meta(T, K), [meta(E, *shape) for shape in ((H, D), (D, H), (H, D))]
+    route = Route(score, torch.empty(T, K, dtype=torch.int64, device="meta"), E)
+    out = routed_experts(x, ExpertWeights(*weights), route, Fp8FlowMoEConfig())
+    out.sum().backward()
+    assert out.is_meta and all(t.grad.is_meta and t.grad.shape == t.shape for t in (x, score, *weights))

@@ -164,8 +164,9 @@ def test_a_cache_knows_whose_weights_it_has():
         assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2_EDH).q.view(torch.uint8))
         del weights, w13, w2
     both = [torch.stack(pair) for pair in zip(make_layer()[-1], make_layer()[-1], strict=True)]
-    for i in range(2):  # two layers' weights in one storage
-        weights = ExpertWeights(*(w[i] for w in both))
+    views = [ExpertWeights(*(w[i] for w in both)) for i in range(2)]  # two layers' weights in one storage
+    views.append(ExpertWeights(*(w.view(w.mT.shape) for w in views[1])))  # and others in the same place
+    for weights in views:
         (_, w2), _ = cache.get(weights)
         assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2_EDH).q.view(torch.uint8))
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):

@@ -82,10 +82,11 @@ class WeightCache:
         return self.operands
 
 
-def _identity(weight: Tensor) -> tuple[StorageWeakRef, int, int]:
+def _identity(weight: Tensor) -> tuple:
     """What differs between tensors, and mostly between values of one. A reference to the storage, whose address another
     could otherwise get; FSDP empties and refills one."""
-    return StorageWeakRef(weight.untyped_storage()), weight.storage_offset(), weight._version
+    place = weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
+    return StorageWeakRef(weight.untyped_storage()), place, weight._version
 
 
 @functools.cache

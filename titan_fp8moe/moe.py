@@ -56,7 +56,7 @@ class Route:
     Attributes:
         score_TK: (T, top_k) fp32 score of each slot.
         expert_TK: (T, top_k) int32 or int64, the expert of each slot. A slot with -1 is served elsewhere (another
-            tensor-parallel rank's token) and adds nothing; neither does any other number that is no expert's.
+            tensor-parallel rank's token) and adds nothing; neither does any other 32-bit number that is no expert's.
         num_experts: experts of all ranks.
         score_before_experts: whether scores multiply the experts' input instead of their output.
     """
@@ -189,7 +189,8 @@ class _Journey:
     checkpointing keeps, and the backward's is fp8 and no gradient.
 
     Ops, which take no objects, find it by its number. It lives as long as the pending output or the graph, so that
-    what never arrives, after an error in between, does not stay.
+    after an error in between nothing stays here. (PyTorch itself keeps the buffers of a collective that nobody has
+    waited for, until the process ends; to wait in a destructor could hang with the rank that failed.)
     """
 
     _numbers = itertools.count(1)

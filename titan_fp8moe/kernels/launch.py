@@ -54,8 +54,9 @@ class Kernel:
         if (found := self._compiled.get(key)) is not None:
             compiled, function, metadata, values_of_constants = found
             grid = (*grid, 1, 1)[:3]
-            if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-                compiled[grid](*args, *values_of_constants)  # a profiler of Triton's is told
+            hooks = knobs.runtime
+            if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
+                compiled[grid](*args, *values_of_constants)  # a profiler is told, also if it has put a hook of its own
                 return
             stream = driver.active.get_current_stream(device)
             # What compiled[grid] does, without hooks and what they are told, which are the three None.
@@ -70,7 +71,8 @@ class Kernel:
             self._compiled[key] = found
 
     def _key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple, list[Any]]:
-        """All that Triton compiles another kernel for: device, constants, options, and of the other arguments
+        """All that Triton compiles another kernel for, but for its debugging knobs, which are to be set before a
+        kernel's first launch: device, constants, options, and of the other arguments
 
         * of a tensor, dtype and alignment, and where it is: Triton refuses what is not on a GPU when it compiles;
         * of a number, whether it needs 64 bits and, if it is specialized on, whether it is 1 or a multiple of 16;

@@ -33,7 +33,7 @@ def custom_op(function: Callable) -> Callable:
         if args and not (kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
             first = args[0][0] if isinstance(args[0], list) else args[0]
             # A DTensor, or whatever else is no ordinary tensor, knows what to do with an op, or to refuse it.
-            if type(first) in _ORDINARY:
+            if type(first) in _ORDINARY and not first.is_meta:
                 return function(*args)
         return op(*args, **kwargs)
 
