@@ -25,7 +25,6 @@ NO_ROWS = (
     "_layout_kernel",
     "_row_gauge_kernel",
     "_arrivals_kernel",
-    "_slot_gradients_kernel",
     "_count_slots_kernel",
     "_place_rows_kernel",
     "_place_copies_kernel",
@@ -92,8 +91,8 @@ def calls(M, D, H, E, T=12288):
         yield f"pack_dispatch {score is None}", permute.pack_dispatch, args
     for ds in (None, score_M):
         yield f"pack_combine {ds is None}", permute.pack_combine, (y, ds, map_TK, 2 * D + 32)
-    yield "slot_gradients", permute.slot_gradients, (meta(M, 1, dtype=FP32), map_TK)
-    yield "slot_gradients by copy", permute.slot_gradients, (score_TK, map_TK)
+    yield "unpermute_gradients", permute.unpermute_gradients, (y, meta(M, 1, dtype=FP32), map_TK, BF16)
+    yield "unpermute_gradients by copy", permute.unpermute_gradients, (received, score_TK, map_TK, BF16)
 
 
 @pytest.mark.parametrize("model", MODELS)

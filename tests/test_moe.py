@@ -101,8 +101,7 @@ def test_two_explicit_casts(recompute):
         "swiglu_quantize_backward": 1,
         "transpose_pair": 2,
         "grouped_mm_wgrad": 2,
-        "unpermute_sum": 1,
-        "slot_gradients": 1,
+        "unpermute_gradients": 1,
     }
 
 

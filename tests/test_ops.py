@@ -50,8 +50,9 @@ def cases():
         yield "pack_dispatch", (*tokens, token_C, copy_TK, *position_and_score)
     for ds in (score_M, None):
         yield "pack_combine", (h, ds, row_CK)
-    yield "slot_gradients", (torch.rand(T * K, 1), position_TK)
-    yield "slot_gradients", (torch.rand(token_C.shape[0], K), copy_TK)
+    yield "unpermute_gradients", (torch.randn(M, D, dtype=BF16), torch.rand(M, 1), row_TK, BF16)
+    copies = token_C.shape[0]
+    yield "unpermute_gradients", (torch.randn(copies, D, dtype=BF16), torch.rand(copies, K), copy_TK, FP32)
     for first in (False, True):
         yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
         yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first, True)

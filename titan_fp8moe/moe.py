@@ -298,13 +298,11 @@ class _RoutedExperts(torch.autograd.Function):
         if exchange is not None:
             payload = exchange.start_combine(dx_M, ds_M, layout.row_TK, row_R)
         else:
-            dx_TD = ops.unpermute_sum(dx_M, layout.row_TK, ctx.x_dtype)
-            ds_TK = ops.slot_gradients(ds_M.unsqueeze(1), layout.row_TK)
+            dx_TD, ds_TK = ops.unpermute_gradients(dx_M, ds_M.unsqueeze(1), layout.row_TK, ctx.x_dtype)
         del dx_M
         weight_grads = ffn.wgrad(w1.dtype, ctx.needs_input_grad[2:5])
         if exchange is not None:
-            dx_TD, ds = exchange.finish_combine(payload, D, ctx.x_dtype)
-            ds_TK = ops.slot_gradients(ds, exchange.returned_TK)
+            dx_TD, ds_TK = exchange.finish_combine(payload, D, ctx.x_dtype)
         return dx_TD, ds_TK, *weight_grads, *[None] * 7
 
 
@@ -501,7 +499,7 @@ class _Exchange:
         returned, received = self.combine_splits
         return ops.start_all_to_all(payload, returned, received, self.ep_name)
 
-    def finish_combine(self, payload: Tensor, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Sums what came back for each token, (T, D); and the score gradients as they came."""
+    def finish_combine(self, payload: Tensor, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The tokens' gradients (T, D), summed of what came back for each, and the scores' (T, K)."""
         rows, ds = ops.unpack_combine(ops.wait(payload), D, 1 if self.by_row else self.copy_TK.shape[1])
-        return ops.unpermute_sum(rows, self.returned_TK, dtype), ds
+        return ops.unpermute_gradients(rows, ds, self.returned_TK, dtype)

@@ -61,7 +61,7 @@ def exchanges() -> None:
     back = ops.pack_combine(randn(capacity, D), score, row)
     sums, ds = ops.unpack_combine(back, D, TOP_K)
     ops.unpermute_sum(sums, copy.clamp(max=copies - 1), torch.bfloat16)
-    ops.slot_gradients(ds, copy.clamp(min=-1 - copies, max=copies - 1))
+    ops.unpermute_gradients(sums, ds, copy.clamp(min=-1 - copies, max=copies - 1), torch.bfloat16)
 
 
 def gathered_weights() -> None:

@@ -222,14 +222,22 @@ def test_pack_combine(generator, D, C, K, with_ds):
         assert got_ds is None
 
 
-@pytest.mark.parametrize("T", [0, 1, 500])
-def test_slot_gradients(generator, T):
-    K, rows = 3, 40
-    ds = randn(generator, rows, 1)
+@pytest.mark.parametrize("D", [128, 1408])
+@pytest.mark.parametrize("T", [0, 1, 50])
+@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_unpermute_gradients(generator, D, T, K, out_dtype):
+    rows = 40
+    dx, ds = randn(generator, rows, D + 8)[:, :D].bfloat16(), randn(generator, rows, 1)
     index_TK = randint(generator, -1, rows, T, K).to(torch.int32)
     want = torch.where(index_TK < 0, 0, ds[index_TK.long(), 0])
-    assert_same_bits(permute.slot_gradients(ds, index_TK), want)
+    got, got_ds = permute.unpermute_gradients(dx, ds, index_TK, out_dtype)
+    assert_same_bits(got, recipe.unpermute_sum(dx, index_TK, out_dtype))
+    assert_same_bits(got_ds, want)
+    # By copy: a token's rows on a rank have been summed there, their score gradients lie side by side.
     ds = randn(generator, rows, K + 5)[:, :K]
     encoded = torch.where((index_TK >= 0) & (randint(generator, 0, 2, T, K) > 0), -2 - index_TK, index_TK)
     want = torch.where(index_TK < 0, 0, ds[index_TK.long(), torch.arange(K, device=ds.device)])
-    assert_same_bits(permute.slot_gradients(ds, encoded), want)
+    got, got_ds = permute.unpermute_gradients(dx, ds, encoded, out_dtype)
+    assert_same_bits(got, recipe.unpermute_sum(dx, encoded, out_dtype))
+    assert_same_bits(got_ds, want)

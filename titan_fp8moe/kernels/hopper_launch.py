@@ -18,13 +18,18 @@ GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: g
 
 def is_hopper(x: Tensor) -> bool:
     """Whether these kernels are for the GPU that holds ``x``. Gluon has no interpreter: not where that is on."""
-    if triton.knobs.runtime.interpret:
-        return False
-    return x.is_cuda and (_properties(x.device).major, _properties(x.device).minor) == (9, 0)
+    return x.is_cuda and _is_hopper(x.get_device())
 
 
-# Every GEMM asks twice, and torch looks the device up anew each time.
-_properties = functools.cache(torch.cuda.get_device_properties)
+# Every GEMM asks, and torch looks the device up anew each time.
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def operand(x: Tensor) -> TensorDescriptor:
@@ -88,5 +93,4 @@ def _free_counter(device: torch.device) -> Tensor:
 
 def num_programs(num_pieces: int, device: torch.device) -> int:
     """One program per multiprocessor, or fewer where there is less to do."""
-    processors = _properties(device).multi_processor_count if device.type == "cuda" else 132
-    return min(processors, num_pieces)
+    return min(_num_processors(device), num_pieces)

@@ -19,6 +19,8 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from titan_fp8moe.recipe import E8M0
 
+_NO_TENSORS = (int, type(None), TensorDescriptor)
+
 
 class Kernel:
     """A ``triton.jit`` or ``gluon.jit`` kernel, as a decorator: launched in the same way, remembers what was compiled.
@@ -49,7 +51,8 @@ class Kernel:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[grid](*map(_readable, args), **constants)
             return
-        device = driver.active.get_current_device()
+        active = driver.active
+        device = active.get_current_device()
         key, values = self._key(device, args, constants)
         if (found := self._compiled.get(key)) is not None:
             compiled, function, metadata, values_of_constants = found
@@ -58,7 +61,7 @@ class Kernel:
             if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
                 compiled[grid](*args, *values_of_constants)  # a profiler is told, also if it has put a hook of its own
                 return
-            stream = driver.active.get_current_stream(device)
+            stream = active.get_current_stream(device)
             # What compiled[grid] does, without hooks and what they are told, which are the three None.
             compiled.run(*grid, stream, function, metadata, None, None, None, *values, *values_of_constants)
             return
@@ -84,21 +87,21 @@ class Kernel:
         append = key.append
         for arg, specialized in zip(args, self._specialized, strict=False):
             kind = type(arg)
-            if kind is int:
+            if kind is Tensor or kind not in _NO_TENSORS:  # most are: asked first
+                append(arg.dtype)
+                append(arg.get_device())
+                arg = arg.data_ptr()
+                append(arg & 15)
+            elif kind is int:
                 append(arg < 2**31)
                 if specialized:
                     append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
-            elif arg is None:
-                append(None)
             elif kind is TensorDescriptor:
                 append(arg.base.dtype)
                 append(arg.block_shape[0])
                 append(arg.block_shape[1])
             else:
-                append(arg.dtype)
-                append(arg.get_device())
-                arg = arg.data_ptr()
-                append(arg & 15)
+                append(None)
             values.append(arg)
         return tuple(key), values
 

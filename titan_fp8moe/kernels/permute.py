@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.layout import INDEX_BLOCK
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
 from titan_fp8moe.recipe import E8M0, TILE
 
@@ -55,15 +54,17 @@ def _place_values(q, q_stride, row_TK, token, column, out, T, K: tl.constexpr, D
 @Kernel
 @triton.jit(do_not_specialize=["T"])
 def _permute_kernel(
-    q, q_stride, scale, scale_stride, row_TK, token_M, last_offset, out, out_scale, T, M, K: tl.constexpr,
-    D: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD_TILES: tl.constexpr,
+    q, q_stride, scale, scale_stride, row_TK, token_M, offsets_E, out, out_scale, T, M, K: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PAD_TILES: tl.constexpr,
 ):  # fmt: skip
     """The first M / ROWS programs write scales, and padding. The others write COLUMNS bytes of TOKENS tokens to their
     rows: so a token is read once, and the writes, nearly all of the traffic, are whole runs of a row."""
+    q, out = q.to(tl.pointer_type(tl.uint8)), out.to(tl.pointer_type(tl.uint8))
     program = tl.program_id(0)
     if program < M // ROWS:
         row = program * ROWS + tl.arange(0, ROWS)
-        if program * ROWS < tl.load(last_offset):
+        if program * ROWS < tl.load(offsets_E + E - 1):
             token = tl.load(token_M + row).to(tl.int64)
             _place_scales(scale, scale_stride, row, token, out, out_scale, M, D, ROWS, COLUMNS, PAD_TILES)
     else:
@@ -87,14 +88,14 @@ def permute_rows(
         (M, D) e4m3, (M, D // 128) e8m0 column-major; rows at and past ``offsets_E[-1]`` are left unwritten.
     """
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
-    out = torch.empty(M, D, dtype=torch.uint8, device=q_TD.device)
+    out = torch.empty(M, D, dtype=q_TD.dtype, device=q_TD.device)
     out_scale = torch.empty(D // TILE, M, dtype=E8M0, device=q_TD.device)
     _permute_kernel[(M // TILE + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
-        q_TD.view(torch.uint8), q_TD.stride(0), scale, scale.stride(0), row_TK, token_M,
-        offsets_E[-1:], out, out_scale, T, M, K=K, D=D, TOKENS=TOKENS, ROWS=TILE, COLUMNS=COLUMNS,
-        PAD_TILES=next_power_of_2(D // TILE), num_warps=WARPS,
+        q_TD, q_TD.stride(0), scale, scale.stride(0), row_TK, token_M, offsets_E, out, out_scale, T, M, K=K, D=D,
+        E=offsets_E.shape[0], TOKENS=TOKENS, ROWS=TILE, COLUMNS=COLUMNS, PAD_TILES=next_power_of_2(D // TILE),
+        num_warps=WARPS,
     )  # fmt: skip
-    return out.view(q_TD.dtype), out_scale.t()
+    return out, out_scale.t()
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
@@ -114,6 +115,7 @@ def _pack_dispatch_kernel(
 ):  # fmt: skip
     """Program (column block, row block); the first column block also writes what follows the D values of a row. With
     ``score`` None, for gradients, that is scales only."""
+    q = q.to(tl.pointer_type(tl.uint8))
     copy = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (copy < C)[:, None]
     to = payload + copy.to(tl.int64)[:, None] * WIDTH
@@ -156,7 +158,7 @@ def pack_dispatch(
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
     if C:
         _pack_dispatch_kernel[(cdiv(D, PACK_COLUMNS), cdiv(C, PACK_ROWS))](
-            q_TD.view(torch.uint8), scale, token_C, copy_TK, position_TK, score_TK, payload, C,
+            q_TD, scale, token_C, copy_TK, position_TK, score_TK, payload, C,
             K=copy_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), ROWS=PACK_ROWS,
             COLUMNS=PACK_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
@@ -166,12 +168,13 @@ def pack_dispatch(
 @Kernel
 @triton.jit
 def _unpermute_sum_kernel(
-    y, row_TK, ds_M, out, out_ds, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr,
-    D: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, COLUMNS: tl.constexpr, FEW: tl.constexpr,
+    y, row_TK, ds, out, out_ds, STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr, DS_PER_SLOT: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_DS_STRIDE: tl.constexpr, WORDS: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    PAD_WORDS: tl.constexpr, COLUMNS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """One column block of one token, the additions in the order of k. All K loads are independent; where FEW of the
     rows exist, the others are branched over instead, or adding their zeros would take longer than moving the bytes.
-    With ``ds_M`` the first block also writes DS_STRIDE words: the K rows' score gradients, zero where there is none.
+    With ``ds`` the first block also writes WORDS words: the K slots' score gradients, zero where there is none.
 
     Row strides are constants because a payload's need not be a multiple of 16 elements: as arguments they would hide
     from the compiler that rows are 16-byte aligned. The grid is flat because its second dim ends at 65535.
@@ -190,22 +193,29 @@ def _unpermute_sum_kernel(
             total += tl.load(y + row * STRIDE + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
     tl.store(out + token * OUT_STRIDE + column, total, mask=in_row)
 
-    if ds_M is not None:
+    if ds is not None:
         if tl.program_id(0) % blocks == 0:
-            word = tl.arange(0, PAD_K)
-            ds_row = tl.load(row_TK + token * K + word, mask=word < K, other=-1)
-            ds = tl.load(ds_M + ds_row, mask=ds_row >= 0, other=0.0)
-            tl.store(out_ds + token * (OUT_STRIDE // 2) + word, ds, mask=word < DS_STRIDE)
+            word = tl.arange(0, PAD_WORDS)
+            row_of = tl.load(row_TK + token * K + word, mask=word < K, other=-1).to(tl.int64)
+            at = tl.where(row_of < -1, -2 - row_of, row_of) * DS_STRIDE
+            if DS_PER_SLOT:
+                at += word
+            value = tl.load(ds + at, mask=row_of != -1, other=0.0)
+            tl.store(out_ds + token * OUT_DS_STRIDE + word, value, mask=word < WORDS)
 
 
 def _unpermute_sum(
-    y_MD: Tensor, row_TK: Tensor, ds_M: Tensor | None, out: Tensor, out_ds: Tensor | None, ds_words: int, few: bool
+    y_MD: Tensor, ds: Tensor | None, row_TK: Tensor, out: Tensor, out_ds: Tensor | None, few: bool
 ) -> None:
+    """``ds`` is (R, 1) or (C, K), a column for each slot; ``out_ds`` (T, K) or wider, what is beyond K gets zeros."""
     (T, K), D = row_TK.shape, y_MD.shape[1]
+    ds_stride, per_slot = (0, False) if ds is None else (ds.stride(0), ds.shape[1] > 1)
+    out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride(0), out_ds.shape[1])
     if T:
         _unpermute_sum_kernel[(cdiv(D, SUM_COLUMNS) * T,)](
-            y_MD, row_TK, ds_M, out, out_ds, STRIDE=y_MD.stride(0), OUT_STRIDE=out.stride(0), DS_STRIDE=ds_words, D=D,
-            K=K, PAD_K=next_power_of_2(max(ds_words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS,
+            y_MD, row_TK, ds, out, out_ds, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride, DS_PER_SLOT=per_slot,
+            OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
+            PAD_WORDS=next_power_of_2(max(words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS,
         )  # fmt: skip
 
 
@@ -217,38 +227,24 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
         row_TK: (T, K) int32, contiguous; a negative row adds nothing.
     """
     out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
-    _unpermute_sum(y_MD, row_TK, None, out, None, 0, few=False)
+    _unpermute_sum(y_MD, None, row_TK, out, None, few=False)
     return out
+
+
+def unpermute_gradients(dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """:func:`unpermute_sum`, and in the same launch the slots' score gradients, (T, K) fp32; see
+    :func:`titan_fp8moe.ops.unpermute_gradients`."""
+    out = torch.empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype, device=dx_MD.device)
+    out_ds = torch.empty(row_TK.shape, dtype=torch.float32, device=dx_MD.device)
+    _unpermute_sum(dx_MD, ds, row_TK, out, out_ds, few=False)
+    return out, out_ds
 
 
 def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int) -> Tensor:
     """The combine payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_combine`."""
     C, D = row_CK.shape[0], y_MD.shape[1]
     payload = torch.empty(C, width, dtype=torch.uint8, device=y_MD.device)
-    ds = None if ds_M is None else payload.view(torch.float32)[:, D // 2 :]
+    ds, out_ds = (None, None) if ds_M is None else (ds_M.unsqueeze(1), payload.view(torch.float32)[:, D // 2 :])
     # Of a copy's top_k experts, one or two are here.
-    _unpermute_sum(y_MD, row_CK, ds_M, payload.view(y_MD.dtype), ds, (width - 2 * D) // 4, few=True)
+    _unpermute_sum(y_MD, ds, row_CK, payload.view(y_MD.dtype), out_ds, few=True)
     return payload
-
-
-@Kernel
-@triton.jit(do_not_specialize=["S"])
-def _slot_gradients_kernel(ds, stride, index_TK, out, S, K: tl.constexpr, PER_SLOT: tl.constexpr, BLOCK: tl.constexpr):
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.load(index_TK + slot, mask=slot < S, other=-1).to(tl.int64)
-    at = tl.where(index < -1, -2 - index, index) * stride
-    if PER_SLOT:
-        at += slot % K
-    tl.store(out + slot, tl.load(ds + at, mask=index != -1, other=0.0), mask=slot < S)
-
-
-def slot_gradients(ds: Tensor, index_TK: Tensor) -> Tensor:
-    """(T, K) fp32: a slot has its score gradient in row ``index_TK[t, k]``; see
-    :func:`titan_fp8moe.ops.slot_gradients`."""
-    S, K = index_TK.numel(), index_TK.shape[1]
-    out = torch.empty(index_TK.shape, dtype=torch.float32, device=ds.device)
-    if S:
-        _slot_gradients_kernel[(cdiv(S, INDEX_BLOCK),)](
-            ds, ds.stride(0), index_TK, out, S, K=K, PER_SLOT=ds.shape[1] > 1, BLOCK=INDEX_BLOCK
-        )
-    return out

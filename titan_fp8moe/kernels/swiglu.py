@@ -46,12 +46,12 @@ def _load_tiles(x, scale, row, tile, M, D, TILE: tl.constexpr):
 @Kernel
 @triton.jit
 def _swiglu_kernel(
-    h, score, last_offset, q, q_scale, h_q, h_scale, M, H,
-    SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    h, score, offsets_E, q, q_scale, h_q, h_scale, M, H,
+    E: tl.constexpr, SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is to be kept in fp8."""
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
-    if first >= tl.load(last_offset):
+    if first >= tl.load(offsets_E + E - 1):
         return
     row = first + tl.arange(0, ROWS)
     up_tile = tile + H // TILE
@@ -87,8 +87,8 @@ def swiglu_quantize(
     q, q_scale = _rows(h_M2H, M, H)
     h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
     _swiglu_kernel[(H // TILE, M // ROWS)](
-        h_M2H, score_M, offsets_E[-1:], q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, M, H,
-        SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
+        h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, M, H,
+        E=offsets_E.shape[0], SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return q, q_scale, h_q, h_scale
 
@@ -96,13 +96,13 @@ def swiglu_quantize(
 @Kernel
 @triton.jit
 def _swiglu_backward_kernel(
-    d, h, h_scale, score, last_offset, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr,
+    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr, E: tl.constexpr,
     SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program takes whole rows, so that ds is summed in one fixed order. h: bf16, or e4m3 with h_scale. q and
     q_scale are None unless GEMM 2's operand is to be computed again."""
     first = tl.program_id(0) * ROWS
-    if first >= tl.load(last_offset):
+    if first >= tl.load(offsets_E + E - 1):
         return
     row = first + tl.arange(0, ROWS)
     s = tl.load(score + row)[:, None]
@@ -164,9 +164,9 @@ def swiglu_quantize_backward(
     q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
     ds = torch.empty(M, dtype=torch.float32, device=d_MH.device)
     _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
-        d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E[-1:],
+        d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M, H=H,
-        SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS, TILE=TILE,
+        E=offsets_E.shape[0], SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS, TILE=TILE,
         num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return dh, dh_scale, q, q_scale, ds

@@ -41,14 +41,15 @@ def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr, PAD: tl.c
 @Kernel
 @triton.jit
 def _row_gauge_kernel(
-    x_scale, token_M, dy_scale, gauge, last_offset, x_stride_g, dy_stride_m, dy_stride_g, X_STRIDE_M: tl.constexpr,
-    X_TILES: tl.constexpr, X_PAD: tl.constexpr, DY_TILES: tl.constexpr, DY_PAD: tl.constexpr, TILE: tl.constexpr,
+    x_scale, token_M, dy_scale, gauge, offsets_E, x_stride_g, dy_stride_m, dy_stride_g, X_STRIDE_M: tl.constexpr,
+    X_TILES: tl.constexpr, X_PAD: tl.constexpr, DY_TILES: tl.constexpr, DY_PAD: tl.constexpr, E: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """gauge (M,) int32: half the difference of the two operands' largest exponents, see recipe.row_gauge. Byte 1 is the
     smallest, that of a row of zeros. (X_STRIDE_M is a constant for the sake of tokens with 56 scales: as an argument it
     would hide that these are 8-byte aligned.)"""
     first = tl.program_id(0) * TILE
-    if first >= tl.load(last_offset):
+    if first >= tl.load(offsets_E + E - 1):
         return
     row = first + tl.arange(0, TILE)
     x_row = row if token_M is None else tl.load(token_M + row).to(tl.int64)
@@ -111,15 +112,15 @@ def _shift_block(q, stride, scale, stride_m, stride_g, token_M, gauge, SIGN: tl.
 @Kernel
 @triton.jit
 def _shift_pair_kernel(
-    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, gauge, last_offset,
-    xT, xT_scale, dyT, dyT_scale, M, D, N, TILE: tl.constexpr,
+    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, gauge, offsets_E,
+    xT, xT_scale, dyT, dyT_scale, M, D, N, E: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (m_block, g): block column g < D // 128 of x, the others of dy. ``gauge`` is None for scaling_aware.
 
     Programs that run together are neighbours along m: they write long pieces of the same rows of the result.
     """
     m_block, g = tl.program_id(0), tl.program_id(1)
-    if m_block * TILE >= tl.load(last_offset):
+    if m_block * TILE >= tl.load(offsets_E + E - 1):
         return
     if g < D // TILE:
         _shift_block(
@@ -144,12 +145,12 @@ def _requantize_block(q, stride, scale, stride_m, stride_g, token_M, qT, scaleT,
 @Kernel
 @triton.jit
 def _requantize_pair_kernel(
-    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, last_offset,
-    xT, xT_scale, dyT, dyT_scale, M, D, N, TILE: tl.constexpr,
+    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, offsets_E,
+    xT, xT_scale, dyT, dyT_scale, M, D, N, E: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """As _shift_pair_kernel, for the mode requantize."""
     m_block, g = tl.program_id(0), tl.program_id(1)
-    if m_block * TILE >= tl.load(last_offset):
+    if m_block * TILE >= tl.load(offsets_E + E - 1):
         return
     if g < D // TILE:
         _requantize_block(x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, xT, xT_scale, m_block, g, M, TILE)
@@ -182,7 +183,6 @@ def transpose_pair(
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape
     assert M == (x_MD if token_M is None else token_M).shape[0]
-    last_offset = offsets_E[-1:]
     scale_rows = 1 if mode == "requantize" else TILE
     xT, dyT = x_MD.new_empty(D, M), dy_MN.new_empty(N, M)
     xT_scale = x_scale.new_empty(D // scale_rows, M // TILE)
@@ -190,9 +190,9 @@ def transpose_pair(
 
     sources = (x_MD, x_MD.stride(0), x_scale, *x_scale.stride(), token_M, dy_MN, dy_scale, *dy_scale.stride())
     results = (xT, xT_scale, dyT, dyT_scale, M, D, N)
-    grid = (M // TILE, (D + N) // TILE)
+    grid, E = (M // TILE, (D + N) // TILE), offsets_E.shape[0]
     if mode == "requantize":
-        _requantize_pair_kernel[grid](*sources, last_offset, *results, TILE=TILE, num_warps=WARPS)
+        _requantize_pair_kernel[grid](*sources, offsets_E, *results, E=E, TILE=TILE, num_warps=WARPS)
     else:
         gauge = None
         if mode == "balanced":
@@ -200,9 +200,9 @@ def transpose_pair(
             # Of gathered rows with 56 scales registers spill in Triton 3.6 with 4 warps.
             gauge_warps = 4 if token_M is None else 8
             _row_gauge_kernel[(M // TILE,)](
-                x_scale, token_M, dy_scale, gauge, last_offset, x_scale.stride(1), *dy_scale.stride(),
+                x_scale, token_M, dy_scale, gauge, offsets_E, x_scale.stride(1), *dy_scale.stride(),
                 X_STRIDE_M=x_scale.stride(0), X_TILES=D // TILE, X_PAD=next_power_of_2(D // TILE),
-                DY_TILES=N // TILE, DY_PAD=next_power_of_2(N // TILE), TILE=TILE, num_warps=gauge_warps,
+                DY_TILES=N // TILE, DY_PAD=next_power_of_2(N // TILE), E=E, TILE=TILE, num_warps=gauge_warps,
             )  # fmt: skip
-        _shift_pair_kernel[grid](*sources, gauge, last_offset, *results, TILE=TILE, num_warps=WARPS)
+        _shift_pair_kernel[grid](*sources, gauge, offsets_E, *results, E=E, TILE=TILE, num_warps=WARPS)
     return xT, xT_scale, dyT, dyT_scale

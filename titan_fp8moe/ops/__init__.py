@@ -16,9 +16,9 @@ from titan_fp8moe.ops.permute import (
     pack_combine,
     pack_dispatch,
     permute_rows,
-    slot_gradients,
     unpack_combine,
     unpack_dispatch,
+    unpermute_gradients,
     unpermute_sum,
 )
 from titan_fp8moe.ops.quantize import (
@@ -46,13 +46,13 @@ __all__ = [
     "quantize_weight",
     "quantize_weight_both",
     "quantize_weight_transposed",
-    "slot_gradients",
     "start_all_to_all",
     "swiglu_quantize",
     "swiglu_quantize_backward",
     "transpose_pair",
     "unpack_combine",
     "unpack_dispatch",
+    "unpermute_gradients",
     "unpermute_sum",
     "wait",
 ]

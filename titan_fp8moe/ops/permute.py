@@ -110,24 +110,28 @@ def _(y_MD, row_TK, out_dtype):
 
 
 @custom_op
-def slot_gradients(ds: Tensor, index_TK: Tensor) -> Tensor:
-    """(T, K) fp32 score gradients of the slots.
+def unpermute_gradients(dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a backward hands back: the sums of each token's rows, (T, D), and the slots' score gradients, (T, K) fp32.
 
     Args:
-        ds: (R, 1) fp32, one per row; or (C, K), one per copy and k. Rows may be strided (a view of a payload).
-        index_TK: (T, K) int32, each slot's row or copy; -2 - c stands for copy c as in
-            :func:`titan_fp8moe.recipe.dispatch_layout`, -1 for a slot that has none, whose gradient is zero.
+        dx_MD: (M, D) bf16, summed as by :func:`unpermute_sum`; rows may be strided, as those of ``ds`` (views of a
+            payload).
+        ds: (M, 1) fp32, a row's score gradient; or (M, K), one for each k.
+        row_TK: (T, K) int32, each slot's row. -2 - m stands for row m as in
+            :func:`titan_fp8moe.recipe.dispatch_layout`, which the sum has already and whose score gradient is the
+            slot's; -1 for a slot that has none, whose gradient is zero.
     """
-    if use_kernels(ds):
-        return kernels.slot_gradients(ds, index_TK)
-    index = torch.where(index_TK < -1, -2 - index_TK, index_TK).long()
-    column = torch.arange(index_TK.shape[1], device=ds.device) if ds.shape[1] > 1 else 0
-    return torch.cat([ds, ds.new_zeros(1, ds.shape[1])])[index, column]  # index -1: the zeros
+    if use_kernels(dx_MD):
+        return kernels.unpermute_gradients(dx_MD, ds, row_TK, out_dtype)
+    row = torch.where(row_TK < -1, -2 - row_TK, row_TK).long()
+    column = torch.arange(row_TK.shape[1], device=ds.device) if ds.shape[1] > 1 else 0
+    ds_TK = torch.cat([ds, ds.new_zeros(1, ds.shape[1])])[row, column]  # row -1: the zeros
+    return recipe.unpermute_sum(dx_MD, row_TK, out_dtype), ds_TK
 
 
-@slot_gradients.register_fake
-def _(ds, index_TK):
-    return ds.new_empty(index_TK.shape)
+@unpermute_gradients.register_fake
+def _(dx_MD, ds, row_TK, out_dtype):
+    return dx_MD.new_empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype), ds.new_empty(row_TK.shape)
 
 
 # A dispatch payload row is D value bytes; in a forward, top_k int32 positions and top_k fp32 scores; D // 128 scale
