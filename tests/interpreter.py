@@ -8,6 +8,7 @@ saturate, NaN is 0x7F.
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -33,6 +34,8 @@ def _convert(data: np.ndarray, source: tl.dtype, target: tl.dtype) -> np.ndarray
 
 def correct_conversions() -> None:
     """Patches the interpreter of this process; other pairs of formats stay with the original conversion."""
+    if triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        raise RuntimeError("the interpreter of Triton 3.6 does not work with NumPy 2.4: pip install 'numpy<2.4'")
     original = getattr(interpreter, "_convert_float", None)
     if original is None:
         raise RuntimeError("triton.runtime.interpreter._convert_float is gone; tests/interpreter.py needs an update")
