@@ -383,7 +383,7 @@ def test_too_many_rows_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="900 rows for the 8 experts of this rank.* are too many.*fewer tokens"):
         routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig())
     with pytest.raises(ValueError, match="or 2000 to send, are too many"):
-        moe._capacity(0, E, sent=2000)
+        moe._check_rows(128, 0, E, sent=2000)
 
 
 @pytest.mark.parametrize(

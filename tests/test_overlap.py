@@ -16,6 +16,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8moe import moe, ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -109,8 +110,29 @@ def test_tokens_are_kept_as_they_arrived(layer, recompute):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(torch.randn(2, 8, 128)).sum().backward()
     width = 128 + 2 * (4 + 4) + 16  # two positions and scores, a scale padded to 16 bytes
-    kept = (16, width) if recompute == "activation" else (recipe.row_capacity(2 * 16, 4), 128)
+    kept = (16, width) if recompute == "activation" else (4 * 128, 128)
     assert [t.shape for t in saved if t.dtype in (torch.uint8, recipe.FP8)] == [kept]
+
+
+@pytest.mark.parametrize("counts, rows", [((129, 0, 71, 0), 384), ((128, 128, 0, 256), 512), ((0, 0, 0, 0), 128)])
+def test_rows_are_for_what_arrives(mesh, monkeypatch, counts, rows):
+    """Not for the most padding that these rows could need: 640, 896 and 128."""
+    sizes, permute = [], ops.permute_rows
+    monkeypatch.setattr(ops, "permute_rows", lambda *args: sizes.append(args[3].shape[0]) or permute(*args))
+    chosen = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).unsqueeze(1)
+    if not len(chosen):
+        chosen = torch.full((5, 1), -1)
+    x, scores = torch.randn(len(chosen), 128).bfloat16(), torch.rand(len(chosen), 1)
+    weights = ExpertWeights(*(torch.randn(4, 128, 128) / 8 for _ in range(3)))
+    outs = []
+    for group in (mesh.get_group(), None):
+        leaf = x.clone().requires_grad_()
+        out = moe.routed_experts(leaf, weights, moe.Route(scores, chosen, 4), Fp8FlowMoEConfig(), group)
+        out.backward(x)
+        outs.append((out.detach(), leaf.grad))
+    assert sizes[:2] == [rows, rows]
+    for got, want in zip(*outs, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("exchanged", [True, False])

@@ -44,7 +44,7 @@ from titan_fp8moe.fsdp import Fp8GatheredWeight
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.ops.backend import custom_op
-from titan_fp8moe.recipe import row_capacity
+from titan_fp8moe.recipe import TILE, row_capacity
 
 
 class Route:
@@ -375,14 +375,15 @@ def _routed_experts_forward(
         sizes = pending.wait()
         tensors = [kept_position_TK, copy_TK, token_C, sizes]
         exchange = _Exchange(*tensors, ep_name, combine)
-        rows = sum(_row_counts(sizes[1]))
-        capacity = _capacity(rows, E, sum(exchange.sent_copies))
+        rows, capacity = _arriving_rows(sizes[1])
+        _check_rows(capacity, rows, E, sum(exchange.sent_copies))
         arrived = [ops.wait(exchange.start_dispatch(q, scale, position_TK, score_TK))]
         q, scale, position_CK, score_CK = ops.unpack_dispatch(*arrived, D, top_k)
         *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, capacity)
         del position_CK, score_CK
     else:
-        layout = ops.expert_layout(expert_TK, score_TK, E, _capacity(expert_TK.numel(), E))
+        rows = expert_TK.numel()
+        layout = ops.expert_layout(expert_TK, score_TK, E, _check_rows(row_capacity(rows, E), rows, E))
         arrived = [q, scale]
     layout = Layout(*layout)
     x = [Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))]
@@ -397,14 +398,21 @@ def _routed_experts_forward(
     return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *arrived, *saved]
 
 
-def _capacity(rows: int, num_experts: int, sent: int = 0) -> int:
-    """Of rows for the experts of this rank, which sends ``sent`` to all ranks."""
-    if max(capacity := row_capacity(rows, num_experts), sent) > MAX_ROWS:
+def _check_rows(capacity: int, rows: int, num_experts: int, sent: int = 0) -> int:
+    """``capacity``, the padded rows for the experts of this rank, which sends ``sent`` to all ranks."""
+    if max(capacity, sent) > MAX_ROWS:
         raise ValueError(
             f"{rows} rows for the {num_experts} experts of this rank, or {sent} to send, are too many for the kernels' "
             f"grids: {MAX_ROWS} with padding; use fewer tokens per microbatch, or spread the experts over more ranks"
         )
     return capacity
+
+
+def _arriving_rows(messages_N: Tensor) -> tuple[int, int]:
+    """How many rows the messages (N, 2 + E) announce to this rank, and how many with each expert's padded to a multiple
+    of 128; of these at least 128, so that no buffer is empty."""
+    rows_E = messages_N[:, 2:].numpy().sum(0)  # torch's operators take longer on so few numbers
+    return int(rows_E.sum()), max(TILE * int((-(-rows_E // TILE)).sum()), TILE)
 
 
 def _operands(weights: list[Tensor]) -> tuple[QuantizedWeight, QuantizedWeight]:

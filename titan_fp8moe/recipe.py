@@ -377,6 +377,7 @@ def arrival_layout(
             that is not served here.
         score_CK: (C, top_k) fp32, the scores they carry.
         num_rows: R, the number of slots served here.
+        capacity: M, at least the padded rows of all experts, as the messages say.
 
     Returns:
         offsets_E, token_M, score_M, row_CK, where a copy takes the place of a token; and row_R, (R,) int32, the rows
