@@ -203,7 +203,7 @@ def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, rec
         monkeypatch.setattr(ops, name, wrapper)
 
     watch("swiglu_quantize_backward", 1)
-    watch("unpermute_sum", 0)
+    watch("unpermute_gradients", 0)
     monkeypatch.setattr(
         ops, "grouped_mm_wgrad", lambda *args: alive.append([r() is not None for r in read.values()]) or wgrad(*args)
     )
@@ -383,7 +383,7 @@ def test_too_many_rows_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="900 rows for the 8 experts of this rank.* are too many.*fewer tokens"):
         routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig())
     with pytest.raises(ValueError, match="or 2000 to send, are too many"):
-        moe._check_rows(128, 0, E, sent=2000)
+        moe._check_rows(0, 128, E, sent=2000)
 
 
 @pytest.mark.parametrize(

@@ -376,14 +376,15 @@ def _routed_experts_forward(
         tensors = [kept_position_TK, copy_TK, token_C, sizes]
         exchange = _Exchange(*tensors, ep_name, combine)
         rows, capacity = _arriving_rows(sizes[1])
-        _check_rows(capacity, rows, E, sum(exchange.sent_copies))
+        _check_rows(rows, capacity, E, sum(exchange.sent_copies))
         arrived = [ops.wait(exchange.start_dispatch(q, scale, position_TK, score_TK))]
         q, scale, position_CK, score_CK = ops.unpack_dispatch(*arrived, D, top_k)
         *layout, row_R = ops.arrival_layout(pending.received_N, position_CK, score_CK, rows, capacity)
         del position_CK, score_CK
     else:
-        rows = expert_TK.numel()
-        layout = ops.expert_layout(expert_TK, score_TK, E, _check_rows(row_capacity(rows, E), rows, E))
+        rows, capacity = expert_TK.numel(), row_capacity(expert_TK.numel(), E)
+        _check_rows(rows, capacity, E)
+        layout = ops.expert_layout(expert_TK, score_TK, E, capacity)
         arrived = [q, scale]
     layout = Layout(*layout)
     x = [Rows(*ops.permute_rows(q, scale, layout.row_TK, layout.token_M, layout.offsets_E))]
@@ -398,14 +399,13 @@ def _routed_experts_forward(
     return [x_TD.new_empty(0), *tensors, kept_row_R, *layout, *arrived, *saved]
 
 
-def _check_rows(capacity: int, rows: int, num_experts: int, sent: int = 0) -> int:
-    """``capacity``, the padded rows for the experts of this rank, which sends ``sent`` to all ranks."""
+def _check_rows(rows: int, capacity: int, num_experts: int, sent: int = 0) -> None:
+    """Of ``rows``, ``capacity`` with padding, for the experts of this rank, which sends ``sent`` to all ranks."""
     if max(capacity, sent) > MAX_ROWS:
         raise ValueError(
             f"{rows} rows for the {num_experts} experts of this rank, or {sent} to send, are too many for the kernels' "
             f"grids: {MAX_ROWS} with padding; use fewer tokens per microbatch, or spread the experts over more ranks"
         )
-    return capacity
 
 
 def _arriving_rows(messages_N: Tensor) -> tuple[int, int]:

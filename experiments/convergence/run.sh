@@ -118,7 +118,7 @@ collect() {
     mkdir -p "$OUT"
     status
     python3 -m experiments.convergence.analyse "$RUNS" --out "$OUT"
-    tar czf "$OUT/logs.tar.gz" -C "$RUNS" --exclude='*.npy' --exclude='*.pt' --exclude='*.partial' --exclude='queue.pid' .
+    tar cJf "$OUT/logs.tar.xz" -C "$RUNS" --exclude='*.npy' --exclude='*.pt' --exclude='*.partial' --exclude='queue.pid' .
     cp "$WORK/corpus/corpus.json" "$OUT/"
     ls -l "$OUT"
 }
