@@ -24,7 +24,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titan_fp8moe.kernels import grouped_mm, grouped_mm_hopper, hopper, hopper_launch, wgrad_hopper
+from titan_fp8moe.kernels.gemm import forward, grouped_mm, hopper, wgrad
+from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.recipe import FP8, TILE
 
 TORCH_DTYPE = {
@@ -143,7 +144,7 @@ class Descriptor:
 
     def __init__(self, descriptor: TensorDescriptor):
         self.matrix = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
-        self.dtype, self.layout = hopper_launch.GLUON_DTYPE[descriptor.base.dtype], descriptor.layout
+        self.dtype, self.layout = gemm_launch.GLUON_DTYPE[descriptor.base.dtype], descriptor.layout
 
 
 # --- what is asynchronous ---------------------------------------------------------------------------------------------
@@ -389,7 +390,7 @@ def patched(**new: Any):
     """The kernels' modules with ``new`` in the place of names that they have imported, their Gluon functions as Python
     functions, their constants as numbers."""
     patches = []
-    for module in (hopper, grouped_mm_hopper, wgrad_hopper):
+    for module in (hopper, forward, wgrad):
         for name, old in vars(module).items():
             if name in new:
                 patches.append(patch.object(module, name, new[name]))
@@ -405,9 +406,9 @@ def patched(**new: Any):
 
 @contextmanager
 def emulate(num_programs: int):
-    """Has :mod:`titan_fp8moe.kernels.grouped_mm` pick what it picks on Hopper, and run it as so many programs."""
+    """Has :mod:`titan_fp8moe.kernels.gemm` pick what it picks on Hopper, and run it as so many programs."""
     patches = [patch.object(grouped_mm, "is_hopper", lambda x: True)]
-    for module, name in ((grouped_mm_hopper, "grouped_mm_hopper_kernel"), (wgrad_hopper, "wgrad_hopper_kernel")):
+    for module, name in ((forward, "grouped_mm_hopper_kernel"), (wgrad, "wgrad_hopper_kernel")):
         kernel = EmulatedKernel(getattr(module, name).kernel.fn, num_programs)
         patches.append(patch.object(module, name, kernel))
     with ExitStack() as stack:

@@ -6,8 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import moe
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.weights import ExpertWeights
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,7 +25,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.reference import relative_error
-from titan_fp8moe import experts
+from titan_fp8moe import weights
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.torchtitan import parallel
@@ -565,7 +565,7 @@ def test_cached_weights_are_never_stale(monkeypatch, change, versions):
     """Two microbatches with weights quantized once, a change as trainers make it, and all is as without the cache; also
     where parameters have no ``versions``, as under FSDP."""
     if not versions:
-        monkeypatch.setattr(experts, "_identity", lambda weight: 0)
+        monkeypatch.setattr(weights, "_identity", lambda weight: 0)
     tokens = torch.randint(0, 100, (2, 32))
     results = []
     for flags in (["--fp8_flow_moe.cache_weights"], []):

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from titan_fp8moe.kernels import grouped_mm_hopper, grouped_mm_plain, wgrad_hopper
+from titan_fp8moe.kernels.gemm import forward, portable, wgrad
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -42,7 +42,7 @@ def check(name, function, *args):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernels", [grouped_mm_hopper, grouped_mm_plain], ids=["Hopper", "plain"])
+@pytest.mark.parametrize("kernels", [forward, portable], ids=["Hopper", "plain"])
 @pytest.mark.parametrize("model", MODELS)
 def test_grouped_mm(model, kernels, dtype):
     M, E, D, H = MODELS[model]
@@ -56,7 +56,7 @@ def test_grouped_mm(model, kernels, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "kernels, per_column",
-    [(wgrad_hopper, False), (grouped_mm_plain, False), (grouped_mm_plain, True)],
+    [(wgrad, False), (portable, False), (portable, True)],
     ids=["Hopper", "plain", "plain, column scales"],
 )
 @pytest.mark.parametrize("model", MODELS)
@@ -85,11 +85,11 @@ def test_plain_on_other_gpus(capability, shared_memory, instruction):
     N, K, offsets_E = 2 * H, D, meta(E, dtype=torch.int32)
     a, b, column_major = meta(M, K, dtype=FP8), meta(E, N, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
     forward = a, column_major, b, meta(E, N // TILE, K // TILE, dtype=E8M0), offsets_E, torch.bfloat16
-    launches = record_launches(grouped_mm_plain.grouped_mm, *forward)
+    launches = record_launches(portable.grouped_mm, *forward)
     for per_column in (False, True):
         a_scale, b_scale = (meta(n if per_column else n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
         wgrad = meta(N, M, dtype=FP8), a_scale, meta(K, M, dtype=FP8), b_scale, offsets_E, torch.float32
-        launches += record_launches(grouped_mm_plain.grouped_mm_wgrad, *wgrad)
+        launches += record_launches(portable.grouped_mm_wgrad, *wgrad)
     for launch in launches:
         kernel = launch.compile(capability)
         assert kernel.shared <= shared_memory, kernel

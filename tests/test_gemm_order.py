@@ -12,7 +12,7 @@ import torch
 
 from tests.gluon_emulator import patched
 from tests.offline_compile import record_launches
-from titan_fp8moe.kernels import grouped_mm_hopper, wgrad_hopper
+from titan_fp8moe.kernels.gemm import forward, wgrad
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
@@ -100,7 +100,7 @@ def test_grouped_mm_covers_every_tile_once(programs, kind, E, N):
     offsets = Pointer(ends_of(blocks))
     seen = torch.zeros(sum(blocks), N // TILE, dtype=torch.int)
     expert_of = [e for e, size in enumerate(blocks) for _ in range(size)]
-    for place, wide, (m, n), expert in pieces(grouped_mm_hopper, (offsets, N, E), (N, K, E)):
+    for place, wide, (m, n), expert in pieces(forward, (offsets, N, E), (N, K, E)):
         assert n + TILE * (1 + wide) <= N
         seen[m // TILE, n // TILE : n // TILE + 1 + wide] += 1
         assert expert == expert_of[m // TILE]
@@ -139,7 +139,7 @@ def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs, par
 
 def wgrad_pieces(ends, N, K, parts=1, transposed=False):
     E = len(ends)
-    return pieces(wgrad_hopper, (Pointer(ends), N, K, E, parts, transposed), (N, K, E))
+    return pieces(wgrad, (Pointer(ends), N, K, E, parts, transposed), (N, K, E))
 
 
 @pytest.mark.parametrize("blocks", [[90, 166], [166, 90], [128, 128], [0, 5]])
@@ -168,7 +168,7 @@ def test_wgrad_is_transposed_if_that_spares_narrow_tiles(N, K, parts, transposed
 
     a, b, offsets = meta(N, 512, dtype=FP8), meta(K, 512, dtype=FP8), meta(2, dtype=torch.int32)
     a_scale, b_scale = meta(N // TILE, 4, dtype=E8M0), meta(4, K // TILE, dtype=E8M0).t()
-    (launch,) = record_launches(wgrad_hopper.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
+    (launch,) = record_launches(wgrad.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
     given = launch.arguments
     assert given["TRANSPOSED"] == transposed
     n, k = ("b", "a") if transposed else ("a", "b")

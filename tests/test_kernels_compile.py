@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from titan_fp8moe.kernels import layout, permute, quantize, swiglu, transpose
+from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE
@@ -72,11 +72,11 @@ def calls(M, D, H, E, T=12288):
                 args = (d, *kept, score_M, offsets_E, first, again)
                 yield f"swiglu backward {first} {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
     for sources, experts in ((1, E), (32, E), (64, 4), (256, 1)):
-        yield f"expert_layout {sources}", layout.expert_layout, (expert_TK, score_TK, sources * experts, M + TILE * E)
-        yield f"dispatch_layout {sources}", layout.dispatch_layout, (expert_TK, sources, experts)
+        yield f"expert_layout {sources}", routing.expert_layout, (expert_TK, score_TK, sources * experts, M + TILE * E)
+        yield f"dispatch_layout {sources}", routing.dispatch_layout, (expert_TK, sources, experts)
         received, (_, _, position, score) = meta(sources, 2 + experts, dtype=INT32), unpack_dispatch(payload, D, TOP_K)
         args = (received, position, score, M - T % 100, M + TILE * experts)
-        yield f"arrival_layout {sources}", layout.arrival_layout, args
+        yield f"arrival_layout {sources}", routing.arrival_layout, args
     yield "permute", permute.permute_rows, (q, scale, map_TK, index_M, offsets_E)
     args = (*unpack_dispatch(dispatched, D, TOP_K)[:2], map_TK, index_M, offsets_E)
     yield "permute payload", permute.permute_rows, args

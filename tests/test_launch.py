@@ -18,7 +18,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter remembers nothing", allow_module_level=True)
 
 from tests.offline_compile import NO_DRIVER
-from titan_fp8moe.kernels import hopper_launch, launch
+from titan_fp8moe.kernels import launch
+from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import E8M0, FP8
 
@@ -53,7 +54,7 @@ scales = st.builds(lambda o, d: BUFFER[o : o + 16].view(d), st.sampled_from([0, 
 descriptors = st.builds(
     lambda dtype, make: make(torch.empty(128, 128, dtype=dtype)),
     st.sampled_from([FP8, torch.bfloat16, torch.float32]),
-    st.sampled_from([hopper_launch.operand, hopper_launch.result]),
+    st.sampled_from([gemm_launch.operand, gemm_launch.result]),
 )
 numbers = st.sampled_from([0, 1, 2, 15, 16, 17, 48, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40])
 parameters = [tensors, tensors | st.none(), scales, descriptors, numbers, numbers]
@@ -110,7 +111,7 @@ def recorded(monkeypatch):
 
 
 def args(n=16, m=3, x=BUFFER, y=BUFFER):
-    return x, y, BUFFER[:16].view(E8M0), hopper_launch.operand(torch.empty(128, 128, dtype=FP8)), n, m
+    return x, y, BUFFER[:16].view(E8M0), gemm_launch.operand(torch.empty(128, 128, dtype=FP8)), n, m
 
 
 def test_what_was_compiled_is_launched_with_all_arguments_in_order(recorded):

@@ -12,10 +12,10 @@ from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
 from tests.reference import moe_layer, relative_error
 from titan_fp8moe import moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
+from titan_fp8moe.weights import ExpertWeights
 
 ALL_MODES = [
     Fp8FlowMoEConfig(wgrad=wgrad, save_h=save_h, recompute=recompute)

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.weights import ExpertWeights
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 T, K, M, D, H, E = 20, 2, 256, 256, 128, 2

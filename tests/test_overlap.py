@@ -16,11 +16,11 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8moe import moe, ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe.weights import ExpertWeights
 
 OPS = {
     "all_to_all_single": "start",

@@ -17,12 +17,13 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 from tests import test_cpu_training
 from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights, Rows
+from titan_fp8moe.ffn import Rows
 from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.torchtitan.compat import kept_token_counts
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
+from titan_fp8moe.weights import ExpertWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 corpus = test_cpu_training.corpus

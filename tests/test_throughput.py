@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.record import environment, write_records
 from experiments.throughput import layer, plot_layer, profile_step, train
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
@@ -29,6 +28,7 @@ from experiments.throughput.kernel_trace import (
 )
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
+from titan_fp8moe.testing import environment, write_records
 
 
 @pytest.mark.parametrize("tokens,top_k,experts", [(4096, 6, 64), (1024, 8, 32), (512, 8, 8), (0, 2, 4)])

@@ -11,12 +11,12 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import CastCounter, E, make_layer, run
-from titan_fp8moe import fsdp, ops
+from titan_fp8moe import ops
+from titan_fp8moe import weights as weights_module
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights, WeightCache
-from titan_fp8moe.fsdp import Fp8GatheredWeight
 from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
+from titan_fp8moe.weights import ExpertWeights, Fp8GatheredWeight, WeightCache
 
 
 def test_changed_weights_are_seen():
@@ -97,14 +97,14 @@ def test_weights_gathered_elsewhere_are_not_taken_for_these():
     here, elsewhere = (
         [t.view(torch.uint8) for t in ts] for ts in (weight.quantized, map(torch.clone, weight.quantized))
     )
-    fsdp._post_all_gather(here, None, weight.dtype, out=weight)
+    weights_module._post_all_gather(here, None, weight.dtype, out=weight)
     with pytest.raises(RuntimeError, match="other memory.*fp8_flow_moe.fp8_all_gather = false"):
-        fsdp._post_all_gather(elsewhere, None, weight.dtype, out=weight)
+        weights_module._post_all_gather(elsewhere, None, weight.dtype, out=weight)
 
 
 def test_parameters_to_be_gathered_can_be_copied_and_saved():
     shard = torch.randn(2, 128, 128)
-    fsdp.gather_in_fp8(types.SimpleNamespace(_local_tensor=shard))
+    weights_module.gather_in_fp8(types.SimpleNamespace(_local_tensor=shard))
     mesh_and_policy = [None] * 5
     (q, scale), _ = shard.fsdp_pre_all_gather(*mesh_and_policy)
     want = ops.quantize_weight(shard)

@@ -31,20 +31,12 @@ from torch.autograd.function import once_differentiable
 
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import (
-    ExpertFFNBackward,
-    ExpertWeights,
-    Layout,
-    Rows,
-    WeightCache,
-    expert_ffn,
-    quantize_weights,
-)
-from titan_fp8moe.fsdp import Fp8GatheredWeight
+from titan_fp8moe.ffn import ExpertFFNBackward, Layout, Rows, expert_ffn
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import TILE, row_capacity
+from titan_fp8moe.weights import ExpertWeights, Fp8GatheredWeight, WeightCache, quantize_weights
 
 
 class Route:
@@ -354,14 +346,14 @@ def _routed_experts_forward(
     combine: str,
 ) -> list[Tensor]:
     """The layer's output and what its backward needs: the layout's 4 tensors, the rows that arrived, one per token, and
-    the tensors of :func:`titan_fp8moe.experts.expert_ffn`. With expert parallelism the output is an empty tensor, since
+    the tensors of :func:`titan_fp8moe.ffn.expert_ffn`. With expert parallelism the output is an empty tensor, since
     it is under way, and behind it come the tensors of :class:`_Exchange` and row_R (empty unless ``combine = rows``).
 
     The rows that arrived are values and scales, or with expert parallelism the payload they are views of. With
     ``recompute = experts`` they are left out: ``expert_ffn`` keeps those in expert order, not to be permuted twice.
 
     ``weights`` are w1, w2, w3; or their values and scales in turn, 6 tensors, where they were gathered in FP8; or the 4
-    tensors of :func:`titan_fp8moe.experts.quantize_weights`.
+    tensors of :func:`titan_fp8moe.ffn.quantize_weights`.
     """
     config = _checked_config(save_h=save_h, recompute=recompute, combine=combine)
     (_, D), E, top_k = x_TD.shape, weights[0].shape[0], expert_TK.shape[1]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.record import write_records
+from titan_fp8moe.testing import write_records
 
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window

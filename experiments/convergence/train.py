@@ -43,7 +43,7 @@ from torchtitan.train import Trainer
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from experiments.convergence.data import ShuffledWindows, as_batch, windows
 from experiments.convergence.recipes import convert_experts
-from experiments.record import environment
+from titan_fp8moe.testing import environment
 
 FP8_FLOW = ("balanced", "scaling_aware", "requantize")
 RECIPES = ("bf16", *FP8_FLOW, "rowwise", "naive")

@@ -11,9 +11,9 @@ import torch
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.weights import ExpertWeights
 
 SHAPES = [  # N, K, rows of each group
     (256, 384, [128, 0, 256]),

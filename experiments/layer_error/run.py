@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from experiments.record import environment, write_records
 from tests.reference import moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.testing import environment, write_records
+from titan_fp8moe.weights import ExpertWeights
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 

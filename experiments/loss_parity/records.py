@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from experiments.record import write_records
+from titan_fp8moe.testing import write_records
 
 
 def main() -> None:

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from experiments.record import environment, write_records
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.experts import _weight_grads
+from titan_fp8moe.ffn import _weight_grads
 from titan_fp8moe.recipe import FP8, FP8_MAX, TILE, row_capacity
 from titan_fp8moe.statistics import SHIFTS
+from titan_fp8moe.testing import environment, write_records
 
 ROOT = Path(__file__).parents[2]
 TRANSPOSES = ("balanced", "scaling_aware", "requantize", "bf16")

@@ -9,10 +9,10 @@ are, compressed, and below them all kernels in the order they started.
 import gzip
 import os
 
-from experiments.record import exit_on_sigterm
 from experiments.throughput import kernel_trace
 from experiments.throughput.kernel_trace import TRACE_WRITTEN, TRACED
 from experiments.throughput.train import Run, parser
+from titan_fp8moe.testing import exit_on_sigterm
 
 VARIANTS = ("bf16", "fp8_flow")
 

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.record import exit_on_sigterm, write_records, write_text
+from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
 
 CONFIG = "experiments/throughput/train.toml"
 CONVERTERS = {"bf16": [], "torchao": ["torchao_rowwise"], "fp8_flow": ["fp8_flow_moe"]}

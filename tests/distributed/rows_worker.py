@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.weights import ExpertWeights
 
 D, H, EXPERTS, TOP_K = 256, 128, 8, 3
 

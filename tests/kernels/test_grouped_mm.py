@@ -1,19 +1,20 @@
 """Grouped GEMMs against float64 products of the dequantized operands, every test with every implementation.
 
-Those are what :mod:`titan_fp8moe.kernels.grouped_mm` picks and another: on Hopper plain Triton, without a GPU what is
+Those are what :mod:`titan_fp8moe.kernels.gemm` picks and another: on Hopper plain Triton, without a GPU what is
 picked on Hopper, emulated (:mod:`tests.gluon_emulator`).
 """
 
 import pytest
 import torch
 
+from experiments.kernels.gemm import occupy
 from tests.gluon_emulator import emulate
 from tests.kernels.compare import offsets, randn
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import recipe
-from titan_fp8moe.kernels import grouped_mm, grouped_mm_hopper, grouped_mm_plain, hopper_launch, wgrad_hopper
+from titan_fp8moe.kernels.gemm import forward, grouped_mm, portable, wgrad
+from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.recipe import TILE
-from tools.benchmark_gemm import occupy
 
 # Hopper sums the products of 128 values with about 14 bits.
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float32: 2e-4}
@@ -32,7 +33,7 @@ HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device
 
 @pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked"])
 def gpu_kernels(request):
-    return grouped_mm if request.param == "picked" else grouped_mm_plain
+    return grouped_mm if request.param == "picked" else portable
 
 
 @pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked", "emulated"] if INTERPRETED else ["picked"])
@@ -41,7 +42,7 @@ def kernels(request, seed):
         with emulate(num_programs=(1, 3, 8)[seed % 3]):
             yield grouped_mm
     else:
-        yield grouped_mm if request.param == "picked" else grouped_mm_plain
+        yield grouped_mm if request.param == "picked" else portable
 
 
 def assert_close(out, ref):
@@ -301,8 +302,8 @@ def test_no_compilation_when_the_number_of_rows_changes(gpu_kernels, generator, 
         return len(kernel.device_caches[torch.cuda.current_device()][0])
 
     compiled = {
-        grouped_mm: (grouped_mm_hopper.grouped_mm_hopper_kernel.kernel, wgrad_hopper.wgrad_hopper_kernel.kernel),
-        grouped_mm_plain: (grouped_mm_plain.grouped_mm_kernel, grouped_mm_plain.grouped_mm_wgrad_kernel),
+        grouped_mm: (forward.grouped_mm_hopper_kernel.kernel, wgrad.wgrad_hopper_kernel.kernel),
+        portable: (portable.grouped_mm_kernel, portable.grouped_mm_wgrad_kernel),
     }[gpu_kernels]
     counts = []
     for M in (128, 256, 384, 2048, 4224):
@@ -338,7 +339,7 @@ def assert_same(results, expected):
     torch.cuda.synchronize()
     for result, right in zip(results, expected, strict=True):
         assert torch.equal(result, right)
-    assert all(counter.item() == 0 for counter in hopper_launch._stream_counters.values())
+    assert all(counter.item() == 0 for counter in gemm_launch._stream_counters.values())
 
 
 @pytest.mark.gpu
@@ -372,7 +373,7 @@ def test_on_streams_beside_each_other(gemms):
 def test_graphs_beside_each_other(gemms, monkeypatch, left):
     runs, expected = gemms
     if not left:
-        monkeypatch.setattr(hopper_launch, "_free_counters", {})
+        monkeypatch.setattr(gemm_launch, "_free_counters", {})
     graphs, results = [torch.cuda.CUDAGraph() for _ in range(3)], []
     for graph in graphs:
         with torch.cuda.graph(graph):

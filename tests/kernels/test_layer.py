@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.kernels.conftest import INTERPRETED
 from tests.reference import relative_error
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.weights import ExpertWeights
 
 T, D, H, E, K = 70, 256, 128, 4, 2
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, randint, randn
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.kernels import layout, permute
+from titan_fp8moe.kernels import permute, routing
 
 COUNTS = {  # slots of each expert
     "even": [9, 5, 7],
@@ -31,12 +31,12 @@ def choices(generator, name, top_k, num_tokens):
     return experts[order].view(num_tokens, top_k)
 
 
-@pytest.fixture(params=[2, layout.SLOT_PROGRAMS])
+@pytest.fixture(params=[2, routing.SLOT_PROGRAMS])
 def programs(request, monkeypatch):
     """Also with several blocks of tokens for a program, as with many tokens and experts."""
-    monkeypatch.setattr(layout, "SLOT_PROGRAMS", request.param)
+    monkeypatch.setattr(routing, "SLOT_PROGRAMS", request.param)
     if request.param == 2:
-        monkeypatch.setattr(layout, "SLOT_ENTRIES", 64)
+        monkeypatch.setattr(routing, "SLOT_ENTRIES", 64)
 
 
 @pytest.mark.parametrize("absent", [0, 7])
@@ -47,7 +47,7 @@ def test_expert_layout(generator, name, dtype, absent, programs):
     expert_TK = choices(generator, name, top_k, -(-R // top_k) + absent).to(dtype)
     capacity = recipe.row_capacity(R, len(COUNTS[name])) + 128
     args = (expert_TK, randn(generator, *expert_TK.shape), len(COUNTS[name]), capacity)
-    for got, want in zip(layout.expert_layout(*args), recipe.expert_layout(*args), strict=True):
+    for got, want in zip(routing.expert_layout(*args), recipe.expert_layout(*args), strict=True):
         assert_same_bits(got, want)
 
 
@@ -87,7 +87,7 @@ def test_dispatch_layout(generator, name, programs):
         expert_TK = randint(generator, -1, ranks * experts + 1, tokens, top_k)
     else:
         expert_TK = routed(generator, *EXCHANGES[name])
-    got = layout.dispatch_layout(expert_TK, ranks, experts)
+    got = routing.dispatch_layout(expert_TK, ranks, experts)
     want = recipe.dispatch_layout(expert_TK, ranks, experts)
     C = int(want[3][:, 0].sum())
     for i in (0, 1, 3):
@@ -106,7 +106,7 @@ def test_copies_carry_each_slot_once(generator, name, D):
     slots = slots[expert_TK.flatten()[slots] >= 0]
     counts = torch.bincount(expert_TK.flatten()[slots], minlength=ranks * experts).view(ranks, experts)
     q, scale = fp8_rows(generator, tokens, D), column_major_scale(generator, tokens, D).contiguous()
-    position_TK, copy_TK, token_C, message = layout.dispatch_layout(expert_TK, ranks, experts)
+    position_TK, copy_TK, token_C, message = routing.dispatch_layout(expert_TK, ranks, experts)
     token_C = token_C[: int(message[:, 0].sum())]
     width = ops.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_TK).shape[1]
     payload = permute.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_TK, width)
@@ -157,7 +157,7 @@ def test_arrival_layout(generator, name):
     padded = int(-(-received[:, 2:].sum(0) // 128).sum()) * 128
     for capacity in (recipe.row_capacity(R, experts), max(padded, 128)):
         args = (received, position_CK, score_CK, R, capacity)
-        for got, want in zip(layout.arrival_layout(*args), recipe.arrival_layout(*args), strict=True):
+        for got, want in zip(routing.arrival_layout(*args), recipe.arrival_layout(*args), strict=True):
             assert_same_bits(got, want)
 
 

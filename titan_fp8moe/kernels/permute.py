@@ -1,6 +1,6 @@
 """Moving rows: into the dispatch payload, into expert order, and back. Pure copies, except the sum of a token's rows.
 
-Where they go is in the maps of :mod:`titan_fp8moe.kernels.layout`. Launches are sized by shapes, and programs past
+Where they go is in the maps of :mod:`titan_fp8moe.kernels.routing`. Launches are sized by shapes, and programs past
 ``offsets_E[-1]`` return. Numbers of tokens and of arrived rows change from step to step, so no kernel is specialized on
 them.
 """

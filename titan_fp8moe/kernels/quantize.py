@@ -13,7 +13,7 @@ from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
-# Configurations from tools/sweep_kernels.py on an H200; one serves all shapes.
+# Configurations from experiments/kernels/sweep.py on an H200; one serves all shapes.
 TILES = 32  # per program: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
 WARPS = 4
 WEIGHT_WARPS = 4

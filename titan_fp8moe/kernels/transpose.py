@@ -24,7 +24,7 @@ from titan_fp8moe.kernels.quantize import (
 from titan_fp8moe.kernels.sizes import next_power_of_2
 from titan_fp8moe.recipe import TILE
 
-WARPS = 4  # per 128x128 block; from tools/sweep_kernels.py on an H200
+WARPS = 4  # per 128x128 block; from experiments/kernels/sweep.py on an H200
 
 
 @triton.jit

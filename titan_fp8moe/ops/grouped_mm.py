@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
-from titan_fp8moe.kernels import grouped_mm as kernels
+from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 from titan_fp8moe.ops.backend import custom_op, use_kernels
 from titan_fp8moe.recipe import TILE
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
-from titan_fp8moe.kernels import layout as layouts
 from titan_fp8moe.kernels import permute as kernels
+from titan_fp8moe.kernels import routing
 from titan_fp8moe.ops.backend import custom_op, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
@@ -23,7 +23,7 @@ def expert_layout(
     Returns offsets_E (num_experts,), token_M (M,), score_M (M,), row_TK (T, K); see
     :func:`titan_fp8moe.recipe.expert_layout`. At and past ``offsets_E[-1]``, token_M is -1 and score_M 0.
     """
-    impl = layouts if use_kernels(expert_TK) else recipe
+    impl = routing if use_kernels(expert_TK) else recipe
     return impl.expert_layout(expert_TK, score_TK, num_experts, capacity)
 
 
@@ -40,7 +40,7 @@ def dispatch_layout(expert_TK: Tensor, num_ranks: int, num_local: int) -> tuple[
     Returns position_TK, copy_TK (T, K), token_C (T * min(K, num_ranks),), whose entries past the last copy are
     undefined, and message_N (num_ranks, 2 + num_local); see :func:`titan_fp8moe.recipe.dispatch_layout`.
     """
-    impl = layouts if use_kernels(expert_TK) else recipe
+    impl = routing if use_kernels(expert_TK) else recipe
     return impl.dispatch_layout(expert_TK, num_ranks, num_local)
 
 
@@ -59,7 +59,7 @@ def arrival_layout(
     Returns offsets_E (E,), token_M (M,), score_M (M,), row_CK (C, top_k), row_R (num_rows,); see
     :func:`titan_fp8moe.recipe.arrival_layout`. At and past ``offsets_E[-1]``, token_M is -1 and score_M 0.
     """
-    impl = layouts if use_kernels(received_N) else recipe
+    impl = routing if use_kernels(received_N) else recipe
     return impl.arrival_layout(received_N, position_CK, score_CK, num_rows, capacity)
 
 

@@ -112,7 +112,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: what microbatches share of weights clears itself (:class:`titan_fp8moe.experts.WeightCache`)."""
+        """Nothing: what microbatches share of weights clears itself (:class:`titan_fp8moe.ffn.WeightCache`)."""
 
     def _check_layer(self, name: str, layer: MoE) -> None:
         if type(layer) is not MoE or type(layer.experts) is not GroupedExperts:

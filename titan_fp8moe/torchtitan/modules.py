@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights, WeightCache
-from titan_fp8moe.fsdp import Fp8GatheredWeight, gather_in_fp8
 from titan_fp8moe.moe import Route, RoutedOutput, finish_routed_experts, start_routed_experts
+from titan_fp8moe.weights import ExpertWeights, Fp8GatheredWeight, WeightCache, gather_in_fp8
 
 
 class Fp8FlowGroupedExperts(GroupedExperts):

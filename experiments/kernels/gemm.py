@@ -1,8 +1,8 @@
 """Speed of the grouped GEMMs beside PyTorch's on one H200.
 
-    python -m tools.benchmark_gemm [--quick] [--out results.json]       a layer of DeepSeek-V3 671B and 16B
-    python -m tools.benchmark_gemm --range [--out results.json]
-    python -m tools.benchmark_gemm --plot range.png --out results.json     draws what --range has measured
+    python -m experiments.kernels.gemm [--quick] [--out results.json]       a layer of DeepSeek-V3 671B and 16B
+    python -m experiments.kernels.gemm --range [--out results.json]
+    python -m experiments.kernels.gemm --plot range.png --out results.json     draws what --range has measured
 
 Every figure is TFLOP/s of the median time, in two states of the card: in bursts (back to back, where power limits the
 clocks) and rested (single runs after idling, launched behind a wait so that the host's time does not count); of the
@@ -39,10 +39,10 @@ import triton
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from experiments.record import environment, write_records
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.kernels import grouped_mm as kernels
+from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.testing import environment, write_records
 
 BF16 = torch.bfloat16
 LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden dim
@@ -80,7 +80,7 @@ def group_ends(M: int, E: int, skewed: bool = False) -> Tensor:
 
 @dataclass
 class Gemm:
-    """``operands`` are those of :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm` or ``grouped_mm_wgrad``."""
+    """``operands`` are those of :func:`titan_fp8moe.kernels.gemm.grouped_mm` or ``grouped_mm_wgrad``."""
 
     operands: tuple[Tensor, ...]
     candidates: dict[str, Callable]

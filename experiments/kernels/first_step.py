@@ -1,6 +1,6 @@
 """Seconds that the first forward and backward of a layer wait for kernels, and what other numbers of tokens compile.
 
-    python -m tools.first_step
+    python -m experiments.kernels.first_step
 
 Each layer has a process of its own and an empty Triton cache, as after a fresh install.
 """
@@ -14,10 +14,10 @@ import time
 import torch
 import triton
 
-from experiments.record import environment
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import ExpertWeights
 from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.testing import environment
+from titan_fp8moe.weights import ExpertWeights
 
 LAYERS = {  # D model dim, H expert hidden dim, E experts, top_k, dtype of the weights
     "671B, 8 experts": (7168, 2048, 8, 8, torch.bfloat16),
@@ -61,7 +61,7 @@ def main() -> None:
     failed = False
     for layer in LAYERS:
         with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, "-m", "tools.first_step", layer]
+            command = [sys.executable, "-m", "experiments.kernels.first_step", layer]
             failed |= subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}).returncode != 0
     sys.exit(failed)
 

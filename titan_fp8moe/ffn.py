@@ -9,19 +9,16 @@ Nothing here knows of autograd; :mod:`titan_fp8moe.moe` makes one autograd funct
 What does not depend on the rows comes in calls of its own, so that it can run while they are on their way.
 """
 
-import functools
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.weights import ExpertWeights, WeightCache, quantize_weights_transposed
 
 
 class Rows(NamedTuple):
@@ -39,86 +36,6 @@ class Layout(NamedTuple):
     token_M: Tensor
     score_M: Tensor
     row_TK: Tensor
-
-
-class ExpertWeights(NamedTuple):
-    """gate (E, H, D), down (E, D, H), up (E, H, D), bf16 or fp32, under torchtitan's names; or all quantized."""
-
-    w1_EHD: Tensor | QuantizedWeight
-    w2_EDH: Tensor | QuantizedWeight
-    w3_EHD: Tensor | QuantizedWeight
-
-
-class WeightCache:
-    """A layer's quantized weights, shared by the microbatches of a step.
-
-    Nothing tells for sure that a parameter has changed: FSDP's have no version, and a change through ``.data`` moves
-    none. So every step of an optimizer of ``torch.optim`` clears all caches; other tensors in the weights' place, and a
-    version that has moved, clear this one. Who changes weights otherwise between two microbatches calls :meth:`clear`.
-    """
-
-    _all: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
-
-    def __init__(self):
-        self.clear()
-        self._all.add(self)
-        _clear_after_optimizer_steps()
-
-    def __reduce__(self) -> tuple:
-        return WeightCache, ()  # a copy is of other weights
-
-    def clear(self) -> None:
-        self.operands = self.identity = None
-
-    @torch.compiler.disable(reason="a graph does not know whether weights have changed; do without the cache")
-    def get(self, weights: ExpertWeights) -> tuple[tuple[QuantizedWeight, ...], tuple[QuantizedWeight, ...]]:
-        """The forward's two operands and, transposed, the backward's two, of these values of the weights."""
-        identity = [_identity(w) for w in weights]
-        if identity != self.identity:
-            self.clear()  # before there are new ones
-            w1, w2, w3 = weights
-            (w13, w13_t), (w2, w2_t) = ops.quantize_weight_both(w1, w3), ops.quantize_weight_both(w2)
-            self.operands, self.identity = ((w13, w2), (w13_t, w2_t)), identity
-        return self.operands
-
-
-def _identity(weight: Tensor) -> tuple:
-    """What differs between tensors, and mostly between values of one. A reference to the storage, whose address another
-    could otherwise get; FSDP empties and refills one."""
-    place = weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
-    return StorageWeakRef(weight.untyped_storage()), place, weight._version
-
-
-@functools.cache
-def _clear_after_optimizer_steps() -> None:
-    def clear_all(*_: Any) -> None:
-        for cache in WeightCache._all:
-            cache.clear()
-
-    register_optimizer_step_post_hook(clear_all)
-
-
-def quantize_weights(
-    weights: ExpertWeights, cache: WeightCache | None = None
-) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """The operands of the forward's GEMMs: gate and up in one, (E, 2H, D), and down, (E, D, H)."""
-    if cache is not None:
-        return cache.get(weights)[0]
-    w1, w2, w3 = weights
-    return ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
-
-
-def _quantize_weights_transposed(
-    weights: ExpertWeights, cache: WeightCache | None, recompute_h: bool
-) -> tuple[QuantizedWeight | None, QuantizedWeight, QuantizedWeight]:
-    """The operands of the backward's GEMMs: gate and up as in the forward if h is to be recomputed; gate and up
-    transposed, (E, D, 2H); down transposed, (E, H, D)."""
-    if cache is not None:
-        (w13, _), transposed = cache.get(weights)
-        return w13 if recompute_h else None, *transposed
-    w1, w2, w3 = weights
-    w13, w13_t = ops.quantize_weight_both(w1, w3) if recompute_h else (None, ops.quantize_weight_transposed(w1, w3))
-    return w13, w13_t, ops.quantize_weight_transposed(w2)
 
 
 def expert_ffn(
@@ -183,7 +100,7 @@ class ExpertFFNBackward:
         self.weights = weights
         recompute_h = config.recompute == "experts"
         self.token_M = None if recompute_h else layout.token_M
-        w13, self.w13_t, self.w2_t = _quantize_weights_transposed(weights, cache, recompute_h)
+        w13, self.w13_t, self.w2_t = quantize_weights_transposed(weights, cache, recompute_h)
         self.h_scale = self.a = None
         if recompute_h:
             self.h = ops.grouped_mm(*x, *w13, layout.offsets_E, torch.bfloat16)

@@ -169,7 +169,7 @@ def _num_programs(num_tiles: int, device: torch.device) -> int:
 def grouped_mm(
     a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm`."""
+    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
     # The grid is for all of the buffer; how many of its rows are in use, only the device knows.
@@ -204,7 +204,7 @@ def grouped_mm_wgrad(
     out_dtype: torch.dtype,
     parts: int = 1,
 ) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm_wgrad`."""
+    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm_wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
     out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=aT_NM.device)
     grid = (_num_programs(E * (N // TILE) * (K // TILE), aT_NM.device),)

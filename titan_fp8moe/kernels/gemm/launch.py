@@ -1,5 +1,5 @@
-"""What a launch of the GEMMs of :mod:`titan_fp8moe.kernels.hopper` needs: the right GPU, TMA descriptors, a counter of
-pieces, and a number of programs."""
+"""What a launch of the Hopper GEMMs (:mod:`titan_fp8moe.kernels.gemm.hopper`) needs: the right GPU, TMA descriptors, a
+counter of work tiles, and a number of CTAs."""
 
 import functools
 from collections.abc import Iterator

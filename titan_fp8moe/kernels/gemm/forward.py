@@ -1,6 +1,6 @@
 """The GEMM over expert groups along M on Hopper, in Gluon: where its tiles lie, and which scales they have.
 
-The program is that of :mod:`titan_fp8moe.kernels.hopper`. A group is a multiple of 128 rows and a
+The program is that of :mod:`titan_fp8moe.kernels.gemm.hopper`. A group is a multiple of 128 rows and a
 tile has 128, so that a tile belongs to one expert; which one is read off the group ends in device memory. The order of
 the tiles follows from the ends alone, and every sum is formed in the same order whoever computes it: results are
 deterministic, and a row's result does not depend on the other rows.
@@ -11,8 +11,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8moe.kernels import hopper, hopper_launch
-from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
+from titan_fp8moe.kernels.gemm import hopper, launch
+from titan_fp8moe.kernels.gemm.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
 
@@ -124,20 +124,20 @@ def grouped_mm_hopper_kernel(
 def grouped_mm(
     a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm`."""
+    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
     # The grid is for all of the buffer; how many of its rows are in use, only the device knows.
-    grid = (hopper_launch.num_programs(M // TILE * (N // TILE), a_MK.device),)
+    grid = (launch.num_programs(M // TILE * (N // TILE), a_MK.device),)
     b_stride_e, b_stride_n, b_stride_k = b_scale.stride()
     grouped_mm_hopper_kernel[grid](
-        hopper_launch.operand(a_MK),
-        hopper_launch.operand(b_ENK),
-        hopper_launch.result(out),
+        launch.operand(a_MK),
+        launch.operand(b_ENK),
+        launch.result(out),
         a_scale,
         b_scale,
         offsets_E,
-        hopper_launch.counter(a_MK.device),
+        launch.counter(a_MK.device),
         *a_scale.stride(),
         N=N,
         K=K,

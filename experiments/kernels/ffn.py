@@ -1,8 +1,8 @@
 """Time of the expert FFN, forward and backward, beside bf16 and torchao's fp8 on one H200.
 
-    python -m tools.benchmark_ffn [--layers 0 1 2 3] [--out results.json]
+    python -m experiments.kernels.ffn [--layers 0 1 2 3] [--out results.json]
 
-Ours is :mod:`titan_fp8moe.experts`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score,
+Ours is :mod:`titan_fp8moe.ffn`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score,
 transposes and all six GEMMs. Its weights are quantized beforehand; quantizing them in the forward and again in the
 backward, as training does, is the row below it, and the two casts of rows (of all M rows, where the layer casts each
 token once) the row after that. References take bf16 rows, apply no score, and compute dx and the three weight
@@ -11,8 +11,8 @@ gradients by autograd:
 * ``bf16``: three ``torch._grouped_mm`` and SwiGLU, eager and compiled.
 * ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, compiled; casts included.
 
-Milliseconds in bursts and rested, see :mod:`tools.benchmark_gemm`. Then the time of each kernel of ours. Records are
-written after each layer.
+Milliseconds back to back and after idling, see :mod:`experiments.kernels.gemm`. Then the time of each kernel of ours.
+Records are written after each layer.
 """
 
 import argparse
@@ -26,19 +26,12 @@ import torch
 from torch import Tensor
 from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
-from experiments.record import environment, write_records
+from experiments.kernels.gemm import LAYERS, group_ends, launched, measure
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.experts import (
-    ExpertFFNBackward,
-    ExpertWeights,
-    Layout,
-    Rows,
-    WeightCache,
-    expert_ffn,
-    quantize_weights,
-)
-from tools.benchmark_gemm import LAYERS, group_ends, launched, measure
+from titan_fp8moe.ffn import ExpertFFNBackward, Layout, Rows, expert_ffn
+from titan_fp8moe.testing import environment, write_records
+from titan_fp8moe.weights import ExpertWeights, WeightCache, quantize_weights
 
 BF16 = torch.bfloat16
 

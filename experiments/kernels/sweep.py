@@ -1,6 +1,6 @@
 """Times the data-movement kernels under other configurations than the constants they ship with.
 
-    python -m tools.sweep_kernels [--only permute]
+    python -m experiments.kernels.sweep [--only permute]
 
 Each constant is varied alone, at the large shapes, balanced routing. The kernels themselves never tune: take what wins
 here over to the constant.
@@ -8,8 +8,8 @@ here over to the constant.
 
 import argparse
 
+from experiments.kernels.data_movement import LAYERS, cases, device_copy, gb_per_s
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
-from tools.benchmark_kernels import LAYERS, cases, device_copy, gb_per_s
 
 SWEEP = {
     "quantize": [(quantize, "TILES", (16, 32, 64)), (quantize, "WARPS", (2, 4, 8))],

@@ -1,6 +1,6 @@
 """The weight gradient's GEMM over expert groups on Hopper, in Gluon: where its tiles lie, and which scales they have.
 
-The program is that of :mod:`titan_fp8moe.kernels.hopper`. Here the groups are runs of the contraction
+The program is that of :mod:`titan_fp8moe.kernels.gemm.hopper`. Here the groups are runs of the contraction
 dim: every expert has the same tiles, and takes as many blocks of 128 for each as it has rows. Operands have a scale per
 128x128 block, so that the factor of a product is one number; the tile loop's factor per row is 64 times that number.
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8moe.kernels import hopper, hopper_launch
-from titan_fp8moe.kernels.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
+from titan_fp8moe.kernels.gemm import hopper, launch
+from titan_fp8moe.kernels.gemm.hopper import PART_LAYOUT, WORKER_REGISTERS, WORKER_WARPS
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
 
@@ -167,22 +167,22 @@ def grouped_mm_wgrad(
     out_dtype: torch.dtype,
     parts: int = 1,
 ) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.grouped_mm.grouped_mm_wgrad`; scales are per 128x128 block."""
+    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm_wgrad`; scales are per 128x128 block."""
     N, K, E, device = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0], aT_NM.device
     out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=device)
     transposed = K % (2 * TILE) != 0 and N // parts % (2 * TILE) == 0
     a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale
     if transposed:
         a, a_scale, b, b_scale = b, b_scale, a, a_scale
-    grid = (hopper_launch.num_programs(E * (N // TILE) * (K // TILE), device),)
+    grid = (launch.num_programs(E * (N // TILE) * (K // TILE), device),)
     wgrad_hopper_kernel[grid](
-        hopper_launch.operand(a),
-        hopper_launch.operand(b),
-        hopper_launch.result(out),
+        launch.operand(a),
+        launch.operand(b),
+        launch.result(out),
         a_scale,
         b_scale,
         offsets_E,
-        hopper_launch.counter(device),
+        launch.counter(device),
         *a_scale.stride(),
         *b_scale.stride(),
         N=a.shape[0],

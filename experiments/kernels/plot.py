@@ -1,6 +1,6 @@
 """Draws the share of a device copy that each kernel reaches.
 
-python -m tools.plot_kernels experiments/kernels/results.json
+python -m experiments.kernels.plot experiments/kernels/results.json
 """
 
 import json

@@ -1,7 +1,7 @@
 """Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B and 16B, beside what others reach.
 
-    python -m tools.benchmark_kernels --out experiments/kernels/results.json
-    python -m tools.plot_kernels experiments/kernels/results.json
+    python -m experiments.kernels.data_movement --out experiments/kernels/results.json
+    python -m experiments.kernels.plot experiments/kernels/results.json
 
 A figure is the fewest bytes the kernel must move, each input read once and each output written once, over the median
 time of ``triton.testing.do_bench``. The ceiling is a device-to-device copy in the same run. Peers do the same work with
@@ -20,11 +20,11 @@ from torch import Tensor
 from torchao.prototype.blockwise_fp8_training import kernels as torchao
 from torchtitan.models.moe import utils as torchtitan
 
-from experiments.record import write_records
 from titan_fp8moe import recipe
-from titan_fp8moe.kernels import layout, permute, quantize, swiglu, transpose
+from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.testing import write_records
 
 BF16 = torch.bfloat16
 
@@ -138,7 +138,7 @@ def route(layer: Layer, skewed: bool) -> Routing:
     counts_SE = torch.bincount(run, minlength=ranks * E).view(ranks, E)
     R, C = slot_R.shape[0], source_C.shape[0]
     args = (expert_TK[copies], torch.rand(C, top_k, device=device), E, recipe.row_capacity(R, E))
-    offsets_E, token_M, _, row_TK = layout.expert_layout(*args)
+    offsets_E, token_M, _, row_TK = routing.expert_layout(*args)
     return Routing(counts_SE, slot_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
 
 
@@ -279,20 +279,20 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s; peers as speedup over them")
     print(f"{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
     for layer in LAYERS:
-        for routing, case in cases(layer):
+        for distribution, case in cases(layer):
             if args.only not in case.name:
                 continue
             value = gb_per_s(case.bytes, case.run)
             speeds = {"copy": copy}
-            if not args.no_peers and not routing.startswith("skewed"):
+            if not args.no_peers and not distribution.startswith("skewed"):
                 speeds |= {name: gb_per_s(case.bytes, run) for name, run in case.references.items()}
-            title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {routing}"
+            title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {distribution}"
             row = f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}"
             print(
                 row + "".join(f"  {name} {value / v:.2f}" for name, v in speeds.items() if name != "copy"), flush=True
             )
             shape = {"layer": layer.name, "rows": layer.R, "D": layer.D, "H": layer.H, "E": layer.E}
-            shape |= {"top_k": layer.top_k, "ranks": layer.ranks, "routing": routing}
+            shape |= {"top_k": layer.top_k, "ranks": layer.ranks, "routing": distribution}
             records = []
             for name, speed in speeds.items():
                 record = {"name": case.name, "shape": shape, "value": round(value, 1), "unit": "GB/s"}

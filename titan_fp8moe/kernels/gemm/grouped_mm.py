@@ -3,9 +3,9 @@
 =============================================  =========================  =============================
 GEMM                                           Hopper (sm_90)             other GPUs, Triton interpreter
 =============================================  =========================  =============================
-:func:`grouped_mm`                             ``grouped_mm_hopper``      ``grouped_mm_plain``
-:func:`grouped_mm_wgrad`, a scale per block    ``wgrad_hopper``           ``grouped_mm_plain``
-:func:`grouped_mm_wgrad`, a scale per column   ``grouped_mm_plain``       ``grouped_mm_plain``
+:func:`grouped_mm`                             ``forward``                ``portable``
+:func:`grouped_mm_wgrad`, a scale per block    ``wgrad``                  ``portable``
+:func:`grouped_mm_wgrad`, a scale per column   ``portable``               ``portable``
 =============================================  =========================  =============================
 
 The tensor cores sum the 128 products of a step with about 14 bits; steps are summed in fp32.
@@ -14,8 +14,8 @@ The tensor cores sum the 128 products of a step with about 14 bits; steps are su
 import torch
 from torch import Tensor
 
-from titan_fp8moe.kernels import grouped_mm_hopper, grouped_mm_plain, wgrad_hopper
-from titan_fp8moe.kernels.hopper_launch import is_hopper
+from titan_fp8moe.kernels.gemm import forward, portable, wgrad
+from titan_fp8moe.kernels.gemm.launch import is_hopper
 
 
 def grouped_mm(
@@ -31,7 +31,7 @@ def grouped_mm(
     Returns:
         (M, N) out_dtype; rows at and past ``offsets_E[-1]`` are left uninitialized.
     """
-    impl = grouped_mm_hopper if is_hopper(a_MK) else grouped_mm_plain
+    impl = forward if is_hopper(a_MK) else portable
     return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype)
 
 
@@ -57,5 +57,5 @@ def grouped_mm_wgrad(
         rows.
     """
     scale_per_block = aT_scale.shape[0] < aT_NM.shape[0]
-    impl = wgrad_hopper if is_hopper(aT_NM) and scale_per_block else grouped_mm_plain
+    impl = wgrad if is_hopper(aT_NM) and scale_per_block else portable
     return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts)
