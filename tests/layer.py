@@ -5,9 +5,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_fp8moe import moe
-from titan_fp8moe.moe import Route, routed_experts
-from titan_fp8moe.weights import ExpertWeights
+from titan_fp8moe import moe, routed_experts
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,8 +22,7 @@ def make_layer(tokens=T, experts=E, dtype=torch.float32):
 def run(x, scores, chosen, weights, dout, config, score_before=False):
     """Output and gradients of x, scores, w1, w2, w3 of the FP8 layer."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *weights)]
-    route = Route(leaves[1], chosen, weights[0].shape[0], score_before)
-    out = routed_experts(leaves[0], ExpertWeights(*leaves[2:]), route, config)
+    out = routed_experts(leaves[0], *leaves[2:], chosen, leaves[1], config=config, score_before_experts=score_before)
     out.backward(dout)
     return [out.detach(), *[leaf.grad for leaf in leaves]]
 

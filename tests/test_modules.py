@@ -57,14 +57,14 @@ def test_only_tokens_of_training_count_for_load_balancing():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 8])
 def test_each_token_is_sent_by_one_tensor_parallel_rank(tokens: int, ranks: int):
-    expert_TK = torch.randint(8, (tokens, 3))
+    topk_ids_TK = torch.randint(8, (tokens, 3))
     sent = [
-        _of_this_rank(expert_TK, SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank))
+        _of_this_rank(topk_ids_TK, SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank))
         for rank in range(ranks)
     ]
     served = torch.stack([part >= 0 for part in sent])
-    assert torch.equal(served.sum(0), torch.ones_like(expert_TK))
-    assert torch.equal(torch.stack(sent).amax(0), expert_TK)
+    assert torch.equal(served.sum(0), torch.ones_like(topk_ids_TK))
+    assert torch.equal(torch.stack(sent).amax(0), topk_ids_TK)
 
 
 def test_styles_derived_from_torchtitans_keep_their_hooks(monkeypatch: pytest.MonkeyPatch):

@@ -10,12 +10,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
 from tests.reference import moe_layer, relative_error
-from titan_fp8moe import moe, ops
+from titan_fp8moe import dispatch, moe, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
-from titan_fp8moe.weights import ExpertWeights
 
 ALL_MODES = [
     Fp8FlowMoEConfig(wgrad=wgrad, save_h=save_h, recompute=recompute)
@@ -77,16 +75,15 @@ def test_two_explicit_casts(recompute):
     """
     x, scores, chosen, weights = make_layer()
     leaves = [t.requires_grad_() for t in (x, scores, *weights)]
-    route = Route(leaves[1], chosen, E)
     with CastCounter() as forward:
-        out = routed_experts(x, ExpertWeights(*weights), route, Fp8FlowMoEConfig(recompute=recompute))
+        out = routed_experts(x, *weights, chosen, leaves[1], config=Fp8FlowMoEConfig(recompute=recompute))
     with CastCounter() as backward:
         out.backward(torch.randn_like(out))
     assert forward.ops["quantize_rows"] == 1 and backward.ops["quantize_rows"] == 1
     assert not forward.stray_casts and not backward.stray_casts
     assert forward.ops == {
         "quantize_rows": 1,
-        "expert_layout": 1,
+        "expert_routing": 1,
         "permute_rows": 1,
         "quantize_weight": 2,
         "grouped_mm": 2,
@@ -110,11 +107,11 @@ def test_checkpointing_by_op_keeps_the_experts():
     x, scores, chosen, weights = make_layer()
     leaves = [t.requires_grad_() for t in (x, scores, *weights)]
 
-    def block(x, route):
-        return routed_experts(x * 1.0, ExpertWeights(*weights), route, Fp8FlowMoEConfig()) * 2.0
+    def block(x):
+        return routed_experts(x * 1.0, *weights, chosen, leaves[1]) * 2.0
 
     def gradients(run):
-        out = run(x, Route(leaves[1], chosen, E))
+        out = run(x)
         with CastCounter() as counter:
             return torch.autograd.grad(out.square().sum(), leaves), counter.ops
 
@@ -140,10 +137,9 @@ def test_saved_bytes(save_h, recompute):
             saved.append(t.numel() * t.itemsize)
         return t
 
-    route = Route(leaves[1], chosen, E)
     config = Fp8FlowMoEConfig(save_h=save_h, recompute=recompute)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = routed_experts(x, ExpertWeights(*weights), route, config)
+        out = routed_experts(x, *weights, chosen, leaves[1], config=config)
 
     def fp8(width):
         return width + width // 128
@@ -175,8 +171,7 @@ def test_every_expert_weight_moves():
     weights = [w.requires_grad_() for w in weights]
     before = [w.detach().clone() for w in weights]
     optimizer = torch.optim.AdamW(weights, lr=1e-3, weight_decay=0)  # which moves all of them
-    route = Route(scores, chosen, E)
-    routed_experts(x, ExpertWeights(*weights), route, Fp8FlowMoEConfig()).square().sum().backward()
+    routed_experts(x, *weights, chosen, scores).square().sum().backward()
     optimizer.step()
     for w, old in zip(weights, before, strict=True):
         # A gradient may be exactly zero.
@@ -209,7 +204,7 @@ def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, rec
     )
 
     def layer(x):
-        return routed_experts(x, ExpertWeights(*leaves[2:]), Route(leaves[1], chosen, E), config)
+        return routed_experts(x, *leaves[2:], chosen, leaves[1], config=config)
 
     contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
     for kwargs in ({}, dict(context_fn=contexts)):
@@ -231,7 +226,7 @@ def test_mixed_precision_changes_nothing():
 def test_nan_token_shows_in_its_own_output_only():
     x, scores, chosen, weights = make_layer()
     x[7, 5] = float("nan")
-    out = routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig())
+    out = routed_experts(x, *weights, chosen, scores)
     assert out[7].isnan().all()
     assert out[torch.arange(T, device=DEVICE) != 7].isfinite().all()
 
@@ -297,6 +292,44 @@ def test_weight_gradient_with_anti_correlated_scales():
     )
 
 
+@pytest.mark.parametrize("recompute", ["activation", "experts"])
+def test_fused_gate_and_up(recompute, monkeypatch):
+    """One weight (E, 2H, D) gives the same numbers as its halves, and is not copied in either direction."""
+    x, scores, chosen, (w1, w2, w3) = make_layer()
+    dout, config = torch.randn_like(x), Fp8FlowMoEConfig(recompute=recompute)
+    want = run(x, scores, chosen, (w1, w2, w3), dout, config)
+    leaves = [t.clone().requires_grad_() for t in (x, scores, torch.cat([w1, w3], 1), w2)]
+    quantize, read = ops.quantize._quantize_weight, []
+    monkeypatch.setattr(ops.quantize, "_quantize_weight", lambda w, *args: read.extend(w) or quantize(w, *args))
+    with CastCounter() as counter:
+        out = routed_experts(leaves[0], *leaves[2:], None, chosen, leaves[1], config=config)
+    out.backward(dout)
+    assert {t.data_ptr() for t in read} == {leaf.data_ptr() for leaf in leaves[2:]}
+    assert leaves[2].grad.is_contiguous() and counter.ops["quantize_weight"] == 2
+    got = [out, leaves[0].grad, leaves[1].grad, leaves[2].grad[:, :H], leaves[3].grad, leaves[2].grad[:, H:]]
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bf16_scores_warn_once():
+    x, scores, chosen, weights = make_layer()
+    moe._warn_of_bf16_scores.cache_clear()
+    with pytest.warns(UserWarning, match="pass fp32 scores.*titan_fp8moe.RoutedExperts") as caught:
+        got = [routed_experts(x, *weights, chosen, scores.bfloat16()) for _ in range(2)]
+    assert len(caught) == 1
+    assert torch.equal(got[0], routed_experts(x, *weights, chosen, scores.bfloat16().float()))
+
+
+def test_meanwhile_is_added():
+    x, scores, chosen, weights = make_layer()
+    shared = torch.randn(D, D, device=DEVICE, requires_grad=True)
+    want = routed_experts(x, *weights, chosen, scores) + x @ shared
+    got = routed_experts(x, *weights, chosen, scores, meanwhile=lambda: x @ shared)
+    assert torch.equal(got, want)
+    got.sum().backward()
+    assert shared.grad.any()
+
+
 def test_compiles_without_a_graph_break():
     x, scores, chosen, weights = make_layer()
     params = [torch.nn.Parameter(w) for w in weights]
@@ -304,7 +337,7 @@ def test_compiles_without_a_graph_break():
     config = Fp8FlowMoEConfig()
 
     def step(x, scores, chosen, w1, w2, w3):
-        return routed_experts(x, ExpertWeights(w1, w2, w3), Route(scores, chosen, E), config)
+        return routed_experts(x, w1, w2, w3, chosen, scores, config=config)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     out = compiled(x, scores, chosen, *params)
@@ -336,34 +369,30 @@ def test_emulation_on_a_gpu():
         assert relative_error(a, b) < 8e-3
 
 
-def test_route_must_count_this_layers_experts():
-    x, scores, chosen, weights = make_layer()
-    with pytest.raises(ValueError, match="is for 16 experts"):
-        routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, 16), Fp8FlowMoEConfig())
-
-
 def test_dims_must_be_multiples_of_128():
     x, scores, chosen, weights = make_layer()
-    with pytest.raises(ValueError, match="multiple of 128"):
-        w1, w2, w3 = weights
-        narrow = ExpertWeights(w1[..., :200], w2[:, :200], w3[..., :200])
-        routed_experts(x[:, :200], narrow, Route(scores, chosen, E), Fp8FlowMoEConfig())
+    w1, w2, w3 = weights
+    with pytest.raises(ValueError, match="multiples of 128.*got D 200 and H 128"):
+        routed_experts(x[:, :200], w1[..., :200], w2[:, :200], w3[..., :200], chosen, scores)
+    with pytest.raises(ValueError, match="got D 256 and H 64"):  # gate and up in one
+        routed_experts(x, w1, w2[..., :64], None, chosen, scores)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(x=slice(1, None)), r"x is to be \(T, D\).*got \(299, 256\), \(300, 3\), \(300, 3\)"),
-        (dict(scores=lambda s: s.repeat(1, 2)), r"scores and experts \(T, top_k\).*\(300, 6\), \(300, 3\)"),
-        (dict(x=torch.Tensor.half), r"x is to be bf16 or fp32, got torch.float16"),
-        (dict(chosen=lambda c: c[:, 0]), r"experts \(T, top_k\).*\(300, 3\), \(300,\)"),
+        (dict(x=slice(1, None)), r"x must be \(T, D\).*got \(299, 256\), \(300, 3\), \(300, 3\)"),
+        (dict(scores=lambda s: s.repeat(1, 2)), r"topk_ids and topk_scores \(T, K\).*\(300, 3\), \(300, 6\)"),
+        (dict(x=torch.Tensor.half), r"x must be bf16 or fp32, got torch.float16"),
+        (dict(chosen=lambda c: c[:, 0]), r"topk_ids and topk_scores \(T, K\).*\(300,\), \(300, 3\)"),
         (dict(w1=lambda w: w[0]), r"w1 \(E, H, D\).*and \(128, 256\)"),
-        (dict(w2=lambda w: w.to("meta")), r"are to be on one device, got .*meta"),
-        (dict(scores=torch.Tensor.bfloat16), r"scores are to be fp32, got torch.bfloat16"),
-        (dict(chosen=torch.Tensor.byte), r"experts are to be int32 or int64, got torch.uint8"),
-        (dict(w3=lambda w: w.repeat(1, 2, 1)), r"w1 and w3 are to be \(E, H, D\).*\(8, 256, 256\)"),
+        (dict(w2=lambda w: w.to("meta")), r"must be on one device, got .*meta"),
+        (dict(scores=torch.Tensor.half), r"topk_scores must be fp32, got torch.float16"),
+        (dict(chosen=torch.Tensor.byte), r"topk_ids must be int32 or int64, got torch.uint8"),
+        (dict(w3=lambda w: w.repeat(1, 2, 1)), r"w1 and w3 must be \(E, H, D\).*\(8, 256, 256\)"),
         (dict(w2=lambda w: w.transpose(1, 2)), r"w2 \(E, D, H\).*\(8, 128, 256\)"),
         (dict(w2=torch.Tensor.bfloat16), r"all of one dtype.*torch.bfloat16"),
+        (dict(w3=lambda w: None), r"or w1 \(E, 2H, D\) with w3 None.*\(8, 256, 128\) torch.float32, None"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(change, message):
@@ -373,17 +402,16 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
     ((name, how),) = change.items()
     inputs[name] = inputs[name][how] if isinstance(how, slice) else how(inputs[name])
     with pytest.raises(ValueError, match=message):
-        route = Route(inputs["scores"], inputs["chosen"], E)
-        routed_experts(inputs["x"], ExpertWeights(*[inputs[w] for w in ("w1", "w2", "w3")]), route, Fp8FlowMoEConfig())
+        routed_experts(*(inputs[name] for name in ("x", "w1", "w2", "w3", "chosen", "scores")))
 
 
 def test_too_many_rows_are_refused(monkeypatch):
     x, scores, chosen, weights = make_layer()
-    monkeypatch.setattr(moe, "MAX_ROWS", row_capacity(chosen.numel(), E) - 128)
-    with pytest.raises(ValueError, match="900 rows for the 8 experts of this rank.* are too many.*fewer tokens"):
-        routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig())
-    with pytest.raises(ValueError, match="or 2000 to send, are too many"):
-        moe._check_rows(0, 128, E, sent=2000)
+    monkeypatch.setattr(dispatch.base, "MAX_ROWS", row_capacity(chosen.numel(), E) - 128)
+    with pytest.raises(ValueError, match="900 rows for its 8 experts.*fewer tokens"):
+        routed_experts(x, *weights, chosen, scores)
+    with pytest.raises(ValueError, match="dispatches 2000 tokens"):
+        dispatch.base.check_rows(0, 128, E, num_sent=2000)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +420,6 @@ def test_too_many_rows_are_refused(monkeypatch):
         {"wgrad": "fp8"},
         {"save_h": "fp32"},
         {"recompute": "all"},
-        {"combine": "mean"},
         {"filter_fqns": "a"},
         {"emulate": "yes"},
     ],

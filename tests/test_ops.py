@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_fp8moe import ops, recipe
-from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import Route, routed_experts
-from titan_fp8moe.weights import ExpertWeights
+from titan_fp8moe import ops, recipe, routed_experts
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
@@ -174,7 +171,6 @@ def test_the_layer_has_shapes_without_memory():
     """On the meta device each op is its fake."""
     meta = functools.partial(torch.empty, device="meta", requires_grad=True)
     x, score, weights = meta(T, D), meta(T, K), [meta(E, *shape) for shape in ((H, D), (D, H), (H, D))]
-    route = Route(score, torch.empty(T, K, dtype=torch.int64, device="meta"), E)
-    out = routed_experts(x, ExpertWeights(*weights), route, Fp8FlowMoEConfig())
+    out = routed_experts(x, *weights, torch.empty(T, K, dtype=torch.int64, device="meta"), score)
     out.sum().backward()
     assert out.is_meta and all(t.grad.is_meta and t.grad.shape == t.shape for t in (x, score, *weights))

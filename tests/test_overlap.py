@@ -3,6 +3,7 @@
 import functools
 import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from titan_fp8moe import moe, ops, recipe
+from titan_fp8moe import moe, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dispatch import InFlight
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
-from titan_fp8moe.weights import ExpertWeights
 
 OPS = {
     "all_to_all_single": "start",
@@ -65,9 +66,17 @@ def layer(mesh, monkeypatch):
     return layer
 
 
-def under_way():
-    """What has been sent and not been waited for."""
-    return [journey for journey in moe._Journey._by_number.values() if journey._payloads]
+@pytest.fixture(autouse=True)
+def in_flight(monkeypatch):
+    """The carriers of gradients of all layers that are still alive."""
+    carriers = weakref.WeakSet()
+
+    def make():
+        carriers.add(carrier := InFlight())
+        return carrier
+
+    monkeypatch.setattr(moe, "_in_flight", make)
+    return lambda: [carrier for carrier in carriers if carrier.payload is not None]
 
 
 def gradients(run, layer):
@@ -77,7 +86,6 @@ def gradients(run, layer):
         out = run(x)
     with Order() as backward:
         grads = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
-    assert not under_way()
     return grads, forward.names, backward.names
 
 
@@ -123,11 +131,11 @@ def test_rows_are_for_what_arrives(mesh, monkeypatch, counts, rows):
     if not len(chosen):
         chosen = torch.full((5, 1), -1)
     x, scores = torch.randn(len(chosen), 128).bfloat16(), torch.rand(len(chosen), 1)
-    weights = ExpertWeights(*(torch.randn(4, 128, 128) / 8 for _ in range(3)))
+    weights = [torch.randn(4, 128, 128) / 8 for _ in range(3)]
     outs = []
     for group in (mesh.get_group(), None):
         leaf = x.clone().requires_grad_()
-        out = moe.routed_experts(leaf, weights, moe.Route(scores, chosen, 4), Fp8FlowMoEConfig(), group)
+        out = routed_experts(leaf, *weights, chosen, scores, ep_group=group)
         out.backward(x)
         outs.append((out.detach(), leaf.grad))
     assert sizes[:2] == [rows, rows]
@@ -189,55 +197,47 @@ def test_styles_of_any_module_know_converted_experts(layer, mesh):
         layer(torch.randn(2, 8, 128))
 
 
-def test_two_forwards_before_their_backwards(layer):
+def test_two_forwards_before_their_backwards(layer, in_flight):
     """As in a pipeline: each layer's backward gets its own gradients, in whatever order."""
     x = torch.randn(2, 8, 128)
     want = torch.autograd.grad(layer(x).square().sum() + layer(-x).sum(), [*layer.parameters()])
     first, second = layer(x).square().sum(), layer(-x).sum()
     grads = [torch.autograd.grad(loss, [*layer.parameters()]) for loss in (first, second)]
-    assert not under_way()
+    assert not in_flight()
     for total, *parts in zip(want, *grads, strict=True):
         torch.testing.assert_close(sum(parts), total)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_an_error_in_between_leaves_nothing(layer, backward):
-    """Of an output or a gradient that is never fetched, nothing stays when the graph is gone."""
+def test_an_error_in_between_leaves_nothing(layer, in_flight):
+    """Gradients in flight that nobody fetches are gone when the graph is."""
 
     def fail(*args):
-        assert under_way()
+        assert in_flight()
         raise torch.OutOfMemoryError
 
-    x = torch.randn(2, 8, 128, requires_grad=True)
-    handle = layer.shared_experts.register_forward_pre_hook(lambda module, args: None if backward else fail())
+    out = layer(torch.randn(2, 8, 128, requires_grad=True))
+    layer.shared_experts.w2.weight.register_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        out = layer(x)
-        layer.shared_experts.w2.weight.register_hook(fail)
         out.sum().backward()
-    handle.remove()
     out = None
     torch.ones(1, requires_grad=True).sum().backward()  # autograd lets go of a failed backward at the next one
     gc.collect()
-    assert not under_way()
+    assert not in_flight()
 
 
-def test_an_output_is_fetched_once(layer):
-    x = torch.randn(16, 128)
-    with torch.no_grad():
-        scores, experts, _ = layer.router(x, layer.expert_bias)
-        pending = layer.experts(x, moe.Route(scores, experts, 4))
-        moe.finish_routed_experts(pending)
-        with pytest.raises(RuntimeError, match="no combine is under way: call finish_routed_experts .* once"):
-            moe.finish_routed_experts(pending)
+def test_a_combined_payload_is_freed(layer, monkeypatch):
+    """Per-op checkpointing keeps the forward op's results, but not the memory of the payload among them."""
+    payloads, finish = [], moe._finish_op
 
+    def watched(payload, *args):
+        payloads.append(payload)
+        return finish(payload, *args)
 
-def test_an_output_is_fetched_before_its_backward(layer):
-    """Else the backward would take the outputs that are on their way for gradients."""
-    x = torch.randn(16, 128, requires_grad=True)
-    scores, experts, _ = layer.router(x, layer.expert_bias)
-    pending = layer.experts(x, moe.Route(scores, experts, 4))
-    with pytest.raises(RuntimeError, match="no dispatch is under way: .* before its backward"):
-        pending.out.sum().backward()
+    monkeypatch.setattr(moe, "_finish_op", watched)
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    out = checkpoint(layer, torch.randn(2, 8, 128), use_reentrant=False, context_fn=contexts)
+    assert len(payloads) == 1 and payloads[0].untyped_storage().size() == 0
+    out.sum().backward()
 
 
 def test_under_compile(layer):

@@ -15,15 +15,13 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from tests import test_cpu_training
-from titan_fp8moe import ops, recipe, statistics
+from titan_fp8moe import ops, recipe, routed_experts, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.ffn import Rows
-from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.rows import Rows
 from titan_fp8moe.torchtitan.compat import kept_token_counts
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
-from titan_fp8moe.weights import ExpertWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 corpus = test_cpu_training.corpus
@@ -154,7 +152,7 @@ def run_layer(recomputed: bool, recompute: str = "activation") -> None:
 
     def layer(x, scores, *w):
         config = Fp8FlowMoEConfig(recompute=recompute)
-        return routed_experts(x, ExpertWeights(*w), Route(scores, chosen, 4), config)
+        return routed_experts(x, *w, chosen, scores, config=config)
 
     out = checkpoint(layer, x, scores, *w, use_reentrant=False) if recomputed else layer(x, scores, *w)
     out.sum().backward()

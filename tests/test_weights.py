@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import CastCounter, E, make_layer, run
-from titan_fp8moe import ops
+from tests.layer import CastCounter, make_layer, run
+from titan_fp8moe import ops, routed_experts
 from titan_fp8moe import weights as weights_module
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.moe import apply_experts
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.weights import ExpertWeights, Fp8GatheredWeight, WeightCache
 
@@ -22,19 +22,18 @@ from titan_fp8moe.weights import ExpertWeights, Fp8GatheredWeight, WeightCache
 def test_changed_weights_are_seen():
     """No quantized weight survives a change of its parameter, however it is changed."""
     x, scores, chosen, weights = make_layer()
-    config, route = Fp8FlowMoEConfig(), Route(scores, chosen, E)
     params = [torch.nn.Parameter(w.clone()) for w in weights]
-    first = routed_experts(x, ExpertWeights(*params), route, config)
+    first = routed_experts(x, *params, chosen, scores)
     with torch.no_grad():
         for p in params:
             p.data.mul_(2.0)
     torch.testing.assert_close(
-        routed_experts(x, ExpertWeights(*params), route, config),
-        routed_experts(x, ExpertWeights(*[w * 2 for w in weights]), route, config),
+        routed_experts(x, *params, chosen, scores),
+        routed_experts(x, *[w * 2 for w in weights], chosen, scores),
         rtol=0,
         atol=0,
     )
-    assert not torch.equal(first, routed_experts(x, ExpertWeights(*params), route, config))
+    assert not torch.equal(first, routed_experts(x, *params, chosen, scores))
 
 
 @pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 2), (1, 2)])
@@ -43,7 +42,7 @@ def test_only_weights_that_are_trained_have_gradients(trained):
     want = run(x, scores, chosen, weights, x, Fp8FlowMoEConfig())[3:]
     for i in trained:
         weights[i].requires_grad_()
-    routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), Fp8FlowMoEConfig()).backward(x)
+    routed_experts(x, *weights, chosen, scores).backward(x)
     for i, (w, grad) in enumerate(zip(weights, want, strict=True)):
         assert torch.equal(w.grad, grad) if i in trained else w.grad is None
 
@@ -63,7 +62,7 @@ def test_weights_that_come_quantized(recompute):
     leaves = [t.requires_grad_() for t in (x.clone(), scores, *map(gathered, weights))]
 
     def layer(x):
-        return routed_experts(x, ExpertWeights(*leaves[2:]), Route(leaves[1], chosen, E), config)
+        return routed_experts(x, *leaves[2:], chosen, leaves[1], config=config)
 
     contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
     for forward in (layer, functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)):
@@ -125,9 +124,8 @@ def test_microbatches_share_quantized_weights(recompute):
     leaves = [t.requires_grad_() for t in (x, scores, *weights)]
 
     def gradients(cache):
-        route = Route(leaves[1], chosen, E)
         with CastCounter() as counter:
-            out = routed_experts(x, ExpertWeights(*weights), route, config, cache=cache)
+            out = apply_experts(x, ExpertWeights(*weights), chosen, leaves[1], config=config, cache=cache)
             return torch.autograd.grad(out.square().sum(), leaves), counter.ops["quantize_weight"]
 
     want, _ = gradients(None)
@@ -138,7 +136,7 @@ def test_microbatches_share_quantized_weights(recompute):
             assert torch.equal(a, b)
     with torch.no_grad():
         weights[1].mul_(0.5)
-        routed_experts(x, ExpertWeights(*weights), Route(scores, chosen, E), config, cache=cache)
+        apply_experts(x, ExpertWeights(*weights), chosen, scores, config=config, cache=cache)
     want, _ = gradients(None)
     got, count = gradients(cache)
     assert count == 2 and torch.equal(got[0], want[0])
@@ -148,7 +146,7 @@ def test_stale_weights_are_freed_before_there_are_others(monkeypatch):
     weights = ExpertWeights(*make_layer()[-1])
     cache = WeightCache()
     old = weakref.ref(cache.get(weights)[0][0].q)
-    weights.w1_EHD.mul_(0.5)
+    weights.w1.mul_(0.5)
     quantize, alive = ops.quantize_weight_both, []
     monkeypatch.setattr(ops, "quantize_weight_both", lambda *w: alive.append(old() is not None) or quantize(*w))
     cache.get(weights)
@@ -160,15 +158,15 @@ def test_a_cache_knows_whose_weights_it_has():
     cache = WeightCache()
     for _ in range(3):
         weights = ExpertWeights(*make_layer()[-1])
-        (w13, w2), _ = cache.get(weights)
-        assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2_EDH).q.view(torch.uint8))
+        (w13, w2, _), _ = cache.get(weights)
+        assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2).q.view(torch.uint8))
         del weights, w13, w2
     both = [torch.stack(pair) for pair in zip(make_layer()[-1], make_layer()[-1], strict=True)]
     views = [ExpertWeights(*(w[i] for w in both)) for i in range(2)]  # two layers' weights in one storage
     views.append(ExpertWeights(*(w.view(w.mT.shape) for w in views[1])))  # and others in the same place
     for weights in views:
-        (_, w2), _ = cache.get(weights)
-        assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2_EDH).q.view(torch.uint8))
+        (_, w2, _), _ = cache.get(weights)
+        assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2).q.view(torch.uint8))
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert isinstance(other, WeightCache) and other.operands is None
 
@@ -179,13 +177,13 @@ def test_a_cache_under_compile():
     weights, cache, config = ExpertWeights(*map(torch.nn.Parameter, weights)), WeightCache(), Fp8FlowMoEConfig()
 
     def layer(x):
-        return routed_experts(x, weights, Route(scores, chosen, E), config, cache=cache)
+        return apply_experts(x, weights, chosen, scores, config=config, cache=cache)
 
     compiled = torch.compile(layer, backend="aot_eager")
     for _ in range(2):
-        assert torch.equal(compiled(x), routed_experts(x, weights, Route(scores, chosen, E), config))
+        assert torch.equal(compiled(x), routed_experts(x, *weights, chosen, scores))
         with torch.no_grad():
-            weights.w2_EDH.mul_(0.5)
+            weights.w2.mul_(0.5)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="do without the cache"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)

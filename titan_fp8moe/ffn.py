@@ -1,12 +1,12 @@
-"""The expert FFN in FP8: forward and backward on rows in expert order.
+"""The FP8 FFN: forward and backward on quantized rows that are grouped by expert.
 
     x fp8 --GEMM 1--> h bf16 --SwiGLU, score, quantize--> a fp8 --GEMM 2--> y bf16
     dy fp8 --GEMM 2 dgrad--> bf16 --SwiGLU backward, quantize--> dh fp8 --GEMM 1 dgrad--> dx bf16
-    dW1, dW3 = dh^T x and dW2 = dy^T a, from transposes that stay in fp8; that of x gathers its rows
+    dW1, dW3 = dh^T x and dW2 = dy^T a, from transposes that stay in FP8; the transpose of x gathers its rows
 
-Neither direction casts anything by itself: rows arrive quantized, and the only quantization here is fused into SwiGLU.
-Nothing here knows of autograd; :mod:`titan_fp8moe.moe` makes one autograd function of it and of the token movement.
-What does not depend on the rows comes in calls of its own, so that it can run while they are on their way.
+Rows arrive quantized, and the only quantization here is fused into SwiGLU. Nothing here knows of autograd or of ranks:
+:mod:`titan_fp8moe.moe` makes one autograd function of this file and of the dispatch. What does not depend on the rows
+comes in calls of its own, so that it can run while tokens travel.
 """
 
 from collections.abc import Sequence
@@ -18,105 +18,112 @@ from torch import Tensor
 from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.weights import ExpertWeights, WeightCache, quantize_weights_transposed
+from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.weights import BackwardOperands, ExpertWeights
 
 
-class Rows(NamedTuple):
-    """Quantized rows: q (M, D) e4m3, scale (M, D // 128) e8m0."""
+class SavedFFN(NamedTuple):
+    """What the backward needs of the forward; None for what the settings leave out (:func:`saved_ffn_fields`).
 
-    q: Tensor
-    scale: Tensor
+    Attributes:
+        x_q, x_scale: the rows in expert order.
+        h, h_scale: GEMM 1's output (M, 2H), bf16, or e4m3 with scales.
+        a_q, a_scale: GEMM 2's operand.
+    """
+
+    x_q: Tensor | None = None
+    x_scale: Tensor | None = None
+    h: Tensor | None = None
+    h_scale: Tensor | None = None
+    a_q: Tensor | None = None
+    a_scale: Tensor | None = None
 
 
-class Layout(NamedTuple):
-    """The rows' expert order; see :func:`titan_fp8moe.recipe.expert_layout`. With expert parallelism the tokens are the
-    copies that arrived, and ``row_TK`` is (C, top_k)."""
-
-    offsets_E: Tensor
-    token_M: Tensor
-    score_M: Tensor
-    row_TK: Tensor
+def saved_ffn_fields(recompute: str, save_h: str) -> tuple[str, ...]:
+    """The fields of :class:`SavedFFN` that a layer with these settings saves."""
+    if recompute == "experts":
+        return "x_q", "x_scale"
+    fields = ("h", "h_scale") if save_h == "fp8" else ("h",)
+    return (*fields, "a_q", "a_scale") if recompute == "none" else fields
 
 
 def expert_ffn(
-    given: list[Rows],
+    x: list[Rows],
     w13: QuantizedWeight,
     w2: QuantizedWeight,
-    layout: Layout,
+    routing: Routing,
     score_before_experts: bool,
-    config: Fp8FlowMoEConfig,
-) -> tuple[Tensor, list[Tensor]]:
+    recompute: str,
+    save_h: str,
+) -> tuple[Tensor, SavedFFN]:
     """y = (silu(x W1^T) * (x W3^T) * score) W2^T per expert.
 
     Args:
-        given: x alone. It is taken out of the list, to be freed after GEMM 1: an argument may live as long as the call,
-            and does where torch.compile evaluates Python's frames.
-        w13, w2, layout, score_before_experts, config: the operands, where rows lie, and the settings.
+        x: the rows in expert order, a list of one. It is emptied, and the rows are freed after GEMM 1: an argument may
+            live as long as the call, and does where torch.compile evaluates Python's frames.
+        w13, w2: the operands (E, 2H, D) and (E, D, H).
+        recompute, save_h: see :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
 
     Returns:
-        y (M, D) bf16, and what the backward needs: x (``recompute = experts``); or, beside the rows that x was permuted
-        from, GEMM 1's output (``activation``; two tensors with ``save_h = fp8``), or that and GEMM 2's operand
-        (``none``).
+        y (M, D) bf16, and what the backward needs.
     """
-    x = given.pop()
-    saved = [*x] if config.recompute == "experts" else []
-    h = ops.grouped_mm(*x, *w13, layout.offsets_E, torch.bfloat16)
-    del x
-    keep_fp8_h = config.save_h == "fp8" and config.recompute != "experts"
+    rows = x.pop()
+    h = ops.grouped_mm(*rows, *w13, routing.offsets_E, torch.bfloat16)
+    values = dict(x_q=rows.q, x_scale=rows.scale, h=h)
+    fields = saved_ffn_fields(recompute, save_h)
+    saved = {name: values[name] for name in fields if name in values}
+    del rows, values
+    keep_fp8_h = "h_scale" in fields
     a, a_scale, h_q, h_scale = ops.swiglu_quantize(
-        h, layout.score_M, layout.offsets_E, score_before_experts, keep_fp8_h
+        h, routing.score_M, routing.offsets_E, score_before_experts, keep_fp8_h
     )
-    if config.recompute != "experts":
-        saved += [h_q, h_scale] if keep_fp8_h else [h]
-    if config.recompute == "none":
-        saved += [a, a_scale]
     del h
-    return ops.grouped_mm(a, a_scale, *w2, layout.offsets_E, torch.bfloat16), saved
+    if keep_fp8_h:
+        saved |= dict(h=h_q, h_scale=h_scale)
+    if "a_q" in fields:
+        saved |= dict(a_q=a, a_scale=a_scale)
+    return ops.grouped_mm(a, a_scale, *w2, routing.offsets_E, torch.bfloat16), SavedFFN(**saved)
 
 
 class ExpertFFNBackward:
-    """The gradients of :func:`expert_ffn`, in three steps: what needs no gradient, the rows', the weights'.
+    """The gradients of :func:`expert_ffn` in three steps: what needs no gradient, the rows', the weights'.
 
     Args:
-        x: as in the forward with ``recompute = experts``; else the rows that it was permuted from, one per token. Of
-            these the weight gradient's transpose gathers, so that no token is kept once per expert.
-        saved: as returned by the forward.
-        weights: as in the forward, not yet quantized.
-        layout, score_before_experts, config: as in the forward.
-        cache: of the layer's quantized weights, if they are to be kept.
+        tokens: the rows that ``x`` was permuted from, one per token, from which the weight gradient's transpose
+            gathers: no token is kept once per expert. None with ``recompute = experts``, which saves x itself.
+        saved: as returned by the forward. The caller drops its own reference, so that h is freed after its last use.
+        weights: as in the forward, not quantized; for the statistics.
+        operands: of :func:`titan_fp8moe.weights.quantize_weights_transposed`.
+        routing, score_before_experts, config: as in the forward.
     """
 
     def __init__(
         self,
-        x: Rows,
-        saved: list[Tensor],
+        tokens: Rows | None,
+        saved: SavedFFN,
         weights: ExpertWeights,
-        layout: Layout,
+        operands: BackwardOperands,
+        routing: Routing,
         score_before_experts: bool,
         config: Fp8FlowMoEConfig,
-        cache: WeightCache | None = None,
     ):
-        self.x, self.layout, self.score_before_experts, self.config = x, layout, score_before_experts, config
-        self.weights = weights
-        recompute_h = config.recompute == "experts"
-        self.token_M = None if recompute_h else layout.token_M
-        w13, self.w13_t, self.w2_t = quantize_weights_transposed(weights, cache, recompute_h)
-        self.h_scale = self.a = None
-        if recompute_h:
-            self.h = ops.grouped_mm(*x, *w13, layout.offsets_E, torch.bfloat16)
-        else:
-            self.h, *rest = saved
-            if config.save_h == "fp8":
-                self.h_scale, *rest = rest
-            if config.recompute == "none":
-                self.a = Rows(*rest)
+        self.weights, self.routing, self.config = weights, routing, config
+        self.score_before_experts = score_before_experts
+        self.w13_t, self.w2_t = operands.w13_t, operands.w2_t
+        self.h, self.h_scale = saved.h, saved.h_scale
+        self.a = None if saved.a_q is None else Rows(saved.a_q, saved.a_scale)
+        # The weight gradient's operand, and which of its rows is row m.
+        self.x, self.token_M = tokens, routing.token_M
+        if tokens is None:
+            self.x, self.token_M = Rows(saved.x_q, saved.x_scale), None
+            self.h = ops.grouped_mm(*self.x, *operands.w13, routing.offsets_E, torch.bfloat16)
 
     def dgrad(self, dy: Rows) -> tuple[Tensor, Tensor]:
-        """dx (M, D) bf16 and the score's gradient (M,) fp32, from the quantized gradient of y in expert order."""
-        self.dy, offsets_E = dy, self.layout.offsets_E
+        """dx (M, D) bf16 and the scores' gradient (M,) fp32, from the quantized gradient of y in expert order."""
+        self.dy, offsets_E = dy, self.routing.offsets_E
         d = ops.grouped_mm(*dy, *self.w2_t, offsets_E, torch.bfloat16)
         dh, dh_scale, a, a_scale, ds_M = ops.swiglu_quantize_backward(
-            d, self.h, self.h_scale, self.layout.score_M, offsets_E, self.score_before_experts, self.a is None
+            d, self.h, self.h_scale, self.routing.score_M, offsets_E, self.score_before_experts, self.a is None
         )
         self.dh, self.a = Rows(dh, dh_scale), self.a or Rows(a, a_scale)
         del d, self.h, self.h_scale, self.w2_t
@@ -124,31 +131,35 @@ class ExpertFFNBackward:
         del self.w13_t
         return dx, ds_M
 
-    def wgrad(self, dtype: torch.dtype, needed: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor | None]:
-        """Gradients of w1, w2, w3 in ``dtype``, bf16 or fp32, None where not needed (w1's and w3's: where neither is);
-        after :meth:`dgrad`."""
-        offsets_E, mode = self.layout.offsets_E, self.config.wgrad
+    def wgrad(self, dtype: torch.dtype, needed: Sequence[bool] = (True, True, True)) -> list[Tensor | None]:
+        """Gradients of w1, w2, w3 in ``dtype``, bf16 or fp32; after :meth:`dgrad`.
+
+        None where not ``needed`` (w1's and w3's: where neither is), and for a w3 that is None.
+        """
+        offsets_E, mode = self.routing.offsets_E, self.config.wgrad
         dw1 = dw2 = dw3 = None
         if needed[0] or needed[2]:
             x, token_M = (self._x_in_expert_order(), None) if mode == "bf16" else (self.x, self.token_M)
-            dw1, dw3 = _weight_grads(self.dh, x, token_M, offsets_E, mode, dtype, parts=2)
+            parts = len(self.weights.gate_up)
+            dw1, *rest = _weight_grads(self.dh, x, token_M, offsets_E, mode, dtype, parts)
+            dw3 = rest[0] if rest else None
         if needed[1]:
             (dw2,) = _weight_grads(self.dy, self.a, None, offsets_E, mode, dtype, parts=1)
         if statistics.collecting():
             x = self._x_in_expert_order()
-            statistics.record(x, self.a, self.dy, self.dh, self.weights, offsets_E, self.layout.token_M, mode)
+            statistics.record(x, self.a, self.dy, self.dh, self.weights, offsets_E, self.routing.token_M, mode)
         return [dw1, dw2, dw3]
 
     def _x_in_expert_order(self) -> Rows:
         if self.token_M is None:
             return self.x
-        return Rows(*ops.permute_rows(*self.x, self.layout.row_TK, self.token_M, self.layout.offsets_E))
+        return Rows(*ops.permute_rows(*self.x, self.routing.row_TK, self.token_M, self.routing.offsets_E))
 
 
 def _weight_grads(
     dy: Rows, x: Rows, token_M: Tensor | None, offsets_E: Tensor, mode: str, dtype: torch.dtype, parts: int
 ) -> Sequence[Tensor]:
-    """dW = dy^T x per expert, (E, N // parts, K) for each of ``parts`` weights that N is made of, contiguous. With
+    """dW = dy^T x per expert, (E, N // parts, K) for each of the ``parts`` weights that N is made of, contiguous. With
     ``token_M`` x is in token order."""
     if mode == "bf16":
         x_MK = recipe.dequantize(*x, torch.bfloat16)

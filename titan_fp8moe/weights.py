@@ -1,11 +1,8 @@
-"""FSDP's all-gather of the experts' weights in FP8: each rank quantizes the experts of its shard, once for all ranks.
+"""The experts' weights: what the GEMMs read of them, a cache of it, and FSDP's all-gather in FP8.
 
-FSDP2 asks a parameter's local tensor for what to gather, and what to make of it, where that tensor has the methods
-``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Here each 128x128 block travels as 16384 e4m3 values and a scale
-byte: half of what bf16 takes, and half the memory while the weights are whole. What was gathered is what the GEMMs
-multiply with (torch.distributed.fsdp, all-gather extensions; torchao does the same for its float8 linear layers).
-
-A block must lie on one rank, so FSDP has to shard whole experts: along dim 0, evenly.
+A weight is quantized in each direction from the parameter that FSDP has just gathered, and no quantized copy outlives
+the direction. :class:`WeightCache` keeps one for the microbatches of a step. With :class:`Fp8AllGather` each rank of
+FSDP quantizes the experts of its shard, and FSDP gathers the FP8 values.
 """
 
 import functools
@@ -13,7 +10,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,19 +21,76 @@ from titan_fp8moe.recipe import E8M0, FP8
 
 
 class ExpertWeights(NamedTuple):
-    """gate (E, H, D), down (E, D, H), up (E, H, D), bf16 or fp32, under torchtitan's names; or all quantized."""
+    """The weights of this rank's E experts, all bf16, all fp32, or all quantized.
 
-    w1_EHD: Tensor | QuantizedWeight
-    w2_EDH: Tensor | QuantizedWeight
-    w3_EHD: Tensor | QuantizedWeight
+    Attributes:
+        w1: the gate projection (E, H, D); with ``w3`` None gate and up in one, (E, 2H, D), gate first.
+        w2: the down projection (E, D, H).
+        w3: the up projection (E, H, D), or None.
+    """
+
+    w1: Tensor | QuantizedWeight
+    w2: Tensor | QuantizedWeight
+    w3: Tensor | QuantizedWeight | None
+
+    @property
+    def gate_up(self) -> tuple[Tensor | QuantizedWeight, ...]:
+        """What GEMM 1's operand is made of."""
+        return (self.w1,) if self.w3 is None else (self.w1, self.w3)
+
+    def pack(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Values, and scales where the weights are quantized: what an op takes."""
+        weights = [*self.gate_up, self.w2]
+        if isinstance(self.w1, QuantizedWeight):
+            return [w.q for w in weights], [w.scale for w in weights]
+        return weights, []
+
+    @classmethod
+    def unpack(cls, values: list[Tensor], scales: list[Tensor]) -> "ExpertWeights":
+        """The inverse of :meth:`pack`."""
+        weights = [QuantizedWeight(*pair) for pair in zip(values, scales, strict=True)] if scales else values
+        return cls(weights[0], weights[-1], weights[1] if len(weights) == 3 else None)
+
+
+def quantize_weights(weights: ExpertWeights) -> ExpertWeights:
+    """The forward's operands, gate and up in one: (E, 2H, D) and (E, D, H). Quantized weights are only joined."""
+    return ExpertWeights(ops.quantize_weight(*weights.gate_up), ops.quantize_weight(weights.w2), None)
+
+
+class BackwardOperands(NamedTuple):
+    """What the GEMMs of a backward read.
+
+    Attributes:
+        w13: gate and up as in the forward, (E, 2H, D), if the backward recomputes GEMM 1; else None.
+        w13_t: gate and up transposed, (E, D, 2H).
+        w2_t: down transposed, (E, H, D).
+    """
+
+    w13: QuantizedWeight | None
+    w13_t: QuantizedWeight
+    w2_t: QuantizedWeight
+
+
+def quantize_weights_transposed(weights: ExpertWeights, with_w13: bool) -> BackwardOperands:
+    """The backward's operands; ``w13`` from the same read of the weights if ``with_w13``."""
+    w13, w13_t = None, None
+    if with_w13:
+        w13, w13_t = ops.quantize_weight_both(*weights.gate_up)
+    else:
+        w13_t = ops.quantize_weight_transposed(*weights.gate_up)
+    return BackwardOperands(w13, w13_t, ops.quantize_weight_transposed(weights.w2))
+
+
+# --- cache ------------------------------------------------------------------------------------------------------------
 
 
 class WeightCache:
     """A layer's quantized weights, shared by the microbatches of a step.
 
-    Nothing tells for sure that a parameter has changed: FSDP's have no version, and a change through ``.data`` moves
-    none. So every step of an optimizer of ``torch.optim`` clears all caches; other tensors in the weights' place, and a
-    version that has moved, clear this one. Who changes weights otherwise between two microbatches calls :meth:`clear`.
+    Parameter changes cannot be detected reliably: FSDP's parameters have no version, and writes through ``.data`` do
+    not bump it. Therefore every step of a ``torch.optim`` optimizer clears all caches. Other tensors in the weights'
+    place, and a version that has moved, clear this one. Code that changes weights in another way between two
+    microbatches calls :meth:`clear`.
     """
 
     _all: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
@@ -47,28 +101,28 @@ class WeightCache:
         _clear_after_optimizer_steps()
 
     def __reduce__(self) -> tuple:
-        return WeightCache, ()  # a copy is of other weights
+        return WeightCache, ()  # a copied layer has other weights
 
     def clear(self) -> None:
-        self.operands = self.identity = None
+        self.operands = self.key = None
 
-    @torch.compiler.disable(reason="a graph does not know whether weights have changed; do without the cache")
-    def get(self, weights: ExpertWeights) -> tuple[tuple[QuantizedWeight, ...], tuple[QuantizedWeight, ...]]:
-        """The forward's two operands and, transposed, the backward's two, of these values of the weights."""
-        identity = [_identity(w) for w in weights]
-        if identity != self.identity:
-            self.clear()  # before there are new ones
-            w1, w2, w3 = weights
-            (w13, w13_t), (w2, w2_t) = ops.quantize_weight_both(w1, w3), ops.quantize_weight_both(w2)
-            self.operands, self.identity = ((w13, w2), (w13_t, w2_t)), identity
+    @torch.compiler.disable(reason="a graph cannot see whether weights have changed; do without the cache")
+    def get(self, weights: ExpertWeights) -> tuple[ExpertWeights, BackwardOperands]:
+        """The operands of both directions for the present values of ``weights``."""
+        key = [_cache_key(w) for w in (*weights.gate_up, weights.w2)]
+        if key != self.key:
+            self.clear()  # frees the old operands before the new ones are made
+            w13, w13_t = ops.quantize_weight_both(*weights.gate_up)
+            w2, w2_t = ops.quantize_weight_both(weights.w2)
+            self.operands = ExpertWeights(w13, w2, None), BackwardOperands(w13, w13_t, w2_t)
+            self.key = key
         return self.operands
 
 
-def _identity(weight: Tensor) -> tuple:
-    """What differs between tensors, and mostly between values of one. A reference to the storage, whose address another
-    could otherwise get; FSDP empties and refills one."""
-    place = weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
-    return StorageWeakRef(weight.untyped_storage()), place, weight._version
+def _cache_key(weight: Tensor) -> tuple:
+    """Storage, view geometry, dtype, version. A reference to the storage, not its address, which can be reused."""
+    view = weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
+    return StorageWeakRef(weight.untyped_storage()), view, weight._version
 
 
 @functools.cache
@@ -80,39 +134,21 @@ def _clear_after_optimizer_steps() -> None:
     register_optimizer_step_post_hook(clear_all)
 
 
-def quantize_weights(
-    weights: ExpertWeights, cache: WeightCache | None = None
-) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """The operands of the forward's GEMMs: gate and up in one, (E, 2H, D), and down, (E, D, H)."""
-    if cache is not None:
-        return cache.get(weights)[0]
-    w1, w2, w3 = weights
-    return ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
-
-
-def quantize_weights_transposed(
-    weights: ExpertWeights, cache: WeightCache | None, recompute_h: bool
-) -> tuple[QuantizedWeight | None, QuantizedWeight, QuantizedWeight]:
-    """The operands of the backward's GEMMs: gate and up as in the forward if h is to be recomputed; gate and up
-    transposed, (E, D, 2H); down transposed, (E, H, D)."""
-    if cache is not None:
-        (w13, _), transposed = cache.get(weights)
-        return w13 if recompute_h else None, *transposed
-    w1, w2, w3 = weights
-    w13, w13_t = ops.quantize_weight_both(w1, w3) if recompute_h else (None, ops.quantize_weight_transposed(w1, w3))
-    return w13, w13_t, ops.quantize_weight_transposed(w2)
-
-
-# --- FSDP's all-gather in FP8 ---
+# --- FSDP's all-gather in FP8 -----------------------------------------------------------------------------------------
+#
+# FSDP2 asks a parameter's local tensor for what to gather, and what to make of it, where that tensor has the methods
+# fsdp_pre_all_gather and fsdp_post_all_gather (torch.distributed.fsdp, all-gather extensions; torchao's float8 linears
+# use them too). Each 128x128 block travels as 16384 e4m3 values and a scale byte: half of bf16's bytes on the wire and
+# while the weights are whole. A block must lie on one rank, so FSDP has to shard whole experts: along dim 0, evenly.
 
 # What FSDP, nn.Parameter and DTensor call on a whole parameter.
 _ALIASES = {getattr(torch.ops.aten, name).default for name in ("alias", "as_strided", "detach", "view")}
 
 
 class Fp8GatheredWeight(Tensor):
-    """A weight (E, N, K) that was gathered in FP8: what autograd takes for the parameter, in the dtype of its gradient.
+    """A weight (E, N, K) that FSDP gathered in FP8: what autograd takes for the parameter, in its gradient's dtype.
 
-    It holds no values in that dtype, so no operator but a renaming of the whole can read it.
+    It holds no values in that dtype, so every operator but an alias of the whole raises NotImplementedError.
 
     Attributes:
         quantized: the values, in memory that FSDP frees and fills.
@@ -131,30 +167,68 @@ class Fp8GatheredWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
-        weight, *rest = args
+        weight, *arguments = args
         whole = [weight.shape, weight.stride(), 0]
-        given = [tuple(r) if isinstance(r, list | tuple) else r or 0 for r in rest]
-        if func in _ALIASES and not kwargs and given == whole[: len(rest)]:
+        got = [tuple(a) if isinstance(a, list | tuple) else a or 0 for a in arguments]
+        if func in _ALIASES and not kwargs and got == whole[: len(got)]:
             return cls(weight.quantized, weight.dtype)
         raise NotImplementedError(
-            f"{func}: expert weights that were gathered in FP8 are read by the experts alone; use the sharded "
-            "parameters for anything else, or set fp8_flow_moe.fp8_all_gather = false"
+            f"{func}: only the experts read weights that were gathered in FP8; use the sharded parameters for anything "
+            "else, or set fp8_flow_moe.fp8_all_gather = false"
         )
 
     def __repr__(self) -> str:
         return f"Fp8GatheredWeight({tuple(self.shape)}, {self.dtype})"
 
 
+def readable(weights: ExpertWeights) -> ExpertWeights:
+    """The weights themselves, or the values that FSDP gathered in FP8."""
+    return ExpertWeights(*(w.quantized if isinstance(w, Fp8GatheredWeight) else w for w in weights))
+
+
+class Fp8AllGather(nn.Module):
+    """Mixin of a module of experts whose parameters FSDP may gather in FP8."""
+
+    gathers_fp8: bool = False
+
+    def gather_in_fp8(self) -> None:
+        """Lets FSDP gather the parameters in FP8. Call it after ``fully_shard``, which must have sharded them along
+        dim 0."""
+        self.gathers_fp8 = True
+        for param in self.parameters():
+            gather_in_fp8(param)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Fp8AllGather":
+        super()._apply(*args, **kwargs)
+        if self.gathers_fp8:  # the parameters' local tensors are new ones, as when they leave the meta device
+            self.gather_in_fp8()
+        return self
+
+    def local_weights(self, *params: nn.Parameter) -> list[Tensor]:
+        """The parameters as this rank's plain tensors.
+
+        Raises:
+            RuntimeError: if FSDP was to gather them in FP8 and has not.
+        """
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in params]
+        if self.gathers_fp8 and not isinstance(weights[0], Fp8GatheredWeight):
+            raise RuntimeError(
+                "FSDP has not gathered the experts' weights in FP8: their tensors were replaced after fully_shard; "
+                "load into the parameters as they are (no assign=True), or set fp8_flow_moe.fp8_all_gather = false"
+            )
+        return weights
+
+
 def gather_in_fp8(param: DTensor) -> None:
-    """Lets FSDP gather ``param``, sharded by experts, in FP8. To be repeated when its local tensor is another one."""
+    """Lets FSDP gather ``param``, sharded by experts, in FP8. Repeat it when the local tensor is replaced."""
     local = param._local_tensor  # FSDP looks at this tensor; to_local() may return a view of it
     local.fsdp_pre_all_gather = _PreAllGather(local)
     local.fsdp_post_all_gather = _post_all_gather
 
 
 class _PreAllGather:
-    """FSDP's method of a shard, which is not kept alive by it. A copy of the shard, also a pickled one, has a copy of
-    this, which is of no shard: copies are not FSDP's to gather."""
+    """FSDP's method of a shard; it does not keep the shard alive. A copy of the shard, also a pickled one, gets a copy
+    without a shard: FSDP does not gather copies."""
 
     def __init__(self, shard: Tensor | None = None):
         self.shard = (lambda: None) if shard is None else weakref.ref(shard)

@@ -1,0 +1,125 @@
+"""The experts are spread over a process group: tokens travel in all-to-alls of FP8 payloads.
+
+A token goes once to each rank that holds experts of it, and one bf16 row comes back, the fp32 sum of these experts'
+outputs. Each layer syncs once with the GPU, to read the all-to-all's split sizes and to size the buffers for what
+arrives. The layer quantizes tokens and weights meanwhile.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import ops
+from titan_fp8moe.dispatch.base import Arrived, InFlight, check_rows
+from titan_fp8moe.recipe import TILE
+from titan_fp8moe.rows import Routing, Rows
+
+
+class AllToAllDispatch:
+    """See :class:`titan_fp8moe.dispatch.base.Dispatch`. Made by :meth:`begin` in a forward, :meth:`resume` in a
+    backward.
+
+    Attributes:
+        sent_TK, token_C: of :func:`titan_fp8moe.recipe.dispatch_routing`.
+        counts: (2, N, 1 + E) int32 on the host: the dispatch counts of what this rank sends to each rank, and of what
+            it receives from each.
+    """
+
+    STATE = ("sent_TK", "token_C", "counts")
+    ROWS = ("payload",)
+    asynchronous = True
+
+    def __init__(self, sent_TK: Tensor, token_C: Tensor, group_name: str):
+        self.sent_TK, self.token_C, self.group_name = sent_TK, token_C, group_name
+
+    @classmethod
+    def begin(
+        cls, topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_local: int, group_name: str, num_ranks: int
+    ) -> "AllToAllDispatch":
+        """Starts the exchange of the dispatch counts; :meth:`dispatch` waits for it."""
+        sent_TK, token_C, counts_N = ops.dispatch_routing(topk_ids_TK, num_ranks, num_local)
+        self = cls(sent_TK, token_C, group_name)
+        self.pairs = topk_ids_TK, topk_scores_TK, num_local
+        one_each = [1] * num_ranks
+        received_N = ops.wait(ops.start_all_to_all(counts_N.view(torch.uint8), one_each, one_each, group_name))
+        self.counts = torch.stack([counts_N, received_N.view(torch.int32)]).to("cpu", non_blocking=True)
+        self.counts_copied = torch.cuda.Event() if counts_N.is_cuda else None
+        if self.counts_copied is not None:
+            self.counts_copied.record()
+        return self
+
+    @classmethod
+    def resume(cls, state: list[Tensor], group_name: str) -> "AllToAllDispatch":
+        sent_TK, token_C, counts = state
+        self = cls(sent_TK, token_C, group_name)
+        self._read(counts)
+        return self
+
+    def _read(self, counts: Tensor) -> None:
+        self.counts = counts
+        self.send_splits, self.receive_splits = counts[:, :, 0].tolist()
+        self.token_C = self.token_C[: sum(self.send_splits)]
+
+    # --- forward ---
+
+    def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
+        topk_ids_TK, topk_scores_TK, E = self.pairs
+        if self.counts_copied is not None:
+            self.counts_copied.synchronize()  # the layer's one host-device sync
+        self._read(self.counts)
+        rows, capacity = _arriving_rows(self.counts[1].tolist())
+        check_rows(rows, capacity, E, sum(self.send_splits))
+        payload = ops.wait(self._send(q, scale, topk_ids_TK, topk_scores_TK, E))
+        q, scale, topk_ids_CK, topk_scores_CK = ops.unpack_dispatch(payload, q.shape[1], topk_ids_TK.shape[1])
+        routing = Routing(*ops.expert_routing(topk_ids_CK, topk_scores_CK, E, capacity))
+        return Arrived(Rows(q, scale), routing, [payload])
+
+    def _send(
+        self, q: Tensor, scale: Tensor, topk_ids_TK: Tensor | None, topk_scores_TK: Tensor | None, num_local: int
+    ) -> Tensor:
+        """Sends quantized tokens (T, D), in a forward with their routed pairs. The result needs ``ops.wait``."""
+        payload = ops.pack_dispatch(q, scale, self.token_C, self.sent_TK, topk_ids_TK, topk_scores_TK, num_local)
+        return ops.start_all_to_all(payload, self.receive_splits, self.send_splits, self.group_name)
+
+    def state(self) -> list[Tensor]:
+        return [self.sent_TK, self.token_C, self.counts]
+
+    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        return self._send_back(y_MD, None, routing)
+
+    def _send_back(self, y_MD: Tensor, ds_M: Tensor | None, routing: Routing) -> Tensor:
+        payload = ops.pack_combine(y_MD, ds_M, routing.row_TK)
+        return ops.start_all_to_all(payload, self.send_splits, self.receive_splits, self.group_name)
+
+    # --- backward ---
+
+    @staticmethod
+    def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
+        return Rows(*ops.unpack_dispatch(*kept, D, top_k)[:2])
+
+    def send_gradients(self, dout_TD: Tensor, in_flight: InFlight) -> None:
+        """Quantizes the output's gradient (T, D) and sends it the way its tokens went."""
+        in_flight.payload = self._send(*ops.quantize_rows(dout_TD), None, None, self.counts.shape[2] - 1)
+
+    def receive_gradients(self, dout: Tensor, in_flight: InFlight, D: int) -> Rows:
+        return Rows(*ops.unpack_dispatch(ops.wait(in_flight.take()), D, 0)[:2])
+
+    def start_return(self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        return self._send_back(dx_MD, ds_M, routing)
+
+    def finish_return(self, pending: Tensor, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rows, ds = ops.unpack_combine(ops.wait(pending), D, self.sent_TK.shape[1])
+        return ops.unpermute_gradients(rows, ds, self.sent_TK, dtype)
+
+
+def finish_combine(payload: Tensor, sent_TK: Tensor, D: int, dtype: torch.dtype) -> Tensor:
+    """The output (T, D) of :meth:`AllToAllDispatch.start_combine`'s payload: each token's rows, summed in fp32."""
+    rows, _ = ops.unpack_combine(ops.wait(payload), D, 0)
+    return ops.unpermute_sum(rows, sent_TK, dtype)
+
+
+def _arriving_rows(counts_N: list[list[int]]) -> tuple[int, int]:
+    """Rows that arrive, by dispatch counts (N, 1 + E), and the same with each expert's padded to a multiple of 128: at
+    least 128, so that no buffer is empty."""
+    # In Python: torch's operators take longer on so few numbers.
+    rows_E = [sum(rows) for rows in zip(*(counts[1:] for counts in counts_N), strict=True)]
+    return sum(rows_E), max(sum(-(-rows // TILE) for rows in rows_E) * TILE, TILE)

@@ -1,0 +1,102 @@
+"""The interface of a dispatch, and what its implementations share.
+
+A forward calls ``dispatch`` and ``start_combine``; a backward ``receive_gradients``, ``start_return`` and
+``finish_return``. Between a start and its finish the layer computes what does not depend on the rows. An asynchronous
+dispatch also has ``send_gradients``, with which the backward begins, and :func:`finish_combine`, with which the forward
+ends: they run in autograd nodes of their own, so that work of the caller overlaps with the transfers.
+"""
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe.kernels.sizes import MAX_ROWS
+from titan_fp8moe.rows import Routing, Rows
+
+
+class Arrived(NamedTuple):
+    """Tokens at the rank of their experts.
+
+    Attributes:
+        rows: one quantized row per token, not yet in expert order.
+        routing: of the local experts.
+        kept: the tensors that ``rows`` are made of, named by :attr:`Dispatch.ROWS`.
+    """
+
+    rows: Rows
+    routing: Routing
+    kept: list[Tensor]
+
+
+class Dispatch(Protocol):
+    """Movement of one layer's tokens, in its forward or in its backward.
+
+    Attributes:
+        STATE: names of the tensors of :meth:`state`, from which a backward's dispatch is made.
+        ROWS: names of the tensors of :attr:`Arrived.kept`.
+        asynchronous: whether :meth:`start_combine` returns a payload in flight instead of the output.
+    """
+
+    STATE: ClassVar[tuple[str, ...]]
+    ROWS: ClassVar[tuple[str, ...]]
+    asynchronous: ClassVar[bool]
+
+    def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
+        """Brings quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""
+        ...
+
+    def state(self) -> list[Tensor]:
+        """After :meth:`dispatch`: what a backward needs of it."""
+        ...
+
+    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        """Sums rows (M, D) bf16 over each token's local experts. Returns the output (T, D) or a payload in flight."""
+        ...
+
+    @staticmethod
+    def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
+        """The forward's :attr:`Arrived.rows`, from :attr:`Arrived.kept`."""
+        ...
+
+    def receive_gradients(self, dout: Tensor, in_flight: "InFlight", D: int) -> Rows:
+        """The quantized gradient of the output, one row per token that arrived in the forward. ``dout`` is that
+        gradient, (T, D); with an asynchronous dispatch the gradient of a placeholder."""
+        ...
+
+    def start_return(self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype) -> Any:
+        """Starts to return the rows' gradients: of the input, (M, D) bf16, and of the scores, (M,) fp32."""
+        ...
+
+    def finish_return(self, pending: Any, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The tokens' gradients, (T, D) in ``dtype``, and the scores', (T, K) fp32."""
+        ...
+
+
+class InFlight:
+    """Carries the backward's payload from the autograd node that sends it to the node that receives it.
+
+    The payload is no gradient: autograd would check its shape and cast it.
+    """
+
+    payload: Tensor | None = None
+
+    def take(self) -> Tensor:
+        payload, self.payload = self.payload, None
+        if payload is None:
+            raise RuntimeError("the experts' backward ran without the dispatch of its gradients; was it run twice?")
+        return payload
+
+
+def check_rows(rows: int, capacity: int, num_experts: int, num_sent: int = 0) -> None:
+    """Raises ValueError if this rank has more rows than the kernels' grids hold.
+
+    Args:
+        rows: routed pairs that the rank's ``num_experts`` experts serve; ``capacity`` with padding.
+        num_sent: tokens that the rank dispatches.
+    """
+    if max(capacity, num_sent) > MAX_ROWS:
+        raise ValueError(
+            f"this rank has {rows} rows for its {num_experts} experts and dispatches {num_sent} tokens, but kernels "
+            f"take at most {MAX_ROWS}, padding included; use fewer tokens per microbatch or more expert-parallel ranks"
+        )

@@ -1,0 +1,47 @@
+"""All experts are in this process: tokens stay where they are, and no host-device sync is needed."""
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import ops
+from titan_fp8moe.dispatch.base import Arrived, InFlight, check_rows
+from titan_fp8moe.recipe import row_capacity
+from titan_fp8moe.rows import Routing, Rows
+
+
+class LocalDispatch:
+    """See :class:`titan_fp8moe.dispatch.base.Dispatch`. A backward's dispatch needs no routed pairs."""
+
+    STATE = ()
+    ROWS = ("token_q", "token_scale")
+    asynchronous = False
+
+    def __init__(self, pairs: tuple[Tensor, Tensor, int] | None = None):
+        """``pairs``: topk_ids_TK, topk_scores_TK and the number of experts."""
+        self.pairs = pairs
+
+    def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
+        topk_ids_TK, topk_scores_TK, E = self.pairs
+        capacity = row_capacity(topk_ids_TK.numel(), E)
+        check_rows(topk_ids_TK.numel(), capacity, E)
+        routing = Routing(*ops.expert_routing(topk_ids_TK, topk_scores_TK, E, capacity))
+        return Arrived(Rows(q, scale), routing, [q, scale])
+
+    def state(self) -> list[Tensor]:
+        return []
+
+    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        return ops.unpermute_sum(y_MD, routing.row_TK, dtype)
+
+    @staticmethod
+    def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
+        return Rows(*kept)
+
+    def receive_gradients(self, dout: Tensor, in_flight: InFlight, D: int) -> Rows:
+        return Rows(*ops.quantize_rows(dout))
+
+    def start_return(self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return ops.unpermute_gradients(dx_MD, ds_M.unsqueeze(1), routing.row_TK, dtype)
+
+    def finish_return(self, pending: tuple[Tensor, Tensor], D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return pending

@@ -1,0 +1,107 @@
+"""The routed experts as an ``nn.Module``, for models without a trainer's adapter."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.weights import ExpertWeights, Fp8AllGather, WeightCache
+
+
+class KeepDtype:
+    """Holds a tensor that mixed precision must not cast: FSDP casts the floating-point tensors among a module's
+    arguments, and looks for them in tuples, dicts and dataclasses only."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+class RoutedExperts(Fp8AllGather):
+    """The experts of one MoE layer in FP8; the router and shared experts are the caller's.
+
+    Args:
+        num_experts: experts of all ranks.
+        dim, hidden_dim: D and H, multiples of 128.
+        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``.
+        ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``.
+        score_before_experts: multiply the experts' input, not their output, by the score.
+
+    Attributes:
+        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, initialized like
+            ``nn.Linear``.
+
+    Raises:
+        ValueError: for dims that are no multiples of 128, or experts that do not divide over the ranks.
+
+    Example::
+
+        experts = RoutedExperts(num_experts=64, dim=2048, hidden_dim=1408, device="cuda", dtype=torch.bfloat16)
+        scores, ids = router(x).softmax(-1).topk(6)  # x (T, D), scores fp32
+        y = experts(x, ids, scores)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden_dim: int,
+        *,
+        config: Fp8FlowMoEConfig | None = None,
+        ep_group: dist.ProcessGroup | None = None,
+        score_before_experts: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        num_ranks = 1 if ep_group is None else ep_group.size()
+        if num_experts % num_ranks:
+            raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
+        if dim % 128 or hidden_dim % 128:
+            raise ValueError(f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of 128, an FP8 tile's width")
+        self.config = config or Fp8FlowMoEConfig()
+        self.ep_group, self.score_before_experts = ep_group, score_before_experts
+        self.cache = WeightCache() if self.config.cache_weights else None
+        E = num_experts // num_ranks
+        self.w1 = nn.Parameter(torch.empty(E, hidden_dim, dim, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(E, dim, hidden_dim, device=device, dtype=dtype))
+        self.w3 = nn.Parameter(torch.empty(E, hidden_dim, dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``."""
+        for weight in (self.w1, self.w2, self.w3):
+            bound = weight.shape[2] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+
+    def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
+        # Before the hooks of the module run, FSDP's among them.
+        return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_scores: KeepDtype,
+        meanwhile: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors; call the module with plain
+        tensors: x (T, D), topk_ids (T, K), topk_scores (T, K)."""
+        return apply_experts(
+            x,
+            ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3)),
+            topk_ids,
+            topk_scores.tensor,
+            config=self.config,
+            ep_group=self.ep_group,
+            score_before_experts=self.score_before_experts,
+            meanwhile=meanwhile,
+            cache=self.cache,
+        )
+
+    def extra_repr(self) -> str:
+        experts, hidden_dim, dim = self.w1.shape
+        return f"local_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"

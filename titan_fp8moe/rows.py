@@ -1,0 +1,29 @@
+"""What the layer's parts hand each other: quantized rows, and the map that brings them to expert order."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Quantized rows: ``q`` (M, D) e4m3, ``scale`` (M, D // 128) e8m0."""
+
+    q: Tensor
+    scale: Tensor
+
+
+class Routing(NamedTuple):
+    """Where rows lie in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
+
+    Attributes:
+        offsets_E: (E,) int32, end of each local expert's group, a multiple of 128.
+        token_M: (M,) int32, the token of each row; -1 for padding.
+        score_M: (M,) fp32, the router's score of each row; 0 for padding.
+        row_TK: (T, K) int32, the row of each routed pair; -1 for a pair without one. With expert parallelism the tokens
+            are the C that were dispatched to this rank.
+    """
+
+    offsets_E: Tensor
+    token_M: Tensor
+    score_M: Tensor
+    row_TK: Tensor
