@@ -79,8 +79,8 @@ def column_major(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8).t().contiguous().t().view(E8M0)
 
 
-def _quantize_tiles(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Quantizes fp32 ``x`` with one scale over ``dim``; returns e4m3 values and int32 scale bytes (``dim`` kept)."""
+def quantize_tiles(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Quantizes fp32 ``x`` with one scale over ``dim``; returns e4m3 values and int32 scale bytes, ``dim`` kept."""
     bits = amax_bits(x, dim)
     for d in sorted([dim] if isinstance(dim, int) else dim):
         bits = bits.unsqueeze(d)
@@ -105,7 +105,7 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
         q_TD (T, D) e4m3 and scale (T, D // 128) e8m0, both row-major.
     """
     T, D = x_TD.shape
-    q, byte = _quantize_tiles(x_TD.float().contiguous().view(T, D // TILE, TILE), -1)
+    q, byte = quantize_tiles(x_TD.float().contiguous().view(T, D // TILE, TILE), -1)
     return q.view(T, D), byte.squeeze(-1).to(torch.uint8).view(E8M0)
 
 
@@ -122,7 +122,7 @@ def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
     """
     E, N, K = w_ENK.shape
     blocks = w_ENK.float().reshape(E, N // TILE, TILE, K // TILE, TILE)
-    q, byte = _quantize_tiles(blocks, (2, 4))
+    q, byte = quantize_tiles(blocks, (2, 4))
     return q.view(E, N, K), byte.reshape(E, N // TILE, K // TILE).to(torch.uint8).view(E8M0)
 
 
