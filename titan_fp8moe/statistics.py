@@ -146,7 +146,7 @@ def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Ten
     for i in range(0, B, step):
         run = slice(i, i + step)
         shift = torch.where(held[run], shift_BRG[run].clamp(max=_LIMIT), _UNCOUNTED).to(torch.int16).unsqueeze(3)
-        # Rows that do not count hold arbitrary bytes: zero their codes.
+        # Rows that do not count hold arbitrary bytes: zero their codes, so that counts are reproducible.
         index = (code_BMGL[run] & 0x7F) * live[run].unsqueeze(3) + shift * TILE
         values += torch.bincount(index.flatten(), minlength=values.shape[0])
 
