@@ -9,7 +9,7 @@ import torch
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
@@ -23,7 +23,7 @@ TOP_K = 8
 NO_ROWS = (
     "_runs_kernel",
     "_layout_kernel",
-    "_row_gauge_kernel",
+    "_balance_exponent_kernel",
     "_arrivals_kernel",
     "_count_slots_kernel",
     "_place_rows_kernel",
@@ -58,7 +58,7 @@ def calls(M, D, H, E, T=12288):
     quantized = [meta(E, H, D, dtype=FP8)] * 2, [meta(E, H // TILE, D // TILE, dtype=E8M0)] * 2
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield f"join_weight {plain} {transposed}", quantize.join_weight, (*quantized, plain, transposed)
-    for mode in ("balanced", "scaling_aware", "requantize"):
+    for mode in TRANSPOSE_MODES:
         yield f"transpose w13 {mode}", transpose.transpose_pair, (*rows(M, D), *rows(M, 2 * H), offsets_E, mode)
         for x in ((q, scale), unpack_dispatch(dispatched, D, TOP_K)[:2]):
             args = (*x, *rows(M, 2 * H), offsets_E, mode, index_M)

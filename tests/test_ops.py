@@ -54,7 +54,7 @@ def cases():
         yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
         yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first, True)
         yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, first, False)
-    for mode in ("balanced", "scaling_aware", "requantize"):
+    for mode in recipe.TRANSPOSE_MODES:
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
         yield "transpose_pair", (*tokens, *dy, offsets_E, mode, token_M)
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
@@ -93,7 +93,7 @@ def test_dispatched_only_where_somebody_watches():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
 def test_other_dtypes_are_not_quantized(dtype):
-    with pytest.raises(ValueError, match=f"x is to be bf16 or fp32, got {dtype}"):
+    with pytest.raises(ValueError, match=f"x must be bf16 or fp32, got {dtype}"):
         ops.quantize_rows(torch.zeros(2, 128, dtype=dtype))
 
 

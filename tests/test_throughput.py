@@ -116,7 +116,7 @@ def test_classes_know_this_package():
             "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
         ],
         "quantize": ["_quantize_rows_kernel", "_quantize_weight_kernel"],
-        "transpose": ["_shift_pair_kernel", "_row_gauge_kernel"],
+        "transpose": ["_shift_pair_kernel", "_balance_exponent_kernel"],
     }.items(),
 )
 def test_classes(label, names):

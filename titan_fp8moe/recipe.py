@@ -1,25 +1,29 @@
-"""The numbers of FP8-Flow-MoE in plain PyTorch: the specification every op and kernel is tested against.
+"""The numbers of FP8-Flow-MoE in plain PyTorch: the specification that tests compare every op and kernel with.
 
-Three decisions make the recipe free of double quantization (FP8-Flow-MoE, arXiv 2511.02302, sections 3 and 4):
+Three decisions free the recipe of double quantization (FP8-Flow-MoE, arXiv 2511.02302, sections 3 and 4):
 
-* Values are ``float8_e4m3fn`` and every scale is a power of two, ``x = q * 2**e``. Moving a value to another scale
-  changes its exponent only, so a tensor quantized along rows can be transposed without going back to bf16.
+* Values are ``float8_e4m3fn`` and every scale is a power of two: ``x = q * 2**e``. A new scale changes a value's
+  exponent only, so a tensor quantized along rows is transposed without a detour through bf16.
 * A scale covers a *tile* of 1x128 values along the contraction dim (activations, gradients) or a *block* of 128x128
   (weights). A weight and its transpose therefore hold the same values.
-* Scales are stored as the biased exponent byte ``e + 127`` (``float8_e8m0fnu``), one byte per tile.
+* A scale is stored as its biased exponent ``e + 127``, one ``float8_e8m0fnu`` byte.
 
-Shape suffixes: ``T`` tokens, ``C`` dispatched tokens (a token counts once for each rank that serves it), ``K`` top_k
-after ``T`` or ``C``, ``M`` rows in expert order with every expert's group padded to a multiple of 128, ``E`` local
-experts, ``D`` model dim, ``H`` expert hidden dim. In GEMMs ``N`` is the output dim and ``K`` the contraction dim. In
-``counts_N`` ``N`` is the ranks.
+Shape suffixes::
+
+    T  tokens of this rank           E  experts of this rank
+    C  dispatched tokens             D  model dim
+    M  rows in expert order          H  hidden dim of an expert
+    G  groups of 128 columns         K  top_k after T or C, else a GEMM's contraction dim
+                                     N  a GEMM's output dim, or the number of ranks where tokens are dispatched
+
+Rows in expert order are grouped by expert, each group padded to a multiple of 128 rows. ``offsets_E`` (int32) holds the
+end of each group. Buffers are sized without a host-device sync, so rows at and past ``offsets_E[-1]`` hold arbitrary
+bytes. Scales in expert order have shape (M, D // 128) and are column-major, stride (1, M): a GEMM reads the scales of
+one K block from contiguous memory.
 
 A *routed pair* ``(token, k)`` is a token's k-th choice of an expert; it becomes one row in expert order.
-``topk_ids_TK`` holds its expert, ``topk_scores_TK`` its score, ``row_TK`` its row.
-
-Rows in expert order come with ``offsets_E`` (int32): the end of each expert's padded group. The host sizes the buffers
-without a sync, so they can be too large: rows from ``offsets_E[-1]`` on are undefined. Scales in expert order have the
-logical shape ``(M, D // 128)`` and are stored column-major (stride ``(1, M)``), the order in which a GEMM reads them
-along its contraction dim.
+``topk_ids_TK`` holds its expert, ``topk_scores_TK`` its score, ``row_TK`` its row. A dispatched token counts once for
+each rank that serves it.
 """
 
 import torch
@@ -31,6 +35,7 @@ TILE = 128
 FP8_MAX = 448.0
 FP8_NAN = 0x7F
 MIN_EXPONENT = -126  # byte 1: bytes 0 (2**-127, an fp32 subnormal) and 255 (NaN) are never written
+TRANSPOSE_MODES = ("balanced", "scaling_aware")
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
@@ -42,10 +47,16 @@ def amax_bits(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def scale_byte(bits: Tensor) -> Tensor:
-    """Biased exponent (int32, 1..254) of the smallest power of two with ``amax / 2**e <= 448``; 1 for NaN, Inf, zero.
+    """Biased exponent of the smallest power of two with ``amax / 2**e <= 448``.
 
     448 is 1.75 * 2**8, so with amax = f * 2**E the exponent is E - 8 if f <= 1.75, else E - 7. Adding 0x1FFFFF carries
     into the exponent field exactly when f > 1.75. A logarithm would be wrong for amax one ulp above 448 * 2**k.
+
+    Args:
+        bits: int32 bit patterns of amax, from :func:`amax_bits`.
+
+    Returns:
+        int32 in 1..254; 1 for NaN, Inf and zero.
     """
     finite = bits < 0x7F800000
     byte = ((torch.where(finite, bits, 0) + 0x1FFFFF) >> 23) - 8
@@ -68,19 +79,19 @@ def to_scale(e: Tensor) -> Tensor:
 
 
 def column_major(scale: Tensor) -> Tensor:
-    """The same (M, G) scales in the expert-order layout, stride (1, M)."""
+    """(M, G) e8m0 scales in column-major memory, stride (1, M); copies unless they already are."""
     return scale.view(torch.uint8).t().contiguous().t().view(E8M0)
 
 
-def _quantize_tiles(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Quantizes fp32 ``x`` with one scale over ``dim``; returns e4m3 values and int32 scale bytes (``dim`` kept)."""
+def quantize_tiles(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Quantizes fp32 ``x`` with one scale over ``dim``; returns e4m3 values and int32 scale bytes, ``dim`` kept."""
     bits = amax_bits(x, dim)
     for d in sorted([dim] if isinstance(dim, int) else dim):
         bits = bits.unsqueeze(d)
     byte = scale_byte(bits)
     q = (x * exp2(127 - byte)).to(FP8)
-    # A tile that holds a NaN or Inf becomes 128 NaN codes: loud, and its neighbours stay as they are. (The cast itself
-    # is no guide: it saturates Inf on a CPU.)
+    # A tile that holds a NaN or Inf becomes NaN codes: loud, and its neighbours stay intact. The cast alone does not do
+    # this: on a CPU it saturates Inf.
     q = torch.where(bits < 0x7F800000, q.view(torch.uint8), FP8_NAN).view(FP8)
     return q, byte
 
@@ -98,59 +109,64 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
         q_TD (T, D) e4m3 and scale (T, D // 128) e8m0, both row-major.
     """
     T, D = x_TD.shape
-    q, byte = _quantize_tiles(x_TD.float().contiguous().view(T, D // TILE, TILE), -1)
+    q, byte = quantize_tiles(x_TD.float().contiguous().view(T, D // TILE, TILE), -1)
     return q.view(T, D), byte.squeeze(-1).to(torch.uint8).view(E8M0)
 
 
 def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
-    """128x128 quantization of bf16 or fp32 (E, N, K); returns q (E, N, K) e4m3, scale (E, N // 128, K // 128) e8m0.
+    """128x128 quantization.
 
     The transpose needs no second quantization: it is ``q.transpose(1, 2)`` with ``scale.transpose(1, 2)``.
+
+    Args:
+        w_ENK: (E, N, K) bf16 or fp32, N and K multiples of 128.
+
+    Returns:
+        q_ENK (E, N, K) e4m3 and scale (E, N // 128, K // 128) e8m0.
     """
     E, N, K = w_ENK.shape
     blocks = w_ENK.float().reshape(E, N // TILE, TILE, K // TILE, TILE)
-    q, byte = _quantize_tiles(blocks, (2, 4))
+    q, byte = quantize_tiles(blocks, (2, 4))
     return q.view(E, N, K), byte.reshape(E, N // TILE, K // TILE).to(torch.uint8).view(E8M0)
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """q * scale, where each scale covers an equal, contiguous part of every dim (1x128 tiles, 128x128 blocks, ...)."""
+    """``q * scale`` in ``dtype``; a scale covers an equal, contiguous part of every dim (1x128 tile, 128x128 block)."""
     factor = exp2(exponent(scale)).to(dtype)
     for d in range(q.ndim):
         factor = factor.repeat_interleave(q.shape[d] // factor.shape[d], d)
     return q.to(dtype) * factor
 
 
-# --- transposes: (M, D) with 1x128 tiles along D -> (D, M) with 128-long runs along M ---------------------------------
+# --- transposes: (M, D) with a scale per 1x128 tile -> (D, M) with a scale per 128x128 block --------------------------
 
 
 def shift_exponent(q: Tensor, shift: Tensor) -> Tensor:
-    """e4m3 values of ``q * 2**shift`` for int32 ``shift <= 0``: exact unless the result is subnormal, then rounded to
-    nearest even. (Subtracting from the exponent field and keeping the mantissa, as some kernels do, amplifies values
-    that fall under the smallest subnormal.)"""
-    # Anything shifted by 2**-20 is zero already; the clamp keeps the factor itself a normal fp32 number.
+    """e4m3 codes of ``q * 2**shift`` for int32 ``shift <= 0``.
+
+    Exact unless the result is subnormal; that is rounded to nearest even. Some kernels subtract from the exponent field
+    and keep the mantissa, which amplifies values below the smallest subnormal.
+    """
+    # 2**-20 already sends every value to zero; the clamp keeps the factor a normal fp32 number.
     return (q.float() * exp2(shift.clamp(min=-32))).to(FP8)
 
 
-def _transpose_shifted(q_MD: Tensor, e_MG: Tensor) -> tuple[Tensor, Tensor]:
-    """Transposes rows with tile exponents ``e_MG`` to one exponent per 128x128 block, the largest of its 128 tiles."""
-    M, D = q_MD.shape
-    e_block = e_MG.view(M // TILE, TILE, D // TILE).amax(1).clamp(min=MIN_EXPONENT)
-    shift = e_MG - e_block.repeat_interleave(TILE, 0)
-    q = shift_exponent(q_MD, shift.repeat_interleave(TILE, 1))
-    return q.view(torch.uint8).t().contiguous().view(FP8), to_scale(e_block.t().contiguous())
+def balance_exponent(x_scale: Tensor, dy_scale: Tensor) -> Tensor:
+    """Exponents that balance the rows of a weight gradient's operands: ``a[m] = (e_x[m] - e_dy[m] - r) >> 1``.
 
+    e is the largest tile exponent of a row. Scaling row m of x by 2**-a[m] and row m of dy by 2**a[m] leaves
+    dW = sum_m dy[m]^T x[m] unchanged. Both operands then carry half of the row's common magnitude. So a row that is
+    small in x and large in dy, or the reverse, is not flushed by the block scale that the other rows need.
 
-def row_gauge(x_scale: Tensor, dy_scale: Tensor) -> Tensor:
-    """The balance ``a[m] = (e_x[m] - e_dy[m] - r) >> 1`` (int32) of a weight gradient's two operands; e is a row's
-    largest tile exponent.
+    r (0 or 1) is the parity of the largest e_x - e_dy in the block's 128 rows, rows of zeros excluded. It makes dW
+    scale exactly with dy. Without r, multiplying dy by an odd power of two would round rows of even and of odd
+    difference differently.
 
-    dW = sum_m dy[m,:]^T x[m,:] does not change when row m of x is scaled by 2**-a[m] and row m of dy by 2**a[m]. With
-    this choice both operands carry half of the row's common magnitude, so a row that is small in x and large in dy (or
-    the reverse) is not flushed by the block scale of the other rows.
+    Args:
+        x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0, M a multiple of 128.
 
-    r is 0 or 1, the parity of the largest difference in the 128 rows of a block, rows of zeros aside. Without it, dy
-    times an odd power of two would round rows of even and of odd difference differently; so dW scales exactly with dy.
+    Returns:
+        (M,) int32.
     """
     e_x, e_dy = exponent(x_scale).amax(1), exponent(dy_scale).amax(1)
     difference = e_x - e_dy
@@ -167,59 +183,64 @@ def transpose_pair(
     mode: str = "balanced",
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both operands of dW = dy^T x, transposed so that tokens are the contraction dim.
+    """Transposes both operands of dW = dy^T x, so that tokens become the contraction dim.
+
+    Every 128x128 block gets one scale, the largest of its 128 tiles. Values move to it by a change of exponent
+    (:func:`shift_exponent`); nothing is dequantized.
 
     Args:
         x_MD, dy_MN: (M, D) and (M, N) e4m3, M a multiple of 128.
         x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0.
-        token_M: if given, x and its scale are (T, D) and (T, D // 128), and row m of the operand is row ``token_M[m]``
-            of these, as :func:`permute_rows` would have it.
-        mode: ``balanced`` shares the scale of each row between the operands first (:func:`row_gauge`);
-            ``scaling_aware`` (arXiv 2511.02302, section 3.2, with the rounding mended) does not;
-            ``requantize`` quantizes the dequantized columns anew, one scale per column and 128 tokens.
+        mode: ``balanced`` moves each row's scale between the operands first (:func:`balance_exponent`).
+            ``scaling_aware`` is the transpose of arXiv 2511.02302, section 3.2, but rounds to nearest even.
+        token_M: (M,) int32 or None. If given, x and its scale are in token order, (T, D) and (T, D // 128), and row m
+            of the operand is row ``token_M[m]`` of them, -1 being padding (:func:`permute_rows`).
 
     Returns:
-        xT (D, M), xT_scale, dyT (N, M), dyT_scale. Scales are (D // 128, M // 128), one per 128x128 block, and
-        (D, M // 128) for ``requantize``.
+        xT (D, M) e4m3, its scale (D // 128, M // 128) e8m0, dyT (N, M) e4m3, its scale (N // 128, M // 128) e8m0.
+
+    Raises:
+        ValueError: for another ``mode``.
     """
+    if mode not in TRANSPOSE_MODES:
+        raise ValueError(f"transpose_pair: mode is {mode!r}; set it to one of {TRANSPOSE_MODES}")
     if token_M is not None:
         x_MD, x_scale = permute_rows(x_MD, x_scale, token_M)
-    if mode == "requantize":
-        return *_requantize_columns(x_MD, x_scale), *_requantize_columns(dy_MN, dy_scale)
-    if mode not in ("balanced", "scaling_aware"):
-        raise ValueError(f"transpose mode {mode!r}: use 'balanced', 'scaling_aware' or 'requantize'")
     e_x, e_dy = exponent(x_scale), exponent(dy_scale)
     if mode == "balanced":
-        a = row_gauge(x_scale, dy_scale).unsqueeze(1)
-        e_x, e_dy = e_x - a, e_dy + a
+        a_M1 = balance_exponent(x_scale, dy_scale).unsqueeze(1)
+        e_x, e_dy = e_x - a_M1, e_dy + a_M1
     return *_transpose_shifted(x_MD, e_x), *_transpose_shifted(dy_MN, e_dy)
 
 
-def _requantize_columns(q_MD: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _transpose_shifted(q_MD: Tensor, e_MG: Tensor) -> tuple[Tensor, Tensor]:
+    """Transposes rows with tile exponents ``e_MG`` to one exponent per 128x128 block, the largest of its 128 tiles."""
     M, D = q_MD.shape
-    q, byte = _quantize_tiles(dequantize(q_MD, scale).t().reshape(D, M // TILE, TILE).contiguous(), -1)
-    return q.view(D, M), byte.squeeze(-1).to(torch.uint8).view(E8M0)
+    e_block = e_MG.view(M // TILE, TILE, D // TILE).amax(1).clamp(min=MIN_EXPONENT)
+    shift = e_MG - e_block.repeat_interleave(TILE, 0)
+    q = shift_exponent(q_MD, shift.repeat_interleave(TILE, 1))
+    return q.view(torch.uint8).t().contiguous().view(FP8), to_scale(e_block.t().contiguous())
 
 
 # --- SwiGLU -----------------------------------------------------------------------------------------------------------
 
 
 def swiglu_quantize(h_M2H: Tensor, score_M: Tensor, score_before_experts: bool) -> tuple[Tensor, Tensor]:
-    """GEMM 2's operand, quantized: ``silu(g) * u * s`` in fp32, with h = [g | u].
+    """GEMM 2's quantized operand ``silu(g) * u * s``, computed in fp32, with h = [g | u].
 
-    With ``score_before_experts`` the score multiplies the experts' input; since GEMM 1 is linear it is applied to h
+    ``score_before_experts`` multiplies the experts' input by the score. GEMM 1 is linear, so the score is applied to h
     instead: ``silu(s * g) * (s * u)``.
 
     Args:
-        h_M2H: (M, 2H), bf16 or fp32.
+        h_M2H: (M, 2H) bf16 or fp32, gate then up.
         score_M: (M,) fp32, the router's score of each row.
 
     Returns:
-        (M, H) e4m3 and (M, H // 128) e8m0, column-major.
+        q_MH (M, H) e4m3 and scale (M, H // 128) e8m0, column-major.
     """
     g, u = h_M2H.float().chunk(2, dim=1)
     s = score_M.unsqueeze(1)
-    # Written as in the backward, which gives the operand anew: F.silu may differ from it by an ulp, and then by a code.
+    # The backward recomputes the operand with the same expression: F.silu may differ by an ulp, and then by a code.
     if score_before_experts:
         g, u = s * g, s * u
     out = g * torch.sigmoid(g) * u
@@ -230,14 +251,18 @@ def swiglu_quantize(h_M2H: Tensor, score_M: Tensor, score_before_experts: bool) 
 def swiglu_quantize_backward(
     d_MH: Tensor, h_M2H: Tensor, score_M: Tensor, score_before_experts: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Backward of :func:`swiglu_quantize` for the gradient ``d_MH`` of its (unquantized) result.
+    """Backward of :func:`swiglu_quantize`; also recomputes the operand, for the weight gradient of GEMM 2.
 
-    With a = silu(g) * u: the operand is s * a, so ds = <d, a> and da = s * d. With ``score_before_experts`` and
+    With a = silu(g) * u the operand is s * a, so ds = <d, a> and da = s * d. With ``score_before_experts`` and
     h' = s * h: ds = <dh', h> and dh = s * dh'.
 
+    Args:
+        d_MH: (M, H) bf16 or fp32, the gradient of the operand before its quantization.
+        h_M2H, score_M, score_before_experts: as in the forward.
+
     Returns:
-        dh (M, 2H) e4m3, its scale (M, 2H // 128); the operand recomputed, (M, H) e4m3, its scale (M, H // 128), for the
-        weight gradient of GEMM 2; and ds (M,) fp32. Scales are column-major.
+        dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, the operand (M, H) e4m3, its scale (M, H // 128) e8m0, and
+        ds (M,) fp32. Scales are column-major.
     """
     g, u = h_M2H.float().chunk(2, dim=1)
     d, s = d_MH.float(), score_M.unsqueeze(1)
@@ -427,8 +452,8 @@ def grouped_mm_wgrad(
     """out[e] = sum over the rows m of expert e of a[m]^T b[m], from operands of :func:`transpose_pair`.
 
     Args:
-        aT_NM: (N, M) e4m3; aT_scale: (N // 128, M // 128) or (N, M // 128) e8m0.
-        bT_KM: (K, M) e4m3; bT_scale: likewise.
+        aT_NM: (N, M) e4m3; aT_scale: (N // 128, M // 128) e8m0.
+        bT_KM: (K, M) e4m3; bT_scale: (K // 128, M // 128) e8m0.
         parts: how many weights of equal shape N is made of, 2 for gate and up.
 
     Returns:

@@ -1,9 +1,11 @@
-"""Numerics statistics: what FP8 does to the values of a training step, counted in the backward of a step that asks.
+"""Numerics statistics: counts what FP8 does to the values of a training step, in its backward.
 
-Everything is counted from the backward's operands, so a forward that activation checkpointing repeats is not counted
-twice, and evaluation not at all. A code and the shift it meets in the transpose of its weight
-gradient are counted together; underflow, flushing and rounding follow from that table on the host. All counts are sums:
-they add up over layers, microbatches and ranks.
+:func:`collect` starts counting, each layer's backward calls :func:`record`, and :func:`take` stops and returns counts.
+They are sums, so they add up over layers, microbatches and ranks; :func:`summarize` turns them into figures.
+
+Only the backward's operands are counted. A forward that activation checkpointing repeats is thus not counted twice, and
+evaluation not at all. The central table counts each code with the shift that the transpose applies to it; underflow,
+flushing and rounding follow from it on the host.
 """
 
 import math
@@ -18,32 +20,33 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import FP8, FP8_NAN, TILE
 
 KINDS = ("x", "a", "dy", "dh", "w")
-SHIFTS = {"up": (-20, -1), "0": (0, 0), "1-3": (1, 3), "4-7": (4, 7), "8-14": (8, 14), "15+": (15, 20)}
-"""Bins of S - e', by which the transpose lowers a value's exponent; 15 and more round even the largest of a tile. Only
-``requantize`` shifts up."""
+SHIFTS = {"0": (0, 0), "1-3": (1, 3), "4-7": (4, 7), "8-14": (8, 14), "15+": (15, 20)}
+"""Bins of the shift: how far the transpose lowers a value's exponent. 15 and more round even a tile's largest value."""
 
-_LIMIT = 20  # a shift by 2**-20 sends every value to zero
-_UNCOUNTED = 2 * _LIMIT + 1  # in the place of a shift: padding, tiles of zeros, NaN
-_SIZES = ((_UNCOUNTED + 1) * TILE, 256, 256, 1, 1)  # values by shift and code, tiles by scale byte, rows by spread, ...
-_CHUNK = 1 << 25  # values looked at together
+_LIMIT = 20  # larger shifts count as this one, which already sends every value to zero
+_UNCOUNTED = _LIMIT + 1  # the shift of values that do not count: padding, tiles of zeros, NaN
+# Values by shift and code, tiles by scale byte, rows by spread, NaN tiles, nonzero inputs (of weights).
+_SIZES = ((_UNCOUNTED + 1) * TILE, 256, 256, 1, 1)
+_CHUNK = 1 << 25  # values processed at once, which bounds memory
 
 _collecting = False
 _counts: Tensor | None = None
 
 
 def collecting() -> bool:
+    """Whether layers should call :func:`record`."""
     return _collecting
 
 
 def collect() -> None:
-    """Counts from now on what :func:`record` is given."""
+    """Starts counting."""
     global _collecting
     _collecting = True
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Leaves out what runs in this context."""
+    """Suspends counting inside this context."""
     global _collecting
     outer, _collecting = _collecting, False
     try:
@@ -53,8 +56,10 @@ def paused() -> Iterator[None]:
 
 
 def take(device: torch.device | str) -> Tensor:
-    """Stops counting; returns the counts, to be added over ranks, for :func:`summarize`. ``device`` is where they are
-    wanted if there was nothing to count."""
+    """Stops counting and returns the counts, to be added over ranks for :func:`summarize`.
+
+    ``device`` is where zeros are returned if nothing was counted.
+    """
     global _collecting, _counts
     counts = _zeros(device) if _counts is None else _counts
     _collecting, _counts = False, None
@@ -79,53 +84,51 @@ def record(
     """Counts one layer's backward.
 
     Args:
-        x, a, dy, dh: the operands of the weight gradients, (M, D) e4m3 with (M, D // 128) e8m0, in expert order.
-        weights: w1, w2, w3, bf16 or fp32. Those that come quantized (``fp8_all_gather``) no longer say what they
-            were, and are not counted.
-        token_M: -1 for rows that do not count.
-        wgrad: the transpose, see :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
+        x, a, dy, dh: the operands of the weight gradients, e4m3 with e8m0 scales per 1x128 tile: x and dy (M, D),
+            a (M, H), dh (M, 2H), in expert order.
+        weights: w1, w2, w3, bf16 or fp32. Quantized weights (``fp8_all_gather``) are not counted: their original values
+            are gone.
+        offsets_E: (E,) int32, the end of each expert's group.
+        token_M: (M,) int32; rows with -1, padding, do not count.
+        wgrad: mode of the transpose, see :class:`titan_fp8moe.config.Fp8FlowMoEConfig`; ``bf16`` shifts nothing.
     """
     global _counts
     if _counts is None:
         _counts = _zeros(token_M.device)
     live_BR = (token_M >= 0).view(-1, TILE)
     for kinds, pair in ((("x", "dh"), (x, dh)), (("a", "dy"), (a, dy))):
-        gauge = [0, 0]
+        balance = [0, 0]
         if wgrad == "balanced":
-            a_M1 = recipe.row_gauge(pair[0][1], pair[1][1]).unsqueeze(1)
-            gauge = [-a_M1, a_M1]
-        # The op itself says to which scales it brings the values; those are not needed here.
+            a_M1 = recipe.balance_exponent(pair[0][1], pair[1][1]).unsqueeze(1)
+            balance = [-a_M1, a_M1]
+        # The blocks' scales come from the op itself; its values are not needed.
         targets = [None, None] if wgrad == "bf16" else ops.transpose_pair(*pair[0], *pair[1], offsets_E, wgrad)[1::2]
-        for kind, (q, scale), moved, target in zip(kinds, pair, gauge, targets, strict=True):
-            B, G = q.shape[0] // TILE, q.shape[1] // TILE
-            byte = scale.view(torch.uint8).int()
+        for kind, (q, scale), moved, target in zip(kinds, pair, balance, targets, strict=True):
+            byte_BRG = scale.view(torch.uint8).int().unflatten(0, (-1, TILE))
+            shift_BRG = torch.zeros_like(byte_BRG)
             if target is not None:
-                target = recipe.exponent(target).t().reshape(B, 1, G, -1)
-            source = (byte - 127 + moved).view(B, TILE, G, 1)
-            _add(kind, q, byte.view(B, TILE, G), live_BR, source, target)
+                source_BRG = (recipe.exponent(scale) + moved).unflatten(0, (-1, TILE))
+                shift_BRG = recipe.exponent(target).t().unsqueeze(1) - source_BRG
+            _add(kind, q, byte_BRG, live_BR, shift_BRG)
 
     w1, w2, w3 = weights
     if isinstance(w1, ops.QuantizedWeight):
         return
     for w in ((w1, w3), (w2,)):
         q, scale = ops.quantize_weight(*w)
-        byte = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)
-        _add("w", q, byte, torch.ones_like(byte[:, :, 0], dtype=torch.bool))
+        byte_BRG = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)
+        _add("w", q, byte_BRG, torch.ones_like(byte_BRG[:, :, 0], dtype=torch.bool), torch.zeros_like(byte_BRG))
         _counts[KINDS.index("w"), -1] += sum(torch.count_nonzero(part) for part in w)
 
 
-def _add(
-    kind: str,
-    q: Tensor,
-    byte_BRG: Tensor,
-    live_BR: Tensor,
-    source_BRG1: Tensor | None = None,
-    target_B1GL: Tensor | None = None,
-) -> None:
-    """Counts the values of ``q``, rows of 128 (R = 128 tiles of 1x128 in a block) or weights (R = 1 block of 128x128).
+def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Tensor) -> None:
+    """Counts the values of ``q``: B blocks of 128 rows and G of 128 columns, each with R scales.
 
-    ``source`` and ``target`` are a value's exponents before and after its transpose, the latter per block or column; no
-    target, no transpose.
+    Args:
+        q: e4m3, as many values as B blocks of 128 rows and 128 * G columns.
+        byte_BRG: int32 scale bytes; R is 128 for rows with 1x128 tiles, 1 for weights.
+        live_BR: bool, which rows count.
+        shift_BRG: int32, by how much the transpose lowers the exponents; arbitrary where nothing counts.
     """
     values, bytes_, spreads, nan_tiles, _ = _counts[KINDS.index(kind)].split(_SIZES)
     B, R, G = byte_BRG.shape
@@ -133,7 +136,7 @@ def _add(
     live = live_BR.unsqueeze(2)
     nan = live & (code_BMGL[:, :: TILE // R, :, 0] & 0x7F == FP8_NAN)
     nan_tiles += nan.sum()
-    # Byte 1 is the scale of tiles without a nonzero value, and of NaN.
+    # Byte 1 is the scale of tiles of zeros and of NaN.
     held = live & (byte_BRG > 1)
     bytes_ += torch.bincount(torch.where(live & ~nan, byte_BRG, 0).flatten(), minlength=256)
     high, low = torch.where(held, byte_BRG, 0).amax(2), torch.where(held, byte_BRG, 255).amin(2)
@@ -142,9 +145,8 @@ def _add(
     step = max(_CHUNK // (TILE * TILE * G), 1)
     for i in range(0, B, step):
         run = slice(i, i + step)
-        shift = 0 if target_B1GL is None else (target_B1GL[run] - source_BRG1[run]).clamp(-_LIMIT, _LIMIT)
-        shift = torch.where(held[run].unsqueeze(3), shift + _LIMIT, _UNCOUNTED).to(torch.int16)
-        # What rows hold that do not count is left to chance.
+        shift = torch.where(held[run], shift_BRG[run].clamp(max=_LIMIT), _UNCOUNTED).to(torch.int16).unsqueeze(3)
+        # Rows that do not count hold arbitrary bytes: zero their codes, so that counts are reproducible.
         index = (code_BMGL[run] & 0x7F) * live[run].unsqueeze(3) + shift * TILE
         values += torch.bincount(index.flatten(), minlength=values.shape[0])
 
@@ -152,18 +154,19 @@ def _add(
 def summarize(counts: Tensor) -> dict[str, float]:
     """Figures by ``kind/name``, from counts added over ranks.
 
-    * ``underflow``: for w, the share of nonzero parameters that became zero. The other kinds are born in fp8: the share
-      of zeros in tiles that are not all zeros, which also counts what was zero before.
-    * ``subnormal``: the share of values with less than 3 bits of mantissa, in the same tiles.
-    * ``nan_tiles``, a number, and ``zero_tiles``, a share of the others.
-    * ``exponent_min``, ``_mean``, ``_max`` of the scales of the remaining tiles.
-    * ``row_spread_p99``: the 99th percentile over rows (of blocks, for w) of the largest minus the smallest of a row.
-    * except for w, of the nonzero values: ``shift/BIN``, see :data:`SHIFTS`, and what the transpose makes of them:
-      ``flushed`` to zero, or ``rounded`` to another value.
+    * ``underflow``: for w, the share of nonzero parameters that became zero. For the others, the share of zeros in
+      tiles that are not all zeros; it includes values that were zero before quantization.
+    * ``subnormal``: the share of values with fewer than 3 mantissa bits, in the same tiles.
+    * ``nan_tiles``: the number of tiles of NaN; ``zero_tiles``: the share of tiles of zeros among the others.
+    * ``exponent_min``, ``_mean``, ``_max``: of the scales of the remaining tiles.
+    * ``row_spread_p99``: the 99th percentile, over rows (of blocks, for w), of a row's largest minus smallest exponent.
+    * ``shift/BIN``, not for w: the share of nonzero values in each bin of :data:`SHIFTS`.
+    * ``flushed``, ``rounded``, not for w: the share of nonzero values that the transpose turns into zero, or into
+      another nonzero value.
     """
     figures = {}
     for kind, row in zip(KINDS, counts.cpu(), strict=True):
-        if not row.any():  # weights that were gathered in FP8
+        if not row.any():  # weights gathered in FP8
             continue
         values, bytes_, spreads, nan_tiles, inputs = (part.double() for part in row.split(_SIZES))
         table = values.view(-1, TILE)
@@ -186,7 +189,7 @@ def summarize(counts: Tensor) -> dict[str, float]:
             shifted = table[:_UNCOUNTED].clone()
             shifted[:, 0] = 0
             for name, (low, high) in SHIFTS.items():
-                figure[f"shift/{name}"] = _share(shifted[low + _LIMIT : high + _LIMIT + 1], shifted)
+                figure[f"shift/{name}"] = _share(shifted[low : high + 1], shifted)
             flushed, rounded = _transpose_results()
             figure |= {"flushed": _share(shifted[flushed], shifted), "rounded": _share(shifted[rounded], shifted)}
         figures |= {f"{kind}/{name}": value for name, value in figure.items()}
@@ -194,16 +197,16 @@ def summarize(counts: Tensor) -> dict[str, float]:
 
 
 def _transpose_results() -> tuple[Tensor, Tensor]:
-    """Whether each code (column) is flushed, or rounded but not flushed, by each shift (row), both (41, 128) bool."""
+    """Whether each shift (row) flushes each code (column), or rounds it to a nonzero value; both (21, 128) bool."""
     q = torch.arange(TILE, dtype=torch.uint8).view(FP8).unsqueeze(0)
-    down = torch.arange(-_LIMIT, _LIMIT + 1, dtype=torch.int32).clamp(min=0).unsqueeze(1)
-    result = recipe.shift_exponent(q, -down).float()
+    shift = torch.arange(_LIMIT + 1, dtype=torch.int32).unsqueeze(1)
+    result = recipe.shift_exponent(q, -shift).float()
     flushed = (result == 0) & (q.float() != 0)
-    return flushed, (result * recipe.exp2(down) != q.float()) & ~flushed & ~q.isnan()
+    return flushed, (result * recipe.exp2(shift) != q.float()) & ~flushed & ~q.isnan()
 
 
 def _share(part: Tensor, whole: Tensor) -> float:
-    """NaN when there was nothing to count."""
+    """NaN if nothing was counted."""
     return float(part.sum() / whole.sum())
 
 

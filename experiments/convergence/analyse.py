@@ -27,7 +27,7 @@ from titan_fp8moe.testing import write_records
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
 GOAL = 0.001  # deviation of the held-out loss
-RECIPES = ("bf16", "balanced", "scaling_aware", "requantize", "rowwise", "naive")
+RECIPES = ("bf16", "balanced", "scaling_aware", "requantize", "rowwise", "naive")  # requantize: in stored logs only
 COLOURS = dict(zip(RECIPES, ("black", "C0", "C2", "C4", "C1", "C3"), strict=True))
 
 

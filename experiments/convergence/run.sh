@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The convergence study on the GPUs of this machine:
 #
-#     bash experiments/convergence/run.sh                  nine runs from scratch: corpus, training, table and picture
+#     bash experiments/convergence/run.sh                  eight runs from scratch: corpus, training, table and picture
 #     bash experiments/convergence/run.sh branch           every recipe from bf16's checkpoints at 2/3 of the schedule
 #     bash experiments/convergence/run.sh stress           what breaks it, 500 steps each
 #
@@ -36,16 +36,16 @@ export STEPS=${STEPS:-3000} STOP_AFTER=${STOP_AFTER:-} WORK RUNS GPUS JOBS
 case $STAGE in
 main)
     OUT=${OUT:-experiments/convergence/results}
-    VARIANTS=${VARIANTS:-bf16-s1 bf16-s2 balanced-s1 balanced-s2 scaling_aware-s1 requantize-s1 rowwise-s1 naive-s1
+    VARIANTS=${VARIANTS:-bf16-s1 bf16-s2 balanced-s1 balanced-s2 scaling_aware-s1 rowwise-s1 naive-s1
         bf16-s1-perturbed}
     ;;
 branch) # bf16 and balanced four times per checkpoint, in the order of what is needed first
     OUT=${OUT:-experiments/convergence/branch}
     VARIANTS=${VARIANTS:-bf16-s1-resume balanced-s1-resume bf16-s2-resume balanced-s2-resume
         bf16-s1-resume1 balanced-s1-resume1 bf16-s2-resume1 balanced-s2-resume1
-        rowwise-s1-resume naive-s1-resume scaling_aware-s1-resume requantize-s1-resume
+        rowwise-s1-resume naive-s1-resume scaling_aware-s1-resume
         bf16-s1-resume2 balanced-s1-resume2 bf16-s2-resume2 balanced-s2-resume2
-        rowwise-s2-resume naive-s2-resume scaling_aware-s2-resume requantize-s2-resume
+        rowwise-s2-resume naive-s2-resume scaling_aware-s2-resume
         bf16-s1-resume3 balanced-s1-resume3 bf16-s2-resume3 balanced-s2-resume3}
     ;;
 stress)

@@ -2,7 +2,7 @@
 
     python -m experiments.convergence.train RECIPE-sSEED[-CHANGE] --work DIR [options] [torchtitan overrides]
 
-A recipe is bf16, balanced, scaling_aware or requantize (FP8-Flow by its weight gradient), rowwise or naive. The seed
+A recipe is bf16, balanced or scaling_aware (FP8-Flow by its weight gradient), rowwise or naive. The seed
 decides initialization and data order. A change is a key of ``CHANGES``; ``resume`` takes a number N > 0 behind it.
 
 Everything is written as it happens, so that a run that is cut off can be used as far as it came:
@@ -45,7 +45,7 @@ from experiments.convergence.data import ShuffledWindows, as_batch, windows
 from experiments.convergence.recipes import convert_experts
 from titan_fp8moe.testing import environment
 
-FP8_FLOW = ("balanced", "scaling_aware", "requantize")
+FP8_FLOW = ("balanced", "scaling_aware")
 RECIPES = ("bf16", *FP8_FLOW, "rowwise", "naive")
 
 CHANGES = {

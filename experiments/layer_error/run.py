@@ -1,19 +1,22 @@
-"""How far FP8-Flow is from an fp32 MoE layer: output and every gradient, next to bf16 and to an fp8 layer that rounds
-each GEMM operand once, straight from high precision.
+"""How far FP8-Flow is from an fp32 MoE layer, in the output and every gradient.
+
+The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from high precision, are the references.
 
     python experiments/layer_error/run.py --out experiments/layer_error
 
 Writes results.json and prints two tables: (1) one DeepSeek-V3-shaped layer on normal data, (2) the weight gradient
-alone when token scales of its two operands are anti-correlated, by transpose mode.
+alone when token scales of its two operands are anti-correlated, by transpose mode and for requantized transposes.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from experiments.ablations import dequantize_transpose_requantize, requantized_pair
 from tests.reference import moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -25,9 +28,11 @@ TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 
 
 class QuantizedMatmul(torch.autograd.Function):
-    """x @ w.T where each of the three GEMMs sees operands rounded once: 1x128 tiles along its own contraction dim for
-    activations and gradients, 128x128 blocks for the weight. No kernel computes this; it is the accuracy limit of fp8
-    with these tile sizes."""
+    """x @ w.T where each of the three GEMMs sees operands rounded once.
+
+    Activations and gradients have 1x128 tiles along each GEMM's own contraction dim, the weight 128x128 blocks. No
+    kernel computes this; it is the accuracy limit of fp8 with these tiles.
+    """
 
     @staticmethod
     def forward(ctx, x_TK, w_NK):
@@ -100,18 +105,24 @@ def layer_table(device: str, seed: int, size: dict) -> dict[str, list[float]]:
         "FP8-Flow balanced": flow(),
         "FP8-Flow balanced, h in fp8": flow(save_h="fp8"),
         "FP8-Flow scaling_aware": flow(wgrad="scaling_aware"),
-        "FP8-Flow requantize": flow(wgrad="requantize"),
         "FP8-Flow bf16 wgrad": flow(wgrad="bf16"),
     }
-    return {
-        name: [relative_error(a, b) for a, b in zip(gradients(layer, inputs, dout), reference, strict=True)]
-        for name, layer in layers.items()
-    }
+
+    def errors(layer):
+        return [relative_error(a, b) for a, b in zip(gradients(layer, inputs, dout), reference, strict=True)]
+
+    table = {name: errors(layer) for name, layer in layers.items()}
+    with mock.patch.object(ops, "transpose_pair", side_effect=requantized_pair) as transpose_pair:
+        table["FP8-Flow requantize"] = errors(flow())
+    assert transpose_pair.call_count == 2, "the layer did not take the ablation's transposes"
+    return table
 
 
 def anti_correlated_table(device: str, binades: int, seeds: int = 8) -> dict[str, list[float]]:
-    """Relative error of dW = dy^T x when rows of x vary by 2**n and rows of dy by 2**-n, n normal: ``binades`` is its
-    standard deviation."""
+    """Relative errors of dW = dy^T x when rows of x vary by 2**n and rows of dy by 2**-n.
+
+    n is normal with standard deviation ``binades``.
+    """
     errors = {}
     for seed in range(seeds):
         generator = torch.Generator(device).manual_seed(seed)
@@ -124,10 +135,15 @@ def anti_correlated_table(device: str, binades: int, seeds: int = 8) -> dict[str
         errors.setdefault("exact row-wise values", []).append(relative_error(rowwise, exact))
         offsets = torch.tensor([1024], dtype=torch.int32, device=device)
         sx, sy = recipe.column_major(sx), recipe.column_major(sy)
-        for mode in ("balanced", "scaling_aware", "requantize"):
-            xT, xTs, dyT, dyTs = ops.transpose_pair(qx, sx, qy, sy, offsets, mode)
+        for mode in (*recipe.TRANSPOSE_MODES, "requantize"):
+            transpose = requantized_pair if mode == "requantize" else ops.transpose_pair
+            xT, xTs, dyT, dyTs = transpose(qx, sx, qy, sy, offsets, mode)
             dw = ops.grouped_mm_wgrad(dyT, dyTs, xT, xTs, offsets, torch.float32)[0]
             errors.setdefault(mode, []).append(relative_error(dw, exact))
+        # No GEMM takes a scale per column: float64 products of the dequantized operands.
+        by_column = [dequantize_transpose_requantize(*operand, columns=1) for operand in ((qy, sy), (qx, sx))]
+        dyT, xT = (recipe.dequantize(*operand, torch.float64) for operand in by_column)
+        errors.setdefault("requantize by column", []).append(relative_error(dyT @ xT.T, exact))
     return errors
 
 

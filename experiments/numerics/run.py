@@ -1,11 +1,13 @@
-"""What FP8-Flow's roundings cost on the tensors of a real run: trains a DeepSeek-V3-shaped model, captures the routed
-experts' inputs, gradients, weights and routing in every layer at three steps, and computes on them
+"""What FP8-Flow's roundings cost on the tensors of a real run.
 
-* each GEMM's error against float64 products of its operands as they were before quantization,
-* the weight gradients' by transpose mode, and by the usual recipe with fp32 scales and a second quantization,
-* what that second quantization does to the operands themselves,
+Trains a DeepSeek-V3-shaped model and captures the routed experts' inputs, gradients, weights and routing in every layer
+at three steps. On them, and on normal random data, it computes
 
-beside the same on normal random data. The statistics of the whole run are logged on the way.
+* each GEMM's error against float64 products of its operands before quantization,
+* the weight gradients' error by transpose mode, and with the usual fp32 scales and a second quantization,
+* the error that this second quantization adds to the operands themselves.
+
+It also logs the statistics of the whole run.
 
     python experiments/numerics/run.py --out experiments/numerics
 
@@ -31,8 +33,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from experiments.ablations import requantized_pair
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.ffn import _weight_grads
 from titan_fp8moe.recipe import FP8, FP8_MAX, TILE, row_capacity
 from titan_fp8moe.statistics import SHIFTS
 from titan_fp8moe.testing import environment, write_records
@@ -185,6 +187,16 @@ def fp32_scales(x: Tensor) -> Tensor:
     return ((tiles / scale).to(FP8).float() * scale).flatten(-2).double()
 
 
+def weight_gradient(dy: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], offsets_E: Tensor, mode: str) -> Tensor:
+    """dW = dy^T x of each expert, (E, N, D) fp32, from rows and their scales in expert order."""
+    if mode == "bf16":
+        dy_NM, x_MD = recipe.dequantize(*dy, torch.bfloat16).t(), recipe.dequantize(*x, torch.bfloat16)
+        return torch._grouped_mm(dy_NM, x_MD, offs=offsets_E).float()
+    transpose = requantized_pair if mode == "requantize" else ops.transpose_pair
+    x_t, x_t_scale, dy_t, dy_t_scale = transpose(*x, *dy, offsets_E, mode)
+    return ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, torch.float32)
+
+
 def analyse(c: Capture) -> dict[str, float]:
     """Relative errors by name, and ``KIND underflow``: the share of nonzero values that quantization makes zero."""
     E = c.weights[0].shape[0]
@@ -206,10 +218,7 @@ def analyse(c: Capture) -> dict[str, float]:
     d = ops.grouped_mm(*dy, *ops.quantize_weight_transposed(w2), offsets_E, torch.bfloat16)
     dh = ops.swiglu_quantize_backward(d, h, None, score_M, offsets_E, False, False)[:2]
     dx = ops.grouped_mm(*dh, *ops.quantize_weight_transposed(w1, w3), offsets_E, torch.bfloat16)
-    dw13, dw2 = (
-        {mode: _weight_grads(*pair, offsets_E, mode, torch.float32, parts=1)[0] for mode in TRANSPOSES}
-        for pair in ((dh, x), (dy, a))
-    )
+    dw13, dw2 = ({mode: weight_gradient(*pair, offsets_E, mode) for mode in TRANSPOSES} for pair in ((dh, x), (dy, a)))
 
     errors, lost = Errors(), defaultdict(lambda: torch.zeros(2, dtype=torch.float64, device=DEVICE))
     start = 0

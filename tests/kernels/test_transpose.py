@@ -7,7 +7,7 @@ from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import transpose
 
-MODES = ["balanced", "scaling_aware", "requantize"]
+MODES = recipe.TRANSPOSE_MODES
 
 
 def check(x, x_scale, dy, dy_scale, offsets_E, mode, token_M=None):
@@ -87,7 +87,7 @@ def test_anti_correlated_rows(generator, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tile_column_far_below_its_rows(generator, mode):
-    """The gauge would move the first tiles' exponents under the smallest scale."""
+    """The balance exponent would move the first tiles' exponents under the smallest scale."""
     M, D = 128, 256
     x, dy = fp8_rows(generator, M, D), fp8_rows(generator, M, 128)
     x_scale, dy_scale = column_major_scale(generator, M, D, 180, 200), column_major_scale(generator, M, 128, 100, 110)

@@ -1,7 +1,7 @@
-"""Quantization to e4m3 with power-of-two scales: 1x128 tiles of rows, 128x128 blocks of weights.
+"""Kernels that quantize to e4m3 with power-of-two scales: rows in 1x128 tiles, weights in 128x128 blocks.
 
-The device functions here are the only place where a kernel turns an amax into a scale; SwiGLU and the requantizing
-transpose use them too. They follow :func:`titan_fp8moe.recipe.scale_byte`: no logarithm, no division.
+``scale_of_amax`` is the only device function that turns an amax into a scale. Like
+:func:`titan_fp8moe.recipe.scale_byte` it needs no logarithm and no division. SwiGLU quantizes with ``quantize_tiles``.
 """
 
 import torch
@@ -13,8 +13,8 @@ from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
-# Configurations from experiments/kernels/sweep.py on an H200; one serves all shapes.
-TILES = 32  # per program: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
+# Chosen by experiments/kernels/sweep.py on an H200; one configuration serves all shapes.
+TILES = 32  # per CTA: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
 WARPS = 4
 WEIGHT_WARPS = 4
 
@@ -27,9 +27,9 @@ def abs_bits(x):
 
 @triton.jit
 def scale_of_amax(bits):
-    """Scale byte (int32) of amax bit patterns, and the fp32 factor ``2**(127 - byte)`` to multiply values with.
+    """Scale byte (int32) of amax bit patterns, and the fp32 factor ``2**(127 - byte)`` that quantizes values.
 
-    The factor is NaN for a tile that holds a NaN or Inf: the product is NaN then, and the cast to e4m3 makes it 0x7F.
+    The factor is NaN for a tile that holds a NaN or Inf: every product is then NaN, and its e4m3 code 0x7F.
     """
     finite = bits < 0x7F800000
     byte = ((tl.where(finite, bits, 0) + 0x1FFFFF) >> 23) - 8
@@ -40,7 +40,7 @@ def scale_of_amax(bits):
 
 @triton.jit
 def quantize_tiles(x):
-    """fp32 ``x`` (ROWS, 128), one tile a row -> e4m3 (ROWS, 128), uint8 scales (ROWS,)."""
+    """Quantizes fp32 ``x`` (ROWS, 128), one tile per row; returns e4m3 (ROWS, 128) and uint8 scales (ROWS,)."""
     byte, factor = scale_of_amax(tl.max(abs_bits(x), axis=1))
     return (x * factor[:, None]).to(tl.float8e4nv), byte.to(tl.uint8)
 
@@ -58,11 +58,11 @@ def _quantize_rows_kernel(x, q, scale, num_tiles, TILES: tl.constexpr, TILE: tl.
 
 
 def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """1x128 quantization of bf16 or fp32 (T, D); returns q (T, D) e4m3 and scale (T, D // 128) e8m0, row-major."""
+    """Kernel of :func:`titan_fp8moe.recipe.quantize_rows`."""
     T, D = x_TD.shape
     q = torch.empty(T, D, dtype=FP8, device=x_TD.device)
     scale = torch.empty(T, D // TILE, dtype=E8M0, device=x_TD.device)
-    # D is a multiple of 128 and rows are contiguous, so the whole tensor is one list of tiles.
+    # D is a multiple of 128 and rows are contiguous, so the tensor is one list of tiles.
     num_tiles = scale.numel()
     if num_tiles:
         grid = (cdiv(num_tiles, TILES),)
@@ -72,37 +72,39 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def load_four(x, stride):
-    """A block's rows 4 * r + j, j = 0..3, as four tensors; ``x`` points to the rows 4 * r."""
+    """Loads rows 4 * r + j of a block, j = 0..3, as four tensors; ``x`` points to the rows 4 * r."""
     return tl.load(x), tl.load(x + stride), tl.load(x + 2 * stride), tl.load(x + 3 * stride)
 
 
 @triton.jit
 def join_four(x):
-    """One tensor of four, row 4 * r + 2 * a + b at [r, ..., a, b]: neighbouring rows lie side by side in registers."""
+    """Joins four tensors, row 4 * r + 2 * a + b at [r, ..., a, b]: neighbouring rows lie side by side in registers."""
     return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
 
 
 @triton.jit
 def transposed_words(x):
-    """Floats (R, C, 2, 2) of ``join_four`` to the words of their e4m3 transpose, int32 (C, R).
+    """Converts floats (R, C, 2, 2) of ``join_four`` to e4m3 and transposes them; returns words, int32 (C, R).
 
-    A word holds one column's codes of four neighbouring rows, so the transpose through shared memory moves words, not
-    bytes, and an instruction converts a pair of rows. That matters beyond speed: once ptxas 12.8 has merged two
-    converted pairs into a word, it gets single bytes taken out of them wrong. So each layout is converted on its own,
-    in the order of its words, and no byte is ever taken out.
+    A word holds one column's codes of four neighbouring rows. The transpose through shared memory thus moves words, not
+    bytes, and one instruction converts a pair of rows.
+
+    This also avoids a bug of ptxas 12.8: once it has merged two converted pairs into a word, it extracts single bytes
+    wrongly. So each layout is converted on its own, in the order of its words, and no byte is ever extracted.
     """
     return _words_of_bytes(x.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
 
 
 @triton.jit
 def _words_of_bytes(byte):
+    """Packs uint8 (R, C, 2, 2) into words and transposes them; returns int32 (C, R)."""
     shift = 16 * tl.arange(0, 2)[:, None] + 8 * tl.arange(0, 2)[None, :]
     return tl.trans(tl.sum(tl.sum(byte.to(tl.int32) << shift[None, None, :, :], axis=3), axis=2))
 
 
 @triton.jit
 def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
-    """Writes ``transposed_words`` of one block to columns block * 128..(block + 1) * 128 of ``row`` (128, 1) of q_t."""
+    """Stores ``transposed_words`` of a block to columns block * 128..(block + 1) * 128 of ``row`` (128, 1) of q_t."""
     column = block * (TILE // 4) + tl.arange(0, TILE // 4)
     tl.store(q_t.to(tl.pointer_type(tl.int32)) + row * (stride // 4) + column[None, :], words)
 
@@ -113,10 +115,10 @@ def _quantize_weight_kernel(
     w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, last_block, q, q_t, scale, N, K,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One 128x128 block, read once and written in one or both layouts.
+    """CTA (k_block, out_block, e) quantizes one 128x128 block: reads it once, writes it in one or both layouts.
 
-    w, last_w: (E, N_i, K), unit stride along K, joined along N; last_w starts at block ``last_block``. q: (E, N, K) or
-    None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
+    w, last_w: (E, N_i, K), unit stride along K, concatenated along N; last_w starts at block ``last_block``.
+    q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
     """
     k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_block = out_block
@@ -129,7 +131,7 @@ def _quantize_weight_kernel(
     rows = load_four(w + e * stride_e + row * stride_n + k[None, :], stride_n)
     x = join_four(rows)
     if x.dtype == tl.bfloat16:
-        # On the 16-bit patterns: the block widened to fp32 for the amax would stay in registers and halve occupancy.
+        # amax of the 16-bit patterns: a block widened to fp32 would stay in registers and halve occupancy.
         bits = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
     else:
         bits = tl.max(abs_bits(x))
@@ -145,13 +147,15 @@ def _quantize_weight_kernel(
 
 
 def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """128x128 quantization of one or two weights (E, N_i, K), bf16 or fp32, as if concatenated along N.
+    """Kernel of :func:`titan_fp8moe.recipe.quantize_weight` for one or two weights, concatenated along N.
 
-    The weights may be views with any strides along E and N.
+    Args:
+        weights: (E, N_i, K) bf16 or fp32, any strides; a copy is made unless the stride along K is 1.
+        plain, transposed: which of the two layouts to write.
 
     Returns:
-        q (E, N, K) e4m3 if ``plain``; q_t (E, K, N) e4m3 if ``transposed``; scale (E, N // 128, K // 128) e8m0. What is
-        not asked for is empty.
+        q (E, N, K) e4m3, empty unless ``plain``; q_t (E, K, N) e4m3, empty unless ``transposed``; scale
+        (E, N // 128, K // 128) e8m0.
     """
     E, _, K = weights[0].shape
     N = sum(w.shape[1] for w in weights)
@@ -169,12 +173,13 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
 
 
 @Kernel
-@triton.jit(do_not_specialize=["blocks"])  # it is assigned to
+@triton.jit(do_not_specialize=["blocks"])  # the kernel assigns to it
 def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N, K, TILE: tl.constexpr):
-    """One 128x128 block of quantized weights, put where it belongs in one or both layouts.
+    """CTA (k_block, out_block, e) copies one 128x128 block of quantized weights into one or both layouts.
 
-    w: (E, blocks * 128, K) and last_w: (E, N - blocks * 128, K) uint8, contiguous, joined along N; w_scale, last_scale:
-    a byte per block. q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
+    w: (E, blocks * 128, K) and last_w: (E, N - blocks * 128, K) uint8, contiguous, concatenated along N.
+    w_scale, last_scale: one byte per block.
+    q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
     """
     k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_block = out_block
@@ -198,7 +203,11 @@ def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N
 def join_weight(
     weights: list[Tensor], scales: list[Tensor], plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One operand of one or two quantized weights (E, N_i, K) e4m3, joined along N: their bytes, moved.
+    """Concatenates one or two quantized weights (E, N_i, K) e4m3 along N, by moving bytes.
+
+    Args:
+        weights, scales: (E, N_i, K) e4m3 and (E, N_i // 128, K // 128) e8m0 each.
+        plain, transposed: which of the two layouts to write.
 
     Returns:
         As :func:`quantize_weight`.

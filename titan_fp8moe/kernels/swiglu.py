@@ -1,4 +1,4 @@
-"""SwiGLU with the router's score and quantization in one pass, forward and backward; fp32 inside."""
+"""Kernels that fuse SwiGLU, the router's score and quantization, forward and backward; fp32 inside."""
 
 import torch
 import triton
@@ -9,11 +9,11 @@ from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import quantize_tiles
 from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major
 
-# Rows per program. It divides 128, so a program lies on one side of offsets_E[-1], and the scales of 32 rows are one
-# 32-byte sector of a column. (M is a multiple of 128, so as an argument it never specializes a kernel anew.)
+# Rows per CTA. It divides 128, so no CTA straddles offsets_E[-1], and the scales of 32 rows are one 32-byte sector of a
+# column. (M is a multiple of 128, so a new M never specializes a kernel anew.)
 ROWS = 32
-# The backward walks along whole rows: fewer of them make more programs, and the pipelined loads keep memory busy while
-# one computes.
+# A CTA of the backward walks along whole rows. Fewer rows make more CTAs, and pipelined loads keep memory busy while a
+# CTA computes.
 BACKWARD_ROWS = 16
 BACKWARD_STAGES = 3
 WARPS = BACKWARD_WARPS = 4
@@ -35,7 +35,7 @@ def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr):
 
 @triton.jit
 def _load_tiles(x, scale, row, tile, M, D, TILE: tl.constexpr):
-    """Tile column ``tile`` of x (M, D) as fp32 (ROWS, 128); bf16 without, e4m3 with column-major scales."""
+    """Loads tile column ``tile`` of x (M, D) as fp32 (ROWS, 128); x is bf16, or e4m3 with column-major scales."""
     values = tl.load(x + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :]).to(tl.float32)
     if scale is not None:
         byte = tl.load(scale + tile * M + row).to(tl.int32)
@@ -49,7 +49,7 @@ def _swiglu_kernel(
     h, score, offsets_E, q, q_scale, h_q, h_scale, M, H,
     E: tl.constexpr, SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is to be kept in fp8."""
+    """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized."""
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return
@@ -72,15 +72,9 @@ def _swiglu_kernel(
 def swiglu_quantize(
     h_M2H: Tensor, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM 2's operand from GEMM 1's output; see :func:`titan_fp8moe.recipe.swiglu_quantize`.
+    """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
-    Args:
-        h_M2H: (M, 2H) bf16, gate then up; M and H multiples of 128.
-        score_M: (M,) fp32.
-        offsets_E: (E,) int32; rows at and past its last entry are skipped.
-
-    Returns:
-        (M, H) e4m3, (M, H // 128) e8m0 column-major; h as (M, 2H) e4m3, (M, 2H // 128) e8m0, empty unless ``keep_h``.
+    M and H are multiples of 128, ``h_M2H`` is contiguous.
     """
     assert h_M2H.is_contiguous()
     M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
@@ -99,8 +93,10 @@ def _swiglu_backward_kernel(
     d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr, E: tl.constexpr,
     SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program takes whole rows, so that ds is summed in one fixed order. h: bf16, or e4m3 with h_scale. q and
-    q_scale are None unless GEMM 2's operand is to be computed again."""
+    """A CTA takes whole rows, so that the order in which ds is summed is fixed.
+
+    h: bf16, or e4m3 with h_scale. q and q_scale are None unless GEMM 2's operand is recomputed.
+    """
     first = tl.program_id(0) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return
@@ -145,18 +141,10 @@ def swiglu_quantize_backward(
     score_before_experts: bool,
     recompute_a: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of GEMM 1's output and of the score; see :func:`titan_fp8moe.recipe.swiglu_quantize_backward`.
+    """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize_backward`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
-    Args:
-        d_MH: (M, H) bf16.
-        h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0, column-major, or copied: it may have been
-            saved elsewhere meanwhile (``torch.autograd.graph.save_on_cpu``), in another layout.
-        score_M: (M,) fp32.
-        offsets_E: (E,) int32; rows at and past its last entry are skipped.
-
-    Returns:
-        dh (M, 2H) e4m3, (M, 2H // 128) e8m0; GEMM 2's operand (M, H) e4m3, (M, H // 128) e8m0, empty unless
-        ``recompute_a``; ds (M,) fp32. Scales are column-major.
+    M and H are multiples of 128, ``d_MH`` and ``h_M2H`` are contiguous. ``h_scale`` may have any strides and is copied
+    unless column-major: a saved tensor may return with other strides (``torch.autograd.graph.save_on_cpu``).
     """
     assert d_MH.is_contiguous() and h_M2H.is_contiguous()
     M, H = d_MH.shape

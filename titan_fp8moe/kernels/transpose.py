@@ -1,10 +1,9 @@
-"""Transposes of the weight gradient's two operands, fp8 to fp8, so that tokens become the contraction dim.
+"""Kernels of :func:`titan_fp8moe.recipe.transpose_pair`: both operands of a weight gradient, fp8 to fp8.
 
-The forward's operand may come in token order, as it was dispatched: a block then gathers its rows. So the backward
-needs no token once for each of its experts, neither kept nor permuted again.
+One launch transposes both operands. The mode ``balanced`` launches a small kernel before it, for the balance exponents.
 
-Scales are powers of two, so a value moves to its block's scale by a change of exponent: exact unless the result is
-subnormal, and then rounded to nearest even by the cast. See :func:`titan_fp8moe.recipe.transpose_pair`.
+x may come in token order, as it was dispatched; each block then gathers its rows. The backward therefore neither keeps
+nor permutes a row for each of a token's experts.
 """
 
 import torch
@@ -13,25 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.quantize import (
-    abs_bits,
-    join_four,
-    load_four,
-    scale_of_amax,
-    store_words,
-    transposed_words,
-)
+from titan_fp8moe.kernels.quantize import join_four, load_four, store_words, transposed_words
 from titan_fp8moe.kernels.sizes import next_power_of_2
 from titan_fp8moe.recipe import TILE
 
-WARPS = 4  # per 128x128 block; from experiments/kernels/sweep.py on an H200
+WARPS = 4  # per 128x128 block; chosen by experiments/kernels/sweep.py on an H200
 
 
 @triton.jit
 def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr, PAD: tl.constexpr):
-    """Largest scale byte (int32) of each row, 1 for row -1, which is padding; scale: (M, TILES) uint8, PAD the next
-    power of two."""
-    # One load, as wide as it may be: the kernel is as long as its chain of latencies.
+    """Largest scale byte (int32) of each row, 1 for padding (row -1).
+
+    scale: (M, TILES) uint8; PAD: the next power of two of TILES.
+    """
+    # A single load, as wide as possible: latency bounds this kernel.
     g = tl.arange(0, PAD)
     at = row[None, :] * stride_m + g[:, None] * stride_g
     byte = tl.load(scale + at, mask=(g < TILES)[:, None] & (row >= 0)[None, :], other=1)
@@ -40,14 +34,15 @@ def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr, PAD: tl.c
 
 @Kernel
 @triton.jit
-def _row_gauge_kernel(
-    x_scale, token_M, dy_scale, gauge, offsets_E, x_stride_g, dy_stride_m, dy_stride_g, X_STRIDE_M: tl.constexpr,
+def _balance_exponent_kernel(
+    x_scale, token_M, dy_scale, balance, offsets_E, x_stride_g, dy_stride_m, dy_stride_g, X_STRIDE_M: tl.constexpr,
     X_TILES: tl.constexpr, X_PAD: tl.constexpr, DY_TILES: tl.constexpr, DY_PAD: tl.constexpr, E: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """gauge (M,) int32: half the difference of the two operands' largest exponents, see recipe.row_gauge. Byte 1 is the
-    smallest, that of a row of zeros. (X_STRIDE_M is a constant for the sake of tokens with 56 scales: as an argument it
-    would hide that these are 8-byte aligned.)"""
+    """Writes :func:`titan_fp8moe.recipe.balance_exponent` to balance (M,) int32; a row of zeros has scale byte 1.
+
+    X_STRIDE_M is a constexpr because of tokens with 56 scales: as an argument it would hide their 8-byte alignment.
+    """
     first = tl.program_id(0) * TILE
     if first >= tl.load(offsets_E + E - 1):
         return
@@ -57,7 +52,7 @@ def _row_gauge_kernel(
     e_dy = _row_exponent(dy_scale, dy_stride_m, dy_stride_g, row, DY_TILES, DY_PAD)
     difference = e_x - e_dy
     parity = tl.max(tl.where((e_x > 1) & (e_dy > 1), difference, -1024), axis=0) & 1
-    tl.store(gauge + row, (difference - parity) >> 1)
+    tl.store(balance + row, (difference - parity) >> 1)
 
 
 @triton.jit
@@ -67,7 +62,7 @@ def _gather(x, stride, row, padding):
 
 @triton.jit
 def _gather_four(x, stride, row, padding):
-    """As load_four, of four tensors of rows; ``padding`` for row -1."""
+    """``load_four`` for rows given as four tensors; row -1 reads as ``padding``."""
     return (
         _gather(x, stride, row[0], padding), _gather(x, stride, row[1], padding),
         _gather(x, stride, row[2], padding), _gather(x, stride, row[3], padding),
@@ -76,9 +71,12 @@ def _gather_four(x, stride, row, padding):
 
 @triton.jit
 def _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE: tl.constexpr):
-    """Block (m_block, g) of (M, D) for transposed_words: e4m3 values (32, 128, 2, 2), their scale bytes (32, 2, 2), and
-    rows 0, 4, 8, ... of the block (32,). Row m is token_M[m] of q and scale, unless ``token_M`` is None; padding, -1,
-    is zeros with byte 1."""
+    """Loads block (m_block, g) of (M, D) in the form that ``transposed_words`` takes.
+
+    Row m is row token_M[m] of q and scale, or row m if token_M is None. Padding (-1) reads as zeros with scale byte 1.
+
+    Returns e4m3 values (32, 128, 2, 2), int32 scale bytes (32, 2, 2), and the block's rows 0, 4, 8, ... (32,).
+    """
     row = m_block * TILE + 4 * tl.arange(0, TILE // 4)
     column = g * TILE + tl.arange(0, TILE)
     if token_M is None:
@@ -93,15 +91,15 @@ def _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE:
 
 
 @triton.jit
-def _shift_block(q, stride, scale, stride_m, stride_g, token_M, gauge, SIGN: tl.constexpr, qT, scaleT, m_block, g, M,
+def _shift_block(q, stride, scale, stride_m, stride_g, token_M, balance, SIGN: tl.constexpr, qT, scaleT, m_block, g, M,
                  TILE: tl.constexpr):  # fmt: skip
-    """One 128x128 block brought to one scale, the largest of its rows; row exponents move by SIGN * gauge first."""
+    """Transposes one 128x128 block to the largest scale of its rows, after adding SIGN * balance to their exponents."""
     values, byte, row = _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE)
-    if gauge is not None:
-        byte += SIGN * join_four(load_four(gauge + row, 1))
+    if balance is not None:
+        byte += SIGN * join_four(load_four(balance + row, 1))
     block_byte = tl.maximum(tl.max(byte), 1)
-    # fp16 is enough: it holds e4m3 times 2**shift exactly down to 2**-24, and what lies below e4m3's rounding point to
-    # zero, 2**-10, stays there. 2**-20 sends all values to zero.
+    # fp16 suffices. It holds e4m3 times 2**shift exactly down to 2**-24, and values up to 2**-10, which e4m3 rounds to
+    # zero, do not rise above it. 2**-20 sends every value to zero.
     factor = ((tl.maximum(byte - block_byte, -20) + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
     words = transposed_words(values.to(tl.float16) * factor[:, None, :, :])
     d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -112,51 +110,23 @@ def _shift_block(q, stride, scale, stride_m, stride_g, token_M, gauge, SIGN: tl.
 @Kernel
 @triton.jit
 def _shift_pair_kernel(
-    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, gauge, offsets_E,
+    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, balance, offsets_E,
     xT, xT_scale, dyT, dyT_scale, M, D, N, E: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (m_block, g): block column g < D // 128 of x, the others of dy. ``gauge`` is None for scaling_aware.
+    """CTA (m_block, g) transposes one block: of x for g < D // 128, else of dy. balance is None for scaling_aware.
 
-    Programs that run together are neighbours along m: they write long pieces of the same rows of the result.
+    CTAs that run at the same time are neighbours along m, so together they write long runs of the result's rows.
     """
     m_block, g = tl.program_id(0), tl.program_id(1)
     if m_block * TILE >= tl.load(offsets_E + E - 1):
         return
     if g < D // TILE:
         _shift_block(
-            x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, gauge, -1, xT, xT_scale, m_block, g, M, TILE
+            x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, balance, -1, xT, xT_scale, m_block, g, M, TILE
         )
     else:
         g -= D // TILE
-        _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, gauge, 1, dyT, dyT_scale, m_block, g, M, TILE)
-
-
-@triton.jit
-def _requantize_block(q, stride, scale, stride_m, stride_g, token_M, qT, scaleT, m_block, g, M, TILE: tl.constexpr):
-    """One 128x128 block with a new scale, from a new amax, for each of its columns; scaleT: (D, M // 128)."""
-    values, byte, _ = _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE)
-    values = values.to(tl.float32) * (byte << 23).to(tl.float32, bitcast=True)[:, None, :, :]
-    byte, factor = scale_of_amax(tl.max(tl.max(tl.max(abs_bits(values), axis=3), axis=2), axis=0))
-    d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
-    store_words(qT, transposed_words(values * factor[None, :, None, None]), d[:, None], M, m_block, TILE)
-    tl.store(scaleT + d * (M // TILE) + m_block, byte.to(tl.uint8))
-
-
-@Kernel
-@triton.jit
-def _requantize_pair_kernel(
-    x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, offsets_E,
-    xT, xT_scale, dyT, dyT_scale, M, D, N, E: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """As _shift_pair_kernel, for the mode requantize."""
-    m_block, g = tl.program_id(0), tl.program_id(1)
-    if m_block * TILE >= tl.load(offsets_E + E - 1):
-        return
-    if g < D // TILE:
-        _requantize_block(x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, xT, xT_scale, m_block, g, M, TILE)
-    else:
-        g -= D // TILE
-        _requantize_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, dyT, dyT_scale, m_block, g, M, TILE)
+        _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, balance, 1, dyT, dyT_scale, m_block, g, M, TILE)
 
 
 def transpose_pair(
@@ -168,41 +138,37 @@ def transpose_pair(
     mode: str,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both operands of dW = dy^T x in one launch, after a small one for the rows' gauge in the mode ``balanced``.
+    """Kernels of :func:`titan_fp8moe.recipe.transpose_pair`; ``mode`` is checked by the op.
 
     Args:
         x_MD, dy_MN: (M, D) and (M, N) e4m3, row-major.
-        x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0, column-major.
+        x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0, any strides; column-major is fast.
         offsets_E: (E,) int32; columns of the results at and past its last entry are left unwritten.
-        token_M: (M,) int32 or None. If given, x is (T, D) with unit stride along rows, its scale (T, D // 128), and row
-            m is row ``token_M[m]``; -1 is padding. What is read for all of a token's experts is then in L2.
+        token_M: (M,) int32 or None. If given, x is (T, D) with unit stride along D and its scale (T, D // 128); a
+            token's row is read once for each of its experts.
 
     Returns:
-        xT (D, M), xT_scale (D // 128, M // 128) or, for ``requantize``, (D, M // 128); dyT and dyT_scale likewise.
+        As the recipe.
     """
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape
     assert M == (x_MD if token_M is None else token_M).shape[0]
-    scale_rows = 1 if mode == "requantize" else TILE
     xT, dyT = x_MD.new_empty(D, M), dy_MN.new_empty(N, M)
-    xT_scale = x_scale.new_empty(D // scale_rows, M // TILE)
-    dyT_scale = dy_scale.new_empty(N // scale_rows, M // TILE)
+    xT_scale = x_scale.new_empty(D // TILE, M // TILE)
+    dyT_scale = dy_scale.new_empty(N // TILE, M // TILE)
 
-    sources = (x_MD, x_MD.stride(0), x_scale, *x_scale.stride(), token_M, dy_MN, dy_scale, *dy_scale.stride())
-    results = (xT, xT_scale, dyT, dyT_scale, M, D, N)
-    grid, E = (M // TILE, (D + N) // TILE), offsets_E.shape[0]
-    if mode == "requantize":
-        _requantize_pair_kernel[grid](*sources, offsets_E, *results, E=E, TILE=TILE, num_warps=WARPS)
-    else:
-        gauge = None
-        if mode == "balanced":
-            gauge = torch.empty(M, dtype=torch.int32, device=x_MD.device)
-            # Of gathered rows with 56 scales registers spill in Triton 3.6 with 4 warps.
-            gauge_warps = 4 if token_M is None else 8
-            _row_gauge_kernel[(M // TILE,)](
-                x_scale, token_M, dy_scale, gauge, offsets_E, x_scale.stride(1), *dy_scale.stride(),
-                X_STRIDE_M=x_scale.stride(0), X_TILES=D // TILE, X_PAD=next_power_of_2(D // TILE),
-                DY_TILES=N // TILE, DY_PAD=next_power_of_2(N // TILE), E=E, TILE=TILE, num_warps=gauge_warps,
-            )  # fmt: skip
-        _shift_pair_kernel[grid](*sources, gauge, offsets_E, *results, E=E, TILE=TILE, num_warps=WARPS)
+    E, balance = offsets_E.shape[0], None
+    if mode == "balanced":
+        balance = torch.empty(M, dtype=torch.int32, device=x_MD.device)
+        _balance_exponent_kernel[(M // TILE,)](
+            x_scale, token_M, dy_scale, balance, offsets_E, x_scale.stride(1), *dy_scale.stride(),
+            X_STRIDE_M=x_scale.stride(0), X_TILES=D // TILE, X_PAD=next_power_of_2(D // TILE),
+            DY_TILES=N // TILE, DY_PAD=next_power_of_2(N // TILE), E=E, TILE=TILE,
+            # With 4 warps, gathered rows of 56 scales spill registers in Triton 3.6.
+            num_warps=4 if token_M is None else 8,
+        )  # fmt: skip
+    _shift_pair_kernel[(M // TILE, (D + N) // TILE)](
+        x_MD, x_MD.stride(0), x_scale, *x_scale.stride(), token_M, dy_MN, dy_scale, *dy_scale.stride(), balance,
+        offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
     return xT, xT_scale, dyT, dyT_scale

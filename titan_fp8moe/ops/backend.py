@@ -1,6 +1,6 @@
-"""How ops are defined, and which implementation they run: Triton kernels on a GPU, the recipe elsewhere.
+"""Defines the custom ops and picks their implementation: Triton kernels on a GPU, the recipe elsewhere.
 
-The recipe runs on a GPU only when :func:`emulate` asked for it, never as a silent fallback.
+The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 """
 
 import functools
@@ -10,18 +10,21 @@ from typing import Any
 import torch
 
 _library = torch.library.Library("titan_fp8moe", "DEF")
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)  # types of tensors that a kernel can read
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensor types that a kernel can read
 
 
 def custom_op(function: Callable) -> Callable:
-    """Defines the op ``torch.ops.titan_fp8moe.<function's name, without leading underscore>``: functional, no gradient.
+    """Defines a functional op without a gradient from ``function``.
 
-    What is returned is to be called, and has the op as ``op`` and its ``register_fake``. Where somebody traces or
-    watches (torch.compile, fake tensors, activation checkpointing, any other dispatch mode), it calls the op; otherwise
-    the function itself: a layer makes some 25 calls, PyTorch's dispatcher took a tenth of their Python's time
-    (``torch.library.custom_op`` would take more), and the host is what is waited for where layers are small and in the
-    forward of large ones. What the dispatcher would do for gradients is not missed: these are called inside autograd
-    functions only.
+    The op is ``torch.ops.titan_fp8moe.<name>``, the function's name without a leading underscore.
+
+    The returned callable calls the op if PyTorch traces or intercepts (torch.compile, fake tensors, activation
+    checkpointing, other dispatch modes), and otherwise ``function`` itself. A layer makes about 25 calls, and the
+    dispatcher took a tenth of their host time (``torch.library.custom_op`` takes more). Small layers, and the forward
+    of large ones, are CPU-bound. Only autograd functions call the ops, so the dispatcher's autograd is not needed.
+
+    Returns:
+        The callable, with the attributes ``op`` and ``register_fake``.
     """
     name = function.__name__.removeprefix("_")
     _library.define(name + torch.library.infer_schema(function, mutates_args=()))
@@ -32,7 +35,7 @@ def custom_op(function: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if args and not (kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
             first = args[0][0] if isinstance(args[0], list) else args[0]
-            # A DTensor, or whatever else is no ordinary tensor, knows what to do with an op, or to refuse it.
+            # DTensors and other subclasses must meet the op: they handle or refuse it.
             if type(first) in _ORDINARY and not first.is_meta:
                 return function(*args)
         return op(*args, **kwargs)
@@ -45,16 +48,21 @@ _emulating = False
 
 
 def emulate(on: bool) -> None:
-    """Runs every op through :mod:`titan_fp8moe.recipe` on GPUs too: slow, for GPUs the kernels do not support."""
+    """Switches every op of this process to :mod:`titan_fp8moe.recipe` on GPUs too.
+
+    Slow; for GPUs that the kernels do not support.
+    """
     global _emulating
     _emulating = on
 
 
 def use_kernels(x: torch.Tensor) -> bool:
+    """Whether an op runs its Triton kernels on ``x``."""
     return x.is_cuda and not _emulating
 
 
 def require_multiple_of_128(op: str, **dims: int) -> None:
+    """Raises ValueError for the first of ``dims`` that is no multiple of 128, and names ``op``, dim and remedy."""
     for name, size in dims.items():
         if size % 128:
             raise ValueError(

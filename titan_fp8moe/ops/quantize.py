@@ -1,4 +1,4 @@
-"""Quantization ops: 1x128 for activations and gradients, 128x128 for weights."""
+"""Quantization ops: 1x128 tiles for activations and gradients, 128x128 blocks for weights."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 @custom_op
 def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0; see :func:`titan_fp8moe.recipe.quantize_rows`.
+    """:func:`titan_fp8moe.recipe.quantize_rows`: (T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0, row-major.
 
     Raises:
         ValueError: for another dtype, or if D is no multiple of 128.
     """
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"quantize_rows: x is to be bf16 or fp32, got {x_TD.dtype}")
+        raise ValueError(f"quantize_rows: x must be bf16 or fp32, got {x_TD.dtype}")
     require_multiple_of_128("quantize_rows", D=x_TD.shape[1])
     return (kernels if use_kernels(x_TD) else recipe).quantize_rows(x_TD)
 
@@ -63,11 +63,11 @@ def _check_weights(weights: list[Tensor]) -> None:
     for w in weights:
         require_multiple_of_128("quantize_weight", N=w.shape[1], K=w.shape[2])
     if len(weights) > 2:
-        raise ValueError(f"quantize_weight: an operand is made of one or two weights, got {len(weights)}")
+        raise ValueError(f"quantize_weight: takes one or two weights, got {len(weights)}")
     alike = all((w.shape[0], w.shape[2], w.dtype) == (v.shape[0], v.shape[2], v.dtype) for v, w in pairwise(weights))
     if not alike or weights[0].dtype not in (torch.bfloat16, torch.float32):
         got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
-        raise ValueError(f"quantize_weight: weights (E, N, K) share E, K and a dtype, bf16 or fp32; got {got}")
+        raise ValueError(f"quantize_weight: weights (E, N, K) must share E, K and a dtype, bf16 or fp32; got {got}")
 
 
 @custom_op
@@ -104,9 +104,17 @@ def _operands(weights: tuple[Tensor | QuantizedWeight, ...], plain: bool, transp
 
 
 def quantize_weight(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
-    """Quantizes one or two weights (E, N_i, K), bf16 or fp32, in 128x128 blocks into one operand (E, sum N_i, K).
+    """Quantizes one or two weights in 128x128 blocks into one operand, concatenated along N.
 
-    They may come quantized already (``fp8_all_gather``): then they are only put together.
+    Args:
+        weights: (E, N_i, K) bf16 or fp32, or already quantized (``fp8_all_gather``); those are only concatenated.
+
+    Returns:
+        The operand (E, sum of N_i, K).
+
+    Raises:
+        ValueError: for more than two weights, other dtypes, shapes that do not fit, or dims that are no multiples of
+            128.
     """
     if len(weights) == 1 and isinstance(weights[0], QuantizedWeight):
         return weights[0]
@@ -115,12 +123,12 @@ def quantize_weight(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
 
 
 def quantize_weight_transposed(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
-    """The same values as :func:`quantize_weight`, as the operand (E, K, sum N_i)."""
+    """The transpose of :func:`quantize_weight`, an operand (E, K, sum of N_i); its scale is a strided view."""
     _, q, scale = _operands(weights, False, True)
     return QuantizedWeight(q, scale.transpose(1, 2))
 
 
 def quantize_weight_both(*weights: Tensor | QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """Both operands from one read of the weights."""
+    """The operands of :func:`quantize_weight` and :func:`quantize_weight_transposed`, from one read of the weights."""
     q, q_t, scale = _operands(weights, True, True)
     return QuantizedWeight(q, scale), QuantizedWeight(q_t, scale.transpose(1, 2))

@@ -1,4 +1,4 @@
-"""SwiGLU, router score and quantization in one op, forward and backward."""
+"""SwiGLU, the router's score and quantization in one op, forward and backward."""
 
 import torch
 from torch import Tensor
@@ -21,16 +21,17 @@ def _no_rows(like: Tensor) -> tuple[Tensor, Tensor]:
 def swiglu_quantize(
     h_M2H: Tensor, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GEMM 2's operand from GEMM 1's output; see :func:`titan_fp8moe.recipe.swiglu_quantize`.
+    """:func:`titan_fp8moe.recipe.swiglu_quantize` for rows in expert order; can also quantize h itself.
 
     Args:
         h_M2H: (M, 2H) bf16, gate then up.
         score_M: (M,) fp32.
-        keep_h: also quantize h itself, for a backward that saves it in fp8.
+        offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
+        keep_h: whether to also quantize h, for a backward that saves it in fp8.
 
     Returns:
-        (M, H) e4m3, (M, H // 128) e8m0; and h as (M, 2H) e4m3, (M, 2H // 128) e8m0, empty unless ``keep_h``. Scales are
-        column-major, rows at and past ``offsets_E[-1]`` undefined.
+        q (M, H) e4m3, its scale (M, H // 128) e8m0, h (M, 2H) e4m3, its scale (M, 2H // 128) e8m0; the last two are
+        empty unless ``keep_h``. Scales are column-major.
     """
     if use_kernels(h_M2H):
         return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, score_before_experts, keep_h)
@@ -58,16 +59,18 @@ def swiglu_quantize_backward(
     score_before_experts: bool,
     recompute_a: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of GEMM 1's output and of the score; see :func:`titan_fp8moe.recipe.swiglu_quantize_backward`.
+    """:func:`titan_fp8moe.recipe.swiglu_quantize_backward` for rows in expert order.
 
     Args:
         d_MH: (M, H) bf16, the gradient of GEMM 2's operand.
         h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0.
-        recompute_a: also return GEMM 2's operand, for a backward that has not kept it.
+        score_M: (M,) fp32.
+        offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
+        recompute_a: whether to also return GEMM 2's operand, for a backward that did not save it.
 
     Returns:
-        dh (M, 2H) e4m3, scale; GEMM 2's operand (M, H) e4m3, scale, empty unless ``recompute_a``; ds (M,) fp32. Scales
-        are column-major, rows at and past ``offsets_E[-1]`` undefined.
+        dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, GEMM 2's operand (M, H) e4m3, its scale (M, H // 128) e8m0,
+        ds (M,) fp32; the operand is empty unless ``recompute_a``. Scales are column-major.
     """
     if use_kernels(d_MH):
         return kernels.swiglu_quantize_backward(

@@ -1,13 +1,11 @@
-"""Transposes of the weight gradient's operands, fp8 to fp8."""
+"""The transpose of a weight gradient's two operands, fp8 to fp8."""
 
 from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import transpose as kernels
 from titan_fp8moe.ops.backend import custom_op, use_kernels
-from titan_fp8moe.recipe import E8M0, TILE
-
-MODES = ("balanced", "scaling_aware", "requantize")
+from titan_fp8moe.recipe import E8M0, TILE, TRANSPOSE_MODES
 
 
 @custom_op
@@ -20,15 +18,21 @@ def transpose_pair(
     mode: str,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both operands of a weight gradient, (M, D) and (M, N) e4m3 in expert order, with tokens as contraction dim.
+    """:func:`titan_fp8moe.recipe.transpose_pair` for rows in expert order.
 
-    Their scales are e8m0, (M, D // 128) and (M, N // 128); ``mode`` is one of ``MODES``, else a ValueError. With
-    ``token_M`` x and its scale are (T, D) and (T, D // 128) in token order, rows possibly strided (views of a payload).
-    Returns xT (D, M), its scale, dyT (N, M), its scale; see :func:`titan_fp8moe.recipe.transpose_pair`.
-    Columns at and past ``offsets_E[-1]`` are undefined.
+    Args:
+        x_MD, x_scale, dy_MN, dy_scale, mode: as in the recipe.
+        offsets_E: (E,) int32; columns of the results at and past ``offsets_E[-1]`` are undefined.
+        token_M: as in the recipe; the rows of x may then be strided, as in a dispatched payload.
+
+    Returns:
+        xT (D, M) e4m3, its scale (D // 128, M // 128) e8m0, dyT (N, M) e4m3, its scale (N // 128, M // 128) e8m0.
+
+    Raises:
+        ValueError: for a ``mode`` other than ``balanced`` and ``scaling_aware``.
     """
-    if mode not in MODES:
-        raise ValueError(f"transpose_pair: mode {mode!r}, expected one of {MODES}")
+    if mode not in TRANSPOSE_MODES:
+        raise ValueError(f"transpose_pair: mode is {mode!r}; set it to one of {TRANSPOSE_MODES}")
     if use_kernels(x_MD):
         return kernels.transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M)
     return recipe.transpose_pair(x_MD, x_scale, dy_MN, dy_scale, mode, token_M)
@@ -38,9 +42,8 @@ def transpose_pair(
 def _(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
     M = dy_MN.shape[0]
 
-    def like(q):
+    def transposed(q):
         D = q.shape[1]
-        rows = D if mode == "requantize" else D // TILE
-        return q.new_empty(D, M), q.new_empty(rows, M // TILE, dtype=E8M0)
+        return q.new_empty(D, M), q.new_empty(D // TILE, M // TILE, dtype=E8M0)
 
-    return *like(x_MD), *like(dy_MN)
+    return *transposed(x_MD), *transposed(dy_MN)

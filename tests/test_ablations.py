@@ -1,0 +1,81 @@
+"""The ablations of experiments/ablations.py against the specification."""
+
+import shutil
+
+import pytest
+import torch
+
+from experiments.ablations import dequantize_transpose_requantize, requantized_pair
+from titan_fp8moe import ops, recipe
+
+M, D, N = 384, 256, 128
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def quantized_rows(M: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of different sizes, one row and one 128x128 block of zeros."""
+    x = torch.randn(M, D, device=DEVICE) * 2.0 ** torch.randint(-12, 13, (M, 1), device=DEVICE)
+    x[5], x[128:256, :128] = 0, 0
+    return recipe.quantize_rows(x)
+
+
+@pytest.fixture
+def eager():
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.parametrize("columns", [128, 1])
+def test_requantized_values(eager, columns):
+    """Each scale is the smallest whose block fits e4m3, and each value is rounded once more, to half an ulp."""
+    q, scale = quantized_rows(M, D)
+    q_t, scale_t = dequantize_transpose_requantize(q, scale, columns)
+    assert q_t.shape == (D, M) and scale_t.shape == (D // columns, M // 128)
+    x = recipe.dequantize(q, scale, torch.float64).t()
+    factor = torch.exp2(recipe.exponent(scale_t).double())
+    amax = x.abs().view(D // columns, columns, M // 128, 128).amax((1, 3))
+    assert (amax <= 448 * factor).all()
+    smallest = scale_t.view(torch.uint8) == 1
+    assert ((amax > 224 * factor) | smallest).all() and torch.equal(smallest, amax == 0)
+    error = (recipe.dequantize(q_t, scale_t, torch.float64) - x).abs()
+    # 3 bits of mantissa; e4m3's subnormals are multiples of 2**-9.
+    bound = (x.abs() / 16).maximum(factor.repeat_interleave(columns, 0).repeat_interleave(128, 1) * 2.0**-10)
+    assert (error <= bound).all() and (error > 0).any()
+
+
+def test_per_block_it_gives_the_scaling_aware_codes(eager):
+    """With powers of two the paths differ only where a block's amax fits the next smaller scale."""
+    x, dy = quantized_rows(M, D), quantized_rows(M, N)
+    offsets_E = torch.tensor([M], dtype=torch.int32, device=DEVICE)
+    got = requantized_pair(*x, *dy, offsets_E, "scaling_aware")
+    want = recipe.transpose_pair(*x, *dy, "scaling_aware")
+    for i in (0, 2):
+        below = want[i + 1].view(torch.uint8).int() - got[i + 1].view(torch.uint8).int()
+        assert ((below == 0) | (below == 1)).all() and (below == 0).any()
+        same = (below == 0).repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert torch.equal(got[i].float()[same], want[i].float()[same])
+
+
+def test_same_gemm_as_the_recipe(eager):
+    """x in token order, and the GEMM of the weight gradient on its results."""
+    token_M = torch.randint(-1, 50, (M,), dtype=torch.int32, device=DEVICE)
+    (x, x_scale), (dy, dy_scale) = (recipe.quantize_rows(torch.randn(*s, device=DEVICE)) for s in ((50, D), (M, N)))
+    offsets_E = torch.tensor([128, M], dtype=torch.int32, device=DEVICE)
+    x_t, x_t_scale, dy_t, dy_t_scale = requantized_pair(x, x_scale, dy, dy_scale, offsets_E, "balanced", token_M)
+    got = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, torch.float32)
+    x_rows = recipe.dequantize(*recipe.permute_rows(x, x_scale, token_M))
+    dy_rows = recipe.dequantize(dy, dy_scale)
+    for dw, rows in zip(got, (slice(0, 128), slice(128, M)), strict=True):
+        want = dy_rows[rows].t() @ x_rows[rows]
+        assert (dw - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_compiled_is_eager():
+    q, scale = quantized_rows(M, D)
+    q.view(torch.uint8)[130, :128], scale.view(torch.uint8)[130, 0] = 0x7F, 1  # a tile that held a NaN
+    for columns in (128, 1):
+        got = dequantize_transpose_requantize(q, scale, columns)
+        with torch.compiler.set_stance("force_eager"):
+            want = dequantize_transpose_requantize(q, scale, columns)
+        assert all(torch.equal(g.view(torch.uint8), w.view(torch.uint8)) for g, w in zip(got, want, strict=True))
