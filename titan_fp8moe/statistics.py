@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import FP8, FP8_NAN, TILE
+from titan_fp8moe.weights import ExpertWeights
 
 KINDS = ("x", "a", "dy", "dh", "w")
 SHIFTS = {"0": (0, 0), "1-3": (1, 3), "4-7": (4, 7), "8-14": (8, 14), "15+": (15, 20)}
@@ -76,7 +77,7 @@ def record(
     a: tuple[Tensor, Tensor],
     dy: tuple[Tensor, Tensor],
     dh: tuple[Tensor, Tensor],
-    weights: tuple[Tensor, Tensor, Tensor],
+    weights: ExpertWeights,
     offsets_E: Tensor,
     token_M: Tensor,
     wgrad: str,
@@ -111,10 +112,9 @@ def record(
                 shift_BRG = recipe.exponent(target).t().unsqueeze(1) - source_BRG
             _add(kind, q, byte_BRG, live_BR, shift_BRG)
 
-    w1, w2, w3 = weights
-    if isinstance(w1, ops.QuantizedWeight):
+    if isinstance(weights.w1, ops.QuantizedWeight):
         return
-    for w in ((w1, w3), (w2,)):
+    for w in (weights.gate_up, (weights.w2,)):
         q, scale = ops.quantize_weight(*w)
         byte_BRG = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)
         _add("w", q, byte_BRG, torch.ones_like(byte_BRG[:, :, 0], dtype=torch.bool), torch.zeros_like(byte_BRG))
