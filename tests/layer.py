@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_fp8moe import moe
+from titan_fp8moe import moe, testing
 from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.weights import ExpertWeights
 
@@ -14,11 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_layer(tokens=T, experts=E, dtype=torch.float32):
-    x = torch.randn(tokens, D, device=DEVICE, dtype=dtype)
-    scores = torch.rand(tokens, K, device=DEVICE)
-    chosen = torch.rand(tokens, experts, device=DEVICE).topk(K, dim=1).indices
-    weights = [torch.randn(experts, *shape, device=DEVICE) * 0.05 for shape in ((H, D), (D, H), (H, D))]
-    return x, scores, chosen, weights
+    return testing.make_layer(tokens, D, H, experts, K, dtype, DEVICE)
 
 
 def run(x, scores, chosen, weights, dout, config, score_before=False):

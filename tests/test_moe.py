@@ -9,11 +9,11 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
-from tests.reference import moe_layer, relative_error
 from titan_fp8moe import moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import Route, routed_experts
 from titan_fp8moe.recipe import row_capacity
+from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.weights import ExpertWeights
 

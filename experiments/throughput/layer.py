@@ -46,10 +46,9 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
 from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
-from tests.reference import in_model
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import routed_experts
-from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
+from titan_fp8moe.testing import exit_on_sigterm, in_model, write_records, write_text
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.weights import ExpertWeights, WeightCache
