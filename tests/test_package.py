@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import titan_fp8moe
-from tests.test_imports import ADAPTERS
+from tests.test_rooms import ADAPTERS
 
 ROOT = Path(__file__).parents[1]
 NOT_COPIED = shutil.ignore_patterns(

@@ -1,18 +1,17 @@
-"""Time of the expert FFN, forward and backward, beside bf16 and torchao's fp8 on one H200.
+"""Time of the expert FFN, forward and backward, next to bf16 and torchao's fp8 on one Hopper GPU.
 
-    python -m experiments.kernels.ffn [--layers 0 1 2 3] [--out results.json]
+    python -m experiments.kernels.ffn [--layers 0 1 2 3] --out experiments/kernels/results.json
 
-Ours is :mod:`titan_fp8moe.ffn`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score,
-transposes and all six GEMMs. Its weights are quantized beforehand; quantizing them in the forward and again in the
-backward, as training does, is the row below it, and the two casts of rows (of all M rows, where the layer casts each
-token once) the row after that. References take bf16 rows, apply no score, and compute dx and the three weight
-gradients by autograd:
+"ours" is :mod:`titan_fp8moe.ffn`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score, transposes
+and all six GEMMs, with weights quantized beforehand. The row below it quantizes weights in the forward and again in the
+backward, as training does. The row after that casts all M rows in both directions, where the layer casts each token
+once. References take bf16 rows, apply no score, and compute dx and the three weight gradients by autograd:
 
 * ``bf16``: three ``torch._grouped_mm`` and SwiGLU, eager and compiled.
 * ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, compiled; casts included.
 
-Milliseconds back to back and after idling, see :mod:`experiments.kernels.gemm`. Then the time of each kernel of ours.
-Records are written after each layer.
+Milliseconds back to back and after idling, see :func:`titan_fp8moe.testing.median_ms`. Then the time of each of our
+kernels. Records are written after each layer.
 """
 
 import argparse
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor
 from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
-from experiments.kernels.gemm import LAYERS, group_ends, launched, measure
+from experiments.kernels.gemm import LAYERS
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ffn import ExpertFFNBackward, Layout, Rows, expert_ffn
-from titan_fp8moe.testing import environment, write_records
+from titan_fp8moe.testing import BACK_TO_BACK, environment, group_ends, launched, median_ms, write_records
 from titan_fp8moe.weights import ExpertWeights, WeightCache, quantize_weights
 
 BF16 = torch.bfloat16
@@ -133,9 +132,9 @@ def main() -> None:
             "bf16, compiled": by_autograd(compiled(bf16_ffn), *inputs),
             "torchao rowwise, compiled": by_autograd(compiled(torchao_ffn), *inputs),
         }
-        times = measure(candidates, 5, launched(100))
-        print(f"\n{layer}: M {M}, E {E}, D {D}, H {H}; ms in bursts, rested")
-        for name in times["bursts"]:
+        times = median_ms(candidates, 5, launched(100))
+        print(f"\n{layer}: M {M}, E {E}, D {D}, H {H}; ms back to back, after idling")
+        for name in times[BACK_TO_BACK]:
             print(f"  {name:28}" + "".join(f"{ms[name]:8.2f}" for ms in times.values()), flush=True)
         for state, ms in times.items():
             for reference in [name for name in ms if name.startswith(("bf16", "torchao"))]:

@@ -1,8 +1,8 @@
-"""Seconds that the first forward and backward of a layer wait for kernels, and what other numbers of tokens compile.
+"""Seconds that the first forward and backward of a layer take to compile, and what other numbers of tokens compile.
 
     python -m experiments.kernels.first_step
 
-Each layer has a process of its own and an empty Triton cache, as after a fresh install.
+Each layer runs in its own process with an empty Triton cache, as after a fresh install.
 """
 
 import os

@@ -1,13 +1,13 @@
-"""What FP8-Flow's roundings cost on the tensors of a real run: trains a DeepSeek-V3-shaped model, captures the routed
-experts' inputs, gradients, weights and routing in every layer at three steps, and computes on them
+"""Errors of FP8-Flow's roundings on the tensors of a real run.
 
-* each GEMM's error against float64 products of its operands as they were before quantization,
-* the weight gradients' by transpose mode, and by the usual recipe with fp32 scales and a second quantization,
-* what that second quantization does to the operands themselves,
+    python -m experiments.numerics.run --out experiments/numerics
 
-beside the same on normal random data. The statistics of the whole run are logged on the way.
+Trains a DeepSeek-V3-shaped model and captures the routed experts' inputs, gradients, weights and routing in every layer
+at three steps. On these tensors, and on normal random data, it computes
 
-    python experiments/numerics/run.py --out experiments/numerics
+* each GEMM's error against float64 products of its operands before quantization,
+* the weight gradients' error by transpose mode, and with fp32 scales and a second quantization,
+* what that second quantization does to the operands themselves.
 
 Writes results.json, raw.json.gz (every capture, statistics by step, losses, step times) and numerics.png.
 """
@@ -30,7 +30,6 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.ffn import _weight_grads
 from titan_fp8moe.recipe import FP8, FP8_MAX, TILE, row_capacity

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources: layers of the package, no cycle, and rooms that stay apart."""
+"""Layers of the package, rooms that stay apart and how scripts are run, all read from the sources."""
 
 import ast
 import graphlib
@@ -69,7 +69,7 @@ def layer(module: str) -> int:
     """Index into ``LAYERS`` of a module of the package."""
     child = [*module.split("."), ""][1]
     found = [index for index, names in enumerate(LAYERS) if child in names]
-    assert found, f"titan_fp8moe.{child} has no layer; add it to LAYERS in tests/test_imports.py"
+    assert found, f"titan_fp8moe.{child} has no layer; add it to LAYERS in tests/test_rooms.py"
     return found[0]
 
 
@@ -159,3 +159,10 @@ def test_tests_use_no_private_names_of_experiments():
 )
 def test_private_names_are_found(source: str):
     assert private_names("tests.test_a", ast.parse(source), "experiments") == {"_b"}
+
+
+def test_experiment_scripts_say_how_to_run_them():
+    trees = modules("experiments")
+    scripts = {name for name, tree in trees.items() if "__name__ == '__main__'" in ast.unparse(tree)}
+    assert scripts
+    assert not {name for name in scripts if f"python -m {name}" not in (ast.get_docstring(trees[name]) or "")}
