@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 ADAPTERS = ("torchtitan",)
 # Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
 LAYERS = [
-    {"config", "recipe"},
+    {"config", "recipe", "rows"},
     {"kernels", "ops"},
     {"dispatch", "ffn", "statistics", "weights"},
     {"moe", "modules"},

@@ -111,6 +111,7 @@ def record(
         q, scale = ops.quantize_weight(*w)
         byte = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)
         _add("w", q, byte, torch.ones_like(byte[:, :, 0], dtype=torch.bool))
+        assert _counts is not None
         _counts[KINDS.index("w"), -1] += sum(torch.count_nonzero(part) for part in w)
 
 
@@ -127,6 +128,7 @@ def _add(
     ``source`` and ``target`` are a value's exponents before and after its transpose, the latter per block or column; no
     target, no transpose.
     """
+    assert _counts is not None
     values, bytes_, spreads, nan_tiles, _ = _counts[KINDS.index(kind)].split(_SIZES)
     B, R, G = byte_BRG.shape
     code_BMGL = q.view(torch.uint8).view(B, TILE, G, TILE)
@@ -142,7 +144,9 @@ def _add(
     step = max(_CHUNK // (TILE * TILE * G), 1)
     for i in range(0, B, step):
         run = slice(i, i + step)
-        shift = 0 if target_B1GL is None else (target_B1GL[run] - source_BRG1[run]).clamp(-_LIMIT, _LIMIT)
+        shift = 0
+        if source_BRG1 is not None and target_B1GL is not None:
+            shift = (target_B1GL[run] - source_BRG1[run]).clamp(-_LIMIT, _LIMIT)
         shift = torch.where(held[run].unsqueeze(3), shift + _LIMIT, _UNCOUNTED).to(torch.int16)
         # What rows hold that do not count is left to chance.
         index = (code_BMGL[run] & 0x7F) * live[run].unsqueeze(3) + shift * TILE

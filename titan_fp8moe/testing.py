@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -91,12 +91,16 @@ def moe_layer(
     return out_TD
 
 
+class _Block(nn.Module):
+    def __init__(self, moe: nn.Module):
+        super().__init__()
+        self.moe, self.moe_enabled = moe, True
+
+
 def in_model(moe: nn.Module) -> nn.Module:
     """A model of one block with this MoE layer, as torchtitan's parallelize functions expect it."""
-    block = nn.Module()
-    block.moe, block.moe_enabled = moe, True
     model = nn.Module()
-    model.layers = nn.ModuleDict({"0": block})
+    model.layers = nn.ModuleDict({"0": _Block(moe)})
     return model
 
 
@@ -153,16 +157,16 @@ def launched(rep_ms: int) -> Callable[[Callable[[], object]], Callable[[], float
     """Makes back-to-back timers that launch from Python for ``rep_ms``, with a cold L2; for :func:`median_ms`."""
 
     def timer(run: Callable[[], object]) -> Callable[[], float]:
-        return lambda: triton.testing.do_bench(run, rep=rep_ms, return_mode="median")
+        return lambda: cast(float, triton.testing.do_bench(run, rep=rep_ms, return_mode="median"))
 
     return timer
 
 
-def graphed(run: Callable[[], object], pool: tuple[int, int], graph_ms: float = 3.0) -> Callable[[], float]:
+def graphed(run: Callable[[], object], pool: Any, graph_ms: float = 3.0) -> Callable[[], float]:
     """A back-to-back timer for what the GPU runs faster than Python launches it, with a warm L2.
 
     A CUDA graph repeats ``run`` for ``graph_ms``; the timer returns milliseconds per run. Graphs may share the memory
-    ``pool``, since none runs while another does.
+    ``pool`` (``torch.cuda.graph_pool_handle()``), since none runs while another does.
     """
     runs = max(1, round(graph_ms / after_idling_ms(run, 0)))
     graph = torch.cuda.CUDAGraph()
@@ -187,7 +191,8 @@ def _occupy_kernel(nanoseconds):
 
 def occupy(num_sms: int, ms: float) -> None:
     """Keeps SMs busy for a time: none of them has room for a CTA of a GEMM."""
-    _occupy_kernel[(num_sms,)](int(ms * 1e6), num_warps=16)
+    launch = _occupy_kernel[(num_sms,)]
+    launch(int(ms * 1e6), num_warps=16)  # pyrefly: ignore[unexpected-keyword]
 
 
 def with_busy_sms_ms(run: Callable[[], object], busy_ms: float) -> float:
