@@ -5,18 +5,14 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_fp8moe import moe, routed_experts
+from titan_fp8moe import moe, routed_experts, testing
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_layer(tokens=T, experts=E, dtype=torch.float32):
-    x = torch.randn(tokens, D, device=DEVICE, dtype=dtype)
-    scores = torch.rand(tokens, K, device=DEVICE)
-    chosen = torch.rand(tokens, experts, device=DEVICE).topk(K, dim=1).indices
-    weights = [torch.randn(experts, *shape, device=DEVICE) * 0.05 for shape in ((H, D), (D, H), (H, D))]
-    return x, scores, chosen, weights
+    return testing.make_layer(tokens, D, H, experts, K, dtype, DEVICE)
 
 
 def run(x, scores, chosen, weights, dout, config, score_before=False):

@@ -24,10 +24,10 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
-from tests.reference import relative_error
 from titan_fp8moe import weights
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import backend
+from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter, expert_fsdp_shards
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers

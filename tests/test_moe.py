@@ -9,10 +9,10 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
-from tests.reference import moe_layer, relative_error
 from titan_fp8moe import dispatch, moe, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.recipe import TRANSPOSE_MODES, row_capacity
+from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 
 ALL_MODES = [

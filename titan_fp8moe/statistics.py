@@ -118,6 +118,7 @@ def record(
         q, scale = ops.quantize_weight(*w)
         byte_BRG = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)
         _add("w", q, byte_BRG, torch.ones_like(byte_BRG[:, :, 0], dtype=torch.bool), torch.zeros_like(byte_BRG))
+        assert _counts is not None
         _counts[KINDS.index("w"), -1] += sum(torch.count_nonzero(part) for part in w)
 
 
@@ -130,6 +131,7 @@ def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Ten
         live_BR: bool, which rows count.
         shift_BRG: int32, by how much the transpose lowers the exponents; arbitrary where nothing counts.
     """
+    assert _counts is not None
     values, bytes_, spreads, nan_tiles, _ = _counts[KINDS.index(kind)].split(_SIZES)
     B, R, G = byte_BRG.shape
     code_BMGL = q.view(torch.uint8).view(B, TILE, G, TILE)

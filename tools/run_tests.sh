@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Lints and runs all tests that this machine can run. Arguments go to pytest.
+# Lints, checks spelling and types, then runs all tests that this machine can run. Arguments go to pytest.
 set -euo pipefail
-. "$(dirname "$0")/environment.sh" matplotlib tensorboard pytest pytest_timeout xdist hypothesis ruff
+. "$(dirname "$0")/environment.sh" matplotlib tensorboard codespell_lib hypothesis pyrefly pytest pytest_timeout ruff \
+    setuptools xdist
 
 python3 -m ruff check .
 python3 -m ruff format --check .
+python3 -m codespell_lib
+python3 -m pyrefly check
 if python3 -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
     python3 -m pytest tests "$@"
     exit

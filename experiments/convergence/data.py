@@ -1,4 +1,4 @@
-"""Tokens of a corpus made by tools/build_corpus.py: written once, then read by every variant from the same two files::
+"""Tokens of a corpus made by tools/build_corpus.py: written once, then read by every variant from the same two files.
 
 python -m experiments.convergence.data CORPUS    # CORPUS/train.npy, CORPUS/validation.npy
 """

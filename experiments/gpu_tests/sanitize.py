@@ -11,9 +11,8 @@ import torch
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.moe import routed_experts
 from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.weights import ExpertWeights
 
 SHAPES = [  # N, K, rows of each group
     (256, 384, [128, 0, 256]),
@@ -37,30 +36,29 @@ def layers() -> None:
         config = Fp8FlowMoEConfig(save_h=save_h, recompute=recompute)
         for score_before_experts in (False, True):
             x = randn(TOKENS, D).requires_grad_()
-            route = Route(scores, experts, EXPERTS, score_before_experts)
-            routed_experts(x, ExpertWeights(*weights), route, config).sum().backward()
+            settings = dict(config=config, score_before_experts=score_before_experts)
+            routed_experts(x, *weights, experts, scores, **settings).sum().backward()
 
 
 def exchanges() -> None:
     """What surrounds the all-to-alls, for the tokens of two ranks that both are this one."""
     experts = torch.rand(TOKENS, 2 * EXPERTS, device="cuda").topk(TOP_K).indices
-    position, copy, token, message = ops.dispatch_layout(experts, 2, EXPERTS)
-    mine = message[:1].repeat(2, 1)
-    copies = int(mine[0, 0])
+    sent, token, counts = ops.dispatch_routing(experts, 2, EXPERTS)
+    token = token[: int(counts[0, 0])]
     q, scale = ops.quantize_rows(randn(TOKENS, D))
     scores = torch.rand(TOKENS, TOP_K, device="cuda")
-    ops.pack_dispatch(q, scale, token[:copies], copy, None, None)
-    payload = ops.pack_dispatch(q, scale, token[:copies], copy, position, scores).repeat(2, 1)
-    q, scale, position, score = ops.unpack_dispatch(payload, D, TOP_K)
-    rows = int(mine[:, 2:].sum())
-    capacity = recipe.row_capacity(rows, EXPERTS)
-    offsets, token, score, row, _ = ops.arrival_layout(mine, position, score, rows, capacity)
-    x, x_scale = ops.permute_rows(q, scale, row, token, offsets)
-    ops.transpose_pair(q, scale, x, x_scale, offsets, "balanced", token)
+    ops.pack_dispatch(q, scale, token, sent, None, None, EXPERTS)
+    payload = ops.pack_dispatch(q, scale, token, sent, experts, scores, EXPERTS).repeat(2, 1)
+    q, scale, experts, scores = ops.unpack_dispatch(payload, D, TOP_K)
+    capacity = recipe.row_capacity(2 * int(counts[0, 1:].sum()), EXPERTS)
+    offsets, token_M, score, row = ops.expert_routing(experts, scores, EXPERTS, capacity)
+    x, x_scale = ops.permute_rows(q, scale, row, token_M, offsets)
+    ops.transpose_pair(q, scale, x, x_scale, offsets, "balanced", token_M)
     back = ops.pack_combine(randn(capacity, D), score, row)
     sums, ds = ops.unpack_combine(back, D, TOP_K)
-    ops.unpermute_sum(sums, copy.clamp(max=copies - 1), torch.bfloat16)
-    ops.unpermute_gradients(sums, ds, copy.clamp(min=-1 - copies, max=copies - 1), torch.bfloat16)
+    last = token.shape[0] - 1
+    ops.unpermute_sum(sums, sent.clamp(max=last), torch.bfloat16)
+    ops.unpermute_gradients(sums, ds, sent.clamp(min=-2 - last, max=last), torch.bfloat16)
 
 
 def gathered_weights() -> None:

@@ -1,11 +1,11 @@
-"""Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B and 16B, beside what others reach.
+"""Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B and 16B, next to other implementations.
 
     python -m experiments.kernels.data_movement --out experiments/kernels/results.json
     python -m experiments.kernels.plot experiments/kernels/results.json
 
-A figure is the fewest bytes the kernel must move, each input read once and each output written once, over the median
-time of ``triton.testing.do_bench``. The ceiling is a device-to-device copy in the same run. Peers do the same work with
-their own layouts and precisions; their figure is the same bytes over their time.
+A figure is the fewest bytes that the kernel must move, each input read once and each output written once, divided by
+the median time of ``triton.testing.do_bench``. The upper limit is a device-to-device copy in the same run. Peers do the
+same work with their own layouts and precisions; their figure is the same bytes over their time.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 
 @dataclass
 class Layer:
-    """What one rank sees of an MoE layer: about R routed rows for its E experts."""
+    """One rank's part of an MoE layer: about R routed pairs for its E experts."""
 
     name: str
     R: int
@@ -39,7 +39,7 @@ class Layer:
     H: int
     E: int
     top_k: int
-    ranks: int  # whose tokens come; 1: this rank's own, otherwise they arrive in a payload
+    ranks: int  # that send tokens; 1: this rank's own tokens, otherwise tokens arrive in a payload
 
 
 LAYERS = [
@@ -111,7 +111,7 @@ class Routing:
     """Index maps of a layer's rows."""
 
     counts_SE: Tensor
-    slot_R: Tensor
+    pair_R: Tensor
     offsets_E: Tensor
     token_M: Tensor
     row_TK: Tensor
@@ -128,18 +128,18 @@ def route(layer: Layer, skewed: bool) -> Routing:
         log_weight[:E] += math.log(E) - log_weight[:E].logsumexp(0)
     tokens = layer.R * ranks // top_k
     gumbel = -torch.empty(tokens, E * ranks, device=device).exponential_().log()
-    expert_TK = (gumbel + log_weight).topk(top_k).indices
-    served = expert_TK < E
-    copies = served.any(1)  # the tokens that come here
-    source_C = torch.arange(tokens, device=device)[copies] * ranks // tokens
-    slots = served[copies].flatten().nonzero().squeeze(1)
-    run = source_C[slots // top_k] * E + expert_TK[copies].flatten()[slots]
-    slot_R = slots[run.argsort(stable=True)]  # as torchtitan sorts them: by expert, tokens ascending
+    topk_ids_TK = (gumbel + log_weight).topk(top_k).indices
+    served = topk_ids_TK < E
+    dispatched_T = served.any(1)  # whether the token comes to this rank
+    source_C = torch.arange(tokens, device=device)[dispatched_T] * ranks // tokens
+    pairs = served[dispatched_T].flatten().nonzero().squeeze(1)
+    run = source_C[pairs // top_k] * E + topk_ids_TK[dispatched_T].flatten()[pairs]
+    pair_R = pairs[run.argsort(stable=True)]  # as torchtitan sorts them: by expert, tokens ascending
     counts_SE = torch.bincount(run, minlength=ranks * E).view(ranks, E)
-    R, C = slot_R.shape[0], source_C.shape[0]
-    args = (expert_TK[copies], torch.rand(C, top_k, device=device), E, recipe.row_capacity(R, E))
+    R, C = pair_R.shape[0], source_C.shape[0]
+    args = (topk_ids_TK[dispatched_T], torch.rand(C, top_k, device=device), E, recipe.row_capacity(R, E))
     offsets_E, token_M, _, row_TK = routing.expert_layout(*args)
-    return Routing(counts_SE, slot_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
+    return Routing(counts_SE, pair_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
 
 
 def live(routing: Routing, *tensors: Tensor) -> int:
@@ -154,7 +154,7 @@ def expert_rows(routing: Routing, width: int) -> tuple[Tensor, Tensor]:
 
 
 def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]]:
-    """Of x in expert order; and of x as it was dispatched, with what the former takes as reference."""
+    """Of x in expert order, and of x in the order of dispatched tokens with the former as reference."""
     x, dy = expert_rows(routing, layer.D), expert_rows(routing, 2 * layer.H)
     args = (*x, *dy, routing.offsets_E, "balanced")
     scales = (layer.D + 2 * layer.H) // TILE * routing.rows // TILE
@@ -183,7 +183,7 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
 
 
 def dispatched(layer: Layer, routing: Routing) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Quantized tokens, in a payload if they come from other ranks, and what they were quantized from."""
+    """Quantized tokens, in a payload if they come from other ranks, and the bf16 tokens."""
     D, (T, top_k) = layer.D, routing.row_TK.shape
     x = randn(T, D)
     q, scale = quantize.quantize_rows(x)
@@ -202,11 +202,11 @@ def permute_case(layer: Layer, routing: Routing) -> Case:
     (q, scale), x = dispatched(layer, routing)
     args = (q, scale, routing.row_TK, routing.token_M, routing.offsets_E)
     moved = size(q, scale, routing.row_TK) + live(routing, routing.token_M, *permute.permute_rows(*args))
-    arrived = x if layer.ranks == 1 else randn(routing.slot_R.shape[0], D)
+    arrived = x if layer.ranks == 1 else randn(routing.pair_R.shape[0], D)
 
     def torchtitan_permute() -> None:
-        """In bf16: of own tokens the gather of the routed rows, then padding to groups of 8 rows."""
-        rows = arrived[routing.slot_R // top_k] if layer.ranks == 1 else arrived
+        """In bf16: gathers the routed rows of this rank's own tokens, then pads groups to 8 rows."""
+        rows = arrived[routing.pair_R // top_k] if layer.ranks == 1 else arrived
         torchtitan._permute(rows, routing.counts_SE.flatten(), layer.ranks, layer.E)
 
     references = {
@@ -217,9 +217,9 @@ def permute_case(layer: Layer, routing: Routing) -> Case:
 
 
 def unpermute_case(layer: Layer, routing: Routing) -> Case:
-    """Of own tokens the layer's output, of arrived ones what goes back for them; both in bf16."""
+    """Sums in bf16: the layer's output for own tokens, the combine payload for those of other ranks."""
     y = randn(routing.token_M.shape[0], layer.D)
-    row_TK, R = routing.row_TK, routing.slot_R.shape[0]
+    row_TK, R = routing.row_TK, routing.pair_R.shape[0]
     out = permute.unpermute_sum(y, row_TK, BF16)
     routed = y[:R]
     references = {"compiled PyTorch": compiled(recipe.unpermute_sum, y, row_TK, BF16)}
@@ -228,7 +228,7 @@ def unpermute_case(layer: Layer, routing: Routing) -> Case:
 
         def torchtitan_combine() -> None:
             unsorted = torch.zeros_like(routed)
-            unsorted[routing.slot_R] = routed
+            unsorted[routing.pair_R] = routed
             torch.bmm(score, unsorted.view(-1, layer.top_k, layer.D).float()).to(BF16)
 
         references["torchtitan"] = torchtitan_combine
@@ -244,7 +244,7 @@ def unpermute_case(layer: Layer, routing: Routing) -> Case:
 
 
 def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
-    """The cases of a layer, one at a time in memory, with their routing ("" where it plays no part)."""
+    """The cases of a layer, one at a time in memory, with their routing ("" where it has no effect)."""
     yield "", quantize_case(layer)
     yield "", weight_case(layer)
     for skewed in (False, True):
@@ -270,7 +270,7 @@ def device_copy() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="run the kernels whose name contains this")
+    parser.add_argument("--only", default="", help="measure only kernels whose name contains this")
     parser.add_argument("--no-peers", action="store_true", help="time only this package's kernels")
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     args = parser.parse_args()
@@ -298,7 +298,7 @@ def main() -> None:
                 record = {"name": case.name, "shape": shape, "value": round(value, 1), "unit": "GB/s"}
                 record |= {"microseconds": round(case.bytes / value * 1e-3, 1), "reference": name}
                 records.append(record | {"reference_value": round(speed, 1), "speedup": round(value / speed, 3)})
-            if args.out:  # at once: a run that is cut short keeps what it has measured
+            if args.out:  # after each case, so that an interrupted run keeps its results
                 write_records(args.out, records)
 
 

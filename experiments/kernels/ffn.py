@@ -1,18 +1,17 @@
-"""Time of the expert FFN, forward and backward, beside bf16 and torchao's fp8 on one H200.
+"""Time of the expert FFN, forward and backward, next to bf16 and torchao's fp8 on one Hopper GPU.
 
-    python -m experiments.kernels.ffn [--layers 0 1 2 3] [--out results.json]
+    python -m experiments.kernels.ffn [--layers 0 1 2 3] --out experiments/kernels/results.json
 
-Ours is :mod:`titan_fp8moe.ffn`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score,
-transposes and all six GEMMs. Its weights are quantized beforehand; quantizing them in the forward and again in the
-backward, as training does, is the row below it, and the two casts of rows (of all M rows, where the layer casts each
-token once) the row after that. References take bf16 rows, apply no score, and compute dx and the three weight
-gradients by autograd:
+"ours" is :mod:`titan_fp8moe.ffn`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score, transposes
+and all six GEMMs, with weights quantized beforehand. The row below it quantizes weights in the forward and again in the
+backward, as training does. The row after that casts all M rows in both directions, where the layer casts each token
+once. References take bf16 rows, apply no score, and compute dx and the three weight gradients by autograd:
 
 * ``bf16``: three ``torch._grouped_mm`` and SwiGLU, eager and compiled.
 * ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, compiled; casts included.
 
-Milliseconds back to back and after idling, see :mod:`experiments.kernels.gemm`. Then the time of each kernel of ours.
-Records are written after each layer.
+Milliseconds back to back and after idling, see :func:`titan_fp8moe.testing.median_ms`. Then the time of each of our
+kernels. Records are written after each layer.
 """
 
 import argparse
@@ -26,12 +25,13 @@ import torch
 from torch import Tensor
 from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
-from experiments.kernels.gemm import LAYERS, group_ends, launched, measure
+from experiments.kernels.gemm import LAYERS
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.ffn import ExpertFFNBackward, Layout, Rows, expert_ffn
-from titan_fp8moe.testing import environment, write_records
-from titan_fp8moe.weights import ExpertWeights, WeightCache, quantize_weights
+from titan_fp8moe.ffn import ExpertFFNBackward, expert_ffn
+from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.testing import BACK_TO_BACK, environment, group_ends, launched, median_ms, write_records
+from titan_fp8moe.weights import ExpertWeights, WeightCache, quantize_weights, quantize_weights_transposed
 
 BF16 = torch.bfloat16
 
@@ -49,12 +49,15 @@ def ours(
     x_rows, dy_rows, tokens = rows(x), rows(dy), Rows(*ops.quantize_rows(x))
     fields = {"offsets_E": offsets_E, "score_M": torch.rand(x.shape[0], device="cuda")}
     fields["token_M"] = torch.arange(x.shape[0], dtype=torch.int32, device="cuda")
-    layout = Layout(**dict.fromkeys(Layout._fields) | fields)
+    routing = Routing(**dict.fromkeys(Routing._fields) | fields)
     config = Fp8FlowMoEConfig()
 
     def run():
-        y, saved = expert_ffn([x_rows], *quantize_weights(weights, cache), layout, False, config)
-        backward = ExpertFFNBackward(tokens, saved, weights, layout, False, config, cache)
+        forward_weights = quantize_weights(weights) if cache is None else cache.get(weights)[0]
+        w13, w2, _ = forward_weights
+        y, saved = expert_ffn([x_rows], w13, w2, routing, False, config.recompute, config.save_h)
+        operands = quantize_weights_transposed(weights, False) if cache is None else cache.get(weights)[1]
+        backward = ExpertFFNBackward(tokens, saved, weights, operands, routing, False, config)
         return y, backward.dgrad(dy_rows), backward.wgrad(BF16)
 
     return run
@@ -133,9 +136,9 @@ def main() -> None:
             "bf16, compiled": by_autograd(compiled(bf16_ffn), *inputs),
             "torchao rowwise, compiled": by_autograd(compiled(torchao_ffn), *inputs),
         }
-        times = measure(candidates, 5, launched(100))
-        print(f"\n{layer}: M {M}, E {E}, D {D}, H {H}; ms in bursts, rested")
-        for name in times["bursts"]:
+        times = median_ms(candidates, 5, launched(100))
+        print(f"\n{layer}: M {M}, E {E}, D {D}, H {H}; ms back to back, after idling")
+        for name in times[BACK_TO_BACK]:
             print(f"  {name:28}" + "".join(f"{ms[name]:8.2f}" for ms in times.values()), flush=True)
         for state, ms in times.items():
             for reference in [name for name in ms if name.startswith(("bf16", "torchao"))]:

@@ -1,8 +1,8 @@
-"""Seconds that the first forward and backward of a layer wait for kernels, and what other numbers of tokens compile.
+"""Seconds that the first forward and backward of a layer take to compile, and what other numbers of tokens compile.
 
     python -m experiments.kernels.first_step
 
-Each layer has a process of its own and an empty Triton cache, as after a fresh install.
+Each layer runs in its own process with an empty Triton cache, as after a fresh install.
 """
 
 import os
@@ -14,10 +14,8 @@ import time
 import torch
 import triton
 
-from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import Route, routed_experts
+from titan_fp8moe.moe import routed_experts
 from titan_fp8moe.testing import environment
-from titan_fp8moe.weights import ExpertWeights
 
 LAYERS = {  # D model dim, H expert hidden dim, E experts, top_k, dtype of the weights
     "671B, 8 experts": (7168, 2048, 8, 8, torch.bfloat16),
@@ -33,7 +31,7 @@ def measure(layer: str) -> None:
     def randn(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, device="cuda", dtype=dtype) * 0.02).requires_grad_()
 
-    weights = ExpertWeights(randn(E, H, D), randn(E, D, H), randn(E, H, D))
+    weights = randn(E, H, D), randn(E, D, H), randn(E, H, D)
     compiled = []
     triton.knobs.compilation.listener = lambda **compilation: compiled.append(compilation["src"].name)
 
@@ -42,7 +40,7 @@ def measure(layer: str) -> None:
         chosen = torch.rand(tokens, E, device="cuda").topk(top_k, 1).indices
         torch.cuda.synchronize()
         start = time.monotonic()
-        out = routed_experts(x, weights, Route(score, chosen, E), Fp8FlowMoEConfig())
+        out = routed_experts(x, *weights, chosen, score)
         out.backward(torch.ones_like(out))
         torch.cuda.synchronize()
         return time.monotonic() - start

@@ -1,32 +1,27 @@
-"""Speed of the grouped GEMMs beside PyTorch's on one H200.
+"""Speed of the grouped GEMMs, next to PyTorch's, on one Hopper GPU.
 
-    python -m experiments.kernels.gemm [--quick] [--out results.json]       a layer of DeepSeek-V3 671B and 16B
-    python -m experiments.kernels.gemm --range [--out results.json]
-    python -m experiments.kernels.gemm --plot range.png --out results.json     draws what --range has measured
+    python -m experiments.kernels.gemm [--quick] --out experiments/kernels/results.json    layers of DeepSeek-V3
+    python -m experiments.kernels.gemm --range --out experiments/kernels/results.json      few to many rows and groups
+    python -m experiments.kernels.plot experiments/kernels/results.json                    draws what --range measured
 
-Every figure is TFLOP/s of the median time, in two states of the card: in bursts (back to back, where power limits the
-clocks) and rested (single runs after idling, launched behind a wait so that the host's time does not count); of the
-layers also beside a kernel that occupies 16 multiprocessors all the while, as communication does. Candidates take turns
-in random order, so that all of them meet the same clocks and temperature. Groups have 0.7 to 1.3 times the average
-number of rows. All start with a cold L2, but for the bursts of ``--range``. References:
+A figure is TFLOP/s of the median time, back to back (where power limits the clocks) and after idling. Layers are also
+measured while another kernel occupies 16 SMs, as communication does. All runs start with a cold L2, except those of
+``--range`` back to back. Groups have 0.7 to 1.3 times the average number of rows. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
 * ``cublas dense fp8``: ``torch._scaled_mm``, one scale per tensor, fast accumulation; one GEMM of the same size.
 
-``--range`` goes over 2,048 to 204,800 rows and 2 to 256 groups, groups of 128 rows and none among them, balanced and
-skewed (one group has half of the rows, a quarter of the groups has none). Its bursts are CUDA graphs, because Python
-takes longer to launch a small GEMM than the GPU to run it; "host" is what a launch takes there. Each result is checked
-against float64 products of the dequantized operands, written over NaN: 16 groups, up to 1024 rows of each.
+``--range`` covers 2,048 to 204,800 rows and 2 to 256 groups, balanced and skewed (one group has half of the rows, a
+quarter of the groups has none). It times CUDA graphs, because Python takes longer to launch a small GEMM than the GPU
+takes to run it; "host" is the time of a launch. Each result is checked against float64 products of the dequantized
+operands, in 16 groups and up to 1024 rows of each, over memory filled with NaN.
 
-Records are written as they come.
+Records are written after each GEMM.
 """
 
 import argparse
-import json
 import random
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,14 +30,21 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import triton
 from torch import Tensor
-from triton.language.extra.cuda import globaltimer
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.testing import environment, write_records
+from titan_fp8moe.testing import (
+    AFTER_IDLING,
+    environment,
+    graphed,
+    group_ends,
+    host_ms,
+    launched,
+    median_ms,
+    write_records,
+)
 
 BF16 = torch.bfloat16
 LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden dim
@@ -62,20 +64,6 @@ RANGE_BALANCED = [  # M rows, E groups
     *((204800, 8), (204800, 64), (204800, 256)),
 ]
 RANGE_SKEWED = [(2048, 8), (2048, 32), (8192, 32), (32768, 8), (98304, 64), (204800, 256)]
-
-
-def group_ends(M: int, E: int, skewed: bool = False) -> Tensor:
-    """(E,) int32 ends of groups, multiples of 128 that add up to M, in random order. They have 0.7 to 1.3 times M / E
-    rows; skewed, one has half of M, a quarter has none and the others are equal."""
-    if skewed:
-        tiles = torch.full((E,), M // 2 // TILE // (E - E // 4 - 1))
-        tiles[: E // 4] = 0
-        tiles[-1] += M // TILE - tiles.sum()
-    else:
-        tiles = (torch.linspace(0.7, 1.3, E) * (M / E / TILE)).round().long()
-        tiles[E // 2] += M // TILE - tiles.sum()
-    order = torch.randperm(E, generator=torch.Generator().manual_seed(0))
-    return (tiles[order] * TILE).cumsum(0).to(torch.int32).cuda()
 
 
 @dataclass
@@ -134,125 +122,6 @@ def gemms(D: int, H: int) -> list[tuple[str, Callable, int, int]]:
     ]
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
-def shuffled(names: list[str]) -> list[str]:
-    return random.sample(names, len(names))
-
-
-def launched(rep_ms: int) -> Callable[[Callable], Callable[[], float]]:
-    """Timers of bursts that Python launches, for :func:`measure`."""
-    return lambda run: lambda: triton.testing.do_bench(run, rep=rep_ms, return_mode="median")
-
-
-def graphed(run: Callable, pool: object, graph_ms: float = 3.0) -> Callable[[], float]:
-    """A timer of bursts in a CUDA graph: milliseconds of one run among those that take ``graph_ms``. Results go to
-    ``pool``, which the graphs of all candidates may share, since none runs beside another."""
-    runs = max(1, round(graph_ms / rested_time(run, 0)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        for _ in range(runs):
-            run()
-
-    def timer() -> float:
-        graph.replay()
-        return elapsed(graph.replay) / runs
-
-    return timer
-
-
-def elapsed(run: Callable) -> float:
-    """Milliseconds between the GPU's arrival at ``run`` and its end."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
-def rested_time(run: Callable, idle_s: float = 0.04) -> float:
-    """Milliseconds of one run on a card that has idled, with nothing of its operands in L2."""
-    torch.cuda.synchronize()
-    time.sleep(idle_s)
-    torch.empty(2**28, dtype=torch.uint8, device="cuda").zero_()
-    torch.cuda._sleep(2_000_000)  # covers the time the host takes to launch
-    return elapsed(run)
-
-
-@triton.jit(do_not_specialize=["nanoseconds"])
-def _occupy_kernel(nanoseconds):
-    start = globaltimer()
-    now = start
-    while now - start < nanoseconds:
-        now = globaltimer()
-
-
-def occupy(multiprocessors: int, ms: float) -> None:
-    """Keeps multiprocessors busy for a time: none that this kernel is on has room for a program of a GEMM."""
-    _occupy_kernel[(multiprocessors,)](int(ms * 1e6), num_warps=16)
-
-
-def beside_time(run: Callable, ms: float, multiprocessors: int = 16) -> float:
-    """Milliseconds of one run while some multiprocessors are busy, for ``ms`` at least."""
-    torch.cuda.synchronize()
-    time.sleep(0.01)
-    busy = torch.cuda.Stream()
-    torch.cuda._sleep(4_000_000)  # covers the time the host takes to launch
-    busy.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(busy):
-        occupy(multiprocessors, ms)
-    torch.cuda._sleep(30_000)
-    return elapsed(run)
-
-
-def host_time(run: Callable, runs: int = 20) -> float:
-    """Milliseconds that the host takes to launch."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)
-    start = time.perf_counter()
-    for _ in range(runs):
-        run()
-    return (time.perf_counter() - start) / runs * 1e3
-
-
-def measure(
-    candidates: dict[str, Callable],
-    rounds: int,
-    burst_timer: Callable[[Callable], Callable[[], float]],
-    rests: int = 5,
-    idle_s: float = 0.04,
-    besides: int = 0,
-) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each candidate by state; without those of the references that this PyTorch refuses to
-    run, which are named on stderr."""
-    timers = {}
-    for name, run in candidates.items():
-        try:
-            run()
-            timers[name] = burst_timer(run)
-        except Exception as error:
-            if name.startswith("ours"):
-                raise
-            print(f"{name}: {str(error)[:150]}", file=sys.stderr)
-    bursts, rested = {name: [] for name in timers}, {name: [] for name in timers}
-    for _ in range(rounds):
-        for name in shuffled(list(timers)):
-            bursts[name].append(timers[name]())
-    for _ in range(rests):
-        for name in shuffled(list(timers)):
-            rested[name].append(rested_time(candidates[name], idle_s))
-    states = {"bursts": bursts, "rested": rested}
-    if besides:
-        longest = 4 * max(map(statistics.median, rested.values()))
-        states["beside 16 busy multiprocessors"] = beside = {name: [] for name in timers}
-        for _ in range(besides):
-            for name in shuffled(list(timers)):
-                beside[name].append(beside_time(candidates[name], longest))
-    return {state: {name: statistics.median(ms) for name, ms in times.items()} for state, times in states.items()}
-
-
 # --- error ------------------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +151,7 @@ def both_ends(start: int, end: int) -> list[slice]:
     return [slice(start, end)] if end - start <= 1024 else [slice(start, start + 512), slice(end - 512, end)]
 
 
-def relative_error(pairs: Iterator[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+def sampled_error(pairs: Iterator[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """||out - ref|| / ||ref||, and the same of the worst 128x128 block, of (out, ref) in float64, (m, n) each."""
     wrong, size, worst = 0.0, 0.0, 0.0
     for out, ref in pairs:
@@ -306,7 +175,7 @@ def forward_error(operands: tuple[Tensor, ...], offsets_E: Tensor, dtype: torch.
                 if rows.stop > rows.start:
                     yield out[rows], recipe.dequantize(a[rows], a_scale[rows], torch.float64) @ w.t()
 
-    return relative_error(pairs())
+    return sampled_error(pairs())
 
 
 def wgrad_error(operands: tuple[Tensor, ...], offsets_E: Tensor, dtype: torch.dtype) -> tuple[float, float]:
@@ -327,7 +196,7 @@ def wgrad_error(operands: tuple[Tensor, ...], offsets_E: Tensor, dtype: torch.dt
                     rhs = dequantized(b, b_scale, columns, start, end).t()
                     yield out[e, rows, columns], dequantized(a, a_scale, rows, start, end) @ rhs
 
-    return relative_error(pairs())
+    return sampled_error(pairs())
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -363,11 +232,13 @@ def benchmark_layers(quick: bool) -> Iterator[list[dict]]:
     """The records of one GEMM after another."""
     rounds, rep_ms = (1, 30) if quick else (5, 60)
     names = ("ours", "ours, fp32 out", *REFERENCES)
-    print(f"{'TFLOP/s, bursts / rested / beside':34}{'N':>6}{'K':>6}" + "".join(f"{name:>20}" for name in names))
+    print(f"{'TFLOP/s, back to back / idle / busy':34}{'N':>6}{'K':>6}" + "".join(f"{name:>20}" for name in names))
     for layer, M, E, D, H in LAYERS:
         offsets_E = group_ends(M, E)
         for title, make, N, K in gemms(D, H):
-            times = measure(make(M, N, K, offsets_E).candidates, rounds, launched(rep_ms), besides=rounds)
+            times = median_ms(
+                make(M, N, K, offsets_E).candidates, rounds, launched(rep_ms), rounds_with_busy_sms=rounds
+            )
             flop = 2 * M * N * K
             print(f"{layer + ', ' + title:34}{N:6}{K:6}" + cells(names, flop, times, 20), flush=True)
             op = "grouped_mm_wgrad" if make is wgrad_gemm else "grouped_mm"
@@ -385,7 +256,7 @@ def range_cases() -> Iterator[tuple[Callable, int, int, int, int, bool]]:
 def benchmark_range() -> Iterator[list[dict]]:
     """The records of one case after another."""
     names = ("ours", *REFERENCES)
-    print(f"{'TFLOP/s, bursts / rested':39}" + "".join(f"{name.split()[-1]:>13}" for name in names), end="")
+    print(f"{'TFLOP/s, back to back / after idling':39}" + "".join(f"{name.split()[-1]:>13}" for name in names), end="")
     print("   host µs: ours, bf16, rowwise; error and worst block, bf16 (and fp32)")
     for make, M, E, N, K, skewed in range_cases():
         op = "grouped_mm_wgrad range" if make is wgrad_gemm else "grouped_mm range"
@@ -418,10 +289,10 @@ def measure_case(
     dtypes = (BF16, torch.float32) if is_wgrad else (BF16,)
     errors, worst_blocks = zip(*(check(gemm.operands, offsets_E, dtype) for dtype in dtypes), strict=True)
     timer = partial(graphed, pool=torch.cuda.graph_pool_handle())
-    times = measure(gemm.candidates, 4, timer, rests=3, idle_s=0.015)
+    times = median_ms(gemm.candidates, 4, timer, rounds_after_idling=3, idle_s=0.015)
     host = {}
     if M <= 8192:
-        host = {name: round(host_time(gemm.candidates[name]) * 1e3, 1) for name in times["rested"]}
+        host = {name: round(host_ms(gemm.candidates[name]) * 1e3, 1) for name in times[AFTER_IDLING]}
     return times, {
         "host_us": host,
         "error": list(map(rounded, errors)),
@@ -440,50 +311,13 @@ def print_verdict(records: list[dict]) -> None:
         print("error too large:", "; ".join(dict.fromkeys(f"{r['name']}, {r['shape']}" for r in wrong)))
 
 
-def plot_range(records: list[dict], path: Path) -> None:
-    """A column for bursts and one for rested, a row for each GEMM; TFLOP/s over rows and groups."""
-    import matplotlib.pyplot as plt
-
-    styles = {"ours": "o", "torchao rowwise": "s", "bf16": "^", "cublas dense fp8": "_"}
-    panels: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    for r in records:
-        rows, groups, N, K, *rest = (part.split(" ")[-1] for part in r["shape"].split(", "))
-        skewed, state = "skewed" in rest, rest[-1]
-        kind = "weight gradient" if "wgrad" in r["name"] else "m-grouped"
-        case = f"{int(rows) // 1024}k/{groups}{' s' if skewed else ''}"
-        panel = panels.setdefault((f"{kind}, N {N}, K {K}", state), {}).setdefault(case, {})
-        panel |= {"ours": r["value"], r["reference"]: r["reference_value"]}
-    titles = list(dict.fromkeys(title for title, _ in panels))
-    figure, axes = plt.subplots(
-        len(titles), 2, figsize=(13, 2.4 * len(titles)), sharex=True, sharey=True, layout="constrained", squeeze=False
-    )
-    for i, title in enumerate(titles):
-        for axis, state in zip(axes[i], ("bursts", "rested"), strict=True):
-            panel = panels[title, state]
-            for name, marker in styles.items():
-                points = [(case, speeds[name]) for case, speeds in panel.items() if name in speeds]
-                axis.plot(*zip(*points, strict=True), marker, label=name, markersize=9 if marker == "_" else 5)
-            axis.set_title(f"{title}, {state}", fontsize=9, loc="left")
-            axis.grid(axis="y", alpha=0.3)
-            axis.tick_params("x", rotation=90, labelsize=7)
-            axis.set_ylim(0, 1650)
-        axes[i][0].set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=7, loc="lower right")
-    figure.supxlabel("thousand rows / groups (s: skewed)")
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round of bursts instead of five")
+    parser.add_argument("--quick", action="store_true", help="one short round instead of five")
     parser.add_argument("--range", action="store_true", help="few to many rows and groups instead of two models")
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further GEMM is begun")
-    parser.add_argument("--plot", type=Path, help="measure nothing, draw the range of --out")
     args = parser.parse_args()
-    if args.plot:
-        plot_range([r for r in json.loads(args.out.read_text()) if r["name"].endswith("range")], args.plot)
-        return
     setting = environment()
     print(setting["hardware"], setting["versions"])
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""Times the data-movement kernels under other configurations than the constants they ship with.
+"""Times the data-movement kernels with other values of their tuning constants.
 
     python -m experiments.kernels.sweep [--only permute]
 
-Each constant is varied alone, at the large shapes, balanced routing. The kernels themselves never tune: take what wins
-here over to the constant.
+Each constant is varied alone, at the large shapes with balanced routing. The kernels do not tune themselves: copy the
+best value into the constant.
 """
 
 import argparse

@@ -2,27 +2,23 @@
 
 The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from high precision, are the references.
 
-    python experiments/layer_error/run.py --out experiments/layer_error
+    python -m experiments.layer_error.run --out experiments/layer_error
 
 Writes results.json and prints two tables: (1) one DeepSeek-V3-shaped layer on normal data, (2) the weight gradient
 alone when token scales of its two operands are anti-correlated, by transpose mode and for requantized transposes.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
-from tests.reference import moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import Route, routed_experts
-from titan_fp8moe.testing import environment, write_records
-from titan_fp8moe.weights import ExpertWeights
+from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.testing import environment, make_layer, moe_layer, relative_error, write_records
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 
@@ -56,13 +52,13 @@ def blocks(w: torch.Tensor) -> torch.Tensor:
     return recipe.dequantize(*recipe.quantize_weight(w.unsqueeze(0)))[0]
 
 
-def single_quantization_layer(x_TD, scores_TK, experts_TK, w1, w2, w3):
+def single_quantization_layer(x_TD, topk_scores_TK, topk_ids_TK, w1, w2, w3):
     out = torch.zeros_like(x_TD)
     mm = QuantizedMatmul.apply
     for e in range(w1.shape[0]):
-        token, k = (experts_TK == e).nonzero(as_tuple=True)
+        token, k = (topk_ids_TK == e).nonzero(as_tuple=True)
         h = torch.nn.functional.silu(mm(x_TD[token], w1[e])) * mm(x_TD[token], w3[e])
-        out = out.index_add(0, token, mm(h * scores_TK[token, k].unsqueeze(1), w2[e]))
+        out = out.index_add(0, token, mm(h * topk_scores_TK[token, k].unsqueeze(1), w2[e]))
     return out
 
 
@@ -76,16 +72,13 @@ def gradients(layer, inputs, dout):
 def layer_table(device: str, seed: int, size: dict) -> dict[str, list[float]]:
     torch.manual_seed(seed)
     tokens, dim, hidden, experts, top_k = (size[k] for k in ("tokens", "dim", "hidden", "experts", "top_k"))
-    x = torch.randn(tokens, dim, device=device)
-    scores = torch.rand(tokens, top_k, device=device)
-    chosen = torch.rand(tokens, experts, device=device).topk(top_k, 1).indices
-    weights = [torch.randn(experts, *s, device=device) * 0.02 for s in ((hidden, dim), (dim, hidden), (hidden, dim))]
+    x, scores, topk_ids, weights = make_layer(tokens, dim, hidden, experts, top_k, device=device, std=0.02)
     dout = torch.randn(tokens, dim, device=device)
     inputs = [x, scores, *weights]
 
     def plain(dtype):
         def layer(x, s, w1, w2, w3):
-            return moe_layer(x.to(dtype), s, chosen, w1.to(dtype), w2.to(dtype), w3.to(dtype), False)
+            return moe_layer(x.to(dtype), s, topk_ids, w1.to(dtype), w2.to(dtype), w3.to(dtype), False)
 
         return layer
 
@@ -93,15 +86,14 @@ def layer_table(device: str, seed: int, size: dict) -> dict[str, list[float]]:
         config = Fp8FlowMoEConfig(**settings)
 
         def layer(x, s, w1, w2, w3):
-            route = Route(s, chosen, experts)
-            return routed_experts(x.to(torch.bfloat16), ExpertWeights(w1, w2, w3), route, config)
+            return routed_experts(x.to(torch.bfloat16), w1, w2, w3, topk_ids, s, config=config)
 
         return layer
 
     reference = gradients(plain(torch.float32), inputs, dout)
     layers = {
         "bf16": plain(torch.bfloat16),
-        "fp8, each operand rounded once": lambda x, s, *w: single_quantization_layer(x, s, chosen, *w),
+        "fp8, each operand rounded once": lambda x, s, *w: single_quantization_layer(x, s, topk_ids, *w),
         "FP8-Flow balanced": flow(),
         "FP8-Flow balanced, h in fp8": flow(save_h="fp8"),
         "FP8-Flow scaling_aware": flow(wgrad="scaling_aware"),

@@ -1,10 +1,12 @@
-"""Adds what run.sh measured in FOLDER to the experiment's results.json: python records.py FOLDER OVERRIDES."""
+"""Adds the comparison that run.sh left in FOLDER to the results.json next to it.
+
+python -m experiments.loss_parity.records FOLDER OVERRIDES
+"""
 
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from titan_fp8moe.testing import write_records
 
 

@@ -4,7 +4,7 @@
 #
 #     ./experiments/loss_parity/run.sh OUT debugmodel_1gpu 16B_short_1gpu 16B_short_ep4
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+. "$(dirname "$0")/../../tools/environment.sh" matplotlib tensorboard
 OUT=$1
 shift
 
@@ -26,5 +26,5 @@ for name in "$@"; do
     cp "$runs/curves.png" "$runs/comparison.json" "$OUT/$name"
     gzip -9c "$runs/bf16.log" >"$OUT/$name/bf16.log.gz"
     gzip -9c "$runs/fp8_flow.log" >"$OUT/$name/fp8_flow.log.gz"
-    python3 experiments/loss_parity/records.py "$OUT/$name" "${overrides[*]}"
+    python3 -m experiments.loss_parity.records "$OUT/$name" "${overrides[*]}"
 done

@@ -1,15 +1,13 @@
-"""What FP8-Flow's roundings cost on the tensors of a real run.
+"""Errors of FP8-Flow's roundings on the tensors of a real run.
+
+    python -m experiments.numerics.run --out experiments/numerics
 
 Trains a DeepSeek-V3-shaped model and captures the routed experts' inputs, gradients, weights and routing in every layer
-at three steps. On them, and on normal random data, it computes
+at three steps. On these tensors, and on normal random data, it computes
 
 * each GEMM's error against float64 products of its operands before quantization,
-* the weight gradients' error by transpose mode, and with the usual fp32 scales and a second quantization,
-* the error that this second quantization adds to the operands themselves.
-
-It also logs the statistics of the whole run.
-
-    python experiments/numerics/run.py --out experiments/numerics
+* the weight gradients' error by transpose mode, and with fp32 scales and a second quantization,
+* what that second quantization does to the operands themselves.
 
 Writes results.json, raw.json.gz (every capture, statistics by step, losses, step times) and numerics.png.
 """
@@ -32,7 +30,6 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from experiments.ablations import requantized_pair
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import FP8, FP8_MAX, TILE, row_capacity
@@ -105,24 +102,23 @@ def train(flavor: str, steps: int, every: int, folder: str) -> tuple[list[Captur
     from titan_fp8moe.torchtitan import modules
 
     captures_of_step: list[Capture] = []
-    start_routed_experts = modules.start_routed_experts
+    apply_experts = modules.apply_experts
 
-    def capturing(x_TD, weights, route, *rest):
-        pending = start_routed_experts(x_TD, weights, route, *rest)
+    def capturing(x_TD, weights, topk_ids_TK, topk_scores_TK, *, meanwhile, **settings):
+        out = apply_experts(x_TD, weights, topk_ids_TK, topk_scores_TK, **settings)
         if trainer.step in wanted and torch.is_grad_enabled():
-            tensors = [t.detach().clone() for t in (x_TD, *weights, route.score_TK, route.expert_TK)]
+            tensors = [t.detach().clone() for t in (x_TD, *weights, topk_scores_TK, topk_ids_TK)]
             name = f"step {trainer.step}, MoE layer {len(captures_of_step) + 1}"
             capture = Capture(name, tensors[0], tensors[1:4], *tensors[4:])
             captures_of_step.append(capture)
-            # One process: this is the output already.
-            pending.out.register_hook(lambda dout: setattr(capture, "dout_TD", dout.detach().clone()))
-        return pending
+            out.register_hook(lambda dout: setattr(capture, "dout_TD", dout.detach().clone()))
+        return out if meanwhile is None else out + meanwhile()
 
-    modules.start_routed_experts = capturing
+    modules.apply_experts = capturing
     trainer = CapturingTrainer(config)
     trainer.train()
     trainer.close()
-    modules.start_routed_experts = start_routed_experts
+    modules.apply_experts = apply_experts
     torch.distributed.destroy_process_group()
 
     (events_folder,) = (Path(folder) / "tb").iterdir()

@@ -1,4 +1,4 @@
-"""What a torch.profiler trace says about where the time of a GPU goes, and how to take one of training steps."""
+"""Reads where a GPU's time goes from a torch.profiler trace, and records such traces of training steps."""
 
 import gzip
 import importlib
@@ -35,25 +35,34 @@ _CLASSES = [
     (_COPIES, r"Memcpy|Memset|[cC]opy|[fF]ill|Cat|zeros|_cat_"),
     ("other pointwise", r"elementwise|reduce_kernel"),
 ]  # fmt: skip
-# The package's kernels go by the module that defines them.
+# Kernels of this package, by the module or package in titan_fp8moe.kernels that defines them.
 _OWN_CLASSES = {
-    "layout": "permute, pack, unpermute",
+    "gemm": "grouped GEMM",
     "permute": "permute, pack, unpermute",
     "quantize": "quantize",
+    "routing": "permute, pack, unpermute",
     "swiglu": "SwiGLU",
     "transpose": "transpose",
 }
 
 
 def own_kernels() -> dict[str, str]:
-    """Class by name, of every kernel of this package."""
+    """Class by name, of every kernel of this package.
+
+    Raises:
+        ValueError: for kernels in a module that has no class in ``_OWN_CLASSES``.
+    """
     names = {}
-    for info in pkgutil.iter_modules(titan_fp8moe.kernels.__path__):
-        module = importlib.import_module(f"titan_fp8moe.kernels.{info.name}")
+    root = titan_fp8moe.kernels
+    for info in pkgutil.walk_packages(root.__path__, f"{root.__name__}."):
+        module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             value = value.kernel if isinstance(value, launch.Kernel) else value
             if isinstance(value, JITFunction) and value.__module__ == module.__name__:
-                names[name] = _OWN_CLASSES.get(info.name, "grouped GEMM")
+                child = info.name.removeprefix(f"{root.__name__}.").split(".")[0]
+                if child not in _OWN_CLASSES:
+                    raise ValueError(f"{info.name} defines {name}, but {__name__}._OWN_CLASSES has no {child!r}")
+                names[name] = _OWN_CLASSES[child]
     return names
 
 

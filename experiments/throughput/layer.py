@@ -46,13 +46,12 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
 from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
-from tests.reference import in_model
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import routed_experts
-from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
+from titan_fp8moe.testing import exit_on_sigterm, in_model, write_records, write_text
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
-from titan_fp8moe.weights import ExpertWeights, WeightCache
+from titan_fp8moe.weights import WeightCache
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -176,9 +175,8 @@ class Bench:
         hook = self.flow.experts.register_forward_pre_hook(lambda _, args: inputs.extend(args))
         self.forwards["fp8"]()  # with gradients, or torch.compile compiles the layer once more
         hook.remove()
-        x_TD, route = inputs
-        x_TD = x_TD.detach().requires_grad_()
-        route.score_TK = route.score_TK.detach().requires_grad_()
+        x_TD, topk_ids_TK, scores = inputs
+        x_TD, scores_TK = (t.detach().requires_grad_() for t in (x_TD, scores.tensor))
         experts = self.flow.experts
         local = [w.to_local() if isinstance(w, DTensor) else w for w in (experts.w1, experts.w2, experts.w3)]
         weights = [w.detach().requires_grad_() for w in local]
@@ -186,9 +184,9 @@ class Bench:
         dout_TD = self.dout.view_as(x_TD)
 
         def run() -> None:
-            for leaf in (x_TD, route.score_TK, *weights):
+            for leaf in (x_TD, scores_TK, *weights):
                 leaf.grad = None
-            routed_experts(x_TD, ExpertWeights(*weights), route, MODES["activation"], group).backward(dout_TD)
+            routed_experts(x_TD, *weights, topk_ids_TK, scores_TK, ep_group=group).backward(dout_TD)
 
         return run
 

@@ -1,4 +1,4 @@
-"""Draws where a layer's time goes, in bf16 and in FP8-Flow, from what layer.py has written.
+"""Draws a layer's time by class of kernel, in bf16 and in FP8-Flow, from the files of layer.py.
 
 python -m experiments.throughput.plot_layer experiments/throughput/layer_1gpu.json
 """

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
 from tests.distributed.rows_worker import check
-from tests.reference import in_model, relative_error
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.testing import in_model, relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed import cases
 from tests.distributed.conftest import WorkerResults
-from tests.reference import relative_error
+from titan_fp8moe.testing import relative_error
 
 # Tensor parallelism sums partial products in another order, so more values cross a boundary; in the weight gradients
 # the 128-token blocks differ as well. Measured: at most 5e-3.

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.kernels.conftest import INTERPRETED
-from tests.reference import relative_error
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.testing import relative_error
 
 T, D, H, E, K = 70, 256, 128, 4, 2
 

@@ -5,15 +5,27 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
 
 _library = torch.library.Library("titan_fp8moe", "DEF")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensor types that a kernel can read
 
 
-def custom_op(function: Callable) -> Callable:
+class CustomOp(Protocol[P, R_co]):
+    """What :func:`custom_op` returns: called like the function, with the op that PyTorch traces."""
+
+    op: torch._ops.OpOverload
+    register_fake: Callable[[Callable], Callable]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
     """Defines a functional op without a gradient from ``function``.
 
     The op is ``torch.ops.titan_fp8moe.<name>``, the function's name without a leading underscore.
@@ -30,6 +42,7 @@ def custom_op(function: Callable) -> Callable:
     _library.define(name + torch.library.infer_schema(function, mutates_args=()))
     _library.impl(name, function, "CompositeExplicitAutograd")
     op = getattr(torch.ops.titan_fp8moe, name).default
+    untyped: Callable[..., Any] = function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -37,11 +50,12 @@ def custom_op(function: Callable) -> Callable:
             first = args[0][0] if isinstance(args[0], list) else args[0]
             # DTensors and other subclasses must meet the op: they handle or refuse it.
             if type(first) in _ORDINARY and not first.is_meta:
-                return function(*args)
+                return untyped(*args)
         return op(*args, **kwargs)
 
-    call.op, call.register_fake = op, functools.partial(torch.library.register_fake, op)
-    return call
+    defined = cast(CustomOp[P, R_co], call)
+    defined.op, defined.register_fake = op, functools.partial(torch.library.register_fake, op)
+    return defined
 
 
 _emulating = False

@@ -1,7 +1,7 @@
 """Quantization ops: 1x128 tiles for activations and gradients, 128x128 blocks for weights."""
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,8 @@ def _check_weights(weights: list[Tensor]) -> None:
 def _join_weight(
     w: Tensor, w_scale: Tensor, last_w: Tensor | None, last_scale: Tensor | None, plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights, scales = ([w], [w_scale]) if last_w is None else ([w, last_w], [w_scale, last_scale])
+    weights = [t for t in (w, last_w) if t is not None]
+    scales = [t for t in (w_scale, last_scale) if t is not None]
     if use_kernels(w):
         return kernels.join_weight(weights, scales, plain, transposed)
     q, scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in (weights, scales))
@@ -97,10 +98,12 @@ def _(w, w_scale, last_w, last_scale, plain, transposed):
 
 def _operands(weights: tuple[Tensor | QuantizedWeight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
     if isinstance(weights[0], QuantizedWeight):
-        first, last = weights if len(weights) == 2 else (*weights, (None, None))
-        return _join_weight(*first, *last, plain, transposed)
-    _check_weights(list(weights))
-    return _quantize_weight(list(weights), plain, transposed)
+        first, *rest = cast(list[QuantizedWeight], list(weights))
+        ((last, last_scale),) = rest or [(None, None)]
+        return _join_weight(first.q, first.scale, last, last_scale, plain, transposed)
+    tensors = cast(list[Tensor], list(weights))
+    _check_weights(tensors)
+    return _quantize_weight(tensors, plain, transposed)
 
 
 def quantize_weight(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:

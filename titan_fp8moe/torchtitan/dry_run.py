@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -105,6 +105,11 @@ def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, 
     n_params = sum(param.numel() for param in model.parameters())
     if not dims.pp_enabled:
         return dims, n_params, [spec.parallelize_fn(model, dims, config)]
+    if spec.pipelining_fn is None:
+        raise ValueError(
+            f"torchtitan does not split {config.model.name} into pipeline stages; set "
+            "parallelism.pipeline_parallel_degree = 1"
+        )
     loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     device = torch.device(utils.device_type)
     _, parts, _, _ = spec.pipelining_fn(model, dims, config, device, model_args, spec.parallelize_fn, loss_fn)
@@ -129,15 +134,22 @@ def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, part
     ]
     for part in parts:
         ends = [name for name in ("tok_embeddings", "norm", "output") if getattr(part, name) is not None]
-        lines.append(f"          layers {', '.join(part.layers)}{' with ' if ends else ''}{', '.join(ends)}")
+        lines.append(f"          layers {', '.join(_layers(part))}{' with ' if ends else ''}{', '.join(ends)}")
     moe_blocks = {
-        name: block for part in parts for name, block in part.layers.items() if getattr(block, "moe_enabled", False)
+        name: cast(Any, block)
+        for part in parts
+        for name, block in _layers(part).items()
+        if getattr(block, "moe_enabled", False)
     }
     for name, block in list(moe_blocks.items())[:1]:
         lines.append(f"experts   of layer {name}, {type(block.moe.experts).__name__}:")
         for key, param in block.moe.experts.named_parameters():
             lines.append(f"          {key} {tuple(param.shape)}, on this rank {tuple(_local(param).shape)}")
     return "\n".join(lines)
+
+
+def _layers(part: nn.Module) -> nn.ModuleDict:
+    return cast(nn.ModuleDict, part.layers)
 
 
 def _local(param: nn.Parameter) -> torch.Tensor:

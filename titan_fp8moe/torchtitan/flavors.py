@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torchtitan.components.validate import Validator
@@ -79,7 +79,7 @@ class MoEValidator(Validator):
         self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
         # Unlike the trainer, torchtitan's validator gives SDPA flex attention's masks too, and the model refuses them.
-        if model_parts[0].model_args.attn_type != "sdpa":
+        if cast(Any, model_parts[0]).model_args.attn_type != "sdpa":
             return super().post_dataloading_process(input_dict, labels, model_parts)
         return input_dict.pop("input"), labels, input_dict, {}
 

@@ -9,7 +9,7 @@ modules are parallelized as before.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.fsdp as fsdp
@@ -23,7 +23,7 @@ from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts
 
 # Over which meshes a style spreads experts, and each expert.
-_MESHES = {
+_MESHES: dict[type[ParallelStyle], Callable[[DeviceMesh], tuple[DeviceMesh | None, DeviceMesh | None]]] = {
     expert_parallel.TensorParallel: lambda mesh: (None, mesh),
     expert_parallel.ExpertParallel: lambda mesh: (mesh, None),
     expert_parallel.ExpertTensorParallel: lambda mesh: (mesh["ep"], mesh["etp"]),
@@ -39,7 +39,7 @@ def _without_hooks(style: type[ParallelStyle]) -> Callable[..., nn.Module]:
         if type(self) is not style or not isinstance(module, Fp8FlowGroupedExperts):
             return apply(self, module, device_mesh)
         module.set_meshes(*meshes(device_mesh))
-        return distribute_module(module, device_mesh, self._partition_fn)
+        return distribute_module(module, device_mesh, cast(Any, self)._partition_fn)
 
     return wrapper
 
@@ -48,14 +48,14 @@ def _recording_mesh(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]
     """``ReordererSequenceParallel._apply``, which splits tokens over the tensor-parallel ranks; lets the layer know."""
 
     @functools.wraps(apply)
-    def wrapper(self: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def wrapper(self: ParallelStyle, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.tp_mesh = device_mesh
         return apply(self, module, device_mesh)
 
     return wrapper
 
 
-def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
+def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwargs: Any) -> Any:
     """FSDP's ``fully_shard``, for converted experts. It leaves alone parameters that it would shard over one rank, and
     gathers those that it shards in FP8 if ``fp8_all_gather`` says so.
 
@@ -93,4 +93,4 @@ def install() -> None:
         style._apply = _without_hooks(style)
     reorderer = expert_parallel.ReordererSequenceParallel
     reorderer._apply = _recording_mesh(reorderer._apply)
-    llama4_parallelize.fully_shard = fully_shard
+    llama4_parallelize.fully_shard = fully_shard  # pyrefly: ignore[bad-assignment]

@@ -1,6 +1,7 @@
 """Numerics statistics next to the loss, in TensorBoard and W&B."""
 
 import functools
+from typing import Any, cast
 
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
@@ -23,7 +24,7 @@ def log_statistics() -> None:
             counts = statistics.take(utils.device_type)
             dist.all_reduce(counts)
             self.logger.log({f"fp8_flow_moe/{k}": v for k, v in statistics.summarize(counts).items()}, step)
-        every = self.job_config.fp8_flow_moe.statistics_every
+        every = cast(Any, self.job_config).fp8_flow_moe.statistics_every
         if every and (step + 1) % every == 0:
             statistics.collect()
         return should_log(self, step)

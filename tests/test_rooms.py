@@ -1,0 +1,168 @@
+"""Layers of the package, rooms that stay apart and how scripts are run, all read from the sources."""
+
+import ast
+import graphlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ADAPTERS = ("torchtitan",)
+# Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
+LAYERS = [
+    {"config", "recipe", "rows"},
+    {"kernels", "ops"},
+    {"dispatch", "ffn", "statistics", "weights"},
+    {"moe", "modules"},
+    {""},
+    {"checks", "testing"},
+    set(ADAPTERS),
+]
+CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}
+ROOMS = ("experiments", "tests", "titan_fp8moe", "tools")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules(room: str) -> dict[str, ast.Module]:
+    """The syntax tree of each module of a room."""
+    return {module_name(path): ast.parse(path.read_text()) for path in sorted((ROOT / room).rglob("*.py"))}
+
+
+def is_package(name: str) -> bool:
+    return (ROOT / name.replace(".", "/")).is_dir()
+
+
+def is_module(name: str) -> bool:
+    return is_package(name) or (ROOT / f"{name.replace('.', '/')}.py").is_file()
+
+
+def imports(importer: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, the name taken from it or "") of each import statement, also of those inside functions.
+
+    ``from package import module`` counts as an import of the module.
+    """
+    package = importer if is_package(importer) else importer.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                child = f"{source}.{alias.name}"
+                yield (child, "") if source.split(".")[0] in ROOMS and is_module(child) else (source, alias.name)
+
+
+def imported(importer: str, tree: ast.AST) -> set[str]:
+    return {module for module, _ in imports(importer, tree)}
+
+
+def layer(module: str) -> int:
+    """Index into ``LAYERS`` of a module of the package."""
+    child = [*module.split("."), ""][1]
+    found = [index for index, names in enumerate(LAYERS) if child in names]
+    assert found, f"titan_fp8moe.{child} has no layer; add it to LAYERS in tests/test_rooms.py"
+    return found[0]
+
+
+def is_adapter(module: str) -> bool:
+    return module.startswith(tuple(f"titan_fp8moe.{name}" for name in ADAPTERS))
+
+
+def offenders(room: str, forbidden: Callable[[str, str], bool]) -> dict[str, set[str]]:
+    """By module of the room, the imports for which ``forbidden(importer, imported)`` is true."""
+    found = {
+        name: {module for module in imported(name, tree) if forbidden(name, module)}
+        for name, tree in modules(room).items()
+    }
+    assert found, f"{room} has no modules"
+    return {name: imports for name, imports in found.items() if imports}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def test_no_import_cycle():
+    """Of statements; a package's ``__init__`` that is imported on the way to its modules does not count."""
+    package = modules("titan_fp8moe")
+    graph = {name: imported(name, tree) & package.keys() for name, tree in package.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_upward_import():
+    def upward(importer: str, module: str) -> bool:
+        return room_of(module) == "titan_fp8moe" and layer(module) > layer(importer)
+
+    assert not offenders("titan_fp8moe", upward)
+
+
+def test_core_imports_torch_and_triton_only():
+    def foreign(importer: str, module: str) -> bool:
+        return not is_adapter(importer) and room_of(module) not in CORE_PACKAGES
+
+    assert not offenders("titan_fp8moe", foreign)
+
+
+@pytest.mark.parametrize(
+    "room,closed",
+    [
+        ("titan_fp8moe", {"experiments", "tests", "tools"}),
+        ("experiments", {"tests"}),
+        ("tools", {"tests", "experiments"}),
+    ],
+)
+def test_rooms_stay_apart(room: str, closed: set[str]):
+    assert not offenders(room, lambda importer, module: room_of(module) in closed)
+
+
+def private_names(importer: str, tree: ast.AST, room: str) -> set[str]:
+    """Names with a leading underscore that a module takes from a room, by import or as attributes of its modules."""
+    taken = [(module, name) for module, name in imports(importer, tree) if room_of(module) == room]
+    names = {part for module, name in taken for part in (*module.split("."), name)}
+    aliases = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and room_of(node.module or "") == room
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_tests_use_no_private_names_of_experiments():
+    trees = modules("tests")
+    found = {name: names for name, tree in trees.items() if (names := private_names(name, tree, "experiments"))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from experiments.a import _b",
+        "from experiments.a import _b as b",
+        "from experiments import a\na._b()",
+        "from experiments import a as c\nc._b()",
+        "def f():\n    from experiments._b import c",
+        "import experiments._b",
+    ],
+)
+def test_private_names_are_found(source: str):
+    assert private_names("tests.test_a", ast.parse(source), "experiments") == {"_b"}
+
+
+def test_experiment_scripts_say_how_to_run_them():
+    trees = modules("experiments")
+    scripts = {name for name, tree in trees.items() if "__name__ == '__main__'" in ast.unparse(tree)}
+    assert scripts
+    assert not {name for name in scripts if f"python -m {name}" not in (ast.get_docstring(trees[name]) or "")}

@@ -1,0 +1,135 @@
+"""What tests and experiments share: inputs that are what they say, and records that keep what was measured."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from titan_fp8moe import testing
+from titan_fp8moe.recipe import TILE
+from titan_fp8moe.testing import (
+    AFTER_IDLING,
+    BACK_TO_BACK,
+    environment,
+    group_ends,
+    median_ms,
+    relative_error,
+    write_records,
+)
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("rows,experts", [(2048, 8), (98304, 64), (204800, 256)])
+def test_group_ends(rows, experts, skewed):
+    ends = group_ends(rows, experts, skewed, "cpu")
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    assert ends.dtype == torch.int32 and ends.shape == (experts,) and ends[-1] == rows
+    assert (sizes >= 0).all() and (sizes % TILE == 0).all()
+    assert (sizes == 0).sum() == (experts // 4 if skewed else 0)
+    if skewed:
+        assert sizes.max() >= rows // 2
+    assert torch.equal(ends, group_ends(rows, experts, skewed, "cpu"))
+
+
+def test_relative_error():
+    ref = torch.tensor([3.0, 4.0])
+    assert relative_error(ref * 1.5, ref) == 0.5
+    assert not relative_error(torch.tensor([3.0, float("nan")]), ref) < 1e9
+
+
+def test_medians_by_state(monkeypatch, capsys):
+    """Of candidates that take turns; a reference that fails is named and left out, ours is an error."""
+    monkeypatch.setattr(testing, "after_idling_ms", lambda run, idle_s: run() + idle_s)
+    times = iter([3.0, 1.0, 2.0])
+
+    def refused() -> float:
+        raise RuntimeError("no kernel for this GPU")
+
+    candidates = {"ours": lambda: 7.0, "reference": refused}
+    found = median_ms(candidates, 3, lambda run: lambda: next(times), idle_s=0.5)
+    assert found == {BACK_TO_BACK: {"ours": 2.0}, AFTER_IDLING: {"ours": 7.5}}
+    assert "reference: no kernel for this GPU" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="no kernel"):
+        median_ms({"ours, fp32": refused}, 1, lambda run: run)
+
+
+@pytest.mark.gpu
+def test_times_on_a_gpu():
+    busy = testing.elapsed_ms(lambda: testing.occupy(1, 2.0))
+    assert 1.9 < busy < 20
+    found = median_ms({"ours": lambda: testing.occupy(1, 1.0)}, 2, testing.launched(20), rounds_with_busy_sms=2)
+    assert len(found) == 3 and all(0.9 < ms["ours"] < 10 for ms in found.values())
+
+
+def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
+    path = tmp_path / "results.json"
+    record = dict(name="a", shape="s", reference="r", value=1)
+    write_records(path, [record])
+    with monkeypatch.context() as context:
+        context.setattr("os.replace", lambda *_: sys.exit("ended here"))
+        with pytest.raises(SystemExit):
+            write_records(path, [record | dict(value=2)])
+    assert [r["value"] for r in json.loads(path.read_text())] == [1]
+    write_records(path, [record | dict(value=3), record | dict(shape="t")])
+    assert [(r["shape"], r["value"]) for r in json.loads(path.read_text())] == [("s", 3), ("t", 1)]
+
+
+def test_records_say_how_they_were_made(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["experiments/a.py", "--b", "c d"])
+    for spec, command in ((None, "python experiments/a.py"), (SimpleNamespace(name="x.a"), "python -m x.a")):
+        monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+        assert environment()["command"] == f"{command} --b 'c d'"
+
+
+def test_packages_that_are_not_installed_have_no_version(monkeypatch):
+    def version(package: str) -> str:
+        if package == "triton":
+            return "3.7"
+        raise testing.importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(testing.importlib.metadata, "version", version)
+    versions = environment()["versions"]
+    assert (versions["triton"], versions["torchtitan"], versions["torchao"]) == ("3.7", None, None)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch) -> Path:
+    """A checkout that seems to hold this package; its commit is asked for anew."""
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr(testing, "__file__", str(tmp_path / "package/testing.py"))
+    monkeypatch.setattr(testing, "commit", testing.commit.__wrapped__)
+    return tmp_path
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_commit_of_a_checkout(checkout: Path):
+    def git(*args: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", *identity, *args], cwd=checkout, check=True, capture_output=True, text=True
+        ).stdout
+
+    (checkout / "a.py").write_text("a = 1\n")
+    git("init")
+    git("add", "a.py")
+    git("commit", "-m", "a")
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    (checkout / "results.json").write_text("[]")
+    assert environment()["commit"] == commit
+    (checkout / "a.py").write_text("a = 2\n")
+    assert environment()["commit"] == f"{commit}+"
+    git("checkout", "a.py")
+    (checkout / "b.py").touch()
+    assert environment()["commit"] == f"{commit}+"
+
+
+def test_commit_of_a_copy_without_git(checkout: Path, monkeypatch):
+    monkeypatch.delenv("TITAN_FP8MOE_COMMIT", raising=False)
+    assert environment()["commit"] is None
+    monkeypatch.setenv("TITAN_FP8MOE_COMMIT", "abc1234")
+    assert environment()["commit"] == "abc1234"
