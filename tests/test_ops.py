@@ -9,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import Route, routed_experts
-from titan_fp8moe.weights import ExpertWeights
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
@@ -27,13 +25,12 @@ def cases():
     x, dy, h, d = rows(M, D), rows(M, D), torch.randn(M, 2 * H, dtype=BF16), torch.randn(M, H, dtype=BF16)
     tokens, weights = recipe.quantize_rows(torch.randn(T, D)), [torch.randn(E, 128, D), torch.randn(E, 256, D)]
     offsets_E = torch.tensor([128, 256], dtype=INT32)
-    score_TK, score_M, expert_TK = torch.rand(T, K), torch.rand(M), torch.rand(T, 2 * E).topk(K).indices
+    scores_TK, score_M, ids_TK = torch.rand(T, K), torch.rand(M), torch.rand(T, 2 * E).topk(K).indices
     row_TK = torch.randint(-1, M, (T, K), dtype=INT32)
     row_CK, token_M = torch.randint(-1, M, (T, K), dtype=INT32), torch.randint(-1, T, (M,), dtype=INT32)
-    position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(expert_TK, 2, E)
-    token_C = token_C[: int(message_N[:, 0].sum())].clone()
-    position_CK, score_CK = torch.arange(T * K, dtype=INT32).view(T, K), torch.rand(T, K)
-    received_N = torch.tensor([[12, 0, 14, 10], [8, 24, 6, 10]], dtype=INT32)
+    sent_TK, token_C, counts_N = recipe.dispatch_routing(ids_TK, 2, E)
+    token_C = token_C[: int(counts_N[:, 0].sum())].clone()
+    arrived = ops.pack_dispatch(*tokens, token_C, sent_TK, ids_TK, scores_TK, E)
     yield "quantize_rows", (torch.randn(T, D, dtype=BF16),)
     yield "quantize_rows", (torch.randn(128, T).t(),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
@@ -41,18 +38,18 @@ def cases():
         first, last = (recipe.quantize_weight(w) for w in weights)
         for other in (last, (None, None)):
             yield "join_weight", (*first, *other, plain, transposed)
-    yield "expert_layout", (expert_TK, score_TK, 2 * E, 1024)
-    yield "dispatch_layout", (expert_TK, 2, E)
-    yield "arrival_layout", (received_N, position_CK, score_CK, T * K, M)
+    yield "expert_routing", (ids_TK, scores_TK, 2 * E, 1024)
+    yield "expert_routing", (*ops.unpack_dispatch(arrived, D, K)[2:], E, 512)
+    yield "dispatch_routing", (ids_TK, 2, E)
     yield "permute_rows", (*tokens, row_CK, token_M, offsets_E)
     yield "unpermute_sum", (torch.randn(M, D, dtype=BF16), row_TK, FP32)
-    for position_and_score in ((position_TK, score_TK), (None, None)):
-        yield "pack_dispatch", (*tokens, token_C, copy_TK, *position_and_score)
+    for ids_and_scores in ((ids_TK, scores_TK), (None, None)):
+        yield "pack_dispatch", (*tokens, token_C, sent_TK, *ids_and_scores, E)
     for ds in (score_M, None):
         yield "pack_combine", (h, ds, row_CK)
     yield "unpermute_gradients", (torch.randn(M, D, dtype=BF16), torch.rand(M, 1), row_TK, BF16)
-    copies = token_C.shape[0]
-    yield "unpermute_gradients", (torch.randn(copies, D, dtype=BF16), torch.rand(copies, K), copy_TK, FP32)
+    C = token_C.shape[0]
+    yield "unpermute_gradients", (torch.randn(C, D, dtype=BF16), torch.rand(C, K), sent_TK, FP32)
     for first in (False, True):
         yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
         yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first, True)
@@ -63,7 +60,7 @@ def cases():
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
     experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (D, H), (H, D))]
-    route = (score_TK, experts, torch.rand(T, E).topk(K).indices)
+    route = (scores_TK, experts, torch.rand(T, E).topk(K).indices)
     for save_h, recompute in (("bf16", "experts"), ("bf16", "activation"), ("fp8", "none")):
         yield "routed_experts_forward", (torch.randn(T, D), *route, "", 1, 0, False, save_h, recompute, "sum")
 
@@ -121,10 +118,10 @@ def test_other_tensors_get_the_op():
 
 
 def test_compiles_as_one_graph():
-    def forward_and_back(x, w1, w3, w2, d, expert_TK, score_TK):
+    def forward_and_back(x, w1, w3, w2, d, topk_ids_TK, topk_scores_TK):
         q, scale = ops.quantize_rows(x)
         capacity = recipe.row_capacity(T * K, E)
-        offsets_E, token_M, score_M, row_TK = ops.expert_layout(expert_TK, score_TK, E, capacity)
+        offsets_E, token_M, score_M, row_TK = ops.expert_routing(topk_ids_TK, topk_scores_TK, E, capacity)
         q, scale = ops.permute_rows(q, scale, row_TK, token_M, offsets_E)
         w13, w2 = ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
         h = ops.grouped_mm(q, scale, *w13, offsets_E, BF16)
@@ -174,7 +171,6 @@ def test_the_layer_has_shapes_without_memory():
     """On the meta device each op is its fake."""
     meta = functools.partial(torch.empty, device="meta", requires_grad=True)
     x, score, weights = meta(T, D), meta(T, K), [meta(E, *shape) for shape in ((H, D), (D, H), (H, D))]
-    route = Route(score, torch.empty(T, K, dtype=torch.int64, device="meta"), E)
-    out = routed_experts(x, ExpertWeights(*weights), route, Fp8FlowMoEConfig())
+    out = routed_experts(x, *weights, torch.empty(T, K, dtype=torch.int64, device="meta"), score)
     out.sum().backward()
     assert out.is_meta and all(t.grad.is_meta and t.grad.shape == t.shape for t in (x, score, *weights))

@@ -8,15 +8,18 @@ Three decisions make the recipe free of double quantization (FP8-Flow-MoE, arXiv
   (weights). A weight and its transpose therefore hold the same values.
 * Scales are stored as the biased exponent byte ``e + 127`` (``float8_e8m0fnu``), one byte per tile.
 
-Shape suffixes: ``T`` tokens, ``R`` rows that arrived at this rank's experts, ``M`` rows in expert order with every
-expert's group padded to a multiple of 128, ``E`` local experts, ``D`` model dim, ``H`` expert hidden dim, ``N`` and
-``K`` output and contraction dim of a GEMM. Beside a ``T``, or a ``C`` for the copies of tokens that are exchanged,
-``K`` is top_k.
+Shape suffixes: ``T`` tokens, ``C`` dispatched tokens (a token counts once for each rank that serves it), ``K`` top_k
+after ``T`` or ``C``, ``M`` rows in expert order with every expert's group padded to a multiple of 128, ``E`` local
+experts, ``D`` model dim, ``H`` expert hidden dim. In GEMMs ``N`` is the output dim and ``K`` the contraction dim. In
+``counts_N`` ``N`` is the ranks.
 
-Rows in expert order come with ``offsets_E`` (int32): the end of each expert's padded group. Rows at and past
-``offsets_E[-1]`` exist only because the buffer is sized without asking the device; their content is undefined.
-Scales in expert order have the logical shape ``(M, D // 128)`` and are stored column-major (stride ``(1, M)``), the
-order in which a GEMM that walks along K reads them.
+A *routed pair* ``(token, k)`` is a token's k-th choice of an expert; it becomes one row in expert order.
+``topk_ids_TK`` holds its expert, ``topk_scores_TK`` its score, ``row_TK`` its row.
+
+Rows in expert order come with ``offsets_E`` (int32): the end of each expert's padded group. The host sizes the buffers
+without a sync, so they can be too large: rows from ``offsets_E[-1]`` on are undefined. Scales in expert order have the
+logical shape ``(M, D // 128)`` and are stored column-major (stride ``(1, M)``), the order in which a GEMM reads them
+along its contraction dim.
 """
 
 import torch
@@ -262,137 +265,86 @@ def swiglu_quantize_backward(
 
 
 def row_capacity(num_rows: int, num_experts: int) -> int:
-    """Rows that always suffice for ``num_rows`` rows in expert order, each group padded to a multiple of 128; at least
-    128, so that no buffer is empty. Known on the host, whatever the routing."""
+    """Rows that hold ``num_rows`` routed pairs in expert order however they spread over the experts, padding included.
+
+    At least 128, so that no buffer is empty.
+    """
     return max((num_rows + (TILE - 1) * min(num_rows, num_experts)) // TILE * TILE, TILE)
 
 
-def expert_layout(
-    expert_TK: Tensor, score_TK: Tensor, num_experts: int, capacity: int
+def expert_routing(
+    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where each slot's row goes when rows are brought to expert order; a token's k-th expert is its *slot* k.
+    """Assigns each routed pair a row in expert order. An expert's rows are sorted by token, then by k.
+
+    With expert parallelism the tokens are those dispatched to this rank, and their ids are local.
 
     Args:
-        expert_TK: (T, K) integers, the expert of each slot; any other number than those of the experts means that the
-            slot is not served.
-        score_TK: (T, K) fp32.
-        capacity: M, at least :func:`row_capacity` of the slots that are served.
+        topk_ids_TK: (T, K) int32 or int64. A pair with an id outside 0..num_experts - 1 gets no row.
+        topk_scores_TK: (T, K) fp32.
+        capacity: M, at least the padded rows of all experts; :func:`row_capacity` always suffices.
 
     Returns:
         offsets_E: (num_experts,) int32, end of each expert's group, padded to a multiple of 128.
-        token_M: (M,) int32, the token a row comes from, tokens ascending for each expert; -1 for padding.
-        score_M: (M,) fp32, 0 for padding.
-        row_TK: (T, K) int32, the row in expert order of each slot, -1 for a slot that has none.
+        token_M: (M,) int32, each row's token; -1 for padding.
+        score_M: (M,) fp32, each row's score; 0 for padding.
+        row_TK: (T, K) int32, each pair's row; -1 for a pair without one.
     """
-    slot_S, counts_E = _sorted_slots(expert_TK, num_experts)
-    return _layout_of_runs(counts_E.unsqueeze(0), score_TK.flatten()[slot_S], slot_S, *expert_TK.shape, capacity)
-
-
-def _sorted_slots(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The slots ``token * K + k`` that are served, sorted by expert and then ascending; how many each expert has."""
-    expert_S = expert_TK.flatten().long()
-    served = (expert_S >= 0) & (expert_S < num_experts)
-    counts_E = torch.bincount(expert_S[served], minlength=num_experts)
-    slot_S = expert_S.masked_fill(~served, num_experts).argsort(stable=True)
-    return slot_S[: int(served.sum())], counts_E
-
-
-def _layout_of_runs(
-    counts_SE: Tensor, score_R: Tensor, slot_R: Tensor, num_tokens: int, top_k: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`expert_layout` of rows that come as runs, ``counts_SE[s, e]`` of them in each: those of source 0 for
-    experts 0..E-1, then those of source 1, and so on. Row r belongs to slot ``slot_R[r]``."""
-    device, R = counts_SE.device, score_R.shape[0]
-    counts, slot_R = counts_SE.long(), slot_R.long()
-    group = counts.sum(0)
-    padded = (group + TILE - 1) // TILE * TILE
-    offsets_E = padded.cumsum(0)
-    start = (offsets_E - padded) + counts.cumsum(0) - counts
-    run_R = torch.repeat_interleave(torch.arange(counts.numel(), device=device), counts.flatten(), output_size=R)
-    row_R = start.flatten()[run_R] + torch.arange(R, device=device) - _starts(counts.flatten())[run_R]
+    (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
+    ids = topk_ids_TK.flatten().long()
+    pairs = ((ids >= 0) & (ids < num_experts)).nonzero().squeeze(1)
+    pairs = pairs[ids[pairs].argsort(stable=True)]
+    experts = ids[pairs]
+    counts_E = torch.bincount(experts, minlength=num_experts)
+    padding_E = -counts_E % TILE
+    # Sorted pair i lies at row i, moved by the padding of the experts before its own.
+    rows = torch.arange(pairs.shape[0], device=device) + (padding_E.cumsum(0) - padding_E)[experts]
     token_M = torch.full((capacity,), -1, dtype=torch.int32, device=device)
-    token_M[row_R] = (slot_R // top_k).int()
+    token_M[rows] = (pairs // K).int()
     score_M = torch.zeros(capacity, dtype=torch.float32, device=device)
-    score_M[row_R] = score_R
-    row_TK = torch.full((num_tokens * top_k,), -1, dtype=torch.int32, device=device)
-    row_TK[slot_R] = row_R.int()
-    return offsets_E.int(), token_M, score_M, row_TK.view(num_tokens, top_k)
-
-
-def _starts(counts: Tensor) -> Tensor:
-    """Where runs of these lengths begin when they follow each other."""
-    return counts.cumsum(0) - counts
+    score_M[rows] = topk_scores_TK.flatten()[pairs]
+    row_TK = torch.full((T, K), -1, dtype=torch.int32, device=device)
+    row_TK.view(-1)[pairs] = rows.int()
+    return (counts_E + padding_E).cumsum(0).int(), token_M, score_M, row_TK
 
 
 # --- token exchange ---------------------------------------------------------------------------------------------------
 #
-# Experts are spread over ranks in order, and a token goes once to each rank that holds experts of it: as a *copy*, with
-# the positions and scores of those of its slots that it serves there. Position means: in the list of slots sorted by
-# expert. Copies are sorted by rank, then by token.
+# Rank n holds experts n * E to (n + 1) * E - 1. A token is sent once to each rank that holds one of its experts: as a
+# dispatched token, with the local ids and scores of the pairs that this rank serves. Dispatched tokens are sorted by
+# destination, then by token. The receiver finds them sorted by source, then by token, and calls :func:`expert_routing`.
 
 
-def dispatch_layout(expert_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What this rank sends to which.
+def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Decides which tokens this rank sends to which rank.
 
     Args:
-        expert_TK: (T, K) integers, as in :func:`expert_layout`, of ``num_ranks * num_local`` experts: N ranks with E
-            experts each.
+        topk_ids_TK: (T, K) int32 or int64. A pair with an id outside 0..num_ranks * num_local - 1 is not sent.
+        num_ranks: N, ranks that the experts are spread over.
+        num_local: E, experts on each rank.
 
     Returns:
-        position_TK: (T, K) int32, each slot's position, -1 for a slot that is not served.
-        copy_TK: likewise int32, the copy that carries the slot: c for the token's first slot on that rank, -2 - c for
-            its others there, -1 for a slot that is not served.
-        token_C: (T * min(K, N),) int32, the token of each copy; as many as there are copies are in use, the others are
-            -1.
-        message_N: (N, 2 + E) int32 for each rank: the number of copies it gets, the position of its first slot, and
-            the slots for each of its experts.
+        sent_TK: (T, K) int32, the dispatched token that carries the pair: c for the token's first pair on that rank,
+            -2 - c for its further pairs there, -1 for a pair that is not sent. Hence
+            ``unpermute_sum(rows, sent_TK, dtype)`` adds the row that each rank returned for a token exactly once.
+        token_C: (T * min(K, N),) int32, the token that each dispatched token is; entries from C on are -1.
+        counts_N: (N, 1 + E) int32 for each rank: dispatched tokens, then routed pairs of each of its experts.
     """
-    device, (T, K), N = expert_TK.device, expert_TK.shape, num_ranks
-    slot_S, counts_E = _sorted_slots(expert_TK, N * num_local)
-    counts = counts_E.view(N, num_local)
-    position = torch.full((T * K,), -1, dtype=torch.int64, device=device)
-    position[slot_S] = torch.arange(slot_S.shape[0], device=device)
-    position_TK = position.view(T, K)
-    rank_TK = (expert_TK // num_local).masked_fill(position_TK < 0, N)
-    goes_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=device).scatter_(1, rank_TK.long(), True)[:, :N]
-    copy_NT = goes_TN.t().flatten().cumsum(0).view(N, T) - 1
-    copy_TK = torch.cat([copy_NT, copy_NT.new_full((1, T), -1)]).t().gather(1, rank_TK.long())
-    earlier = torch.ones(K, K, dtype=torch.bool, device=device).tril(-1)
-    repeated = ((copy_TK.unsqueeze(2) == copy_TK.unsqueeze(1)) & earlier).any(2) & (copy_TK >= 0)
-    copies = goes_TN.t().nonzero()[:, 1].int()
+    (T, K), N, device = topk_ids_TK.shape, num_ranks, topk_ids_TK.device
+    served_TK = (topk_ids_TK >= 0) & (topk_ids_TK < N * num_local)
+    rank_TK = (topk_ids_TK.long() // num_local).masked_fill(~served_TK, N)  # N: to no rank
+    is_sent_NT = torch.zeros(T, N + 1, dtype=torch.bool, device=device).scatter_(1, rank_TK, True)[:, :N].t()
+    index_NT = is_sent_NT.flatten().cumsum(0).view(N, T) - 1
+    sent_TK = torch.cat([index_NT, index_NT.new_full((1, T), -1)]).t().gather(1, rank_TK)
+    earlier_KK = torch.ones(K, K, dtype=torch.bool, device=device).tril(-1)
+    same_rank_TKK = rank_TK.unsqueeze(2) == rank_TK.unsqueeze(1)
+    further_TK = (same_rank_TKK & earlier_KK).any(2) & served_TK
+    tokens = is_sent_NT.nonzero()[:, 1]
     token_C = torch.full((T * min(K, N),), -1, dtype=torch.int32, device=device)
-    token_C[: copies.shape[0]] = copies
-    message_N = torch.cat([goes_TN.sum(0).unsqueeze(1), _starts(counts.sum(1)).unsqueeze(1), counts], 1)
-    return position_TK.int(), torch.where(repeated, -2 - copy_TK, copy_TK).int(), token_C, message_N.int()
-
-
-def arrival_layout(
-    received_N: Tensor, position_CK: Tensor, score_CK: Tensor, num_rows: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`expert_layout` of the copies that arrived, each one row for each of its slots.
-
-    Args:
-        received_N: (N, 2 + E) int32, the messages of all ranks to this one; see :func:`dispatch_layout`.
-        position_CK: (C, top_k) int32, the positions that the copies carry, on the rank they come from; -1 for a slot
-            that is not served here.
-        score_CK: (C, top_k) fp32, the scores they carry.
-        num_rows: R, the number of slots served here.
-        capacity: M, at least the padded rows of all experts, as the messages say.
-
-    Returns:
-        offsets_E, token_M, score_M, row_CK, where a copy takes the place of a token; and row_R, (R,) int32, the rows
-        sorted by rank and position.
-    """
-    (C, top_k), received = position_CK.shape, received_N.long()
-    copies, first, counts = received[:, 0], received[:, 1], received[:, 2:]
-    source_C = torch.repeat_interleave(torch.arange(copies.shape[0], device=copies.device), copies, output_size=C)
-    arrival_CK = position_CK + (_starts(counts.sum(1)) - first)[source_C].unsqueeze(1)
-    carried = (position_CK >= 0).flatten().nonzero().squeeze(1)
-    slot_R = torch.empty(num_rows, dtype=torch.int64, device=carried.device)
-    slot_R[arrival_CK.flatten()[carried]] = carried
-    score_R = score_CK.flatten()[slot_R]
-    offsets_E, token_M, score_M, row_CK = _layout_of_runs(counts, score_R, slot_R, C, top_k, capacity)
-    return offsets_E, token_M, score_M, row_CK, row_CK.flatten()[slot_R]
+    token_C[: tokens.shape[0]] = tokens.int()
+    pairs_NE = torch.bincount(topk_ids_TK[served_TK].long(), minlength=N * num_local).view(N, num_local)
+    counts_N = torch.cat([is_sent_NT.sum(1, keepdim=True), pairs_NE], 1)
+    return torch.where(further_TK, -2 - sent_TK, sent_TK).int(), token_C, counts_N.int()
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -412,8 +364,18 @@ def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor) -> tuple[Tensor, 
 
 
 def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Sums each token's rows in fp32, in the order k = 0..K-1: ``out[t] = sum_k y[row_TK[t, k]]``; a negative row adds
-    nothing."""
+    """Sums each token's rows in fp32, in the order k = 0..K-1, and rounds once.
+
+    With expert parallelism ``y_MD`` holds the bf16 row that came back for each dispatched token and ``row_TK`` is
+    ``sent_TK`` of :func:`dispatch_routing`. A token's ranks are then added in the order of its first pair on each.
+
+    Args:
+        y_MD: (M, D) bf16 or fp32.
+        row_TK: (T, K) int32. A negative row adds nothing.
+
+    Returns:
+        (T, D) out_dtype.
+    """
     out = torch.zeros(row_TK.shape[0], y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
     for row_T in row_TK.unbind(1) if y_MD.shape[0] else ():
         row = y_MD[row_T.long().clamp(min=0)].float()

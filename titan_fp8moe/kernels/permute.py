@@ -1,8 +1,7 @@
-"""Moving rows: into the dispatch payload, into expert order, and back. Pure copies, except the sum of a token's rows.
+"""Row movement: into dispatch payloads, into expert order, and back. Bytes are copied; only combining adds.
 
-Where they go is in the maps of :mod:`titan_fp8moe.kernels.routing`. Launches are sized by shapes, and programs past
-``offsets_E[-1]`` return. Numbers of tokens and of arrived rows change from step to step, so no kernel is specialized on
-them.
+:mod:`titan_fp8moe.kernels.routing` computes the row maps. Grids follow from shapes, and CTAs past ``offsets_E[-1]``
+return. No kernel is specialized on the number of tokens, since it changes from step to step.
 """
 
 import torch
@@ -11,14 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
+from titan_fp8moe.kernels.routing import row_stride
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
 from titan_fp8moe.recipe import E8M0, TILE
 
-TOKENS = 16  # tokens whose columns a program of the permutation holds while it writes them to their rows
-COLUMNS = 256  # bytes of each that it holds
+TOKENS, COLUMNS = 16, 256  # tokens, and bytes of each, that a CTA of the permutation keeps in registers
 WARPS = 8
-PACK_ROWS, PACK_COLUMNS = 32, 1024  # of a dispatch payload, what a program writes
-SUM_COLUMNS = 1024
+PACK_ROWS, PACK_COLUMNS = 32, 1024  # rows and bytes of a dispatch payload that a CTA writes
+SUM_COLUMNS = 1024  # columns of a token that a CTA sums
 SUM_WARPS = 4
 
 
@@ -28,7 +27,7 @@ SUM_WARPS = 4
 @triton.jit
 def _place_scales(scale, scale_stride, row, token, out, out_scale, M, D: tl.constexpr, ROWS: tl.constexpr,
                   COLUMNS: tl.constexpr, PAD_TILES: tl.constexpr):  # fmt: skip
-    """The scales of these rows, (D // 128, M) bytes; where a row is padding 1, and zeros for its values."""
+    """Writes the scales of these rows, (D // 128, M) bytes; a padding row gets scales of 1 and zeros as values."""
     tile = tl.arange(0, PAD_TILES)[None, :]
     in_row = tile < D // 128
     real = (token >= 0)[:, None]
@@ -58,20 +57,22 @@ def _permute_kernel(
     D: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PAD_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The first M / ROWS programs write scales, and padding. The others write COLUMNS bytes of TOKENS tokens to their
-    rows: so a token is read once, and the writes, nearly all of the traffic, are whole runs of a row."""
+    """The first M / ROWS CTAs write scales and padding; each other CTA writes COLUMNS bytes of TOKENS tokens.
+
+    So each token is read once, and the writes, nearly all of the traffic, are contiguous.
+    """
     q, out = q.to(tl.pointer_type(tl.uint8)), out.to(tl.pointer_type(tl.uint8))
-    program = tl.program_id(0)
-    if program < M // ROWS:
-        row = program * ROWS + tl.arange(0, ROWS)
-        if program * ROWS < tl.load(offsets_E + E - 1):
+    cta = tl.program_id(0)
+    if cta < M // ROWS:
+        row = cta * ROWS + tl.arange(0, ROWS)
+        if cta * ROWS < tl.load(offsets_E + E - 1):
             token = tl.load(token_M + row).to(tl.int64)
             _place_scales(scale, scale_stride, row, token, out, out_scale, M, D, ROWS, COLUMNS, PAD_TILES)
     else:
-        program -= M // ROWS
+        cta -= M // ROWS
         blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
-        token = program // blocks * TOKENS + tl.arange(0, TOKENS)
-        column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+        token = cta // blocks * TOKENS + tl.arange(0, TOKENS)
+        column = cta % blocks * COLUMNS + tl.arange(0, COLUMNS)
         _place_values(q, q_stride, row_TK, token, column, out, T, K, D)
 
 
@@ -81,11 +82,11 @@ def permute_rows(
     """Rows and scales in expert order; see :func:`titan_fp8moe.recipe.permute_rows`.
 
     Args:
-        q_TD: (T, D) e4m3 and scale (T, D // 128) e8m0, unit stride along rows, any stride between them.
-        row_TK: (T, K) int32 and token_M: (M,) int32, of :func:`expert_layout`; offsets_E: (E,) int32.
+        q_TD: (T, D) e4m3 and scale (T, D // 128) e8m0; rows may be strided.
+        row_TK: (T, K) int32 and token_M: (M,) int32, of :func:`expert_routing`; offsets_E: (E,) int32.
 
     Returns:
-        (M, D) e4m3, (M, D // 128) e8m0 column-major; rows at and past ``offsets_E[-1]`` are left unwritten.
+        (M, D) e4m3, (M, D // 128) e8m0 column-major; rows from ``offsets_E[-1]`` on are left unwritten.
     """
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
     out = torch.empty(M, D, dtype=q_TD.dtype, device=q_TD.device)
@@ -108,37 +109,38 @@ def _byte_of(word, column):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(do_not_specialize=["ids_stride", "scores_stride", "C"])
 def _pack_dispatch_kernel(
-    q, scale, token_C, copy_TK, position_TK, score, payload, C, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q, scale, token_C, sent_TK, ids, ids_stride, scores, scores_stride, payload, C, NUM_LOCAL: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (column block, row block); the first column block also writes what follows the D values of a row. With
-    ``score`` None, for gradients, that is scales only."""
+    """CTA (column block, row block) copies values. The first column block also writes the tail, the bytes that follow
+    a row's D values: ids and scores, unless they are None, and scales."""
     q = q.to(tl.pointer_type(tl.uint8))
-    copy = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = (copy < C)[:, None]
-    to = payload + copy.to(tl.int64)[:, None] * WIDTH
-    token = tl.load(token_C + copy, mask=copy < C, other=0).to(tl.int64)[:, None]
+    c = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = (c < C)[:, None]
+    to = payload + c.to(tl.int64)[:, None] * WIDTH
+    token = tl.load(token_C + c, mask=c < C, other=0).to(tl.int64)[:, None]
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     mask = inside & (column < D)
     tl.store(to + column, tl.load(q + token * D + column, mask=mask, other=0), mask=mask)
 
     if tl.program_id(0) == 0:
         tail = tl.arange(0, TAIL)[None, :]
-        WORDS: tl.constexpr = 0 if score is None else 2 * K
+        WORDS: tl.constexpr = 0 if ids is None else 2 * K
         tile = tail - 4 * WORDS
         has_scale = inside & (tile >= 0) & (tile < D // 128)
         byte = tl.load(scale + token * (D // 128) + tile, mask=has_scale, other=0).to(tl.int32)
-        if score is not None:
-            has_word = inside & (tail < 4 * WORDS)
-            slot = token * K + tail // 4 % K
-            carrier = tl.load(copy_TK + slot, mask=has_word, other=-1)
-            served = has_word & ((carrier == copy[:, None]) | (carrier == -2 - copy[:, None]))
-            position = tl.load(position_TK + slot, mask=served, other=-1)
-            value = tl.load(score + slot, mask=served, other=0.0).to(tl.int32, bitcast=True)
-            word = tl.where(tail < 4 * K, position, value)
-            byte = tl.where(has_word, _byte_of(word, tail), byte)
+        if ids is not None:
+            is_id, is_word, k = tail < 4 * K, inside & (tail < 4 * WORDS), tail // 4 % K
+            carrier = tl.load(sent_TK + token * K + k, mask=is_word, other=-1)
+            served = is_word & ((carrier == c[:, None]) | (carrier == -2 - c[:, None]))
+            expert = tl.load(ids + token * ids_stride + k, mask=served & is_id, other=0).to(tl.int32)
+            score = tl.load(scores + token * scores_stride + k, mask=served & (is_id == 0), other=0.0)
+            local_id = tl.where(served, expert % NUM_LOCAL, -1)
+            word = tl.where(is_id, local_id, score.to(tl.int32, bitcast=True))
+            byte = tl.where(is_word, _byte_of(word, tail), byte)
         tl.store(to + D + tail, byte.to(tl.uint8), mask=inside & (tail < WIDTH - D))
 
 
@@ -146,37 +148,46 @@ def pack_dispatch(
     q_TD: Tensor,
     scale: Tensor,
     token_C: Tensor,
-    copy_TK: Tensor,
-    position_TK: Tensor | None,
-    score_TK: Tensor | None,
+    sent_TK: Tensor,
+    topk_ids_TK: Tensor | None,
+    topk_scores_TK: Tensor | None,
+    num_local: int,
     width: int,
 ) -> Tensor:
     """The dispatch payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_dispatch`."""
     assert q_TD.is_contiguous() and scale.is_contiguous()
-    score_TK = None if score_TK is None else score_TK.contiguous()
     C, D = token_C.shape[0], q_TD.shape[1]
+    ids_stride = scores_stride = 0
+    if topk_ids_TK is not None:
+        ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
+        scores_stride = row_stride("topk_scores_TK", topk_scores_TK)
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
     if C:
         _pack_dispatch_kernel[(cdiv(D, PACK_COLUMNS), cdiv(C, PACK_ROWS))](
-            q_TD, scale, token_C, copy_TK, position_TK, score_TK, payload, C,
-            K=copy_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), ROWS=PACK_ROWS,
+            q_TD, scale, token_C, sent_TK, topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, payload, C,
+            NUM_LOCAL=num_local, K=sent_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), ROWS=PACK_ROWS,
             COLUMNS=PACK_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return payload
 
 
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
 @Kernel
 @triton.jit
 def _unpermute_sum_kernel(
-    y, row_TK, ds, out, out_ds, STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr, DS_PER_SLOT: tl.constexpr,
+    y, row_TK, ds, out, out_ds, STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr, DS_PER_PAIR: tl.constexpr,
     OUT_STRIDE: tl.constexpr, OUT_DS_STRIDE: tl.constexpr, WORDS: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     PAD_WORDS: tl.constexpr, COLUMNS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """One column block of one token, the additions in the order of k. All K loads are independent; where FEW of the
-    rows exist, the others are branched over instead, or adding their zeros would take longer than moving the bytes.
-    With ``ds`` the first block also writes WORDS words: the K slots' score gradients, zero where there is none.
+    """Each CTA sums one column block of one token, in the order of k.
 
-    Row strides are constants because a payload's need not be a multiple of 16 elements: as arguments they would hide
+    All K loads are independent. With FEW, most rows are missing; branches skip them, since adding their zeros would
+    take longer than moving the bytes. With ``ds`` the first block also writes WORDS words: the score gradients of the
+    token's K pairs, then zeros.
+
+    Row strides are constexprs because a payload's need not be a multiple of 16 elements: as arguments they would hide
     from the compiler that rows are 16-byte aligned. The grid is flat because its second dim ends at 65535.
     """
     blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
@@ -198,7 +209,7 @@ def _unpermute_sum_kernel(
             word = tl.arange(0, PAD_WORDS)
             row_of = tl.load(row_TK + token * K + word, mask=word < K, other=-1).to(tl.int64)
             at = tl.where(row_of < -1, -2 - row_of, row_of) * DS_STRIDE
-            if DS_PER_SLOT:
+            if DS_PER_PAIR:
                 at += word
             value = tl.load(ds + at, mask=row_of != -1, other=0.0)
             tl.store(out_ds + token * OUT_DS_STRIDE + word, value, mask=word < WORDS)
@@ -207,23 +218,24 @@ def _unpermute_sum_kernel(
 def _unpermute_sum(
     y_MD: Tensor, ds: Tensor | None, row_TK: Tensor, out: Tensor, out_ds: Tensor | None, few: bool
 ) -> None:
-    """``ds`` is (R, 1) or (C, K), a column for each slot; ``out_ds`` (T, K) or wider, what is beyond K gets zeros."""
+    """Launches the kernel. ``ds`` is (M, 1), or (M, K) with a column for each k; ``out_ds`` is (T, K) or wider, with
+    zeros behind the K columns."""
     (T, K), D = row_TK.shape, y_MD.shape[1]
-    ds_stride, per_slot = (0, False) if ds is None else (ds.stride(0), ds.shape[1] > 1)
+    ds_stride, per_pair = (0, False) if ds is None else (ds.stride(0), ds.shape[1] > 1)
     out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride(0), out_ds.shape[1])
     if T:
         _unpermute_sum_kernel[(cdiv(D, SUM_COLUMNS) * T,)](
-            y_MD, row_TK, ds, out, out_ds, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride, DS_PER_SLOT=per_slot,
+            y_MD, row_TK, ds, out, out_ds, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride, DS_PER_PAIR=per_pair,
             OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
             PAD_WORDS=next_power_of_2(max(words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS,
         )  # fmt: skip
 
 
 def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """(T, D) sums of each token's rows; see :func:`titan_fp8moe.recipe.unpermute_sum`.
+    """Sums each token's rows; see :func:`titan_fp8moe.recipe.unpermute_sum`.
 
     Args:
-        y_MD: (M, D) bf16, unit stride along rows, any stride between them.
+        y_MD: (M, D) bf16; rows may be strided.
         row_TK: (T, K) int32, contiguous; a negative row adds nothing.
     """
     out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
@@ -232,7 +244,7 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
 
 
 def unpermute_gradients(dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """:func:`unpermute_sum`, and in the same launch the slots' score gradients, (T, K) fp32; see
+    """:func:`unpermute_sum`, with the pairs' score gradients (T, K) fp32 in the same launch; see
     :func:`titan_fp8moe.ops.unpermute_gradients`."""
     out = torch.empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype, device=dx_MD.device)
     out_ds = torch.empty(row_TK.shape, dtype=torch.float32, device=dx_MD.device)
@@ -245,6 +257,6 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int) 
     C, D = row_CK.shape[0], y_MD.shape[1]
     payload = torch.empty(C, width, dtype=torch.uint8, device=y_MD.device)
     ds, out_ds = (None, None) if ds_M is None else (ds_M.unsqueeze(1), payload.view(torch.float32)[:, D // 2 :])
-    # Of a copy's top_k experts, one or two are here.
+    # Of a dispatched token's top_k pairs, this rank serves one or two.
     _unpermute_sum(y_MD, ds, row_CK, payload.view(y_MD.dtype), out_ds, few=True)
     return payload

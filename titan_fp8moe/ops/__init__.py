@@ -1,18 +1,18 @@
 """Custom ops of the FP8 data flow, one family per file, in the namespace ``torch.ops.titan_fp8moe``.
 
-What is exported here calls the op, or its function where nobody traces or watches (:func:`backend.custom_op`). Each op
-runs its Triton kernel on a GPU and :mod:`titan_fp8moe.recipe` elsewhere, and has a fake for torch.compile. None
-has a gradient of its own: they are called inside the layer's autograd functions (:mod:`titan_fp8moe.moe`), because
-autograd would cast the gradient of an fp8 tensor to fp8. DTensors do not reach them; the modules pass local tensors.
+The functions exported here run the op, or its implementation directly when nobody traces (:func:`backend.custom_op`).
+On a GPU an op runs its Triton kernel, elsewhere :mod:`titan_fp8moe.recipe`. Each op has a fake for torch.compile.
+
+No op has a gradient, because autograd would cast the gradient of an FP8 tensor to FP8. The layer's autograd functions
+(:mod:`titan_fp8moe.moe`) call them. DTensors never reach them: the modules pass local tensors.
 """
 
 from titan_fp8moe.ops.all_to_all import start_all_to_all, wait
 from titan_fp8moe.ops.backend import emulate
 from titan_fp8moe.ops.grouped_mm import grouped_mm, grouped_mm_wgrad
 from titan_fp8moe.ops.permute import (
-    arrival_layout,
-    dispatch_layout,
-    expert_layout,
+    dispatch_routing,
+    expert_routing,
     pack_combine,
     pack_dispatch,
     permute_rows,
@@ -33,10 +33,9 @@ from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
     "QuantizedWeight",
-    "arrival_layout",
-    "dispatch_layout",
+    "dispatch_routing",
     "emulate",
-    "expert_layout",
+    "expert_routing",
     "grouped_mm",
     "grouped_mm_wgrad",
     "pack_combine",

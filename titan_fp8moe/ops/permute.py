@@ -1,4 +1,9 @@
-"""Moving rows: into the dispatch payload, into expert order, and back."""
+"""Ops that route tokens and move rows: into the dispatch payload, into expert order, and back.
+
+On one rank: ``expert_routing``, ``permute_rows``, the FFN, ``unpermute_sum``. With expert parallelism
+``dispatch_routing`` and ``pack_dispatch`` come before the all-to-all; the receiver unpacks, does the same, and returns
+``pack_combine``'s payload. The backward moves gradients along the same routing.
+"""
 
 import torch
 from torch import Tensor
@@ -15,73 +20,62 @@ def _ints(like: Tensor, *shape: int) -> Tensor:
 
 
 @custom_op
-def expert_layout(
-    expert_TK: Tensor, score_TK: Tensor, num_experts: int, capacity: int
+def expert_routing(
+    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Index maps between tokens and rows in expert order, without asking the device for counts.
+    """Assigns each routed pair a row in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
 
-    Returns offsets_E (num_experts,), token_M (M,), score_M (M,), row_TK (T, K); see
-    :func:`titan_fp8moe.recipe.expert_layout`. At and past ``offsets_E[-1]``, token_M is -1 and score_M 0.
+    Args:
+        topk_ids_TK: (T, K) int32 or int64; topk_scores_TK: (T, K) fp32. Rows may be strided (views of a payload); the
+            kernels need unit stride along K.
+
+    Returns:
+        offsets_E (num_experts,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (T, K) int32.
     """
-    impl = routing if use_kernels(expert_TK) else recipe
-    return impl.expert_layout(expert_TK, score_TK, num_experts, capacity)
+    impl = routing if use_kernels(topk_ids_TK) else recipe
+    return impl.expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity)
 
 
-@expert_layout.register_fake
-def _(expert_TK, score_TK, num_experts, capacity):
-    maps = _ints(score_TK, num_experts), _ints(score_TK, capacity), score_TK.new_empty(capacity)
-    return *maps, _ints(score_TK, *expert_TK.shape)
+@expert_routing.register_fake
+def _(topk_ids_TK, topk_scores_TK, num_experts, capacity):
+    score_M = topk_scores_TK.new_empty(capacity)
+    return _ints(score_M, num_experts), _ints(score_M, capacity), score_M, _ints(score_M, *topk_ids_TK.shape)
 
 
 @custom_op
-def dispatch_layout(expert_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What this rank sends to which, without asking the device for counts.
+def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
 
-    Returns position_TK, copy_TK (T, K), token_C (T * min(K, num_ranks),), whose entries past the last copy are
-    undefined, and message_N (num_ranks, 2 + num_local); see :func:`titan_fp8moe.recipe.dispatch_layout`.
+    Args:
+        topk_ids_TK: (T, K) int32 or int64; rows may be strided, the kernels need unit stride along K.
+
+    Returns:
+        sent_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, undefined from C on; counts_N (num_ranks,
+        1 + num_local) int32.
     """
-    impl = routing if use_kernels(expert_TK) else recipe
-    return impl.dispatch_layout(expert_TK, num_ranks, num_local)
+    impl = routing if use_kernels(topk_ids_TK) else recipe
+    return impl.dispatch_routing(topk_ids_TK, num_ranks, num_local)
 
 
-@dispatch_layout.register_fake
-def _(expert_TK, num_ranks, num_local):
-    (T, K), maps = expert_TK.shape, (_ints(expert_TK, *expert_TK.shape) for _ in range(2))
-    return *maps, _ints(expert_TK, T * min(K, num_ranks)), _ints(expert_TK, num_ranks, 2 + num_local)
-
-
-@custom_op
-def arrival_layout(
-    received_N: Tensor, position_CK: Tensor, score_CK: Tensor, num_rows: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`expert_layout` of arrived copies; position_CK and score_CK may be views of a payload.
-
-    Returns offsets_E (E,), token_M (M,), score_M (M,), row_CK (C, top_k), row_R (num_rows,); see
-    :func:`titan_fp8moe.recipe.arrival_layout`. At and past ``offsets_E[-1]``, token_M is -1 and score_M 0.
-    """
-    impl = routing if use_kernels(received_N) else recipe
-    return impl.arrival_layout(received_N, position_CK, score_CK, num_rows, capacity)
-
-
-@arrival_layout.register_fake
-def _(received_N, position_CK, score_CK, num_rows, capacity):
-    maps = _ints(received_N, received_N.shape[1] - 2), _ints(received_N, capacity), score_CK.new_empty(capacity)
-    return *maps, _ints(received_N, *position_CK.shape), _ints(received_N, num_rows)
+@dispatch_routing.register_fake
+def _(topk_ids_TK, num_ranks, num_local):
+    T, K = topk_ids_TK.shape
+    shapes = (T, K), (T * min(K, num_ranks),), (num_ranks, 1 + num_local)
+    return tuple(_ints(topk_ids_TK, *shape) for shape in shapes)
 
 
 @custom_op
 def permute_rows(
     q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """fp8 rows and their scales in expert order, padding zeroed; see :func:`titan_fp8moe.recipe.permute_rows`.
+    """Copies FP8 rows and their scales to expert order; see :func:`titan_fp8moe.recipe.permute_rows`.
 
     Args:
-        q_TD: (T, D) e4m3, rows may be strided (a view of a payload).
-        scale: (T, D // 128) e8m0, likewise.
-        row_TK: (T, K) and token_M: (M,) int32, inverse to each other, of :func:`expert_layout`.
+        q_TD: (T, D) e4m3 and scale (T, D // 128) e8m0; rows may be strided (views of a payload).
+        row_TK: (T, K) and token_M: (M,) int32, inverse to each other, of :func:`expert_routing`.
 
     Returns:
-        (M, D) e4m3, (M, D // 128) e8m0 column-major; rows at and past ``offsets_E[-1]`` undefined.
+        (M, D) e4m3, (M, D // 128) e8m0 column-major; rows from ``offsets_E[-1]`` on are undefined.
     """
     if use_kernels(q_TD):
         return kernels.permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
@@ -96,9 +90,14 @@ def _(q_TD, scale, row_TK, token_M, offsets_E):
 
 @custom_op
 def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """(T, D) sums of each token's rows ``y_MD[row_TK[t, k]]``, fp32, in the order of k; negative rows add nothing.
+    """Sums each token's rows in fp32, in the order of k; see :func:`titan_fp8moe.recipe.unpermute_sum`.
 
-    ``y_MD`` is bf16 (M, D); its rows may be strided (a view of a payload).
+    Args:
+        y_MD: (M, D) bf16; rows may be strided (a view of a payload).
+        row_TK: (T, K) int32; a negative row adds nothing.
+
+    Returns:
+        (T, D) out_dtype.
     """
     impl = kernels if use_kernels(y_MD) else recipe
     return impl.unpermute_sum(y_MD, row_TK, out_dtype)
@@ -111,15 +110,17 @@ def _(y_MD, row_TK, out_dtype):
 
 @custom_op
 def unpermute_gradients(dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a backward hands back: the sums of each token's rows, (T, D), and the slots' score gradients, (T, K) fp32.
+    """:func:`unpermute_sum` of a backward, and the score gradients of the routed pairs.
 
     Args:
-        dx_MD: (M, D) bf16, summed as by :func:`unpermute_sum`; rows may be strided, as those of ``ds`` (views of a
-            payload).
-        ds: (M, 1) fp32, a row's score gradient; or (M, K), one for each k.
-        row_TK: (T, K) int32, each slot's row. -2 - m stands for row m as in
-            :func:`titan_fp8moe.recipe.dispatch_layout`, which the sum has already and whose score gradient is the
-            slot's; -1 for a slot that has none, whose gradient is zero.
+        dx_MD: (M, D) bf16 and ds: fp32, (M, 1) with the score gradient of each row or (M, K) with one for each k. Rows
+            may be strided (views of a payload).
+        row_TK: (T, K) int32: ``row_TK`` of :func:`expert_routing` with (M, 1), ``sent_TK`` of :func:`dispatch_routing`
+            with (M, K). In the latter -2 - c stands for row c, whose score gradient counts although the sum has the
+            row already. The score gradient at -1 is zero.
+
+    Returns:
+        (T, D) out_dtype, (T, K) fp32.
     """
     if use_kernels(dx_MD):
         return kernels.unpermute_gradients(dx_MD, ds, row_TK, out_dtype)
@@ -134,8 +135,8 @@ def _(dx_MD, ds, row_TK, out_dtype):
     return dx_MD.new_empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype), ds.new_empty(row_TK.shape)
 
 
-# A dispatch payload row is D value bytes; in a forward, top_k int32 positions and top_k fp32 scores; D // 128 scale
-# bytes. A combine payload row is D bf16 values and, in a backward, fp32 score gradients. Both are padded to 16 bytes.
+# A row of a dispatch payload: D value bytes; in a forward, K int32 local ids and K fp32 scores; D // 128 scale bytes.
+# A row of a combine payload: D bf16 values; in a backward, K fp32 score gradients. Both are padded to 16 bytes.
 
 
 def _dispatch_width(D: int, top_k: int) -> int:
@@ -144,60 +145,72 @@ def _dispatch_width(D: int, top_k: int) -> int:
 
 @custom_op
 def pack_dispatch(
-    q_TD: Tensor, scale: Tensor, token_C: Tensor, copy_TK: Tensor, position_TK: Tensor | None, score_TK: Tensor | None
+    q_TD: Tensor,
+    scale: Tensor,
+    token_C: Tensor,
+    sent_TK: Tensor,
+    topk_ids_TK: Tensor | None,
+    topk_scores_TK: Tensor | None,
+    num_local: int,
 ) -> Tensor:
-    """The dispatch payload: row c holds token ``token_C[c]`` and, in a forward, the positions and scores of its slots.
+    """Packs the dispatched tokens: values and scales; in a forward also each pair's local expert id and score.
+
+    A pair that the destination does not serve gets the id -1 and the score 0.
 
     Args:
         q_TD: (T, D) e4m3; scale: (T, D // 128) e8m0 row-major.
-        token_C, copy_TK: of :func:`dispatch_layout`; token_C cut to the copies there are.
-        position_TK: of the same; score_TK: (T, K) fp32. Both None in a backward.
+        token_C, sent_TK: of :func:`dispatch_routing`; token_C cut to the C dispatched tokens.
+        topk_ids_TK, topk_scores_TK: as in :func:`expert_routing`, with ids of all ranks' experts; None in a backward.
+        num_local: experts on each rank.
 
     Returns:
         (C, width) uint8; see :func:`unpack_dispatch`.
     """
     C, D = token_C.shape[0], q_TD.shape[1]
-    top_k = 0 if score_TK is None else copy_TK.shape[1]
+    top_k = 0 if topk_ids_TK is None else sent_TK.shape[1]
+    width = _dispatch_width(D, top_k)
     if use_kernels(q_TD):
-        width = _dispatch_width(D, top_k)
-        return kernels.pack_dispatch(q_TD, scale, token_C, copy_TK, position_TK, score_TK, width)
-    payload = torch.zeros(C, _dispatch_width(D, top_k), dtype=torch.uint8, device=q_TD.device)
-    q, payload_scale, position_CK, score_CK = unpack_dispatch(payload, D, top_k)
+        return kernels.pack_dispatch(q_TD, scale, token_C, sent_TK, topk_ids_TK, topk_scores_TK, num_local, width)
+    payload = torch.zeros(C, width, dtype=torch.uint8, device=q_TD.device)
+    q, payload_scale, ids_CK, scores_CK = unpack_dispatch(payload, D, top_k)
     token_C = token_C.long()
     q.view(torch.uint8).copy_(q_TD.view(torch.uint8)[token_C])
     payload_scale.view(torch.uint8).copy_(scale.view(torch.uint8)[token_C])
-    if score_TK is not None:
-        copies = torch.arange(C, device=token_C.device).unsqueeze(1)
-        carrier_CK = copy_TK[token_C]
-        served = (carrier_CK == copies) | (carrier_CK == -2 - copies)
-        position_CK.copy_(position_TK[token_C].masked_fill(~served, -1))
-        score_CK.copy_(score_TK[token_C].masked_fill(~served, 0))
+    if topk_ids_TK is not None:
+        c, sent_CK = torch.arange(C, device=token_C.device).unsqueeze(1), sent_TK[token_C]
+        served = (sent_CK == c) | (sent_CK == -2 - c)
+        ids_CK.copy_((topk_ids_TK[token_C] % num_local).masked_fill(~served, -1))
+        scores_CK.copy_(topk_scores_TK[token_C].masked_fill(~served, 0))
     return payload
 
 
 @pack_dispatch.register_fake
-def _(q_TD, scale, token_C, copy_TK, position_TK, score_TK):
-    width = _dispatch_width(q_TD.shape[1], 0 if score_TK is None else copy_TK.shape[1])
+def _(q_TD, scale, token_C, sent_TK, topk_ids_TK, topk_scores_TK, num_local):
+    width = _dispatch_width(q_TD.shape[1], 0 if topk_ids_TK is None else sent_TK.shape[1])
     return q_TD.new_empty(token_C.shape[0], width, dtype=torch.uint8)
 
 
 def unpack_dispatch(payload: Tensor, D: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Views of a dispatch payload (C, width) uint8: q (C, D) e4m3, scale (C, D // 128) e8m0, position (C, top_k) int32,
-    score (C, top_k) fp32; with ``top_k`` 0 of a backward's."""
-    values, position, score, scale, _ = payload.split(
+    """Views of a dispatch payload (C, width) uint8; ``top_k`` is 0 in a backward.
+
+    Returns:
+        q (C, D) e4m3, scale (C, D // 128) e8m0, topk_ids_CK (C, top_k) int32, topk_scores_CK (C, top_k) fp32.
+    """
+    values, ids, scores, scale, _ = payload.split(
         [D, 4 * top_k, 4 * top_k, D // TILE, payload.shape[1] - D - 8 * top_k - D // TILE], dim=1
     )
-    return values.view(FP8), scale.view(E8M0), position.view(torch.int32), score.view(torch.float32)
+    return values.view(FP8), scale.view(E8M0), ids.view(torch.int32), scores.view(torch.float32)
 
 
 @custom_op
 def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor) -> Tensor:
-    """The combine payload: sums of the rows of each copy, fp32 in the order of k, rounded to bf16 once; with ``ds_M``
-    (M,) fp32 also the score gradient of each of the rows.
+    """Packs what goes back for each dispatched token: its rows' sum, fp32 in the order of k, rounded to bf16 once.
+
+    With ``ds_M`` also the score gradient of each of its pairs, 0 for a pair that this rank does not serve.
 
     Args:
-        y_MD: (M, D) bf16.
-        row_CK: (C, K) int32, of :func:`arrival_layout`; -1 for a slot that is not served here.
+        y_MD: (M, D) bf16; ds_M: (M,) fp32, None in a forward.
+        row_CK: (C, K) int32, ``row_TK`` of :func:`expert_routing`.
 
     Returns:
         (C, width) uint8; see :func:`unpack_combine`.
@@ -225,7 +238,7 @@ def _(y_MD, ds_M, row_CK):
 
 
 def unpack_combine(payload: Tensor, D: int, K: int) -> tuple[Tensor, Tensor | None]:
-    """Views of a combine payload: rows (C, D) bf16 and, where it holds them, score gradients (C, K) fp32."""
+    """Views of a combine payload: rows (C, D) bf16, and in a backward score gradients (C, K) fp32, else None."""
     rows = payload[:, : 2 * D].view(torch.bfloat16)
     if payload.shape[1] == 2 * D:
         return rows, None
