@@ -20,15 +20,7 @@ BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 MODELS = {"16B": (98304, 2048, 1408, 64), "671B": (32768, 7168, 2048, 8)}  # M, D, H, E
 TOP_K = 8
 # They compute indices.
-NO_ROWS = (
-    "_runs_kernel",
-    "_layout_kernel",
-    "_balance_exponent_kernel",
-    "_arrivals_kernel",
-    "_count_slots_kernel",
-    "_place_rows_kernel",
-    "_place_copies_kernel",
-)
+NO_ROWS = ("_balance_exponent_kernel", "_count_kernel", "_place_rows_kernel", "_place_dispatched_kernel")
 
 
 def meta(*shape, dtype):
@@ -47,8 +39,8 @@ def calls(M, D, H, E, T=12288):
     y, payload = meta(M, D, dtype=BF16), meta(M, 2 * D + 16, dtype=torch.uint8)
     dispatched = meta(T, (D + 8 * TOP_K + D // TILE + 15) // 16 * 16, dtype=torch.uint8)
     q, scale = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0)
-    map_TK, score_TK = meta(T, TOP_K, dtype=INT32), meta(T, TOP_K, dtype=FP32)
-    expert_TK = meta(T, TOP_K, dtype=torch.int64)
+    map_TK, scores_TK = meta(T, TOP_K, dtype=INT32), meta(T, TOP_K, dtype=FP32)
+    ids_TK, arrived = meta(T, TOP_K, dtype=torch.int64), unpack_dispatch(dispatched, D, TOP_K)
     for dtype in (BF16, FP32):
         yield f"quantize_rows {dtype}", quantize.quantize_rows, (meta(T, D, dtype=dtype),)
         pair, w2 = [meta(E, H, D, dtype=dtype)] * 2, [meta(E, D, H, dtype=dtype)]
@@ -71,28 +63,26 @@ def calls(M, D, H, E, T=12288):
             for again in (False, True):
                 args = (d, *kept, score_M, offsets_E, first, again)
                 yield f"swiglu backward {first} {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
-    for sources, experts in ((1, E), (32, E), (64, 4), (256, 1)):
-        yield f"expert_layout {sources}", routing.expert_layout, (expert_TK, score_TK, sources * experts, M + TILE * E)
-        yield f"dispatch_layout {sources}", routing.dispatch_layout, (expert_TK, sources, experts)
-        received, (_, _, position, score) = meta(sources, 2 + experts, dtype=INT32), unpack_dispatch(payload, D, TOP_K)
-        args = (received, position, score, M - T % 100, M + TILE * experts)
-        yield f"arrival_layout {sources}", routing.arrival_layout, args
+    for ranks, experts in ((1, E), (32, E), (64, 4), (256, 1)):
+        name = f"{ranks} x {experts}"
+        yield f"routing {name}", routing.expert_routing, (ids_TK, scores_TK, ranks * experts, M + TILE * E)
+        yield f"routing arrived {name}", routing.expert_routing, (*arrived[2:], experts, M + TILE * experts)
+        for ids in (ids_TK, map_TK):
+            yield f"routing dispatch {name} {ids.dtype}", routing.dispatch_routing, (ids, ranks, experts)
     yield "permute", permute.permute_rows, (q, scale, map_TK, index_M, offsets_E)
-    args = (*unpack_dispatch(dispatched, D, TOP_K)[:2], map_TK, index_M, offsets_E)
-    yield "permute payload", permute.permute_rows, args
+    yield "permute payload", permute.permute_rows, (*arrived[:2], map_TK, index_M, offsets_E)
     for dtype in (BF16, FP32):
         yield f"unpermute {dtype}", permute.unpermute_sum, (y, map_TK, dtype)
     received = payload[:, : 2 * D].view(BF16)
     yield "unpermute payload", permute.unpermute_sum, (received, map_TK, BF16)
-    for score in (None, score_TK):
-        position = None if score is None else map_TK
-        width = (D + (0 if score is None else 8 * TOP_K) + D // TILE + 15) // 16 * 16
-        args = (q, scale, index_M, map_TK, position, score, width)
-        yield f"pack_dispatch {score is None}", permute.pack_dispatch, args
+    for ids in (None, map_TK, ids_TK):
+        scores, top_k = (None, 0) if ids is None else (scores_TK, TOP_K)
+        args = (q, scale, index_M, map_TK, ids, scores, E, (D + 8 * top_k + D // TILE + 15) // 16 * 16)
+        yield f"pack_dispatch {getattr(ids, 'dtype', None)}", permute.pack_dispatch, args
     for ds in (None, score_M):
         yield f"pack_combine {ds is None}", permute.pack_combine, (y, ds, map_TK, 2 * D + 32)
     yield "unpermute_gradients", permute.unpermute_gradients, (y, meta(M, 1, dtype=FP32), map_TK, BF16)
-    yield "unpermute_gradients by copy", permute.unpermute_gradients, (received, score_TK, map_TK, BF16)
+    yield "unpermute_gradients payload", permute.unpermute_gradients, (received, scores_TK, map_TK, BF16)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -121,7 +111,7 @@ def test_grids_of_the_most_rows():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_other_numbers_of_tokens_compile_nothing_new(model):
-    """Tokens on a rank, copies and rows that arrive change from step to step."""
+    """Tokens of a rank, dispatched tokens and rows change from step to step."""
     _, D, H, E = MODELS[model]
 
     def specializations(M, T):

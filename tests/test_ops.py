@@ -24,13 +24,12 @@ def cases():
     x, dy, h, d = rows(M, D), rows(M, D), torch.randn(M, 2 * H, dtype=BF16), torch.randn(M, H, dtype=BF16)
     tokens, weights = recipe.quantize_rows(torch.randn(T, D)), [torch.randn(E, 128, D), torch.randn(E, 256, D)]
     offsets_E = torch.tensor([128, 256], dtype=INT32)
-    score_TK, score_M, expert_TK = torch.rand(T, K), torch.rand(M), torch.rand(T, 2 * E).topk(K).indices
+    scores_TK, score_M, ids_TK = torch.rand(T, K), torch.rand(M), torch.rand(T, 2 * E).topk(K).indices
     row_TK = torch.randint(-1, M, (T, K), dtype=INT32)
     row_CK, token_M = torch.randint(-1, M, (T, K), dtype=INT32), torch.randint(-1, T, (M,), dtype=INT32)
-    position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(expert_TK, 2, E)
-    token_C = token_C[: int(message_N[:, 0].sum())].clone()
-    position_CK, score_CK = torch.arange(T * K, dtype=INT32).view(T, K), torch.rand(T, K)
-    received_N = torch.tensor([[12, 0, 14, 10], [8, 24, 6, 10]], dtype=INT32)
+    sent_TK, token_C, counts_N = recipe.dispatch_routing(ids_TK, 2, E)
+    token_C = token_C[: int(counts_N[:, 0].sum())].clone()
+    arrived = ops.pack_dispatch(*tokens, token_C, sent_TK, ids_TK, scores_TK, E)
     yield "quantize_rows", (torch.randn(T, D, dtype=BF16),)
     yield "quantize_rows", (torch.randn(128, T).t(),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
@@ -38,18 +37,18 @@ def cases():
         first, last = (recipe.quantize_weight(w) for w in weights)
         for other in (last, (None, None)):
             yield "join_weight", (*first, *other, plain, transposed)
-    yield "expert_layout", (expert_TK, score_TK, 2 * E, 1024)
-    yield "dispatch_layout", (expert_TK, 2, E)
-    yield "arrival_layout", (received_N, position_CK, score_CK, T * K, M)
+    yield "expert_routing", (ids_TK, scores_TK, 2 * E, 1024)
+    yield "expert_routing", (*ops.unpack_dispatch(arrived, D, K)[2:], E, 512)
+    yield "dispatch_routing", (ids_TK, 2, E)
     yield "permute_rows", (*tokens, row_CK, token_M, offsets_E)
     yield "unpermute_sum", (torch.randn(M, D, dtype=BF16), row_TK, FP32)
-    for position_and_score in ((position_TK, score_TK), (None, None)):
-        yield "pack_dispatch", (*tokens, token_C, copy_TK, *position_and_score)
+    for ids_and_scores in ((ids_TK, scores_TK), (None, None)):
+        yield "pack_dispatch", (*tokens, token_C, sent_TK, *ids_and_scores, E)
     for ds in (score_M, None):
         yield "pack_combine", (h, ds, row_CK)
     yield "unpermute_gradients", (torch.randn(M, D, dtype=BF16), torch.rand(M, 1), row_TK, BF16)
-    copies = token_C.shape[0]
-    yield "unpermute_gradients", (torch.randn(copies, D, dtype=BF16), torch.rand(copies, K), copy_TK, FP32)
+    C = token_C.shape[0]
+    yield "unpermute_gradients", (torch.randn(C, D, dtype=BF16), torch.rand(C, K), sent_TK, FP32)
     for first in (False, True):
         yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
         yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first, True)
@@ -59,10 +58,12 @@ def cases():
         yield "transpose_pair", (*tokens, *dy, offsets_E, mode, token_M)
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
-    experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (D, H), (H, D))]
-    route = (score_TK, experts, torch.rand(T, E).topk(K).indices)
-    for save_h, recompute in (("bf16", "experts"), ("bf16", "activation"), ("fp8", "none")):
-        yield "routed_experts_forward", (torch.randn(T, D), *route, "", 1, 0, False, save_h, recompute, "sum")
+    experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (H, D), (D, H))]  # gate, up, down
+    args = (torch.randn(T, D), scores_TK, experts, [], torch.rand(T, E).topk(K).indices, "", 1, False)
+    for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
+        yield "routed_experts_forward", (*args, recompute, save_h)
+    payload = torch.randn(C, D, dtype=BF16).view(torch.uint8)
+    yield "routed_experts_finish", (payload, sent_TK, D, FP32)
 
 
 @pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])
@@ -118,10 +119,10 @@ def test_other_tensors_get_the_op():
 
 
 def test_compiles_as_one_graph():
-    def forward_and_back(x, w1, w3, w2, d, expert_TK, score_TK):
+    def forward_and_back(x, w1, w3, w2, d, topk_ids_TK, topk_scores_TK):
         q, scale = ops.quantize_rows(x)
         capacity = recipe.row_capacity(T * K, E)
-        offsets_E, token_M, score_M, row_TK = ops.expert_layout(expert_TK, score_TK, E, capacity)
+        offsets_E, token_M, score_M, row_TK = ops.expert_routing(topk_ids_TK, topk_scores_TK, E, capacity)
         q, scale = ops.permute_rows(q, scale, row_TK, token_M, offsets_E)
         w13, w2 = ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
         h = ops.grouped_mm(q, scale, *w13, offsets_E, BF16)

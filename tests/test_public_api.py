@@ -114,27 +114,6 @@ def test_same_inputs_same_bits(deterministic):
         torch.use_deterministic_algorithms(False)
 
 
-# fp8 tensors cannot be compared by the schema test, nor be outputs of a traced op that is differentiated; these ops
-# take and return them among others and have no gradient of their own.
-CHECKS = ("test_schema", "test_faketensor")
-
-
-@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-def test_forward_op(recompute):
-    x, scores, ids, weights = make_layer(dtype=torch.bfloat16)
-    w1, w2, w3 = weights
-    args = (x, scores, [w1, w3, w2], [], ids, "", 1, False, recompute, "bf16")
-    torch.library.opcheck(moe.SAVED_OPS[0], args, test_utils=("test_faketensor",))
-
-
-def test_finish_op():
-    """The op that ends the combine."""
-    dispatched = 2 * T
-    sent_TK = torch.randint(0, dispatched, (T, K), dtype=torch.int32, device=DEVICE)
-    payload = torch.randn(dispatched, D, device=DEVICE).bfloat16().view(torch.uint8)
-    torch.library.opcheck(moe.SAVED_OPS[1], (payload, sent_TK, D, torch.float32), test_utils=CHECKS)
-
-
 def test_flops_are_counted():
     x, scores, ids, weights = make_layer()
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:

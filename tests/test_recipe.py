@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_fp8moe import recipe
+from titan_fp8moe import ops, recipe
 
 FP32 = torch.float32
 settings.register_profile("recipe", deadline=None, max_examples=60)
@@ -253,26 +253,26 @@ def test_swiglu_backward_is_the_gradient(score_before_experts):
 
 
 @given(npst.arrays(np.int64, st.tuples(st.integers(0, 70), st.integers(1, 4)), elements=st.integers(-1, 9)))
-def test_expert_layout(experts):
-    expert_TK, E = torch.from_numpy(experts), 9  # 9 and -1 are nobody's
-    score_TK, expert_S = torch.rand(expert_TK.shape), expert_TK.flatten()
-    R = int(((expert_S >= 0) & (expert_S < E)).sum())
+def test_expert_routing(ids):
+    topk_ids_TK, E = torch.from_numpy(ids), 9  # 9 and -1 are nobody's
+    topk_scores_TK, ids = torch.rand(ids.shape), topk_ids_TK.flatten()
+    R = int(((ids >= 0) & (ids < E)).sum())
     capacity = recipe.row_capacity(R, E)
-    offsets_E, token_M, score_M, row_TK = recipe.expert_layout(expert_TK, score_TK, E, capacity)
+    offsets_E, token_M, score_M, row_TK = recipe.expert_routing(topk_ids_TK, topk_scores_TK, E, capacity)
     assert offsets_E[-1] <= capacity
     assert (offsets_E % 128 == 0).all()
     start_E = torch.cat([torch.zeros(1, dtype=torch.int32), offsets_E[:-1]])
     padding = torch.ones(capacity, dtype=torch.bool)
-    for e in range(E):  # an expert's slots in their order
-        slots = (expert_S == e).nonzero().squeeze(1)
-        rows = start_E[e] + torch.arange(len(slots))
-        assert torch.equal(row_TK.flatten()[slots].long(), rows)
-        assert torch.equal(token_M[rows].long(), slots // expert_TK.shape[1])
-        assert torch.equal(score_M[rows], score_TK.flatten()[slots])
-        assert offsets_E[e] - start_E[e] == -(-len(slots) // 128) * 128
+    for e in range(E):  # an expert's pairs in their order
+        pairs = (ids == e).nonzero().squeeze(1)
+        rows = start_E[e] + torch.arange(len(pairs))
+        assert torch.equal(row_TK.flatten()[pairs].long(), rows)
+        assert torch.equal(token_M[rows].long(), pairs // topk_ids_TK.shape[1])
+        assert torch.equal(score_M[rows], topk_scores_TK.flatten()[pairs])
+        assert offsets_E[e] - start_E[e] == -(-len(pairs) // 128) * 128
         padding[rows] = False
     assert (token_M[padding] == -1).all() and (score_M[padding] == 0).all()
-    assert row_TK.shape == expert_TK.shape and (row_TK == -1).sum() == expert_TK.numel() - R
+    assert row_TK.shape == topk_ids_TK.shape and (row_TK == -1).sum() == topk_ids_TK.numel() - R
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20))
@@ -290,10 +290,8 @@ def test_row_capacity_is_reached():
 def test_permute_and_unpermute_are_inverse():
     T, D, E, top_k = 50, 256, 4, 2
     q, scale = recipe.quantize_rows(torch.randn(T, D))
-    expert_TK = torch.randint(E, (T, top_k))
-    capacity = recipe.row_capacity(T * top_k, E)
-    layout = recipe.expert_layout(expert_TK, torch.rand(T, top_k), E, capacity)
-    _, token_M, _, row_TK = layout
+    ids, capacity = torch.randint(E, (T, top_k)), recipe.row_capacity(T * top_k, E)
+    _, token_M, _, row_TK = recipe.expert_routing(ids, torch.rand(T, top_k), E, capacity)
     moved = recipe.dequantize(*recipe.permute_rows(q, scale, token_M))
     assert (moved[token_M < 0] == 0).all()
     total = recipe.unpermute_sum(moved, row_TK, FP32)
@@ -305,45 +303,66 @@ EXCHANGES = st.tuples(st.integers(0, 40), st.integers(1, 4), st.integers(1, 5), 
 )
 
 
-@given(EXCHANGES, st.integers(0, 2**31 - 1))
-def test_exchange_brings_each_slot_to_its_expert(shape, number):
-    """Every rank's slots through dispatch_layout and arrival_layout, against the routing they came from."""
+@given(EXCHANGES, st.integers(0, 2**31 - 1), st.booleans())
+def test_exchange_brings_each_pair_to_its_expert(shape, number, repeats):
+    """Every rank's pairs, dispatched and routed again where they arrive, are those the routers chose."""
     max_tokens, top_k, N, E = shape
     random, generator = Random(number), torch.Generator().manual_seed(number)
-    experts, scores, sent = [], [], []
-    for _ in range(N):
+    expected, payloads, sources = [set() for _ in range(N)], [[] for _ in range(N)], [[] for _ in range(N)]
+    for source in range(N):
         T = random.randint(0, max_tokens)
-        expert_TK = torch.rand(T, N * E, generator=generator).topk(top_k).indices
-        expert_TK[: random.randint(0, 3)] = -1  # the first tokens are another rank's to send
-        score_TK = torch.rand(T, top_k, generator=generator)
-        position_TK, copy_TK, token_C, message_N = recipe.dispatch_layout(expert_TK, N, E)
-        C = int(message_N[:, 0].sum())
-        served = copy_TK[token_C[:C].long()]
-        served = (served == torch.arange(C).unsqueeze(1)) | (served == -2 - torch.arange(C).unsqueeze(1))
-        position_CK = position_TK[token_C[:C].long()].masked_fill(~served, -1)
-        score_CK = score_TK[token_C[:C].long()]
-        splits = message_N[:, 0].tolist()
-        sent.append([message_N, *(t.split(splits) for t in (token_C[:C], position_CK, score_CK))])
-        experts.append(expert_TK.flatten())
-        scores.append(score_TK)
+        ids = torch.rand(T, N * E, generator=generator).topk(top_k).indices
+        if repeats:  # and ids of nobody
+            ids = torch.randint(-1, N * E + 1, (T, top_k), generator=generator)
+        ids[: random.randint(0, 3)] = -1  # the first tokens are another rank's to send
+        scores = torch.rand(T, top_k, generator=generator)
+        sent_TK, token_C, counts_N = recipe.dispatch_routing(ids, N, E)
+        splits = counts_N[:, 0].tolist()
+        token_C = token_C[: sum(splits)]
+        tokens = recipe.quantize_rows(torch.zeros(T, 128))
+        payload = ops.pack_dispatch(*tokens, token_C, sent_TK, ids, scores, E)
+        for rank, (part, token) in enumerate(zip(payload.split(splits), token_C.split(splits), strict=True)):
+            payloads[rank].append(part)
+            sources[rank] += [(source, int(t)) for t in token]
+        for (token, k), expert in np.ndenumerate(ids.numpy()):
+            if 0 <= expert < N * E:
+                expected[expert // E].add((source, token, k, expert % E, float(scores[token, k])))
+        pairs = torch.bincount(ids[(ids >= 0) & (ids < N * E)], minlength=N * E)
+        assert torch.equal(counts_N[:, 1:].flatten().long(), pairs)
     for rank in range(N):
-        received_N = torch.stack([s[0][rank] for s in sent])
-        token_C, position_CK, score_CK = (torch.cat([s[i][rank] for s in sent]) for i in (1, 2, 3))
-        source_C = torch.arange(N).repeat_interleave(received_N[:, 0].long())
-        R = int(received_N[:, 2:].sum())
-        capacity = recipe.row_capacity(R, E)
-        layout = recipe.arrival_layout(received_N, position_CK, score_CK, R, capacity)
-        offsets_E, token_M, score_M, row_CK, row_R = layout
-        assert torch.equal(row_R.sort().values, (token_M >= 0).nonzero().squeeze(1).int())
+        assert sources[rank] == sorted({pair[:2] for pair in expected[rank]})  # each token once
+        _, _, ids_CK, scores_CK = ops.unpack_dispatch(torch.cat(payloads[rank]), 128, top_k)
+        capacity = recipe.row_capacity(len(expected[rank]), E)
+        offsets_E, token_M, score_M, row_CK = recipe.expert_routing(ids_CK, scores_CK, E, capacity)
         arrived = set()
         for c, k in (row_CK >= 0).nonzero().tolist():
-            source, token, row = int(source_C[c]), int(token_C[c]), int(row_CK[c, k])
-            expert = int(experts[source][token * top_k + k])
-            assert int(torch.searchsorted(offsets_E, row, right=True)) == expert - rank * E
-            assert int(token_M[row]) == c and float(score_M[row]) == float(scores[source][token, k])
-            arrived.add((source, token * top_k + k))
-        expected = {(n, s) for n in range(N) for s in range(len(experts[n])) if int(experts[n][s]) // E == rank}
-        assert arrived == expected and len(arrived) == R
+            row = int(row_CK[c, k])
+            assert int(token_M[row]) == c
+            expert = int(torch.searchsorted(offsets_E, row, right=True))
+            arrived.add((*sources[rank][c], k, expert, float(score_M[row])))
+        assert arrived == expected[rank]
+
+
+def test_dispatch_routing_of_three_tokens():
+    ids = torch.tensor([[5, 0, 4, 1], [2, -1, 3, 2], [6, 5, 0, 9]])  # ranks 2, 0, 2, 0; 1, -, 1, 1; -, 2, 0, -
+    sent_TK, token_C, counts_N = recipe.dispatch_routing(ids, 3, 2)
+    # Dispatched tokens: tokens 0 and 2 to rank 0, 1 to rank 1, 0 and 2 to rank 2.
+    assert sent_TK.tolist() == [[3, 0, -5, -2], [2, -1, -4, -4], [-1, 4, 1, -1]]
+    assert token_C.tolist() == [0, 2, 1, 0, 2, -1, -1, -1, -1]
+    assert counts_N.tolist() == [[2, 2, 1], [1, 2, 1], [2, 1, 2]]
+
+
+def test_combine_adds_each_ranks_row_once_in_the_order_of_first_pairs():
+    """2**30, 1 and -2**30 in fp32: the 1 is lost unless it comes last."""
+    big = 2.0**30
+    for ids, rows, want in (
+        ([2, 0, 2, 1], [1.0, -big, big], 0.0),  # ranks 2, 0, 1: 2**30 + 1 - 2**30
+        ([2, 1, 2, 0], [1.0, -big, big], 1.0),  # ranks 2, 1, 0: 2**30 - 2**30 + 1
+        ([1, 1, 2, 0], [1.0, -big, big], 1.0),
+    ):
+        sent_TK, _, _ = recipe.dispatch_routing(torch.tensor([ids]), 3, 1)
+        rows = torch.tensor(rows).bfloat16().unsqueeze(1)  # of ranks 0, 1, 2
+        assert recipe.unpermute_sum(rows, sent_TK, FP32).item() == want
 
 
 # --- GEMMs ------------------------------------------------------------------------------------------------------------

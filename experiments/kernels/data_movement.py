@@ -138,7 +138,7 @@ def route(layer: Layer, skewed: bool) -> Routing:
     counts_SE = torch.bincount(run, minlength=ranks * E).view(ranks, E)
     R, C = pair_R.shape[0], source_C.shape[0]
     args = (topk_ids_TK[dispatched_T], torch.rand(C, top_k, device=device), E, recipe.row_capacity(R, E))
-    offsets_E, token_M, _, row_TK = routing.expert_layout(*args)
+    offsets_E, token_M, _, row_TK = routing.expert_routing(*args)
     return Routing(counts_SE, pair_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
 
 

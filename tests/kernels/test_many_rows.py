@@ -10,7 +10,7 @@ import torch
 from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, randn
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
+from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.recipe import E8M0, TILE, TRANSPOSE_MODES
 
 M, D = 2**20, 2176
@@ -151,13 +151,44 @@ def test_permute_rows(interpreted_axes, generator, device):
         assert_same_bits(g[LAST], w)
 
 
+def far_apart(x_TK: torch.Tensor) -> torch.Tensor:
+    """The same rows, so far apart that the last one begins 2**31 elements behind the first."""
+    T, K = x_TK.shape
+    stride = 2**31 // (T - 1)
+    out = torch.empty((T - 1) * stride + K, dtype=x_TK.dtype, device=x_TK.device).as_strided((T, K), (stride, 1))
+    return out.copy_(x_TK)
+
+
+def test_strided_choices(interpreted_axes, generator, device):
+    tokens, top_k, ranks, experts = 129, 2, 2, 3
+    interpreted_axes[0] = range(1 + tokens // routing.MAX_BLOCK)  # all
+    ids = torch.rand(tokens, ranks * experts, generator=generator, device=device).topk(top_k).indices.int()
+    scores, capacity = randn(generator, tokens, top_k), recipe.row_capacity(tokens * top_k, ranks * experts)
+    far_ids, far_scores = far_apart(ids), far_apart(scores)
+    got = routing.expert_routing(far_ids, far_scores, ranks * experts, capacity)
+    for g, w in zip(got, recipe.expert_routing(ids, scores, ranks * experts, capacity), strict=True):
+        assert_same_bits(g, w)
+    sent_TK, token_C, counts_N = recipe.dispatch_routing(ids, ranks, experts)
+    got_sent, _, got_counts = routing.dispatch_routing(far_ids, ranks, experts)
+    assert_same_bits(got_sent, sent_TK)
+    assert_same_bits(got_counts, counts_N)
+
+    interpreted_axes.clear()  # the last rows of the payload
+    token_C = token_C[: int(counts_N[:, 0].sum())]
+    q, scale = fp8_rows(generator, tokens, 128), column_major_scale(generator, tokens, 128).contiguous()
+    args = (q, scale, token_C, sent_TK, ids, scores, experts)
+    want = ops.pack_dispatch(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    got = permute.pack_dispatch(*args[:4], far_ids, far_scores, experts, want.shape[1])
+    assert_same_bits(got[LAST].cpu(), want[LAST])
+
+
 def test_payloads(interpreted_axes, generator, device):
     index = torch.arange(M, dtype=torch.int32, device=device)
-    copy_TK, score = index.unsqueeze(1), randn(generator, M, 1)
+    sent_TK, score = index.unsqueeze(1), randn(generator, M, 1)
     q, scale = fp8_rows(generator, TILE, D), column_major_scale(generator, TILE, D).contiguous()
-    width = ops.pack_dispatch(q, scale, index[:0], copy_TK, copy_TK, score).shape[1]
-    payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, copy_TK, copy_TK, score, width)
-    want = q, scale, copy_TK[LAST], score[LAST]
+    width = ops.pack_dispatch(q, scale, index[:0], sent_TK, sent_TK, score, 2 * M).shape[1]
+    payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, sent_TK, sent_TK, score, 2 * M, width)
+    want = q, scale, sent_TK[LAST], score[LAST]
     for got, w in zip(ops.unpack_dispatch(payload, D, 1), want, strict=True):
         assert_same_bits(got[LAST].contiguous(), w)
     del payload
@@ -165,10 +196,10 @@ def test_payloads(interpreted_axes, generator, device):
     blocks = -(-D // permute.SUM_COLUMNS)
     interpreted_axes[0] = range(-4 * blocks, 0)
     y, ds = randn(generator, TILE, D).bfloat16(), randn(generator, M)
-    width = ops.pack_combine(y, ds, copy_TK[:0]).shape[1]
-    payload = permute.pack_combine(ending_in(y), ds, copy_TK, width)
+    width = ops.pack_combine(y, ds, sent_TK[:0]).shape[1]
+    payload = permute.pack_combine(ending_in(y), ds, sent_TK, width)
     rows, ds_C1 = ops.unpack_combine(payload, D, 1)
     assert_same_bits(rows[-4:].contiguous(), y[-4:])
     assert_same_bits(ds_C1[-4:, 0].contiguous(), ds[-4:])
     # Its rows are a payload's.
-    assert_same_bits(permute.unpermute_sum(rows, copy_TK, torch.bfloat16)[-4:], y[-4:])
+    assert_same_bits(permute.unpermute_sum(rows, sent_TK, torch.bfloat16)[-4:], y[-4:])

@@ -1,4 +1,4 @@
-"""Index maps and row movements against the recipe and the ops' reference, bit by bit."""
+"""Routing and row movement against the recipe and the ops' reference, bit by bit, and from first principles."""
 
 import pytest
 import torch
@@ -6,166 +6,216 @@ import torch
 from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, randint, randn
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import permute, routing
+from titan_fp8moe.recipe import TILE
 
-COUNTS = {  # slots of each expert
+COUNTS = {  # routed pairs of each expert
     "even": [9, 5, 7],
     "empty experts": [0, 129, 0, 7],
-    "one expert takes all": [0, 300, 0],
+    "one expert gets all": [0, 300, 0],
     "one row, 129 rows": [1, 129],
     "nothing": [0, 0],
     "exact tiles": [128, 256, 0],
-    "more experts than rows": [0] * 37 + [1] + [0] * 200 + [1, 1],
+    "more experts than tokens": [0] * 37 + [1] + [0] * 200 + [1, 1],
     "last expert empty": [9, 2, 0],
     "one expert": [1],
 }
 
 
-def choices(generator, name, top_k, num_tokens):
-    """(num_tokens, top_k) experts, of which each has as many slots as COUNTS says, in random order; a token may name an
-    expert twice. Slots that are left over are served by none: half -1, half the number after the last."""
+def make_ids(generator, name, top_k, num_tokens):
+    """(num_tokens, top_k) int64 ids with COUNTS pairs for each expert, in random order; a token may choose an expert
+    twice. Of the pairs left over, half get -1 and half the first id that is no expert's."""
     counts = torch.tensor(COUNTS[name], device=generator.device)
-    E, slots = len(COUNTS[name]), num_tokens * top_k
-    nobody = torch.tensor([-1, E], device=generator.device).repeat(slots)[: slots - int(counts.sum())]
-    experts = torch.cat([torch.arange(E, device=generator.device).repeat_interleave(counts), nobody])
-    order = torch.randperm(slots, generator=generator, device=generator.device)
-    return experts[order].view(num_tokens, top_k)
+    E, pairs = len(COUNTS[name]), num_tokens * top_k
+    nobody = torch.tensor([-1, E], device=generator.device).repeat(pairs)[: pairs - int(counts.sum())]
+    ids = torch.cat([torch.arange(E, device=generator.device).repeat_interleave(counts), nobody])
+    return ids[torch.randperm(pairs, generator=generator, device=generator.device)].view(num_tokens, top_k)
 
 
-@pytest.fixture(params=[2, routing.SLOT_PROGRAMS])
-def programs(request, monkeypatch):
-    """Also with several blocks of tokens for a program, as with many tokens and experts."""
-    monkeypatch.setattr(routing, "SLOT_PROGRAMS", request.param)
+def strided(x_TK):
+    """The same values as a view of wider rows, with zeros between them: a valid id."""
+    return torch.nn.functional.pad(x_TK, (1, 2))[:, 1:-2]
+
+
+@pytest.fixture(params=[2, routing.MAX_CTAS])
+def ctas(request, monkeypatch):
+    """With 2 CTAs, each handles several blocks, as with many tokens and experts."""
+    monkeypatch.setattr(routing, "MAX_CTAS", request.param)
     if request.param == 2:
-        monkeypatch.setattr(routing, "SLOT_ENTRIES", 64)
+        monkeypatch.setattr(routing, "BLOCK_ENTRIES", 64)
 
 
-@pytest.mark.parametrize("absent", [0, 7])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "top_k, unserved_tokens, dtype, views",
+    [(4, 0, torch.int64, False), (4, 7, torch.int32, True), (1, 3, torch.int64, True)],
+)
 @pytest.mark.parametrize("name", COUNTS)
-def test_expert_layout(generator, name, dtype, absent, programs):
-    R, top_k = sum(COUNTS[name]), 4
-    expert_TK = choices(generator, name, top_k, -(-R // top_k) + absent).to(dtype)
-    capacity = recipe.row_capacity(R, len(COUNTS[name])) + 128
-    args = (expert_TK, randn(generator, *expert_TK.shape), len(COUNTS[name]), capacity)
-    for got, want in zip(routing.expert_layout(*args), recipe.expert_layout(*args), strict=True):
-        assert_same_bits(got, want)
+def test_expert_routing(generator, name, top_k, unserved_tokens, dtype, views, ctas):
+    R, E = sum(COUNTS[name]), len(COUNTS[name])
+    ids = make_ids(generator, name, top_k, -(-R // top_k) + unserved_tokens).to(dtype)
+    scores = randn(generator, *ids.shape)
+    capacity = recipe.row_capacity(R, E) + 128
+    want = recipe.expert_routing(ids, scores, E, capacity)
+    if views:
+        ids, scores = strided(ids), strided(strided(scores))
+    for g, w in zip(routing.expert_routing(ids, scores, E, capacity), want, strict=True):
+        assert_same_bits(g, w)
 
 
-def make_layout(generator, name, top_k, num_tokens):
-    expert_TK = choices(generator, name, top_k, num_tokens)
-    capacity = recipe.row_capacity(sum(COUNTS[name]), len(COUNTS[name]))
-    return recipe.expert_layout(expert_TK, randn(generator, num_tokens, top_k), len(COUNTS[name]), capacity)
+def test_ids_beyond_32_bits_are_nobodys(generator):
+    """Cut to 32 bits they would be experts."""
+    ids = torch.tensor([[2**32], [2**32 + 1], [1 - 2**32], [1]], device=generator.device)
+    _, token_M, _, row_TK = routing.expert_routing(ids, randn(generator, 4, 1), 2, 128)
+    assert row_TK.tolist() == [[-1], [-1], [-1], [0]]
+    assert token_M.tolist() == [3] + [-1] * 127
+    sent_TK, token_C, counts_N = routing.dispatch_routing(ids, 2, 1)
+    assert sent_TK.tolist() == row_TK.tolist()
+    assert counts_N.tolist() == [[0, 0], [1, 1]] and token_C[0] == 3
 
 
-def routed(generator, tokens, top_k, ranks, experts, part):
-    """(tokens, top_k) experts as a router chooses them: for ``part`` of the tokens, the others -1; and of the experts
-    only every third where there are many, so that some ranks get none."""
-    chosen = torch.rand(tokens, ranks * experts, generator=generator, device=generator.device)
-    if ranks * experts > 3 * top_k:
-        chosen[:, torch.arange(ranks * experts) % 3 > 0] -= 1
-    chosen = chosen.topk(top_k).indices
-    chosen[int(part * tokens) :] = -1
-    return chosen
+def test_rows_must_be_contiguous(generator):
+    ids, scores = randint(generator, 0, 2, 3, 8).t(), randn(generator, 3, 8).t()
+    with pytest.raises(ValueError, match=r"topk_ids_TK needs unit stride along top_k, got strides \(1, 8\)"):
+        routing.expert_routing(ids, scores.contiguous(), 2, 256)
+    with pytest.raises(ValueError, match="use topk_scores_TK.contiguous"):
+        routing.expert_routing(ids.contiguous(), scores, 2, 256)
+    with pytest.raises(ValueError, match="use topk_ids_TK.contiguous"):
+        routing.dispatch_routing(ids, 2, 1)
 
 
-EXCHANGES = {  # tokens, top_k, ranks, experts per rank, part of the tokens
-    "two ranks": (300, 3, 2, 4, 1),
-    "one rank": (70, 2, 1, 8, 1),
-    "an expert per rank": (129, 4, 33, 1, 1),
-    "many ranks": (100, 8, 200, 1, 1),
-    "half of the tokens": (150, 3, 4, 2, 0.5),
-    "no token": (0, 2, 4, 2, 1),
-    "one token": (1, 8, 4, 64, 1),
-    "top 1": (40, 1, 3, 5, 1),
+EXCHANGES = {  # tokens, top_k, ranks, experts per rank, ids to choose from
+    "two ranks": (300, 3, 2, 4, range(8)),
+    "one rank": (70, 2, 1, 8, range(8)),
+    "an expert per rank": (129, 4, 33, 1, range(33)),
+    "many ranks": (100, 8, 200, 1, range(0, 200, 3)),
+    "half of the tokens": (150, 3, 4, 2, range(8)),
+    "no token": (0, 2, 4, 2, range(8)),
+    "one token": (1, 8, 4, 64, range(256)),
+    "top 1": (40, 1, 3, 5, range(15)),
+    "rank 1 gets nothing": (90, 2, 3, 2, (0, 1, 4, 5)),
+    "one expert gets all": (140, 3, 3, 2, (3,)),
+    "experts twice": (90, 5, 3, 2, range(-1, 7)),
 }
 
 
-@pytest.mark.parametrize("name", [*EXCHANGES, "experts twice"])
-def test_dispatch_layout(generator, name, programs):
-    tokens, top_k, ranks, experts, part = EXCHANGES.get(name, (90, 5, 3, 2, 1))
-    if name == "experts twice":
-        expert_TK = randint(generator, -1, ranks * experts + 1, tokens, top_k)
+def choose(generator, name, tokens):
+    """(tokens, top_k) int64 ids. The last tokens get -1, since other ranks send them."""
+    _, top_k, _, _, pool = EXCHANGES[name]
+    pool = torch.tensor(pool, device=generator.device)
+    if name in ("one expert gets all", "experts twice"):
+        choice = randint(generator, 0, len(pool), tokens, top_k)
     else:
-        expert_TK = routed(generator, *EXCHANGES[name])
-    got = routing.dispatch_layout(expert_TK, ranks, experts)
-    want = recipe.dispatch_layout(expert_TK, ranks, experts)
-    C = int(want[3][:, 0].sum())
-    for i in (0, 1, 3):
-        assert_same_bits(got[i], want[i])
-    assert_same_bits(got[2][:C], want[2][:C])
+        choice = torch.rand(tokens, len(pool), generator=generator, device=generator.device).topk(top_k).indices
+    ids = pool[choice]
+    ids[tokens // 2 if name == "half of the tokens" else -(-tokens * 9 // 10) :] = -1
+    return ids
+
+
+def pairs_for(rank, ids, num_local):
+    """From first principles: each token that ``rank`` serves, and the pairs it serves there as {k: local id}."""
+    served = [{k: e - rank * num_local for k, e in enumerate(row) if e // num_local == rank} for row in ids.tolist()]
+    return [(token, pairs) for token, pairs in enumerate(served) if pairs]
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_dispatch_routing(generator, name, ctas):
+    tokens, _, ranks, experts, _ = EXCHANGES[name]
+    ids = choose(generator, name, tokens)
+    want_sent, want_token, want_counts = recipe.dispatch_routing(ids, ranks, experts)
+    C = int(want_counts[:, 0].sum())
+    for topk_ids_TK in (ids, strided(ids.int())):
+        sent_TK, token_C, counts_N = routing.dispatch_routing(topk_ids_TK, ranks, experts)
+        assert_same_bits(sent_TK, want_sent)
+        assert_same_bits(token_C[:C], want_token[:C])
+        assert_same_bits(counts_N, want_counts)
+        assert token_C.shape == want_token.shape
+
+
+def pack_dispatch(*args):
+    """The kernel's payload, which must be the reference's in every byte."""
+    want = ops.pack_dispatch(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    payload = permute.pack_dispatch(*args, want.shape[1])
+    assert_same_bits(payload.cpu(), want)
+    return payload
 
 
 @pytest.mark.parametrize("D", [128, 1024])  # with 1024 and an odd top_k, payload rows end with the last scale
+@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_copies_carry_each_slot_once(generator, name, D):
-    """From first principles: what a rank packs for the others, token by token and slot by slot."""
-    tokens, top_k, ranks, experts, part = EXCHANGES[name]
-    expert_TK = routed(generator, *EXCHANGES[name])
-    score_TK = randn(generator, tokens, 2 * top_k)[:, :top_k]
-    slots = expert_TK.flatten().argsort(stable=True)
-    slots = slots[expert_TK.flatten()[slots] >= 0]
-    counts = torch.bincount(expert_TK.flatten()[slots], minlength=ranks * experts).view(ranks, experts)
+def test_dispatched_tokens_carry_each_pair_once(generator, name, D, views):
+    """From first principles: what a rank packs for the others, token by token and pair by pair."""
+    tokens, top_k, ranks, experts, _ = EXCHANGES[name]
+    ids, scores = choose(generator, name, tokens), randn(generator, tokens, top_k)
+    expected = [dispatched for n in range(ranks) for dispatched in pairs_for(n, ids, experts)]
     q, scale = fp8_rows(generator, tokens, D), column_major_scale(generator, tokens, D).contiguous()
-    position_TK, copy_TK, token_C, message = routing.dispatch_layout(expert_TK, ranks, experts)
-    token_C = token_C[: int(message[:, 0].sum())]
-    width = ops.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_TK).shape[1]
-    payload = permute.pack_dispatch(q, scale, token_C, copy_TK, position_TK, score_TK, width)
-    got_q, got_scale, position_CK, score_CK = ops.unpack_dispatch(payload, D, top_k)
-    expected, first, copy = [], 0, 0
-    for n in range(ranks):
-        end = first + int(counts[n].sum())
-        on_rank = {int(slot): first + i for i, slot in enumerate(slots[first:end])}
-        assert message[n].tolist() == [len({s // top_k for s in on_rank}), first, *counts[n].tolist()]
-        for token in sorted({s // top_k for s in on_rank}):
-            positions = [on_rank.get(token * top_k + k, -1) for k in range(top_k)]
-            assert position_CK[copy].tolist() == positions
-            assert score_CK[copy].tolist() == [
-                float(s) if p >= 0 else 0.0 for s, p in zip(score_TK[token], positions, strict=True)
-            ]
-            assert int(token_C[copy]) == token
-            copy, _ = copy + 1, expected.append(token)
-        first = end
-    assert copy == token_C.shape[0]
-    index = torch.tensor(expected, dtype=torch.int64, device=q.device)
-    assert_same_bits(got_q.contiguous(), q[index])
-    assert_same_bits(got_scale.contiguous(), scale[index])
-    gradients = permute.pack_dispatch(q, scale, token_C, copy_TK, None, None, (D + D // 128 + 15) // 16 * 16)
-    got_q, got_scale, _, _ = ops.unpack_dispatch(gradients, D, 0)
-    assert_same_bits(got_q.contiguous(), q[index])
-    assert_same_bits(got_scale.contiguous(), scale[index])
+    sent_TK, token_C, counts_N = routing.dispatch_routing(ids, ranks, experts)
+    assert counts_N[:, 0].tolist() == [len(pairs_for(n, ids, experts)) for n in range(ranks)]
+    assert counts_N[:, 1:].flatten().tolist() == [int((ids == e).sum()) for e in range(ranks * experts)]
+    token_C = token_C[: len(expected)]
+    if views:
+        ids, scores = strided(ids.int()), strided(strided(scores))
+    payload = pack_dispatch(q, scale, token_C, sent_TK, ids, scores, experts)
+    got_q, got_scale, ids_CK, scores_CK = ops.unpack_dispatch(payload, D, top_k)
+    for c, (token, pairs) in enumerate(expected):
+        assert ids_CK[c].tolist() == [pairs.get(k, -1) for k in range(top_k)]
+        assert scores_CK[c].tolist() == [float(scores[token, k]) if k in pairs else 0.0 for k in range(top_k)]
+    index = torch.tensor([token for token, _ in expected], dtype=torch.int64, device=q.device)
+    gradients = pack_dispatch(q, scale, token_C, sent_TK, None, None, experts)
+    for values, scales in ((got_q, got_scale), ops.unpack_dispatch(gradients, D, 0)[:2]):
+        assert_same_bits(values.contiguous(), q[index])
+        assert_same_bits(scales.contiguous(), scale[index])
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_arrival_layout(generator, name):
-    """What the ranks would send to rank 1 (0, where there is one), each with tokens of its own."""
-    tokens, top_k, ranks, experts, part = EXCHANGES[name]
+def test_routing_of_arrived_tokens(generator, name):
+    """From first principles: the ranks' payloads to rank 1 (0 of one), each with tokens of its own."""
+    tokens, top_k, ranks, experts, _ = EXCHANGES[name]
     me, D = min(1, ranks - 1), 128
-    messages, payloads = [], []
+    payloads, arrived = [], []
     for n in range(ranks):
         own = max(tokens - 40 * n, 0)
-        expert_TK = routed(generator, own, *EXCHANGES[name][1:])
+        ids, scores = choose(generator, name, own), randn(generator, own, top_k)
         q, scale = fp8_rows(generator, own, D), column_major_scale(generator, own, D).contiguous()
-        position_TK, copy_TK, token_C, message = recipe.dispatch_layout(expert_TK, ranks, experts)
-        payload = ops.pack_dispatch(
-            q, scale, token_C[: int(message[:, 0].sum())], copy_TK, position_TK, randn(generator, own, top_k)
-        )
-        payloads.append(payload.split(message[:, 0].tolist())[me])
-        messages.append(message[me])
-    received, payload = torch.stack(messages), torch.cat(payloads)
-    _, _, position_CK, score_CK = ops.unpack_dispatch(payload, D, top_k)
-    R = int(received[:, 2:].sum())
-    padded = int(-(-received[:, 2:].sum(0) // 128).sum()) * 128
-    for capacity in (recipe.row_capacity(R, experts), max(padded, 128)):
-        args = (received, position_CK, score_CK, R, capacity)
-        for got, want in zip(routing.arrival_layout(*args), recipe.arrival_layout(*args), strict=True):
-            assert_same_bits(got, want)
+        sent_TK, token_C, counts_N = recipe.dispatch_routing(ids, ranks, experts)
+        splits = counts_N[:, 0].tolist()
+        payload = pack_dispatch(q, scale, token_C[: sum(splits)], sent_TK, ids, scores, experts)
+        payloads.append(payload.split(splits)[me])
+        arrived += [(pairs, scores[token].tolist()) for token, pairs in pairs_for(me, ids, experts)]
+    _, _, ids_CK, scores_CK = ops.unpack_dispatch(torch.cat(payloads), D, top_k)
+    groups = [[] for _ in range(experts)]
+    for c, (pairs, scores) in enumerate(arrived):
+        for k, expert in pairs.items():
+            groups[expert].append((c, k, scores[k]))
+    padded = sum(-(-len(group) // TILE) * TILE for group in groups)
+    for capacity in (max(padded, TILE), padded + 3 * TILE):
+        got = routing.expert_routing(ids_CK, scores_CK, experts, capacity)
+        for g, w in zip(got, recipe.expert_routing(ids_CK, scores_CK, experts, capacity), strict=True):
+            assert_same_bits(g, w)
+    offsets_E, token_M, score_M, row_CK = (t.tolist() for t in got)
+    want_row = [[-1] * top_k for _ in arrived]
+    start = 0
+    for group, end in zip(groups, offsets_E, strict=True):
+        padding = -len(group) % TILE
+        assert end == start + len(group) + padding
+        assert token_M[start:end] == [c for c, _, _ in group] + [-1] * padding
+        assert score_M[start:end] == [score for _, _, score in group] + [0.0] * padding
+        for i, (c, k, _) in enumerate(group):
+            want_row[c][k] = start + i
+        start = end
+    assert row_CK == want_row
+    assert token_M[padded:] == [-1] * (3 * TILE) and score_M[padded:] == [0.0] * (3 * TILE)
+
+
+def make_routing(generator, name, top_k, num_tokens):
+    ids, E = make_ids(generator, name, top_k, num_tokens), len(COUNTS[name])
+    capacity = recipe.row_capacity(sum(COUNTS[name]), E)
+    return recipe.expert_routing(ids, randn(generator, num_tokens, top_k), E, capacity)
 
 
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("from_payload", [False, True])
 def test_permute_rows(generator, name, from_payload):
     T, D, top_k = 150, 1408, 3
-    offsets_E, token_M, _, row_TK = make_layout(generator, name, top_k, T)
+    offsets_E, token_M, _, row_TK = make_routing(generator, name, top_k, T)
     q, scale = fp8_rows(generator, T, D), column_major_scale(generator, T, D).contiguous()
     if from_payload:
         payload = randint(generator, 0, 256, T, D + 8 * top_k + 24).to(torch.uint8)
@@ -180,7 +230,7 @@ def test_permute_rows(generator, name, from_payload):
 
 
 def test_permute_no_tokens(generator):
-    offsets_E, token_M, _, row_TK = make_layout(generator, "nothing", 1, 0)
+    offsets_E, token_M, _, row_TK = make_routing(generator, "nothing", 1, 0)
     q, scale = fp8_rows(generator, 0, 256), column_major_scale(generator, 0, 256)
     got, _ = permute.permute_rows(q, scale, row_TK, token_M, offsets_E)
     assert got.shape == (128, 256)
@@ -236,7 +286,7 @@ def test_unpermute_gradients(generator, D, T, K, out_dtype):
     got, got_ds = permute.unpermute_gradients(dx, ds, index_TK, out_dtype)
     assert_same_bits(got, recipe.unpermute_sum(dx, index_TK, out_dtype))
     assert_same_bits(got_ds, want)
-    # By copy: a token's rows on a rank have been summed there, their score gradients lie side by side.
+    # By dispatched token: its rank has summed the token's rows, and its score gradients lie next to each other.
     ds = randn(generator, rows, K + 5)[:, :K]
     encoded = torch.where((index_TK >= 0) & (randint(generator, 0, 2, T, K) > 0), -2 - index_TK, index_TK)
     want = torch.where(index_TK < 0, 0, ds[index_TK.long(), torch.arange(K, device=ds.device)])

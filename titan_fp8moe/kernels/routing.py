@@ -28,8 +28,8 @@ NUM_WARPS = 4
 @triton.jit
 def _load_ids(ids, ids_stride, token, k, T, EXPERTS: tl.constexpr):
     """Each token's k-th expert, int32; -1 past the last token and for an id that is no expert's."""
-    expert = tl.load(ids + token.to(tl.int64) * ids_stride + k, mask=token < T, other=-1)
-    return tl.where((expert >= 0) & (expert < EXPERTS), expert, -1).to(tl.int32)
+    expert = tl.load(ids + token.to(tl.int64) * ids_stride + k, mask=token < T, other=-1).to(tl.int32)
+    return tl.where(expert < EXPERTS, expert, -1)
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def _place_dispatched_kernel(
     total, before = _sum_counts(token_counts, cta, ctas, PAD_N, 4096)  # with 8192 registers spill in Triton 3.7
     if cta == 0:
         e = tl.arange(0, PAD)
-        pairs, _ = _sum_counts(pair_counts, cta, ctas, PAD, 8192)
+        pairs, _ = _sum_counts(pair_counts, cta, ctas, PAD, 4096)
         tl.store(counts_N + e // E * (1 + E) + 1 + e % E, pairs, mask=e < EXPERTS)
         tl.store(counts_N + n * (1 + E), total, mask=n < N)
 
@@ -215,15 +215,13 @@ def _place_dispatched_kernel(
         is_sent = _is_sent(ids, ids_stride, token, T, n, K, E, EXPERTS, BLOCK, PAD_N)
         c_of = next_c[None, :] + tl.cumsum(is_sent, axis=0) - is_sent
         next_c += tl.sum(is_sent, axis=0)
-        seen = tl.zeros((BLOCK, PAD_N), tl.int32)
         for k in tl.static_range(K):
             expert = _load_ids(ids, ids_stride, token, k, T, EXPERTS)
             to = _rank_mask(expert, n, E)
-            c = tl.sum(c_of * to, axis=1)
-            served, further = expert >= 0, tl.sum(seen * to, axis=1) > 0
-            seen |= to
-            tl.store(sent_TK + token * K + k, tl.where(served, tl.where(further, -2 - c, c), -1), mask=token < T)
-            tl.store(token_C + c, token, mask=served & (further == 0))
+            served, c = expert >= 0, tl.sum(c_of * to, axis=1)
+            c_of = tl.where((to > 0) & (c_of >= 0), -2 - c_of, c_of)  # for the token's further pairs on this rank
+            tl.store(sent_TK + token * K + k, tl.where(served, c, -1), mask=token < T)
+            tl.store(token_C + c, token, mask=served & (c >= 0))
 
 
 def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor]:
