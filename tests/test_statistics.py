@@ -22,6 +22,7 @@ from titan_fp8moe.torchtitan.compat import kept_token_counts
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
+from titan_fp8moe.weights import ExpertWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 corpus = test_cpu_training.corpus
@@ -42,7 +43,7 @@ def rows(x: torch.Tensor) -> Rows:
 def figures(x, a, dy, dh, weights, token_M, wgrad="balanced") -> dict[str, float]:
     offsets = torch.tensor([token_M.shape[0]], dtype=torch.int32, device=DEVICE)
     statistics.collect()
-    statistics.record(*(rows(t) for t in (x, a, dy, dh)), weights, offsets, token_M, wgrad)
+    statistics.record(*(rows(t) for t in (x, a, dy, dh)), ExpertWeights(*weights), offsets, token_M, wgrad)
     return statistics.summarize(statistics.take(DEVICE))
 
 

@@ -1,6 +1,7 @@
 """torchtitan's ``job.custom_config_module`` of train.toml: what titan_fp8moe registers, and
 
-* flavors ``16B_<n>_layers``: the 16B model with n layers, the first of them dense,
+* flavors ``16B_<n>_layers``: the 16B model with n layers, the first of them dense; ``16B_<n>_layers_sdpa`` with cuDNN's
+  attention in place of flex attention,
 * the model converter ``balanced_random``, which makes every router assign experts at random but balanced,
 * the model converter ``torchao_rowwise``, torchao's fp8 rowwise experts. torchtitan 0.2.2 has one of its own, which
   imports a name that torchao 0.18 no longer has.
@@ -29,7 +30,10 @@ from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks fo
 
 for num_layers in range(2, 28):
     base = deepseekv3_args["16B"]
-    deepseekv3_args[f"16B_{num_layers}_layers"] = replace(base, moe_args=replace(base.moe_args), n_layers=num_layers)
+    for suffix, attention in (("", {}), ("_sdpa", {"attn_type": "sdpa", "attn_mask_type": "causal"})):
+        deepseekv3_args[f"16B_{num_layers}_layers{suffix}"] = replace(
+            base, moe_args=replace(base.moe_args), n_layers=num_layers, **attention
+        )
 
 
 class _Converter(ModelConverter):
