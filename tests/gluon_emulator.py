@@ -1,13 +1,18 @@
-"""Runs the Hopper GEMMs' Gluon kernels on a CPU: Gluon has no interpreter.
+"""Runs the Hopper GEMMs' Gluon kernels on a CPU, since Gluon has no interpreter.
 
-Gluon functions are plain Python on what :func:`emulate` puts in the place of ``gluon.language``. A program's partitions
-are threads; scalars and tensors are :class:`Value`, shared memory and descriptors views of torch tensors. What is
-asynchronous happens at the worst time that the program allows: TMA loads overwrite a stage when they are asked for,
-WGMMAs read theirs when they are waited for, and TMA stores read the staging buffer when that is waited for. A stage
-that is released too early or a buffer that is reused too early thus gives a wrong result, an accumulator that is used
-while a WGMMA is under way raises, and so do partitions that all wait for each other.
+Gluon functions become plain Python on what :func:`emulate` substitutes for ``gluon.language``. A CTA's partitions are
+threads. Scalars and tensors are :class:`Value`; shared memory and descriptors are views of torch tensors.
 
-Not emulated: warps within a partition, layouts, the tensor cores' precision.
+Asynchronous operations happen at the worst time that the kernel's synchronization allows:
+
+* A TMA load overwrites its stage as soon as it is started.
+* A WGMMA reads its operands only when it is waited for.
+* A TMA store reads its staging buffer only when that is waited for.
+
+A stage or buffer that is released too early thus gives a wrong result. Use of an accumulator whose WGMMA is in flight
+raises, and so do partitions that all wait for each other.
+
+Not emulated: warps within a partition, layouts, the precision of the tensor cores.
 """
 
 import inspect
@@ -68,7 +73,7 @@ class Value:
 
 def unwrap(x: Any) -> Any:
     if isinstance(x, Product):
-        raise RuntimeError("an accumulator is read while its WGMMA is under way")
+        raise RuntimeError("an accumulator is read while its WGMMA is in flight")
     return x.tensor if isinstance(x, Value) else x
 
 
@@ -140,20 +145,20 @@ class Shared:
 
 
 class Descriptor:
-    """What a kernel sees of a TMA descriptor."""
+    """A TMA descriptor as a kernel sees it."""
 
     def __init__(self, descriptor: TensorDescriptor):
         self.matrix = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
         self.dtype, self.layout = gemm_launch.GLUON_DTYPE[descriptor.base.dtype], descriptor.layout
 
 
-# --- what is asynchronous ---------------------------------------------------------------------------------------------
+# --- asynchronous operations ------------------------------------------------------------------------------------------
 
-thread = threading.local()  # of a partition: WGMMAs and stores under way, and whether a store awaits a fence
+thread = threading.local()  # of a partition: WGMMAs and stores in flight, and whether a store awaits a fence
 
 
 class Partitions:
-    """Threads of a launch that meet at barriers, and see when all that are left wait."""
+    """Threads of a launch, which synchronize through barriers. They detect a deadlock: all that still run wait."""
 
     def __init__(self):
         self.changed = threading.Condition()
@@ -165,8 +170,8 @@ class Partitions:
             thread.products, thread.stores, thread.unfenced = [], [], False
             try:
                 function()
-                assert not thread.products, "a WGMMA is under way at the end"
-                assert not thread.stores, "a store is under way at the end"
+                assert not thread.products, "a WGMMA is in flight at the end"
+                assert not thread.stores, "a store is in flight at the end"
             except BaseException as error:  # for the thread that waits for this one
                 self.errors.append(error)
             self.update(lambda: setattr(self, "running", self.running - 1))
@@ -198,7 +203,7 @@ class Partitions:
 
 
 class Barrier:
-    """An mbarrier. The phase before its first counts as complete."""
+    """An mbarrier. The phase before the first counts as complete."""
 
     def __init__(self, partitions: Partitions):
         self.partitions = partitions
@@ -233,7 +238,7 @@ class Barrier:
 
 
 class Product:
-    """The result of a WGMMA, in registers. It reads its operands when it is waited for, or a later one."""
+    """The result of a WGMMA, in registers. It reads its operands when it, or a later one, is waited for."""
 
     def __init__(self, a: Shared, b: Shared):
         self.operands, self.value = (a, b), None
@@ -287,7 +292,7 @@ def fence() -> None:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _language(partitions: Partitions, num_programs: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+def _language(partitions: Partitions, num_ctas: int) -> tuple[SimpleNamespace, SimpleNamespace]:
     atomics = threading.Lock()
 
     def atomic_add(pointer: Pointer, value: Value, mask: Value, sem: str) -> Value:
@@ -317,7 +322,7 @@ def _language(partitions: Partitions, num_programs: int) -> tuple[SimpleNamespac
     language = SimpleNamespace(
         **{name: getattr(gl, name) for name in ("constexpr", "int32", "int64", "float32")},
         **dict.fromkeys(("BlockedLayout", "SliceLayout", "SwizzledSharedLayout"), lambda *args: None),
-        num_programs=lambda axis: num_programs,
+        num_programs=lambda axis: num_ctas,
         num_warps=lambda: 4,
         static_range=range,
         arange=lambda start, end, layout: Value(torch.arange(start, end)),
@@ -348,10 +353,10 @@ def _language(partitions: Partitions, num_programs: int) -> tuple[SimpleNamespac
 
 
 class EmulatedKernel:
-    """Launched like a kernel; :attr:`num_programs` programs at a time, whatever the grid."""
+    """Launched like a kernel. It runs as ``num_ctas`` concurrent CTAs, whatever the grid."""
 
-    def __init__(self, function: Callable, num_programs: int):
-        self.function, self.num_programs = function, num_programs
+    def __init__(self, function: Callable, num_ctas: int):
+        self.function, self.num_ctas = function, num_ctas
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
         return self.launch
@@ -362,16 +367,16 @@ class EmulatedKernel:
                 return Descriptor(arg)
             return Pointer.to(arg) if isinstance(arg, Tensor) else arg
 
-        counter = inspect.signature(self.function).bind(*args, **constants).arguments["counter"]
+        counter = inspect.signature(self.function).bind(*args, **constants).arguments["tile_counter"]
         args = tuple(map(seen, args))
         partitions = Partitions()
-        language, mbarrier = _language(partitions, self.num_programs)
+        language, mbarrier = _language(partitions, self.num_ctas)
         with patched(**NEW, gl=language, mbarrier=mbarrier):
             thread.partitions = []
-            for _ in range(self.num_programs):
+            for _ in range(self.num_ctas):
                 self.function(*args, **constants)
             partitions.run([lambda f=f, args=args: f(*args) for f, args in thread.partitions])
-        assert counter == 0, "the next launch takes the counter as it is"
+        assert counter == 0, "the launch did not reset the counter for the next one"
 
 
 NEW = {
@@ -381,14 +386,20 @@ NEW = {
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": fence,
-    "_meet": lambda: None,
+    "partition_barrier": lambda: None,
 }
+
+
+def _python_class(aggregate: type) -> type:
+    """The class that became a Gluon aggregate, with Python methods."""
+    members = vars(aggregate.__wrapped__).items()
+    return type(aggregate.__name__, (), {name: getattr(x, "fn", x) for name, x in members if callable(x)})
 
 
 @contextmanager
 def patched(**new: Any):
-    """The kernels' modules with ``new`` in the place of names that they have imported, their Gluon functions as Python
-    functions, their constants as numbers."""
+    """Lets the kernels' modules run as Python: functions, aggregates and constants lose their Gluon wrappers, and
+    ``new`` replaces names that the modules have imported."""
     patches = []
     for module in (hopper, forward, wgrad):
         for name, old in vars(module).items():
@@ -396,6 +407,8 @@ def patched(**new: Any):
                 patches.append(patch.object(module, name, new[name]))
             elif isinstance(old, gl.constexpr):
                 patches.append(patch.object(module, name, old.value))
+            elif hasattr(old, "__triton_aggregate__"):
+                patches.append(patch.object(module, name, _python_class(old)))
             elif hasattr(old, "fn"):
                 patches.append(patch.object(module, name, old.fn))
     with ExitStack() as stack:
@@ -405,11 +418,11 @@ def patched(**new: Any):
 
 
 @contextmanager
-def emulate(num_programs: int):
-    """Has :mod:`titan_fp8moe.kernels.gemm` pick what it picks on Hopper, and run it as so many programs."""
+def emulate(num_ctas: int):
+    """Makes :mod:`titan_fp8moe.kernels.gemm.grouped_mm` pick the Hopper kernels and run them as ``num_ctas`` CTAs."""
     patches = [patch.object(grouped_mm, "is_hopper", lambda x: True)]
     for module, name in ((forward, "grouped_mm_hopper_kernel"), (wgrad, "wgrad_hopper_kernel")):
-        kernel = EmulatedKernel(getattr(module, name).kernel.fn, num_programs)
+        kernel = EmulatedKernel(getattr(module, name).kernel.fn, num_ctas)
         patches.append(patch.object(module, name, kernel))
     with ExitStack() as stack:
         for p in patches:

@@ -1,5 +1,7 @@
-"""The grouped GEMMs compile for sm_90 to asynchronous tensor core instructions, without spills, for three models; those
-in plain Triton also for other GPUs, with whatever registers they need."""
+"""The grouped GEMMs compile for sm_90 to asynchronous tensor core instructions, without spills, for three models.
+
+Those in plain Triton also compile for other GPUs, with whatever registers they need.
+"""
 
 import os
 import re
@@ -21,7 +23,7 @@ MODELS = {  # M, E, D, H
     "671B": (32768, 8, 7168, 2048),
 }
 DTYPES = [torch.bfloat16, torch.float32]
-SHARED_MEMORY = 227 * 1024  # bytes a program may have
+SHARED_MEMORY = 227 * 1024  # bytes that a CTA may have
 
 
 def meta(*shape, dtype):
@@ -34,10 +36,10 @@ def check(name, function, *args):
     print(f"{name:28} {kernel.name:26} {kernel.registers:4} registers {kernel.shared:7} B shared")
     assert kernel.spills == kernel.stack == 0, (name, kernel)
     assert kernel.shared <= SHARED_MEMORY, (name, kernel)
-    # C7510 and C7514: ptxas waits after every WGMMA, because it could not tell which registers are in flight.
+    # C7510 and C7514: ptxas waits after every WGMMA, because it cannot tell which registers are in flight.
     assert not kernel.warnings, (name, kernel)
     assert "wgmma.mma_async" in kernel.asm["ptx"], name
-    assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name}: operands do not come by TMA"
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name}: operands are not loaded by TMA"
     assert "ftz" not in kernel.asm["ptx"], f"{name}: subnormals would be flushed"
 
 
@@ -54,13 +56,9 @@ def test_grouped_mm(model, kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "kernels, per_column",
-    [(wgrad, False), (portable, False), (portable, True)],
-    ids=["Hopper", "plain", "plain, column scales"],
-)
+@pytest.mark.parametrize("kernels", [wgrad, portable], ids=["Hopper", "plain"])
 @pytest.mark.parametrize("model", MODELS)
-def test_wgrad(model, kernels, per_column, dtype):
+def test_wgrad(model, kernels, dtype):
     M, experts, D, H = MODELS[model]
     for name, E, N, K, parts in (
         ("wgrad 1", experts, 2 * H, D, 2),
@@ -68,7 +66,7 @@ def test_wgrad(model, kernels, per_column, dtype):
         ("wgrad 2, 2 experts", 2, D, H, 1),
     ):
         a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
-        a_scale, b_scale = (meta(n if per_column else n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
+        a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
         offsets_E = meta(E, dtype=torch.int32)
         check(f"{model} {name} {dtype}", kernels.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets_E, dtype, parts)
 
@@ -86,10 +84,9 @@ def test_plain_on_other_gpus(capability, shared_memory, instruction):
     a, b, column_major = meta(M, K, dtype=FP8), meta(E, N, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
     forward = a, column_major, b, meta(E, N // TILE, K // TILE, dtype=E8M0), offsets_E, torch.bfloat16
     launches = record_launches(portable.grouped_mm, *forward)
-    for per_column in (False, True):
-        a_scale, b_scale = (meta(n if per_column else n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
-        wgrad = meta(N, M, dtype=FP8), a_scale, meta(K, M, dtype=FP8), b_scale, offsets_E, torch.float32
-        launches += record_launches(portable.grouped_mm_wgrad, *wgrad)
+    a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
+    wgrad = meta(N, M, dtype=FP8), a_scale, meta(K, M, dtype=FP8), b_scale, offsets_E, torch.float32
+    launches += record_launches(portable.grouped_mm_wgrad, *wgrad)
     for launch in launches:
         kernel = launch.compile(capability)
         assert kernel.shared <= shared_memory, kernel

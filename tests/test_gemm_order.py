@@ -1,7 +1,7 @@
-"""The pieces of the Hopper GEMMs cover their results, and each has its operands' place; without a GPU.
+"""The Hopper GEMMs' work tiles cover the results, and each tile has the right operands; without a GPU.
 
-:mod:`tests.gluon_emulator` runs whole GEMMs, small ones. The functions that place pieces are plain enough to run on
-Python's numbers and, where they work on a warp's lanes, on tensors: fast enough for results of many waves.
+:mod:`tests.gluon_emulator` runs whole GEMMs, small ones. The tile schedulers are simple enough to run on Python's
+numbers, and on tensors for a warp's lanes. That is fast enough for results of many waves.
 """
 
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
 class Pointer:
-    """To an element of a list, or to one for each lane."""
+    """To an element of a list, or to one per lane."""
 
     def __init__(self, values, offset=0):
         self.values, self.offset = values, offset
@@ -46,13 +46,13 @@ def where(condition, x, y):
 
 
 @pytest.fixture
-def programs():
-    """Sets the number of programs, and lets Gluon functions run in Python."""
+def set_num_ctas():
+    """Sets the number of CTAs, and lets Gluon functions run in Python."""
     with ExitStack() as stack:
 
-        def install(num_programs):
+        def install(num_ctas):
             gl = SimpleNamespace(
-                num_programs=lambda axis: num_programs,
+                num_programs=lambda axis: num_ctas,
                 num_warps=lambda: 4,
                 BlockedLayout=lambda *args: None,
                 arange=lambda start, end, layout: torch.arange(start, end),
@@ -69,9 +69,9 @@ def programs():
         yield install
 
 
-def pieces(module, problem_args, sizes):
-    problem, num_pieces = module._problem(*problem_args)
-    return [module._locate(index, problem, *sizes) for index in range(num_pieces)]
+def work_tiles(module, *problem):
+    scheduler = module.TileScheduler.create(module.Problem(*problem))
+    return [scheduler.locate(index) for index in range(scheduler.num_tiles)]
 
 
 def groups(kind, E):
@@ -94,17 +94,19 @@ def ends_of(blocks):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("E", [1, 2, 8, 40])
 @pytest.mark.parametrize("N", [128, 256, 384, 1408, 2048])
-def test_grouped_mm_covers_every_tile_once(programs, kind, E, N):
-    programs(132)
+def test_grouped_mm_covers_every_tile_once(set_num_ctas, kind, E, N):
+    set_num_ctas(132)
     K, blocks = 640, groups(kind, E)
     offsets = Pointer(ends_of(blocks))
     seen = torch.zeros(sum(blocks), N // TILE, dtype=torch.int)
     expert_of = [e for e, size in enumerate(blocks) for _ in range(size)]
-    for place, wide, (m, n), expert in pieces(forward, (offsets, N, E), (N, K, E)):
-        assert n + TILE * (1 + wide) <= N
-        seen[m // TILE, n // TILE : n // TILE + 1 + wide] += 1
-        assert expert == expert_of[m // TILE]
-        assert place == (m, expert * N + n, 0, K // TILE)
+    for tile in work_tiles(forward, offsets, N, K, E):
+        m, n, width = tile.row, tile.column, 1 + tile.is_wide
+        assert n + TILE * width <= N
+        seen[m // TILE, n // TILE : n // TILE + width] += 1
+        assert tile.expert == expert_of[m // TILE]
+        assert (tile.a_row, tile.b_row, tile.first_column) == (m, tile.expert * N + n, 0)
+        assert tile.num_k_blocks == K // TILE
     assert (seen == 1).all()
 
 
@@ -117,39 +119,35 @@ def test_grouped_mm_covers_every_tile_once(programs, kind, E, N):
      (16, 1408, 2048, True), (1, 1408, 2048, True), (2, 1408, 2048, True), (8, 1408, 2048, True), (3, 384, 512, True),
      (2, 128, 256, True)],
 )  # fmt: skip
-@pytest.mark.parametrize("num_programs, parts", [(132, 1), (132, 2), (114, 1), (7, 1)])
-def test_wgrad_covers_every_tile_once(programs, kind, E, N, K, num_programs, parts, transposed):
+@pytest.mark.parametrize("num_ctas, parts", [(132, 1), (132, 2), (114, 1), (7, 1)])
+def test_wgrad_covers_every_tile_once(set_num_ctas, kind, E, N, K, num_ctas, parts, transposed):
     rows = K if transposed else N
     if rows // parts % (2 * TILE if transposed else TILE):
         parts = 1
-    programs(num_programs)
+    set_num_ctas(num_ctas)
     blocks = groups(kind, E)
     ends = ends_of(blocks)
     seen = torch.zeros(E, N // TILE, K // TILE, dtype=torch.int)
-    for (n, k, start, steps), wide, position, expert in wgrad_pieces(ends, N, K, parts, transposed):
-        assert k + TILE * (1 + wide) <= K
-        seen[expert, n // TILE, k // TILE : k // TILE + 1 + wide] += 1
+    for tile in work_tiles(wgrad, Pointer(ends), N, K, E, parts, transposed):
+        n, k, expert, width = tile.a_row, tile.b_row, tile.expert, 1 + tile.is_wide
+        assert k + TILE * width <= K
+        seen[expert, n // TILE, k // TILE : k // TILE + width] += 1
         out_row, out_column = (k, n) if transposed else (n, k)
         part, row = divmod(out_row, rows // parts)
-        assert position == ((part * E + expert) * (rows // parts) + row, out_column)
-        assert row + (TILE * (1 + wide) if transposed else TILE) <= rows // parts
-        assert (start, steps) == (ends[expert] - blocks[expert] * TILE, blocks[expert])
+        assert (tile.row, tile.column) == ((part * E + expert) * (rows // parts) + row, out_column)
+        assert row + (TILE * width if transposed else TILE) <= rows // parts
+        assert (tile.first_column, tile.num_k_blocks) == (ends[expert] - blocks[expert] * TILE, blocks[expert])
     assert (seen == 1).all()
 
 
-def wgrad_pieces(ends, N, K, parts=1, transposed=False):
-    E = len(ends)
-    return pieces(wgrad, (Pointer(ends), N, K, E, parts, transposed), (N, K, E))
-
-
 @pytest.mark.parametrize("blocks", [[90, 166], [166, 90], [128, 128], [0, 5]])
-def test_longer_of_two_experts_is_first(programs, blocks):
-    programs(132)
-    placed = wgrad_pieces(ends_of(blocks), 1408, 2048)
-    steps = [place[3] for place, _, _, _ in placed]
-    assert steps == sorted(steps, reverse=True)
-    # A wave of 132, and as halves the 44 that are left.
-    assert [wide for _, wide, _, _ in placed] == 132 * [True] + 88 * [False]
+def test_longer_of_two_experts_is_first(set_num_ctas, blocks):
+    set_num_ctas(132)
+    tiles = work_tiles(wgrad, Pointer(ends_of(blocks)), 1408, 2048, 2, 1, False)
+    num_k_blocks = [tile.num_k_blocks for tile in tiles]
+    assert num_k_blocks == sorted(num_k_blocks, reverse=True)
+    # A wave of 132, then the halves of the remaining 44.
+    assert [tile.is_wide for tile in tiles] == 132 * [True] + 88 * [False]
 
 
 @pytest.mark.parametrize(
@@ -162,20 +160,20 @@ def test_longer_of_two_experts_is_first(programs, blocks):
         (512, 128, 2, True),
     ],
 )
-def test_wgrad_is_transposed_if_that_spares_narrow_tiles(N, K, parts, transposed):
+def test_wgrad_is_transposed_where_that_avoids_narrow_tiles(N, K, parts, transposed):
     def meta(*shape, dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     a, b, offsets = meta(N, 512, dtype=FP8), meta(K, 512, dtype=FP8), meta(2, dtype=torch.int32)
     a_scale, b_scale = meta(N // TILE, 4, dtype=E8M0), meta(4, K // TILE, dtype=E8M0).t()
     (launch,) = record_launches(wgrad.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
-    given = launch.arguments
-    assert given["TRANSPOSED"] == transposed
+    passed = launch.arguments
+    assert passed["TRANSPOSED"] == transposed
     n, k = ("b", "a") if transposed else ("a", "b")
-    assert (given["K"], given["N"]) == (N, K) if transposed else (given["N"], given["K"]) == (N, K)
-    assert (given[f"{n}_desc"].shape[0], given[f"{k}_desc"].shape[0]) == (N, K)
-    assert (given[f"{n}_scale"].shape, given[f"{k}_scale"].shape) == ((N // TILE, 4), (K // TILE, 4))
+    assert (passed["K"], passed["N"]) == (N, K) if transposed else (passed["N"], passed["K"]) == (N, K)
+    assert (passed[f"{n}_desc"].shape[0], passed[f"{k}_desc"].shape[0]) == (N, K)
+    assert (passed[f"{n}_scale"].shape, passed[f"{k}_scale"].shape) == ((N // TILE, 4), (K // TILE, 4))
     strides = {"a": "n", "b": "k"}
     for name, scale in ((n, a_scale), (k, b_scale)):
-        assert (given[f"{name}_scale_stride_{strides[name]}"], given[f"{name}_scale_stride_m"]) == scale.stride()
-    assert tuple(given["out_desc"].shape) == (2 * N, K)
+        assert (passed[f"{name}_scale_stride_{strides[name]}"], passed[f"{name}_scale_stride_m"]) == scale.stride()
+    assert tuple(passed["out_desc"].shape) == (2 * N, K)

@@ -190,7 +190,7 @@ def test_arguments_that_do_not_fit_are_told(recorded):
     def constants_first(SIZE: tl.constexpr, x):
         pass
 
-    with pytest.raises(TypeError, match="constants_first: constexpr parameters are to be the last"):
+    with pytest.raises(TypeError, match="constants_first: constexpr parameters must come last"):
         Kernel(triton.jit(constants_first))
 
 

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from titan_fp8moe import ops, recipe, routed_experts
 
@@ -116,6 +117,19 @@ def test_other_tensors_get_the_op():
         ops.quantize_rows(Wrapper(4, 256))
     with pytest.raises(NotImplementedError, match="quantize_weight"):
         ops.quantize_weight(Wrapper(2, 128, 256))
+
+
+@pytest.mark.parametrize("used", [M, M // 2], ids=["all rows", "half of the rows"])
+def test_flops_of_gemms_are_those_of_the_buffer(used):
+    """Whatever rows are in use: the counter does not know the group ends."""
+    N, offsets_E = 384, torch.tensor([128, used], dtype=INT32)
+    dy, x, w = rows(M, N), rows(M, D), recipe.quantize_weight(torch.randn(E, N, D))
+    dyT_xT = recipe.transpose_pair(*x, *dy)
+    with FlopCounterMode(display=False) as counter:
+        ops.grouped_mm(*x, *w, offsets_E, BF16)
+        ops.grouped_mm_wgrad(*dyT_xT[2:], *dyT_xT[:2], offsets_E, out_dtype=BF16)
+    counts = counter.get_flop_counts()["Global"]
+    assert counts == dict.fromkeys((NAMESPACE.grouped_mm, NAMESPACE.grouped_mm_wgrad), 2 * M * N * D)
 
 
 def test_compiles_as_one_graph():

@@ -457,7 +457,7 @@ def grouped_mm_wgrad(
         parts: how many weights of equal shape N is made of, 2 for gate and up.
 
     Returns:
-        (parts * E, N // parts, K) out_dtype, the experts' first weights before their second; zero for an expert without
+        (parts * E, N // parts, K) out_dtype, all experts' first weights before their second; zero for an expert without
         rows.
     """
     E, N, K = offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0]
@@ -466,9 +466,9 @@ def grouped_mm_wgrad(
     for e, end in enumerate(offsets_E.tolist()):
         acc = torch.zeros(N, K, dtype=torch.float32, device=aT_NM.device)
         for m in range(start, end, TILE):
-            rows, run = slice(m, m + TILE), slice(m // TILE, m // TILE + 1)
-            a = dequantize(aT_NM[:, rows], aT_scale[:, run])
-            acc += _fp32_matmul(a, dequantize(bT_KM[:, rows], bT_scale[:, run]).t())
+            rows, block = slice(m, m + TILE), slice(m // TILE, m // TILE + 1)
+            a = dequantize(aT_NM[:, rows], aT_scale[:, block])
+            acc += _fp32_matmul(a, dequantize(bT_KM[:, rows], bT_scale[:, block]).t())
         out[e] = acc
         start = end
     return out.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)

@@ -1,7 +1,7 @@
-"""Grouped GEMMs against float64 products of the dequantized operands, every test with every implementation.
+"""Grouped GEMMs against float64 products of the dequantized operands.
 
-Those are what :mod:`titan_fp8moe.kernels.gemm` picks and another: on Hopper plain Triton, without a GPU what is
-picked on Hopper, emulated (:mod:`tests.gluon_emulator`).
+Every test runs two implementations: the one that :mod:`titan_fp8moe.kernels.gemm.grouped_mm` picks, and another. That
+is plain Triton on Hopper. Without a GPU it is the Hopper kernels, emulated (:mod:`tests.gluon_emulator`).
 """
 
 import pytest
@@ -39,7 +39,7 @@ def gpu_kernels(request):
 @pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked", "emulated"] if INTERPRETED else ["picked"])
 def kernels(request, seed):
     if request.param == "emulated":
-        with emulate(num_programs=(1, 3, 8)[seed % 3]):
+        with emulate(num_ctas=(1, 3, 8)[seed % 3]):
             yield grouped_mm
     else:
         yield grouped_mm if request.param == "picked" else portable
@@ -62,7 +62,7 @@ def by_expert(offsets_E):
 
 
 def make_operands(generator, M, N, K, E, magnitude=1.0):
-    """Rows and experts of different magnitude, so that a scale taken from a neighbour is an error."""
+    """Rows and experts differ in magnitude, so that a neighbour's scale is an error."""
     a, a_scale = recipe.quantize_rows(randn(generator, M, K) * magnitude * 2.0 ** (4 * randn(generator, M, 1)))
     b, b_scale = recipe.quantize_weight(randn(generator, E, N, K) * 2.0 ** (2 * randn(generator, E, 1, 1)))
     return a, recipe.column_major(a_scale), b, b_scale
@@ -93,7 +93,7 @@ def test_groups(kernels, generator, groups, dtype):
     check(kernels, (a, a_scale, b, b_scale), offsets(*groups, device=a.device), dtype)
 
 
-# Tiles of 256 columns, of 128 and both; fewer and more tiles than multiprocessors; 1 to 17 steps.
+# Tiles of 256 columns, of 128 and both; fewer and more tiles than SMs; 1 to 17 blocks.
 @pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (256, 2176), (4096, 256)])
 @pytest.mark.parametrize("M", [256, 1408])
 def test_shapes(kernels, generator, M, N, K):
@@ -138,20 +138,20 @@ def test_result_does_not_depend_on_the_other_rows(kernels, generator):
 # --- out[e] = sum of a[m]^T b[m] --------------------------------------------------------------------------------------
 
 
-def make_wgrad_operands(generator, M, N, K, mode, magnitude=1.0):
+def make_wgrad_operands(generator, M, N, K, magnitude=1.0):
     """Blocks of 128x128 differ in magnitude, so that a neighbour's scale is an error.
 
-    Rows in a block do not: the tensor cores lose what is small beside the largest product of a step, and where rows
-    differ by random factors of 4, that is 4e-4 of the result. A model of their sums says the same.
+    Rows in a block do not. The tensor cores lose products that are small against the largest one of a block. Where rows
+    differ by random factors of 4, that is 4e-4 of the result, on a GPU and in a model of its sums.
     """
 
     def make(columns):
-        row_runs, column_runs = (2.0 ** (2 * randn(generator, n // TILE)) for n in (M, columns))
-        magnitudes = (row_runs[:, None] * column_runs).repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
+        row_blocks, column_blocks = (2.0 ** (2 * randn(generator, n // TILE)) for n in (M, columns))
+        magnitudes = (row_blocks[:, None] * column_blocks).repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
         return randn(generator, M, columns) * magnitudes
 
     (x, x_scale), (dy, dy_scale) = recipe.quantize_rows(make(K)), recipe.quantize_rows(make(N) * magnitude)
-    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode)
+    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale)
     return dyT, dyT_scale, xT, xT_scale
 
 
@@ -173,21 +173,19 @@ def check_wgrad(kernels, operands, offsets_E, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["balanced", "requantize"])
 @pytest.mark.parametrize("N, K", [(128, 256), (256, 128)])  # on Hopper the second is stored transposed
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-def test_wgrad_groups(kernels, generator, groups, N, K, mode, dtype):
-    operands = make_wgrad_operands(generator, 768, N, K, mode)
+def test_wgrad_groups(kernels, generator, groups, N, K, dtype):
+    operands = make_wgrad_operands(generator, 768, N, K)
     for x in operands[::2]:
         x.view(torch.uint8)[:, groups[-1] :] = recipe.FP8_NAN  # unused rows must not matter
     check_wgrad(kernels, operands, offsets(*groups, device=operands[0].device), dtype)
 
 
-@pytest.mark.parametrize("mode", ["balanced", "requantize"])
 @pytest.mark.parametrize("H", [128, 256, 384])
-def test_wgrad_of_two_weights(kernels, generator, H, mode):
-    """Gate's gradients, then up's, to the bit what they are in a result of their own each."""
-    operands = make_wgrad_operands(generator, 768, 2 * H, 384, mode)
+def test_wgrad_of_two_weights(kernels, generator, H):
+    """Gate's gradients, then up's, are bitwise equal to two separate results."""
+    operands = make_wgrad_operands(generator, 768, 2 * H, 384)
     dy, dy_scale, *x = operands
     groups = offsets(256, 256, 768, device=dy.device)
     both = kernels.grouped_mm_wgrad(*operands, groups, torch.bfloat16, 2)
@@ -200,41 +198,36 @@ def test_wgrad_of_two_weights(kernels, generator, H, mode):
     assert not both[[1, 4]].any(), "an expert without rows must get zeros"
 
 
-@pytest.mark.parametrize("mode", ["balanced", "scaling_aware", "requantize"])
 @pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (512, 384)])
-def test_wgrad_shapes(kernels, generator, N, K, mode):
-    operands = make_wgrad_operands(generator, 256, N, K, mode)
+def test_wgrad_shapes(kernels, generator, N, K):
+    operands = make_wgrad_operands(generator, 256, N, K)
     check_wgrad(kernels, operands, offsets(128, 256, device=operands[0].device), torch.bfloat16)
 
 
-@pytest.mark.parametrize("mode", ["balanced", "requantize"])
-def test_wgrad_of_long_groups(kernels, generator, mode):
-    """On Hopper long tiles' successors are requested amid them, not after the first blocks."""
-    operands = make_wgrad_operands(generator, 4096, 256, 384, mode)
+def test_wgrad_of_long_groups(kernels, generator):
+    """On Hopper the producer fetches a long tile's successor towards its end, not after the first blocks."""
+    operands = make_wgrad_operands(generator, 4096, 256, 384)
     check_wgrad(kernels, operands, offsets(2176, 2176, 2304, 4096, device=operands[0].device), torch.float32)
 
 
-@pytest.mark.parametrize("mode", ["balanced", "requantize"])
 @pytest.mark.parametrize("K", [128, 256])
-def test_wgrad_of_views(kernels, generator, K, mode):
-    """The gate's and the up projection's gradients are rows of one tensor; their scales need not start at 16 bytes."""
-    dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, 384, 512, K, mode)
+def test_wgrad_of_views(kernels, generator, K):
+    """Gate's and up's gradients are rows of one tensor. Their scales need not be aligned to 16 bytes."""
+    dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, 384, 512, K)
     groups = offsets(128, 384, device=xT.device)
     for a, a_scale in zip(dyT.chunk(2), dyT_scale.chunk(2), strict=True):
         check_wgrad(kernels, (a, a_scale, xT, xT_scale), groups, torch.float32)
 
 
-@pytest.mark.parametrize("mode", ["balanced", "requantize"])
 @pytest.mark.parametrize("magnitude", [1e-10, 1e-30, 1e30])
-def test_wgrad_magnitudes(kernels, generator, magnitude, mode):
-    operands = make_wgrad_operands(generator, 128, 128, 128, mode, magnitude)
+def test_wgrad_magnitudes(kernels, generator, magnitude):
+    operands = make_wgrad_operands(generator, 128, 128, 128, magnitude)
     check_wgrad(kernels, operands, offsets(128, device=operands[0].device), torch.float32)
 
 
-@pytest.mark.parametrize("mode", ["balanced", "requantize"])
-def test_wgrad_scales_of_opposite_size(kernels, generator, mode):
-    """Factors near the largest and the smallest fp32 number; their product is an ordinary one."""
-    aT, aT_scale, bT, bT_scale = make_wgrad_operands(generator, 128, 128, 128, mode)
+def test_wgrad_scales_of_opposite_size(kernels, generator):
+    """Factors near the largest and the smallest fp32 number, whose product is an ordinary number."""
+    aT, aT_scale, bT, bT_scale = make_wgrad_operands(generator, 128, 128, 128)
     up = (aT_scale.view(torch.uint8) + 90).view(recipe.E8M0)
     down = (bT_scale.view(torch.uint8) - 90).view(recipe.E8M0)
     check_wgrad(kernels, (aT, up, bT, down), offsets(128, device=aT.device), torch.float32)
@@ -269,18 +262,18 @@ def test_layer(gpu_kernels, generator, device, M, E, D, H):
     for N, K in ((2 * H, D), (D, H), (H, D), (D, 2 * H)):
         check(gpu_kernels, make_operands(generator, M, N, K, E), groups, torch.bfloat16)
     for N, K in ((2 * H, D), (D, H)):
-        operands = make_wgrad_operands(generator, M, N, K, "balanced")
+        operands = make_wgrad_operands(generator, M, N, K)
         check_wgrad(gpu_kernels, operands, groups, torch.bfloat16)
         check_wgrad(gpu_kernels, operands, groups, torch.float32)
 
 
-# More tiles than half the programs, so that not all are computed as halves.
+# More tiles than half the CTAs, so that not all are computed as halves.
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N, K, parts", [(2048, 1408, 1), (1408, 2048, 1), (1024, 1408, 2)])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 def test_wgrad_groups_of_whole_tiles(gpu_kernels, generator, groups, N, K, parts, dtype):
-    operands = make_wgrad_operands(generator, 768, N, K, "balanced")
+    operands = make_wgrad_operands(generator, 768, N, K)
     ends = offsets(*groups, device=operands[0].device)
     whole = check_wgrad(gpu_kernels, operands, ends, dtype)
     by_part = gpu_kernels.grouped_mm_wgrad(*operands, ends, dtype, parts)
@@ -297,7 +290,6 @@ def test_many_rows_and_experts(gpu_kernels, generator, device):
 
 @pytest.mark.gpu
 def test_no_compilation_when_the_number_of_rows_changes(gpu_kernels, generator, device):
-
     def variants(kernel):
         return len(kernel.device_caches[torch.cuda.current_device()][0])
 
@@ -309,7 +301,7 @@ def test_no_compilation_when_the_number_of_rows_changes(gpu_kernels, generator, 
     for M in (128, 256, 384, 2048, 4224):
         groups = offsets(128, M, device=device)
         gpu_kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
-        dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, M, 768, 384, "balanced")
+        dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, M, 768, 384)
         for part in (slice(0, 3), slice(3, 6)):
             rows = slice(part.start * TILE, part.stop * TILE)
             gpu_kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
@@ -317,17 +309,17 @@ def test_no_compilation_when_the_number_of_rows_changes(gpu_kernels, generator, 
     assert all(count == counts[0] for count in counts) and all(counts[0]), counts
 
 
-# --- beside other work: programs take their pieces from a counter -----------------------------------------------------
+# --- beside other work: CTAs take their tiles from a counter ----------------------------------------------------------
 
 
 @pytest.fixture
 def gemms(generator):
-    """Both kernels, with more pieces than multiprocessors; and their results when nothing else runs."""
+    """Both kernels, with more work tiles than SMs, and their results when nothing else runs."""
     if not HOPPER:
         pytest.skip("needs a Hopper GPU")
     groups = offsets(1024, 4096, device="cuda")
     operands = make_operands(generator, 4096, 2048, 512, 2)
-    wgrad_operands = make_wgrad_operands(generator, 4096, 1408, 2048, "balanced")
+    wgrad_operands = make_wgrad_operands(generator, 4096, 1408, 2048)
     runs = [
         lambda: grouped_mm.grouped_mm(*operands, groups, torch.bfloat16),
         lambda: grouped_mm.grouped_mm_wgrad(*wgrad_operands, groups, torch.bfloat16),
@@ -343,13 +335,13 @@ def assert_same(results, expected):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("multiprocessors", [1, 16, 131])
-def test_beside_busy_multiprocessors(gemms, multiprocessors):
+@pytest.mark.parametrize("num_sms", [1, 16, 131])
+def test_beside_busy_sms(gemms, num_sms):
     runs, expected = gemms
     busy = torch.cuda.Stream()
     for _ in range(3):
         with torch.cuda.stream(busy):
-            occupy(multiprocessors, 0.5)
+            occupy(num_sms, 0.5)
         assert_same([run() for run in runs], expected)
 
 

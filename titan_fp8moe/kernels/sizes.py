@@ -1,8 +1,11 @@
-"""What launches are sized by. Triton's ``cdiv`` and ``next_power_of_2`` took 6% of the time of a layer's Python, which
-calls them 20 times."""
+"""Sizes for launches: the limit on rows, and integer arithmetic.
+
+A layer's Python calls these functions 20 times. Triton's ``cdiv`` and ``next_power_of_2`` took 6% of its time.
+"""
 
 MAX_ROWS = 2**21 - 128
-"""Of a rank in a layer, padding included: CUDA's grids have at most 65535 blocks along y, here of 32 rows."""
+"""The most rows that a rank may have in a layer, padding included. A CUDA grid has at most 65535 blocks along y, which
+have 32 rows here."""
 
 
 def cdiv(x: int, y: int) -> int:

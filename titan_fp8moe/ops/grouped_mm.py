@@ -1,7 +1,12 @@
-"""The GEMMs over expert groups: along M (forward, input gradient), along the contraction dim (weight gradient)."""
+"""The GEMMs over expert groups: along M (forward, input gradient), along the contraction dim (weight gradient).
+
+:mod:`titan_fp8moe.recipe` specifies the results. Both ops have a formula in ``torch.utils.flop_counter``. It knows no
+group ends and counts all rows of the buffer: each group's padding, and the rows at and past ``offsets_E[-1]``.
+"""
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
@@ -13,11 +18,16 @@ from titan_fp8moe.recipe import TILE
 def grouped_mm(
     a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """out[m] = a[m] @ b[e]^T, (M, N); see :func:`titan_fp8moe.recipe.grouped_mm`.
+    """out[m] = a[m] @ b[e]^T for the expert e whose group holds row m; see :func:`titan_fp8moe.recipe.grouped_mm`.
 
-    ``a_MK`` and ``b_ENK`` (E, N, K) are e4m3, their scales e8m0: ``a_scale`` (M, K // 128), column-major, ``b_scale``
-    (E, N // 128, K // 128), of any strides; ``offsets_E`` int32, ``out_dtype`` bf16 or fp32. Rows of the result at and
-    past ``offsets_E[-1]`` are undefined.
+    Args:
+        a_MK: (M, K) e4m3; a_scale: (M, K // 128) e8m0, column-major.
+        b_ENK: (E, N, K) e4m3; b_scale: (E, N // 128, K // 128) e8m0, any strides.
+        offsets_E: (E,) int32.
+        out_dtype: bf16 or fp32.
+
+    Returns:
+        (M, N) ``out_dtype``. Rows at and past ``offsets_E[-1]`` are undefined.
     """
     impl = kernels if use_kernels(a_MK) else recipe
     return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype)
@@ -26,6 +36,13 @@ def grouped_mm(
 @grouped_mm.register_fake
 def _(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype):
     return a_MK.new_empty(a_MK.shape[0], b_ENK.shape[1], dtype=out_dtype)
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.grouped_mm)
+def _grouped_mm_flops(a_shape, a_scale_shape, b_shape, *args, **kwargs) -> int:
+    """2 M N K. Padding rows and unused rows of the buffer count."""
+    (M, K), (_, N, _) = a_shape, b_shape
+    return 2 * M * N * K
 
 
 @custom_op
@@ -38,10 +55,20 @@ def grouped_mm_wgrad(
     out_dtype: torch.dtype,
     parts: int = 1,
 ) -> Tensor:
-    """out[e] = sum of a[m]^T b[m] over expert e's rows; (parts * E, N // parts, K) in ``out_dtype``, bf16 or fp32.
+    """out[e] = sum of a[m]^T b[m] over expert e's rows; see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
 
-    ``aT_NM`` and ``bT_KM`` are e4m3, their scales e8m0, as :func:`titan_fp8moe.ops.transpose_pair` returns them; see
-    :func:`titan_fp8moe.recipe.grouped_mm_wgrad`. A ValueError if N is no multiple of 128 for each of ``parts``.
+    Args:
+        aT_NM, bT_KM: (N, M) and (K, M) e4m3, as :func:`titan_fp8moe.ops.transpose_pair` returns them.
+        aT_scale, bT_scale: (N // 128, M // 128) and (K // 128, M // 128) e8m0.
+        offsets_E: (E,) int32.
+        out_dtype: bf16 or fp32.
+        parts: how many weights of equal shape N is made of, 2 for gate and up.
+
+    Returns:
+        (parts * E, N // parts, K) ``out_dtype``, all experts' first weights before their second.
+
+    Raises:
+        ValueError: N is no multiple of 128 for each of ``parts``.
     """
     if (N := aT_NM.shape[0]) % (parts * TILE):
         raise ValueError(f"grouped_mm_wgrad: N is {N}, but {parts} weights need a multiple of {parts * TILE}")
@@ -52,3 +79,10 @@ def grouped_mm_wgrad(
 @grouped_mm_wgrad.register_fake
 def _(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts=1):
     return aT_NM.new_empty(parts * offsets_E.shape[0], aT_NM.shape[0] // parts, bT_KM.shape[0], dtype=out_dtype)
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.grouped_mm_wgrad)
+def _grouped_mm_wgrad_flops(aT_shape, aT_scale_shape, bT_shape, *args, **kwargs) -> int:
+    """2 M N K. Padding rows and unused rows of the buffer count."""
+    (N, M), (K, _) = aT_shape, bT_shape
+    return 2 * M * N * K

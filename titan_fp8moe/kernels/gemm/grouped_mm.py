@@ -1,14 +1,13 @@
-"""GEMMs over expert groups: on Hopper its own kernels, in Gluon, elsewhere plain Triton.
+"""GEMMs over expert groups: picks the kernels in Gluon on Hopper, and those in plain Triton elsewhere.
 
-=============================================  =========================  =============================
-GEMM                                           Hopper (sm_90)             other GPUs, Triton interpreter
-=============================================  =========================  =============================
-:func:`grouped_mm`                             ``forward``                ``portable``
-:func:`grouped_mm_wgrad`, a scale per block    ``wgrad``                  ``portable``
-:func:`grouped_mm_wgrad`, a scale per column   ``portable``               ``portable``
-=============================================  =========================  =============================
+========================  ==============  ==============================
+GEMM                      Hopper (sm_90)  other GPUs, Triton interpreter
+========================  ==============  ==============================
+:func:`grouped_mm`        ``forward``     ``portable``
+:func:`grouped_mm_wgrad`  ``wgrad``       ``portable``
+========================  ==============  ==============================
 
-The tensor cores sum the 128 products of a step with about 14 bits; steps are summed in fp32.
+The tensor cores sum the products of a block of 128 with about 14 bits. Blocks are summed in fp32.
 """
 
 import torch
@@ -26,7 +25,7 @@ def grouped_mm(
     Args:
         a_MK: (M, K) e4m3, unit stride along K; a_scale: (M, K // 128) e8m0, column-major.
         b_ENK: (E, N, K) e4m3, contiguous; b_scale: (E, N // 128, K // 128) e8m0, any strides.
-        offsets_E: (E,) int32 on the device, the groups' ends: multiples of 128, equal where a group is empty.
+        offsets_E: (E,) int32 on the device, the groups' ends: non-decreasing multiples of 128.
 
     Returns:
         (M, N) out_dtype; rows at and past ``offsets_E[-1]`` are left uninitialized.
@@ -47,15 +46,14 @@ def grouped_mm_wgrad(
     """out[e] = sum of a[m]^T b[m] over expert e's rows; see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
 
     Args:
-        aT_NM: (N, M) e4m3, unit stride along M; aT_scale: (N // 128, M // 128) e8m0, or (N, M // 128), any strides.
-        bT_KM: (K, M) e4m3, unit stride along M; bT_scale: (K // 128, M // 128) e8m0, or (K, M // 128), like aT_scale.
-        offsets_E: (E,) int32 on the device, the groups' ends: multiples of 128, equal where a group is empty.
+        aT_NM: (N, M) e4m3, unit stride along M; aT_scale: (N // 128, M // 128) e8m0, any strides.
+        bT_KM: (K, M) e4m3, unit stride along M; bT_scale: (K // 128, M // 128) e8m0, any strides.
+        offsets_E: (E,) int32 on the device, the groups' ends: non-decreasing multiples of 128.
         parts: how many weights of equal shape N is made of, 2 for gate and up.
 
     Returns:
-        (parts * E, N // parts, K) out_dtype, the experts' first weights before their second; zero for an expert without
+        (parts * E, N // parts, K) out_dtype, all experts' first weights before their second; zero for an expert without
         rows.
     """
-    scale_per_block = aT_scale.shape[0] < aT_NM.shape[0]
-    impl = wgrad if is_hopper(aT_NM) and scale_per_block else portable
+    impl = wgrad if is_hopper(aT_NM) else portable
     return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts)

@@ -1,5 +1,7 @@
-"""What a launch of the Hopper GEMMs (:mod:`titan_fp8moe.kernels.gemm.hopper`) needs: the right GPU, TMA descriptors, a
-counter of work tiles, and a number of CTAs."""
+"""Launch arguments of the Hopper GEMMs: TMA descriptors, tile counters and grid sizes; and which GPU is a Hopper.
+
+:mod:`.forward` and :mod:`.wgrad` take them from here at every launch, so the host's time counts.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -17,33 +19,38 @@ GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: g
 
 
 def is_hopper(x: Tensor) -> bool:
-    """Whether these kernels are for the GPU that holds ``x``. Gluon has no interpreter: not where that is on."""
+    """Whether the Hopper kernels run on ``x``'s device. They do not with ``TRITON_INTERPRET=1``: Gluon has no
+    interpreter."""
     return x.is_cuda and _is_hopper(x.get_device())
 
 
-# Every GEMM asks, and torch looks the device up anew each time.
+# Cached, because every GEMM asks and torch looks the device up each time.
 @functools.cache
 def _is_hopper(device: int) -> bool:
     return not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
-def _num_processors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def operand(x: Tensor) -> TensorDescriptor:
-    """TMA descriptor of an fp8 matrix, or of several below each other, read in 128x128 tiles; rows may be strided."""
+    """TMA descriptor of an fp8 operand, loaded in 128x128 tiles.
+
+    Args:
+        x: (rows, columns), whose rows may be strided, or contiguous (E, rows, columns), seen as (E * rows, columns).
+    """
     return _descriptor(x, TILE)
 
 
 def result(x: Tensor) -> TensorDescriptor:
-    """TMA descriptor of a result, a matrix or several below each other, written in parts of 64x64."""
+    """TMA descriptor of a result, stored in slices of 64x64; shapes as for :func:`operand`."""
     return _descriptor(x, 64)
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    # A GEMM needs three. The constructor, with its checks, took 7% of the time of a layer's Python.
+    # Bypasses the constructor: with its checks, three times per GEMM, it took 7% of the time of a layer's Python.
     descriptor = object.__new__(TensorDescriptor)
     shape, strides = x.shape, x.stride()
     if len(shape) == 3:
@@ -60,16 +67,16 @@ def _descriptor_fields(dtype: torch.dtype, block: int) -> dict[str, Any]:
     return vars(TensorDescriptor.from_tensor(example, [block, block], layout))
 
 
-NUM_COUNTERS = 4096  # for streams and for launches in graphs
+NUM_COUNTERS = 4096  # per device, for streams and for launches in CUDA graphs
 _free_counters: dict[int, Iterator[Tensor]] = {}
 _stream_counters: dict[tuple[int, int], Tensor] = {}
 
 
-def counter(device: torch.device) -> Tensor:
-    """The number of pieces taken, (1,) int32: zero before a launch, and set back to zero by the launch.
+def tile_counter(device: torch.device) -> Tensor:
+    """The counter that CTAs take work tiles from, (1,) int32. It is zero before a launch, and the launch resets it.
 
-    Launches on a stream follow each other and share one. A captured launch may later run beside any other, and gets one
-    that nobody else has.
+    Launches on the same stream follow each other and share a counter. A captured launch may later run at the same time
+    as any other, so it gets a counter of its own.
     """
     if device.type != "cuda":
         return torch.zeros(1, dtype=torch.int32, device=device)
@@ -79,7 +86,7 @@ def counter(device: torch.device) -> Tensor:
     if key not in _stream_counters:
         if device.index not in _free_counters:
             zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # they are for any stream
+            torch.cuda.synchronize(device)  # any stream may use them
             _free_counters[device.index] = (zeros[i : i + 1] for i in range(NUM_COUNTERS))
         _stream_counters[key] = _free_counter(device)
     return _stream_counters[key]
@@ -87,10 +94,10 @@ def counter(device: torch.device) -> Tensor:
 
 def _free_counter(device: torch.device) -> Tensor:
     free = next(_free_counters.get(device.index, iter(())), None)
-    # When none is left a graph sets its own to zero, one more thing to do in each replay.
+    # When none is left, the graph allocates and zeroes one: an additional kernel in each replay.
     return torch.zeros(1, dtype=torch.int32, device=device) if free is None else free
 
 
-def num_programs(num_pieces: int, device: torch.device) -> int:
-    """One program per multiprocessor, or fewer where there is less to do."""
-    return min(_num_processors(device), num_pieces)
+def grid_size(num_tiles: int, device: torch.device) -> int:
+    """The number of CTAs: one per SM, or one per tile where there are fewer tiles."""
+    return min(_num_sms(device), num_tiles)

@@ -1,20 +1,20 @@
-"""GEMMs over expert groups in plain Triton: the path that runs everywhere, in Triton's interpreter too.
+"""GEMMs over expert groups in plain Triton. They run everywhere, in Triton's interpreter too.
 
-Not tuned outside sm_90: CI compiles it for sm_89, where it spills registers, and sm_100; it has run on sm_90 only.
-There the kernels in the files beside this one are 1.2 to 2 times as fast, and this path serves the weight gradient with
-a scale per column (``requantize``).
+:mod:`.grouped_mm` picks them where there is no Hopper GPU. On sm_90 the kernels in Gluon are 1.2 to 2 times as fast.
+These are not tuned for other GPUs: they have run on sm_90 only. CI also compiles them for sm_89, where they spill
+registers, and for sm_100.
 
-Two kernels, one shape of loop: a persistent program walks over 128x128 output tiles; each step multiplies two 128x128
-fp8 tiles that TMA brought to shared memory, and adds the product, times a power of two, to an fp32 accumulator in
-registers. The promotion every 128 of the contraction dim is where scales are applied and where precision is kept:
-Hopper's tensor cores sum fp8 products with about 14 bits.
+**Loop.** Both kernels have the same shape. A persistent CTA walks over 128x128 output tiles. For each block of 128
+along the contraction dim, TMA loads two 128x128 fp8 tiles into shared memory. Their product, times a power of two, is
+added to an fp32 accumulator in registers. This promotion applies the scales and keeps the precision: Hopper's tensor
+cores sum fp8 products with about 14 bits.
 
-Every expert's group is a multiple of 128 rows, so a tile of rows belongs to one expert, and which one is read off the
-group ends in device memory: the host never learns how many rows an expert got.
+**Experts.** Every expert's group is a multiple of 128 rows, so a tile of rows belongs to one expert. The kernel reads
+which one from the group ends in device memory. The host never learns how many rows an expert has.
 
-The factor of a product, 2**(e_a + e_b), is an fp32 number, exact down to 2**-149; one that underflows belongs to a
-result below the smallest normal number. It overflows, loudly, only where the largest values of the two tiles have a
-product past the fp32 range. Indices are int32: fewer than 2**31 rows, and fewer than 2**31 scales of any operand.
+**Range.** A product's factor, 2**(e_a + e_b), is an fp32 number, exact down to 2**-149. A factor that underflows
+belongs to a result below the smallest normal number. It overflows, to Inf, only where the largest values of the two
+tiles have a product beyond fp32. Indices are int32: fewer than 2**31 rows, and fewer than 2**31 scales per operand.
 """
 
 import torch
@@ -25,9 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_fp8moe.recipe import TILE
 
-# Tiles are visited in super-rows, so that the programs running at one time share both operands in L2: 132 programs on
-# 8 rows of tiles read 8 + 17 strips.
-SUPER_ROW = 8
+# Rows of tiles in a swizzle group. CTAs that run at the same time then share both operands in L2: 132 CTAs on 8 rows of
+# tiles read 8 + 17 strips.
+GROUP_SIZE_M = 8
 
 
 @triton.jit
@@ -37,15 +37,16 @@ def _power_of_two(byte):
 
 
 @triton.jit
-def _tile_position(index, num_rows, num_columns, SUPER_ROW: tl.constexpr):
-    """Row and column of the index-th tile: super-rows top to bottom, columns in a super-row, rows in a column."""
-    first_row = index // (SUPER_ROW * num_columns) * SUPER_ROW
-    height = tl.minimum(num_rows - first_row, SUPER_ROW)
+def _tile_position(index, num_rows, num_columns, GROUP_SIZE_M: tl.constexpr):
+    """Row and column of the index-th tile. Swizzle groups follow each other from top to bottom, each walked column by
+    column."""
+    first_row = index // (GROUP_SIZE_M * num_columns) * GROUP_SIZE_M
+    height = tl.minimum(num_rows - first_row, GROUP_SIZE_M)
     index -= first_row * num_columns
     return first_row + index % height, index // height
 
 
-# Strides and alignments that follow the number of rows must not compile a kernel anew at every step.
+# Strides and alignments that depend on the number of rows must not recompile a kernel at every step.
 @triton.jit(
     do_not_specialize=[
         "a_scale_stride_m",
@@ -73,23 +74,23 @@ def grouped_mm_kernel(
     E: tl.constexpr,
     E_POW2: tl.constexpr,
     TILE: tl.constexpr,
-    SUPER_ROW: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):
-    """Each program computes every num_programs-th tile of out[m] = a[m] @ b[expert of m]^T."""
+    """Each CTA computes every num_programs-th tile of out[m] = a[m] @ b[expert of m]^T."""
     experts = tl.arange(0, E_POW2)
     ends = tl.load(offsets_E + experts, mask=experts < E, other=2**31 - 1)
     num_rows = tl.load(offsets_E + E - 1) // TILE
     num_columns: tl.constexpr = N // TILE
-    # Flattened, the two loops are one pipeline: TMA fetches the next tile's operands while this tile is being stored.
+    # Flattened, the two loops are one pipeline: TMA loads the next tile's operands while this tile is being stored.
     for tile in tl.range(tl.program_id(0), num_rows * num_columns, tl.num_programs(0), flatten=True):
-        row, column = _tile_position(tile, num_rows, num_columns, SUPER_ROW)
+        row, column = _tile_position(tile, num_rows, num_columns, GROUP_SIZE_M)
         m, n = row * TILE, column * TILE
         expert = tl.sum((ends <= m).to(tl.int32))
         a_scale_ptrs = a_scale + (m + tl.arange(0, TILE)) * a_scale_stride_m
         b_scale_ptr = b_scale + expert * b_scale_stride_e + column * b_scale_stride_n
         acc = tl.zeros((TILE, TILE), dtype=tl.float32)
         for k in range(K // TILE):
-            # Scales are requested before the product and used after it, which hides their latency.
+            # Scales are loaded before the product and used after it, which hides their latency.
             a_byte = tl.load(a_scale_ptrs + k * a_scale_stride_k)
             b_byte = tl.load(b_scale_ptr + k * b_scale_stride_k)
             a = a_desc.load([m, k * TILE])
@@ -107,8 +108,8 @@ def grouped_mm_wgrad_kernel(
     a_desc,  # (N, M) e4m3
     b_desc,  # (K, M) e4m3
     out_desc,  # (E * N, K)
-    a_scale,  # (N // 128, M // 128) bytes, or (N, M // 128) if SCALE_PER_COLUMN
-    b_scale,  # (K // 128, M // 128) bytes, or (K, M // 128)
+    a_scale,  # (N // 128, M // 128) bytes
+    b_scale,  # (K // 128, M // 128) bytes
     offsets_E,
     a_scale_stride_n,
     a_scale_stride_m,
@@ -118,39 +119,30 @@ def grouped_mm_wgrad_kernel(
     K: tl.constexpr,
     E: tl.constexpr,
     PARTS: tl.constexpr,
-    SCALE_PER_COLUMN: tl.constexpr,
     TILE: tl.constexpr,
-    SUPER_ROW: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):
-    """Each program computes every num_programs-th tile of out[e] = sum of a[:, m] b[:, m]^T over group e's rows m."""
+    """Each CTA computes every num_programs-th tile of out[e] = sum of a[:, m] b[:, m]^T over group e's rows m."""
     num_rows: tl.constexpr = N // TILE
     num_columns: tl.constexpr = K // TILE
     part_rows: tl.constexpr = N // PARTS
     num_tiles: tl.constexpr = num_rows * num_columns
     for tile in range(tl.program_id(0), E * num_tiles, tl.num_programs(0)):
         expert = tile // num_tiles
-        row, column = _tile_position(tile - expert * num_tiles, num_rows, num_columns, SUPER_ROW)
+        row, column = _tile_position(tile - expert * num_tiles, num_rows, num_columns, GROUP_SIZE_M)
         n, k = row * TILE, column * TILE
         start = tl.load(offsets_E + expert - 1, mask=expert > 0, other=0) // TILE
         end = tl.load(offsets_E + expert) // TILE
-        if SCALE_PER_COLUMN:
-            a_scale_ptrs = a_scale + (n + tl.arange(0, TILE)) * a_scale_stride_n
-            b_scale_ptrs = b_scale + (k + tl.arange(0, TILE)) * b_scale_stride_k
-        else:
-            a_scale_ptrs = a_scale + row * a_scale_stride_n
-            b_scale_ptrs = b_scale + column * b_scale_stride_k
+        a_scale_ptr = a_scale + row * a_scale_stride_n
+        b_scale_ptr = b_scale + column * b_scale_stride_k
         acc = tl.zeros((TILE, TILE), dtype=tl.float32)
-        for run in range(start, end):
-            a_byte = tl.load(a_scale_ptrs + run * a_scale_stride_m)
-            b_byte = tl.load(b_scale_ptrs + run * b_scale_stride_m)
-            a = a_desc.load([n, run * TILE])
-            b = b_desc.load([k, run * TILE])
+        for block in range(start, end):
+            a_byte = tl.load(a_scale_ptr + block * a_scale_stride_m)
+            b_byte = tl.load(b_scale_ptr + block * b_scale_stride_m)
+            a = a_desc.load([n, block * TILE])
+            b = b_desc.load([k, block * TILE])
             product = tl.dot(a, b.T)
-            if SCALE_PER_COLUMN:
-                # One after the other: a tile of combined factors does not fit in registers.
-                acc += product * _power_of_two(a_byte)[:, None] * _power_of_two(b_byte)[None, :]
-            else:
-                acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))
+            acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))
         # An expert without rows gets its zeros here.
         out_desc.store([(n // part_rows * E + expert) * part_rows + n % part_rows, k], acc.to(out_desc.dtype))
 
@@ -160,8 +152,8 @@ def _tiles(x: Tensor) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [TILE, TILE])
 
 
-def _num_programs(num_tiles: int, device: torch.device) -> int:
-    """One program per multiprocessor. On a CPU, in Triton's interpreter, a few, so that each has several tiles."""
+def _grid_size(num_tiles: int, device: torch.device) -> int:
+    """One CTA per SM. On a CPU, in Triton's interpreter, there are 4, so that each has several tiles."""
     limit = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     return min(num_tiles, limit)
 
@@ -169,11 +161,11 @@ def _num_programs(num_tiles: int, device: torch.device) -> int:
 def grouped_mm(
     a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm`."""
+    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
-    # The grid is for all of the buffer; how many of its rows are in use, only the device knows.
-    grid = (_num_programs(M // TILE * (N // TILE), a_MK.device),)
+    # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
+    grid = (_grid_size(M // TILE * (N // TILE), a_MK.device),)
     grouped_mm_kernel[grid](
         _tiles(a_MK),
         _tiles(b_ENK.view(E * N, K)),
@@ -188,7 +180,7 @@ def grouped_mm(
         E=E,
         E_POW2=triton.next_power_of_2(E),
         TILE=TILE,
-        SUPER_ROW=SUPER_ROW,
+        GROUP_SIZE_M=GROUP_SIZE_M,
         num_warps=8,
         num_stages=4,
     )
@@ -204,10 +196,10 @@ def grouped_mm_wgrad(
     out_dtype: torch.dtype,
     parts: int = 1,
 ) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm_wgrad`."""
+    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
     out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=aT_NM.device)
-    grid = (_num_programs(E * (N // TILE) * (K // TILE), aT_NM.device),)
+    grid = (_grid_size(E * (N // TILE) * (K // TILE), aT_NM.device),)
     grouped_mm_wgrad_kernel[grid](
         _tiles(aT_NM),
         _tiles(bT_KM),
@@ -221,9 +213,8 @@ def grouped_mm_wgrad(
         K=K,
         E=E,
         PARTS=parts,
-        SCALE_PER_COLUMN=aT_scale.shape[0] == N,
         TILE=TILE,
-        SUPER_ROW=SUPER_ROW,
+        GROUP_SIZE_M=GROUP_SIZE_M,
         num_warps=8,
         num_stages=4,
     )

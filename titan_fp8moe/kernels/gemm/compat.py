@@ -1,0 +1,37 @@
+"""Gluon interfaces whose names differ between Triton versions; checked with 3.6.0, 3.7.1 and 3.8.0.
+
+The Hopper GEMMs import these names from here. The import fails if a later version renames them again.
+"""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language import core
+
+# Synchronizes the warps of one partition. Triton 3.6 calls it thread_barrier.
+partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+# Private before Triton 3.8.
+_aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
+
+
+def aggregate(cls: type) -> type:
+    """Turns a class with annotated fields and ``gluon.jit`` methods into a value of Gluon functions.
+
+    The constructor takes the fields in order. Triton itself adds such a constructor from 3.8 on only.
+
+    Returns:
+        Triton's class; its ``__wrapped__`` is ``cls``.
+    """
+    names = tuple(cls.__annotations__)
+
+    def __init__(self: Any, *values: Any) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value)
+
+    __init__.__triton_builtin__ = True  # else Triton rejects it as a Python function that a kernel calls
+    cls.__init__ = __init__
+    value_class = _aggregate(cls)
+    value_class.__wrapped__ = cls
+    return value_class
