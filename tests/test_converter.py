@@ -1,4 +1,4 @@
-"""The converter in torchtitan: what it changes in a model, what it refuses and what it tells the user to do instead."""
+"""The converter in torchtitan: what it changes in a model, what it refuses, and the remedies it names."""
 
 import contextlib
 import copy
@@ -6,10 +6,12 @@ import dataclasses
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -25,12 +27,14 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from titan_fp8moe import weights
+from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
-from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter, expert_fsdp_shards
+from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
+from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
 
 ROOT = Path(__file__).parent.parent
@@ -40,9 +44,9 @@ CUSTOM_MODULE = "--job.custom_config_module=titan_fp8moe.torchtitan"
 
 @pytest.fixture(autouse=True)
 def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same answers on a machine with GPUs; and what a test does to the choice of kernels ends with it."""
+    """The same results on a machine with GPUs. Each test leaves the choice of kernels as it was."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))  # not patched at import, there
+    monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))  # with a GPU the import does not patch it
     monkeypatch.setattr(backend, "_emulating", False)
 
 
@@ -57,7 +61,7 @@ def make_dims(dp_shard: int = 1, tp: int = 1, ep: int = 1, etp: int = 1, cp: int
 
 
 def make_model(config: JobConfig, device: str = "meta", **changes) -> nn.Module:
-    """The model as torchtitan's trainer makes it, with ``changes`` to the flavor."""
+    """The model as torchtitan's trainer builds it, with ``changes`` to the flavor."""
     spec = get_train_spec(config.model.name)
     args = dataclasses.replace(copy.deepcopy(spec.model_args[config.model.flavor]), **changes)
     args.update_from_config(config)
@@ -130,7 +134,7 @@ def test_unmatched_filter_is_an_error_and_converts_nothing():
     ],
 )
 def test_hidden_dim_per_rank_must_fit(dims: dict[str, int]):
-    """The 16B model's experts have hidden dim 1408 = 11 * 128: whole or not at all."""
+    """The 16B model's experts have hidden dim 1408 = 11 * 128, which two ranks cannot share."""
     config = make_config(flavor="16B")
     model = make_model(config)
     remedy = r"set parallelism\.expert_tensor_parallel_degree = 1$"
@@ -148,7 +152,9 @@ def test_expert_degrees_must_divide_the_ranks():
     config = make_config()
     for dims, ranks in (({"dp_shard": 2, "ep": 4}, 2), ({"dp_shard": 3, "tp": 2, "ep": 2, "etp": 2}, 6)):
         dims = SimpleNamespace(**dict(dp_replicate=1, dp_shard=1, cp=1, tp=1, etp=1, pp_enabled=False) | dims)
-        with pytest.raises(ValueError, match=rf"expert_parallel_degree = {dims.ep} .* degree = {ranks}; choose"):
+        with pytest.raises(
+            ValueError, match=rf"expert_parallel_degree = {dims.ep} .* degree = {ranks}; choose degrees"
+        ):
             Fp8FlowMoEConverter(config, dims)
 
 
@@ -157,7 +163,7 @@ def test_cache_of_what_fsdp_shards_is_warned_of(caplog: pytest.LogCaptureFixture
     for dims, warned in (({"dp_shard": 4, "ep": 2}, True), ({"dp_shard": 4, "ep": 4}, False)):
         caplog.clear()
         Fp8FlowMoEConverter(config, make_dims(**dims))
-        assert ("cache_weights keeps quantized weights whole" in caplog.text) == warned
+        assert ("cache_weights keeps quantized weights unsharded" in caplog.text) == warned
 
 
 def test_model_dim_must_fit():
@@ -173,25 +179,39 @@ def test_hidden_dim_must_fit():
 
 
 def test_rows_of_a_microbatch_must_fit():
-    """A rank's share of them at the least; the kernels' own check comes with the first step."""
+    """The check assumes that every rank gets as many rows; the kernels check the real number in each step."""
     model = make_model(make_config())
     top_k = model.layers["1"].moe.router.top_k
     config = make_config(f"--training.seq_len={MAX_ROWS // top_k}", "--training.local_batch_size=2")
     for dims, fits in ((make_dims(), False), (make_dims(dp_shard=2, tp=2), True)):
         with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="lower training.local_batch_size"):
             convert(config, make_model(config), dims)
-    for size, fits in ((2, False), (1, True)):  # a pipeline's microbatch is what its layers see
+    for size, fits in ((2, False), (1, True)):  # the layers of a pipeline see microbatches
         config.parallelism.pipeline_parallel_microbatch_size = size
         with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="lower training.local_batch_size"):
             convert(config, make_model(config), make_dims(pp=2))
 
 
-def test_context_parallel_ranks_count_for_fsdp():
-    assert expert_fsdp_shards(make_dims(dp_shard=2, cp=2)) == 4
-    assert expert_fsdp_shards(make_dims(dp_shard=2, cp=2, ep=2)) == 2
+@pytest.mark.parametrize(
+    ("dims", "layout"),
+    [
+        ({}, (1, 1, 1, 1024)),
+        ({"tp": 2}, (1, 2, 1, 512)),
+        # The ranks of context parallelism count for FSDP.
+        ({"dp_shard": 2, "cp": 2}, (1, 1, 4, 512)),
+        ({"dp_shard": 2, "cp": 2, "ep": 2}, (2, 1, 2, 512)),
+        # Expert parallelism spans the tensor-parallel ranks. Without etp each of them holds whole experts.
+        ({"dp_shard": 4, "tp": 2, "ep": 4}, (4, 1, 2, 512)),
+        ({"dp_shard": 4, "tp": 2, "ep": 4, "etp": 2}, (4, 2, 1, 512)),
+        ({"pp": 2}, (1, 1, 1, 256)),
+    ],
+)
+def test_layout_of_the_experts(dims: dict[str, int], layout: tuple[int, ...]):
+    config = make_config("--training.seq_len=256", "--training.local_batch_size=4")
+    assert expert_layout(config, make_dims(**dims)) == layout
 
 
-def test_what_torchtitan_has_trouble_with(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_limits_of_torchtitan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     with pytest.raises(ValueError, match=r"at least two ranks of FSDP.*raise parallelism\.data_parallel_shard_degree"):
         Fp8FlowMoEConverter(make_config(), make_dims(tp=2, ep=2))
     compiled = make_config("--compile.enable")
@@ -221,7 +241,8 @@ def test_settings_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture)
 
 
 def test_whole_experts_are_gathered_in_fp8():
-    """8 experts: FSDP may shard those of each of 2 expert-parallel ranks over 4, not 3; all of them over 8, not 16."""
+    """Of 8 experts, FSDP may shard the 4 of one of 2 expert-parallel ranks over 4 but not 3, and all 8 over 8 but not
+    16."""
     config = make_config("--fp8_flow_moe.fp8_all_gather")
     for dims in ({"dp_shard": 8, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 8}):
         convert(config, make_model(config), make_dims(**dims))
@@ -230,13 +251,16 @@ def test_whole_experts_are_gathered_in_fp8():
         ({"dp_shard": 16, "ep": 2}, "2 expert-parallel x 8"),
         ({"dp_shard": 16}, "1 expert-parallel x 16"),
     ):
-        with pytest.raises(ValueError, match=rf"8 experts do not divide over {shards} FSDP ranks; set it to false"):
+        remedy = r"set it to false, or raise parallelism\.data_parallel_replicate_degree"
+        with pytest.raises(ValueError, match=rf"8 experts do not divide over {shards} FSDP ranks; {remedy}"):
             convert(config, make_model(config), make_dims(**dims))
 
 
 def test_experts_must_divide_over_ranks():
     config = make_config()
-    with pytest.raises(ValueError, match=r"layers\.1\.moe: 8 experts.*parallelism\.expert_parallel_degree = 3; choose"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.moe: 8 experts .* 3 .*; choose a parallelism\.expert_parallel_degree that"
+    ):
         convert(config, make_model(config), make_dims(dp_shard=3, ep=3))
 
 
@@ -258,17 +282,64 @@ def test_wrong_value_in_toml(tmp_path: Path, name: str, value: str, remedy: str)
         ConfigManager().parse_args([CUSTOM_MODULE, f"--job.config_file={tmp_path}/wrong.toml"])
 
 
+def printed(capsys: pytest.CaptureFixture) -> str:
+    """Everything printed, without the boxes that tyro draws and its line breaks."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", "".join(capsys.readouterr())).split())
+
+
 @pytest.mark.parametrize(("name", "value", "choice"), [("wgrad", "fp8", "scaling_aware"), ("save_h", "fp16", "bf16")])
 def test_wrong_value_on_the_command_line(capsys: pytest.CaptureFixture, name: str, value: str, choice: str):
     with pytest.raises(SystemExit) as exit_:
         make_config(f"--fp8_flow_moe.{name}={value}")
     assert exit_.value.code != 0
-    message = "".join(capsys.readouterr())
-    assert f"--fp8_flow_moe.{name}".replace("_", "-") in message.replace("_", "-") and choice in message, message
+    message = printed(capsys)
+    assert f"fp8_flow_moe.{name}".replace("_", "-") in message.replace("_", "-") and choice in message, message
+
+
+REMOVED_SETTINGS = [
+    (
+        "combine",
+        "sum",
+        "fp8_flow_moe.combine was removed: ranks always return one row per token, summed in fp32; delete",
+    ),
+    ("combine", "rows", "fp8_flow_moe.combine was removed: "),
+    (
+        "wgrad",
+        "requantize",
+        "fp8_flow_moe.wgrad = 'requantize' was removed: use 'balanced' (default) or 'scaling_aware'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REMOVED_SETTINGS)
+def test_removed_setting_in_toml(tmp_path: Path, name: str, value: str, message: str):
+    (tmp_path / "old.toml").write_text(f'[fp8_flow_moe]\n{name} = "{value}"\n')
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        ConfigManager().parse_args([CUSTOM_MODULE, f"--job.config_file={tmp_path}/old.toml"])
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REMOVED_SETTINGS)
+def test_removed_setting_on_the_command_line(capsys: pytest.CaptureFixture, name: str, value: str, message: str):
+    with pytest.raises(SystemExit) as exit_:
+        make_config(f"--fp8_flow_moe.{name}={value}")
+    assert exit_.value.code != 0
+    assert message in printed(capsys)
+
+
+def test_help_lists_the_settings(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        make_config("--help")
+    help_ = printed(capsys).replace("fp8-flow-moe", "fp8_flow_moe")
+    options = set(re.findall(r"--fp8_flow_moe\.([a-z0-9-]+)", help_))
+    names = {f.name.replace("_", "-") for f in dataclasses.fields(Fp8FlowMoEConfig)}
+    assert {name for name in options if not name.startswith("no-")} == names | {"combine"}
+    choices = get_args(get_type_hints(Fp8FlowMoEConfig)["wgrad"])
+    assert f"--fp8_flow_moe.wgrad {{{','.join(choices)}}} How the two FP8 operands" in help_
+    assert "--fp8_flow_moe.combine REMOVED Removed: " in help_
 
 
 def test_wrong_config_ends_the_real_command(tmp_path: Path):
-    """Nothing is built: no process group, no tokenizer (the config's does not exist), no model."""
+    """It ends before anything is built: process group, tokenizer (which does not exist here) or model."""
     assert 'wgrad = "balanced"' in DEBUG_TOML
     (tmp_path / "wrong.toml").write_text(DEBUG_TOML.replace('wgrad = "balanced"', 'wgrad = "fp8"'))
     run = subprocess.run(
@@ -309,22 +380,24 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         ),
         pytest.param(["--model.converters=fp8_flow_moe,fp8_flow_moe"], "once is enough", id="twice"),
         *[
-            pytest.param([PP2, f"{SCHEDULE}={name}"], f"{name}.*use 1F1B or Interleaved1F1B", id=name)
+            pytest.param(
+                [PP2, f"{SCHEDULE}={name}"], rf"parallelism\.pipeline_parallel_schedule = '{name}'.*use 1F1B, ", id=name
+            )
             for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV", "dualpipev")
         ],
         pytest.param(
             [PP2, "--parallelism.pipeline_parallel_schedule_csv=schedule.csv"],
-            r"unset parallelism\.pipeline_parallel_schedule_csv",
+            r"parallelism\.pipeline_parallel_schedule_csv = 'schedule\.csv' .*; use 1F1B, .* instead",
             id="csv-schedule",
         ),
         pytest.param(
             ["--fp8_flow_moe.statistics_every=10"],
-            r"nothing would log them; set metrics\.enable_tensorboard or metrics\.enable_wandb",
+            r"nothing logs the statistics; set metrics\.enable_tensorboard or metrics\.enable_wandb",
             id="statistics-without-logger",
         ),
         pytest.param(
             ["--fp8_flow_moe.cache_weights", "--optimizer.early_step_in_backward"],
-            r"optimizer\.early_step_in_backward each of them changes the weights; set one of the two to false",
+            r"optimizer\.early_step_in_backward each microbatch changes the weights; set one of the two to false",
             id="cached-weights-change",
         ),
         pytest.param(
@@ -334,13 +407,13 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         ),
         pytest.param(
             ["--fp8_flow_moe.fp8_all_gather", "--training.enable_cpu_offload"],
-            r"training\.enable_cpu_offload they are on the CPU; set one of the two to false",
+            r"training\.enable_cpu_offload stores them on the CPU; set one of the two to false",
             id="gathered-from-the-cpu",
         ),
     ],
 )
 def test_settings_that_cannot_go_together(overrides: list[str], message: str):
-    """All known before there is a model, so the constructor says so."""
+    """The constructor raises, before there is a model."""
     with pytest.raises(ValueError, match=message):
         Fp8FlowMoEConverter(make_config(*overrides), make_dims())
 
@@ -357,10 +430,11 @@ def test_settings_that_can(overrides: list[str]):
     build_model_converters(make_config(*overrides), make_dims())
 
 
-def test_other_dtypes_are_refused():
+@pytest.mark.parametrize("name", ["dtype", "mixed_precision_param"])
+def test_other_dtypes_are_refused(name: str):
     config = make_config()
-    config.training.mixed_precision_param = "float16"  # a TOML file may say so
-    with pytest.raises(ValueError, match="training.mixed_precision_param, now 'float16', to one of them"):
+    setattr(config.training, name, "float16")  # torchtitan accepts any value from a TOML file
+    with pytest.raises(ValueError, match=rf"training\.{name} = 'float16'; set it to one of them"):
         Fp8FlowMoEConverter(config, make_dims())
 
 
@@ -377,7 +451,7 @@ def test_model_without_moe():
 
 
 def test_other_kinds_of_moe_are_refused():
-    """gpt-oss has biases and another activation, in subclasses of the layer and of its own experts."""
+    """gpt-oss has biases and another activation, in subclasses of the layer and of its experts."""
     config = make_config(model="gpt_oss", flavor="debugmodel")
     message = (
         r"layers\.0\.moe is a GptOssMoE with GptOssGroupedExperts; leave it in bf16 with fp8_flow_moe\.filter_fqns"
@@ -414,12 +488,12 @@ def test_train_spec_can_be_ones_own(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_another_reorderer_is_refused():
-    """It would not be called."""
+    """A converted layer does not call its reorderer."""
     config = make_config()
     model = make_model(config)
     layer = next(module for module in model.modules() if isinstance(module, MoE))
     layer.reorderer.__class__ = type("OtherReorderer", (type(layer.reorderer),), {})
-    with pytest.raises(ValueError, match=r"sorts slots itself.* has a OtherReorderer; leave the layer in bf16"):
+    with pytest.raises(ValueError, match=r"sorts routed pairs itself.* a OtherReorderer, .*; leave the layer in bf16"):
         convert(config, model)
 
 
@@ -435,7 +509,7 @@ def test_other_gpus_only_when_asked_to_emulate(
 ):
     pretend_gpu(monkeypatch, name, capability)
     version = f"{capability[0]}\\.{capability[1]}"
-    with pytest.raises(ValueError, match=rf"{name} has {version}; train with.*set fp8_flow_moe\.emulate = true"):
+    with pytest.raises(ValueError, match=rf"{name} \({version}\); train in bf16 with .*fp8_flow_moe\.emulate = true"):
         convert(make_config(), make_model(make_config()))
     bf16 = make_config("--fp8_flow_moe.filter_fqns", "layers")
     convert(bf16, make_model(bf16))
@@ -449,22 +523,6 @@ def test_other_gpus_only_when_asked_to_emulate(
     assert f"plain PyTorch reference on {name} (emulate)" in caplog.text
 
 
-@pytest.mark.parametrize("built_for", ["13.0", None])
-def test_a_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, built_for: str | None):
-    monkeypatch.setattr(torch.version, "cuda", built_for)
-    convert(make_config(), make_model(make_config()))
-    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert any("built for CUDA, but finds no GPU" in message for message in warned) == bool(built_for)
-
-
-def test_an_amd_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """MI200's capability is 9.0, too."""
-    pretend_gpu(monkeypatch, "MI250X", (9, 0))
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(ValueError, match="MI250X"):
-        convert(make_config(), make_model(make_config()))
-
-
 def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     pretend_gpu(monkeypatch, "Hopper", (9, 0))
     config = make_config()
@@ -475,14 +533,14 @@ def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 SETTINGS = (
-    "wgrad=requantize, save_h=fp8, recompute=none, combine=sum, cache_weights=False, fp8_all_gather=False, "
-    "emulate=False, statistics_every=0"
+    "wgrad=scaling_aware, save_h=fp8, recompute=none, cache_weights=False, fp8_all_gather=False, statistics_every=0, "
+    "emulate=False"
 )
 
 
 def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
     config = make_config(
-        "--fp8_flow_moe.wgrad=requantize", "--fp8_flow_moe.save_h=fp8", "--fp8_flow_moe.recompute=none"
+        "--fp8_flow_moe.wgrad=scaling_aware", "--fp8_flow_moe.save_h=fp8", "--fp8_flow_moe.recompute=none"
     )
     config.model.print_after_conversion = True
     model = make_model(config)
@@ -507,7 +565,7 @@ def test_other_models_train_as_in_fp32(
     """The same weights with and without the converter: loss and gradients up to fp8 noise."""
     torch.manual_seed(0)
     config = make_config("--training.seq_len=64", model=model_name, flavor=flavor)
-    # Two layers of the flavor: in each further one the noise of those before sends a few tokens to other experts.
+    # Two layers only: FP8 noise sends a few tokens to other experts in each further layer.
     reference = make_model(config, device="cpu", n_layers=2)
     for moe in (m for m in reference.modules() if isinstance(m, MoE)):
         assert moe.score_before_experts == score_before_experts
@@ -562,8 +620,8 @@ def _copy_within_a_step(model, changed, optimizer):
     ],
 )
 def test_cached_weights_are_never_stale(monkeypatch, change, versions):
-    """Two microbatches with weights quantized once, a change as trainers make it, and all is as without the cache; also
-    where parameters have no ``versions``, as under FSDP."""
+    """Two microbatches share the quantized weights, then the weights change as trainers change them. All results equal
+    those without the cache, also where parameters have no ``versions``, as under FSDP."""
     if not versions:
         monkeypatch.setattr(weights, "_identity", lambda weight: 0)
     tokens = torch.randint(0, 100, (2, 32))

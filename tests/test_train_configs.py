@@ -1,4 +1,4 @@
-"""Every TOML file in train_configs loads, validates and builds its layout, without the machines it is for."""
+"""Every TOML file in train_configs loads, validates and builds its parallel layout without its machines."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ from titan_fp8moe.torchtitan.dry_run import check_config, smallest_world_size
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
-# What the dry run prints of the layout: ranks, and w1 of the routed experts on rank 0.
+# Lines of the dry run: the number of ranks, and w1 of the routed experts on rank 0.
 EXPECTED = {
     "debug": ("1 ranks", "w1 (8, 256, 256), on this rank (8, 256, 256)"),
     "debugmodel": ("1 ranks", "w1 (8, 256, 256), on this rank (8, 256, 256)"),
@@ -24,7 +24,7 @@ EXPECTED = {
 
 
 def dry_run(config: Path, *arguments: str) -> str:
-    """Output of the dry run, in a process of its own: torchtitan and the fake process group are global state."""
+    """Output of the dry run. It needs its own process: torchtitan and the fake process group are global state."""
     command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(config), *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -57,8 +57,8 @@ def test_dense_model_builds(tmp_path: Path):
     assert "llama3 debugmodel" in output and "converters none" in output
 
 
-def test_tensor_parallel_experts_are_sharded_as_said():
-    """Without expert parallelism tensor-parallel ranks do not count for FSDP."""
+def test_tensor_parallel_experts_are_sharded_as_reported():
+    """Without expert parallelism FSDP does not shard over the tensor-parallel ranks."""
     config = ROOT / "train_configs/debugmodel.toml"
     output = dry_run(config, "--parallelism.tensor_parallel_degree=2", "--world-size=4")
     assert "experts: ep 1 x etp 1 x fsdp 2" in output
@@ -94,6 +94,21 @@ def test_dry_run_ends_with_the_mistake_alone(argument: str, message: str):
     assert re.search(f"^error: {message}", run.stderr, re.MULTILINE) and "Traceback" not in run.stderr
 
 
+def test_dry_run_ignores_the_hardware():
+    """A machine with a GPU that the kernels do not support can still check a config."""
+    code = """if True:
+        import sys, torch
+        from titan_fp8moe.torchtitan import dry_run
+        torch.cuda.is_available = lambda: True
+        torch.cuda.get_device_name = lambda: "Ampere"
+        torch.cuda.get_device_capability = lambda: (8, 0)
+        sys.argv = ["dry_run", "train_configs/debug.toml"]
+        dry_run.main()
+    """
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "Fp8FlowGroupedExperts" in run.stdout, run.stderr
+
+
 def test_wrong_validation_dataset_is_named():
     config = load(ROOT / "train_configs/debug.toml")
     config.validation.dataset = "c5"
@@ -106,12 +121,12 @@ def test_wrong_validation_dataset_is_named():
 def test_smallest_world_size():
     config = load(ROOT / "train_configs/deepseek_v3_16b.toml")
     assert smallest_world_size(config) == 8
-    config.parallelism.tensor_parallel_degree = 2  # EP spans the TP ranks too
+    config.parallelism.tensor_parallel_degree = 2  # EP spans the TP ranks, too
     assert smallest_world_size(config) == 8
-    config.parallelism.expert_parallel_degree = 2  # torchtitan wants FSDP beside it
+    config.parallelism.expert_parallel_degree = 2  # with TP it also needs two ranks of FSDP
     assert smallest_world_size(config) == 4
     config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree = 1, 2
-    assert smallest_world_size(config) == 2  # or context parallelism
+    assert smallest_world_size(config) == 2  # or of context parallelism
     config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree = 2, 1
     config.parallelism.expert_parallel_degree = 8
     config.parallelism.expert_tensor_parallel_degree = 2

@@ -1,78 +1,80 @@
-"""The settings of the recipe, one dataclass shared by the functional API and torchtitan's ``[fp8_flow_moe]`` table."""
+"""The settings of the recipe: one dataclass for plain PyTorch and for torchtitan's ``[fp8_flow_moe]`` table."""
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 
 @dataclass
 class Fp8FlowMoEConfig:
-    """The recipe's settings. A ValueError, with what to set, for a value that there is not, and for settings that
-    exclude each other."""
+    """What the FP8 experts compute, keep and log. The defaults suit most runs.
 
-    wgrad: Literal["balanced", "scaling_aware", "requantize", "bf16"] = "balanced"
-    """How the weight gradient's fp8 operands are transposed. ``balanced`` shares each token's scale between the two
-    operands first, which keeps small tokens under any scale pattern; ``scaling_aware`` is the paper's;
-    ``requantize`` quantizes columns anew; ``bf16`` multiplies the dequantized rows, for debugging."""
+    Raises:
+        ValueError: for an invalid value, or two settings that exclude each other. It names the setting and the fix.
+    """
+
+    wgrad: Literal["balanced", "scaling_aware", "bf16"] = "balanced"
+    """How the two FP8 operands of a weight gradient are transposed. ``balanced`` first moves a power of two from a
+    token's row in one operand to its row in the other, which keeps small tokens from underflow. ``scaling_aware`` is
+    the FP8-Flow-MoE paper's transpose, without that step. ``bf16`` multiplies dequantized rows: slow, for debugging."""
 
     save_h: Literal["bf16", "fp8"] = "bf16"
-    """Precision in which GEMM 1's output is kept for the backward."""
+    """Precision in which GEMM 1's output is kept for the backward. ``fp8`` halves its memory. It adds a rounding that
+    affects the gradients but not the output."""
 
     recompute: Literal["none", "activation", "experts"] = "activation"
-    """What the backward recomputes instead of keeping it: nothing; the SwiGLU output, from GEMM 1's output; or also
-    GEMM 1's output, from the dispatched fp8 rows (``save_h`` then has no effect). These are then kept in expert order,
-    once for each of a token's experts here, so that nothing is permuted again; otherwise as they arrived."""
-
-    combine: Literal["sum", "rows"] = "sum"
-    """What an expert-parallel rank sends back for a token: ``sum``, one row, its experts' outputs added up in fp32 and
-    rounded to bf16; ``rows``, one row per expert, which moves more bytes and gives bit for bit the same output on any
-    number of ranks."""
+    """What the backward recomputes. ``none`` keeps the outputs of GEMM 1 and SwiGLU; use it with full activation
+    checkpointing, which recomputes the whole layer. ``activation`` recomputes the SwiGLU output, in a kernel that the
+    backward runs anyway. ``experts`` also repeats GEMM 1: it keeps the least memory, and ``save_h`` has no effect."""
 
     cache_weights: bool = False
-    """Quantize the experts' weights once per step instead of once per microbatch and direction. Takes 2 bytes per
-    expert parameter of an expert-parallel rank, of all of them also where FSDP shards them further; worth it with
-    pipeline parallelism or gradient accumulation. A step is one of a ``torch.optim`` optimizer. Who changes weights in
-    another way between two microbatches clears ``experts.cache`` of each layer, or FSDP's would be stale."""
+    """Quantize the experts' weights once per optimizer step, not in the forward and backward of each microbatch. This
+    pays with gradient accumulation or pipeline parallelism. It takes 2 bytes per expert parameter, which FSDP does not
+    shard. The step of a ``torch.optim`` optimizer clears the cache. If you change weights in another way between two
+    microbatches, call ``experts.cache.clear()`` on each layer."""
 
     fp8_all_gather: bool = False
-    """Where FSDP shards experts over several ranks, quantize each rank's shard and gather the weights in FP8: half the
-    bytes of bf16, half the memory while they are whole, and a share of the quantization. FSDP must shard whole experts:
-    their number must be a multiple of the expert-parallel degree times the ranks that FSDP shards an expert-parallel
-    rank's experts over. Not with ``cache_weights``: what is gathered is quantized already. ``statistics_every`` counts
-    no weights then."""
-
-    filter_fqns: list[str] = field(default_factory=list)
-    """MoE layers whose fully qualified name contains one of these strings stay in bf16, e.g. ``layers.1.``."""
-
-    emulate: bool = False
-    """Run the plain PyTorch reference on a GPU the kernels do not support (anything but compute capability 9.0). For
-    the whole process, and read by the converter; the functional API has :func:`titan_fp8moe.ops.emulate`."""
+    """Let FSDP gather the experts' weights in FP8, where each rank quantizes only its shard. This halves the bytes sent
+    and the memory of the gathered weights. The number of experts must be a multiple of the expert-parallel degree times
+    the ranks over which FSDP shards them. It excludes ``cache_weights``, and ``statistics_every`` counts no weights."""
 
     statistics_every: int = 0
-    """Every so many steps, count underflow, scales and transpose shifts (:mod:`titan_fp8moe.statistics`) and log them
-    to TensorBoard or W&B. 0: never. The first step of a run is not counted."""
+    """Log underflow, scales and transpose shifts every N steps to TensorBoard or W&B; 0 never does. A counted step is
+    slower. The first step of a run is not counted."""
+
+    filter_fqns: list[str] = field(default_factory=list)
+    """Leave MoE layers in bf16 whose fully qualified name contains one of these strings. ``layers.1.`` is one layer;
+    ``layers.1`` also matches layers 10 to 19."""
+
+    emulate: bool = False
+    """Run the plain PyTorch reference on a GPU that the kernels do not support: any compute capability but 9.0. It is
+    slow, and applies to the whole process. Without torchtitan call :func:`titan_fp8moe.ops.emulate` instead."""
 
     def describe(self) -> str:
-        """What each layer does, for logs: every setting but which layers."""
-        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "filter_fqns")
+        """The settings of a converted layer in one line, for logs: all but ``filter_fqns``."""
+        names = [f.name for f in fields(Fp8FlowMoEConfig) if f.name != "filter_fqns"]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for f in fields(self):
-            hint, value = hints[f.name], getattr(self, f.name)
-            if hint is bool:
-                ok, expected = isinstance(value, bool), "true or false"
-            elif hint is int:
-                ok, expected = type(value) is int and value >= 0, "a number of steps, or 0 for never"
-            elif hint == list[str]:
-                # An empty string, which an empty command-line value gives, would match every layer.
-                ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
-                expected = "a list of non-empty strings"
-            else:
-                ok, expected = value in get_args(hint), "one of " + ", ".join(repr(a) for a in get_args(hint))
+        for name, hint in get_type_hints(Fp8FlowMoEConfig).items():
+            value = getattr(self, name)
+            ok, expected = _check_value(value, hint)
             if not ok:
-                raise ValueError(f"fp8_flow_moe.{f.name} is {value!r}; set it to {expected}")
+                raise ValueError(f"fp8_flow_moe.{name} is {value!r}; set it to {expected}")
         if self.fp8_all_gather and self.cache_weights:
             raise ValueError(
-                "fp8_flow_moe.fp8_all_gather gathers quantized weights, fp8_flow_moe.cache_weights keeps weights to be "
-                "quantized once; set one of the two to false"
+                "fp8_flow_moe.fp8_all_gather gathers weights already quantized, so fp8_flow_moe.cache_weights has "
+                "nothing to keep; set one of the two to false"
             )
+
+
+def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
+    """Whether ``value`` is valid for a setting of type ``hint``, and what is."""
+    if hint is bool:
+        return isinstance(value, bool), "true or false"
+    if hint is int:
+        return type(value) is int and value >= 0, "a number of steps, or 0 for never"
+    if hint == list[str]:
+        # An empty string, which an empty command-line value gives, would match every layer.
+        ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
+        return ok, "a list of non-empty strings"
+    return value in get_args(hint), "one of " + ", ".join(repr(choice) for choice in get_args(hint))

@@ -2,14 +2,16 @@
 
 * adds the ``[fp8_flow_moe]`` table to torchtitan's configuration (:class:`JobConfig`),
 * registers the model converter ``fp8_flow_moe`` and the flavors of :mod:`~titan_fp8moe.torchtitan.flavors`,
-* mends per-op activation checkpointing with expert parallelism, and what is counted under pipeline parallelism
+* corrects per-op activation checkpointing under expert parallelism, and what pipeline parallelism counts
   (:mod:`~titan_fp8moe.torchtitan.compat`),
 * and, on a machine without a GPU, lets torchtitan train on the CPU (:mod:`~titan_fp8moe.torchtitan.cpu`).
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
+import tyro
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import converter as _converter  # noqa: F401  registers fp8_flow_moe
@@ -19,10 +21,33 @@ from titan_fp8moe.torchtitan.flavors import register_flavors
 
 
 @dataclass
+class Fp8FlowMoETable(Fp8FlowMoEConfig):
+    """The ``[fp8_flow_moe]`` table: the settings, and an error with the replacement for those that were removed."""
+
+    # Parsed as any string: tyro would reject "requantize" with a list of choices, before __post_init__ can explain.
+    wgrad: Annotated[str, tyro.conf.arg(metavar="{balanced,scaling_aware,bf16}")] = "balanced"
+
+    combine: Annotated[str, tyro.conf.arg(metavar="REMOVED")] = ""
+    """Removed: ranks always return one row per token, summed in fp32."""
+
+    def __post_init__(self) -> None:
+        if self.combine != "":
+            raise ValueError(
+                "fp8_flow_moe.combine was removed: ranks always return one row per token, summed in fp32; delete it"
+            )
+        if self.wgrad == "requantize":
+            raise ValueError(
+                "fp8_flow_moe.wgrad = 'requantize' was removed: use 'balanced' (default) or 'scaling_aware'; the "
+                "ablation is in experiments/ablations.py"
+            )
+        super().__post_init__()
+
+
+@dataclass
 class JobConfig:
     """What this package adds to torchtitan's ``JobConfig``."""
 
-    fp8_flow_moe: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
+    fp8_flow_moe: Fp8FlowMoETable = field(default_factory=Fp8FlowMoETable)
     """Settings of the model converter ``fp8_flow_moe``."""
 
 

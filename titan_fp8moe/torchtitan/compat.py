@@ -1,19 +1,60 @@
-"""Corrections to PyTorch 2.11 to 2.13 that torchtitan 0.2.2 needs on every device."""
+"""Corrections to PyTorch 2.11 to 2.13 that torchtitan 0.2.2 needs on every device.
+
+They reach into PyTorch's private interfaces, all listed here. A correction that misses one of its interfaces raises
+RuntimeError when it is installed, and changes nothing.
+"""
 
 import functools
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.utils.checkpoint
+import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.pipelining import PipelineStage
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from titan_fp8moe import statistics
 
-_SELECTIVE_MODES = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
+# Private interfaces of PyTorch, as module:attribute. Checked on 2.11.0, 2.12.1 and 2.13.0.
+_SELECTIVE_MODES = (
+    "torch.utils.checkpoint:_CachingTorchDispatchMode",
+    "torch.utils.checkpoint:_CachedTorchDispatchMode",
+)
+_IGNORED_OPS = "torch.utils.checkpoint:SAC_IGNORED_OPS"
+_PROFILER_OPS = (
+    "torch:ops.profiler._record_function_enter",
+    "torch:ops.profiler._record_function_enter_new",
+    "torch:ops.profiler._record_function_exit",
+)
+_CURRENT_MODE = "torch.utils._python_dispatch:_get_current_dispatch_mode"
+_WITHOUT_MODE = "torch.utils._python_dispatch:_pop_mode_temporarily"
+_UNSHARD = (
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard",
+)
+# Checked on 2.12.1 and 2.13.0; 2.11.0 has neither and needs no correction.
+_METADATA_INFERENCE = (
+    "torch.distributed.pipelining:PipelineStage._forward_metadata_inference",
+    "torch.distributed.pipelining:PipelineStage._backward_metadata_inference",
+)
+
+
+def _resolve(interface: str) -> Any:
+    try:
+        return pkgutil.resolve_name(interface)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} has no {interface.replace(':', '.')}, which titan_fp8moe.torchtitan.compat "
+            "needs; install PyTorch 2.11 to 2.13"
+        ) from error
+
+
+def _replace(methods: tuple[str, ...], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps methods of classes, all or none."""
+    originals = [_resolve(method) for method in methods]
+    for method, original in zip(methods, originals, strict=True):
+        owner, _, name = method.rpartition(".")
+        setattr(_resolve(owner), name, wrap(original))
 
 
 @functools.cache
@@ -21,32 +62,33 @@ def fix_selective_checkpointing() -> None:
     """Make per-op activation checkpointing work with expert parallelism. Calling again does nothing.
 
     torchtitan makes the routed experts an FSDP module of their own inside the checkpointed block. Selective
-    checkpointing matches forward and recomputation call by call, but the experts' all-gather is prefetched outside the
-    block in the forward and issued inside it in the recomputation, so the backward fails: "encountered during backward
-    but not found in storage". Here it ignores the profiler's ranges and sees nothing of what FSDP does to unshard; none
-    of it is an activation.
+    checkpointing matches the ops of the forward and of the recomputation one by one. But FSDP prefetches the experts'
+    all-gather outside the block in the forward, and issues it inside the block in the recomputation. The backward then
+    fails: "encountered during backward but not found in storage". With this correction selective checkpointing ignores
+    the profiler's ranges, and does not see the ops with which FSDP unshards. None of them makes an activation.
     """
-    for name in ("_record_function_enter", "_record_function_enter_new", "_record_function_exit"):
-        op = getattr(torch.ops.profiler, name)
-        torch.utils.checkpoint.SAC_IGNORED_OPS.update(getattr(op, overload) for overload in op.overloads())
+    modes = tuple(_resolve(mode) for mode in _SELECTIVE_MODES)
+    current_mode, without_mode = _resolve(_CURRENT_MODE), _resolve(_WITHOUT_MODE)
+    ignored_ops, profiler_ops = _resolve(_IGNORED_OPS), [_resolve(op) for op in _PROFILER_OPS]
 
     def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if isinstance(_get_current_dispatch_mode(), _SELECTIVE_MODES):
-                with _pop_mode_temporarily():
+            if isinstance(current_mode(), modes):
+                with without_mode():
                     return method(*args, **kwargs)
             return method(*args, **kwargs)
 
         return wrapper
 
-    FSDPParamGroup.unshard = unseen(FSDPParamGroup.unshard)
-    FSDPParamGroup.wait_for_unshard = unseen(FSDPParamGroup.wait_for_unshard)
+    _replace(_UNSHARD, unseen)
+    for op in profiler_ops:
+        ignored_ops.update(getattr(op, overload) for overload in op.overloads())
 
 
 @contextmanager
 def kept_token_counts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What runs in this context does not count for the load balancing of these modules' routers."""
+    """Restores the token counts of these modules' routers at the end, so that load balancing ignores the context."""
     counts = [b for m in modules for name, b in m.named_buffers() if name.endswith("tokens_per_expert")]
     saved = [count.clone() for count in counts]
     try:
@@ -60,20 +102,20 @@ def kept_token_counts(modules: Iterable[nn.Module]) -> Iterator[None]:
 def fix_pipeline_counts() -> None:
     """Keep made-up tokens out of the routers' load balancing and the statistics. Calling again does nothing.
 
-    Before the first step, and again after each validation, PyTorch 2.12 and 2.13 run each pipeline stage forward and
-    backward on uninitialized tensors to learn shapes, and the backward runs a checkpointed block's forward again. The
-    MoE layers take what they see for tokens, and the next optimizer step moves expert_bias by them. (2.11 runs the
-    forward only, without gradients, where converted layers do not count.)
+    PyTorch 2.12 and 2.13 run each pipeline stage forward and backward on uninitialized tensors to learn shapes, before
+    the first step and after each validation. The backward repeats the forward of a checkpointed block. The MoE layers
+    count these rows as tokens, and the next optimizer step moves expert_bias by the counts. PyTorch 2.11 runs only the
+    forward, without gradients, and converted layers then count nothing.
     """
+    if torch.__version__ < "2.12":
+        return
 
     def keeping_counts(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def wrapper(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             with statistics.paused(), kept_token_counts([self.submod]):
                 return method(self, *args, **kwargs)
 
         return wrapper
 
-    for name in ("_forward_metadata_inference", "_backward_metadata_inference"):
-        if hasattr(PipelineStage, name):
-            setattr(PipelineStage, name, keeping_counts(getattr(PipelineStage, name)))
+    _replace(_METADATA_INFERENCE, keeping_counts)

@@ -1,9 +1,9 @@
-"""Train with torchtitan 0.2.2 on CPUs over gloo: for tests, for debugging and for reading the code in motion.
+"""Train with torchtitan 0.2.2 on CPUs over gloo: for tests, debugging and stepping through the code.
 
-torchtitan assumes an accelerator in a handful of places. :func:`enable_cpu_training` replaces exactly these, and data,
-tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work as they are. Still
-not on a CPU: DualPipeV, context parallelism, the backward of flex attention, ``profiling.enable_profiling``, and
-``training.enable_cpu_offload`` in torchtitan's own trainer, which asks for gloo twice.
+torchtitan assumes an accelerator in a handful of places, and :func:`enable_cpu_training` replaces exactly these. Data,
+tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work unchanged. These do
+not work on a CPU: DualPipeV, context parallelism, the backward of flex attention, ``profiling.enable_profiling``, and
+``training.enable_cpu_offload`` in torchtitan's own trainer, which initializes gloo twice.
 """
 
 import functools
@@ -24,33 +24,36 @@ from torchtitan.models.moe import kernels
 @functools.cache
 def enable_cpu_training() -> None:
     """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built; calling again does nothing."""
-    # The names that modules import from torchtitan.tools.utils; without an accelerator they say "cuda".
+    # Modules import these names from torchtitan.tools.utils; without an accelerator they stand for CUDA.
     device_module = _cpu_device_module()
     _rebind("device_type", "cpu")
     _rebind("device_module", device_module)
     _rebind("get_device_info", lambda: ("cpu", device_module))
-    # MFU means nothing here; torchtitan would relate it to an A100.
+    # torchtitan would compute MFU against an A100; infinite peak FLOPS make it 0.
     _rebind("get_peak_flops", lambda device_name: float("inf"))
     # The router counts tokens with torch.histc, which has no integer kernel on the CPU.
     torch.histc = _histc_with_integers(torch.histc)
-    # Expert parallelism orders tokens with a Triton kernel; torchtitan has a CPU version of it and never selects it.
+    # Expert parallelism orders tokens with a Triton kernel. torchtitan has a CPU version of it but never selects it.
     _rebind("generate_permute_indices", functools.partial(kernels.generate_permute_indices, use_cpu=True))
     # FSDP scales gradients inside the reduction (PREMUL_SUM), which gloo lacks.
     disable_division = llama3_parallelize.disable_fsdp_gradient_division
     _rebind("disable_fsdp_gradient_division", functools.partial(_disable_gradient_division, disable_division))
-    # Offloaded parameters are in pinned memory, which is an accelerator's.
+    # Offloaded parameters would be in pinned memory, which needs an accelerator.
     _rebind("CPUOffloadPolicy", functools.partial(CPUOffloadPolicy, pin_memory=False))
 
 
 def _rebind(name: str, value: Any) -> None:
     """Replace ``name`` in every loaded torchtitan module that has it; modules loaded later import the replacement."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.split(".")[0] == "torchtitan" and name in vars(module):
-            setattr(module, name, value)
+    loaded = [module for path, module in sys.modules.items() if path.split(".")[0] == "torchtitan"]
+    having = [module for module in loaded if name in vars(module)]
+    if not having:
+        raise RuntimeError(f"torchtitan has no {name} to replace for training on a CPU; install torchtitan 0.2.2")
+    for module in having:
+        setattr(module, name, value)
 
 
 def _cpu_device_module() -> SimpleNamespace:
-    """``torch.cpu`` plus the queries torchtitan makes of ``torch.cuda``. Memory is this process's peak resident set."""
+    """``torch.cpu`` with the queries that torchtitan makes of ``torch.cuda``. Memory is the peak resident set size."""
 
     def memory_stats(device: torch.device | None = None) -> dict[str, int]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -58,11 +61,11 @@ def _cpu_device_module() -> SimpleNamespace:
 
     total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     queries = {
-        "current_device": lambda: 0,  # torch.cpu answers "cpu", but a barrier's device_ids must be integers
+        "current_device": lambda: 0,  # torch.cpu returns "cpu", but the device_ids of a barrier must be integers
         "get_device_name": lambda device=None: "CPU",
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=total_memory),
         "memory_stats": memory_stats,
-        "reset_peak_memory_stats": lambda device=None: None,  # the system keeps the peak of the whole run
+        "reset_peak_memory_stats": lambda device=None: None,  # the system keeps one peak, for the whole process
         "empty_cache": lambda: None,
     }
     return SimpleNamespace(**vars(torch.cpu) | queries)
@@ -80,7 +83,7 @@ def _histc_with_integers(float_histc: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def _disable_gradient_division(disable_division: Callable[[torch.nn.Module], None], model: torch.nn.Module) -> None:
-    """torchtitan's ``disable_fsdp_gradient_division``, and reduce with plain sums."""
+    """torchtitan's ``disable_fsdp_gradient_division``, with plain sums for the reduction."""
     disable_division(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,8 +1,9 @@
-"""Check a training config without the machines it is for: ``python -m titan_fp8moe.torchtitan.dry_run CONFIG``.
+"""Check a training config without its machines: ``python -m titan_fp8moe.torchtitan.dry_run CONFIG``.
 
-Loads the TOML file as torchtitan does, then does what its ``Trainer`` does up to the allocation of memory, as one rank
-of a fake process group of the real size: model on the meta device, converters, pipeline split, and tensor, expert and
-data parallelism. A config that passes has degrees, dims and batch sizes that fit together. Takes seconds, needs no GPU.
+Loads the TOML file as torchtitan does, then repeats the steps of its ``Trainer`` up to the allocation of memory: model
+on the meta device, converters, pipeline split, and tensor, expert and data parallelism. It runs as one rank of a fake
+process group of the real size. The degrees, dims and batch sizes of a config that passes fit together. It takes seconds
+and needs no GPU.
 
     python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_671b.toml --rank 100
     python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_16b.toml --world-size 64 --training.seq_len 8192
@@ -26,15 +27,16 @@ from torchtitan.protocols.model_converter import _registry_model_converter_cls, 
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
-from titan_fp8moe.torchtitan import converter
+from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
+from titan_fp8moe.torchtitan.job_checks import expert_layout
 
-# Parameter, gradient and Adam's two moments, all fp32 unless training.dtype says otherwise.
+# Parameter, gradient and Adam's two moments, all in training.dtype.
 _TENSORS_PER_PARAMETER = 4
 
 
 def smallest_world_size(config: JobConfig) -> int:
-    """Product of the parallel degrees; a ``data_parallel_shard_degree`` of -1 counts as the least that EP allows: FSDP
-    needs two ranks then, or torchtitan's meshes are incomplete."""
+    """Product of the parallel degrees. A ``data_parallel_shard_degree`` of -1 counts as the least that works. Expert
+    parallelism needs two ranks of FSDP or context parallelism, or torchtitan's meshes are incomplete."""
     p = config.parallelism
     inner = p.context_parallel_degree * p.tensor_parallel_degree
     shard = p.data_parallel_shard_degree
@@ -45,7 +47,7 @@ def smallest_world_size(config: JobConfig) -> int:
 
 
 def check_config(config: JobConfig) -> None:
-    """Raise ValueError for what torchtitan only warns about or fails on late: choices, flavor, dataset."""
+    """Raise ValueError for mistakes that torchtitan only warns about or finds late: choices, flavor, dataset."""
     _check_choices(config, "")
     for name in config.model.converters:
         if name not in _registry_model_converter_cls:
@@ -128,7 +130,7 @@ def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, part
         f"converters {', '.join(config.model.converters) or 'none'}",
         f"layout    {dims.world_size} ranks = pp {dims.pp} x dp_replicate {dims.dp_replicate} x "
         f"dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}",
-        f"          experts: ep {dims.ep} x etp {dims.etp} x fsdp {converter.expert_fsdp_shards(dims)}",
+        f"          experts: ep {dims.ep} x etp {dims.etp} x fsdp {expert_layout(config, dims).fsdp_shards}",
         f"batch     {sequences} sequences of {training.seq_len} tokens, {accumulation} times per step",
         f"rank {rank:<4} {local:,} parameters, {gib:.1f} GiB with gradients and Adam states",
     ]
@@ -159,13 +161,13 @@ def _local(param: nn.Parameter) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="TOML file")
-    parser.add_argument("--world-size", type=int, help="ranks; by default the fewest that the parallel degrees allow")
-    parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP their stages differ")
+    parser.add_argument("--world-size", type=int, help="number of ranks; default: the fewest that the degrees allow")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP ranks hold different stages")
     args, overrides = parser.parse_known_args()
     if not os.path.isfile(args.config):
         parser.error(f"{args.config}: no such file")
     config = ConfigManager().parse_args([f"--job.config_file={args.config}", *overrides])
-    converter._check_hardware = lambda emulate: "dry run"  # this machine is not the one that trains
+    Fp8FlowMoEConverter.trains_here = False
     try:
         check_config(config)
         world_size = smallest_world_size(config) if args.world_size is None else args.world_size

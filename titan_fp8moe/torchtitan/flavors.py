@@ -1,4 +1,4 @@
-"""Small DeepSeek-V3 flavors for torchtitan's ``deepseek_v3``, and validation for it and ``llama4``."""
+"""Small flavors of torchtitan's ``deepseek_v3``, and validation for ``deepseek_v3`` and ``llama4``."""
 
 import functools
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from titan_fp8moe.torchtitan.compat import kept_token_counts
 
 @functools.cache
 def register_flavors() -> None:
-    """Add flavors ``tiny`` and ``16B_short`` to ``deepseek_v3``, and let it and ``llama4`` validate. Calling again does
-    nothing."""
-    # 6M parameters, DeepSeek-V3's routing: trains on a laptop CPU. MoE dims are multiples of 128, as fp8 tiles need.
+    """Add flavors ``tiny`` and ``16B_short`` to ``deepseek_v3``, and a validator to it and ``llama4``. Calling again
+    does nothing."""
+    # 6M parameters with DeepSeek-V3's routing: trains on a laptop CPU. MoE dims are multiples of 128 for the FP8 tiles.
     deepseekv3_args["tiny"] = DeepSeekV3ModelArgs(
         vocab_size=2048,
         dim=256,
@@ -43,7 +43,7 @@ def register_flavors() -> None:
         qk_rope_head_dim=32,
         v_head_dim=64,
     )
-    # The 16B model's layers, few enough of them for one GPU. SDPA needs no compilation, flex attention does.
+    # Four of the 16B model's layers, which fit one GPU. SDPA needs no compilation, unlike flex attention.
     base = deepseekv3_args["16B"]
     deepseekv3_args["16B_short"] = replace(
         base,
@@ -53,9 +53,9 @@ def register_flavors() -> None:
         attn_type="sdpa",
         attn_mask_type="causal",
     )
-    # torchtitan's spec of deepseek_v3 has no validator builder, so `validation.enable` would fail an assertion; that of
-    # llama4 has one which fails with SDPA. Their functions are replaced, not the specs registered under their names,
-    # which a user's own module may want to do.
+    # torchtitan's spec of deepseek_v3 has no validator builder, so `validation.enable` would fail an assertion. The
+    # builder in llama4's spec fails with SDPA. The functions that return the specs are replaced: a spec registered
+    # under a model's name would keep users from registering their own.
     for model in (deepseek_v3, llama4):
         model.get_train_spec = functools.partial(_with_validator, model.get_train_spec)
 
@@ -65,7 +65,7 @@ def _with_validator(get_train_spec: Callable[[], TrainSpec]) -> TrainSpec:
 
 
 class MoEValidator(Validator):
-    """torchtitan's validator, made to fit these models and to leave the router's load balancing as it was."""
+    """torchtitan's validator, corrected for models with SDPA and without effect on the router's load balancing."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -78,12 +78,13 @@ class MoEValidator(Validator):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
-        # Unlike the trainer, torchtitan's validator gives SDPA flex attention's masks too, and the model refuses them.
+        # Unlike the trainer, torchtitan's validator passes flex attention's masks to SDPA too, which rejects them.
         if cast(Any, model_parts[0]).model_args.attn_type != "sdpa":
             return super().post_dataloading_process(input_dict, labels, model_parts)
         return input_dict.pop("input"), labels, input_dict, {}
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        # The forward counts tokens per expert in eval mode too, and the next optimizer step moves expert_bias by them.
+        # The forward of bf16 layers counts tokens per expert in eval mode too, and the next optimizer step moves
+        # expert_bias by the counts.
         with kept_token_counts(model_parts):
             super().validate(model_parts, step)

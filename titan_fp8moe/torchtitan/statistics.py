@@ -1,4 +1,4 @@
-"""Numerics statistics next to the loss, in TensorBoard and W&B."""
+"""Log numerics statistics next to the loss, to TensorBoard and W&B."""
 
 import functools
 from typing import Any, cast
@@ -14,7 +14,8 @@ from titan_fp8moe import statistics
 def log_statistics() -> None:
     """Make torchtitan log :mod:`titan_fp8moe.statistics` every ``fp8_flow_moe.statistics_every`` steps.
 
-    ``should_log`` is where every rank says after a step which one it was, whether or not the step's loss is logged.
+    It extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged.
+    Calling again does nothing.
     """
     should_log = MetricsProcessor.should_log
 

@@ -1,0 +1,77 @@
+"""The corrections to PyTorch raise when a private interface is gone, and change nothing then."""
+
+import pkgutil
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+from torchtitan.tools import utils
+
+import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
+from titan_fp8moe.torchtitan import compat, cpu
+
+SELECTIVE_CHECKPOINTING = (
+    *compat._SELECTIVE_MODES,
+    compat._IGNORED_OPS,
+    compat._CURRENT_MODE,
+    compat._WITHOUT_MODE,
+    *compat._UNSHARD,
+)
+
+
+def owner_and_name(interface: str) -> tuple[object, str]:
+    separator = "." if "." in interface.split(":")[1] else ":"
+    owner, _, name = interface.rpartition(separator)
+    return pkgutil.resolve_name(owner), name
+
+
+def remove(monkeypatch: pytest.MonkeyPatch, interface: str) -> None:
+    monkeypatch.delattr(*owner_and_name(interface))
+
+
+def state(interfaces: tuple[str, ...]) -> list[object]:
+    """What the corrections replace: methods. ``None`` for one that is gone."""
+    return [getattr(*owner_and_name(interface), None) for interface in interfaces]
+
+
+@pytest.mark.parametrize("gone", SELECTIVE_CHECKPOINTING)
+def test_selective_checkpointing_needs_its_interfaces(monkeypatch: pytest.MonkeyPatch, gone: str):
+    remove(monkeypatch, gone)
+    before = state(compat._UNSHARD)
+    with pytest.raises(RuntimeError, match=f"has no {gone.replace(':', '.')}, which .* install PyTorch 2.11 to 2.13"):
+        compat.fix_selective_checkpointing.__wrapped__()
+    assert state(compat._UNSHARD) == before
+
+
+def test_selective_checkpointing_needs_the_profilers_ops(monkeypatch: pytest.MonkeyPatch):
+    missing = "torch:ops.profiler._no_such_op"
+    monkeypatch.setattr(compat, "_PROFILER_OPS", (*compat._PROFILER_OPS, missing))
+    before = state(compat._UNSHARD)
+    with pytest.raises(RuntimeError, match="has no torch.ops.profiler._no_such_op"):
+        compat.fix_selective_checkpointing.__wrapped__()
+    assert state(compat._UNSHARD) == before
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11 infers shapes in another way")
+@pytest.mark.parametrize("gone", compat._METADATA_INFERENCE)
+def test_pipeline_counts_need_both_methods(monkeypatch: pytest.MonkeyPatch, gone: str):
+    remove(monkeypatch, gone)
+    before = state(compat._METADATA_INFERENCE)
+    with pytest.raises(RuntimeError, match=f"has no {gone.replace(':', '.')}, which"):
+        compat.fix_pipeline_counts.__wrapped__()
+    assert state(compat._METADATA_INFERENCE) == before
+
+
+def test_pipeline_counts_of_older_versions_need_no_correction(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    before = state(compat._METADATA_INFERENCE)
+    compat.fix_pipeline_counts.__wrapped__()
+    assert state(compat._METADATA_INFERENCE) == before
+
+
+def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(utils, "only_here", 1, raising=False)
+    cpu._rebind("only_here", 2)
+    assert utils.only_here == 2
+    with pytest.raises(RuntimeError, match="torchtitan has no such_name to replace"):
+        cpu._rebind("such_name", 2)

@@ -1,0 +1,138 @@
+"""Checks of a torchtitan 0.2.2 job: :mod:`titan_fp8moe.checks` under torchtitan's names, and limits of its own.
+
+All of them run before anything is converted or allocated. Each raises ValueError with the setting to change.
+"""
+
+import torch
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenReorderer
+from torchtitan.tools.logging import logger
+
+from titan_fp8moe import checks
+from titan_fp8moe.checks import ExpertLayout
+from titan_fp8moe.config import Fp8FlowMoEConfig
+
+
+def check_job(job: JobConfig) -> None:
+    """The settings of the job, without its parallel degrees and its model."""
+    if not hasattr(job, "fp8_flow_moe"):
+        raise ValueError(
+            "model.converters has 'fp8_flow_moe', but the [fp8_flow_moe] table is unknown; set "
+            'job.custom_config_module = "titan_fp8moe.torchtitan", or give the JobConfig of your own module the field '
+            "fp8_flow_moe: titan_fp8moe.config.Fp8FlowMoEConfig, and import titan_fp8moe.torchtitan in it"
+        )
+    config, metrics = job.fp8_flow_moe, job.metrics
+    checks.check_logging(
+        config,
+        metrics.enable_tensorboard or metrics.enable_wandb,
+        remedy="set metrics.enable_tensorboard or metrics.enable_wandb",
+    )
+    checks.check_optimizer(config, job.optimizer.early_step_in_backward, setting="optimizer.early_step_in_backward")
+    checks.check_offload(config, job.training.enable_cpu_offload, setting="training.enable_cpu_offload")
+    checks.check_dtype(job.training.dtype, setting="training.dtype")
+    checks.check_dtype(job.training.mixed_precision_param, setting="training.mixed_precision_param")
+    if job.parallelism.pipeline_parallel_degree > 1:
+        has_csv = bool(job.parallelism.pipeline_parallel_schedule_csv)
+        name = "pipeline_parallel_schedule_csv" if has_csv else "pipeline_parallel_schedule"
+        checks.check_pipeline_schedule(getattr(job.parallelism, name), setting=f"parallelism.{name}")
+    _check_converters(job.model.converters)
+    if job.parallelism.expert_parallel_comm_backend != "standard":
+        raise ValueError(
+            "fp8_flow_moe dispatches FP8 rows itself and cannot use parallelism.expert_parallel_comm_backend = "
+            f'{job.parallelism.expert_parallel_comm_backend!r}; set it to "standard"'
+        )
+    if job.validation.enable and job.parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            "fp8_flow_moe with validation under context parallelism is untested; set validation.enable = false or "
+            "parallelism.context_parallel_degree = 1"
+        )
+
+
+def _check_converters(names: list[str]) -> None:
+    others = [name for name in names if name.startswith("quantize.grouped_mm")]
+    if others:
+        raise ValueError(
+            f"fp8_flow_moe and {', '.join(others)} convert the same experts; keep one of them in model.converters"
+        )
+    if names.count("fp8_flow_moe") > 1:
+        raise ValueError("model.converters names fp8_flow_moe twice; once is enough")
+
+
+def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:
+    """Refuses parallel degrees with which torchtitan 0.2.2 itself fails, and warns about one that it gets wrong."""
+    if dims.ep > 1 and dims.tp > 1 and dims.dp_shard * dims.cp == 1:
+        raise ValueError(
+            "torchtitan 0.2.2 combines expert and tensor parallelism only with at least two ranks of FSDP or context "
+            "parallelism; raise parallelism.data_parallel_shard_degree"
+        )
+    compiles = job.compile.enable and "model" in job.compile.components
+    if dims.tp > 1 and compiles and torch.__version__ >= "2.12":
+        raise ValueError(
+            f"tensor parallelism with compile fails in torchtitan 0.2.2 with PyTorch {torch.__version__}; set "
+            "compile.enable = false, or use PyTorch 2.11"
+        )
+    if dims.dp_replicate > 1 and dims.dp_shard * dims.cp == 1:
+        logger.warning(
+            f"torchtitan 0.2.2 divides gradients by parallelism.data_parallel_replicate_degree = {dims.dp_replicate} "
+            "once too often when nothing is sharded; raise data_parallel_shard_degree, or scale the learning rate and "
+            "training.max_norm"
+        )
+
+
+def expert_layout(job: JobConfig, dims: ParallelDims) -> ExpertLayout:
+    """How these degrees spread the experts. ValueError if the expert degrees do not divide the ranks they share."""
+    batch_size = job.training.local_batch_size
+    if dims.pp_enabled:
+        batch_size = job.parallelism.pipeline_parallel_microbatch_size
+    tokens = batch_size * job.training.seq_len // (dims.cp * dims.tp)
+    if dims.ep == 1:
+        return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
+    # Expert parallelism also spans the tensor-parallel ranks; only etp of them share an expert's hidden dim.
+    ranks = dims.dp_shard * dims.cp * dims.tp
+    if ranks % (dims.ep * dims.etp):
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {dims.ep} x expert_tensor_parallel_degree = {dims.etp} does not "
+            f"divide data_parallel_shard x context x tensor parallel degree = {ranks}; choose degrees that do"
+        )
+    return ExpertLayout(dims.ep, dims.etp, ranks // (dims.ep * dims.etp), tokens)
+
+
+def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+    """The classes and dims of one MoE layer."""
+    if type(layer) is not MoE or type(layer.experts) is not GroupedExperts:
+        raise ValueError(
+            f"fp8_flow_moe converts torchtitan's MoE with GroupedExperts, but {name} is a {type(layer).__name__} with "
+            f"{type(layer.experts).__name__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove the converter "
+            "that changed it"
+        )
+    if type(layer.reorderer) is not TokenReorderer:
+        raise ValueError(
+            f"fp8_flow_moe sorts routed pairs itself, but {name} has a {type(layer.reorderer).__name__}, which it "
+            "would not call; leave the layer in bf16 with fp8_flow_moe.filter_fqns"
+        )
+    num_experts, hidden_dim, dim = layer.experts.w1.shape
+    checks.check_experts(
+        name,
+        num_experts,
+        layout.expert_shards,
+        remedy="choose a parallelism.expert_parallel_degree that divides them",
+    )
+    if config.fp8_all_gather:
+        checks.check_whole_experts(
+            name,
+            num_experts,
+            layout.expert_shards,
+            layout.fsdp_shards,
+            remedy="raise parallelism.data_parallel_replicate_degree until they do",
+        )
+    remedy = "set parallelism.expert_tensor_parallel_degree = 1"
+    if layout.expert_shards == 1:
+        remedy = f"lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and {remedy}"
+    checks.check_dims(name, dim, hidden_dim, layout.hidden_dim_shards, remedy=remedy)
+    checks.check_rows(
+        name,
+        layout.tokens,
+        layer.router.top_k,
+        remedy="lower training.local_batch_size or training.seq_len",
+    )
