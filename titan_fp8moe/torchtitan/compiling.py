@@ -61,8 +61,7 @@ def _whole_blocks(apply_compile):
     return wrapper
 
 
-def install(modules: tuple[ModuleType, ...]) -> None:
-    """Replaces ``apply_compile`` in torchtitan's ``parallelize`` modules. Calling again does nothing."""
-    for module in modules:
-        if not hasattr(module.apply_compile, "__wrapped__"):
-            module.apply_compile = _whole_blocks(module.apply_compile)
+def install(module: ModuleType) -> None:
+    """Replaces ``apply_compile`` in one of torchtitan's ``parallelize`` modules. Calling again does nothing."""
+    if not hasattr(module.apply_compile, "__wrapped__"):
+        module.apply_compile = _whole_blocks(module.apply_compile)

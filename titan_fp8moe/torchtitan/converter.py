@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe import checks, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan import job_checks, parallel
+from titan_fp8moe.torchtitan import compiling, job_checks, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
 
@@ -78,10 +78,11 @@ class Fp8FlowMoEConverter(ModelConverter):
 
 
 def _prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
-    """What converted layers need of the process: parallel styles, checkpointing, the choice of kernels, statistics."""
+    """What converted layers need of the process: parallel styles, checkpointing, compilation, kernels, statistics."""
     parallel.install()
     for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
         module._op_sac_save_list.update(_SAVED_OPS)
+        compiling.install(module)
     ops.emulate(config.emulate)
     if config.statistics_every:
         log_statistics()
