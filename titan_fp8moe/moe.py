@@ -112,6 +112,7 @@ def apply_experts(
         topk_scores_TK = topk_scores_TK.float()
     num_ranks = 1 if ep_group is None else ep_group.size()
     _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK)
+    topk_ids_TK, topk_scores_TK = topk_ids_TK.contiguous(), topk_scores_TK.contiguous()
     layer = _Layer(
         group_name="" if ep_group is None else ep_group.group_name,
         num_ranks=num_ranks,

@@ -19,6 +19,7 @@ MAX_CTAS = 256  # each CTA reads the counts of all
 MAX_BLOCK = 64  # tokens that a CTA handles at a time
 BLOCK_ENTRIES = 2048  # at most, of such a block's (tokens, experts) table
 FILL_BLOCK = 1024  # rows that a CTA marks as padding at a time
+COUNT_BLOCK = 16  # experts whose pairs a CTA adds up at a time
 NUM_WARPS = 4
 
 
@@ -198,16 +199,16 @@ def expert_routing(
 def _place_dispatched_kernel(
     ids, ids_stride, pair_counts, token_counts, sent_TK, token_C, counts_N, T, blocks, ctas, K: tl.constexpr,
     N: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, PAD_N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_CTAS: tl.constexpr, COUNT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Numbers the dispatched tokens of ``blocks * BLOCK`` tokens; the first CTA also writes counts_N (N, 1 + E)."""
     cta, n = tl.program_id(0), tl.arange(0, PAD_N)
-    total, before = _sum_counts(token_counts, cta, ctas, PAD_N, 4096)  # with 8192 registers spill in Triton 3.7
-    if cta == 0:
-        e = tl.arange(0, PAD)
-        pairs, _ = _sum_counts(pair_counts, cta, ctas, PAD, 4096)
-        tl.store(counts_N + e // E * (1 + E) + 1 + e % E, pairs, mask=e < EXPERTS)
-        tl.store(counts_N + n * (1 + E), total, mask=n < N)
+    total, before = _sum_counts(token_counts, cta, ctas, PAD_N, 8192)
+    tl.store(counts_N + n * (1 + E), total, mask=(n < N) & (cta == 0))
+    for first in range(cta * COUNT_BLOCK, EXPERTS, ctas * COUNT_BLOCK):
+        row, e = tl.arange(0, MAX_CTAS)[:, None], first + tl.arange(0, COUNT_BLOCK)
+        pairs = tl.load(pair_counts + row * PAD + e[None, :], mask=(row < ctas) & (e < EXPERTS)[None, :], other=0)
+        tl.store(counts_N + e + e // E + 1, tl.sum(pairs, axis=0), mask=e < EXPERTS)
 
     next_c = tl.cumsum(total, axis=0) - total + before
     for block in range(cta * blocks, (cta + 1) * blocks):
@@ -249,6 +250,6 @@ def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tup
     )  # fmt: skip
     _place_dispatched_kernel[(ctas,)](
         topk_ids_TK, ids_stride, pair_counts, token_counts, sent_TK, token_C, counts_N, T, blocks, ctas, N=num_ranks,
-        **ranks, **constants,
+        MAX_CTAS=MAX_CTAS, COUNT_BLOCK=COUNT_BLOCK, **ranks, **constants,
     )  # fmt: skip
     return sent_TK, token_C, counts_N
