@@ -10,7 +10,7 @@ comes in calls of its own, so that it can run while tokens travel.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.rows import Routing, Rows
-from titan_fp8moe.weights import BackwardOperands, ExpertWeights
+from titan_fp8moe.weights import BackwardOperands, ExpertWeights, Weight
 
 
 class SavedFFN(NamedTuple):
@@ -101,7 +101,7 @@ class ExpertFFNBackward:
         self,
         tokens: Rows | None,
         saved: SavedFFN,
-        weights: ExpertWeights,
+        weights: ExpertWeights[Weight],
         operands: BackwardOperands,
         routing: Routing,
         score_before_experts: bool,
@@ -110,22 +110,26 @@ class ExpertFFNBackward:
         self.weights, self.routing, self.config = weights, routing, config
         self.score_before_experts = score_before_experts
         self.w13_t, self.w2_t = operands.w13_t, operands.w2_t
-        self.h, self.h_scale = saved.h, saved.h_scale
-        self.a = None if saved.a_q is None else Rows(saved.a_q, saved.a_scale)
+        self.h_scale = saved.h_scale
+        self.saved_a = None if saved.a_q is None or saved.a_scale is None else Rows(saved.a_q, saved.a_scale)
         # The weight gradient's operand, and which of its rows is row m.
-        self.x, self.token_M = tokens, routing.token_M
+        self.x: Rows
+        self.token_M: Tensor | None
         if tokens is None:
-            self.x, self.token_M = Rows(saved.x_q, saved.x_scale), None
-            self.h = ops.grouped_mm(*self.x, *operands.w13, routing.offsets_E, torch.bfloat16)
+            self.x, self.token_M = Rows(cast(Tensor, saved.x_q), cast(Tensor, saved.x_scale)), None
+            w13 = cast(QuantizedWeight, operands.w13)
+            self.h = ops.grouped_mm(*self.x, *w13, routing.offsets_E, torch.bfloat16)
+        else:
+            self.x, self.token_M, self.h = tokens, routing.token_M, cast(Tensor, saved.h)
 
     def dgrad(self, dy: Rows) -> tuple[Tensor, Tensor]:
         """dx (M, D) bf16 and the scores' gradient (M,) fp32, from the quantized gradient of y in expert order."""
         self.dy, offsets_E = dy, self.routing.offsets_E
         d = ops.grouped_mm(*dy, *self.w2_t, offsets_E, torch.bfloat16)
         dh, dh_scale, a, a_scale, ds_M = ops.swiglu_quantize_backward(
-            d, self.h, self.h_scale, self.routing.score_M, offsets_E, self.score_before_experts, self.a is None
+            d, self.h, self.h_scale, self.routing.score_M, offsets_E, self.score_before_experts, self.saved_a is None
         )
-        self.dh, self.a = Rows(dh, dh_scale), self.a or Rows(a, a_scale)
+        self.dh, self.a = Rows(dh, dh_scale), self.saved_a or Rows(a, a_scale)
         del d, self.h, self.h_scale, self.w2_t
         dx = ops.grouped_mm(*self.dh, *self.w13_t, offsets_E, torch.bfloat16)
         del self.w13_t

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import InFlight
+from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
 from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import row_capacity
@@ -96,7 +97,7 @@ def routed_experts(
 
 def apply_experts(
     x_TD: Tensor,
-    weights: ExpertWeights,
+    weights: ExpertWeights[Tensor],
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
     *,
@@ -140,7 +141,7 @@ def _warn_of_bf16_scores() -> None:
     )
 
 
-def _check_inputs(x_TD: Tensor, weights: ExpertWeights, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> None:
+def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
     dims = [x_TD.dim(), len(pairs), w1.dim()]
@@ -287,15 +288,17 @@ def _forward_flops(x, scores, weights, weight_scales, topk_ids, *_: Any, **__: A
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, topk_scores_TK, w1, w2, w3, topk_ids_TK, layer, in_flight):
+    def forward(ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, topk_ids_TK, layer, in_flight):
         group_name, num_ranks, score_before_experts, config, cache = layer
         weights = readable(ExpertWeights(w1, w2, w3))
         if cache is not None:
             weights, _ = cache.get(weights)
+        values, scales = weights.pack()
         out, *tensors = _forward_op(
             x_TD,
             topk_scores_TK,
-            *weights.pack(),
+            values,
+            scales,
             topk_ids_TK,
             group_name,
             num_ranks,
@@ -318,7 +321,7 @@ class _RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, *_):
+    def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
         layer, config = ctx.layer, ctx.layer.config
         w1, w2, w3, *tensors = ctx.saved_tensors
         D = w1.shape[2]
@@ -347,7 +350,7 @@ class _FinishCombine(torch.autograd.Function):
     """The end of the forward's combine; in the backward, the start of the dispatch of the output's gradient."""
 
     @staticmethod
-    def forward(ctx, placeholder, payload, sent_TK, token_C, counts, layer, in_flight, D, dtype):
+    def forward(ctx: Any, placeholder, payload, sent_TK, token_C, counts, layer, in_flight, D, dtype):
         ctx.save_for_backward(sent_TK, token_C, counts)
         ctx.group_name, ctx.in_flight, ctx.placeholder_dtype = layer.group_name, in_flight, placeholder.dtype
         out = _finish_op(payload, sent_TK, D, dtype)
@@ -357,8 +360,8 @@ class _FinishCombine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout_TD):
-        tokens = dispatch.resume(list(ctx.saved_tensors), ctx.group_name)
+    def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
+        tokens = AllToAllDispatch.resume(list(ctx.saved_tensors), ctx.group_name)
         tokens.send_gradients(dout_TD, ctx.in_flight)
         return dout_TD.new_empty(0, dtype=ctx.placeholder_dtype), *[None] * 8
 

@@ -12,13 +12,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import FP8, FP8_NAN, TILE
-from titan_fp8moe.weights import ExpertWeights
+from titan_fp8moe.weights import ExpertWeights, Weight
 
 KINDS = ("x", "a", "dy", "dh", "w")
 SHIFTS = {"0": (0, 0), "1-3": (1, 3), "4-7": (4, 7), "8-14": (8, 14), "15+": (15, 20)}
@@ -77,7 +78,7 @@ def record(
     a: tuple[Tensor, Tensor],
     dy: tuple[Tensor, Tensor],
     dh: tuple[Tensor, Tensor],
-    weights: ExpertWeights,
+    weights: ExpertWeights[Weight],
     offsets_E: Tensor,
     token_M: Tensor,
     wgrad: str,
@@ -114,6 +115,7 @@ def record(
 
     if isinstance(weights.w1, ops.QuantizedWeight):
         return
+    weights = cast(ExpertWeights[Tensor], weights)
     for w in (weights.gate_up, (weights.w2,)):
         q, scale = ops.quantize_weight(*w)
         byte_BRG = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)

@@ -7,7 +7,8 @@ FSDP quantizes the experts of its shard, and FSDP gathers the FP8 values.
 
 import functools
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,13 @@ from titan_fp8moe import ops
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.recipe import E8M0, FP8
 
+Weight = Tensor | QuantizedWeight
+"""What the ops read: bf16 or fp32 values, or values that are quantized already."""
 
-class ExpertWeights(NamedTuple):
+W_co = TypeVar("W_co", bound=Weight, covariant=True)
+
+
+class ExpertWeights(NamedTuple, Generic[W_co]):
     """The weights of this rank's E experts, all bf16, all fp32, or all quantized.
 
     Attributes:
@@ -29,30 +35,32 @@ class ExpertWeights(NamedTuple):
         w3: the up projection (E, H, D), or None.
     """
 
-    w1: Tensor | QuantizedWeight
-    w2: Tensor | QuantizedWeight
-    w3: Tensor | QuantizedWeight | None
+    w1: W_co
+    w2: W_co
+    w3: W_co | None
 
     @property
-    def gate_up(self) -> tuple[Tensor | QuantizedWeight, ...]:
+    def gate_up(self) -> tuple[W_co, ...]:
         """What GEMM 1's operand is made of."""
         return (self.w1,) if self.w3 is None else (self.w1, self.w3)
 
     def pack(self) -> tuple[list[Tensor], list[Tensor]]:
         """Values, and scales where the weights are quantized: what an op takes."""
-        weights = [*self.gate_up, self.w2]
+        weights: list[Any] = [*self.gate_up, self.w2]
         if isinstance(self.w1, QuantizedWeight):
             return [w.q for w in weights], [w.scale for w in weights]
         return weights, []
 
     @classmethod
-    def unpack(cls, values: list[Tensor], scales: list[Tensor]) -> "ExpertWeights":
+    def unpack(cls, values: list[Tensor], scales: list[Tensor]) -> "ExpertWeights[Weight]":
         """The inverse of :meth:`pack`."""
-        weights = [QuantizedWeight(*pair) for pair in zip(values, scales, strict=True)] if scales else values
+        weights: Sequence[Weight] = (
+            [QuantizedWeight(*pair) for pair in zip(values, scales, strict=True)] if scales else values
+        )
         return cls(weights[0], weights[-1], weights[1] if len(weights) == 3 else None)
 
 
-def quantize_weights(weights: ExpertWeights) -> ExpertWeights:
+def quantize_weights(weights: ExpertWeights[Weight]) -> ExpertWeights[QuantizedWeight]:
     """The forward's operands, gate and up in one: (E, 2H, D) and (E, D, H). Quantized weights are only joined."""
     return ExpertWeights(ops.quantize_weight(*weights.gate_up), ops.quantize_weight(weights.w2), None)
 
@@ -71,9 +79,9 @@ class BackwardOperands(NamedTuple):
     w2_t: QuantizedWeight
 
 
-def quantize_weights_transposed(weights: ExpertWeights, with_w13: bool) -> BackwardOperands:
+def quantize_weights_transposed(weights: ExpertWeights[Weight], with_w13: bool) -> BackwardOperands:
     """The backward's operands; ``w13`` from the same read of the weights if ``with_w13``."""
-    w13, w13_t = None, None
+    w13 = None
     if with_w13:
         w13, w13_t = ops.quantize_weight_both(*weights.gate_up)
     else:
@@ -94,6 +102,8 @@ class WeightCache:
     """
 
     _all: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
+    key: list[tuple] | None
+    operands: tuple[ExpertWeights[QuantizedWeight], BackwardOperands] | None
 
     def __init__(self):
         self.clear()
@@ -107,10 +117,10 @@ class WeightCache:
         self.operands = self.key = None
 
     @torch.compiler.disable(reason="a graph cannot see whether weights have changed; do without the cache")
-    def get(self, weights: ExpertWeights) -> tuple[ExpertWeights, BackwardOperands]:
+    def get(self, weights: ExpertWeights[Tensor]) -> tuple[ExpertWeights[QuantizedWeight], BackwardOperands]:
         """The operands of both directions for the present values of ``weights``."""
         key = [_cache_key(w) for w in (*weights.gate_up, weights.w2)]
-        if key != self.key:
+        if self.operands is None or key != self.key:
             self.clear()  # frees the old operands before the new ones are made
             w13, w13_t = ops.quantize_weight_both(*weights.gate_up)
             w2, w2_t = ops.quantize_weight_both(weights.w2)
@@ -163,9 +173,10 @@ class Fp8GatheredWeight(Tensor):
         self.quantized = quantized
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override] # as torch prescribes
 
     @classmethod
+    # pyrefly: ignore[bad-override] # in PyTorch's stub, a method that binds func
     def __torch_dispatch__(cls, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
         weight, *arguments = args
         whole = [weight.shape, weight.stride(), 0]
@@ -177,13 +188,14 @@ class Fp8GatheredWeight(Tensor):
             "else, or set fp8_flow_moe.fp8_all_gather = false"
         )
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Fp8GatheredWeight({tuple(self.shape)}, {self.dtype})"
 
 
-def readable(weights: ExpertWeights) -> ExpertWeights:
+def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
     """The weights themselves, or the values that FSDP gathered in FP8."""
-    return ExpertWeights(*(w.quantized if isinstance(w, Fp8GatheredWeight) else w for w in weights))
+    values: Any = (w.quantized if isinstance(w, Fp8GatheredWeight) else w for w in weights)
+    return ExpertWeights(*values)
 
 
 class Fp8AllGather(nn.Module):
@@ -196,7 +208,7 @@ class Fp8AllGather(nn.Module):
         dim 0."""
         self.gathers_fp8 = True
         for param in self.parameters():
-            gather_in_fp8(param)
+            gather_in_fp8(cast(DTensor, param))  # a DTensor since fully_shard
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Fp8AllGather":
         super()._apply(*args, **kwargs)
@@ -221,7 +233,7 @@ class Fp8AllGather(nn.Module):
 
 def gather_in_fp8(param: DTensor) -> None:
     """Lets FSDP gather ``param``, sharded by experts, in FP8. Repeat it when the local tensor is replaced."""
-    local = param._local_tensor  # FSDP looks at this tensor; to_local() may return a view of it
+    local: Any = param._local_tensor  # FSDP looks at this tensor; to_local() may return a view of it
     local.fsdp_pre_all_gather = _PreAllGather(local)
     local.fsdp_post_all_gather = _post_all_gather
 
@@ -252,7 +264,7 @@ def _post_all_gather(
     if out is None:
         # FSDP frees what it gathers into; nothing else is allocated here.
         return Fp8GatheredWeight(QuantizedWeight(q.view(FP8), scale.view(E8M0)), dtype), ()
-    weight = out._local_tensor if isinstance(out, DTensor) else out
+    weight = cast(Fp8GatheredWeight, out._local_tensor if isinstance(out, DTensor) else out)
     if weight.quantized.q.data_ptr() != q.data_ptr():
         raise RuntimeError(
             "FSDP has gathered expert weights into other memory than the time before, which this version of PyTorch is "

@@ -5,6 +5,8 @@ outputs. Each layer syncs once with the GPU, to read the all-to-all's split size
 arrives. The layer quantizes tokens and weights meanwhile.
 """
 
+from typing import ClassVar, cast
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,12 @@ class AllToAllDispatch:
             it receives from each.
     """
 
-    STATE = ("sent_TK", "token_C", "counts")
-    ROWS = ("payload",)
-    asynchronous = True
+    STATE: ClassVar = ("sent_TK", "token_C", "counts")
+    ROWS: ClassVar = ("payload",)
+    asynchronous: ClassVar = True
+
+    pairs: tuple[Tensor, Tensor, int]  # in a forward, as is counts_copied
+    counts_copied: torch.cuda.Event | None
 
     def __init__(self, sent_TK: Tensor, token_C: Tensor, group_name: str):
         self.sent_TK, self.token_C, self.group_name = sent_TK, token_C, group_name
@@ -94,7 +99,8 @@ class AllToAllDispatch:
 
     @staticmethod
     def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
-        return Rows(*ops.unpack_dispatch(*kept, D, top_k)[:2])
+        (payload,) = kept
+        return Rows(*ops.unpack_dispatch(payload, D, top_k)[:2])
 
     def send_gradients(self, dout_TD: Tensor, in_flight: InFlight) -> None:
         """Quantizes the output's gradient (T, D) and sends it the way its tokens went."""
@@ -108,7 +114,8 @@ class AllToAllDispatch:
 
     def finish_return(self, pending: Tensor, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rows, ds = ops.unpack_combine(ops.wait(pending), D, self.sent_TK.shape[1])
-        return ops.unpermute_gradients(rows, ds, self.sent_TK, dtype)
+        # A backward's payload holds score gradients.
+        return ops.unpermute_gradients(rows, cast(Tensor, ds), self.sent_TK, dtype)
 
 
 def finish_combine(payload: Tensor, sent_TK: Tensor, D: int, dtype: torch.dtype) -> Tensor:

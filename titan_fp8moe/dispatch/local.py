@@ -1,5 +1,7 @@
 """All experts are in this process: tokens stay where they are, and no host-device sync is needed."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -12,13 +14,16 @@ from titan_fp8moe.rows import Routing, Rows
 class LocalDispatch:
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`. A backward's dispatch needs no routed pairs."""
 
-    STATE = ()
-    ROWS = ("token_q", "token_scale")
-    asynchronous = False
+    STATE: ClassVar = ()
+    ROWS: ClassVar = ("token_q", "token_scale")
+    asynchronous: ClassVar = False
+
+    pairs: tuple[Tensor, Tensor, int]  # in a forward
 
     def __init__(self, pairs: tuple[Tensor, Tensor, int] | None = None):
         """``pairs``: topk_ids_TK, topk_scores_TK and the number of experts."""
-        self.pairs = pairs
+        if pairs is not None:
+            self.pairs = pairs
 
     def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
         topk_ids_TK, topk_scores_TK, E = self.pairs

@@ -177,6 +177,7 @@ def pack_dispatch(
     q.view(torch.uint8).copy_(q_TD.view(torch.uint8)[token_C])
     payload_scale.view(torch.uint8).copy_(scale.view(torch.uint8)[token_C])
     if topk_ids_TK is not None:
+        assert topk_scores_TK is not None
         c, sent_CK = torch.arange(C, device=token_C.device).unsqueeze(1), sent_TK[token_C]
         served = (sent_CK == c) | (sent_CK == -2 - c)
         ids_CK.copy_((topk_ids_TK[token_C] % num_local).masked_fill(~served, -1))
@@ -223,6 +224,7 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor) -> Tensor:
     rows, ds_CK = unpack_combine(payload, D, K)
     rows.copy_(recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16))
     if ds_M is not None:
+        assert ds_CK is not None
         ds_CK.copy_(ds_M[row_CK.long().clamp(min=0)].masked_fill(row_CK < 0, 0))
     return payload
 

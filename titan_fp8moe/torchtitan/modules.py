@@ -5,6 +5,7 @@ that checkpoints, the Hugging Face adapter, pipeline splitting and initializatio
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,16 +35,17 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
     @staticmethod
     def convert(experts: GroupedExperts, config: Fp8FlowMoEConfig) -> None:
         experts.__class__ = Fp8FlowGroupedExperts
-        experts.config = config
+        converted = cast(Fp8FlowGroupedExperts, experts)
+        converted.config = config
         if config.cache_weights:
-            experts.cache = WeightCache()
-            experts.register_load_state_dict_post_hook(_clear_cache)
+            converted.cache = WeightCache()
+            converted.register_load_state_dict_post_hook(_clear_cache)
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
         self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
 
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override] # takes routed pairs, not sorted rows
         self,
         x_TD: Tensor,
         topk_ids_TK: Tensor,
@@ -76,17 +78,20 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
 
 
 def _clear_cache(experts: Fp8FlowGroupedExperts, _: object) -> None:
-    experts.cache.clear()
+    if experts.cache is not None:
+        experts.cache.clear()
 
 
 class Fp8FlowMoE(MoE):
     """torchtitan's MoE layer around :class:`Fp8FlowGroupedExperts`: same router, load balancing and shared experts."""
 
+    experts: Fp8FlowGroupedExperts  # pyrefly: ignore[bad-override-mutable-attribute] # converted with the layer
+
     @staticmethod
     def convert(moe: MoE, config: Fp8FlowMoEConfig) -> None:
         moe.__class__ = Fp8FlowMoE
         Fp8FlowGroupedExperts.convert(moe.experts, config)
-        moe.experts.score_before_experts = moe.score_before_experts
+        cast(Fp8FlowMoE, moe).experts.score_before_experts = moe.score_before_experts
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
