@@ -19,7 +19,9 @@ _aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 def aggregate(cls: type) -> type:
     """Turns a class with annotated fields and ``gluon.jit`` methods into a value of Gluon functions.
 
-    The constructor takes the fields in order. Triton itself adds such a constructor from 3.8 on only.
+    Unlike a named tuple it has methods, and its constants stay constants: Triton turns those of a tuple into run-time
+    values when the tuple is assigned or returned. The constructor takes the fields in order. Triton adds such a
+    constructor itself only from 3.8 on.
 
     Returns:
         Triton's class; its ``__wrapped__`` is ``cls``.

@@ -35,6 +35,8 @@ def _expert_of(offsets_E, m, E: gl.constexpr):
 
 @aggregate
 class Problem:
+    """The kernel arguments that its tile scheduler needs."""
+
     offsets_E: gl.tensor
     N: gl.constexpr
     K: gl.constexpr
@@ -43,7 +45,7 @@ class Problem:
 
 @aggregate
 class TileScheduler:
-    """See :mod:`.hopper`."""
+    """Implements the interface in :mod:`.hopper`."""
 
     problem: Problem
     num_rows: gl.tensor

@@ -27,12 +27,12 @@ through a second ring, of ``TILE_STAGES`` stages, with the barriers ``tile_full`
 by its factor and be added to the accumulator. The ordinary instructions for that take a quarter of the product's time.
 A consumer therefore works on *slices* of 64 columns, four in a wide tile, with two partial products in registers. It
 promotes one while the tensor cores compute the other. It starts slice 0 of the next block before it promotes slice 3 of
-this one, even where the next block belongs to the next tile. A consumer starts that product before it knows what comes
-next. A tile without blocks (an expert without rows) and the end therefore get a block whose product is not used.
+this one, also across tiles. A consumer starts that product before it knows what the next tile is. A tile without
+blocks (an expert without rows) and the end therefore get a block whose product is not used.
 
-Accumulators take 128 registers per thread and partials 64, so consumers get 240 registers and the producer 24. Partials
-of 128 columns, one per consumer, were 10 to 20% slower on an H200. There each consumer covers for the other's
-promotion. They need as many registers and read less shared memory.
+Accumulators take 128 registers per thread and partials 64, so consumers get 240 registers and the producer 24. With
+one partial of 128 columns each, the consumers would cover for each other's promotion. Those partials need as many
+registers and read less shared memory, but were 10 to 20% slower on an H200.
 
 Narrow tiles run the same code with two slices.
 
@@ -86,17 +86,17 @@ class WorkTile(NamedTuple):
 
 
 class ScalePointers(NamedTuple):
-    """Pointers to the scales of a block, and the strides to the next block's."""
+    """Pointers to the scales of a block."""
 
     a: gl.tensor  # (64,), one per row of the consumer
-    a_step: gl.tensor
-    b: gl.tensor  # the first 128 columns
+    a_step: gl.tensor  # to the next block
+    b: gl.tensor  # one, for the tile's first 128 columns
     b_half: gl.tensor  # from there to the second 128 columns
-    b_step: gl.tensor
+    b_step: gl.tensor  # to the next block
 
 
 class ScaleBytes(NamedTuple):
-    """The loaded scales of a block: of the consumer's 64 rows, and of the first and second 128 columns."""
+    """Scales of a block: the consumer's 64 rows, and the tile's first and second 128 columns."""
 
     a: gl.tensor
     b0: gl.tensor
@@ -301,7 +301,7 @@ class Consumer:
 class CurrentTile(NamedTuple):
     """A work tile that a consumer has looked up."""
 
-    number: gl.tensor  # its index among all work tiles
+    tile_index: gl.tensor  # num_tiles or more: there is no such tile
     tile: WorkTile
     pointers: ScalePointers
     scale_bytes: ScaleBytes  # of its first block
@@ -504,7 +504,7 @@ def consume(rings, output, scheduler, scales, runtime_false, CONSUMER: gl.conste
     iteration = 0
     current = _look_up(consumer, iteration)
     partial = _start_next(consumer, -1, gl.zeros([64, 64], gl.float32, SLICE_LAYOUT))
-    while current.number < scheduler.num_tiles:
+    while current.tile_index < scheduler.num_tiles:
         iteration += 1
         if scheduler.NUM_K_BLOCKS is None:
             num_k_blocks = current.tile.num_k_blocks

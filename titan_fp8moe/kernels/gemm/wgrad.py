@@ -22,11 +22,13 @@ from titan_fp8moe.kernels.gemm.hopper import SLICE_LAYOUT, WORKER_REGISTERS, WOR
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import TILE
 
-GROUP_SIZE_M = gl.constexpr(16)  # at most; a weight's groups are equal, but for rounding
+GROUP_SIZE_M = gl.constexpr(16)  # at most; all groups of a weight are equally high, but for rounding
 
 
 @aggregate
 class Problem:
+    """The kernel arguments that its tile scheduler needs."""
+
     offsets_E: gl.tensor
     N: gl.constexpr
     K: gl.constexpr
@@ -37,7 +39,7 @@ class Problem:
 
 @aggregate
 class TileScheduler:
-    """See :mod:`.hopper`."""
+    """Implements the interface in :mod:`.hopper`."""
 
     problem: Problem
     num_whole: gl.tensor
