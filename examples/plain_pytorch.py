@@ -73,7 +73,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
     args = parser.parse_args()
-    device, group, rank, ranks = "cuda" if torch.cuda.is_available() else "cpu", None, 0, 1
+    # A GPU for each process, or the CPU.
+    device = "cuda" if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "cpu"
+    group, rank, ranks = None, 0, 1
     if "RANK" in os.environ:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

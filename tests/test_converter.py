@@ -623,7 +623,7 @@ def test_cached_weights_are_never_stale(monkeypatch, change, versions):
     """Two microbatches share the quantized weights, then the weights change as trainers change them. All results equal
     those without the cache, also where parameters have no ``versions``, as under FSDP."""
     if not versions:
-        monkeypatch.setattr(weights, "_identity", lambda weight: 0)
+        monkeypatch.setattr(weights, "_cache_key", lambda weight: 0)
     tokens = torch.randint(0, 100, (2, 32))
     results = []
     for flags in (["--fp8_flow_moe.cache_weights"], []):

@@ -158,7 +158,7 @@ def pack_dispatch(
     assert q_TD.is_contiguous() and scale.is_contiguous()
     C, D = token_C.shape[0], q_TD.shape[1]
     ids_stride = scores_stride = 0
-    if topk_ids_TK is not None:
+    if topk_ids_TK is not None and topk_scores_TK is not None:
         ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
         scores_stride = row_stride("topk_scores_TK", topk_scores_TK)
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)

@@ -25,6 +25,7 @@ class Fp8FlowMoETable(Fp8FlowMoEConfig):
     """The ``[fp8_flow_moe]`` table: the settings, and an error with the replacement for those that were removed."""
 
     # Parsed as any string: tyro would reject "requantize" with a list of choices, before __post_init__ can explain.
+    # pyrefly: ignore [bad-override-mutable-attribute]
     wgrad: Annotated[str, tyro.conf.arg(metavar="{balanced,scaling_aware,bf16}")] = "balanced"
 
     combine: Annotated[str, tyro.conf.arg(metavar="REMOVED")] = ""

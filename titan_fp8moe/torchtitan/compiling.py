@@ -6,7 +6,9 @@ op. :func:`install` makes torchtitan's ``apply_compile`` compile such blocks who
 """
 
 import functools
-from types import ModuleType
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,23 +36,22 @@ def why_not_one_graph(moe: nn.Module) -> str | None:
     return None
 
 
-def _whole_blocks(apply_compile):
+def _whole_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
     """torchtitan's ``apply_compile``, preceded by the compilation of whole blocks."""
 
     @functools.wraps(apply_compile)
-    def wrapper(model: nn.Module, compile_config: Compile, ep_enabled: bool) -> None:
-        by_parts, reasons = nn.Module(), {}
-        by_parts.layers = nn.ModuleDict()
+    def wrapper(model: Any, compile_config: Compile, ep_enabled: bool) -> None:
+        layers, reasons = nn.ModuleDict(), {}
         for name, block in model.layers.named_children():
             reason = why_not_one_graph(block.moe) if block.moe_enabled else "dense"
             if reason is None:
                 block = torch.compile(block, backend=compile_config.backend, fullgraph=True)
                 model.layers.register_module(name, block)
             else:
-                by_parts.layers[name] = block
+                layers[name] = block
             reasons.setdefault(reason, []).append(name)
-        apply_compile(by_parts, compile_config, ep_enabled)
-        for name, block in by_parts.layers.named_children():
+        apply_compile(SimpleNamespace(layers=layers), compile_config, ep_enabled)
+        for name, block in layers.named_children():
             model.layers.register_module(name, block)
         for reason, names in reasons.items():
             if reason is None:
@@ -61,7 +62,7 @@ def _whole_blocks(apply_compile):
     return wrapper
 
 
-def install(module: ModuleType) -> None:
+def install(module: Any) -> None:
     """Replaces ``apply_compile`` in one of torchtitan's ``parallelize`` modules. Calling again does nothing."""
     if not hasattr(module.apply_compile, "__wrapped__"):
         module.apply_compile = _whole_blocks(module.apply_compile)

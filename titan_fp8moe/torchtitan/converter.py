@@ -1,5 +1,7 @@
 """The model converter ``fp8_flow_moe``: checks that the job can work, then converts the model's MoE layers."""
 
+from typing import Any, cast
+
 import torch
 import torch.nn as nn
 from torchtitan.config import JobConfig
@@ -39,7 +41,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         job_checks.check_job(job_config)
         job_checks.check_parallelism(job_config, parallel_dims)
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
-        self.config = job_config.fp8_flow_moe
+        self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.fault_tolerance = job_config.fault_tolerance.enable
         checks.warn_about_settings(self.config, self.layout.fsdp_shards)
 
@@ -62,7 +64,7 @@ class Fp8FlowMoEConverter(ModelConverter):
             Fp8FlowMoE.convert(layers[name], self.config)
             # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and bf16
             # experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
-            layers[name].experts.keep_fsdp = bool(skipped) or self.fault_tolerance
+            cast(Fp8FlowMoE, layers[name]).experts.keep_fsdp = bool(skipped) or self.fault_tolerance
         logger.info(
             f"FP8-Flow-MoE: {len(selected)} MoE layers converted, {len(skipped)} left in bf16"
             f"{' (' + ', '.join(skipped) + ')' if skipped else ''}; {backend}; {self.config.describe()}"

@@ -16,7 +16,7 @@ partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
 
-def aggregate(cls: type) -> type:
+def aggregate(cls: Any) -> Any:
     """Turns a class with annotated fields and ``gluon.jit`` methods into a value of Gluon functions.
 
     Unlike a named tuple it has methods, and its constants stay constants: Triton turns those of a tuple into run-time
@@ -32,7 +32,7 @@ def aggregate(cls: type) -> type:
         for name, value in zip(names, values, strict=True):
             setattr(self, name, value)
 
-    __init__.__triton_builtin__ = True  # else Triton rejects it as a Python function that a kernel calls
+    setattr(__init__, "__triton_builtin__", True)  # noqa: B010  else Triton rejects it as a Python function that a kernel calls
     cls.__init__ = __init__
     value_class = _aggregate(cls)
     value_class.__wrapped__ = cls
