@@ -33,7 +33,12 @@ from pathlib import Path
 from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
 
 CONFIG = "experiments/throughput/train.toml"
-CONVERTERS = {"bf16": [], "torchao": ["torchao_rowwise"], "fp8_flow": ["fp8_flow_moe"]}
+CONVERTERS = {
+    "bf16": [],
+    "bf16_whole": ["whole_blocks"],  # its blocks compiled as one graph each
+    "torchao": ["torchao_rowwise"],
+    "fp8_flow": ["fp8_flow_moe"],
+}
 ROUTING = {
     "random": (["balanced_random"], []),
     "forced": ([], ["--debug.moe_force_load_balance"]),
