@@ -19,6 +19,7 @@ MAX_CTAS = 256  # each CTA reads the counts of all
 MAX_BLOCK = 64  # tokens that a CTA handles at a time
 BLOCK_ENTRIES = 2048  # at most, of such a block's (tokens, experts) table
 FILL_BLOCK = 1024  # rows that a CTA marks as padding at a time
+COUNT_BLOCK = 16  # experts whose pairs a CTA adds up at a time
 NUM_WARPS = 4
 
 
@@ -29,7 +30,7 @@ NUM_WARPS = 4
 def _load_ids(ids, ids_stride, token, k, T, EXPERTS: tl.constexpr):
     """Each token's k-th expert, int32; -1 past the last token and for an id that is no expert's."""
     expert = tl.load(ids + token.to(tl.int64) * ids_stride + k, mask=token < T, other=-1).to(tl.int32)
-    return tl.where(expert < EXPERTS, expert, -1)
+    return tl.where((expert >= 0) & (expert < EXPERTS), expert, -1)
 
 
 @triton.jit
@@ -93,9 +94,9 @@ def _count_kernel(
 
 
 @triton.jit
-def _sum_counts(counts, cta, ctas, PAD: tl.constexpr, ENTRIES: tl.constexpr):
+def _sum_counts(counts, cta, ctas, PAD: tl.constexpr):
     """Sums (ctas, PAD) counts over all CTAs, and over those before this one; (PAD,) int32 each."""
-    ROWS: tl.constexpr = ENTRIES // PAD if ENTRIES // PAD < 128 else 128  # few iterations: each waits for its loads
+    ROWS: tl.constexpr = 8192 // PAD if PAD > 64 else 128  # few iterations, since each waits for its loads
     total, before = tl.zeros((PAD,), tl.int32), tl.zeros((PAD,), tl.int32)
     for first in range(0, ctas, ROWS):
         row = (first + tl.arange(0, ROWS))[:, None]
@@ -136,7 +137,7 @@ def _place_rows_kernel(
 ):  # fmt: skip
     """Writes the row of each pair of ``blocks * BLOCK`` tokens over the padding that the first launch left there."""
     cta, e = tl.program_id(0), tl.arange(0, PAD)
-    total, before = _sum_counts(pair_counts, cta, ctas, PAD, 8192)
+    total, before = _sum_counts(pair_counts, cta, ctas, PAD)
     padded = (total + TILE - 1) // TILE * TILE
     end = tl.cumsum(padded, axis=0)
     tl.store(offsets_E + e, end, mask=(e < EXPERTS) & (cta == 0))
@@ -165,7 +166,7 @@ def expert_routing(
     """Assigns each routed pair a row in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
 
     Args:
-        topk_ids_TK: (T, K) int32 or int64, topk_scores_TK: (T, K) fp32; rows may be strided.
+        topk_ids_TK: (T, K) int32, or int64 that fits in 32 bits; topk_scores_TK: (T, K) fp32. Rows may be strided.
 
     Returns:
         offsets_E (num_experts,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (T, K) int32.
@@ -198,37 +199,37 @@ def expert_routing(
 def _place_dispatched_kernel(
     ids, ids_stride, pair_counts, token_counts, sent_TK, token_C, counts_N, T, blocks, ctas, K: tl.constexpr,
     N: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, PAD_N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_CTAS: tl.constexpr, COUNT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Numbers the dispatched tokens of ``blocks * BLOCK`` tokens; the first CTA also writes counts_N (N, 1 + E)."""
+    """Numbers the dispatched tokens of ``blocks * BLOCK`` tokens. The CTAs together write counts_N (N, 1 + E)."""
     cta, n = tl.program_id(0), tl.arange(0, PAD_N)
-    total, before = _sum_counts(token_counts, cta, ctas, PAD_N, 4096)  # with 8192 registers spill in Triton 3.7
-    if cta == 0:
-        e = tl.arange(0, PAD)
-        pairs, _ = _sum_counts(pair_counts, cta, ctas, PAD, 4096)
-        tl.store(counts_N + e // E * (1 + E) + 1 + e % E, pairs, mask=e < EXPERTS)
-        tl.store(counts_N + n * (1 + E), total, mask=n < N)
+    total, before = _sum_counts(token_counts, cta, ctas, PAD_N)
+    tl.store(counts_N + n * (1 + E), total, mask=(n < N) & (cta == 0))
+    for first in range(cta * COUNT_BLOCK, EXPERTS, ctas * COUNT_BLOCK):
+        row, e = tl.arange(0, MAX_CTAS)[:, None], first + tl.arange(0, COUNT_BLOCK)
+        pairs = tl.load(pair_counts + row * PAD + e[None, :], mask=(row < ctas) & (e < EXPERTS)[None, :], other=0)
+        tl.store(counts_N + e + e // E + 1, tl.sum(pairs, axis=0), mask=e < EXPERTS)
 
     next_c = tl.cumsum(total, axis=0) - total + before
     for block in range(cta * blocks, (cta + 1) * blocks):
         token = block * BLOCK + tl.arange(0, BLOCK)
         is_sent = _is_sent(ids, ids_stride, token, T, n, K, E, EXPERTS, BLOCK, PAD_N)
-        c_of = next_c[None, :] + tl.cumsum(is_sent, axis=0) - is_sent
+        sent_to = next_c[None, :] + tl.cumsum(is_sent, axis=0) - is_sent
         next_c += tl.sum(is_sent, axis=0)
         for k in tl.static_range(K):
             expert = _load_ids(ids, ids_stride, token, k, T, EXPERTS)
             to = _rank_mask(expert, n, E)
-            served, c = expert >= 0, tl.sum(c_of * to, axis=1)
-            c_of = tl.where((to > 0) & (c_of >= 0), -2 - c_of, c_of)  # for the token's further pairs on this rank
-            tl.store(sent_TK + token * K + k, tl.where(served, c, -1), mask=token < T)
-            tl.store(token_C + c, token, mask=served & (c >= 0))
+            served, sent = expert >= 0, tl.sum(sent_to * to, axis=1)
+            sent_to = tl.where((to > 0) & (sent_to >= 0), -2 - sent_to, sent_to)  # for further pairs on that rank
+            tl.store(sent_TK + token * K + k, tl.where(served, sent, -1), mask=token < T)
+            tl.store(token_C + sent, token, mask=served & (sent >= 0))
 
 
 def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor]:
     """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
 
     Args:
-        topk_ids_TK: (T, K) int32 or int64, rows may be strided.
+        topk_ids_TK: (T, K) int32, or int64 that fits in 32 bits; rows may be strided.
 
     Returns:
         sent_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, undefined from C on; counts_N (num_ranks,
@@ -249,6 +250,6 @@ def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tup
     )  # fmt: skip
     _place_dispatched_kernel[(ctas,)](
         topk_ids_TK, ids_stride, pair_counts, token_counts, sent_TK, token_C, counts_N, T, blocks, ctas, N=num_ranks,
-        **ranks, **constants,
+        MAX_CTAS=MAX_CTAS, COUNT_BLOCK=COUNT_BLOCK, **ranks, **constants,
     )  # fmt: skip
     return sent_TK, token_C, counts_N
