@@ -305,7 +305,7 @@ def expert_routing(
     With expert parallelism the tokens are those dispatched to this rank, and their ids are local.
 
     Args:
-        topk_ids_TK: (T, K) int32 or int64. A pair with an id outside 0..num_experts - 1 gets no row.
+        topk_ids_TK: (T, K) int32, or int64 that fits in 32 bits. A pair gets a row if its id is in 0..num_experts - 1.
         topk_scores_TK: (T, K) fp32.
         capacity: M, at least the padded rows of all experts; :func:`row_capacity` always suffices.
 
@@ -344,7 +344,7 @@ def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tup
     """Decides which tokens this rank sends to which rank.
 
     Args:
-        topk_ids_TK: (T, K) int32 or int64. A pair with an id outside 0..num_ranks * num_local - 1 is not sent.
+        topk_ids_TK: (T, K) int32, or int64 that fits in 32 bits. A pair is sent if its id is in 0..N * E - 1.
         num_ranks: N, ranks that the experts are spread over.
         num_local: E, experts on each rank.
 

@@ -197,7 +197,7 @@ def analyse(c: Capture) -> dict[str, float]:
     """Relative errors by name, and ``KIND underflow``: the share of nonzero values that quantization makes zero."""
     E = c.weights[0].shape[0]
     capacity = row_capacity(c.expert_TK.numel(), E)
-    offsets_E, token_M, score_M, _ = ops.expert_layout(c.expert_TK, c.score_TK.float(), E, capacity)
+    offsets_E, token_M, score_M, _ = ops.expert_routing(c.expert_TK, c.score_TK.float(), E, capacity)
     M = int(offsets_E[-1])
     token_M, score_M = token_M[:M].long(), score_M[:M]
 

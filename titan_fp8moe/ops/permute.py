@@ -26,11 +26,13 @@ def expert_routing(
     """Assigns each routed pair a row in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
 
     Args:
-        topk_ids_TK: (T, K) int32 or int64; topk_scores_TK: (T, K) fp32. Rows may be strided (views of a payload); the
-            kernels need unit stride along K.
+        topk_ids_TK: (T, K) int32 or int64; topk_scores_TK: (T, K) fp32. Rows may be strided (views of a payload).
 
     Returns:
         offsets_E (num_experts,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (T, K) int32.
+
+    Raises:
+        ValueError: from the kernels, unless ids and scores have unit stride along K.
     """
     impl = routing if use_kernels(topk_ids_TK) else recipe
     return impl.expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity)
@@ -47,11 +49,14 @@ def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tup
     """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
 
     Args:
-        topk_ids_TK: (T, K) int32 or int64; rows may be strided, the kernels need unit stride along K.
+        topk_ids_TK: (T, K) int32 or int64; rows may be strided.
 
     Returns:
         sent_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, undefined from C on; counts_N (num_ranks,
         1 + num_local) int32.
+
+    Raises:
+        ValueError: as :func:`expert_routing`.
     """
     impl = routing if use_kernels(topk_ids_TK) else recipe
     return impl.dispatch_routing(topk_ids_TK, num_ranks, num_local)
