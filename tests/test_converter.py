@@ -547,7 +547,8 @@ def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
     caplog.clear()
     with caplog.at_level(logging.INFO):
         convert(config, model)
-    *_, summary, printed = caplog.messages
+    *_, summary, shared, printed = caplog.messages
+    assert shared == "FP8-Flow-MoE: shared experts of 2 layers in FP8, of 0 as before"
     assert summary == (
         "FP8-Flow-MoE: 2 MoE layers converted, 0 left in bf16; plain PyTorch reference on the CPU; " + SETTINGS
     )

@@ -41,11 +41,11 @@ class ExpertLayout(NamedTuple):
 
 
 def select_layers(layers: Sequence[str], filter_fqns: Sequence[str]) -> list[str]:
-    """Names of the MoE layers to convert: all but those that a filter matches. Each filter must match one."""
+    """Names of the layers to convert: all but those that a filter matches. Each filter must match one."""
     for part in filter_fqns:
         if not any(part in f"{name}." for name in layers):
             raise ValueError(
-                f"fp8_flow_moe.filter_fqns has {part!r}, which matches none of the MoE layers {', '.join(layers)}; "
+                f"fp8_flow_moe.filter_fqns has {part!r}, which matches none of {', '.join(layers)}; "
                 "correct or remove it"
             )
     return [name for name in layers if not any(part in f"{name}." for part in filter_fqns)]

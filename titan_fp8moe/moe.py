@@ -31,8 +31,8 @@ from titan_fp8moe.dispatch import InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
 from titan_fp8moe.ops.backend import custom_op
-from titan_fp8moe.recipe import row_capacity
-from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.recipe import group_rows, row_capacity
+from titan_fp8moe.rows import Routing, Rows, one_group
 from titan_fp8moe.weights import (
     ExpertWeights,
     WeightCache,
@@ -106,8 +106,15 @@ def apply_experts(
     score_before_experts: bool = False,
     meanwhile: Callable[[], Tensor] | None = None,
     cache: WeightCache | None = None,
+    shared: ExpertWeights[Tensor] | None = None,
+    shared_cache: WeightCache | None = None,
 ) -> Tensor:
-    """:func:`routed_experts` for modules: takes their weight cache, which it uses unless gradients are off."""
+    """:func:`routed_experts` for modules: takes their weight caches, which it uses unless gradients are off, and shared
+    experts.
+
+    ``shared`` are the weights of one FFN that serves every token, as an expert's: w1 and w3 (1, H, D), w2 (1, D, H). It
+    reads the rows that are quantized for the routed experts, in both directions, and adds to their sums.
+    """
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
@@ -120,14 +127,19 @@ def apply_experts(
         score_before_experts=score_before_experts,
         config=config,
         cache=cache if torch.is_grad_enabled() else None,
+        shared_cache=shared_cache if torch.is_grad_enabled() else None,
     )
+    has_shared, none = shared is not None, (None,) * 3
     if not dispatch.kind(layer.group_name).asynchronous:
-        out = _RoutedExperts.apply(x_TD, topk_scores_TK, *weights, topk_ids_TK, layer, None)
+        args = *weights, *(shared or none), topk_ids_TK, layer, has_shared, None
+        out = _RoutedExperts.apply(x_TD, topk_scores_TK, *args)
         return out if meanwhile is None else out + meanwhile()
     in_flight = _in_flight()
-    placeholder, payload, *state = _start_eagerly(x_TD, topk_scores_TK, *weights, topk_ids_TK, layer, in_flight)
+    args = *weights, *none, topk_ids_TK, layer, has_shared, in_flight
+    placeholder, payload, *tensors = _start_eagerly(x_TD, topk_scores_TK, *args)
     extra = None if meanwhile is None else meanwhile()
-    out = _finish_eagerly(placeholder, payload, *state, layer, in_flight, x_TD.shape[1], x_TD.dtype)
+    args = *(shared or none), payload, layer, in_flight, x_TD.shape[1], x_TD.dtype
+    out = _finish_eagerly(placeholder, *args, *tensors)
     return out if extra is None else out + extra
 
 
@@ -185,22 +197,24 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
 
 
 class _Layer(NamedTuple):
-    """What an application of the layer is besides its tensors."""
+    """What an application of the layer is besides its tensors. The caches are of the routed and the shared experts."""
 
     group_name: str
     num_ranks: int
     score_before_experts: bool
     config: Fp8FlowMoEConfig
     cache: WeightCache | None
+    shared_cache: WeightCache | None
 
 
 class _Saved(NamedTuple):
-    """What a forward saves for its backward. :meth:`pack` and :meth:`unpack` know how many tensors each part has.
+    """What a forward saves for the routed experts' backward, with the number of tensors of each part.
 
     Attributes:
         state: of the dispatch, :attr:`titan_fp8moe.dispatch.Dispatch.STATE`.
         routing: of this rank's experts.
-        kept: the rows that arrived, :attr:`titan_fp8moe.dispatch.Dispatch.ROWS`; empty with ``recompute = experts``.
+        kept: the rows that arrived, :attr:`titan_fp8moe.dispatch.Dispatch.ROWS`. Empty with ``recompute = experts``,
+            unless the shared experts need them.
         ffn: of the FFN.
     """
 
@@ -213,7 +227,7 @@ class _Saved(NamedTuple):
         return [*self.state, *self.routing, *self.kept, *(t for t in self.ffn if t is not None)]
 
     @classmethod
-    def unpack(cls, tensors: list[Tensor], group_name: str, recompute: str, save_h: str) -> "_Saved":
+    def unpack(cls, tensors: list[Tensor], group_name: str, keeps_rows: bool, recompute: str, save_h: str) -> "_Saved":
         kind, remaining = dispatch.kind(group_name), list(tensors)
 
         def take(count: int) -> list[Tensor]:
@@ -222,9 +236,28 @@ class _Saved(NamedTuple):
             return taken
 
         state, routing = take(len(kind.STATE)), Routing(*take(len(Routing._fields)))
-        kept = [] if recompute == "experts" else take(len(kind.ROWS))
+        kept = take(len(kind.ROWS)) if keeps_rows else []
         fields = saved_ffn_fields(recompute, save_h)
         return cls(state, routing, kept, SavedFFN(**dict(zip(fields, remaining, strict=True))))
+
+
+class _SharedRows(NamedTuple):
+    """This rank's tokens as the shared experts' one group of rows.
+
+    Attributes:
+        q: (R, D) e4m3, R the number of tokens padded to a multiple of 128.
+        scale: (R, D // 128) e8m0, column-major.
+        end: (1,) int32, R.
+    """
+
+    q: Tensor
+    scale: Tensor
+    end: Tensor
+
+
+def _keeps_rows(group_name: str, has_shared: bool, recompute: str) -> bool:
+    """Whether a forward saves the rows that arrived. Without expert parallelism they are the shared experts' too."""
+    return recompute != "experts" or (has_shared and not group_name)
 
 
 def _routed_experts_forward(
@@ -238,29 +271,80 @@ def _routed_experts_forward(
     score_before_experts: bool,
     recompute: str,
     save_h: str,
+    has_shared: bool,
+    shared_weights: list[Tensor],
+    shared_scales: list[Tensor],
 ) -> list[Tensor]:
-    """The layer's output, or a placeholder of its gradient and a payload in flight; then :meth:`_Saved.pack`.
+    """The forward of a layer, up to the start of the combine.
 
-    ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.weights.ExpertWeights.pack`.
+    ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.weights.ExpertWeights.pack`, and so are the shared
+    experts', which are only read where the dispatch is not asynchronous.
+
+    Returns:
+        The output; :meth:`_Saved.pack`; with shared experts the scale and end of :class:`_SharedRows` and
+        :func:`_shared_forward`'s tensors. With an asynchronous dispatch instead: a placeholder of the output's
+        gradient; the payload in flight; with shared experts their rows; :meth:`_Saved.pack`.
     """
     tokens = dispatch.begin(topk_ids_TK, topk_scores_TK, weights[0].shape[0], group_name, num_ranks)
-    q, scale = ops.quantize_rows(x_TD)
+    group = []
+    if has_shared:
+        q, scale, *group = ops.quantize_group(x_TD)
+    else:
+        q, scale = ops.quantize_rows(x_TD)
     w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
-    rows, routing, kept = tokens.dispatch(q, scale)
+    T = x_TD.shape[0]
+    rows, routing, kept = tokens.dispatch(q[:T], scale[:T])
     x = [Rows(*ops.permute_rows(*rows, routing.row_TK, routing.token_M, routing.offsets_E))]
-    del q, scale, rows
-    if recompute == "experts":
+    if has_shared and tokens.asynchronous:
+        group.insert(0, q)
+    elif has_shared:
+        kept = [q, scale]
+    elif recompute == "experts":
         kept = []  # the FFN saves the rows in expert order instead, and nothing is permuted twice
+    del q, scale, rows
     y, ffn = expert_ffn(x, w13, w2, routing, score_before_experts, recompute, save_h)
-    out = [tokens.start_combine(y, routing, x_TD.dtype)]
     if tokens.asynchronous:
-        out.insert(0, x_TD.new_empty(0))
-    return [*out, *_Saved(tokens.state(), routing, kept, ffn).pack()]
+        payload = tokens.start_combine(y, routing, x_TD.dtype, None)
+        return [x_TD.new_empty(0), payload, *group, *_Saved(tokens.state(), routing, kept, ffn).pack()]
+    shared_y, shared = None, []
+    if has_shared:
+        shared_rows = _SharedRows(kept[0], *group)
+        shared_y, shared = _shared_forward(shared_rows, shared_weights, shared_scales, recompute, save_h)
+    out = tokens.start_combine(y, routing, x_TD.dtype, shared_y)
+    return [out, *_Saved(tokens.state(), routing, kept, ffn).pack(), *group, *shared]
 
 
-def _routed_experts_finish(payload: Tensor, sent_TK: Tensor, D: int, dtype: torch.dtype) -> Tensor:
-    """The layer's output (T, D), once the payload in flight has arrived."""
-    return dispatch.finish_combine(payload, sent_TK, D, dtype)
+def _routed_experts_finish(
+    payload: Tensor,
+    sent_TK: Tensor,
+    shared_rows: list[Tensor],
+    shared_weights: list[Tensor],
+    shared_scales: list[Tensor],
+    D: int,
+    dtype: torch.dtype,
+    recompute: str,
+    save_h: str,
+) -> list[Tensor]:
+    """The layer's output (T, D), once the payload in flight has arrived. Any shared experts run meanwhile; what their
+    backward needs follows the output."""
+    shared_y, shared = None, []
+    if shared_rows:
+        shared_y, shared = _shared_forward(_SharedRows(*shared_rows), shared_weights, shared_scales, recompute, save_h)
+    return [dispatch.finish_combine(payload, sent_TK, D, dtype, shared_y), *shared]
+
+
+def _shared_fields(recompute: str, save_h: str) -> list[str]:
+    """The tensors that the shared experts save, besides the rows, which the routed experts have too."""
+    return [name for name in saved_ffn_fields(recompute, save_h) if not name.startswith("x_")]
+
+
+def _shared_forward(
+    rows: _SharedRows, weights: list[Tensor], weight_scales: list[Tensor], recompute: str, save_h: str
+) -> tuple[Tensor, list[Tensor]]:
+    """The shared experts' output (R, D) bf16 and the tensors of :func:`_shared_fields`."""
+    w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
+    y, saved = expert_ffn([Rows(rows.q, rows.scale)], w13, w2, one_group(rows.end), False, recompute, save_h)
+    return y, [getattr(saved, name) for name in _shared_fields(recompute, save_h)]
 
 
 # One op holds the whole forward (two with an asynchronous dispatch), for per-op activation checkpointing: it keeps the
@@ -269,101 +353,177 @@ def _routed_experts_finish(payload: Tensor, sent_TK: Tensor, D: int, dtype: torc
 _forward_op = custom_op(_routed_experts_forward)
 _forward_op.register_fake(_routed_experts_forward)
 _finish_op = custom_op(_routed_experts_finish)
-_finish_op.register_fake(lambda payload, sent_TK, D, dtype: payload.new_empty(sent_TK.shape[0], D, dtype=dtype))
+_finish_op.register_fake(_routed_experts_finish)
 
 SAVED_OPS = (_forward_op.op, _finish_op.op)
 """The ops that per-op activation checkpointing must keep: both or neither."""
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
-def _forward_flops(x, scores, weights, weight_scales, topk_ids, *_: Any, **__: Any) -> int:
-    """Of both GEMMs, for as many rows as the buffers hold without expert parallelism, padding included."""
-    (T, K), E = topk_ids, weights[0][0]
-    parameters = sum(shape[1] * shape[2] for shape in weights)
-    return 2 * row_capacity(T * K, E) * parameters
+def _forward_flops(x, scores, weights, weight_scales, topk_ids, *rest: Any, **_: Any) -> int:
+    """Of all GEMMs, for as many rows as the buffers hold without expert parallelism, padding included."""
+    (T, K), E, shared = topk_ids, weights[0][0], rest[-2]
+    rows = row_capacity(T * K, E), group_rows(T)
+    return 2 * sum(
+        m * shape[1] * shape[2] for m, shapes in zip(rows, (weights, shared), strict=True) for shape in shapes
+    )
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
+def _operands(weights: ExpertWeights[Tensor], cache: WeightCache | None) -> tuple[list[Tensor], list[Tensor]]:
+    """What the ops take of the weights: themselves, what FSDP gathered in FP8, or the cache's operands."""
+    return (readable(weights) if cache is None else cache.get(weights)[0]).pack()
+
+
+def _ffn_backward(
+    tokens: Rows | None,
+    saved: SavedFFN,
+    weights: ExpertWeights[Tensor],
+    cache: WeightCache | None,
+    routing: Routing,
+    score_before_experts: bool,
+    config: Fp8FlowMoEConfig,
+) -> ExpertFFNBackward:
+    readable_weights = readable(weights)
+    if cache is not None:
+        _, operands = cache.get(weights)
+    else:
+        operands = quantize_weights_transposed(readable_weights, with_w13=tokens is None)
+    return ExpertFFNBackward(tokens, saved, readable_weights, operands, routing, score_before_experts, config)
+
+
+def _shared_backward(
+    rows: _SharedRows, tensors: list[Tensor], weights: ExpertWeights[Tensor], layer: _Layer
+) -> ExpertFFNBackward:
+    """``tensors`` are those of :func:`_shared_fields`."""
+    recompute, save_h = layer.config.recompute, layer.config.save_h
+    saved = dict(zip(_shared_fields(recompute, save_h), tensors, strict=True))
+    x: Rows | None = Rows(rows.q, rows.scale)
+    if recompute == "experts":
+        x, saved = None, dict(x_q=rows.q, x_scale=rows.scale)
+    routing = one_group(rows.end)
+    return _ffn_backward(x, SavedFFN(**saved), weights, layer.shared_cache, routing, False, layer.config)
+
+
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, topk_ids_TK, layer, in_flight):
-        group_name, num_ranks, score_before_experts, config, cache = layer
-        weights = readable(ExpertWeights(w1, w2, w3))
-        if cache is not None:
-            weights, _ = cache.get(weights)
-        values, scales = weights.pack()
+    def forward(ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, s1, s2, s3, topk_ids_TK, layer, has_shared, in_flight):
+        group_name, num_ranks, score_before_experts, config, cache, shared_cache = layer
+        kind, num_rows = dispatch.kind(group_name), len(_SharedRows._fields)
+        shared = ([], []) if s1 is None else _operands(ExpertWeights(s1, s2, s3), shared_cache)
         out, *tensors = _forward_op(
             x_TD,
             topk_scores_TK,
-            values,
-            scales,
+            *_operands(ExpertWeights(w1, w2, w3), cache),
             topk_ids_TK,
             group_name,
             num_ranks,
             score_before_experts,
             config.recompute,
             config.save_h,
+            has_shared,
+            *shared,
         )
-        results = []  # of an asynchronous dispatch: the payload and the state, for the node that ends the combine
-        kind = dispatch.kind(group_name)
+        results = []  # of an asynchronous dispatch: what the node that ends the combine needs
         if kind.asynchronous:
-            payload, *tensors = tensors
-            results = [payload, *tensors[: len(kind.STATE)]]
+            count = 1 + (num_rows if has_shared else 0)
+            results, tensors = tensors[:count], tensors[count:]
+            results += tensors[: len(kind.STATE)]
             ctx.mark_non_differentiable(*results)
             ctx.set_materialize_grads(False)  # no zeros for those
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(w1, w2, w3, *tensors)
-        ctx.layer, ctx.in_flight, ctx.x_dtype = layer, in_flight, x_TD.dtype
+        ctx.save_for_backward(w1, w2, w3, s1, s2, s3, *tensors)
+        ctx.layer, ctx.has_shared, ctx.in_flight, ctx.x_dtype = layer, has_shared, in_flight, x_TD.dtype
         return (out, *results) if results else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
-        layer, config = ctx.layer, ctx.layer.config
-        w1, w2, w3, *tensors = ctx.saved_tensors
-        D = w1.shape[2]
-        state, routing, kept, saved = _Saved.unpack(tensors, layer.group_name, config.recompute, config.save_h)
-        tokens = dispatch.resume(state, layer.group_name)
-        rows = tokens.arrived_rows(kept, D, routing.row_TK.shape[1]) if kept else None
-        weights = readable(ExpertWeights(w1, w2, w3))
-        if layer.cache is not None:
-            _, operands = layer.cache.get(weights)
+        layer, config, group_name = ctx.layer, ctx.layer.config, ctx.layer.group_name
+        w1, w2, w3, s1, s2, s3, *tensors = ctx.saved_tensors
+        D, shared_weights, shared_tensors = w1.shape[2], ExpertWeights(s1, s2, s3), []
+        if s1 is not None:
+            count = 2 + len(_shared_fields(config.recompute, config.save_h))
+            tensors, shared_tensors = tensors[:-count], tensors[-count:]
+        keeps_rows = _keeps_rows(group_name, ctx.has_shared, config.recompute)
+        state, routing, kept, saved = _Saved.unpack(tensors, group_name, keeps_rows, config.recompute, config.save_h)
+        tokens = dispatch.resume(state, group_name)
+        rows = None
+        if config.recompute != "experts":
+            rows = tokens.arrived_rows(kept, D, routing.row_TK.shape[1])
+        ffn = _ffn_backward(
+            rows, saved, ExpertWeights(w1, w2, w3), layer.cache, routing, layer.score_before_experts, config
+        )
+        shared = None
+        if s1 is not None:
+            scale, end, *shared_tensors = shared_tensors
+            shared = _shared_backward(_SharedRows(kept[0], scale, end), shared_tensors, shared_weights, layer)
+        del tensors, saved, shared_tensors  # h is freed after its last use, also where checkpointing has kept it
+        cast_rows, shared_dx = None, None
+        if shared is not None:
+            q, scale, scale_t, _ = ops.quantize_group(dout)
+            shared_dx, _ = shared.dgrad(Rows(q, scale_t))
+            cast_rows = Rows(q[: dout.shape[0]], scale[: dout.shape[0]])
+            del q, scale, scale_t
+        elif tokens.asynchronous:
+            shared_dx = ctx.in_flight.shared_dx_RD
         else:
-            operands = quantize_weights_transposed(weights, with_w13=rows is None)
-        ffn = ExpertFFNBackward(rows, saved, weights, operands, routing, layer.score_before_experts, config)
-        del tensors, saved, operands  # h is freed after its last use, also where checkpointing has kept it
-        dout_rows = tokens.receive_gradients(dout, ctx.in_flight, D)
+            cast_rows = Rows(*ops.quantize_rows(dout))
+        dout_rows = tokens.receive_gradients(cast_rows, ctx.in_flight, D)
         dy = Rows(*ops.permute_rows(*dout_rows, routing.row_TK, routing.token_M, routing.offsets_E))
-        del dout_rows
+        del cast_rows, dout_rows
         dx_M, ds_M = ffn.dgrad(dy)
-        pending = tokens.start_return(dx_M, ds_M, routing, ctx.x_dtype)
+        pending = tokens.start_return(dx_M, ds_M, routing, ctx.x_dtype, shared_dx)
         del dx_M
         weight_grads = ffn.wgrad(w1.dtype, ctx.needs_input_grad[2:5])
-        dx_TD, ds_TK = tokens.finish_return(pending, D, ctx.x_dtype)
-        return dx_TD, ds_TK, *weight_grads, None, None, None
+        shared_grads = [None] * 3 if shared is None else shared.wgrad(s1.dtype, ctx.needs_input_grad[5:8])
+        dx_TD, ds_TK = tokens.finish_return(pending, D, ctx.x_dtype, shared_dx)
+        return dx_TD, ds_TK, *weight_grads, *shared_grads, *[None] * 4
 
 
 class _FinishCombine(torch.autograd.Function):
-    """The end of the forward's combine; in the backward, the start of the dispatch of the output's gradient."""
+    """The end of the forward's combine; in the backward, the start of the dispatch of the output's gradient. The shared
+    experts run here in both directions, while tokens travel."""
 
     @staticmethod
-    def forward(ctx: Any, placeholder, payload, sent_TK, token_C, counts, layer, in_flight, D, dtype):
-        ctx.save_for_backward(sent_TK, token_C, counts)
-        ctx.group_name, ctx.in_flight, ctx.placeholder_dtype = layer.group_name, in_flight, placeholder.dtype
-        out = _finish_op(payload, sent_TK, D, dtype)
+    def forward(ctx: Any, placeholder, s1, s2, s3, payload, layer, in_flight, D, dtype, *tensors):
+        has_shared, config = s1 is not None, layer.config
+        rows = list(tensors[: len(_SharedRows._fields)]) if has_shared else []
+        state = tensors[len(rows) :]
+        weights = _operands(ExpertWeights(s1, s2, s3), layer.shared_cache) if has_shared else ([], [])
+        out, *saved = _finish_op(payload, state[0], rows, *weights, D, dtype, config.recompute, config.save_h)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
         payload.untyped_storage().resize_(0)
+        ctx.save_for_backward(s1, s2, s3, *rows, *state, *saved)
+        ctx.layer, ctx.in_flight, ctx.placeholder_dtype = layer, in_flight, placeholder.dtype
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        tokens = AllToAllDispatch.resume(list(ctx.saved_tensors), ctx.group_name)
-        tokens.send_gradients(dout_TD, ctx.in_flight)
-        return dout_TD.new_empty(0, dtype=ctx.placeholder_dtype), *[None] * 8
+        s1, s2, s3, *tensors = ctx.saved_tensors
+        layer, num_state = ctx.layer, len(AllToAllDispatch.STATE)
+        rows = None
+        if s1 is not None:
+            count = len(_SharedRows._fields)
+            rows, tensors = _SharedRows(*tensors[:count]), tensors[count:]
+        tokens = AllToAllDispatch.resume(tensors[:num_state], layer.group_name)
+        if rows is None:
+            tokens.send_gradients(*ops.quantize_rows(dout_TD), ctx.in_flight)
+            shared_grads = [None] * 3
+        else:
+            q, scale, scale_t, _ = ops.quantize_group(dout_TD)
+            T = dout_TD.shape[0]
+            tokens.send_gradients(q[:T], scale[:T], ctx.in_flight)
+            ffn = _shared_backward(rows, tensors[num_state:], ExpertWeights(s1, s2, s3), layer)
+            del tensors, rows
+            ctx.in_flight.shared_dx_RD, _ = ffn.dgrad(Rows(q, scale_t))
+            shared_grads = ffn.wgrad(s1.dtype, ctx.needs_input_grad[1:4])
+        placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
+        return placeholder, *shared_grads, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
 # Under torch.compile the two would lie in graphs that know nothing of each other, and the split sizes are data.

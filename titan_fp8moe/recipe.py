@@ -113,6 +113,26 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return q.view(T, D), byte.squeeze(-1).to(torch.uint8).view(E8M0)
 
 
+def group_rows(num_tokens: int) -> int:
+    """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
+    return max(-(-num_tokens // TILE) * TILE, TILE)
+
+
+def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`quantize_rows` for an FFN whose rows are one group: T is padded to R, a multiple of 128.
+
+    Args:
+        x_TD: (T, D) bf16 or fp32, D a multiple of 128.
+
+    Returns:
+        q (R, D) e4m3, scale (R, D // 128) e8m0 row-major, the same scales column-major, and the group's end (1,) int32,
+        which is R. Padding is zeros with the smallest scale (byte 1).
+    """
+    rows = group_rows(x_TD.shape[0])
+    q, scale = quantize_rows(torch.nn.functional.pad(x_TD, (0, 0, 0, rows - x_TD.shape[0])))
+    return q, scale, column_major(scale), torch.full((1,), q.shape[0], dtype=torch.int32, device=q.device)
+
+
 def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
     """128x128 quantization.
 
@@ -225,7 +245,7 @@ def _transpose_shifted(q_MD: Tensor, e_MG: Tensor) -> tuple[Tensor, Tensor]:
 # --- SwiGLU -----------------------------------------------------------------------------------------------------------
 
 
-def swiglu_quantize(h_M2H: Tensor, score_M: Tensor, score_before_experts: bool) -> tuple[Tensor, Tensor]:
+def swiglu_quantize(h_M2H: Tensor, score_M: Tensor | None, score_before_experts: bool) -> tuple[Tensor, Tensor]:
     """GEMM 2's quantized operand ``silu(g) * u * s``, computed in fp32, with h = [g | u].
 
     ``score_before_experts`` multiplies the experts' input by the score. GEMM 1 is linear, so the score is applied to h
@@ -233,13 +253,13 @@ def swiglu_quantize(h_M2H: Tensor, score_M: Tensor, score_before_experts: bool) 
 
     Args:
         h_M2H: (M, 2H) bf16 or fp32, gate then up.
-        score_M: (M,) fp32, the router's score of each row.
+        score_M: (M,) fp32, the router's score of each row; None for an FFN without a router, whose scores are 1.
 
     Returns:
         q_MH (M, H) e4m3 and scale (M, H // 128) e8m0, column-major.
     """
     g, u = h_M2H.float().chunk(2, dim=1)
-    s = score_M.unsqueeze(1)
+    s = _scores(score_M, h_M2H)
     # The backward recomputes the operand with the same expression: F.silu may differ by an ulp, and then by a code.
     if score_before_experts:
         g, u = s * g, s * u
@@ -248,8 +268,13 @@ def swiglu_quantize(h_M2H: Tensor, score_M: Tensor, score_before_experts: bool) 
     return q, column_major(scale)
 
 
+def _scores(score_M: Tensor | None, like: Tensor) -> Tensor:
+    """(M, 1) fp32 scores; ones where there is no router."""
+    return torch.ones(like.shape[0], 1, device=like.device) if score_M is None else score_M.unsqueeze(1)
+
+
 def swiglu_quantize_backward(
-    d_MH: Tensor, h_M2H: Tensor, score_M: Tensor, score_before_experts: bool
+    d_MH: Tensor, h_M2H: Tensor, score_M: Tensor | None, score_before_experts: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Backward of :func:`swiglu_quantize`; also recomputes the operand, for the weight gradient of GEMM 2.
 
@@ -265,7 +290,7 @@ def swiglu_quantize_backward(
         ds (M,) fp32. Scales are column-major.
     """
     g, u = h_M2H.float().chunk(2, dim=1)
-    d, s = d_MH.float(), score_M.unsqueeze(1)
+    d, s = d_MH.float(), _scores(score_M, d_MH)
     if score_before_experts:
         g, u = s * g, s * u
     sigmoid = torch.sigmoid(g)
@@ -388,8 +413,8 @@ def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor) -> tuple[Tensor, 
     return q[index].view(FP8), column_major(s[index].view(E8M0))
 
 
-def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Sums each token's rows in fp32, in the order k = 0..K-1, and rounds once.
+def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None) -> Tensor:
+    """Sums each token's rows in fp32, in the order k = 0..K-1, then the token's row of ``addend_RD``, and rounds once.
 
     With expert parallelism ``y_MD`` holds the bf16 row that came back for each dispatched token and ``row_TK`` is
     ``sent_TK`` of :func:`dispatch_routing`. A token's ranks are then added in the order of its first pair on each.
@@ -397,6 +422,7 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
     Args:
         y_MD: (M, D) bf16 or fp32.
         row_TK: (T, K) int32. A negative row adds nothing.
+        addend_RD: (R, D) bf16 or fp32, R >= T, the output of an FFN that serves every token; or None.
 
     Returns:
         (T, D) out_dtype.
@@ -405,6 +431,8 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tenso
     for row_T in row_TK.unbind(1) if y_MD.shape[0] else ():
         row = y_MD[row_T.long().clamp(min=0)].float()
         out = out + row.masked_fill((row_T < 0).unsqueeze(1), 0)
+    if addend_RD is not None:
+        out = out + addend_RD[: out.shape[0]].float()
     return out.to(out_dtype)
 
 

@@ -80,7 +80,7 @@ def record(
     dh: tuple[Tensor, Tensor],
     weights: ExpertWeights[Weight],
     offsets_E: Tensor,
-    token_M: Tensor,
+    token_M: Tensor | None,
     wgrad: str,
 ) -> None:
     """Counts one layer's backward.
@@ -96,8 +96,9 @@ def record(
     """
     global _counts
     if _counts is None:
-        _counts = _zeros(token_M.device)
-    live_BR = (token_M >= 0).view(-1, TILE)
+        _counts = _zeros(offsets_E.device)
+    live_M = torch.ones_like(x[0][:, 0], dtype=torch.bool) if token_M is None else token_M >= 0
+    live_BR = live_M.view(-1, TILE)
     for kinds, pair in ((("x", "dh"), (x, dh)), (("a", "dy"), (a, dy))):
         balance = [0, 0]
         if wgrad == "balanced":

@@ -88,7 +88,7 @@ class AllToAllDispatch:
     def state(self) -> list[Tensor]:
         return [self.sent_TK, self.token_C, self.counts]
 
-    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
         return self._send_back(y_MD, None, routing)
 
     def _send_back(self, y_MD: Tensor, ds_M: Tensor | None, routing: Routing) -> Tensor:
@@ -102,26 +102,32 @@ class AllToAllDispatch:
         (payload,) = kept
         return Rows(*ops.unpack_dispatch(payload, D, top_k)[:2])
 
-    def send_gradients(self, dout_TD: Tensor, in_flight: InFlight) -> None:
-        """Quantizes the output's gradient (T, D) and sends it the way its tokens went."""
-        in_flight.payload = self._send(*ops.quantize_rows(dout_TD), None, None, self.counts.shape[2] - 1)
+    def send_gradients(self, q: Tensor, scale: Tensor, in_flight: InFlight) -> None:
+        """Sends the output's quantized gradient (T, D) the way its tokens went."""
+        in_flight.payload = self._send(q, scale, None, None, self.counts.shape[2] - 1)
 
-    def receive_gradients(self, dout: Tensor, in_flight: InFlight, D: int) -> Rows:
-        return Rows(*ops.unpack_dispatch(ops.wait(in_flight.take()), D, 0)[:2])
+    def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, D: int) -> Rows:
+        payload = ops.wait(cast(InFlight, in_flight).take())
+        return Rows(*ops.unpack_dispatch(payload, D, 0)[:2])
 
-    def start_return(self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    def start_return(
+        self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
+    ) -> Tensor:
         return self._send_back(dx_MD, ds_M, routing)
 
-    def finish_return(self, pending: Tensor, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def finish_return(
+        self, pending: Tensor, D: int, dtype: torch.dtype, addend_RD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         rows, ds = ops.unpack_combine(ops.wait(pending), D, self.sent_TK.shape[1])
         # A backward's payload holds score gradients.
-        return ops.unpermute_gradients(rows, cast(Tensor, ds), self.sent_TK, dtype)
+        return ops.unpermute_gradients(rows, cast(Tensor, ds), self.sent_TK, dtype, addend_RD)
 
 
-def finish_combine(payload: Tensor, sent_TK: Tensor, D: int, dtype: torch.dtype) -> Tensor:
-    """The output (T, D) of :meth:`AllToAllDispatch.start_combine`'s payload: each token's rows, summed in fp32."""
+def finish_combine(payload: Tensor, sent_TK: Tensor, D: int, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
+    """The output (T, D) of :meth:`AllToAllDispatch.start_combine`'s payload: each token's rows and its row of
+    ``addend_RD``, summed in fp32."""
     rows, _ = ops.unpack_combine(ops.wait(payload), D, 0)
-    return ops.unpermute_sum(rows, sent_TK, dtype)
+    return ops.unpermute_sum(rows, sent_TK, dtype, addend_RD)
 
 
 def _arriving_rows(counts_N: list[list[int]]) -> tuple[int, int]:

@@ -50,8 +50,9 @@ class Dispatch(Protocol):
         """After :meth:`dispatch`: what a backward needs of it."""
         ...
 
-    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-        """Sums rows (M, D) bf16 over each token's local experts. Returns the output (T, D) or a payload in flight."""
+    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
+        """Sums rows (M, D) bf16 over each token's local experts. Returns the output (T, D), with ``addend_RD`` added,
+        or a payload in flight; its ``addend_RD`` is an argument of :func:`finish_combine`."""
         ...
 
     @staticmethod
@@ -59,27 +60,34 @@ class Dispatch(Protocol):
         """The forward's :attr:`Arrived.rows`, from :attr:`Arrived.kept`."""
         ...
 
-    def receive_gradients(self, dout: Tensor, in_flight: "InFlight", D: int) -> Rows:
-        """The quantized gradient of the output, one row per token that arrived in the forward. ``dout`` is that
-        gradient, (T, D); with an asynchronous dispatch the gradient of a placeholder."""
+    def receive_gradients(self, dout: Rows | None, in_flight: "InFlight | None", D: int) -> Rows:
+        """The quantized gradient of the output, one row per token that arrived in the forward. ``dout`` is that of
+        this rank's tokens, or None where it is in flight."""
         ...
 
-    def start_return(self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype) -> Any:
+    def start_return(
+        self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
+    ) -> Any:
         """Starts to return the rows' gradients: of the input, (M, D) bf16, and of the scores, (M,) fp32."""
         ...
 
-    def finish_return(self, pending: Any, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The tokens' gradients, (T, D) in ``dtype``, and the scores', (T, K) fp32."""
+    def finish_return(
+        self, pending: Any, D: int, dtype: torch.dtype, addend_RD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens' gradients, (T, D) in ``dtype``, and the scores', (T, K) fp32. ``addend_RD`` is added to the
+        tokens' gradients here if the dispatch is asynchronous, else in :meth:`start_return`."""
         ...
 
 
 class InFlight:
-    """Carries the backward's payload from the autograd node that sends it to the node that receives it.
+    """Carries what the autograd node that begins the backward has for the node that ends it: the payload in flight, and
+    the shared experts' input gradient.
 
-    The payload is no gradient: autograd would check its shape and cast it.
+    The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
     """
 
     payload: Tensor | None = None
+    shared_dx_RD: Tensor | None = None
 
     def take(self) -> Tensor:
         payload, self.payload = self.payload, None

@@ -1,6 +1,6 @@
 """All experts are in this process: tokens stay where they are, and no host-device sync is needed."""
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -35,18 +35,22 @@ class LocalDispatch:
     def state(self) -> list[Tensor]:
         return []
 
-    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-        return ops.unpermute_sum(y_MD, routing.row_TK, dtype)
+    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
+        return ops.unpermute_sum(y_MD, routing.row_TK, dtype, addend_RD)
 
     @staticmethod
     def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
         return Rows(*kept)
 
-    def receive_gradients(self, dout: Tensor, in_flight: InFlight, D: int) -> Rows:
-        return Rows(*ops.quantize_rows(dout))
+    def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, D: int) -> Rows:
+        return cast(Rows, dout)
 
-    def start_return(self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return ops.unpermute_gradients(dx_MD, ds_M.unsqueeze(1), routing.row_TK, dtype)
+    def start_return(
+        self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.unpermute_gradients(dx_MD, ds_M.unsqueeze(1), routing.row_TK, dtype, addend_RD)
 
-    def finish_return(self, pending: tuple[Tensor, Tensor], D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def finish_return(
+        self, pending: tuple[Tensor, Tensor], D: int, dtype: torch.dtype, addend_RD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return pending

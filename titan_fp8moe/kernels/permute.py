@@ -177,11 +177,11 @@ def pack_dispatch(
 @Kernel
 @triton.jit
 def _unpermute_sum_kernel(
-    y, row_TK, ds, out, out_ds, STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr, DS_PER_PAIR: tl.constexpr,
+    y, row_TK, addend, ds, out, out_ds, STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr, DS_PER_PAIR: tl.constexpr,
     OUT_STRIDE: tl.constexpr, OUT_DS_STRIDE: tl.constexpr, WORDS: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     PAD_WORDS: tl.constexpr, COLUMNS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Each CTA sums one column block of one token, in the order of k.
+    """Each CTA sums one column block of one token, in the order of k, then that of ``addend`` (R, D) unless it is None.
 
     All K loads are independent. With FEW, most rows are missing; branches skip them, since adding their zeros would
     take longer than moving the bytes. With ``ds`` the first block also writes WORDS words: the score gradients of the
@@ -202,6 +202,8 @@ def _unpermute_sum_kernel(
                 total += tl.load(y + row * STRIDE + column, mask=in_row, other=0.0).to(tl.float32)
         else:
             total += tl.load(y + row * STRIDE + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
+    if addend is not None:
+        total += tl.load(addend + token * D + column, mask=in_row, other=0.0).to(tl.float32)
     tl.store(out + token * OUT_STRIDE + column, total, mask=in_row)
 
     if ds is not None:
@@ -216,7 +218,13 @@ def _unpermute_sum_kernel(
 
 
 def _unpermute_sum(
-    y_MD: Tensor, ds: Tensor | None, row_TK: Tensor, out: Tensor, out_ds: Tensor | None, few: bool
+    y_MD: Tensor,
+    ds: Tensor | None,
+    row_TK: Tensor,
+    addend_RD: Tensor | None,
+    out: Tensor,
+    out_ds: Tensor | None,
+    few: bool,
 ) -> None:
     """Launches the kernel. ``ds`` is (M, 1), or (M, K) with a column for each k; ``out_ds`` is (T, K) or wider, with
     zeros behind the K columns."""
@@ -225,30 +233,33 @@ def _unpermute_sum(
     out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride(0), out_ds.shape[1])
     if T:
         _unpermute_sum_kernel[(cdiv(D, SUM_COLUMNS) * T,)](
-            y_MD, row_TK, ds, out, out_ds, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride, DS_PER_PAIR=per_pair,
+            y_MD, row_TK, addend_RD, ds, out, out_ds, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride, DS_PER_PAIR=per_pair,
             OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
             PAD_WORDS=next_power_of_2(max(words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS,
         )  # fmt: skip
 
 
-def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
+def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None) -> Tensor:
     """Sums each token's rows; see :func:`titan_fp8moe.recipe.unpermute_sum`.
 
     Args:
         y_MD: (M, D) bf16; rows may be strided.
         row_TK: (T, K) int32, contiguous; a negative row adds nothing.
+        addend_RD: (R, D) bf16, contiguous.
     """
     out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
-    _unpermute_sum(y_MD, None, row_TK, out, None, few=False)
+    _unpermute_sum(y_MD, None, row_TK, addend_RD, out, None, few=False)
     return out
 
 
-def unpermute_gradients(dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpermute_gradients(
+    dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """:func:`unpermute_sum`, with the pairs' score gradients (T, K) fp32 in the same launch; see
     :func:`titan_fp8moe.ops.unpermute_gradients`."""
     out = torch.empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype, device=dx_MD.device)
     out_ds = torch.empty(row_TK.shape, dtype=torch.float32, device=dx_MD.device)
-    _unpermute_sum(dx_MD, ds, row_TK, out, out_ds, few=False)
+    _unpermute_sum(dx_MD, ds, row_TK, addend_RD, out, out_ds, few=False)
     return out, out_ds
 
 
@@ -258,5 +269,5 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int) 
     payload = torch.empty(C, width, dtype=torch.uint8, device=y_MD.device)
     ds, out_ds = (None, None) if ds_M is None else (ds_M.unsqueeze(1), payload.view(torch.float32)[:, D // 2 :])
     # Of a dispatched token's top_k pairs, this rank serves one or two.
-    _unpermute_sum(y_MD, ds, row_CK, payload.view(y_MD.dtype), out_ds, few=True)
+    _unpermute_sum(y_MD, ds, row_CK, None, payload.view(y_MD.dtype), out_ds, few=True)
     return payload

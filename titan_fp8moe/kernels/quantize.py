@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import E8M0, FP8, TILE, group_rows
 
 # Chosen by experiments/kernels/sweep.py on an H200; one configuration serves all shapes.
 TILES = 32  # per CTA: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
@@ -57,6 +57,24 @@ def _quantize_rows_kernel(x, q, scale, num_tiles, TILES: tl.constexpr, TILE: tl.
     tl.store(scale + tile, byte, mask=mask)
 
 
+@Kernel
+@triton.jit(do_not_specialize=["num_tiles", "R"])
+def _quantize_group_kernel(
+    x, q, scale, scale_t, end, num_tiles, R, G: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
+):
+    """As :func:`_quantize_rows_kernel` for R rows of G tiles, of which ``num_tiles`` are in x and the others zeros.
+    Also stores the scales column-major, (G, R), and R itself."""
+    tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    values, byte = quantize_tiles(tl.load(x + at, mask=(tile < num_tiles)[:, None], other=0.0).to(tl.float32))
+    mask = tile < R * G
+    tl.store(q + at, values, mask=mask[:, None])
+    tl.store(scale + tile, byte, mask=mask)
+    tl.store(scale_t + tile % G * R + tile // G, byte, mask=mask)
+    if tl.program_id(0) == 0:
+        tl.store(end, R)
+
+
 def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_rows`."""
     T, D = x_TD.shape
@@ -68,6 +86,19 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
         grid = (cdiv(num_tiles, TILES),)
         _quantize_rows_kernel[grid](x_TD.contiguous(), q, scale, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS)
     return q, scale
+
+
+def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Kernel of :func:`titan_fp8moe.recipe.quantize_group`."""
+    (T, D), device = x_TD.shape, x_TD.device
+    R, G = group_rows(T), D // TILE
+    q = torch.empty(R, D, dtype=FP8, device=device)
+    scale, scale_t = (torch.empty(shape, dtype=E8M0, device=device) for shape in ((R, G), (G, R)))
+    end = torch.empty(1, dtype=torch.int32, device=device)
+    _quantize_group_kernel[(cdiv(R * G, TILES),)](
+        x_TD.contiguous(), q, scale, scale_t, end, T * G, R, G=G, TILES=TILES, TILE=TILE, num_warps=WARPS
+    )
+    return q, scale, scale_t.t(), end
 
 
 @triton.jit

@@ -60,7 +60,7 @@ def _swiglu_kernel(
     if h_q is not None:
         _store_tiles(h_q, h_scale, g, row, tile, M, 2 * H, TILE)
         _store_tiles(h_q, h_scale, u, row, up_tile, M, 2 * H, TILE)
-    s = tl.load(score + row)[:, None]
+    s = 1.0 if score is None else tl.load(score + row)[:, None]
     if SCORE_FIRST:
         g, u = s * g, s * u
     out = g * tl.sigmoid(g) * u
@@ -70,7 +70,7 @@ def _swiglu_kernel(
 
 
 def swiglu_quantize(
-    h_M2H: Tensor, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
+    h_M2H: Tensor, score_M: Tensor | None, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
@@ -93,7 +93,7 @@ def _swiglu_backward_kernel(
     d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr, E: tl.constexpr,
     SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A CTA takes whole rows, so that the order in which ds is summed is fixed.
+    """A CTA takes whole rows, so that the order in which ds is summed is fixed. Without ``score`` there is no ds.
 
     h: bf16, or e4m3 with h_scale. q and q_scale are None unless GEMM 2's operand is recomputed.
     """
@@ -101,7 +101,7 @@ def _swiglu_backward_kernel(
     if first >= tl.load(offsets_E + E - 1):
         return
     row = first + tl.arange(0, ROWS)
-    s = tl.load(score + row)[:, None]
+    s = 1.0 if score is None else tl.load(score + row)[:, None]
     ds_row = tl.zeros((ROWS,), tl.float32)
     for tile in tl.range(H // TILE, num_stages=STAGES):
         up_tile = tile + H // TILE
@@ -129,14 +129,15 @@ def _swiglu_backward_kernel(
         _store_tiles(dh, dh_scale, du, row, up_tile, M, 2 * H, TILE)
         if q is not None:
             _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
-    tl.store(ds + row, ds_row)
+    if score is not None:
+        tl.store(ds + row, ds_row)
 
 
 def swiglu_quantize_backward(
     d_MH: Tensor,
     h_M2H: Tensor,
     h_scale: Tensor | None,
-    score_M: Tensor,
+    score_M: Tensor | None,
     offsets_E: Tensor,
     score_before_experts: bool,
     recompute_a: bool,
@@ -150,7 +151,7 @@ def swiglu_quantize_backward(
     M, H = d_MH.shape
     dh, dh_scale = _rows(d_MH, M, 2 * H)
     q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
-    ds = torch.empty(M, dtype=torch.float32, device=d_MH.device)
+    ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
     _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M, H=H,

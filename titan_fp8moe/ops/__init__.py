@@ -23,6 +23,7 @@ from titan_fp8moe.ops.permute import (
 )
 from titan_fp8moe.ops.quantize import (
     QuantizedWeight,
+    quantize_group,
     quantize_rows,
     quantize_weight,
     quantize_weight_both,
@@ -41,6 +42,7 @@ __all__ = [
     "pack_combine",
     "pack_dispatch",
     "permute_rows",
+    "quantize_group",
     "quantize_rows",
     "quantize_weight",
     "quantize_weight_both",

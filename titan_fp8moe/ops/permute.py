@@ -94,27 +94,30 @@ def _(q_TD, scale, row_TK, token_M, offsets_E):
 
 
 @custom_op
-def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> Tensor:
+def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None) -> Tensor:
     """Sums each token's rows in fp32, in the order of k; see :func:`titan_fp8moe.recipe.unpermute_sum`.
 
     Args:
         y_MD: (M, D) bf16; rows may be strided (a view of a payload).
         row_TK: (T, K) int32; a negative row adds nothing.
+        addend_RD: (R, D) bf16, R >= T; its row t is added to token t.
 
     Returns:
         (T, D) out_dtype.
     """
     impl = kernels if use_kernels(y_MD) else recipe
-    return impl.unpermute_sum(y_MD, row_TK, out_dtype)
+    return impl.unpermute_sum(y_MD, row_TK, out_dtype, addend_RD)
 
 
 @unpermute_sum.register_fake
-def _(y_MD, row_TK, out_dtype):
+def _(y_MD, row_TK, out_dtype, addend_RD=None):
     return y_MD.new_empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype)
 
 
 @custom_op
-def unpermute_gradients(dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpermute_gradients(
+    dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """:func:`unpermute_sum` of a backward, and the score gradients of the routed pairs.
 
     Args:
@@ -123,20 +126,21 @@ def unpermute_gradients(dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: to
         row_TK: (T, K) int32: ``row_TK`` of :func:`expert_routing` with (M, 1), ``sent_TK`` of :func:`dispatch_routing`
             with (M, K). In the latter -2 - c stands for row c, whose score gradient counts although the sum has the
             row already. The score gradient at -1 is zero.
+        addend_RD: as in :func:`unpermute_sum`.
 
     Returns:
         (T, D) out_dtype, (T, K) fp32.
     """
     if use_kernels(dx_MD):
-        return kernels.unpermute_gradients(dx_MD, ds, row_TK, out_dtype)
+        return kernels.unpermute_gradients(dx_MD, ds, row_TK, out_dtype, addend_RD)
     row = torch.where(row_TK < -1, -2 - row_TK, row_TK).long()
     column = torch.arange(row_TK.shape[1], device=ds.device) if ds.shape[1] > 1 else 0
     ds_TK = torch.cat([ds, ds.new_zeros(1, ds.shape[1])])[row, column]  # row -1: the zeros
-    return recipe.unpermute_sum(dx_MD, row_TK, out_dtype), ds_TK
+    return recipe.unpermute_sum(dx_MD, row_TK, out_dtype, addend_RD), ds_TK
 
 
 @unpermute_gradients.register_fake
-def _(dx_MD, ds, row_TK, out_dtype):
+def _(dx_MD, ds, row_TK, out_dtype, addend_RD=None):
     return dx_MD.new_empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype), ds.new_empty(row_TK.shape)
 
 

@@ -31,6 +31,31 @@ def _(x_TD):
     return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // TILE, dtype=E8M0)
 
 
+@custom_op
+def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`quantize_rows` for an FFN whose rows are one group; see :func:`titan_fp8moe.recipe.quantize_group`.
+
+    Returns:
+        q (R, D) e4m3, scale (R, D // 128) e8m0 row-major, the same column-major, the group's end (1,) int32; R is T
+        padded to a multiple of 128.
+
+    Raises:
+        ValueError: as :func:`quantize_rows`.
+    """
+    if x_TD.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"quantize_group: x must be bf16 or fp32, got {x_TD.dtype}")
+    require_multiple_of_128("quantize_group", D=x_TD.shape[1])
+    return (kernels if use_kernels(x_TD) else recipe).quantize_group(x_TD)
+
+
+@quantize_group.register_fake
+def _(x_TD):
+    R, G = recipe.group_rows(x_TD.shape[0]), x_TD.shape[1] // TILE
+    scale_t = x_TD.new_empty(G, R, dtype=E8M0).t()
+    q, scale = x_TD.new_empty(R, G * TILE, dtype=FP8), x_TD.new_empty(R, G, dtype=E8M0)
+    return q, scale, scale_t, x_TD.new_empty(1, dtype=torch.int32)
+
+
 class QuantizedWeight(NamedTuple):
     """A GEMM operand of all local experts: ``q`` (E, N, K) e4m3 contiguous, ``scale`` (E, N // 128, K // 128) e8m0."""
 

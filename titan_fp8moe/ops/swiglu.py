@@ -19,13 +19,13 @@ def _no_rows(like: Tensor) -> tuple[Tensor, Tensor]:
 
 @custom_op
 def swiglu_quantize(
-    h_M2H: Tensor, score_M: Tensor, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
+    h_M2H: Tensor, score_M: Tensor | None, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`titan_fp8moe.recipe.swiglu_quantize` for rows in expert order; can also quantize h itself.
 
     Args:
         h_M2H: (M, 2H) bf16, gate then up.
-        score_M: (M,) fp32.
+        score_M: (M,) fp32, or None where there is no router.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
         keep_h: whether to also quantize h, for a backward that saves it in fp8.
 
@@ -54,7 +54,7 @@ def swiglu_quantize_backward(
     d_MH: Tensor,
     h_M2H: Tensor,
     h_scale: Tensor | None,
-    score_M: Tensor,
+    score_M: Tensor | None,
     offsets_E: Tensor,
     score_before_experts: bool,
     recompute_a: bool,
@@ -64,13 +64,13 @@ def swiglu_quantize_backward(
     Args:
         d_MH: (M, H) bf16, the gradient of GEMM 2's operand.
         h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0.
-        score_M: (M,) fp32.
+        score_M: (M,) fp32, or None where there is no router.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
         recompute_a: whether to also return GEMM 2's operand, for a backward that did not save it.
 
     Returns:
         dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, GEMM 2's operand (M, H) e4m3, its scale (M, H // 128) e8m0,
-        ds (M,) fp32; the operand is empty unless ``recompute_a``. Scales are column-major.
+        ds (M,) fp32. The operand is empty unless ``recompute_a``, ds without ``score_M``. Scales are column-major.
     """
     if use_kernels(d_MH):
         return kernels.swiglu_quantize_backward(
@@ -80,11 +80,12 @@ def swiglu_quantize_backward(
     dh, dh_scale, a, a_scale, ds = recipe.swiglu_quantize_backward(d_MH, h, score_M, score_before_experts)
     if not recompute_a:
         a, a_scale = a.new_empty(0), a_scale.new_empty(0)
-    return dh, dh_scale, a, a_scale, ds
+    return dh, dh_scale, a, a_scale, ds if score_M is not None else ds.new_empty(0)
 
 
 @swiglu_quantize_backward.register_fake
 def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a):
     M, H = d_MH.shape
     a = _fake_rows(d_MH, M, H) if recompute_a else _no_rows(d_MH)
-    return *_fake_rows(d_MH, M, 2 * H), *a, torch.empty_like(score_M)
+    ds = d_MH.new_empty(0 if score_M is None else M, dtype=torch.float32)
+    return *_fake_rows(d_MH, M, 2 * H), *a, ds

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8moe import checks, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import compiling, job_checks, parallel
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
 
 NAME = "fp8_flow_moe"
@@ -43,6 +43,8 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.fault_tolerance = job_config.fault_tolerance.enable
+        self.tensor_shards = parallel_dims.tp
+        self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
         checks.warn_about_settings(self.config, self.layout.fsdp_shards)
 
     def convert(self, model: nn.Module) -> None:
@@ -51,7 +53,9 @@ class Fp8FlowMoEConverter(ModelConverter):
             raise ValueError(
                 f"model.converters has {NAME!r}, but the model has no MoE layer; remove it or choose a flavor with MoE"
             )
-        selected = checks.select_layers([*layers], self.config.filter_fqns)
+        shared = [f"{name}.shared_experts" for name, layer in layers.items() if layer.shared_experts is not None]
+        names = checks.select_layers([*layers, *shared], self.config.filter_fqns)
+        selected = [name for name in layers if name in names]
         for name in selected:
             job_checks.check_layer(name, layers[name], self.config, self.layout)
         backend = self._check_hardware() if selected else "nothing to convert"
@@ -60,8 +64,11 @@ class Fp8FlowMoEConverter(ModelConverter):
 
         _prepare_torchtitan(self.config)
         skipped = [name for name in layers if name not in selected]
+        reasons = {}
         for name in selected:
-            Fp8FlowMoE.convert(layers[name], self.config)
+            if layers[name].shared_experts is not None:
+                reasons[name] = self._why_shared_stay(layers[name], f"{name}.shared_experts" in names)
+            Fp8FlowMoE.convert(layers[name], self.config, fp8_shared=reasons.get(name, "") is None)
             # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and bf16
             # experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
             cast(Fp8FlowMoE, layers[name]).experts.keep_fsdp = bool(skipped) or self.fault_tolerance
@@ -69,6 +76,21 @@ class Fp8FlowMoEConverter(ModelConverter):
             f"FP8-Flow-MoE: {len(selected)} MoE layers converted, {len(skipped)} left in bf16"
             f"{' (' + ', '.join(skipped) + ')' if skipped else ''}; {backend}; {self.config.describe()}"
         )
+        if reasons:
+            fp8 = sum(reason is None for reason in reasons.values())
+            why = "; ".join(sorted({reason for reason in reasons.values() if reason is not None}))
+            logger.info(
+                f"FP8-Flow-MoE: shared experts of {fp8} layers in FP8, of {len(reasons) - fp8} as before"
+                f"{': ' + why if why else ''}"
+            )
+
+    def _why_shared_stay(self, layer: MoE, selected: bool) -> str | None:
+        """Why the shared experts of a converted layer stay as they are, or None if they join the FP8 data flow."""
+        if not selected:
+            return f"{NAME}.filter_fqns"
+        if self.converts_linears:
+            return "model.converters has quantize.linear, which converts them"
+        return why_not_fp8(layer.shared_experts, self.tensor_shards)
 
     def _check_hardware(self) -> str:
         if not self.trains_here:

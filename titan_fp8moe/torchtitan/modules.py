@@ -5,13 +5,13 @@ that checkpoints, the Hugging Face adapter, pipeline splitting and initializatio
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.modules import KeepDtype
@@ -27,6 +27,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
 
     config: Fp8FlowMoEConfig
     cache: WeightCache | None = None
+    shared_cache: WeightCache | None = None
     score_before_experts: bool = False
     ep_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
@@ -38,7 +39,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
         converted = cast(Fp8FlowGroupedExperts, experts)
         converted.config = config
         if config.cache_weights:
-            converted.cache = WeightCache()
+            converted.cache, converted.shared_cache = WeightCache(), WeightCache()
             converted.register_load_state_dict_post_hook(_clear_cache)
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
@@ -52,9 +53,10 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
         topk_scores_TK: KeepDtype,
         *,
         meanwhile: Callable[[], Tensor] | None = None,
+        shared: ExpertWeights[Tensor] | None = None,
     ) -> Tensor:
-        """Sums each token's experts with their scores, (T, D) -> (T, D), and adds the result of ``meanwhile``. With
-        ``tp_mesh`` the experts' part is a partial sum over it."""
+        """Sums each token's experts with their scores, (T, D) -> (T, D), and adds the result of ``meanwhile`` or of the
+        ``shared`` experts. With ``tp_mesh`` the experts' part is a partial sum over it."""
         if isinstance(self.w1, DTensor) and self.ep_mesh is None and self.tp_mesh is None:
             raise RuntimeError(
                 "these experts have been sharded by a parallel style that fp8_flow_moe does not know; use torchtitan's "
@@ -70,6 +72,8 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
             score_before_experts=self.score_before_experts,
             meanwhile=meanwhile,
             cache=self.cache,
+            shared=shared,
+            shared_cache=self.shared_cache,
         )
 
     def extra_repr(self) -> str:
@@ -78,18 +82,26 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
 
 
 def _clear_cache(experts: Fp8FlowGroupedExperts, _: object) -> None:
-    if experts.cache is not None:
-        experts.cache.clear()
+    for cache in (experts.cache, experts.shared_cache):
+        if cache is not None:
+            cache.clear()
 
 
 class Fp8FlowMoE(MoE):
-    """torchtitan's MoE layer around :class:`Fp8FlowGroupedExperts`: same router, load balancing and shared experts."""
+    """torchtitan's MoE layer around :class:`Fp8FlowGroupedExperts`: same router, load balancing and parameters.
+
+    Attributes:
+        fp8_shared: whether the shared experts join the FP8 data flow; else they run as torchtitan's module.
+    """
+
+    fp8_shared: bool = False
 
     experts: Fp8FlowGroupedExperts  # pyrefly: ignore[bad-override-mutable-attribute] # converted with the layer
 
     @staticmethod
-    def convert(moe: MoE, config: Fp8FlowMoEConfig) -> None:
+    def convert(moe: MoE, config: Fp8FlowMoEConfig, fp8_shared: bool = False) -> None:
         moe.__class__ = Fp8FlowMoE
+        cast(Fp8FlowMoE, moe).fp8_shared = fp8_shared
         Fp8FlowGroupedExperts.convert(moe.experts, config)
         cast(Fp8FlowMoE, moe).experts.score_before_experts = moe.score_before_experts
 
@@ -113,8 +125,31 @@ class Fp8FlowMoE(MoE):
         # expert parallelism that borrows from tensor parallelism is done here.
         if reorderer_mesh is not None:
             topk_ids_TK = _of_this_rank(topk_ids_TK, reorderer_mesh)
-        shared = None if self.shared_experts is None else lambda: self.shared_experts(x_TD)
-        return self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), meanwhile=shared).view(shape)
+        shared: dict[str, Any] = {}
+        if self.fp8_shared:
+            # The routed tokens' gradients are summed over the tensor-parallel ranks, and so must be the shared ones'.
+            shared["shared"] = _as_experts(self.shared_experts)
+        elif self.shared_experts is not None:
+            shared["meanwhile"] = lambda: self.shared_experts(x_TD)
+        return self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), **shared).view(shape)
+
+
+def why_not_fp8(ffn: nn.Module | None, hidden_dim_shards: int) -> str | None:
+    """The reason why this FFN cannot run in FP8 on ranks that share its hidden dim, or None if it can."""
+    linears: list[Any] = [getattr(ffn, name, None) for name in ("w1", "w2", "w3")]
+    plain = all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
+    if type(ffn) is not FeedForward or not plain:
+        return f"{type(ffn).__name__} of {', '.join(type(linear).__name__ for linear in linears)}"
+    hidden_dim, dim = linears[0].weight.shape
+    if dim % 128 or hidden_dim % (128 * hidden_dim_shards):
+        return f"model dim {dim} and hidden dim {hidden_dim} / {hidden_dim_shards} are not multiples of 128"
+    return None
+
+
+def _as_experts(ffn: nn.Module | None) -> ExpertWeights[Tensor]:
+    """The weights of an FFN as those of one expert; under tensor parallelism this rank's."""
+    weights = (getattr(ffn, name).weight for name in ("w1", "w2", "w3"))
+    return ExpertWeights(*(cast(Any, w.to_local() if isinstance(w, DTensor) else w).unsqueeze(0) for w in weights))
 
 
 def _of_this_rank(topk_ids_TK: Tensor, mesh: DeviceMesh) -> Tensor:
