@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_fp8moe import ops, recipe, routed_experts
@@ -33,6 +34,7 @@ def cases():
     arrived = ops.pack_dispatch(*tokens, token_C, sent_TK, ids_TK, scores_TK, E)
     yield "quantize_rows", (torch.randn(T, D, dtype=BF16),)
     yield "quantize_rows", (torch.randn(128, T).t(),)
+    yield "quantize_group", (torch.randn(T, D, dtype=BF16),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield "quantize_weight", (weights, plain, transposed)
         first, last = (recipe.quantize_weight(w) for w in weights)
@@ -43,6 +45,7 @@ def cases():
     yield "dispatch_routing", (ids_TK, 2, E)
     yield "permute_rows", (*tokens, row_CK, token_M, offsets_E)
     yield "unpermute_sum", (torch.randn(M, D, dtype=BF16), row_TK, FP32)
+    yield "unpermute_sum", (torch.randn(M, D, dtype=BF16), row_TK, BF16, torch.randn(M, D, dtype=BF16))
     for ids_and_scores in ((ids_TK, scores_TK), (None, None)):
         yield "pack_dispatch", (*tokens, token_C, sent_TK, *ids_and_scores, E)
     for ds in (score_M, None):
@@ -60,17 +63,21 @@ def cases():
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
     experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (H, D), (D, H))]  # gate, up, down
+    shared = [w[:1].clone() for w in experts]
     args = (torch.randn(T, D), scores_TK, experts, [], torch.rand(T, E).topk(K).indices, "", 1, False)
-    for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
-        yield "routed_experts_forward", (*args, recompute, save_h)
     payload = torch.randn(C, D, dtype=BF16).view(torch.uint8)
-    yield "routed_experts_finish", (payload, sent_TK, D, FP32)
+    q, _, scale, end = recipe.quantize_group(torch.randn(T, D))
+    for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
+        yield "routed_experts_forward", (*args, recompute, save_h, False, [], [])
+        yield "routed_experts_forward", (*args, recompute, save_h, True, shared, [])
+        yield "routed_experts_finish", (payload, sent_TK, [q, scale, end], shared, [], D, FP32, recompute, save_h)
+    yield "routed_experts_finish", (payload, sent_TK, [], [], [], D, FP32, "none", "bf16")
 
 
 @pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])
 def test_opcheck(name, args):
     utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if any(isinstance(arg, torch.Tensor) and arg.dtype == recipe.FP8 for arg in args):
+    if any(t.dtype == recipe.FP8 for t in tree_leaves(args) if isinstance(t, torch.Tensor)):
         # It compares inputs before and after through a product, which PyTorch does not have for float8.
         utilities.remove("test_schema")
     torch.library.opcheck(getattr(NAMESPACE, name), args, test_utils=utilities)

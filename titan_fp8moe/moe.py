@@ -42,6 +42,9 @@ from titan_fp8moe.weights import (
 )
 
 
+_DEFAULTS = Fp8FlowMoEConfig()  # made here: torch.compile cannot trace its checks
+
+
 def routed_experts(
     x: Tensor,
     w1: Tensor,
@@ -88,7 +91,7 @@ def routed_experts(
         ExpertWeights(w1, w2, w3),
         topk_ids,
         topk_scores,
-        config=config or Fp8FlowMoEConfig(),
+        config=config or _DEFAULTS,
         ep_group=ep_group,
         score_before_experts=score_before_experts,
         meanwhile=meanwhile,
@@ -299,7 +302,7 @@ def _routed_experts_forward(
         group.insert(0, q)
     elif has_shared:
         kept = [q, scale]
-    elif recompute == "experts":
+    if not _keeps_rows(group_name, has_shared, recompute):
         kept = []  # the FFN saves the rows in expert order instead, and nothing is permuted twice
     del q, scale, rows
     y, ffn = expert_ffn(x, w13, w2, routing, score_before_experts, recompute, save_h)

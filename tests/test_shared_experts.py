@@ -1,0 +1,194 @@
+"""Shared experts in the FP8 data flow: gradients, casts, saved bytes, overlap, and which layers have them."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torchtitan.models.moe.moe import FeedForward
+
+from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer
+from titan_fp8moe import ops
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.recipe import group_rows, row_capacity
+from titan_fp8moe.testing import moe_layer, relative_error
+from titan_fp8moe.torchtitan.converter import _SAVED_OPS
+from titan_fp8moe.torchtitan.modules import why_not_fp8
+from titan_fp8moe.weights import ExpertWeights, WeightCache
+
+SHARED_H = 256
+SETTINGS = [
+    Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
+    for recompute, save_h in (("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16"))
+]
+
+
+def make_inputs(tokens=T, dtype=torch.float32):
+    """x, scores, the experts' w1, w2, w3 and the shared experts', as leaves; and the chosen experts."""
+    x, scores, ids, weights = make_layer(tokens, dtype=dtype)
+    shared = [torch.randn(1, *s, device=DEVICE) * 0.05 for s in ((SHARED_H, D), (D, SHARED_H), (SHARED_H, D))]
+    return [t.requires_grad_() for t in (x, scores, *weights, *shared)], ids
+
+
+def run(leaves, ids, config=None, **kwargs):
+    weights, shared = ExpertWeights(*leaves[2:5]), ExpertWeights(*leaves[5:])
+    return apply_experts(leaves[0], weights, ids, leaves[1], config=config or SETTINGS[1], shared=shared, **kwargs)
+
+
+def results(leaves, out, dout):
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of this process alone: the path that tokens take between ranks, without other ranks."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 129, T])
+def test_gradients_against_fp64(config, tokens):
+    leaves, ids = make_inputs(tokens)
+    dout = torch.randn(tokens, D, device=DEVICE)
+    got = results(leaves, run(leaves, ids, config), dout)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    x, _, _, _, _, gate, down, up = exact
+    shared = (F.silu(x @ gate[0].T) * (x @ up[0].T)) @ down[0].T
+    want = results(exact, moe_layer(x, exact[1], ids, *exact[2:5], False) + shared, dout.double())
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape
+        if tokens:  # a token's three score gradients vary more
+            assert 0.01 < relative_error(a, b) < (0.25 if i == 2 and tokens < T else 0.1), (i, relative_error(a, b))
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_expert_parallelism_gives_the_same_bits(group, config):
+    """With one rank the only difference is that the routed experts' part is rounded to bf16 on its way."""
+    leaves, ids = make_inputs(200)
+    dout = torch.randn(200, D)
+    ids[:, 1:] = -1  # one expert per token: the sum of its rows is a bf16 row already
+    local = results(leaves, run(leaves, ids, config), dout)
+    for a, b in zip(results(leaves, run(leaves, ids, config, ep_group=group), dout), local, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_casts_and_no_other_kernel():
+    """One quantization in the forward and one in the backward serve routed and shared experts. The shared output and
+    input gradient have no addition of their own."""
+    leaves, ids = make_inputs()
+    with CastCounter() as forward:
+        out = run(leaves, ids)
+    with CastCounter() as backward:
+        out.backward(torch.randn_like(out))
+    assert not forward.stray_casts and not backward.stray_casts
+    assert forward.ops == {
+        "quantize_group": 1,
+        "expert_routing": 1,
+        "permute_rows": 1,
+        "quantize_weight": 4,
+        "grouped_mm": 4,
+        "swiglu_quantize": 2,
+        "unpermute_sum": 1,
+    }
+    assert backward.ops == {
+        "quantize_group": 1,
+        "permute_rows": 1,
+        "quantize_weight": 4,
+        "grouped_mm": 4,
+        "swiglu_quantize_backward": 2,
+        "transpose_pair": 4,
+        "grouped_mm_wgrad": 4,
+        "unpermute_gradients": 1,
+    }
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_saved_bytes(config):
+    """Of the shared experts: h as the settings say, the rows' scales once more, column-major; x and its scales once."""
+    leaves, ids = make_inputs(dtype=torch.bfloat16)
+    weights, saved = {leaf.data_ptr() for leaf in leaves[2:]}, []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.data_ptr() in weights or saved.append(t.numel() * t.itemsize) or t, lambda t: t
+    ):
+        run(leaves, ids, config)
+
+    def fp8(width):
+        return width + width // 128
+
+    def ffn(width, rows):
+        h = 0 if config.recompute == "experts" else fp8(2 * width) if config.save_h == "fp8" else 4 * width
+        return rows * (h + (fp8(width) if config.recompute == "none" else 0))
+
+    rows, group = row_capacity(T * K, E), group_rows(T)
+    permuted = rows * fp8(D) if config.recompute == "experts" else 0
+    routing = rows * 8 + T * K * 4 + E * 4
+    x = group * (fp8(D) + D // 128) + 4
+    assert sum(saved) == permuted + routing + x + ffn(H, rows) + ffn(SHARED_H, group)
+
+
+def test_checkpointing_by_op_recomputes_nothing(group):
+    leaves, ids = make_inputs(64)
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    for ep_group in (None, group):
+        layer = functools.partial(run, ids=ids, ep_group=ep_group)
+        want = torch.autograd.grad(layer(leaves).square().sum(), leaves)
+        out = checkpoint(
+            lambda x, layer=layer: layer([x, *leaves[1:]]), leaves[0], use_reentrant=False, context_fn=contexts
+        )
+        with CastCounter() as counter:
+            got = torch.autograd.grad(out.square().sum(), leaves)
+        assert counter.ops["grouped_mm"] == 4
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_cached_weights():
+    leaves, ids = make_inputs()
+    caches = dict(cache=WeightCache(), shared_cache=WeightCache())
+    want = torch.autograd.grad(run(leaves, ids).square().sum(), leaves)
+    for quantizations in (4, 0):
+        with CastCounter() as counter:
+            got = torch.autograd.grad(run(leaves, ids, **caches).square().sum(), leaves)
+        assert counter.ops["quantize_weight"] == quantizations
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_frozen_shared_experts():
+    leaves, ids = make_inputs()
+    want = torch.autograd.grad(run(leaves, ids).square().sum(), leaves)
+    for leaf in leaves[5:]:
+        leaf.requires_grad_(False)
+    wgrads, op = [], ops.grouped_mm_wgrad
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "grouped_mm_wgrad", lambda *args: wgrads.append(args) or op(*args))
+        got = torch.autograd.grad(run(leaves, ids).square().sum(), leaves[:5])
+    assert len(wgrads) == 2
+    for a, b in zip(got, want, strict=False):
+        assert torch.equal(a, b)
+
+
+def test_compiles_as_one_graph():
+    leaves, ids = make_inputs()
+    compiled = torch.compile(lambda *leaves: run(leaves, ids), backend="aot_eager", fullgraph=True)
+    for a, b in zip(
+        torch.autograd.grad(compiled(*leaves).square().sum(), leaves),
+        torch.autograd.grad(run(leaves, ids).square().sum(), leaves),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_which_can_be_fp8():
+    assert why_not_fp8(FeedForward(256, 512), 2) is None
+    assert "256 and hidden dim 512 / 8 are not multiples of 128" in why_not_fp8(FeedForward(256, 512), 8)
+    assert "model dim 200" in why_not_fp8(FeedForward(200, 256), 1)
+    other = FeedForward(256, 256)
+    other.w2 = torch.nn.Linear(256, 256)
+    assert why_not_fp8(other, 1) == "FeedForward of Linear, Linear, Linear"
+    assert why_not_fp8(torch.nn.Identity(), 1) == "Identity of NoneType, NoneType, NoneType"
