@@ -557,6 +557,32 @@ def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize(
+    ("flags", "tp", "fp8", "why"),
+    [
+        ([], 1, ["1", "2"], ""),
+        (["--fp8_flow_moe.filter_fqns=layers.1.moe.shared"], 1, ["2"], "filter_fqns"),
+        (["--fp8_flow_moe.filter_fqns=shared_experts"], 1, [], "filter_fqns"),
+        (["--fp8_flow_moe.filter_fqns=layers.1."], 1, ["2"], ""),
+        (["--model.converters=quantize.linear.float8,fp8_flow_moe"], 1, [], "quantize.linear"),
+        ([], 4, [], "hidden dim 256 / 4 are not multiples of 128"),
+    ],
+)
+def test_which_shared_experts_are_fp8(caplog, flags, tp, fp8, why):
+    """Filters match them by name too; what cannot be FP8 stays as it was, and the log says why."""
+    config, dims = make_config(*flags), make_dims(dp_shard=4, tp=tp, ep=4) if tp > 1 else make_dims()
+    model = make_model(config)
+    converter = Fp8FlowMoEConverter(config, dims)
+    with caplog.at_level(logging.INFO):
+        converter.convert(model)
+    blocks = {name: getattr(block, "moe", None) for name, block in model.layers.items()}
+    layers = {name: moe for name, moe in blocks.items() if isinstance(moe, Fp8FlowMoE)}
+    assert [name for name, layer in layers.items() if layer.fp8_shared] == fp8
+    message = next(m for m in caplog.messages if "shared experts of" in m)
+    assert message.startswith(f"FP8-Flow-MoE: shared experts of {len(fp8)} layers in FP8, of {len(layers) - len(fp8)}")
+    assert why in message
+
+
+@pytest.mark.parametrize(
     ("model_name", "flavor", "score_before_experts"),
     [("llama4", "debugmodel", True), ("qwen3", "debugmodel_moe", False)],
 )

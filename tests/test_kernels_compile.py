@@ -43,6 +43,7 @@ def calls(M, D, H, E, T=12288):
     ids_TK, arrived = meta(T, TOP_K, dtype=torch.int64), unpack_dispatch(dispatched, D, TOP_K)
     for dtype in (BF16, FP32):
         yield f"quantize_rows {dtype}", quantize.quantize_rows, (meta(T, D, dtype=dtype),)
+        yield f"quantize_group {dtype}", quantize.quantize_group, (meta(T, D, dtype=dtype),)
         pair, w2 = [meta(E, H, D, dtype=dtype)] * 2, [meta(E, D, H, dtype=dtype)]
         yield f"quantize_weight plain {dtype}", quantize.quantize_weight, (pair, True, False)
         yield f"quantize_weight transposed {dtype}", quantize.quantize_weight, (w2, False, True)
@@ -63,6 +64,11 @@ def calls(M, D, H, E, T=12288):
             for again in (False, True):
                 args = (d, *kept, score_M, offsets_E, first, again)
                 yield f"swiglu backward {first} {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
+    for keep_h in (False, True):
+        yield f"swiglu, no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], False, keep_h)
+    for kept in ((h, None), rows(M, 2 * H)):
+        args = (d, *kept, None, offsets_E[:1], False, True)
+        yield f"swiglu backward, no router {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     for ranks, experts in ((1, E), (32, E), (64, 4), (256, 1)):
         name = f"{ranks} x {experts}"
         yield f"routing {name}", routing.expert_routing, (ids_TK, scores_TK, ranks * experts, M + TILE * E)
@@ -73,6 +79,7 @@ def calls(M, D, H, E, T=12288):
     yield "permute payload", permute.permute_rows, (*arrived[:2], map_TK, index_M, offsets_E)
     for dtype in (BF16, FP32):
         yield f"unpermute {dtype}", permute.unpermute_sum, (y, map_TK, dtype)
+    yield "unpermute with addend", permute.unpermute_sum, (y, map_TK, BF16, meta(M, D, dtype=BF16))
     received = payload[:, : 2 * D].view(BF16)
     yield "unpermute payload", permute.unpermute_sum, (received, map_TK, BF16)
     for ids in (None, map_TK, ids_TK):
@@ -82,6 +89,8 @@ def calls(M, D, H, E, T=12288):
     for ds in (None, score_M):
         yield f"pack_combine {ds is None}", permute.pack_combine, (y, ds, map_TK, 2 * D + 32)
     yield "unpermute_gradients", permute.unpermute_gradients, (y, meta(M, 1, dtype=FP32), map_TK, BF16)
+    args = (y, meta(M, 1, dtype=FP32), map_TK, BF16, meta(M, D, dtype=BF16))
+    yield "unpermute_gradients with addend", permute.unpermute_gradients, args
     yield "unpermute_gradients payload", permute.unpermute_gradients, (received, scores_TK, map_TK, BF16)
 
 

@@ -18,6 +18,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 from titan_fp8moe import moe, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import InFlight
+from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -98,6 +99,21 @@ def test_shared_experts_run_beside_combine_and_dispatch(layer):
         *["grouped_mm", "grouped_mm", "start", "wgrad", "wgrad", "wait"],
         *["mm", "mm"],
     ]
+
+
+def test_fp8_shared_experts_run_beside_combine_and_dispatch(layer):
+    """Their forward is in the op that ends the combine; their backward follows the start of the dispatch."""
+    layer.fp8_shared = True
+    grads, forward, backward = gradients(layer, layer)
+    assert forward == ["mm", "experts", "finish"]
+    assert backward == [
+        *["start", "grouped_mm", "grouped_mm", "wgrad", "wgrad", "wait"],
+        *["grouped_mm", "grouped_mm", "start", "wgrad", "wgrad", "wait"],
+        *["mm", "mm"],
+    ]
+    layer.fp8_shared = False
+    for got, want in zip(grads, gradients(layer, layer)[0], strict=True):
+        assert relative_error(got, want) < 0.1
 
 
 def test_checkpointing_by_op_moves_no_token_again(layer):

@@ -41,7 +41,6 @@ from titan_fp8moe.weights import (
     readable,
 )
 
-
 _DEFAULTS = Fp8FlowMoEConfig()  # made here: torch.compile cannot trace its checks
 
 
@@ -467,8 +466,8 @@ class _RoutedExperts(torch.autograd.Function):
         del tensors, saved, shared_tensors  # h is freed after its last use, also where checkpointing has kept it
         cast_rows, shared_dx = None, None
         if shared is not None:
-            q, scale, scale_t, _ = ops.quantize_group(dout)
-            shared_dx, _ = shared.dgrad(Rows(q, scale_t))
+            q, scale, scale_t, _end = ops.quantize_group(dout)
+            shared_dx, _ds = shared.dgrad(Rows(q, scale_t))
             cast_rows = Rows(q[: dout.shape[0]], scale[: dout.shape[0]])
             del q, scale, scale_t
         elif tokens.asynchronous:

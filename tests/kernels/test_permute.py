@@ -243,6 +243,19 @@ def test_unpermute_sum(generator, K, out_dtype, strided):
         assert not impl.unpermute_sum(y[:0], torch.full_like(row_TK, -1), out_dtype).any()
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_sums_with_an_addend(generator, out_dtype):
+    """The rows of an FFN that serves every token join the sums, last and before the one rounding."""
+    M, D, T, K = 64, 1408, 19, 3
+    y, addend = randn(generator, M, D).bfloat16(), randn(generator, 128, D).bfloat16()
+    row_TK, ds = randint(generator, -1, M, T, K).to(torch.int32), randn(generator, M, 1)
+    row_TK[0] = -1
+    want = recipe.unpermute_sum(y, row_TK, out_dtype, addend)
+    assert_same_bits(permute.unpermute_sum(y, row_TK, out_dtype, addend), want)
+    assert_same_bits(permute.unpermute_gradients(y, ds, row_TK, out_dtype, addend)[0], want)
+    assert_same_bits(want[0], addend[0].to(out_dtype))
+
+
 @pytest.mark.parametrize("D", [128, 1408])
 @pytest.mark.parametrize("C", [0, 1, 45])
 @pytest.mark.parametrize("K", [1, 6])

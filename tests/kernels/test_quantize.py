@@ -46,6 +46,23 @@ def test_rows_hard_tiles(generator, dtype):
     check_rows(hard_tiles(generator).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("T, D", [(0, 128), (1, 256), (128, 384), (129, 1408)])
+def test_group(generator, T, D, dtype):
+    """Rows padded with zeros to a multiple of 128, their scales in both layouts, and their number."""
+    x = (randn(generator, T, D) * 2.0 ** randint(generator, -20, 20, T, 1)).to(dtype)
+    got, want = quantize.quantize_group(x), recipe.quantize_group(x)
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)
+    assert got[2].t().is_contiguous() and got[3].item() == max(-(-T // 128) * 128, 128)
+
+
+def test_group_hard_tiles(generator):
+    x = hard_tiles(generator)
+    for g, w in zip(quantize.quantize_group(x), recipe.quantize_group(x), strict=True):
+        assert_same_bits(g, w)
+
+
 def test_rows_any_bits(generator):
     exponent_spread = randint(generator, -(2**31), 2**31, 64, 128).to(torch.int32)
     check_rows(exponent_spread.view(FP32))

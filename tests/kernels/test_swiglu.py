@@ -92,3 +92,26 @@ def test_backward(generator, score_before_experts, fp8_h, special):
         h_scale = h_scale.view(torch.uint8).contiguous().view(recipe.E8M0)  # as it may come back from the host
         for first, second in zip((dh, q, ds), run()[::2], strict=True):
             assert_same_bits(first[:end], second[:end])
+
+
+@pytest.mark.parametrize("fp8_h", [False, True])
+def test_without_a_router(generator, fp8_h):
+    """Scores of None are ones, and have no gradient."""
+    M, H = 256, 384
+    h, d, _ = inputs(generator, M, H)
+    ones, end = torch.ones(M, device=h.device), offsets(M, device=h.device)
+    for a, b in zip(
+        swiglu.swiglu_quantize(h, None, end, False, fp8_h),
+        swiglu.swiglu_quantize(h, ones, end, False, fp8_h),
+        strict=True,
+    ):
+        assert_same_bits(a, b)
+    kept = (h, None)
+    if fp8_h:
+        q, scale = recipe.quantize_rows(h)
+        kept = q, recipe.column_major(scale)
+    *got, ds = swiglu.swiglu_quantize_backward(d, *kept, None, end, False, True)
+    *want, _ = swiglu.swiglu_quantize_backward(d, *kept, ones, end, False, True)
+    assert ds.numel() == 0
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
