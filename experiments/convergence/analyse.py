@@ -14,7 +14,6 @@ of one recipe and checkpoint. Only runs that came to the end count.
 """
 
 import argparse
-import io
 import json
 import re
 from collections import defaultdict
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.pictures import save
 from titan_fp8moe.testing import write_records
 
 SMOOTH = 50  # steps of the running mean
@@ -348,7 +348,7 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
     handles, labels = norm.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
     figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", fontsize=8, ncol=8)
-    save(figure, path)
+    save(figure, path, dpi=90)
 
 
 def draw_effects(runs: list[Run], axis) -> None:
@@ -394,16 +394,7 @@ def draw_stress(runs: list[Run], path: Path) -> None:
         norm.set(title="gradient norm before clipping", xlabel="step", yscale="log")
         for axis in (loss, deviation, norm):
             axis.grid(alpha=0.3)
-    save(figure, path)
-
-
-def save(figure, path: Path) -> None:
-    """Writes a PNG of 128 colours, a third of the usual size."""
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=90)
-    Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    save(figure, path, dpi=90)
 
 
 def draw_finals(records: list[dict], path: Path) -> None:
@@ -431,7 +422,7 @@ def draw_finals(records: list[dict], path: Path) -> None:
         axis.axhline(0, color="black", lw=0.8)
         axis.set_ylabel("held-out loss")
         axis.grid(alpha=0.3)
-    save(figure, path)
+    save(figure, path, dpi=90)
 
 
 def records(runs: list[Run], rows: list[dict]) -> list[dict]:

@@ -1,10 +1,9 @@
 """Hopper's kernels on small shapes, for compute-sanitizer: the GEMMs, a layer, and what surrounds all-to-alls.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m experiments.gpu_tests.sanitize
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m experiments.kernels.sanitize
 
-Without the variable tensors share PyTorch's large allocations, and an access past the end of one is none of memory's.
-
-What it said, with racecheck and synccheck as well, is in sanitizer.txt.gz.
+Without the variable tensors share PyTorch's large allocations, and an access past the end of one goes unnoticed.
+CONTRIBUTING.md says what the tools report of healthy kernels.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
 The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from high precision, are the references.
 
-    python -m experiments.layer_error.run --out experiments/layer_error
+    python -m experiments.numerics.layer --out experiments/numerics
 
-Writes results.json and prints two tables: (1) one DeepSeek-V3-shaped layer on normal data, (2) the weight gradient
+Adds to results.json and prints two tables: (1) one DeepSeek-V3-shaped layer on normal data, (2) the weight gradient
 alone when token scales of its two operands are anti-correlated, by transpose mode and for requantized transposes.
 """
 
