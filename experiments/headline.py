@@ -13,6 +13,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from experiments.pictures import save
+
 PANELS = {
     "tokens_per_second": ("tokens/s, more is better", "{:,.0f}"),
     "memory_gib": ("peak memory in GiB, less is better", "{:.1f}"),
@@ -45,7 +47,7 @@ def draw(results: dict, path: Path) -> None:
     axes[0].invert_yaxis()  # shared: the first row is on top
     source = f"{results['hardware']}, commit {results['commit']}, {results['date']}"
     figure.suptitle(f"{results['title']} ({source})", fontsize=11)
-    figure.savefig(path, dpi=150)
+    save(figure, path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def test_effects_equal_a_two_sample_t_interval():
     assert effects["balanced"].mean == pytest.approx(0.0015)
     assert effects["balanced"].half_width == pytest.approx(2.7764 * 0.001 * (2 / 3) ** 0.5, rel=5e-3)
     assert effects["balanced"].runs == 3
-    assert effects["balanced"].within_goal() == "undecided"
+    assert effects["balanced"].within_margin() == "undecided"
 
 
 def test_intervals_cover_the_truth():
@@ -41,8 +41,8 @@ def test_effects_need_a_repetition():
 
 
 @pytest.mark.parametrize(("mean", "expected"), [(0.0004, "yes"), (0.0006, "undecided"), (-0.0016, "no")])
-def test_within_goal(mean, expected):
-    assert analyse.Effect(mean, 0.0005, 4).within_goal() == expected
+def test_within_margin(mean, expected):
+    assert analyse.Effect(mean, 0.0005, 4).within_margin() == expected
 
 
 def write_run(folder, name, first_step, last_step, loss, evaluated):
@@ -84,6 +84,26 @@ def test_a_branch_that_was_cut_off(tmp_path):
     assert "| balanced | 1 |" in table and "naive" not in table
     records = analyse.records(runs, list(rows.values()))
     assert any(record["name"] == "balanced: final held-out loss" for record in records)
+
+
+def test_final_losses_are_drawn_from_records(tmp_path, monkeypatch):
+    """One point for each recipe of a branch and for each change under stress; no log is read."""
+    for name, first_step, loss in (
+        ("bf16-s1-resume", 200, 2.0),
+        ("bf16-s1-resume1", 200, 2.002),
+        ("balanced-s1-resume", 200, 2.004),
+        ("naive-s1-resume", 200, 2.2),
+        ("bf16-s1-tiny", 0, 2.0),
+        ("balanced-s1-tiny", 0, 2.1),
+    ):
+        write_run(tmp_path, name, first_step, 300, loss, [first_step, 300])
+    runs = analyse.read_runs(tmp_path)
+    records = analyse.records(runs, analyse.summarize(runs, {}))
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda self, x, y, error, **_: drawn.append((x, round(y, 2))))
+    analyse.draw_finals(records, tmp_path / "finals.png")
+    assert drawn == [(0, 0.15), (1, 9.95), (0, 5.0)]  # % from bf16: the branch's mean is 2.001
+    assert (tmp_path / "finals.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_broken_runs_give_valid_json(tmp_path):

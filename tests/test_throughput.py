@@ -18,7 +18,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments.throughput import layer, plot_layer, profile_step, train
+from experiments.throughput import layer, plot, profile_step, train
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
     TRACED,
@@ -33,6 +33,8 @@ from experiments.throughput.kernel_trace import (
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
 from titan_fp8moe.kernels import launch
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("tokens,top_k,experts", [(4096, 6, 64), (1024, 8, 32), (512, 8, 8), (0, 2, 4)])
@@ -266,24 +268,39 @@ def test_what_is_known_of_a_layer_is_kept(tmp_path: Path, capsys):
         "  saved    0.0 KiB/token", ""
     )
     for _ in range(2):
-        layer.save(result, tmp_path, 1)
+        layer.save(result, tmp_path, tmp_path)
     records = json.loads((tmp_path / "results.json").read_text())
     assert [(r["name"], r["speedup"]) for r in records] == [("moe_layer eager", 1.5)]
     assert records[0]["reference"] == "torchtitan bf16, eager"
     assert json.loads((tmp_path / "layer_1gpu.json").read_text()) == [result]
 
 
-def test_plot_of_layers(tmp_path: Path, monkeypatch):
-    """Those without profiles are left out."""
+def profiled_result(gpus: int) -> dict:
     classes = {"bf16": {"grouped GEMM": (6.0, 9), "copy": (3.0, 4)}, "fp8": {"grouped GEMM": (4.0, 7)}}
-    profiled = partial_result() | {"ms": {"bf16": [10.0], "fp8": [5.0]}, "classes": classes}
-    path = tmp_path / "layer_1gpu.json"
-    path.write_text(json.dumps([partial_result(), profiled]))
+    ms = {"bf16": [10.0], "fp8": [5.0], "fp8 with weight quantization": [8.0], "fp8 recompute=none": [4.0]}
+    saved = {"bf16": 8.0, "fp8": 4.0, "fp8 recompute=none": 6.0}
+    return partial_result() | dict(gpus=gpus, ms=ms, classes=classes, saved_bytes_per_token=saved)
+
+
+def test_names_of_layer_records():
+    records = {r["name"]: (r["shape"], r["speedup"]) for r in layer.records(profiled_result(2))}
+    shape = "671B, 8 experts per GPU, 4096 tokens, 2 GPUs"
+    assert records == {
+        "moe_layer": (shape, 2.0),
+        "moe_layer_with_weights": (shape, 1.25),
+        "moe_layer recompute=none": (shape, 2.5),
+        "moe_layer saved": (shape, 2.0),
+        "moe_layer saved recompute=none": (shape, pytest.approx(4 / 3)),
+    }
+
+
+def test_plot_of_layers(tmp_path: Path, monkeypatch):
+    """One GPU only; records without profiles are left out."""
+    results = [partial_result(), profiled_result(2), profiled_result(1)]
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.text", lambda self, x, y, text, **kwargs: drawn.append(text))
-    monkeypatch.setattr("sys.argv", ["", str(path)])
-    plot_layer.main()
-    assert drawn == ["10.0 ms", "5.0 ms  2.00x"] and path.with_suffix(".png").stat().st_size > 0
+    plot.draw([r for result in results for r in layer.records(result)], tmp_path / "layer.png")
+    assert drawn == ["10.0 ms", "5.0 ms  2.00x"] and (tmp_path / "layer.png").stat().st_size > 0
 
 
 def stub_processes(folder: Path, *programs: str) -> layer.Processes:
@@ -367,6 +384,47 @@ def test_largest_batch(monkeypatch, tmp_path, fitting):
     }  # fmt: skip
 
 
+def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
+    """A variant is compared with bf16 and with the defaults; the shape says what was trained."""
+    monkeypatch.setattr(train, "WORK", tmp_path)
+    args = train.parser("").parse_args(
+        "--out o --gpus 1 --layers 6 --attention sdpa -- --training.seq_len=8192".split()
+    )
+    shape = train.finish(args, "train")
+    assert shape == "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU, training.seq_len=8192"
+    assert args.work.is_dir() and args.work.parent == tmp_path
+    assert "--model.flavor=16B_6_layers_sdpa" in train.overrides("bf16", args, 0)
+    speeds = {"bf16": 10.0, "fp8_flow": 20.0, "fp8_flow:save_h=fp8,recompute=none": 16.0, "torchao": 8.0}
+    results = [dict(variant=v, error=None, median_tokens_per_second=s, peak_memory_gib=None) for v, s in speeds.items()]
+    option = "train_qwen3_30b save_h=fp8 recompute=none"
+    assert [(r["name"], r["reference"], r["speedup"]) for r in train.records(results, "qwen3_30b", shape)] == [
+        ("train_qwen3_30b", "bf16", 2.0), ("train_qwen3_30b", "torchao", 2.5),
+        (option, "bf16", 1.6), (option, "fp8_flow", 0.8), (option, "torchao", 2.0),
+    ]  # fmt: skip
+    found = [dict(variant=v, largest=n, found=True) for v, n in (("bf16", 4), ("fp8_flow:save_h=fp8", 6))]
+    assert [(r["name"], r["speedup"]) for r in train.batch_records(found, "16b", shape)] == [
+        ("train_16b save_h=fp8 largest local batch", 1.5)
+    ]
+
+
+@pytest.mark.parametrize("model", train.MODELS)
+def test_flavors_of_the_setting(model: str):
+    """torchtitan takes every run's command line, in a process that imports the setting as its trainer does."""
+    script = """
+import sys
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
+config = ConfigManager().parse_args(sys.argv[1:])
+import experiments.throughput.setting
+args = get_train_spec(config.model.name).model_args[config.model.flavor]
+print(args.n_layers, args.attn_type, args.attn_mask_type, config.training.local_batch_size)
+"""
+    args = train.parser("").parse_args(f"--out o --model {model} --layers 5 --attention flex --local-batch 2".split())
+    command = [sys.executable, "-c", script, f"--job.config_file={train.CONFIG}", *train.overrides("bf16", args, 0)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.split() == ["5", "flex", "block_causal", "2"], found.stderr
+
+
 def test_log(tmp_path: Path):
     line = (
         "[rank0]:[titan] 2026-11-21 13:13:01,717 - root - INFO - step: {step:2}  loss:  8.21696  grad_norm:  1.2345  "
@@ -382,7 +440,7 @@ def test_log(tmp_path: Path):
     assert list(result["losses"]) == ["2", "4", "6", "8", "10", "12"] and result["losses"]["2"] == 8.21696
     failed = result | {"seed": 1, "error": "out of memory", "peak_memory_gib": 1}
     fp8 = result | {"variant": "fp8_flow", "median_tokens_per_second": 22022, "peak_memory_gib": 80.0}
-    records = train.records([result, failed, fp8], "shape")
-    assert [(r["name"], r["reference"]) for r in records] == [("train_16b fp8_flow", "bf16")] * 2
+    records = train.records([result, failed, fp8], "16b", "shape")
+    assert [(r["name"], r["reference"]) for r in records] == [("train_16b", "bf16"), ("train_16b memory", "bf16")]
     assert [r["speedup"] for r in records] == pytest.approx([2.0, 91.9 / 80])
     assert "| 11,011 (11,010 to 11,012) out of memory |" in train.table([failed], [2])

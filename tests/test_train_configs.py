@@ -19,6 +19,7 @@ EXPECTED = {
     "debug": ("1 ranks", "w1 (8, 256, 256), on this rank (8, 256, 256)"),
     "debugmodel": ("1 ranks", "w1 (8, 256, 256), on this rank (8, 256, 256)"),
     "deepseek_v3_16b": ("8 ranks", "w1 (64, 1408, 2048), on this rank (8, 1408, 2048)"),
+    "deepseek_v3_16b_short": ("1 ranks", "w1 (64, 1408, 2048), on this rank (64, 1408, 2048)"),
     "deepseek_v3_671b": ("256 ranks", "w1 (256, 2048, 7168), on this rank (8, 2048, 7168)"),
 }
 

@@ -27,8 +27,8 @@ if [ -n "$(lacking $modules)" ]; then
     . .venv/bin/activate
     if [ ! -e .venv/complete ] || [ -n "$(lacking $modules)" ]; then
         echo "Installing into .venv ..."
-        python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
-        python -m pip install --quiet --disable-pip-version-check -e ".[torchtitan,dev]"
+        python -m pip install --disable-pip-version-check "torch==2.13.0"
+        python -m pip install --disable-pip-version-check -e ".[torchtitan,dev]"
         touch .venv/complete
     fi
 fi

@@ -7,6 +7,8 @@
 # CONFIG_FILE     the TOML file; every setting in it can be overridden on the command line
 # LOG_RANK        comma-separated local ranks whose output is shown
 # NNODES          nodes; start the script on each of them, with RDZV_ENDPOINT=<host of one of them>:<port>
+#
+# If it fails, its last line is the error of a rank.
 set -e
 
 NGPU=${NGPU:-1}
@@ -16,8 +18,12 @@ NNODES=${NNODES:-1}
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-localhost:0}
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+if [ "${CUDA_VISIBLE_DEVICES-unset}" = "" ] || ! nvidia-smi -L >/dev/null 2>&1; then
+    # A second thread per process waits for a core that others have, and FP8 becomes several times slower than bf16.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+fi
 set -x
-exec torchrun --nnodes="${NNODES}" --nproc_per_node="${NGPU}" \
+exec python3 tools/launch.py torchrun --nnodes="${NNODES}" --nproc_per_node="${NGPU}" \
     --rdzv_backend=c10d --rdzv_endpoint="${RDZV_ENDPOINT}" \
     --local-ranks-filter="${LOG_RANK}" --role=rank --tee=3 \
     -m torchtitan.train --job.config_file="${CONFIG_FILE}" "$@"

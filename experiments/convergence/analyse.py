@@ -1,11 +1,12 @@
 """Table, pictures and records of the runs in a folder, as far as they came.
 
     python -m experiments.convergence.analyse RUNS            # prints the tables
-    python -m experiments.convergence.analyse RUNS --out DIR  # also table.md, results.json and a picture
+    python -m experiments.convergence.analyse RUNS --out DIR  # also adds to DIR/results.json and draws DIR/*.png
     python -m experiments.convergence.analyse RUNS --status   # a line per run
+    python -m experiments.convergence.analyse --out DIR       # draws DIR/finals.png from DIR/results.json
 
-A run is compared with the bf16 run of its seed and change, at the last evaluation that both have; bf16 with perturbed
-weights with bf16 without.
+RUNS has the logs that train.py writes. A run is compared with the bf16 run of its seed and change, at the last
+evaluation that both have; bf16 with perturbed weights with bf16 without.
 
 Where runs were repeated from a checkpoint, a second table says what the repetitions allow to conclude: a recipe's mean
 deviation from the mean of bf16 of the same checkpoint, with a 95% confidence interval from the pooled variance of runs
@@ -22,12 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.pictures import save
 from titan_fp8moe.testing import write_records
 
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
-GOAL = 0.001  # deviation of the held-out loss
-RECIPES = ("bf16", "balanced", "scaling_aware", "requantize", "rowwise", "naive")  # requantize: in stored logs only
+MARGIN = 0.001  # of the loss: the pictures shade it and the tables say who stays within
+RECIPES = ("bf16", "balanced", "scaling_aware", "requantize", "rowwise", "naive")  # requantize: in stored records only
 COLOURS = dict(zip(RECIPES, ("black", "C0", "C2", "C4", "C1", "C3"), strict=True))
 
 
@@ -98,7 +100,7 @@ def agreement(run: Run, reference: Run, step: int) -> float | None:
 
 
 def agreements(work: Path, runs: list[Run]) -> dict[str, dict[str, float]]:
-    """Per run and step. Kept in a file, because the raw logs in the repository are without the choices."""
+    """Per run and step. Kept in a file, so that logs can be stored without the choices, which are large."""
     path = work / "agreement.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
     for run in runs:
@@ -189,10 +191,10 @@ class Effect(NamedTuple):
     half_width: float
     runs: int
 
-    def within_goal(self) -> str:
-        if abs(self.mean) + self.half_width <= GOAL:
+    def within_margin(self) -> str:
+        if abs(self.mean) + self.half_width <= MARGIN:
             return "yes"
-        return "no" if abs(self.mean) - self.half_width > GOAL else "undecided"
+        return "no" if abs(self.mean) - self.half_width > MARGIN else "undecided"
 
 
 @cache
@@ -237,12 +239,12 @@ def format_effects(runs: list[Run]) -> str:
             continue
         lines += ["", f"Final {kind}; runs of one recipe and checkpoint: standard deviation {deviation:.3%} "
                   f"({freedom} degrees of freedom)", "",
-                  f"| recipe | runs | against bf16, 95% interval | difference shown | within {GOAL:.1%} |",
+                  f"| recipe | runs | against bf16, 95% interval | difference shown | within {MARGIN:.1%} |",
                   "|---|---|---|---|---|"]  # fmt: skip
         for recipe, effect in by_recipe.items():
             interval = f"{effect.mean:+.3%} ± {effect.half_width:.3%}"
             shown = "yes" if abs(effect.mean) > effect.half_width else "no"
-            lines.append(f"| {recipe} | {effect.runs} | {interval} | {shown} | {effect.within_goal()} |")
+            lines.append(f"| {recipe} | {effect.runs} | {interval} | {shown} | {effect.within_margin()} |")
     return "\n".join(lines)
 
 
@@ -321,7 +323,7 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
     if spread:
         evaluated.axhspan(-100 * spread, 100 * spread, color="grey", alpha=0.2, label="spread of bf16's two seeds")
     for axis in (deviation, evaluated):
-        axis.axhspan(-100 * GOAL, 100 * GOAL, color="green", alpha=0.15, label=f"{GOAL:.1%}")
+        axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15, label=f"{MARGIN:.1%}")
         axis.legend(handles=list(axis.patches), fontsize=8)
     norm.set_yscale("log")
     source = "bf16 from the same checkpoint" if resumed else "bf16 of the same seed"
@@ -333,18 +335,20 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
         load: "largest load of an expert / mean - 1, mean over layers",
     }
     for axis, title in titles.items():
-        axis.set(title=title, xlabel="step")
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     if resumed:
         draw_effects(runs, first)
     else:
         first.set_yscale("log")
-        first.set(title="held-out loss, nats per token", xlabel="step")
+        first.set_title("held-out loss, nats per token", fontsize=10)
+        first.set_xlabel("step")
         first.grid(alpha=0.3)
     handles, labels = norm.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
     figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", fontsize=8, ncol=8)
-    figure.savefig(path, dpi=90)
+    save(figure, path, dpi=90)
 
 
 def draw_effects(runs: list[Run], axis) -> None:
@@ -361,7 +365,7 @@ def draw_effects(runs: list[Run], axis) -> None:
     for recipe, (mean, half_width, _) in effects(cells, losses)[2].items():
         at = RECIPES.index(recipe) + 0.25
         axis.errorbar(at, 100 * mean, 100 * half_width, fmt="_", color=COLOURS[recipe], capsize=5, lw=2)
-    axis.axhspan(-100 * GOAL, 100 * GOAL, color="green", alpha=0.15)
+    axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
     axis.set_xticks(range(len(RECIPES)), RECIPES, fontsize=8)
     axis.set_xlim(-0.5, len(RECIPES) - 0.5)
     axis.set_title("final held-out loss: % from bf16's mean of the checkpoint; 95% intervals", fontsize=10)
@@ -390,7 +394,35 @@ def draw_stress(runs: list[Run], path: Path) -> None:
         norm.set(title="gradient norm before clipping", xlabel="step", yscale="log")
         for axis in (loss, deviation, norm):
             axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=90)
+    save(figure, path, dpi=90)
+
+
+def draw_finals(records: list[dict], path: Path) -> None:
+    """What the records say of the end: each recipe's deviation after a branch, and balanced's under stress."""
+    from matplotlib import pyplot as plt
+
+    figure, (branch, stress) = plt.subplots(1, 2, figsize=(11, 3.6), constrained_layout=True)
+    finals = {r["name"].split(":")[0]: r for r in records if r["name"].endswith(": final held-out loss")}
+    for at, (recipe, r) in enumerate(finals.items()):
+        branch.errorbar(at, 100 * r["value"], 100 * r["half_width"], fmt="o", color=COLOURS[recipe], capsize=5)
+    labels = [f"{recipe}\n{r['shape'].split(', ')[-1]}" for recipe, r in finals.items()]
+    branch.set_xticks(range(len(finals)), labels, fontsize=8)
+    branch.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
+    branch.set_title("branch: % from bf16 of the checkpoint, 95% intervals", fontsize=10)
+    pattern = re.compile(r"balanced-s\d+-(?!resume|perturbed)(\w+) held_out_(deviation|error)")
+    stressed: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in records:
+        if match := pattern.fullmatch(r["name"]):
+            stressed[match[1]][match[2]] = 100 * r["value"]
+    for at, values in enumerate(stressed.values()):
+        stress.errorbar(at, values["deviation"], values["error"], fmt="o", color=COLOURS["balanced"], capsize=5)
+    stress.set_xticks(range(len(stressed)), stressed, fontsize=8)
+    stress.set_title("stress: balanced, % from bf16; error over held-out windows", fontsize=10)
+    for axis in (branch, stress):
+        axis.axhline(0, color="black", lw=0.8)
+        axis.set_ylabel("held-out loss")
+        axis.grid(alpha=0.3)
+    save(figure, path, dpi=90)
 
 
 def records(runs: list[Run], rows: list[dict]) -> list[dict]:
@@ -406,7 +438,6 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
         "score_entropy": "of the largest possible",
         "median_grad_norm": "",
         "largest_grad_norm": f"after step {SETTLED}",
-        "ms_per_step": "ms, with the other runs on the same GPU",
     }
     by_name, rows_by_name = {run.name: run for run in runs}, {row["name"]: row for row in rows}
     result = []
@@ -463,35 +494,48 @@ def status(runs: list[Run]) -> None:
         print(f"{run.name:24} step {at:5} loss {loss} {held_out:26} {speed:6.1f} ms/step {left:5.0f} s left  {graph}")
 
 
+def draw_curves(runs: list[Run], chosen: dict, folder: Path) -> None:
+    """A picture for each stage that has runs."""
+    if scratch := [run for run in runs if stage_of(run) == "main"]:
+        draw(scratch, chosen, folder / "scratch.png")
+    if resumed := [run for run in runs if run.change == "resume"]:
+        draw(resumed, chosen, folder / "branch.png")
+    if stressed := [run for run in runs if stage_of(run) == "stress"]:
+        draw_stress(stressed, folder / "stress.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("runs", type=Path, nargs="?", help="folder of the runs' logs")
+    parser.add_argument("--out", type=Path, help="folder of results.json and the pictures")
     parser.add_argument("--status", action="store_true")
     args = parser.parse_args()
-    runs = read_runs(args.work)
-    if args.status:
-        return status(runs)
-    runs = [run for run in runs if run.evaluations and len(run.steps)]
-    chosen = agreements(args.work, runs)
-    rows = summarize(runs, chosen)
-    tables = format_table(rows) + "\n" + format_effects(runs)
-    if spread := seed_spread(runs):
-        tables += "\nSeed spread of the held-out loss: " + ", ".join(f"{r} {v:.3%}" for r, v in spread.items())
-    print(tables)
+    if args.runs is None and args.out is None:
+        parser.error("give RUNS, the folder of the runs' logs, or --out DIR to draw DIR/results.json")
     if args.out is not None:
         import matplotlib
 
         matplotlib.use("Agg")
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "table.md").write_text(tables.rstrip() + "\n")
+    if args.runs is not None:
+        runs = read_runs(args.runs)
+        if args.status:
+            return status(runs)
+        analyse([run for run in runs if run.evaluations and len(run.steps)], args)
+    if args.out is not None:
+        draw_finals(json.loads((args.out / "results.json").read_text()), args.out / "finals.png")
+
+
+def analyse(runs: list[Run], args: argparse.Namespace) -> None:
+    """Prints the tables; with ``--out`` also writes records and draws curves."""
+    chosen = agreements(args.runs, runs)
+    rows = summarize(runs, chosen)
+    print(format_table(rows) + "\n" + format_effects(runs))
+    if spread := seed_spread(runs):
+        print("Seed spread of the held-out loss: " + ", ".join(f"{r} {v:.3%}" for r, v in spread.items()))
+    if args.out is not None:
         write_records(args.out / "results.json", records(runs, rows))
-        if scratch := [run for run in runs if stage_of(run) == "main"]:
-            draw(scratch, chosen, args.out / "convergence.png")
-        if resumed := [run for run in runs if run.change == "resume"]:
-            draw(resumed, chosen, args.out / "branch.png")
-        if stressed := [run for run in runs if stage_of(run) == "stress"]:
-            draw_stress(stressed, args.out / "stress.png")
+        draw_curves(runs, chosen, args.out)
 
 
 if __name__ == "__main__":

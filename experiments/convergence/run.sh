@@ -6,11 +6,11 @@
 #     bash experiments/convergence/run.sh stress           what breaks it, 500 steps each
 #
 # STAGE is main, branch or stress; none needs another. With a second argument in parts: `start` returns when the corpus is
-# there and the runs are queued, `status` prints a line per run, `wait` waits for them, `collect` analyses and packs what
-# is there at any time, `stop` ends the runs.
+# there and the runs are queued, `status` prints a line per run, `wait` waits for them, `collect` analyses what is there at
+# any time, `stop` ends the runs.
 #
-# OUT        where results go (default: results, branch or stress beside this script)
-# WORK       corpus, raw logs and checkpoints (default outputs/convergence)
+# OUT        folder of results.json and the pictures (default: this script's)
+# WORK       corpus, logs and checkpoints (default outputs/convergence)
 # VARIANTS   names as in train.py; branch: added to what is there already, so that replicates can follow
 # STEPS      of the learning-rate schedule
 # STOP_AFTER steps to run of it
@@ -27,6 +27,7 @@ STAGE=${1:-main}
 shift || true
 ACTION=all
 case ${1:-} in all | start | status | wait | collect | stop | queue) ACTION=$1 && shift ;; esac # else arguments for train.py
+OUT=${OUT:-experiments/convergence}
 WORK=${WORK:-outputs/convergence}
 RUNS=$WORK/$STAGE
 GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
@@ -35,12 +36,10 @@ LIMIT_S=${LIMIT_S:-86400}
 export STEPS=${STEPS:-3000} STOP_AFTER=${STOP_AFTER:-} WORK RUNS GPUS JOBS
 case $STAGE in
 main)
-    OUT=${OUT:-experiments/convergence/results}
     VARIANTS=${VARIANTS:-bf16-s1 bf16-s2 balanced-s1 balanced-s2 scaling_aware-s1 rowwise-s1 naive-s1
         bf16-s1-perturbed}
     ;;
 branch) # bf16 and balanced four times per checkpoint, in the order of what is needed first
-    OUT=${OUT:-experiments/convergence/branch}
     VARIANTS=${VARIANTS:-bf16-s1-resume balanced-s1-resume bf16-s2-resume balanced-s2-resume
         bf16-s1-resume1 balanced-s1-resume1 bf16-s2-resume1 balanced-s2-resume1
         rowwise-s1-resume naive-s1-resume scaling_aware-s1-resume
@@ -49,7 +48,6 @@ branch) # bf16 and balanced four times per checkpoint, in the order of what is n
         bf16-s1-resume3 balanced-s1-resume3 bf16-s2-resume3 balanced-s2-resume3}
     ;;
 stress)
-    OUT=${OUT:-experiments/convergence/stress}
     VARIANTS=${VARIANTS:-bf16-s1-highlr balanced-s1-highlr bf16-s1-outliers balanced-s1-outliers
         bf16-s1-outliers1e5 balanced-s1-outliers1e5 bf16-s1-tiny balanced-s1-tiny}
     STOP_AFTER=${STOP_AFTER:-500}
@@ -115,12 +113,8 @@ status() {
 }
 
 collect() {
-    mkdir -p "$OUT"
     status
     python3 -m experiments.convergence.analyse "$RUNS" --out "$OUT"
-    tar cJf "$OUT/logs.tar.xz" -C "$RUNS" --exclude='*.npy' --exclude='*.pt' --exclude='*.partial' --exclude='queue.pid' .
-    cp "$WORK/corpus/corpus.json" "$OUT/"
-    ls -l "$OUT"
 }
 
 case $ACTION in

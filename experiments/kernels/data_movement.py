@@ -291,11 +291,12 @@ def main() -> None:
             print(
                 row + "".join(f"  {name} {value / v:.2f}" for name, v in speeds.items() if name != "copy"), flush=True
             )
-            shape = {"layer": layer.name, "rows": layer.R, "D": layer.D, "H": layer.H, "E": layer.E}
-            shape |= {"top_k": layer.top_k, "ranks": layer.ranks, "routing": distribution}
+            shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
+            shape += f"ranks {layer.ranks}{distribution and ', '}{distribution}"
+            fields = {"layer": layer.name, "rows": layer.R, "E": layer.E, "routing": distribution}
             records = []
             for name, speed in speeds.items():
-                record = {"name": case.name, "shape": shape, "value": round(value, 1), "unit": "GB/s"}
+                record = {"name": case.name, "shape": shape, "value": round(value, 1), "unit": "GB/s"} | fields
                 record |= {"microseconds": round(case.bytes / value * 1e-3, 1), "reference": name}
                 records.append(record | {"reference_value": round(speed, 1), "speedup": round(value / speed, 3)})
             if args.out:  # after each case, so that an interrupted run keeps its results

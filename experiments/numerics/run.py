@@ -9,12 +9,12 @@ at three steps. On these tensors, and on normal random data, it computes
 * the weight gradients' error by transpose mode, and with fp32 scales and a second quantization,
 * what that second quantization does to the operands themselves.
 
-Writes results.json, raw.json.gz (every capture, statistics by step, losses, step times) and numerics.png.
+Adds to results.json and draws numerics.png. outputs/numerics/raw.json gets every capture's errors, statistics by step,
+losses and step times. Without a GPU it trains the flavor ``tiny`` for 20 steps, as a check of the script.
 """
 
 import argparse
 import gc
-import gzip
 import json
 import os
 import statistics
@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from experiments.ablations import requantized_pair
+from experiments.pictures import save
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import FP8, FP8_MAX, TILE, row_capacity
 from titan_fp8moe.statistics import SHIFTS
-from titan_fp8moe.testing import environment, write_records
+from titan_fp8moe.testing import environment, write_records, write_text
 
 ROOT = Path(__file__).parents[2]
 TRANSPOSES = ("balanced", "scaling_aware", "requantize", "bf16")
@@ -46,13 +47,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass
 class Capture:
-    """One layer's call: x and dout (T, D), weights w1, w2, w3, and the route's scores and experts (T, top_k)."""
+    """One layer's call: x and dout (T, D), weights w1, w2, w3, and the router's scores and experts (T, K)."""
 
     name: str
     x_TD: Tensor
     weights: list[Tensor]
-    score_TK: Tensor
-    expert_TK: Tensor
+    topk_scores_TK: Tensor
+    topk_ids_TK: Tensor
     dout_TD: Tensor | None = None
 
 
@@ -144,7 +145,7 @@ def random_like(capture: Capture) -> Capture:
         return torch.randn(like.shape, generator=generator, device=DEVICE).mul(scale).to(like.dtype)
 
     weights = [normal(w, 0.02) for w in capture.weights]
-    route = capture.score_TK, capture.expert_TK
+    route = capture.topk_scores_TK, capture.topk_ids_TK
     return Capture("random", normal(capture.x_TD, 1), weights, *route, normal(capture.dout_TD, 1))
 
 
@@ -196,8 +197,8 @@ def weight_gradient(dy: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], offsets
 def analyse(c: Capture) -> dict[str, float]:
     """Relative errors by name, and ``KIND underflow``: the share of nonzero values that quantization makes zero."""
     E = c.weights[0].shape[0]
-    capacity = row_capacity(c.expert_TK.numel(), E)
-    offsets_E, token_M, score_M, _ = ops.expert_routing(c.expert_TK, c.score_TK.float(), E, capacity)
+    capacity = row_capacity(c.topk_ids_TK.numel(), E)
+    offsets_E, token_M, score_M, _ = ops.expert_routing(c.topk_ids_TK, c.topk_scores_TK.float(), E, capacity)
     M = int(offsets_E[-1])
     token_M, score_M = token_M[:M].long(), score_M[:M]
 
@@ -307,7 +308,7 @@ def plot(results: dict[str, dict[str, float]], run: dict, out: Path) -> None:
         bottom = [b + share for b, share in zip(bottom, shares, strict=True)]
     axes[1, 1].set_title("exponent shifts of nonzero values in the transposes, last step", fontsize=10)
     axes[1, 1].legend(title="shift")
-    figure.savefig(out, dpi=100)
+    save(figure, out)
 
 
 def main() -> None:
@@ -328,9 +329,7 @@ def main() -> None:
     results = {c.name: analyse(c) for c in [*captures, random_like(captures[-1])]}
     env = environment()
     print(f"training {trained_at - begin:.0f} s, analysis {time.perf_counter() - trained_at:.0f} s")
-    (args.out / "raw.json.gz").write_bytes(
-        gzip.compress(json.dumps(env | {"errors": results, **run}).encode(), 9, mtime=0)
-    )
+    write_text(ROOT / "outputs/numerics/raw.json", json.dumps(env | {"errors": results, **run}))
 
     shape = f"{args.flavor}, {args.steps} steps, {len(captures)} captures"
     random, records = results["random"], []

@@ -144,9 +144,9 @@ def timeline(kernels: list[Kernel]) -> dict[str, float]:
 
     * ``communication``: a collective runs; ``exposed communication``: one runs and nothing else does,
     * ``idle``: nothing runs; ``host-bound``: nothing runs and the next kernel had not been launched when the GPU fell
-      idle, up to its launch; ``idle, launch unknown``: the trace does not have the next kernel's launch, as of those
-      from before its begin. The rest of the idle time is between a launch and its start: latency, or a wait for
-      another rank or stream.
+      idle, up to its launch; ``idle, launch unknown``: the trace lacks the next kernel's launch, which lies before the
+      trace began. The rest of the idle time is between a launch and its start: latency, or a wait for another rank or
+      stream.
     """
     busy = _merge((k.start, k.end) for k in kernels)
     compute = _merge((k.start, k.end) for k in kernels if not k.communication)

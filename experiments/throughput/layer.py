@@ -5,13 +5,14 @@
 
 The layers are torchtitan's ``MoE`` with the same bf16 parameters, parallelized and compiled by torchtitan's functions;
 router, reorderer, shared experts and combine are inside the time. Variants take turns in blocks of back-to-back steps,
-in an order drawn anew for each round. FSDP and the quantization of weights are outside; a variant that quantizes them
-at every step is beside. On one GPU, where no step waits for the device, both are measured a second time as CUDA graphs:
-what the GPU needs where the host is not what is waited for.
+in an order drawn anew for each round. FSDP and the quantization of weights are outside; another variant quantizes them
+at every step. On one GPU, where no step syncs with the host, both are measured a second time as CUDA graphs, which are
+never CPU-bound.
 
-A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Results are
-written after each; a variant that fails, as when memory runs out, is named with its error and left out. After
-``--budget`` seconds the script ends with what it has.
+A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Records are
+written after each to ``results.json``, every round's times and all kernels to ``outputs/throughput``. A variant that
+fails, as when memory runs out, is named with its error and left out. After ``--budget`` seconds the script ends with
+what it has.
 """
 
 import argparse
@@ -53,6 +54,7 @@ from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.weights import WeightCache
 
+WORK = Path("outputs/throughput")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 PROFILED_STEPS = 3
@@ -91,12 +93,12 @@ SHAPES = [Shape("671B", 7168, 2048, 8, experts, tokens) for experts in (32, 8, 6
 SHAPES += [Shape("16B", 2048, 1408, 6, 64, tokens) for tokens in (4096, 16384)]
 TINY = [Shape("tiny", 256, 128, 3, 6, 64)]  # runs on a CPU
 
+DEFAULTS = Fp8FlowMoEConfig()
 MODES = {
-    "activation": Fp8FlowMoEConfig(),
-    "activation, h fp8": Fp8FlowMoEConfig(save_h="fp8"),
-    "none": Fp8FlowMoEConfig(recompute="none"),
-    "none, h fp8": Fp8FlowMoEConfig(recompute="none", save_h="fp8"),
-    "experts": Fp8FlowMoEConfig(recompute="experts"),
+    "save_h=fp8": Fp8FlowMoEConfig(save_h="fp8"),
+    "recompute=none": Fp8FlowMoEConfig(recompute="none"),
+    "recompute=none save_h=fp8": Fp8FlowMoEConfig(recompute="none", save_h="fp8"),
+    "recompute=experts": Fp8FlowMoEConfig(recompute="experts"),
 }
 
 
@@ -127,8 +129,7 @@ class Bench:
         }
         self.forwards["fp8 with weight quantization"] = self._forward(self.flow, None, quantize_weights=True)
         for mode, config in MODES.items():
-            if mode != "activation":
-                self.forwards[f"fp8, {mode}"] = self._forward(self.flow, None, config)
+            self.forwards[f"fp8 {mode}"] = self._forward(self.flow, None, config)
 
     def _layer(self, name: str) -> MoE:
         with torch.device("meta"):
@@ -139,7 +140,7 @@ class Bench:
         if "forced" not in name:
             moe.router.__class__ = BalancedRandomRouter
         if name.startswith("fp8"):
-            Fp8FlowMoE.convert(moe, MODES["activation"])
+            Fp8FlowMoE.convert(moe, DEFAULTS)
         if self.mesh is not None:
             parallel.llama4_parallelize.apply_moe_ep_tp(in_model(moe), None, self.mesh, None, None)
         if self.first is None:
@@ -152,7 +153,7 @@ class Bench:
         return moe
 
     def _forward(
-        self, moe: MoE, run_experts: Callable | None, config: Fp8FlowMoEConfig = MODES["activation"],
+        self, moe: MoE, run_experts: Callable | None, config: Fp8FlowMoEConfig = DEFAULTS,
         quantize_weights: bool = False,
     ) -> Callable[[], Tensor]:  # fmt: skip
         def forward() -> Tensor:
@@ -453,7 +454,7 @@ def records(result: dict) -> list[dict]:
 
     def record(name: str, value: float, unit: str, reference: str, reference_value: float) -> dict:
         return {
-            "name": name, "shape": label, "value": value, "unit": unit, "reference": reference,
+            "name": name.strip(), "shape": label, "value": value, "unit": unit, "reference": reference,
             "reference_value": reference_value, "speedup": reference_value / value,
         }  # fmt: skip
 
@@ -462,13 +463,18 @@ def records(result: dict) -> list[dict]:
         "moe_layer": ("fp8", "bf16"),
         "moe_layer eager": ("fp8 eager", "bf16 eager"),
         "moe_layer forced balance": ("fp8 forced balance", "bf16 forced balance"),
-        "moe_layer with weight quantization": ("fp8 with weight quantization", "bf16"),
+        "moe_layer_with_weights": ("fp8 with weight quantization", "bf16"),
         "moe_layer as a CUDA graph": ("fp8 as a CUDA graph", "bf16 as a CUDA graph"),
-    } | {f"moe_layer fp8, {mode}": (f"fp8, {mode}", "bf16") for mode in MODES}
+    } | {f"moe_layer {mode}": (f"fp8 {mode}", "bf16") for mode in MODES}
     for name, (ours, bf16) in pairs.items():
         if ours in ms and bf16 in ms:
             how = "eager" if "eager" in bf16 else "compiled" + ", as a CUDA graph" * ("graph" in bf16)
             out.append(record(name, ms[ours], unit, f"torchtitan bf16, {how}", ms[bf16]))
+    for r in (r for r in out if r["name"] == "moe_layer" and "classes" in result):
+        r["classes"] = {
+            who: {kind: round(time, 4) for kind, (time, _) in result["classes"][name].items()}
+            for who, name in (("ours", "fp8"), ("reference", "bf16"))
+        }
     for key, unit, title in (
         ("saved_bytes_per_token", "bytes per token", "saved"),
         ("peak_bytes", "bytes beyond parameters, gradients and input", "peak"),
@@ -476,7 +482,7 @@ def records(result: dict) -> list[dict]:
         values = result.get(key, {})
         for name, value in values.items():
             if name.startswith("fp8") and name != "fp8 eager" and "bf16" in values:
-                title_ = f"moe_layer {title}, {name}"
+                title_ = f"moe_layer {title} {name.removeprefix('fp8').strip()}"
                 out.append(record(title_, value, unit, "torchtitan bf16, compiled", values["bf16"]))
     return out
 
@@ -510,10 +516,10 @@ def show(result: dict) -> None:
         print(f"    {n:4.1f}x {t * 1e3:8.1f} us  {name[:110]}")
 
 
-def save(result: dict, out: Path, gpus: int) -> None:
-    """In place of what an earlier call may have written of this shape."""
+def save(result: dict, out: Path, work: Path = WORK) -> None:
+    """In place of what an earlier run may have written of this shape."""
     write_records(out / "results.json", records(result))
-    path = out / f"layer_{gpus}gpu.json"
+    path = work / f"layer_{result['gpus']}gpu.json"
     kept = json.loads(path.read_text()) if path.exists() else []
     kept = [r for r in kept if r["shape"] != result["shape"]]
     write_text(path, json.dumps([*kept, result]))
@@ -521,7 +527,7 @@ def save(result: dict, out: Path, gpus: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--block-ms", type=float, default=80.0, help="length of a variant's turn, at least 5 steps")
@@ -560,7 +566,7 @@ def main() -> None:
                     processes.end()
                     if result := processes.result():
                         show(result)
-                        save(result, args.out, args.gpus)
+                        save(result, args.out)
                     if error:
                         print(f"{shapes[index]}: {error}\n{processes.logs()}")
                     print(f"  {time.monotonic() - begin:.0f} s", flush=True)

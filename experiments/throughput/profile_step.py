@@ -2,17 +2,17 @@
 
     python -m experiments.throughput.profile_step --out experiments/throughput --gpus 2 --layers 12
 
-The runs are train.py's. The traces have kernels and their launches only; they are large and are not kept. The tables
-are, compressed, and below them all kernels in the order they started.
+The runs are train.py's. The traces have kernels and their launches only; they are large and are not kept. Tables, and
+below them all kernels in the order they started, go to ``outputs/throughput``. The record ``host_bound_share`` is the
+share of a step in which the GPU has nothing to run and the CPU has not launched anything.
 """
 
-import gzip
 import os
 
 from experiments.throughput import kernel_trace
 from experiments.throughput.kernel_trace import TRACE_WRITTEN, TRACED
-from experiments.throughput.train import Run, parser
-from titan_fp8moe.testing import exit_on_sigterm
+from experiments.throughput.train import Run, finish, parser
+from titan_fp8moe.testing import exit_on_sigterm, write_records
 
 VARIANTS = ("bf16", "fp8_flow")
 
@@ -37,11 +37,11 @@ def main() -> None:
     args = parser(__doc__).parse_args()
     args.steps = TRACED.stop
     exit_on_sigterm()
-    args.out = args.out / f"profile_{args.layers}layers_{args.gpus}gpu_{args.routing}"
-    args.out.mkdir(parents=True, exist_ok=True)
+    shape = finish(args, "profile")
     own = kernel_trace.own_kernels()
+    shares = {}
     for variant in VARIANTS:
-        trace = args.out / f"{variant}.trace.json"
+        trace = args.work / f"{variant}.trace.json"
         os.environ["THROUGHPUT_TRACE"] = str(trace.absolute())
         run = Run(variant, args, 0, variant)
         try:
@@ -50,13 +50,19 @@ def main() -> None:
             if error:
                 print(f"{run.label}: {error}\n{run.log.read_text()[-3000:]}", flush=True)
                 continue
-            head, every = summary(run.label, kernel_trace.load(trace), own)
+            kernels = kernel_trace.load(trace)
+            head, every = summary(run.label, kernels, own)
             print(head, flush=True)
-            with gzip.open(args.out / f"{run.label}.txt.gz", "wt") as file:
-                file.write(f"{head}\n{every}\n")
+            (args.work / f"{run.label}.txt").write_text(f"{head}\n{every}\n")
+            line = kernel_trace.timeline(kernels)
+            shares[variant] = line["host-bound"] / line["span"]
         finally:
             run.end()
             trace.unlink(missing_ok=True)
+    if shares.keys() == set(VARIANTS):
+        record = dict(name="host_bound_share", shape=f"train_{args.model}: {shape}", value=shares["fp8_flow"])
+        record |= dict(unit="of a step", reference="bf16", reference_value=shares["bf16"], speedup=None)
+        write_records(args.out / "results.json", [record])
 
 
 if __name__ == "__main__":

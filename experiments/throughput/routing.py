@@ -19,11 +19,11 @@ def balanced_random_experts(num_tokens: int, top_k: int, num_experts: int, devic
     return _draw(num_tokens, top_k, num_experts, device).clone()
 
 
-@functools.cache  # or asking for its 23 kernels is a measurable part of what the host does for a layer
+@functools.cache  # launching its 23 kernels would be a measurable part of a layer's CPU time
 def _draw(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
     # torchtitan's round robin gives a token consecutive experts, which share a rank. Here each such run of tokens
     # renames the experts by a permutation of its own, which comes from a hash.
-    slots = torch.arange(num_tokens * top_k, device=device)
+    pairs = torch.arange(num_tokens * top_k, device=device)
     period = math.lcm(top_k, num_experts)
     num_runs = -(-num_tokens * top_k // period)
     key = torch.arange(num_runs * num_experts, device=device) + 1
@@ -31,7 +31,7 @@ def _draw(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -
         key = (key * factor) & 0xFFFFFFFF
         key = key ^ (key >> shift)
     expert_of = key.view(num_runs, num_experts).argsort(dim=1)
-    return expert_of[slots // period, slots % num_experts].view(num_tokens, top_k)
+    return expert_of[pairs // period, pairs % num_experts].view(num_tokens, top_k)
 
 
 @balanced_random_experts.register_fake
@@ -43,5 +43,5 @@ class BalancedRandomRouter(TokenChoiceTopKRouter):
     """torchtitan's router whose forced balance (``debug.moe_force_load_balance``) assigns experts at random."""
 
     def _debug_force_load_balance_routing(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        experts_TK = balanced_random_experts(scores.shape[0], self.top_k, self.num_experts, scores.device)
-        return experts_TK, scores.gather(1, experts_TK)
+        topk_ids_TK = balanced_random_experts(scores.shape[0], self.top_k, self.num_experts, scores.device)
+        return topk_ids_TK, scores.gather(1, topk_ids_TK)

@@ -1,7 +1,7 @@
 """torchtitan's ``job.custom_config_module`` of train.toml: what titan_fp8moe registers, and
 
-* flavors ``16B_<n>_layers``: the 16B model with n layers, the first of them dense; ``16B_<n>_layers_sdpa`` with cuDNN's
-  attention in place of flex attention,
+* flavors ``16B_<n>_layers_<attention>`` of deepseek_v3, the first of the n layers dense, and
+  ``30B-A3B_<n>_layers_<attention>`` of qwen3; attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU,
 * the model converter ``balanced_random``, which makes every router assign experts at random but balanced,
 * the model converter ``whole_blocks``, which compiles each block as one graph (one expert-parallel rank only),
 * the model converter ``torchao_rowwise``, torchao's fp8 rowwise experts. torchtitan 0.2.2 has one of its own, which
@@ -26,18 +26,26 @@ from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
+from torchtitan.models.qwen3 import qwen3_args
+from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 
 from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
 
-for num_layers in range(2, 28):
-    base = deepseekv3_args["16B"]
-    for suffix, attention in (("", {}), ("_sdpa", {"attn_type": "sdpa", "attn_mask_type": "causal"})):
-        deepseekv3_args[f"16B_{num_layers}_layers{suffix}"] = replace(
-            base, moe_args=replace(base.moe_args), n_layers=num_layers, **attention
-        )
+MASKS = {"flex": "block_causal", "sdpa": "causal"}
+for flavors, name in ((deepseekv3_args, "16B"), (qwen3_args, "30B-A3B")):
+    base = flavors[name]
+    for num_layers in range(2, base.n_layers + 1):
+        for attention, mask in MASKS.items():
+            flavors[f"{name}_{num_layers}_layers_{attention}"] = replace(
+                base,
+                moe_args=replace(base.moe_args),
+                n_layers=num_layers,
+                attn_type=attention,
+                attn_mask_type=mask,
+            )
 
 
 class _Converter(ModelConverter):
@@ -72,7 +80,7 @@ class WholeBlocks(_Converter):
                 block = torch.compile(block, backend=compile_config.backend, fullgraph=True)
                 model.layers.register_module(name, block)
 
-        deepseek_v3_parallelize.apply_compile = apply_compile
+        deepseek_v3_parallelize.apply_compile = qwen3_parallelize.apply_compile = apply_compile
 
 
 register_model_converter(WholeBlocks, "whole_blocks")

@@ -1,15 +1,17 @@
-"""Tokens per second and memory of the 16B model in bf16, with torchao's fp8 rowwise experts and in FP8-Flow, in turn.
+"""Tokens per second and memory of models in bf16, with torchao's fp8 rowwise experts and in FP8-Flow, in turn.
 
     python tools/build_corpus.py --out outputs/corpus
-    python -m experiments.throughput.train --out experiments/throughput --gpus 4                # the whole model
-    python -m experiments.throughput.train --out experiments/throughput --gpus 2 --layers 12    # what fits on two H200s
+    python -m experiments.throughput.train --out experiments/throughput --gpus 4                # the whole 16B model
+    python -m experiments.throughput.train --out experiments/throughput --gpus 1 --layers 6     # what fits on one H200
+    python -m experiments.throughput.train --out experiments/throughput --gpus 1 --model qwen3_30b --layers 5
     python -m experiments.throughput.train --out experiments/throughput --gpus 4 --largest-batch 4 20
 
 Every run is a launch of its own, A B C A B C; repeats differ by the seed, within one all variants have the same seed
-and data. Results are written after each run, beside those of earlier calls. A variant may set the converter's
-options: ``fp8_flow:recompute=experts,save_h=fp8``.
+and data. Records are written after each run to ``results.json``; logs and every run's figures stay in
+``outputs/throughput``, where later invocations add to them. A variant may set the converter's options:
+``fp8_flow:recompute=experts,save_h=fp8``.
 
-Overrides of torchtitan's after ``--`` hold for every run; the folder and the records carry them in their names.
+Overrides of torchtitan's after ``--`` hold for every run; the records carry them in their shape.
 
 ``--largest-batch LOW HIGH`` looks by bisection, from LOW to HIGH, for the largest local batch of each variant that
 trains ``BATCH_STEPS`` steps; the first of these compiles, and Adam's states exist from the second on. It is found if
@@ -18,7 +20,6 @@ of two minutes and more, since one that hardly fits is slow.
 """
 
 import argparse
-import gzip
 import json
 import os
 import re
@@ -29,10 +30,28 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
 
 CONFIG = "experiments/throughput/train.toml"
+WORK = Path("outputs/throughput")
+
+
+class Model(NamedTuple):
+    """torchtitan's names, what its flavor has, and the beginning of a record's shape."""
+
+    name: str
+    flavor: str
+    layers: int
+    attention: str
+    label: str
+
+
+MODELS = {
+    "16b": Model("deepseek_v3", "16B", 27, "flex", "16B"),
+    "qwen3_30b": Model("qwen3", "30B-A3B", 48, "sdpa", "Qwen3-30B-A3B"),
+}
 CONVERTERS = {
     "bf16": [],
     "bf16_whole": ["whole_blocks"],  # its blocks compiled as one graph each
@@ -55,7 +74,9 @@ def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
     name, _, options = variant.partition(":")
     converters, flags = ROUTING[args.routing]
     flags = [
-        f"--model.flavor={args.flavor or f'16B_{args.layers}_layers'}",
+        f"--model.name={MODELS[args.model].name}",
+        f"--model.flavor={MODELS[args.model].flavor}_{args.layers}_layers_{args.attention}",
+        f"--training.local_batch_size={args.local_batch}",
         f"--parallelism.expert_parallel_degree={args.gpus}",
         f"--training.steps={args.steps}",
         f"--debug.seed={seed}",
@@ -73,7 +94,7 @@ class Run:
 
     def __init__(self, variant: str, args: argparse.Namespace, seed: int, label: str, extra: tuple[str, ...] = ()):
         self.variant, self.steps, self.seed, self.label = variant, args.steps, seed, re.sub(r"[^\w.-]", "_", label)
-        self.log, self.gate, self.dump = (args.out / f"{self.label}{suffix}" for suffix in (".log", ".gate", ""))
+        self.log, self.gate, self.dump = (args.work / f"{self.label}{suffix}" for suffix in (".log", ".gate", ""))
         self.gate.unlink(missing_ok=True)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
         launcher += ["--role=rank", "--tee=3", "-m", "torchtitan.train"]  # all ranks: any may run out of memory
@@ -110,9 +131,6 @@ class Run:
         self.process.terminate()
         self.process.wait()
         self.gate.unlink(missing_ok=True)
-        with gzip.open(f"{self.log}.gz", "wt") as file:
-            file.write(self.log.read_text())
-        self.log.unlink()
         shutil.rmtree(self.dump, ignore_errors=True)
 
     def result(self, error: str | None) -> dict:
@@ -208,49 +226,88 @@ def table(results: list[dict], steps: list[int]) -> str:
     return "\n".join(lines)
 
 
-def records(results: list[dict], shape: str) -> list[dict]:
-    """Of each variant, the median of its completed runs against those of bf16, torchao and itself without options."""
+def record_name(model: str, variant: str, suffix: str = "") -> str:
+    """``train_16b``, with the variant's options and what is measured if that is not the speed."""
+    options = variant.partition(":")[2].split(",")
+    return " ".join(part for part in (f"train_{model}", *options, suffix) if part)
+
+
+def records(results: list[dict], model: str, shape: str) -> list[dict]:
+    """Of each FP8-Flow variant, the median of its completed runs against those of bf16, torchao and the defaults."""
     out = []
-    for key, unit in (("median_tokens_per_second", "tokens/s/GPU"), ("peak_memory_gib", "GiB reserved")):
+    for key, unit, suffix in (
+        ("median_tokens_per_second", "tokens/s/GPU", ""),
+        ("peak_memory_gib", "GiB reserved", "memory"),
+    ):
         values = {}
         for r in results:
             if r[key] is not None and r["error"] is None:
                 values.setdefault(r["variant"], []).append(r[key])
         median = {variant: statistics.median(v) for variant, v in values.items()}
-        for variant, value in median.items():
-            for reference in {"bf16", "torchao", variant.partition(":")[0]} & set(median) - {variant}:
-                ratio = value / median[reference]
+        for variant in (name for name in median if name.startswith("fp8_flow")):
+            for reference in sorted({"bf16", "torchao", "fp8_flow"} & set(median) - {variant}):
+                ratio = median[variant] / median[reference]
                 out.append(
-                    dict(name=f"train_16b {variant}", shape=f"{shape}, {unit}", value=value, unit=unit,
+                    dict(name=record_name(model, variant, suffix), shape=shape, value=median[variant], unit=unit,
                          reference=reference, reference_value=median[reference],
-                         speedup=ratio if "tokens" in key else 1 / ratio)
+                         speedup=1 / ratio if suffix else ratio)
                 )  # fmt: skip
     return out
 
 
-def batch_records(found: list[dict], shape: str) -> list[dict]:
+def batch_records(found: list[dict], model: str, shape: str) -> list[dict]:
     """The largest local batches that were found, against those of bf16 and torchao."""
     largest = {f["variant"]: f["largest"] for f in found if f["found"] and f["largest"]}
     return [
-        dict(name=f"train_16b {variant}", shape=f"{shape}, largest local batch", value=value,
-             unit="sequences of 4096 tokens", reference=reference, reference_value=largest[reference],
-             speedup=value / largest[reference])
+        dict(name=record_name(model, variant, "largest local batch"), shape=shape, value=value, unit="sequences",
+             reference=reference, reference_value=largest[reference], speedup=value / largest[reference])
         for variant, value in largest.items()
-        for reference in {"bf16", "torchao"} & set(largest) - {variant}
+        for reference in sorted({"bf16", "torchao"} & set(largest) - {variant})
     ]  # fmt: skip
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--out", type=Path, required=True, help="folder of results.json")
     p.add_argument("--gpus", type=int, default=4)
-    p.add_argument("--layers", type=int, default=27, help="of the 16B model's 27; the first is dense")
-    p.add_argument("--flavor", help="another flavor of deepseek_v3 instead")
+    p.add_argument("--model", choices=MODELS, default="16b")
+    p.add_argument("--layers", type=int, help="of the model's; default: all")
+    p.add_argument("--attention", choices=("flex", "sdpa"), help="default: the model's; sdpa is cuDNN's on Hopper")
+    p.add_argument("--local-batch", type=int, default=4)
     p.add_argument("--routing", choices=ROUTING, default="random")
     p.add_argument("--steps", type=int, default=30)
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
     p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, --name=value, after --")
     return p
+
+
+def finish(args: argparse.Namespace, prefix: str) -> str:
+    """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have."""
+    model = MODELS[args.model]
+    args.layers, args.attention = args.layers or model.layers, args.attention or model.attention
+    shape = ", ".join(
+        [
+            f"{model.label}, {args.layers} layers, {args.attention}",
+            *[f"local batch {args.local_batch}"] * (getattr(args, "largest_batch", None) is None),
+            f"{args.routing} routing, {args.gpus} GPU{'s' * (args.gpus > 1)}",
+            *(setting.removeprefix("--") for setting in args.overrides),  # other settings are other measurements
+        ]
+    )
+    args.work = WORK / re.sub(r"[^\w.-]+", "_", f"{prefix} {shape}")
+    args.work.mkdir(parents=True, exist_ok=True)
+    return shape
+
+
+def search(args: argparse.Namespace, shape: str) -> None:
+    """The largest local batch of each variant; adds to what earlier searches tried."""
+    args.steps = BATCH_STEPS
+    path = args.work / "largest_batch.json"
+    found = {f["variant"]: f for f in json.loads(path.read_text())} if path.exists() else {}
+    for variant in args.variants:
+        tried = {int(batch): said for batch, said in found.get(variant, {}).get("tried", {}).items()}
+        found[variant] = largest_batch(variant, args, tried)
+        write_text(path, json.dumps([*found.values()], indent=1) + "\n")
+        write_records(args.out / "results.json", batch_records([*found.values()], args.model, shape))
 
 
 def main() -> None:
@@ -262,25 +319,10 @@ def main() -> None:
     args = p.parse_args()
     args.begin = time.monotonic()
     exit_on_sigterm()
-    # Runs with other settings are other measurements.
-    settings = [setting.removeprefix("--") for setting in args.overrides]
-    shape = ", ".join(
-        [args.flavor or f"16B, {args.layers} layers", f"{args.gpus} GPUs", f"{args.routing} routing", *settings]
-    )
-    name = "_".join([f"train_{args.layers}layers_{args.gpus}gpu_{args.routing}", *settings])
-    folder, args.out = args.out, args.out / re.sub(r"[^\w.-]", "_", name)
-    args.out.mkdir(parents=True, exist_ok=True)
+    shape = finish(args, "train")
     if args.largest_batch:
-        args.steps = BATCH_STEPS
-        path = args.out / "largest_batch.json"
-        found = {f["variant"]: f for f in json.loads(path.read_text())} if path.exists() else {}
-        for variant in args.variants:
-            tried = {int(batch): said for batch, said in found.get(variant, {}).get("tried", {}).items()}
-            found[variant] = largest_batch(variant, args, tried)
-            write_text(path, json.dumps([*found.values()], indent=1) + "\n")
-            write_records(folder / "results.json", batch_records([*found.values()], shape))
-        return
-    path = args.out / "runs.json"
+        return search(args, shape)
+    path = args.work / "runs.json"
     results = json.loads(path.read_text()) if path.exists() else []
     todo = [(variant, seed) for seed in args.seeds for variant in args.variants]
     for result in in_turn(todo, args):
@@ -288,7 +330,7 @@ def main() -> None:
         print(f"\n{shape}\n{table(results, range(args.steps // 5, args.steps + 1, args.steps // 5))}", flush=True)
         print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
-        write_records(folder / "results.json", records(results, shape))
+        write_records(args.out / "results.json", records(results, args.model, shape))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,179 @@
+"""How far FP8-Flow is from an fp32 MoE layer, in the output and every gradient.
+
+The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from high precision, are the references.
+
+    python -m experiments.numerics.layer --out experiments/numerics
+
+Adds to results.json and prints two tables: (1) one DeepSeek-V3-shaped layer on normal data, (2) the weight gradient
+alone when token scales of its two operands are anti-correlated, by transpose mode and for requantized transposes.
+"""
+
+import argparse
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from experiments.ablations import dequantize_transpose_requantize, requantized_pair
+from titan_fp8moe import ops, recipe
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.testing import environment, make_layer, moe_layer, relative_error, write_records
+
+TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
+
+
+class QuantizedMatmul(torch.autograd.Function):
+    """x @ w.T where each of the three GEMMs sees operands rounded once.
+
+    Activations and gradients have 1x128 tiles along each GEMM's own contraction dim, the weight 128x128 blocks. No
+    kernel computes this; it is the accuracy limit of fp8 with these tiles.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TK, w_NK):
+        ctx.save_for_backward(x_TK, w_NK)
+        return tiles(x_TK) @ blocks(w_NK).T
+
+    @staticmethod
+    def backward(ctx, dy_TN):
+        x_TK, w_NK = ctx.saved_tensors
+        return tiles(dy_TN) @ blocks(w_NK), tiles(dy_TN.T) @ tiles(x_TK.T).T
+
+
+def tiles(x: torch.Tensor) -> torch.Tensor:
+    """Quantize-dequantize in 1x128 tiles along the last dim, padded to a multiple of 128."""
+    pad = -x.shape[1] % 128
+    padded = torch.nn.functional.pad(x, (0, pad))
+    return recipe.dequantize(*recipe.quantize_rows(padded))[:, : x.shape[1]]
+
+
+def blocks(w: torch.Tensor) -> torch.Tensor:
+    return recipe.dequantize(*recipe.quantize_weight(w.unsqueeze(0)))[0]
+
+
+def single_quantization_layer(x_TD, topk_scores_TK, topk_ids_TK, w1, w2, w3):
+    out = torch.zeros_like(x_TD)
+    mm = QuantizedMatmul.apply
+    for e in range(w1.shape[0]):
+        token, k = (topk_ids_TK == e).nonzero(as_tuple=True)
+        h = torch.nn.functional.silu(mm(x_TD[token], w1[e])) * mm(x_TD[token], w3[e])
+        out = out.index_add(0, token, mm(h * topk_scores_TK[token, k].unsqueeze(1), w2[e]))
+    return out
+
+
+def gradients(layer, inputs, dout):
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = layer(*leaves)
+    out.backward(dout.to(out.dtype))
+    return [out.detach(), *[leaf.grad for leaf in leaves]]
+
+
+def layer_table(device: str, seed: int, size: dict) -> dict[str, list[float]]:
+    torch.manual_seed(seed)
+    tokens, dim, hidden, experts, top_k = (size[k] for k in ("tokens", "dim", "hidden", "experts", "top_k"))
+    x, scores, topk_ids, weights = make_layer(tokens, dim, hidden, experts, top_k, device=device, std=0.02)
+    dout = torch.randn(tokens, dim, device=device)
+    inputs = [x, scores, *weights]
+
+    def plain(dtype):
+        def layer(x, s, w1, w2, w3):
+            return moe_layer(x.to(dtype), s, topk_ids, w1.to(dtype), w2.to(dtype), w3.to(dtype), False)
+
+        return layer
+
+    def flow(**settings):
+        config = Fp8FlowMoEConfig(**settings)
+
+        def layer(x, s, w1, w2, w3):
+            return routed_experts(x.to(torch.bfloat16), w1, w2, w3, topk_ids, s, config=config)
+
+        return layer
+
+    reference = gradients(plain(torch.float32), inputs, dout)
+    layers = {
+        "bf16": plain(torch.bfloat16),
+        "fp8, each operand rounded once": lambda x, s, *w: single_quantization_layer(x, s, topk_ids, *w),
+        "FP8-Flow balanced": flow(),
+        "FP8-Flow balanced, h in fp8": flow(save_h="fp8"),
+        "FP8-Flow scaling_aware": flow(wgrad="scaling_aware"),
+        "FP8-Flow bf16 wgrad": flow(wgrad="bf16"),
+    }
+
+    def errors(layer):
+        return [relative_error(a, b) for a, b in zip(gradients(layer, inputs, dout), reference, strict=True)]
+
+    table = {name: errors(layer) for name, layer in layers.items()}
+    with mock.patch.object(ops, "transpose_pair", side_effect=requantized_pair) as transpose_pair:
+        table["FP8-Flow requantize"] = errors(flow())
+    assert transpose_pair.call_count == 2, "the layer did not take the ablation's transposes"
+    return table
+
+
+def anti_correlated_table(device: str, binades: int, seeds: int = 8) -> dict[str, list[float]]:
+    """Relative errors of dW = dy^T x when rows of x vary by 2**n and rows of dy by 2**-n.
+
+    n is normal with standard deviation ``binades``.
+    """
+    errors = {}
+    for seed in range(seeds):
+        generator = torch.Generator(device).manual_seed(seed)
+        spread = torch.exp2(torch.randn(1024, 1, generator=generator, device=device).mul(binades).round())
+        x, dy = (torch.randn(1024, 512, generator=generator, device=device) for _ in range(2))
+        x, dy = x * spread, dy / spread
+        exact = dy.double().T @ x.double()
+        (qx, sx), (qy, sy) = recipe.quantize_rows(x), recipe.quantize_rows(dy)
+        rowwise = recipe.dequantize(qy, sy, torch.float64).T @ recipe.dequantize(qx, sx, torch.float64)
+        errors.setdefault("exact row-wise values", []).append(relative_error(rowwise, exact))
+        offsets = torch.tensor([1024], dtype=torch.int32, device=device)
+        sx, sy = recipe.column_major(sx), recipe.column_major(sy)
+        for mode in (*recipe.TRANSPOSE_MODES, "requantize"):
+            transpose = requantized_pair if mode == "requantize" else ops.transpose_pair
+            xT, xTs, dyT, dyTs = transpose(qx, sx, qy, sy, offsets, mode)
+            dw = ops.grouped_mm_wgrad(dyT, dyTs, xT, xTs, offsets, torch.float32)[0]
+            errors.setdefault(mode, []).append(relative_error(dw, exact))
+        # No GEMM takes a scale per column: float64 products of the dequantized operands.
+        by_column = [dequantize_transpose_requantize(*operand, columns=1) for operand in ((qy, sy), (qx, sx))]
+        dyT, xT = (recipe.dequantize(*operand, torch.float64) for operand in by_column)
+        errors.setdefault("requantize by column", []).append(relative_error(dyT @ xT.T, exact))
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # On a CPU a quarter of the dims: the reference is slow.
+    size = (
+        dict(tokens=4096, dim=2048, hidden=1408, experts=16, top_k=6)
+        if device == "cuda"
+        else dict(tokens=1024, dim=512, hidden=384, experts=8, top_k=6)
+    )
+    shape = " ".join(f"{k} {v}" for k, v in size.items())
+    records, env = [], environment()
+    rows = layer_table(device, 0, size)
+    print(f"relative error against the fp32 layer, {shape}, {env['hardware']}")
+    print(f"{'':32}" + "".join(f"{t:>10}" for t in TENSORS))
+    for name, errors in rows.items():
+        print(f"{name:32}" + "".join(f"{e:10.4f}" for e in errors))
+        for tensor, error, reference in zip(TENSORS, errors, rows["bf16"], strict=True):
+            records.append(
+                dict(name=f"layer_error {tensor}: {name}", shape=shape, value=error, unit="relative error",
+                     reference="bf16", reference_value=reference, speedup=None)
+            )  # fmt: skip
+    for binades in (3, 4):
+        table = anti_correlated_table(device, binades)
+        print(f"\nrelative error of dW, anti-correlated token scales, {binades} binades, 8 seeds: smallest, largest")
+        for name, errors in table.items():
+            print(f"{name:32}{min(errors):10.4f}{max(errors):10.4f}")
+            records.append(
+                dict(name=f"wgrad_error {name}", shape=f"1024 x 512 x 512, {binades} binades", value=max(errors),
+                     smallest=min(errors), unit="relative error, largest of 8 seeds", reference="exact row-wise values",
+                     reference_value=max(table["exact row-wise values"]), speedup=None)
+            )  # fmt: skip
+    write_records(args.out / "results.json", records)
+
+
+if __name__ == "__main__":
+    main()
