@@ -3,6 +3,7 @@
 * flavors ``16B_<n>_layers_<attention>`` of deepseek_v3, the first of the n layers dense, and
   ``30B-A3B_<n>_layers_<attention>`` of qwen3; attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU,
 * the model converter ``balanced_random``, which makes every router assign experts at random but balanced,
+* the model converter ``whole_blocks``, which compiles each block as one graph (one expert-parallel rank only),
 * the model converter ``torchao_rowwise``, torchao's fp8 rowwise experts. torchtitan 0.2.2 has one of its own, which
   imports a name that torchao 0.18 no longer has.
 
@@ -16,10 +17,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.nn as nn
 from torchao.prototype.moe_training.config import Float8TrainingOpConfig
 from torchao.quantization.quant_api import quantize_
+from torchtitan.config.job_config import Compile
 from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.models.qwen3 import qwen3_args
@@ -65,6 +69,20 @@ class TorchaoRowwise(_Converter):
         quantize_(model, Float8TrainingOpConfig(), filter_fn=lambda module, _: isinstance(module, GroupedExperts))
 
 
+class WholeBlocks(_Converter):
+    """Makes torchtitan compile every block as one graph, which it leaves to dense blocks."""
+
+    def convert(self, model: nn.Module) -> None:
+        def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool) -> None:
+            torch._dynamo.config.capture_scalar_outputs = True
+            for name, block in model.layers.named_children():
+                block = torch.compile(block, backend=compile_config.backend, fullgraph=True)
+                model.layers.register_module(name, block)
+
+        deepseek_v3_parallelize.apply_compile = apply_compile
+
+
+register_model_converter(WholeBlocks, "whole_blocks")
 register_model_converter(BalancedRandom, "balanced_random")
 register_model_converter(TorchaoRowwise, "torchao_rowwise")
 
