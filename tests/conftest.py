@@ -4,13 +4,21 @@ import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items):
-    """Tests marked ``gpu`` need real kernels."""
-    if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        return
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked ``gpu`` need real kernels, those marked ``slow`` are asked for."""
+    skipped = {}
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        skipped["gpu"] = "needs a GPU of compute capability 9.0"
+    if not config.getoption("--slow") and os.environ.get("RUN_SLOW") != "1":
+        skipped["slow"] = "slow: run it with --slow or RUN_SLOW=1"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU of compute capability 9.0"))
+        for marker, reason in skipped.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

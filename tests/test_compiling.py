@@ -14,6 +14,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from tests.layer import DEVICE
 from titan_fp8moe.torchtitan import compiling
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
@@ -30,20 +31,21 @@ def make_model(*flags: str, backend: str | None = None) -> nn.Module:
     args = spec.model_args["tiny"]
     args.update_from_config(config)
     torch.manual_seed(0)
-    model = spec.model_cls(args)
+    with torch.device(DEVICE):
+        model = spec.model_cls(args)
     build_model_converters(config, ONE_PROCESS).convert(model)
     if backend is not None:
         config.compile.enable, config.compile.backend, config.compile.components = True, backend, ["model"]
         parallelize.parallelize_deepseekv3(model, ONE_PROCESS, config)
     with torch.no_grad():
-        model.init_weights()
+        model.init_weights(torch.device(DEVICE))
     return model
 
 
 def step(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """The loss and every gradient, by the parameters' plain names; then the tokens that each expert counted."""
     model.zero_grad()
-    loss = model(tokens).logsumexp(-1).square().mean()
+    loss = model(tokens.to(DEVICE)).logsumexp(-1).square().mean()
     loss.backward()
     names = {
         name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): p

@@ -45,7 +45,7 @@ def results(leaves, out, dout):
 @pytest.fixture
 def group(tmp_path):
     """A group of this process alone: the path that tokens take between ranks, without other ranks."""
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -70,7 +70,7 @@ def test_gradients_against_fp64(config, tokens):
 def test_expert_parallelism_gives_the_same_bits(group, config):
     """With one rank the only difference is that the routed experts' part is rounded to bf16 on its way."""
     leaves, ids = make_inputs(200)
-    dout = torch.randn(200, D)
+    dout = torch.randn(200, D, device=DEVICE)
     ids[:, 1:] = -1  # one expert per token: the sum of its rows is a bf16 row already
     local = results(leaves, run(leaves, ids, config), dout)
     for a, b in zip(results(leaves, run(leaves, ids, config, ep_group=group), dout), local, strict=True):

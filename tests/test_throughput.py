@@ -399,7 +399,7 @@ def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
     option = "train_qwen3_30b save_h=fp8 recompute=none"
     assert [(r["name"], r["reference"], r["speedup"]) for r in train.records(results, "qwen3_30b", shape)] == [
         ("train_qwen3_30b", "bf16", 2.0), ("train_qwen3_30b", "torchao", 2.5),
-        (option, "bf16", 1.6), (option, "fp8_flow", 0.8), (option, "torchao", 2.0),
+        (option, "bf16", 1.6), (option, "torchao", 2.0), (option, "fp8_flow", 0.8),
     ]  # fmt: skip
     found = [dict(variant=v, largest=n, found=True) for v, n in (("bf16", 4), ("fp8_flow:save_h=fp8", 6))]
     assert [(r["name"], r["speedup"]) for r in train.batch_records(found, "16b", shape)] == [

@@ -279,11 +279,11 @@ def median_ms(
 def commit() -> str | None:
     """The checkout's short commit, with "+" if Python, shell or TOML files differ from it.
 
-    In a copy without git, ``$TITAN_FP8MOE_COMMIT``; None if that is unset.
+    ``$TITAN_FP8MOE_COMMIT`` where that is set, as for a copy of the files; None where there is neither.
     """
     root = Path(__file__).parents[1]
-    if not (root / ".git").exists():
-        return os.environ.get("TITAN_FP8MOE_COMMIT")
+    if (name := os.environ.get("TITAN_FP8MOE_COMMIT")) or not (root / ".git").exists():
+        return name
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(root), *args]

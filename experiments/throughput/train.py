@@ -233,7 +233,7 @@ def record_name(model: str, variant: str, suffix: str = "") -> str:
 
 
 def records(results: list[dict], model: str, shape: str) -> list[dict]:
-    """Of each FP8-Flow variant, the median of its completed runs against those of bf16, torchao and the defaults."""
+    """Of each FP8-Flow variant, the median of its completed runs against those of the references and the defaults."""
     out = []
     for key, unit, suffix in (
         ("median_tokens_per_second", "tokens/s/GPU", ""),
@@ -245,7 +245,7 @@ def records(results: list[dict], model: str, shape: str) -> list[dict]:
                 values.setdefault(r["variant"], []).append(r[key])
         median = {variant: statistics.median(v) for variant, v in values.items()}
         for variant in (name for name in median if name.startswith("fp8_flow")):
-            for reference in sorted({"bf16", "torchao", "fp8_flow"} & set(median) - {variant}):
+            for reference in [v for v in CONVERTERS if v in median and v != variant]:
                 ratio = median[variant] / median[reference]
                 out.append(
                     dict(name=record_name(model, variant, suffix), shape=shape, value=median[variant], unit=unit,
@@ -256,13 +256,14 @@ def records(results: list[dict], model: str, shape: str) -> list[dict]:
 
 
 def batch_records(found: list[dict], model: str, shape: str) -> list[dict]:
-    """The largest local batches that were found, against those of bf16 and torchao."""
+    """The largest local batches that were found, against those of the references."""
     largest = {f["variant"]: f["largest"] for f in found if f["found"] and f["largest"]}
     return [
         dict(name=record_name(model, variant, "largest local batch"), shape=shape, value=value, unit="sequences",
              reference=reference, reference_value=largest[reference], speedup=value / largest[reference])
         for variant, value in largest.items()
-        for reference in sorted({"bf16", "torchao"} & set(largest) - {variant})
+        for reference in CONVERTERS
+        if variant.startswith("fp8_flow") and reference in largest and reference != variant
     ]  # fmt: skip
 
 
@@ -312,7 +313,8 @@ def search(args: argparse.Namespace, shape: str) -> None:
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--variants", nargs="+", default=[*CONVERTERS], help=f"of {', '.join(CONVERTERS)}")
+    variants = ["bf16", "torchao", "fp8_flow"]
+    p.add_argument("--variants", nargs="+", default=variants, help=f"of {', '.join(CONVERTERS)}; default: {variants}")
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="a repeat for each")
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
     p.add_argument("--largest-batch", type=int, nargs=2, metavar=("LOW", "HIGH"), help="search instead of timing")
