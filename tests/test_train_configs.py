@@ -72,8 +72,8 @@ def test_dense_model_builds(dry_run, tmp_path: Path):
     assert "llama3 debugmodel" in output and "converters none" in output
 
 
-def test_tensor_parallel_experts_are_sharded_as_said(dry_run):
-    """Without expert parallelism tensor-parallel ranks do not count for FSDP."""
+def test_tensor_parallel_experts_are_sharded_as_reported(dry_run):
+    """Without expert parallelism FSDP does not shard over the tensor-parallel ranks."""
     config = ROOT / "train_configs/debugmodel.toml"
     output = dry_run(config, "--parallelism.tensor_parallel_degree=2", "--world-size=4")
     assert "experts: ep 1 x etp 1 x fsdp 2" in output
