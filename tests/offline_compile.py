@@ -9,6 +9,7 @@ meta tensors and returns what it would have launched, so that a test compiles ex
 Needs ``TRITON_INTERPRET`` unset, since an interpreted kernel is no JITFunction.
 """
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -84,6 +85,7 @@ def compile_kernel(
     )
 
 
+@functools.cache  # launches that differ in sizes only have the same PTX
 def _ptxas(ptx: str, capability: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"

@@ -227,6 +227,7 @@ def test_installed_distributions_are_packages(tmp_path):
     assert all(path.endswith(".py") for path in paths)
 
 
+@pytest.mark.slow
 def test_standard_library_by_default(tmp_path):
     out = tmp_path / "corpus"
     assert build(out, "--max-bytes", 2_000_000) == 0

@@ -407,22 +407,25 @@ def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("model", train.MODELS)
-def test_flavors_of_the_setting(model: str):
-    """torchtitan takes every run's command line, in a process that imports the setting as its trainer does."""
+def test_flavors_of_the_setting():
+    """torchtitan takes every model's command line, in a process that imports the setting as its trainer does."""
     script = """
-import sys
+import json, sys
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
-config = ConfigManager().parse_args(sys.argv[1:])
-import experiments.throughput.setting
-args = get_train_spec(config.model.name).model_args[config.model.flavor]
-print(args.n_layers, args.attn_type, args.attn_mask_type, config.training.local_batch_size)
+for arguments in json.loads(sys.argv[1]):
+    config = ConfigManager().parse_args(arguments)
+    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    print(args.n_layers, args.attn_type, args.attn_mask_type, config.training.local_batch_size)
 """
-    args = train.parser("").parse_args(f"--out o --model {model} --layers 5 --attention flex --local-batch 2".split())
-    command = [sys.executable, "-c", script, f"--job.config_file={train.CONFIG}", *train.overrides("bf16", args, 0)]
+    runs = []
+    for model in train.MODELS:
+        options = f"--out o --model {model} --layers 5 --attention flex --local-batch 2"
+        overrides = train.overrides("bf16", train.parser("").parse_args(options.split()), 0)
+        runs.append([f"--job.config_file={train.CONFIG}", *overrides])
+    command = [sys.executable, "-c", script, json.dumps(runs)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout.split() == ["5", "flex", "block_causal", "2"], found.stderr
+    assert found.stdout.splitlines() == ["5 flex block_causal 2"] * len(train.MODELS), found.stderr
 
 
 def test_log(tmp_path: Path):

@@ -1,15 +1,20 @@
 """Every TOML file in train_configs loads, validates and builds its parallel layout without its machines."""
 
+import io
+import multiprocessing
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from torchtitan.config import ConfigManager
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
-from titan_fp8moe.torchtitan.dry_run import check_config, smallest_world_size
+from titan_fp8moe.torchtitan.dry_run import check_config, main, smallest_world_size
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -24,12 +29,21 @@ EXPECTED = {
 }
 
 
-def dry_run(config: Path, *arguments: str) -> str:
-    """Output of the dry run. It needs its own process: torchtitan and the fake process group are global state."""
-    command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(config), *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+@pytest.fixture(scope="module")
+def dry_run() -> Iterator[Callable[..., str]]:
+    """Output of the dry run. It needs its own process: torchtitan and the fake process group are global state. All are
+    forks of a server that has imported torchtitan."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["titan_fp8moe.torchtitan.dry_run"])
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        yield lambda *arguments: pool.submit(_dry_run, *map(str, arguments)).result(timeout=120)
+
+
+def _dry_run(*arguments: str) -> str:
+    sys.argv = ["dry_run", *arguments]
+    with redirect_stdout(io.StringIO()) as output:
+        main()
+    return output.getvalue()
 
 
 def load(path: Path):
@@ -37,7 +51,7 @@ def load(path: Path):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_config_builds(config: Path):
+def test_config_builds(dry_run, config: Path):
     ranks, experts = EXPECTED[config.stem]
     output = dry_run(config)
     assert "converters fp8_flow_moe" in output
@@ -45,20 +59,20 @@ def test_config_builds(config: Path):
     assert experts in output
 
 
-def test_16b_short_builds_sharded():
+def test_16b_short_builds_sharded(dry_run):
     output = dry_run(CONFIGS[0], "--model.flavor=16B_short", "--parallelism.expert_parallel_degree=4", "--world-size=8")
     assert "experts: ep 4 x etp 1 x fsdp 2" in output
     assert "w1 (64, 1408, 2048), on this rank (8, 1408, 2048)" in output
 
 
-def test_dense_model_builds(tmp_path: Path):
+def test_dense_model_builds(dry_run, tmp_path: Path):
     config, text = tmp_path / "dense.toml", (ROOT / "train_configs/debugmodel.toml").read_text()
     config.write_text(text.replace('"deepseek_v3"', '"llama3"').replace('["fp8_flow_moe"]', "[]"))
     output = dry_run(config)
     assert "llama3 debugmodel" in output and "converters none" in output
 
 
-def test_tensor_parallel_experts_are_sharded_as_reported():
+def test_tensor_parallel_experts_are_sharded_as_reported(dry_run):
     """Without expert parallelism FSDP does not shard over the tensor-parallel ranks."""
     config = ROOT / "train_configs/debugmodel.toml"
     output = dry_run(config, "--parallelism.tensor_parallel_degree=2", "--world-size=4")

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lints, checks spelling and types, then runs all tests that this machine can run. Arguments go to pytest.
+# Lints, checks spelling and types, then runs all tests that this machine can run. Arguments go to pytest; --slow adds the
+# tests marked slow.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh" matplotlib tensorboard codespell_lib hypothesis pyrefly pytest pytest_timeout ruff \
     setuptools xdist
@@ -16,6 +17,6 @@ fi
 export OMP_NUM_THREADS=1
 # Triton decides at import whether kernels are interpreted, so the kernel tests run in processes of their own.
 TRITON_INTERPRET=1 python3 -m pytest tests/kernels -n 2 "$@"
-python3 -m pytest tests --ignore tests/kernels --ignore tests/distributed -n 2 --dist loadfile "$@"
-# One at a time: each starts two to four processes.
-python3 -m pytest tests/distributed "$@"
+# A worker takes a file at a time in the order of collection: tests/distributed, which takes longest, comes first. Its
+# processes wait for each other a third of the time, in which the other worker has the cores.
+python3 -m pytest tests --ignore tests/kernels -n 2 --dist loadfile --no-loadscope-reorder "$@"
