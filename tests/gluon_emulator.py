@@ -112,7 +112,7 @@ class Pointer:
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         offset = torch.as_tensor(unwrap(self.offset)).long()
         mask = torch.as_tensor(unwrap(mask)).expand(offset.shape)
-        assert ((0 <= offset) & (offset < len(self.memory)) | ~mask).all(), "out of bounds"
+        assert ((offset >= 0) & (offset < len(self.memory)) | ~mask).all(), "out of bounds"
         return offset, mask
 
     def load(self, mask: Any = True, other: Any = 0) -> Value:

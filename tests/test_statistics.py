@@ -190,9 +190,14 @@ def test_what_was_not_counted_has_no_figures():
 def test_token_counts_are_kept_through_an_error():
     module = nn.Module()
     module.register_buffer("tokens_per_expert", torch.arange(4.0))
-    with pytest.raises(RuntimeError, match="out of memory"), kept_token_counts([module]):
-        module.tokens_per_expert.add_(1)
-        raise RuntimeError("out of memory")
+
+    def fail():
+        with kept_token_counts([module]):
+            module.tokens_per_expert.add_(1)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail()
     assert torch.equal(module.tokens_per_expert, torch.arange(4.0))
 
 

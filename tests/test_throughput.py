@@ -388,7 +388,7 @@ def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
     """A variant is compared with bf16 and with the defaults; the shape says what was trained."""
     monkeypatch.setattr(train, "WORK", tmp_path)
     args = train.parser("").parse_args(
-        "--out o --gpus 1 --layers 6 --attention sdpa -- --training.seq_len=8192".split()
+        ["--out", "o", "--gpus", "1", "--layers", "6", "--attention", "sdpa", "--", "--training.seq_len=8192"]
     )
     shape = train.finish(args, "train")
     assert shape == "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU, training.seq_len=8192"

@@ -42,8 +42,8 @@ class Fp8FlowMoEConfig:
     slower. The first step of a run is not counted."""
 
     filter_fqns: list[str] = field(default_factory=list)
-    """Leave MoE layers in bf16 whose fully qualified name contains one of these strings. ``layers.1.`` is one layer;
-    ``layers.1`` also matches layers 10 to 19."""
+    """Leave in bf16 what has one of these strings in its fully qualified name: MoE layers, or their shared experts
+    alone (``shared_experts``). ``layers.1.`` is one layer; ``layers.1`` also matches layers 10 to 19."""
 
     emulate: bool = False
     """Run the plain PyTorch reference on a GPU that the kernels do not support: any compute capability but 9.0. It is

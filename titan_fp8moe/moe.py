@@ -1,4 +1,4 @@
-"""The routed experts of one MoE layer as an autograd function: cast, dispatch, expert FFN, combine.
+"""The experts of one MoE layer as an autograd function: cast, dispatch, expert FFN, combine.
 
     forward   x --quantize--> fp8 --dispatch--> permute --expert FFN--> sum --combine, bf16--> sum
     backward  dy --quantize--> fp8 --dispatch--> permute --FFN backward--> sum --combine, bf16--> sum
@@ -9,8 +9,11 @@ experts. In the backward its gradient is the same for all its experts, so it is 
 It is one function for two reasons. Autograd casts the gradient of an fp8 tensor to fp8, so no fp8 tensor may cross an
 autograd edge. And everything that reads the expert weights then happens between FSDP's hooks of the experts module.
 
+Shared experts, which serve every token, are an FFN with one group of rows. They read the rows that are quantized for
+the routed experts, and their results join the same sums.
+
 With an asynchronous dispatch (:mod:`titan_fp8moe.dispatch`) a second autograd function ends the combine and, in the
-backward, begins the dispatch. ``meanwhile``, the shared experts for instance, runs between the two in both directions.
+backward, begins the dispatch. The shared experts run in it, and ``meanwhile`` runs between the two, in both directions.
 The weight gradients run while the backward's combine travels.
 """
 

@@ -8,7 +8,7 @@ FSDP quantizes the experts of its shard, and FSDP gathers the FP8 values.
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ class WeightCache:
     microbatches calls :meth:`clear`.
     """
 
-    _all: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
+    _all: ClassVar["weakref.WeakSet[WeightCache]"] = weakref.WeakSet()
     key: list[tuple] | None
     operands: tuple[ExpertWeights[QuantizedWeight], BackwardOperands] | None
 

@@ -255,10 +255,21 @@ def format_table(rows: list[dict]) -> str:
     def number(row: dict, key: str, form: str) -> str:
         return format(row[key], form) if row.get(key) is not None else ""
 
-    head = (
-        "variant|step|held-out loss|against bf16|training loss|final|largest (step)|same experts|max violation|"
-        "load entropy|score entropy|gradient norm, median / largest|ms/step"
-    ).split("|")
+    head = [
+        "variant",
+        "step",
+        "held-out loss",
+        "against bf16",
+        "training loss",
+        "final",
+        "largest (step)",
+        "same experts",
+        "max violation",
+        "load entropy",
+        "score entropy",
+        "gradient norm, median / largest",
+        "ms/step",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         largest = percent(row, "largest_deviation")

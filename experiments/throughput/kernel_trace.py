@@ -155,7 +155,7 @@ def timeline(kernels: list[Kernel]) -> dict[str, float]:
     for k in kernels:
         launched[k.start] = min(k.launched, launched.get(k.start, k.launched))
     host_bound = unknown = 0.0
-    for (_, idle_from), (start, _) in zip(busy, busy[1:], strict=False):
+    for (_, idle_from), (start, _) in itertools.pairwise(busy):
         if math.isnan(launched[start]):
             unknown += start - idle_from
         else:

@@ -55,7 +55,7 @@ def assert_close(out, ref):
 
 def by_expert(offsets_E):
     ends = offsets_E.tolist()
-    return enumerate(zip([0] + ends[:-1], ends, strict=True))
+    return enumerate(zip([0, *ends[:-1]], ends, strict=True))
 
 
 # --- out[m] = a[m] @ b[e]^T -------------------------------------------------------------------------------------------

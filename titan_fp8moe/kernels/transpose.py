@@ -152,7 +152,7 @@ def transpose_pair(
     """
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape
-    assert M == (x_MD if token_M is None else token_M).shape[0]
+    assert (x_MD if token_M is None else token_M).shape[0] == M
     xT, dyT = x_MD.new_empty(D, M), dy_MN.new_empty(N, M)
     xT_scale = x_scale.new_empty(D // TILE, M // TILE)
     dyT_scale = dy_scale.new_empty(N // TILE, M // TILE)

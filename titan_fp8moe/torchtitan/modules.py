@@ -1,4 +1,4 @@
-"""torchtitan's MoE and GroupedExperts with the routed experts in FP8.
+"""torchtitan's MoE and GroupedExperts with routed and shared experts in FP8.
 
 Parameters, buffers, submodules and state-dict keys stay torchtitan's: a layer is converted by changing its class, so
 that checkpoints, the Hugging Face adapter, pipeline splitting and initialization work as before.
