@@ -73,7 +73,7 @@ def test_selected_layers(filters: list[str], selected: list[str]):
 
 def test_filter_that_matches_nothing():
     with refused(
-        "fp8_flow_moe.filter_fqns has 'layers.3.', which matches none of the MoE layers layers.1.moe, layers.2.moe, "
+        "fp8_flow_moe.filter_fqns has 'layers.3.', which matches none of layers.1.moe, layers.2.moe, "
         "layers.11.moe; correct or remove it"
     ):
         checks.select_layers(LAYERS, ["layers.1.", "layers.3."])
