@@ -1,11 +1,12 @@
 """A small layer for tests: its inputs, a step of it, and a count of what it casts."""
 
 from collections import Counter
+from typing import ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_fp8moe import moe, routed_experts, testing
+from titan_fp8moe import dense, moe, routed_experts, testing
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,16 +25,22 @@ def run(x, scores, chosen, weights, dout, config, score_before=False):
 
 
 class CastCounter(TorchDispatchMode):
-    """Counts ops by name, and casts to fp8 outside of this package's ops. Looks into the op that is the forward."""
+    """Counts ops by name, and casts to fp8 outside of this package's ops. Looks into the ops that are a forward."""
+
+    _FORWARDS: ClassVar = {
+        torch.ops.titan_fp8moe.routed_experts_forward.default: moe._routed_experts_forward,
+        torch.ops.titan_fp8moe.feed_forward.default: dense._feed_forward,
+        torch.ops.titan_fp8moe.linear.default: dense._linear,
+    }
 
     def __init__(self):
         super().__init__()
         self.ops, self.stray_casts = Counter(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.titan_fp8moe.routed_experts_forward.default:
+        if func in self._FORWARDS:
             with self:
-                return moe._routed_experts_forward(*args)
+                return self._FORWARDS[func](*args)
         out = func(*args, **(kwargs or {}))
         name = func.name()
         if name.startswith("titan_fp8moe::"):

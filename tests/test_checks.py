@@ -58,17 +58,17 @@ LAYERS = ["layers.1.moe", "layers.2.moe", "layers.11.moe"]
 
 
 @pytest.mark.parametrize(
-    ("filters", "selected"),
+    ("parts", "names"),
     [
-        ([], LAYERS),
-        (["layers.1."], ["layers.2.moe", "layers.11.moe"]),
-        (["layers.1"], ["layers.2.moe"]),
-        (["layers.1.", "layers.2."], ["layers.11.moe"]),
-        (["moe."], []),  # the end of a name counts as a dot
+        ([], []),
+        (["layers.1."], ["layers.1.moe"]),
+        (["layers.1"], ["layers.1.moe", "layers.11.moe"]),
+        (["layers.1.", "layers.2."], ["layers.1.moe", "layers.2.moe"]),
+        (["moe."], LAYERS),  # the end of a name counts as a dot
     ],
 )
-def test_selected_layers(filters: list[str], selected: list[str]):
-    assert checks.select_layers(LAYERS, filters) == selected
+def test_matching_names(parts: list[str], names: list[str]):
+    assert checks.matching(LAYERS, parts, setting="filter_fqns") == names
 
 
 def test_filter_that_matches_nothing():
@@ -76,7 +76,19 @@ def test_filter_that_matches_nothing():
         "fp8_flow_moe.filter_fqns has 'layers.3.', which matches none of layers.1.moe, layers.2.moe, "
         "layers.11.moe; correct or remove it"
     ):
-        checks.select_layers(LAYERS, ["layers.1.", "layers.3."])
+        checks.matching(LAYERS, ["layers.1.", "layers.3."], setting="filter_fqns")
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "fits"), [((256, 512), 2, True), ((256, 512), 4, False), ((64, 128), 1, False)]
+)
+def test_linears_are_whole_tiles(shape: tuple[int, int], shards: int, fits: bool):
+    message = (
+        f"fp8_flow_moe.linear_fqns: wq is {shape[0]}x{shape[1]} over {shards} tensor-parallel ranks, not multiples of "
+        "128 on each; remove it from the list"
+    )
+    with refused(None if fits else message):
+        checks.check_linear("wq", *shape, shards)
 
 
 @pytest.mark.parametrize(("experts", "shards", "fits"), [(8, 1, True), (8, 4, True), (8, 3, False), (8, 16, False)])
@@ -93,7 +105,14 @@ def test_whole_experts(shards: int, fsdp: int, fits: bool):
         f"{shards} expert-parallel x {fsdp} FSDP ranks; set it to false, or replicate"
     )
     with refused(None if fits else message):
-        checks.check_whole_experts("moe", 8, shards, fsdp, remedy="replicate")
+        checks.check_fp8_all_gather("moe", 8, 256, shards, fsdp, remedy="replicate")
+
+
+def test_fp8_gather_of_padded_weights():
+    with refused(
+        "moe: fp8_flow_moe.fp8_all_gather needs a hidden dim of multiples of 128 on each rank, got 704; set it to false"
+    ):
+        checks.check_fp8_all_gather("moe", 8, 704, 1, 2, remedy="replicate")
 
 
 @pytest.mark.parametrize(
@@ -106,21 +125,21 @@ def test_whole_experts(shards: int, fsdp: int, fits: bool):
             256,
             200,
             1,
-            "moe: expert hidden dim 200 is not a multiple of 128, the width of an FP8 tile; choose one, or leave the "
-            "layer in bf16 with fp8_flow_moe.filter_fqns",
+            "moe: expert hidden dim 200 is not a multiple of 16; choose one, or leave the layer in bf16 with "
+            "fp8_flow_moe.filter_fqns",
         ),
+        (256, 1408, 2, None),  # 704 per rank is padded to 768
         (
             256,
             1408,
-            2,
-            "moe: expert hidden dim 1408 over 2 tensor-parallel ranks is 704 per rank, not a multiple of 128; set TP",
+            16,
+            "moe: expert hidden dim 1408 over 16 tensor-parallel ranks is 88 per rank, not a multiple of 16; set TP",
         ),
         (
             256,
             256,
             3,
-            "moe: expert hidden dim 256 over 3 tensor-parallel ranks is 85.3333 per rank, not a multiple of 128; "
-            "set TP",
+            "moe: expert hidden dim 256 over 3 tensor-parallel ranks is 85.3333 per rank, not a multiple of 16; set TP",
         ),
     ],
 )

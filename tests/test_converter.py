@@ -20,7 +20,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
@@ -35,7 +35,7 @@ from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.job_checks import expert_layout
-from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.torchtitan.modules import FEED_FORWARDS, Fp8FlowGroupedExperts, Fp8FlowMoE
 
 ROOT = Path(__file__).parent.parent
 DEBUG_TOML = (ROOT / "train_configs/debug.toml").read_text()
@@ -81,7 +81,7 @@ def layer_classes(model: nn.Module) -> dict[str, tuple[type, type]]:
 STOCK, CONVERTED = (MoE, GroupedExperts), (Fp8FlowMoE, Fp8FlowGroupedExperts)
 
 
-def test_changes_two_classes_and_nothing_else():
+def test_changes_classes_and_nothing_else():
     config = make_config()
     model = make_model(config)
     classes = {name: type(module) for name, module in model.named_modules()}
@@ -91,11 +91,15 @@ def test_changes_two_classes_and_nothing_else():
     convert(config, model)
     changed = {name: type(m) for name, m in model.named_modules() if type(m) is not classes.pop(name)}
     assert not classes, "modules are gone"
+    ffn = FEED_FORWARDS[FeedForward]
     assert changed == {
+        "layers.0.feed_forward": ffn,
         "layers.1.moe": Fp8FlowMoE,
         "layers.1.moe.experts": Fp8FlowGroupedExperts,
+        "layers.1.moe.shared_experts": ffn,
         "layers.2.moe": Fp8FlowMoE,
         "layers.2.moe.experts": Fp8FlowGroupedExperts,
+        "layers.2.moe.shared_experts": ffn,
     }
     after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert list(after) == list(tensors) and all(after[name] is tensors[name] for name in tensors)
@@ -108,7 +112,9 @@ def test_filter_fqns_leaves_layers_in_bf16(caplog: pytest.LogCaptureFixture):
         model = convert(config, make_model(config, n_layers=12))
     expected = {f"layers.{i}.moe": STOCK if i in (1, 3) else CONVERTED for i in range(1, 12)}
     assert layer_classes(model) == expected  # layers.11 among the converted
-    assert "9 MoE layers converted, 2 left in bf16 (layers.1.moe, layers.3.moe)" in caplog.text
+    assert "9 MoE layers, 9 shared experts, 1 dense FFNs" in caplog.text
+    stay = "layers.1.moe, layers.3.moe, layers.1.moe.shared_experts, layers.3.moe.shared_experts"
+    assert f"not in FP8: {stay}: fp8_flow_moe.filter_fqns" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["", "layers.1.,"])
@@ -129,22 +135,22 @@ def test_unmatched_filter_is_an_error_and_converts_nothing():
 @pytest.mark.parametrize(
     "dims",
     [
-        pytest.param({"tp": 2}, id="tp2"),
-        pytest.param({"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}, id="tp2-ep2-etp2"),
+        pytest.param({"tp": 16}, id="tp16"),
+        pytest.param({"dp_shard": 2, "tp": 16, "ep": 2, "etp": 16}, id="tp16-ep2-etp16"),
     ],
 )
 def test_hidden_dim_per_rank_must_fit(dims: dict[str, int]):
-    """The 16B model's experts have hidden dim 1408 = 11 * 128, which two ranks cannot share."""
+    """The 16B model's experts have hidden dim 1408 = 88 * 16, which 16 ranks cannot share."""
     config = make_config(flavor="16B")
     model = make_model(config)
     remedy = r"set parallelism\.expert_tensor_parallel_degree = 1$"
     if "ep" not in dims:
         remedy = r"lower parallelism\.tensor_parallel_degree, or raise expert_parallel_degree and " + remedy
-    with pytest.raises(ValueError, match="704 per rank.*128; " + remedy):
+    with pytest.raises(ValueError, match="88 per rank.*16; " + remedy):
         convert(config, model, make_dims(**dims))
     assert set(layer_classes(model).values()) == {STOCK}
     # The remedy works.
-    convert(config, model, make_dims(dp_shard=2, tp=2, ep=2, etp=1))
+    convert(config, model, make_dims(dp_shard=2, tp=16, ep=2, etp=1))
     assert set(layer_classes(model).values()) == {CONVERTED}
 
 
@@ -547,10 +553,10 @@ def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
     caplog.clear()
     with caplog.at_level(logging.INFO):
         convert(config, model)
-    *_, summary, shared, printed = caplog.messages
-    assert shared == "FP8-Flow-MoE: shared experts of 2 layers in FP8, of 0 as before"
+    *_, summary, printed = caplog.messages
     assert summary == (
-        "FP8-Flow-MoE: 2 MoE layers converted, 0 left in bf16; plain PyTorch reference on the CPU; " + SETTINGS
+        "FP8-Flow-MoE: 2 MoE layers, 2 shared experts, 1 dense FFNs, 0 linears in FP8; plain PyTorch reference on the "
+        f"CPU; {SETTINGS}"
     )
     experts = f"num_experts=8, dim=256, hidden_dim=256, {SETTINGS}"
     assert printed.count(f"(experts): Fp8FlowGroupedExperts({experts})") == 2
@@ -564,7 +570,7 @@ def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
         (["--fp8_flow_moe.filter_fqns=shared_experts"], 1, [], "filter_fqns"),
         (["--fp8_flow_moe.filter_fqns=layers.1."], 1, ["2"], ""),
         (["--model.converters=quantize.linear.float8,fp8_flow_moe"], 1, [], "quantize.linear"),
-        ([], 4, [], "hidden dim 256 / 4 are not multiples of 128"),
+        ([], 32, [], "hidden dim 256 / 32 none of 16"),
     ],
 )
 def test_which_shared_experts_are_fp8(caplog, flags, tp, fp8, why):
@@ -577,9 +583,8 @@ def test_which_shared_experts_are_fp8(caplog, flags, tp, fp8, why):
     blocks = {name: getattr(block, "moe", None) for name, block in model.layers.items()}
     layers = {name: moe for name, moe in blocks.items() if isinstance(moe, Fp8FlowMoE)}
     assert [name for name, layer in layers.items() if layer.fp8_shared] == fp8
-    message = next(m for m in caplog.messages if "shared experts of" in m)
-    assert message.startswith(f"FP8-Flow-MoE: shared experts of {len(fp8)} layers in FP8, of {len(layers) - len(fp8)}")
-    assert why in message
+    assert f"{len(fp8)} shared experts, " in caplog.text
+    assert why in caplog.text
 
 
 @pytest.mark.parametrize(

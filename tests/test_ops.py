@@ -172,8 +172,6 @@ def test_compiles_as_one_graph():
 def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="multiple of 128"):
         ops.quantize_rows(torch.randn(4, 100))
-    with pytest.raises(ValueError, match="multiple of 128"):
-        ops.quantize_weight(torch.randn(2, 100, 128))
     w = torch.randn(2, 128, 128)
     for other in (w[:1], torch.randn(2, 128, 256), w.bfloat16()):
         with pytest.raises(ValueError, match="share E, K and a dtype"):
@@ -185,6 +183,11 @@ def test_errors_say_what_to_do():
     operands = recipe.transpose_pair(*rows(M, 384), *rows(M, 128))
     with pytest.raises(ValueError, match="N is 384, but 2 weights need a multiple of 256"):
         ops.grouped_mm_wgrad(*operands, torch.tensor([M], dtype=INT32), FP32, 2)
+    for columns in (0, 129, 60):
+        with pytest.raises(
+            ValueError, match=rf"columns is {columns}; it must be in 1\.\.128, and a row of torch.bfloat16"
+        ):
+            ops.grouped_mm_wgrad(*operands, torch.tensor([M], dtype=INT32), torch.bfloat16, 1, columns)
     with pytest.raises(ValueError, match="balanced"):
         ops.transpose_pair(*rows(128, 128), *rows(128, 128), torch.tensor([128], dtype=INT32), "rowwise")
 

@@ -22,7 +22,7 @@ from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 
 OPS = {
     "all_to_all_single": "start",
@@ -104,6 +104,7 @@ def test_shared_experts_run_beside_combine_and_dispatch(layer):
 def test_fp8_shared_experts_run_beside_combine_and_dispatch(layer):
     """Their forward is in the op that ends the combine; their backward follows the start of the dispatch."""
     layer.fp8_shared = True
+    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
     grads, forward, backward = gradients(layer, layer)
     assert forward == ["mm", "experts", "finish"]
     assert backward == [

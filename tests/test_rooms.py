@@ -17,7 +17,7 @@ LAYERS = [
     {"config", "recipe", "rows"},
     {"kernels", "ops"},
     {"dispatch", "ffn", "statistics", "weights"},
-    {"moe", "modules"},
+    {"dense", "moe", "modules"},
     {""},
     {"checks", "testing"},
     set(ADAPTERS),

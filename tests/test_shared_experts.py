@@ -29,7 +29,7 @@ SETTINGS = [
 def make_inputs(tokens=T, dtype=torch.float32):
     """x, scores, the experts' w1, w2, w3 and the shared experts', as leaves; and the chosen experts."""
     x, scores, ids, weights = make_layer(tokens, dtype=dtype)
-    shared = [torch.randn(1, *s, device=DEVICE) * 0.05 for s in ((SHARED_H, D), (D, SHARED_H), (SHARED_H, D))]
+    shared = [torch.randn(s, device=DEVICE) * 0.05 for s in ((SHARED_H, D), (D, SHARED_H), (SHARED_H, D))]
     return [t.requires_grad_() for t in (x, scores, *weights, *shared)], ids
 
 
@@ -58,7 +58,7 @@ def test_gradients_against_fp64(config, tokens):
     got = results(leaves, run(leaves, ids, config), dout)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     x, _, _, _, _, gate, down, up = exact
-    shared = (F.silu(x @ gate[0].T) * (x @ up[0].T)) @ down[0].T
+    shared = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
     want = results(exact, moe_layer(x, exact[1], ids, *exact[2:5], False) + shared, dout.double())
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.shape == b.shape
@@ -188,7 +188,8 @@ def test_compiles_as_one_graph():
 
 def test_which_can_be_fp8():
     assert why_not_fp8(FeedForward(256, 512), 2) is None
-    assert "256 and hidden dim 512 / 8 are not multiples of 128" in why_not_fp8(FeedForward(256, 512), 8)
+    assert why_not_fp8(FeedForward(256, 512), 32) is None  # padded
+    assert "hidden dim 512 / 64 none of 16" in why_not_fp8(FeedForward(256, 512), 64)
     assert "model dim 200" in why_not_fp8(FeedForward(200, 256), 1)
     other = FeedForward(256, 256)
     other.w2 = torch.nn.Linear(256, 256)

@@ -22,7 +22,6 @@ from titan_fp8moe.torchtitan.compat import kept_token_counts
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
-from titan_fp8moe.weights import ExpertWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 corpus = test_cpu_training.corpus
@@ -43,7 +42,12 @@ def rows(x: torch.Tensor) -> Rows:
 def figures(x, a, dy, dh, weights, token_M, wgrad="balanced") -> dict[str, float]:
     offsets = torch.tensor([token_M.shape[0]], dtype=torch.int32, device=DEVICE)
     statistics.collect()
-    statistics.record(*(rows(t) for t in (x, a, dy, dh)), ExpertWeights(*weights), offsets, token_M, wgrad)
+    operands = {
+        kind: statistics.Operand(kind, rows(t), 1, t.shape[1]) for kind, t in dict(x=x, a=a, dy=dy, dh=dh).items()
+    }
+    pairs = [(operands["x"], operands["dh"]), (operands["a"], operands["dy"])]
+    gate, down, up = weights
+    statistics.record(pairs, [(gate, up), (down,)], offsets, token_M, wgrad)
     return statistics.summarize(statistics.take(DEVICE))
 
 

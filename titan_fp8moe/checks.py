@@ -17,6 +17,9 @@ from titan_fp8moe.recipe import TILE
 
 logger = logging.getLogger(__name__)
 
+PADDED_FROM = 16
+"""A hidden dim on a rank is a multiple of this: TMA needs rows of 16 bytes. Quantized weights pad it to whole tiles."""
+
 # Other schedules may compute input and weight gradients at different times; a converted layer computes both at once.
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS")
 
@@ -40,15 +43,14 @@ class ExpertLayout(NamedTuple):
 # --- One layer --------------------------------------------------------------------------------------------------------
 
 
-def select_layers(layers: Sequence[str], filter_fqns: Sequence[str]) -> list[str]:
-    """Names of the layers to convert: all but those that a filter matches. Each filter must match one."""
-    for part in filter_fqns:
-        if not any(part in f"{name}." for name in layers):
+def matching(names: Sequence[str], parts: Sequence[str], *, setting: str) -> list[str]:
+    """The names that have one of ``parts`` in them, followed by a dot. Each part must match a name."""
+    for part in parts:
+        if not any(part in f"{name}." for name in names):
             raise ValueError(
-                f"fp8_flow_moe.filter_fqns has {part!r}, which matches none of {', '.join(layers)}; "
-                "correct or remove it"
+                f"fp8_flow_moe.{setting} has {part!r}, which matches none of {', '.join(names)}; correct or remove it"
             )
-    return [name for name in layers if not any(part in f"{name}." for part in filter_fqns)]
+    return [name for name in names if any(part in f"{name}." for part in parts)]
 
 
 def check_experts(layer: str, num_experts: int, expert_shards: int, *, remedy: str) -> None:
@@ -59,8 +61,15 @@ def check_experts(layer: str, num_experts: int, expert_shards: int, *, remedy: s
         )
 
 
-def check_whole_experts(layer: str, num_experts: int, expert_shards: int, fsdp_shards: int, *, remedy: str) -> None:
-    """With ``fp8_all_gather`` FSDP must shard whole experts, since a 128x128 block has one scale."""
+def check_fp8_all_gather(
+    layer: str, num_experts: int, hidden_dim: int, expert_shards: int, fsdp_shards: int, *, remedy: str
+) -> None:
+    """With ``fp8_all_gather`` FSDP must shard whole experts, since a 128x128 block has one scale, without padding."""
+    if hidden_dim % TILE:
+        raise ValueError(
+            f"{layer}: fp8_flow_moe.fp8_all_gather needs a hidden dim of multiples of {TILE} on each rank, got "
+            f"{hidden_dim}; set it to false"
+        )
     if num_experts % (expert_shards * fsdp_shards):
         raise ValueError(
             f"{layer}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {num_experts} experts do not "
@@ -69,18 +78,30 @@ def check_whole_experts(layer: str, num_experts: int, expert_shards: int, fsdp_s
 
 
 def check_dims(layer: str, dim: int, hidden_dim: int, hidden_dim_shards: int, *, remedy: str) -> None:
-    """Dims must be whole FP8 tiles on every rank. ``remedy`` is for a hidden dim that only the sharding breaks."""
+    """The model dim must be whole FP8 tiles. The hidden dim is padded, from a multiple of 16 on every rank.
+
+    ``remedy`` is for a hidden dim that only the sharding breaks.
+    """
     if dim % TILE:
         raise ValueError(f"{layer}: model dim {dim} is not a multiple of {TILE}, the width of an FP8 tile; choose one")
-    if hidden_dim % TILE:
+    if hidden_dim % PADDED_FROM:
         raise ValueError(
-            f"{layer}: expert hidden dim {hidden_dim} is not a multiple of {TILE}, the width of an FP8 tile; choose "
-            "one, or leave the layer in bf16 with fp8_flow_moe.filter_fqns"
+            f"{layer}: expert hidden dim {hidden_dim} is not a multiple of {PADDED_FROM}; choose one, or leave the "
+            "layer in bf16 with fp8_flow_moe.filter_fqns"
         )
-    if hidden_dim % (TILE * hidden_dim_shards):
+    if hidden_dim % (PADDED_FROM * hidden_dim_shards):
         raise ValueError(
             f"{layer}: expert hidden dim {hidden_dim} over {hidden_dim_shards} tensor-parallel ranks is "
-            f"{hidden_dim / hidden_dim_shards:g} per rank, not a multiple of {TILE}; {remedy}"
+            f"{hidden_dim / hidden_dim_shards:g} per rank, not a multiple of {PADDED_FROM}; {remedy}"
+        )
+
+
+def check_linear(name: str, out_features: int, in_features: int, shards: int) -> None:
+    """A linear's dims must be whole FP8 tiles on each of the ranks that may share one of them."""
+    if out_features % (TILE * shards) or in_features % (TILE * shards):
+        raise ValueError(
+            f"fp8_flow_moe.linear_fqns: {name} is {out_features}x{in_features} over {shards} tensor-parallel ranks, "
+            f"not multiples of {TILE} on each; remove it from the list"
         )
 
 

@@ -42,16 +42,21 @@ class Fp8FlowMoEConfig:
     slower. The first step of a run is not counted."""
 
     filter_fqns: list[str] = field(default_factory=list)
-    """Leave in bf16 what has one of these strings in its fully qualified name: MoE layers, or their shared experts
-    alone (``shared_experts``). ``layers.1.`` is one layer; ``layers.1`` also matches layers 10 to 19."""
+    """Leave in bf16 what has one of these strings in its fully qualified name: MoE layers, their shared experts alone
+    (``shared_experts``), dense FFNs (``feed_forward``). ``layers.1.`` is one layer; ``layers.1`` also matches layers 10
+    to 19."""
+
+    linear_fqns: list[str] = field(default_factory=list)
+    """Run in FP8 the linears that have one of these strings in their fully qualified names, such as
+    ``attention.wq_b.``. Large projections gain, small ones lose. Their dims must be multiples of 128 on every rank."""
 
     emulate: bool = False
     """Run the plain PyTorch reference on a GPU that the kernels do not support: any compute capability but 9.0. It is
     slow, and applies to the whole process. Without torchtitan call :func:`titan_fp8moe.ops.emulate` instead."""
 
     def describe(self) -> str:
-        """The settings of a converted layer in one line, for logs: all but ``filter_fqns``."""
-        names = [f.name for f in fields(Fp8FlowMoEConfig) if f.name != "filter_fqns"]
+        """The settings of a converted module in one line, for logs: all that do not select modules."""
+        names = [f.name for f in fields(Fp8FlowMoEConfig) if not f.name.endswith("_fqns")]
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def __post_init__(self) -> None:

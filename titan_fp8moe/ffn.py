@@ -19,6 +19,7 @@ from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.statistics import Operand
 from titan_fp8moe.weights import BackwardOperands, ExpertWeights, Weight
 
 
@@ -144,15 +145,21 @@ class ExpertFFNBackward:
         dw1 = dw2 = dw3 = None
         if needed[0] or needed[2]:
             x, token_M = (self._x_in_expert_order(), None) if mode == "bf16" else (self.x, self.token_M)
-            parts = len(self.weights.gate_up)
-            dw1, *rest = _weight_grads(self.dh, x, token_M, offsets_E, mode, dtype, parts)
+            shapes = [_shape(w) for w in self.weights.gate_up]
+            dw1, *rest = weight_grads(self.dh, x, token_M, offsets_E, mode, dtype, shapes)
             dw3 = rest[0] if rest else None
         if needed[1]:
-            (dw2,) = _weight_grads(self.dy, self.a, None, offsets_E, mode, dtype, parts=1)
+            (dw2,) = weight_grads(self.dy, self.a, None, offsets_E, mode, dtype, [_shape(self.weights.w2)])
         if statistics.collecting():
-            x = self._x_in_expert_order()
-            statistics.record(x, self.a, self.dy, self.dh, self.weights, offsets_E, self.routing.token_M, mode)
+            self._record()
         return [dw1, dw2, dw3]
+
+    def _record(self) -> None:
+        _, D, H = _shape(self.weights.w2)
+        x, dy = (Operand(kind, rows, 1, D) for kind, rows in (("x", self._x_in_expert_order()), ("dy", self.dy)))
+        a, dh = Operand("a", self.a, 1, H), Operand("dh", self.dh, 2, H)
+        weights = self.weights.gate_up, (self.weights.w2,)
+        statistics.record([(x, dh), (a, dy)], weights, self.routing.offsets_E, self.routing.token_M, self.config.wgrad)
 
     def _x_in_expert_order(self) -> Rows:
         if self.token_M is None:
@@ -160,15 +167,39 @@ class ExpertFFNBackward:
         return Rows(*ops.permute_rows(*self.x, self.routing.row_TK, self.token_M, self.routing.offsets_E))
 
 
-def _weight_grads(
-    dy: Rows, x: Rows, token_M: Tensor | None, offsets_E: Tensor, mode: str, dtype: torch.dtype, parts: int
-) -> Sequence[Tensor]:
-    """dW = dy^T x per expert, (E, N // parts, K) for each of the ``parts`` weights that N is made of, contiguous. With
-    ``token_M`` x is in token order."""
+def _shape(weight: Weight) -> torch.Size:
+    return (weight.q if isinstance(weight, QuantizedWeight) else weight).shape
+
+
+def weight_grads(
+    dy: Rows,
+    x: Rows,
+    token_M: Tensor | None,
+    offsets_E: Tensor,
+    mode: str,
+    dtype: torch.dtype,
+    shapes: Sequence[torch.Size],
+) -> list[Tensor]:
+    """dW = dy^T x per expert, for each of the weights that dy's columns belong to.
+
+    Args:
+        dy: (M, N), N the padded rows of the weights of one expert.
+        x: (M, K), K their padded columns; with ``token_M`` in token order.
+        mode: ``wgrad`` of the settings; dtype: bf16 or fp32, of the result.
+        shapes: (E, N_i, K_i) of the weights, all the same.
+
+    Returns:
+        A gradient (E, N_i, K_i) for each weight; contiguous if E is 1 or N_i a multiple of 128.
+    """
+    _, rows, columns = shapes[0]
+    parts = len(shapes)
     if mode == "bf16":
         x_MK = recipe.dequantize(*x, torch.bfloat16)
         dy_NM = recipe.dequantize(*dy, torch.bfloat16).t()
-        return [torch._grouped_mm(part, x_MK, offs=offsets_E).to(dtype) for part in dy_NM.chunk(parts)]
+        grads = [torch._grouped_mm(part, x_MK, offs=offsets_E).to(dtype) for part in dy_NM.chunk(parts)]
+        return [grad[:, :rows, :columns].contiguous() for grad in grads]
     x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
-    grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts)
-    return grads.chunk(parts) if parts > 1 else [grads]
+    kept = None if columns == x_t.shape[0] else columns
+    grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts, kept)
+    each = grads.chunk(parts) if parts > 1 else [grads]
+    return [grad if grad.shape[1] == rows else grad[:, :rows] for grad in each]

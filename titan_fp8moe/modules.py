@@ -1,13 +1,15 @@
-"""The routed experts as an ``nn.Module``, for models without a trainer's adapter."""
+"""The routed experts, and a linear, as modules for any model."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dense import linear
 from titan_fp8moe.moe import apply_experts
 from titan_fp8moe.weights import ExpertWeights, Fp8AllGather, WeightCache
 
@@ -105,3 +107,71 @@ class RoutedExperts(Fp8AllGather):
     def extra_repr(self) -> str:
         experts, hidden_dim, dim = self.w1.shape
         return f"local_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"
+
+
+class Fp8FlowLinear(nn.Linear):
+    """``nn.Linear`` without a bias in FP8, whose dims are multiples of 128 on every rank.
+
+    Large projections gain, small ones lose to the two casts. Under tensor parallelism the weight is a DTensor, and so
+    are input and output, placed as ``nn.Linear``'s would be.
+
+    Args:
+        in_features, out_features: K and N, multiples of 128.
+        config: the recipe's settings, of which ``wgrad`` and ``cache_weights`` apply; by default
+            ``Fp8FlowMoEConfig()``.
+
+    Raises:
+        ValueError: for other dims.
+    """
+
+    config: Fp8FlowMoEConfig
+    cache: WeightCache | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        config: Fp8FlowMoEConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+        self._configure(config or Fp8FlowMoEConfig())
+
+    @staticmethod
+    def convert(module: nn.Linear, config: Fp8FlowMoEConfig) -> None:
+        """Turns a linear into this class in place; its parameter stays.
+
+        Raises:
+            ValueError: for a subclass of ``nn.Linear``, a bias, or dims that are no multiples of 128.
+        """
+        if type(module) is not nn.Linear or module.bias is not None:
+            raise ValueError(f"only an nn.Linear without a bias can be Fp8FlowLinear, not {module}")
+        module.__class__ = Fp8FlowLinear
+        cast(Fp8FlowLinear, module)._configure(config)
+
+    def _configure(self, config: Fp8FlowMoEConfig) -> None:
+        if self.in_features % 128 or self.out_features % 128:
+            raise ValueError(
+                f"in_features = {self.in_features} and out_features = {self.out_features} must be multiples of 128, an "
+                "FP8 tile's width"
+            )
+        self.config, self.cache = config, WeightCache() if config.cache_weights else None
+
+    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override] # nn.Linear calls it input
+        """(..., K) -> (..., N), in the dtype of ``x`` or autocast's."""
+        w = self.weight
+        if not isinstance(w, DTensor):
+            return linear(x, w, self.config, self.cache)
+        placements, x_grad = w.placements, w.placements  # replicated
+        if w.placements == (Shard(0),):
+            placements, x_grad = (Shard(x.ndim - 1),), (Partial(),)
+        elif w.placements == (Shard(1),):
+            placements, x_grad = (Partial(),), (Shard(x.ndim - 1),)
+        x = cast(DTensor, x).to_local(grad_placements=x_grad)
+        out = linear(x, w.to_local(), self.config, self.cache)
+        return DTensor.from_local(out, w.device_mesh, placements, run_check=False)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.config.describe()}"

@@ -30,15 +30,18 @@ from torch.autograd.function import once_differentiable
 
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dense import GroupRows, group_ffn, group_ffn_backward, group_ffn_fields, without_expert_dim
 from titan_fp8moe.dispatch import InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
 from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import group_rows, row_capacity
-from titan_fp8moe.rows import Routing, Rows, one_group
+from titan_fp8moe.rows import Routing, Rows
 from titan_fp8moe.weights import (
     ExpertWeights,
     WeightCache,
+    forward_operands,
+    one_expert,
     quantize_weights,
     quantize_weights_transposed,
     readable,
@@ -67,7 +70,8 @@ def routed_experts(
     Args:
         x: (T, D) bf16 or fp32, D a multiple of 128.
         w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, H a
-            multiple of 128. Or gate and up in one ``w1`` (E, 2H, D), gate first, with ``w3`` None.
+            multiple of 16. The quantized weights pad H to a multiple of 128. Or gate and up in one ``w1`` (E, 2H, D),
+            gate first, with ``w3`` None and H a multiple of 128.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
         config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. A function has no use for ``filter_fqns``,
@@ -117,8 +121,8 @@ def apply_experts(
     """:func:`routed_experts` for modules: takes their weight caches, which it uses unless gradients are off, and shared
     experts.
 
-    ``shared`` are the weights of one FFN that serves every token, as an expert's: w1 and w3 (1, H, D), w2 (1, D, H). It
-    reads the rows that are quantized for the routed experts, in both directions, and adds to their sums.
+    ``shared`` are the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It reads the rows that
+    are quantized for the routed experts, in both directions, and adds to their sums.
     """
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
@@ -185,8 +189,11 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
         raise ValueError(
             "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None, and w2 (E, D, H), all of one dtype; got " + got
         )
-    if H % 128 or D % 128:
-        raise ValueError(f"D and H must be multiples of 128, the width of an FP8 tile; got D {D} and H {H}")
+    if D % 128 or H % (128 if w3 is None else 16):
+        raise ValueError(
+            "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
+            f"gate and up; got D {D} and H {H}"
+        )
     if topk_scores_TK.dtype != torch.float32:
         raise ValueError(f"topk_scores must be fp32, got {topk_scores_TK.dtype}; use topk_scores.float()")
     if topk_ids_TK.dtype not in (torch.int32, torch.int64):
@@ -246,20 +253,6 @@ class _Saved(NamedTuple):
         return cls(state, routing, kept, SavedFFN(**dict(zip(fields, remaining, strict=True))))
 
 
-class _SharedRows(NamedTuple):
-    """This rank's tokens as the shared experts' one group of rows.
-
-    Attributes:
-        q: (R, D) e4m3, R the number of tokens padded to a multiple of 128.
-        scale: (R, D // 128) e8m0, column-major.
-        end: (1,) int32, R.
-    """
-
-    q: Tensor
-    scale: Tensor
-    end: Tensor
-
-
 def _keeps_rows(group_name: str, has_shared: bool, recompute: str) -> bool:
     """Whether a forward saves the rows that arrived. Without expert parallelism they are the shared experts' too."""
     return recompute != "experts" or (has_shared and not group_name)
@@ -286,8 +279,8 @@ def _routed_experts_forward(
     experts', which are only read where the dispatch is not asynchronous.
 
     Returns:
-        The output; :meth:`_Saved.pack`; with shared experts the scale and end of :class:`_SharedRows` and
-        :func:`_shared_forward`'s tensors. With an asynchronous dispatch instead: a placeholder of the output's
+        The output; :meth:`_Saved.pack`; with shared experts the scale and end of :class:`GroupRows` and
+        :func:`group_ffn`'s tensors. With an asynchronous dispatch instead: a placeholder of the output's
         gradient; the payload in flight; with shared experts their rows; :meth:`_Saved.pack`.
     """
     tokens = dispatch.begin(topk_ids_TK, topk_scores_TK, weights[0].shape[0], group_name, num_ranks)
@@ -313,8 +306,8 @@ def _routed_experts_forward(
         return [x_TD.new_empty(0), payload, *group, *_Saved(tokens.state(), routing, kept, ffn).pack()]
     shared_y, shared = None, []
     if has_shared:
-        shared_rows = _SharedRows(kept[0], *group)
-        shared_y, shared = _shared_forward(shared_rows, shared_weights, shared_scales, recompute, save_h)
+        shared_rows = GroupRows(kept[0], *group)
+        shared_y, shared = group_ffn(shared_rows, shared_weights, shared_scales, recompute, save_h)
     out = tokens.start_combine(y, routing, x_TD.dtype, shared_y)
     return [out, *_Saved(tokens.state(), routing, kept, ffn).pack(), *group, *shared]
 
@@ -334,22 +327,8 @@ def _routed_experts_finish(
     backward needs follows the output."""
     shared_y, shared = None, []
     if shared_rows:
-        shared_y, shared = _shared_forward(_SharedRows(*shared_rows), shared_weights, shared_scales, recompute, save_h)
+        shared_y, shared = group_ffn(GroupRows(*shared_rows), shared_weights, shared_scales, recompute, save_h)
     return [dispatch.finish_combine(payload, sent_TK, D, dtype, shared_y), *shared]
-
-
-def _shared_fields(recompute: str, save_h: str) -> list[str]:
-    """The tensors that the shared experts save, besides the rows, which the routed experts have too."""
-    return [name for name in saved_ffn_fields(recompute, save_h) if not name.startswith("x_")]
-
-
-def _shared_forward(
-    rows: _SharedRows, weights: list[Tensor], weight_scales: list[Tensor], recompute: str, save_h: str
-) -> tuple[Tensor, list[Tensor]]:
-    """The shared experts' output (R, D) bf16 and the tensors of :func:`_shared_fields`."""
-    w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
-    y, saved = expert_ffn([Rows(rows.q, rows.scale)], w13, w2, one_group(rows.end), False, recompute, save_h)
-    return y, [getattr(saved, name) for name in _shared_fields(recompute, save_h)]
 
 
 # One op holds the whole forward (two with an asynchronous dispatch), for per-op activation checkpointing: it keeps the
@@ -377,11 +356,6 @@ def _forward_flops(x, scores, weights, weight_scales, topk_ids, *rest: Any, **_:
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-def _operands(weights: ExpertWeights[Tensor], cache: WeightCache | None) -> tuple[list[Tensor], list[Tensor]]:
-    """What the ops take of the weights: themselves, what FSDP gathered in FP8, or the cache's operands."""
-    return (readable(weights) if cache is None else cache.get(weights)[0]).pack()
-
-
 def _ffn_backward(
     tokens: Rows | None,
     saved: SavedFFN,
@@ -399,29 +373,16 @@ def _ffn_backward(
     return ExpertFFNBackward(tokens, saved, readable_weights, operands, routing, score_before_experts, config)
 
 
-def _shared_backward(
-    rows: _SharedRows, tensors: list[Tensor], weights: ExpertWeights[Tensor], layer: _Layer
-) -> ExpertFFNBackward:
-    """``tensors`` are those of :func:`_shared_fields`."""
-    recompute, save_h = layer.config.recompute, layer.config.save_h
-    saved = dict(zip(_shared_fields(recompute, save_h), tensors, strict=True))
-    x: Rows | None = Rows(rows.q, rows.scale)
-    if recompute == "experts":
-        x, saved = None, dict(x_q=rows.q, x_scale=rows.scale)
-    routing = one_group(rows.end)
-    return _ffn_backward(x, SavedFFN(**saved), weights, layer.shared_cache, routing, False, layer.config)
-
-
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, s1, s2, s3, topk_ids_TK, layer, has_shared, in_flight):
         group_name, num_ranks, score_before_experts, config, cache, shared_cache = layer
-        kind, num_rows = dispatch.kind(group_name), len(_SharedRows._fields)
-        shared = ([], []) if s1 is None else _operands(ExpertWeights(s1, s2, s3), shared_cache)
+        kind, num_rows = dispatch.kind(group_name), len(GroupRows._fields)
+        shared = ([], []) if s1 is None else forward_operands(one_expert(s1, s2, s3), shared_cache)
         out, *tensors = _forward_op(
             x_TD,
             topk_scores_TK,
-            *_operands(ExpertWeights(w1, w2, w3), cache),
+            *forward_operands(ExpertWeights(w1, w2, w3), cache),
             topk_ids_TK,
             group_name,
             num_ranks,
@@ -449,9 +410,9 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
         layer, config, group_name = ctx.layer, ctx.layer.config, ctx.layer.group_name
         w1, w2, w3, s1, s2, s3, *tensors = ctx.saved_tensors
-        D, shared_weights, shared_tensors = w1.shape[2], ExpertWeights(s1, s2, s3), []
+        D, shared_tensors = w1.shape[2], []
         if s1 is not None:
-            count = 2 + len(_shared_fields(config.recompute, config.save_h))
+            count = 2 + len(group_ffn_fields(config.recompute, config.save_h))
             tensors, shared_tensors = tensors[:-count], tensors[-count:]
         keeps_rows = _keeps_rows(group_name, ctx.has_shared, config.recompute)
         state, routing, kept, saved = _Saved.unpack(tensors, group_name, keeps_rows, config.recompute, config.save_h)
@@ -465,7 +426,8 @@ class _RoutedExperts(torch.autograd.Function):
         shared = None
         if s1 is not None:
             scale, end, *shared_tensors = shared_tensors
-            shared = _shared_backward(_SharedRows(kept[0], scale, end), shared_tensors, shared_weights, layer)
+            shared_rows, weights = GroupRows(kept[0], scale, end), one_expert(s1, s2, s3)
+            shared = group_ffn_backward(shared_rows, shared_tensors, weights, layer.shared_cache, config)
         del tensors, saved, shared_tensors  # h is freed after its last use, also where checkpointing has kept it
         cast_rows, shared_dx = None, None
         if shared is not None:
@@ -484,7 +446,9 @@ class _RoutedExperts(torch.autograd.Function):
         pending = tokens.start_return(dx_M, ds_M, routing, ctx.x_dtype, shared_dx)
         del dx_M
         weight_grads = ffn.wgrad(w1.dtype, ctx.needs_input_grad[2:5])
-        shared_grads = [None] * 3 if shared is None else shared.wgrad(s1.dtype, ctx.needs_input_grad[5:8])
+        shared_grads = [None] * 3
+        if shared is not None:
+            shared_grads = without_expert_dim(shared.wgrad(s1.dtype, ctx.needs_input_grad[5:8]))
         dx_TD, ds_TK = tokens.finish_return(pending, D, ctx.x_dtype, shared_dx)
         return dx_TD, ds_TK, *weight_grads, *shared_grads, *[None] * 4
 
@@ -496,9 +460,11 @@ class _FinishCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, placeholder, s1, s2, s3, payload, layer, in_flight, D, dtype, *tensors):
         has_shared, config = s1 is not None, layer.config
-        rows = list(tensors[: len(_SharedRows._fields)]) if has_shared else []
+        rows = list(tensors[: len(GroupRows._fields)]) if has_shared else []
         state = tensors[len(rows) :]
-        weights = _operands(ExpertWeights(s1, s2, s3), layer.shared_cache) if has_shared else ([], [])
+        weights = ([], [])
+        if has_shared:
+            weights = forward_operands(one_expert(s1, s2, s3), layer.shared_cache)
         out, *saved = _finish_op(payload, state[0], rows, *weights, D, dtype, config.recompute, config.save_h)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
         payload.untyped_storage().resize_(0)
@@ -513,8 +479,8 @@ class _FinishCombine(torch.autograd.Function):
         layer, num_state = ctx.layer, len(AllToAllDispatch.STATE)
         rows = None
         if s1 is not None:
-            count = len(_SharedRows._fields)
-            rows, tensors = _SharedRows(*tensors[:count]), tensors[count:]
+            count = len(GroupRows._fields)
+            rows, tensors = GroupRows(*tensors[:count]), tensors[count:]
         tokens = AllToAllDispatch.resume(tensors[:num_state], layer.group_name)
         if rows is None:
             tokens.send_gradients(*ops.quantize_rows(dout_TD), ctx.in_flight)
@@ -523,10 +489,11 @@ class _FinishCombine(torch.autograd.Function):
             q, scale, scale_t, _ = ops.quantize_group(dout_TD)
             T = dout_TD.shape[0]
             tokens.send_gradients(q[:T], scale[:T], ctx.in_flight)
-            ffn = _shared_backward(rows, tensors[num_state:], ExpertWeights(s1, s2, s3), layer)
+            weights, cache = one_expert(s1, s2, s3), layer.shared_cache
+            ffn = group_ffn_backward(rows, tensors[num_state:], weights, cache, layer.config)
             del tensors, rows
             ctx.in_flight.shared_dx_RD, _ = ffn.dgrad(Rows(q, scale_t))
-            shared_grads = ffn.wgrad(s1.dtype, ctx.needs_input_grad[1:4])
+            shared_grads = without_expert_dim(ffn.wgrad(s1.dtype, ctx.needs_input_grad[1:4]))
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
         return placeholder, *shared_grads, *[None] * (len(ctx.needs_input_grad) - 4)
 

@@ -113,9 +113,14 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return q.view(T, D), byte.squeeze(-1).to(torch.uint8).view(E8M0)
 
 
+def padded(size: int) -> int:
+    """``size`` rounded up to a multiple of 128."""
+    return -(-size // TILE) * TILE
+
+
 def group_rows(num_tokens: int) -> int:
     """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
-    return max(-(-num_tokens // TILE) * TILE, TILE)
+    return max(padded(num_tokens), TILE)
 
 
 def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -134,18 +139,19 @@ def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
-    """128x128 quantization.
+    """128x128 quantization. Rows and columns are padded with zeros to multiples of 128.
 
     The transpose needs no second quantization: it is ``q.transpose(1, 2)`` with ``scale.transpose(1, 2)``.
 
     Args:
-        w_ENK: (E, N, K) bf16 or fp32, N and K multiples of 128.
+        w_ENK: (E, N, K) bf16 or fp32.
 
     Returns:
-        q_ENK (E, N, K) e4m3 and scale (E, N // 128, K // 128) e8m0.
+        q_ENK (E, N, K) e4m3 and scale (E, N // 128, K // 128) e8m0, with the padded N and K.
     """
+    w_ENK = torch.nn.functional.pad(w_ENK.float(), (0, -w_ENK.shape[2] % TILE, 0, -w_ENK.shape[1] % TILE))
     E, N, K = w_ENK.shape
-    blocks = w_ENK.float().reshape(E, N // TILE, TILE, K // TILE, TILE)
+    blocks = w_ENK.reshape(E, N // TILE, TILE, K // TILE, TILE)
     q, byte = quantize_tiles(blocks, (2, 4))
     return q.view(E, N, K), byte.reshape(E, N // TILE, K // TILE).to(torch.uint8).view(E8M0)
 
@@ -476,6 +482,7 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    columns: int | None = None,
 ) -> Tensor:
     """out[e] = sum over the rows m of expert e of a[m]^T b[m], from operands of :func:`transpose_pair`.
 
@@ -483,10 +490,11 @@ def grouped_mm_wgrad(
         aT_NM: (N, M) e4m3; aT_scale: (N // 128, M // 128) e8m0.
         bT_KM: (K, M) e4m3; bT_scale: (K // 128, M // 128) e8m0.
         parts: how many weights of equal shape N is made of, 2 for gate and up.
+        columns: how many of the K columns to compute, where the others are a weight's padding; by default all.
 
     Returns:
-        (parts * E, N // parts, K) out_dtype, all experts' first weights before their second; zero for an expert without
-        rows.
+        (parts * E, N // parts, K or columns) out_dtype, all experts' first weights before their second; zero for an
+        expert without rows.
     """
     E, N, K = offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0]
     out = torch.zeros(E, N, K, dtype=out_dtype, device=aT_NM.device)
@@ -499,4 +507,4 @@ def grouped_mm_wgrad(
             acc += _fp32_matmul(a, dequantize(bT_KM[:, rows], bT_scale[:, block]).t())
         out[e] = acc
         start = end
-    return out.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)
+    return out[:, :, :columns].unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)

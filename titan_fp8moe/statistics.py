@@ -9,17 +9,18 @@ flushing and rounding follow from it on the host.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import FP8, FP8_NAN, TILE
-from titan_fp8moe.weights import ExpertWeights, Weight
+from titan_fp8moe.rows import Rows
+from titan_fp8moe.weights import Weight
 
 KINDS = ("x", "a", "dy", "dh", "w")
 SHIFTS = {"0": (0, 0), "1-3": (1, 3), "4-7": (4, 7), "8-14": (8, 14), "15+": (15, 20)}
@@ -72,24 +73,36 @@ def _zeros(device: torch.device | str) -> Tensor:
     return torch.zeros(len(KINDS), sum(_SIZES), dtype=torch.int64, device=device)
 
 
+class Operand(NamedTuple):
+    """An operand of a weight gradient, rows in expert order.
+
+    Attributes:
+        kind: of :data:`KINDS`.
+        rows: (M, D) e4m3 with a scale per 1x128 tile.
+        parts: equal parts of the columns, 2 for gate and up.
+        columns: of each part; the others, which pad it to a multiple of 128, do not count.
+    """
+
+    kind: str
+    rows: Rows
+    parts: int
+    columns: int
+
+
 @torch.no_grad()
 def record(
-    x: tuple[Tensor, Tensor],
-    a: tuple[Tensor, Tensor],
-    dy: tuple[Tensor, Tensor],
-    dh: tuple[Tensor, Tensor],
-    weights: ExpertWeights[Weight],
+    pairs: Sequence[tuple[Operand, Operand]],
+    weights: Sequence[Sequence[Weight]],
     offsets_E: Tensor,
     token_M: Tensor | None,
     wgrad: str,
 ) -> None:
-    """Counts one layer's backward.
+    """Counts one module's backward.
 
     Args:
-        x, a, dy, dh: the operands of the weight gradients, e4m3 with e8m0 scales per 1x128 tile: x and dy (M, D),
-            a (M, H), dh (M, 2H), in expert order.
-        weights: w1, w2, w3, bf16 or fp32. Quantized weights (``fp8_all_gather``) are not counted: their original values
-            are gone.
+        pairs: the input's and the gradient's operand of each weight gradient.
+        weights: each GEMM's, bf16 or fp32. Quantized weights (``fp8_all_gather``) are not counted: their original
+            values are gone.
         offsets_E: (E,) int32, the end of each expert's group.
         token_M: (M,) int32; rows with -1, padding, do not count.
         wgrad: mode of the transpose, see :class:`titan_fp8moe.config.Fp8FlowMoEConfig`; ``bf16`` shifts nothing.
@@ -97,35 +110,46 @@ def record(
     global _counts
     if _counts is None:
         _counts = _zeros(offsets_E.device)
-    live_M = torch.ones_like(x[0][:, 0], dtype=torch.bool) if token_M is None else token_M >= 0
-    live_BR = live_M.view(-1, TILE)
-    for kinds, pair in ((("x", "dh"), (x, dh)), (("a", "dy"), (a, dy))):
+    for pair in pairs:
+        rows = [operand.rows for operand in pair]
+        live_M = torch.ones_like(rows[0].q[:, 0], dtype=torch.bool) if token_M is None else token_M >= 0
         balance = [0, 0]
         if wgrad == "balanced":
-            a_M1 = recipe.balance_exponent(pair[0][1], pair[1][1]).unsqueeze(1)
+            a_M1 = recipe.balance_exponent(rows[0].scale, rows[1].scale).unsqueeze(1)
             balance = [-a_M1, a_M1]
         # The blocks' scales come from the op itself; its values are not needed.
-        targets = [None, None] if wgrad == "bf16" else ops.transpose_pair(*pair[0], *pair[1], offsets_E, wgrad)[1::2]
-        for kind, (q, scale), moved, target in zip(kinds, pair, balance, targets, strict=True):
+        targets = [None, None] if wgrad == "bf16" else ops.transpose_pair(*rows[0], *rows[1], offsets_E, wgrad)[1::2]
+        for operand, moved, target in zip(pair, balance, targets, strict=True):
+            scale = operand.rows.scale
             byte_BRG = scale.view(torch.uint8).int().unflatten(0, (-1, TILE))
             shift_BRG = torch.zeros_like(byte_BRG)
             if target is not None:
                 source_BRG = (recipe.exponent(scale) + moved).unflatten(0, (-1, TILE))
                 shift_BRG = recipe.exponent(target).t().unsqueeze(1) - source_BRG
-            _add(kind, q, byte_BRG, live_BR, shift_BRG)
+            column = torch.arange(operand.rows.q.shape[1], device=scale.device)
+            counts_GL = (column % (column.shape[0] // operand.parts) < operand.columns).view(-1, TILE)
+            _add(operand.kind, operand.rows.q, byte_BRG, live_M.view(-1, TILE), shift_BRG, counts_GL)
 
-    if isinstance(weights.w1, ops.QuantizedWeight):
-        return
-    weights = cast(ExpertWeights[Tensor], weights)
-    for w in (weights.gate_up, (weights.w2,)):
-        q, scale = ops.quantize_weight(*w)
+    for ws in weights:
+        if isinstance(ws[0], ops.QuantizedWeight):
+            continue
+        q, scale = ops.quantize_weight(*ws)
         byte_BRG = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)
-        _add("w", q, byte_BRG, torch.ones_like(byte_BRG[:, :, 0], dtype=torch.bool), torch.zeros_like(byte_BRG))
+        live_BR, shift_BRG = torch.ones_like(byte_BRG[:, :, 0], dtype=torch.bool), torch.zeros_like(byte_BRG)
+        # Padding counts as zeros: underflow is the nonzero inputs without a nonzero code.
+        _add(
+            "w",
+            q,
+            byte_BRG,
+            live_BR,
+            shift_BRG,
+            torch.ones(q.shape[2] // TILE, TILE, dtype=torch.bool, device=q.device),
+        )
         assert _counts is not None
-        _counts[KINDS.index("w"), -1] += sum(torch.count_nonzero(part) for part in w)
+        _counts[KINDS.index("w"), -1] += sum(torch.count_nonzero(cast(Tensor, w)) for w in ws)
 
 
-def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Tensor) -> None:
+def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Tensor, counts_GL: Tensor) -> None:
     """Counts the values of ``q``: B blocks of 128 rows and G of 128 columns, each with R scales.
 
     Args:
@@ -133,6 +157,7 @@ def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Ten
         byte_BRG: int32 scale bytes; R is 128 for rows with 1x128 tiles, 1 for weights.
         live_BR: bool, which rows count.
         shift_BRG: int32, by how much the transpose lowers the exponents; arbitrary where nothing counts.
+        counts_GL: (G, 128) bool, which columns count.
     """
     assert _counts is not None
     values, bytes_, spreads, nan_tiles, _ = _counts[KINDS.index(kind)].split(_SIZES)
@@ -153,6 +178,7 @@ def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Ten
         shift = torch.where(held[run], shift_BRG[run].clamp(max=_LIMIT), _UNCOUNTED).to(torch.int16).unsqueeze(3)
         # Rows that do not count hold arbitrary bytes: zero their codes, so that counts are reproducible.
         index = (code_BMGL[run] & 0x7F) * live[run].unsqueeze(3) + shift * TILE
+        index = torch.where(counts_GL, index, _UNCOUNTED * TILE)
         values += torch.bincount(index.flatten(), minlength=values.shape[0])
 
 

@@ -7,7 +7,7 @@ FSDP quantizes the experts of its shard, and FSDP gathers the FP8 values.
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -65,6 +65,16 @@ def quantize_weights(weights: ExpertWeights[Weight]) -> ExpertWeights[QuantizedW
     return ExpertWeights(ops.quantize_weight(*weights.gate_up), ops.quantize_weight(weights.w2), None)
 
 
+def one_expert(w1: Tensor, w2: Tensor, w3: Tensor) -> ExpertWeights[Tensor]:
+    """The matrices of an FFN, (H, D), (D, H) and (H, D), as the weights of one expert."""
+    return ExpertWeights(w1.unsqueeze(0), w2.unsqueeze(0), w3.unsqueeze(0))
+
+
+def forward_operands(weights: ExpertWeights[Tensor], cache: "WeightCache | None") -> tuple[list[Tensor], list[Tensor]]:
+    """What a forward's op takes of the weights: themselves, what FSDP gathered in FP8, or the cache's operands."""
+    return (readable(weights) if cache is None else cache.get(weights)[0]).pack()
+
+
 class BackwardOperands(NamedTuple):
     """What the GEMMs of a backward read.
 
@@ -89,6 +99,15 @@ def quantize_weights_transposed(weights: ExpertWeights[Weight], with_w13: bool) 
     return BackwardOperands(w13, w13_t, ops.quantize_weight_transposed(weights.w2))
 
 
+def quantize_weights_both(
+    w1: Tensor, w2: Tensor, w3: Tensor | None
+) -> tuple[ExpertWeights[QuantizedWeight], BackwardOperands]:
+    """The operands of both directions, from one read of the weights."""
+    w13, w13_t = ops.quantize_weight_both(*ExpertWeights(w1, w2, w3).gate_up)
+    w2_q, w2_t = ops.quantize_weight_both(w2)
+    return ExpertWeights(w13, w2_q, None), BackwardOperands(w13, w13_t, w2_t)
+
+
 # --- cache ------------------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +122,7 @@ class WeightCache:
 
     _all: ClassVar["weakref.WeakSet[WeightCache]"] = weakref.WeakSet()
     key: list[tuple] | None
-    operands: tuple[ExpertWeights[QuantizedWeight], BackwardOperands] | None
+    operands: Any
 
     def __init__(self):
         self.clear()
@@ -117,15 +136,12 @@ class WeightCache:
         self.operands = self.key = None
 
     @torch.compiler.disable(reason="a graph cannot see whether weights have changed; do without the cache")
-    def get(self, weights: ExpertWeights[Tensor]) -> tuple[ExpertWeights[QuantizedWeight], BackwardOperands]:
-        """The operands of both directions for the present values of ``weights``."""
-        key = [_cache_key(w) for w in (*weights.gate_up, weights.w2)]
+    def get(self, weights: Sequence[Tensor | None], quantize: Callable[..., Any] = quantize_weights_both) -> Any:
+        """``quantize(*weights)``, by default the operands of both directions, for the weights' present values."""
+        key = [_cache_key(w) for w in weights if w is not None]
         if self.operands is None or key != self.key:
             self.clear()  # frees the old operands before the new ones are made
-            w13, w13_t = ops.quantize_weight_both(*weights.gate_up)
-            w2, w2_t = ops.quantize_weight_both(weights.w2)
-            self.operands = ExpertWeights(w13, w2, None), BackwardOperands(w13, w13_t, w2_t)
-            self.key = key
+            self.operands, self.key = quantize(*weights), key
         return self.operands
 
 

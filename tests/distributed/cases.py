@@ -50,6 +50,9 @@ MEMORY_BUDGET = {
     "compile__enable": True,
     "compile__backend": "aot_eager_decomp_partition",
 }
+# Dims that are padded: a rank's part has other tiles of 128 than the whole.
+PADDED = {"model__flavor": "tiny_padded"}
+LINEARS = {"fp8_flow_moe__linear_fqns": "attention.wo.,output."}
 CP = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "None"}
 PP = {"parallelism__pipeline_parallel_schedule": "1F1B", "parallelism__pipeline_parallel_microbatch_size": 2}
 INTERLEAVED = PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
@@ -65,12 +68,17 @@ SINGLE = {
     "single_fp32": _case(8, converters=None),
     "single_float8_linear": _case(8, **FLOAT8_LINEAR),
     "single_one_in_bf16": _case(8, **ONE_IN_BF16),
+    "single_linears": _case(8, **LINEARS),
+    "single_padded": _case(8, **PADDED),
 }
 TWO_RANKS = {
     "fsdp2": _parallel(4),
     "fsdp2_fp8_gather": _parallel(2, **FP8_GATHER),  # two microbatches
     "ep2": _parallel(4, ep=2),
+    "ep2_linears": _parallel(4, ep=2, **LINEARS),
     "tp2": _parallel(8, tp=2),
+    "tp2_linears": _parallel(8, tp=2, **LINEARS),
+    "tp2_padded": _parallel(8, tp=2, **PADDED),
     "pp2": _parallel(8, pp=2, **PP),
     "pp2_interleaved": _parallel(8, pp=2, **INTERLEAVED),
     "ep2_one_in_bf16": _parallel(4, ep=2, **ONE_IN_BF16),

@@ -15,8 +15,9 @@ from titan_fp8moe.testing import relative_error
 # Tensor parallelism sums partial products in another order, so more values cross a boundary; in the weight gradients
 # the 128-token blocks differ as well. Measured: at most 5e-3.
 TOLERANCE = 1e-2
-# torchao's tensorwise scales depend on which tokens a rank holds.
-TOLERANCE_FLOAT8_LINEAR = 0.15
+# torchao's tensorwise scales depend on which tokens a rank holds. Where dims are padded, a rank's tiles are others.
+# FP8 linears round more values: measured 1.05e-2.
+TOLERANCES = {"float8_linear": 0.15, "padded": 0.1, "linears": 0.02}
 
 
 @pytest.fixture(scope="session")
@@ -27,14 +28,14 @@ def results(case_dir) -> WorkerResults:
 
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])
 def test_layout_equals_one_process(results, case):
-    float8_linear = "float8_linear" in case
-    variant = next((v for v in ("float8_linear", "one_in_bf16") if case.endswith(v)), None)
+    variants = "float8_linear", "one_in_bf16", "linears", "padded"
+    variant = next((v for v in variants if case.endswith(v)), None)
     reference = results.get(f"single_{variant}" if variant else "single", beside=case)
     result = results.get(case)
 
     assert result["grads"].keys() == reference["grads"].keys()
     errors = {name: relative_error(g, reference["grads"][name]) for name, g in result["grads"].items()}
-    tolerance = TOLERANCE_FLOAT8_LINEAR if float8_linear else TOLERANCE
+    tolerance = TOLERANCES.get(variant, TOLERANCE)
     assert max(errors.values()) < tolerance, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
     assert result["losses"][0] == pytest.approx(reference["losses"][0], rel=1e-5)

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node N worker.py OUT_DIR CASE...
 
-Every case starts from the same weights (OUT_DIR/seed.pt, written by the first single-process run) and sees the same
-global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "counted",
+Every case starts from the same weights (OUT_DIR/seed_<flavor>.pt, written by the first single-process run) and sees
+the same global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "counted",
 "gate_spread", "expert_meshes", "gathered"} or {"error"}.
 """
 
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,8 +26,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 
+import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
 from tests.distributed.cases import BASE, CASES, GLOBAL_BATCH, SEQ_LEN, STEPS
 
 VOCAB = 2048
@@ -177,7 +180,7 @@ def run(case: str, out: Path) -> dict:
         args = [*BASE, f"--job.dump_folder={dump}", f"--model.hf_assets_path={out}/tokenizer"]
         args += ["--training.dataset=c4_test", f"--training.dataset_path={out}/data", *CASES[case]]
         trainer = RecordingTrainer(torchtitan.train.ConfigManager().parse_args(args))
-        seed = out / "seed.pt"
+        seed = out / f"seed_{trainer.job_config.model.flavor}.pt"
         options = StateDictOptions(full_state_dict=True, strict=False)
         if not seed.exists():
             torch.save(get_model_state_dict(trainer.model_parts[0], options=options), seed)
@@ -214,6 +217,8 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepseek_v3_parallelize.apply_cp_to_attention_module = gather_context
+    tiny = deepseekv3_args["tiny"]
+    deepseekv3_args["tiny_padded"] = replace(tiny, moe_args=replace(tiny.moe_args), inter_dim=480, moe_inter_dim=288)
     # One process group for all cases: torchtitan uses what exists.
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     run_all(run)

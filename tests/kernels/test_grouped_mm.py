@@ -198,6 +198,17 @@ def test_wgrad_of_two_weights(kernels, generator, H):
     assert not both[[1, 4]].any(), "an expert without rows must get zeros"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N, K, columns", [(128, 256, 176), (128, 256, 128), (256, 128, 8), (256, 384, 328)])
+def test_wgrad_without_padding(kernels, generator, N, K, columns, dtype):
+    """The last two are stored transposed on Hopper."""
+    operands = make_wgrad_operands(generator, 384, N, K)
+    groups = offsets(128, 128, 384, device=operands[0].device)
+    whole = kernels.grouped_mm_wgrad(*operands, groups, dtype)
+    part = kernels.grouped_mm_wgrad(*operands, groups, dtype, columns=columns)
+    assert part.is_contiguous() and torch.equal(part, whole[:, :, :columns])
+
+
 @pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (512, 384)])
 def test_wgrad_shapes(kernels, generator, N, K):
     operands = make_wgrad_operands(generator, 256, N, K)

@@ -83,7 +83,9 @@ def check_weight(weights):
 
 
 def check_operands(weights, make):
-    want, want_scale = recipe.quantize_weight(torch.cat(weights, 1))
+    quantized = [recipe.quantize_weight(w) for w in weights]
+    want, want_scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in zip(*quantized, strict=True))
+    want, want_scale = want.view(recipe.FP8), want_scale.view(recipe.E8M0)
     for plain, transposed in ((True, True), (True, False), (False, True)):
         q, q_t, scale = make(plain, transposed)
         assert_same_bits(scale, want_scale)
@@ -105,6 +107,18 @@ def test_weights_fused_from_views(generator):
     check_weight([parent[:, 0, :, 128:384], parent[:, 2, 128:, :256]])
     check_weight([randn(generator, 1, 128, 128).transpose(1, 2)])
     check_weight([randn(generator, 2, n, 128) for n in (128, 256)])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("sizes", [(96,), (1, 130), (256, 128)])
+def test_weights_are_padded(generator, sizes, dtype):
+    """The memory around a weight must not be read as padding."""
+    for K in (80, 256, 264):
+        around = [torch.full((2, n + 7, K + 24), float("nan"), dtype=dtype) for n in sizes]
+        weights = [w[:, 3:-4, 8 : K + 8] for w in around]
+        for w in weights:
+            w.copy_(randn(generator, *w.shape))
+        check_operands(weights, lambda *how, weights=weights: quantize.quantize_weight(weights, *how))
 
 
 def test_weight_hard_blocks(generator):

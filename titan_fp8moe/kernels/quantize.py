@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
-from titan_fp8moe.recipe import E8M0, FP8, TILE, group_rows
+from titan_fp8moe.recipe import E8M0, FP8, TILE, group_rows, padded
 
 # Chosen by experiments/kernels/sweep.py on an H200; one configuration serves all shapes.
 TILES = 32  # per CTA: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
@@ -108,6 +108,17 @@ def load_four(x, stride):
 
 
 @triton.jit
+def _load_four_within(x, stride, row, num_rows, in_columns):
+    """``load_four`` of rows ``row`` + j; zeros at and past ``num_rows`` and in columns that are not ``in_columns``."""
+    return (
+        tl.load(x, mask=(row < num_rows) & in_columns, other=0.0),
+        tl.load(x + stride, mask=(row + 1 < num_rows) & in_columns, other=0.0),
+        tl.load(x + 2 * stride, mask=(row + 2 < num_rows) & in_columns, other=0.0),
+        tl.load(x + 3 * stride, mask=(row + 3 < num_rows) & in_columns, other=0.0),
+    )
+
+
+@triton.jit
 def join_four(x):
     """Joins four tensors, row 4 * r + 2 * a + b at [r, ..., a, b]: neighbouring rows lie side by side in registers."""
     return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
@@ -144,12 +155,13 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
 @triton.jit
 def _quantize_weight_kernel(
     w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, last_block, q, q_t, scale, N, K,
-    TILE: tl.constexpr,
+    SIZES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (k_block, out_block, e) quantizes one 128x128 block: reads it once, writes it in one or both layouts.
 
-    w, last_w: (E, N_i, K), unit stride along K, concatenated along N; last_w starts at block ``last_block``.
+    w, last_w: (E, N_i, K_w), unit stride along K_w, concatenated along N; last_w starts at block ``last_block``.
     q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
+    SIZES: rows of w, rows of last_w and K_w, or None if all are multiples of 128 and nothing is padded.
     """
     k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_block = out_block
@@ -159,7 +171,12 @@ def _quantize_weight_kernel(
     n = 4 * tl.arange(0, TILE // 4)
     k = k_block * TILE + tl.arange(0, TILE)
     row = (n_block * TILE + n).to(tl.int64)[:, None]
-    rows = load_four(w + e * stride_e + row * stride_n + k[None, :], stride_n)
+    source = w + e * stride_e + row * stride_n + k[None, :]
+    if SIZES is None:
+        rows = load_four(source, stride_n)
+    else:
+        num_rows = tl.where(out_block >= last_block, SIZES[1], SIZES[0])
+        rows = _load_four_within(source, stride_n, row, num_rows, k[None, :] < SIZES[2])
     x = join_four(rows)
     if x.dtype == tl.bfloat16:
         # amax of the 16-bit patterns: a block widened to fp32 would stay in registers and halve occupancy.
@@ -186,19 +203,21 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
 
     Returns:
         q (E, N, K) e4m3, empty unless ``plain``; q_t (E, K, N) e4m3, empty unless ``transposed``; scale
-        (E, N // 128, K // 128) e8m0.
+        (E, N // 128, K // 128) e8m0. N is the sum of the padded N_i, K is padded.
     """
-    E, _, K = weights[0].shape
-    N = sum(w.shape[1] for w in weights)
+    E, K = weights[0].shape[0], padded(weights[0].shape[2])
+    N = sum(padded(w.shape[1]) for w in weights)
     device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
     weights = [w if w.stride(2) == 1 else w.contiguous() for w in weights]
     w, last_w = weights[0], weights[-1]
+    sizes = w.shape[1], last_w.shape[1], w.shape[2]
     _quantize_weight_kernel[(K // TILE, N // TILE, E)](
-        w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), w.shape[1] // TILE,
-        q if plain else None, q_t if transposed else None, scale, N, K, TILE=TILE, num_warps=WEIGHT_WARPS,
+        w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), cdiv(w.shape[1], TILE),
+        q if plain else None, q_t if transposed else None, scale, N, K,
+        SIZES=sizes if any(size % TILE for size in sizes) else None, TILE=TILE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return q, q_t, scale
 

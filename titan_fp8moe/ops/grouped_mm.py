@@ -54,6 +54,7 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    columns: int | None = None,
 ) -> Tensor:
     """out[e] = sum of a[m]^T b[m] over expert e's rows; see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
 
@@ -63,22 +64,29 @@ def grouped_mm_wgrad(
         offsets_E: (E,) int32.
         out_dtype: bf16 or fp32.
         parts: how many weights of equal shape N is made of, 2 for gate and up.
+        columns: how many of the K columns to compute; their bytes in a row must be a multiple of 16. By default all.
 
     Returns:
-        (parts * E, N // parts, K) ``out_dtype``, all experts' first weights before their second.
+        (parts * E, N // parts, K or columns) ``out_dtype``, all experts' first weights before their second.
 
     Raises:
-        ValueError: N is no multiple of 128 for each of ``parts``.
+        ValueError: N is no multiple of 128 for each of ``parts``; invalid ``columns``.
     """
     if (N := aT_NM.shape[0]) % (parts * TILE):
         raise ValueError(f"grouped_mm_wgrad: N is {N}, but {parts} weights need a multiple of {parts * TILE}")
+    if columns is not None and not (0 < columns <= bT_KM.shape[0] and columns * out_dtype.itemsize % 16 == 0):
+        raise ValueError(
+            f"grouped_mm_wgrad: columns is {columns}; it must be in 1..{bT_KM.shape[0]}, and a row of {out_dtype} a "
+            "multiple of 16 bytes"
+        )
     impl = kernels if use_kernels(aT_NM) else recipe
-    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts)
+    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts, columns)
 
 
 @grouped_mm_wgrad.register_fake
-def _(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts=1):
-    return aT_NM.new_empty(parts * offsets_E.shape[0], aT_NM.shape[0] // parts, bT_KM.shape[0], dtype=out_dtype)
+def _(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts=1, columns=None):
+    shape = parts * offsets_E.shape[0], aT_NM.shape[0] // parts, columns or bT_KM.shape[0]
+    return aT_NM.new_empty(shape, dtype=out_dtype)
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.grouped_mm_wgrad)

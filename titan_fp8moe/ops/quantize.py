@@ -67,15 +67,17 @@ class QuantizedWeight(NamedTuple):
 def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     if use_kernels(weights[0]):
         return kernels.quantize_weight(weights, plain, transposed)
-    q, scale = recipe.quantize_weight(torch.cat(weights, 1))
+    quantized = [recipe.quantize_weight(w) for w in weights]
+    q, scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in zip(*quantized, strict=True))
+    q, scale = q.view(FP8), scale.view(E8M0)
     none = q.new_empty(0)
     return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
 
 
 @_quantize_weight.register_fake
 def _(weights, plain, transposed):
-    E, _, K = weights[0].shape
-    N = sum(w.shape[1] for w in weights)
+    E, K = weights[0].shape[0], recipe.padded(weights[0].shape[2])
+    N = sum(recipe.padded(w.shape[1]) for w in weights)
     none = weights[0].new_empty(0, dtype=FP8)
     return (
         weights[0].new_empty(E, N, K, dtype=FP8) if plain else none,
@@ -85,8 +87,6 @@ def _(weights, plain, transposed):
 
 
 def _check_weights(weights: list[Tensor]) -> None:
-    for w in weights:
-        require_multiple_of_128("quantize_weight", N=w.shape[1], K=w.shape[2])
     if len(weights) > 2:
         raise ValueError(f"quantize_weight: takes one or two weights, got {len(weights)}")
     alike = all((w.shape[0], w.shape[2], w.dtype) == (v.shape[0], v.shape[2], v.dtype) for v, w in pairwise(weights))
@@ -135,14 +135,14 @@ def quantize_weight(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
     """Quantizes one or two weights in 128x128 blocks into one operand, concatenated along N.
 
     Args:
-        weights: (E, N_i, K) bf16 or fp32, or already quantized (``fp8_all_gather``); those are only concatenated.
+        weights: (E, N_i, K) bf16 or fp32, each padded with zeros to multiples of 128. Or already quantized
+            (``fp8_all_gather``); those are only concatenated.
 
     Returns:
-        The operand (E, sum of N_i, K).
+        The operand (E, sum of padded N_i, padded K).
 
     Raises:
-        ValueError: for more than two weights, other dtypes, shapes that do not fit, or dims that are no multiples of
-            128.
+        ValueError: for more than two weights, other dtypes, or shapes that do not fit.
     """
     if len(weights) == 1 and isinstance(weights[0], QuantizedWeight):
         return weights[0]

@@ -1,6 +1,6 @@
-"""The model converter ``fp8_flow_moe``: checks that the job can work, then converts the model's MoE layers."""
+"""The model converter ``fp8_flow_moe``: checks that the job can work, then converts MoE layers, FFNs and linears."""
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn as nn
@@ -13,21 +13,26 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import checks, moe, ops
+from titan_fp8moe import checks, dense, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, job_checks, parallel
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE, why_not_fp8
+from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
 
 NAME = "fp8_flow_moe"
 
+# Kinds of modules, and what the log calls several. A shared or dense FFN is an attribute of this name in torchtitan.
+MOE, SHARED, DENSE, LINEAR = "moe", "shared_experts", "feed_forward", "linear"
+_KINDS = {MOE: "MoE layers", SHARED: "shared experts", DENSE: "dense FFNs", LINEAR: "linears"}
+
 # What per-op activation checkpointing keeps. The routed experts save little and recompute by themselves. The router's
 # choice is kept so that the recomputation routes exactly as the forward did.
-_SAVED_OPS = (*moe.SAVED_OPS, torch.ops.aten.topk.default)
+_SAVED_OPS = (*moe.SAVED_OPS, *dense.SAVED_OPS, torch.ops.aten.topk.default)
 
 
 class Fp8FlowMoEConverter(ModelConverter):
-    """Converts every torchtitan ``MoE`` layer that ``fp8_flow_moe.filter_fqns`` does not match.
+    """Converts the MoE layers and FFNs that ``filter_fqns`` does not match, and the linears that ``linear_fqns`` does.
 
     Raises:
         ValueError: for a job or hardware that cannot work, before anything is converted or allocated. It names the
@@ -48,49 +53,72 @@ class Fp8FlowMoEConverter(ModelConverter):
         checks.warn_about_settings(self.config, self.layout.fsdp_shards)
 
     def convert(self, model: nn.Module) -> None:
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+        plan = self._plan(model)
+        fp8 = [part for part in plan if part.reason is None]
+        backend = self._check_hardware() if fp8 else "nothing to convert"
+        if self.config.statistics_every and not fp8:
+            logger.warning(f"{NAME}.statistics_every has no effect: {NAME}.filter_fqns leaves nothing to count")
+        _prepare_torchtitan(self.config)
+        converted = {part.name for part in fp8}
+        some_moe_stay = any(part.kind == MOE and part.reason for part in plan)
+        for part in fp8:
+            if part.kind == MOE:
+                moe_layer = cast(Any, part.module)
+                Fp8FlowMoE.convert(moe_layer, self.config, fp8_shared=f"{part.name}.{SHARED}" in converted)
+                # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and
+                # bf16 experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
+                moe_layer.experts.keep_fsdp = some_moe_stay or self.fault_tolerance
+            elif part.kind == DENSE:
+                Fp8FlowFeedForward.convert(part.module, self.config)
+            elif part.kind == LINEAR:
+                Fp8FlowLinear.convert(cast(nn.Linear, part.module), self.config)
+        _log(plan, f"{backend}; {self.config.describe()}")
+
+    def _plan(self, model: nn.Module) -> list["_Part"]:
+        """Every module that could run in FP8, and why some do not. Checks all of them; changes nothing."""
+        modules = dict(model.named_modules())
+        layers = {name: module for name, module in modules.items() if isinstance(module, MoE)}
         if not layers:
             raise ValueError(
                 f"model.converters has {NAME!r}, but the model has no MoE layer; remove it or choose a flavor with MoE"
             )
-        shared = [f"{name}.shared_experts" for name, layer in layers.items() if layer.shared_experts is not None]
-        names = checks.select_layers([*layers, *shared], self.config.filter_fqns)
-        selected = [name for name in layers if name in names]
-        for name in selected:
-            job_checks.check_layer(name, layers[name], self.config, self.layout)
-        backend = self._check_hardware() if selected else "nothing to convert"
-        if self.config.statistics_every and not selected:
-            logger.warning(f"{NAME}.statistics_every has no effect: {NAME}.filter_fqns leaves no layer to count")
+        kinds = dict.fromkeys(layers, MOE)
+        kinds |= {f"{name}.{SHARED}": SHARED for name, layer in layers.items() if layer.shared_experts is not None}
+        kinds |= {name: DENSE for name in modules if name.split(".")[-1] == DENSE}
+        filtered = checks.matching([*kinds], self.config.filter_fqns, setting="filter_fqns")
+        plan = []
+        for name, kind in kinds.items():
+            reason = f"{NAME}.filter_fqns" if name in filtered else None
+            if kind == MOE and reason is None:
+                job_checks.check_layer(name, layers[name], self.config, self.layout)
+            elif kind != MOE and reason is None:
+                reason = self._why_not_fp8(modules[name])
+            plan.append(_Part(name, kind, modules[name], reason))
+        return plan + self._plan_linears(modules, [*kinds])
 
-        _prepare_torchtitan(self.config)
-        skipped = [name for name in layers if name not in selected]
-        reasons = {}
-        for name in selected:
-            if layers[name].shared_experts is not None:
-                reasons[name] = self._why_shared_stay(layers[name], f"{name}.shared_experts" in names)
-            Fp8FlowMoE.convert(layers[name], self.config, fp8_shared=reasons.get(name, "") is None)
-            # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and bf16
-            # experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
-            cast(Fp8FlowMoE, layers[name]).experts.keep_fsdp = bool(skipped) or self.fault_tolerance
-        logger.info(
-            f"FP8-Flow-MoE: {len(selected)} MoE layers converted, {len(skipped)} left in bf16"
-            f"{' (' + ', '.join(skipped) + ')' if skipped else ''}; {backend}; {self.config.describe()}"
-        )
-        if reasons:
-            fp8 = sum(reason is None for reason in reasons.values())
-            why = "; ".join(sorted({reason for reason in reasons.values() if reason is not None}))
-            logger.info(
-                f"FP8-Flow-MoE: shared experts of {fp8} layers in FP8, of {len(reasons) - fp8} as before"
-                f"{': ' + why if why else ''}"
-            )
-
-    def _why_shared_stay(self, layer: MoE, selected: bool) -> str | None:
-        """Why the shared experts of a converted layer stay as they are, or None if they join the FP8 data flow."""
-        if not selected:
-            return f"{NAME}.filter_fqns"
+    def _plan_linears(self, modules: dict[str, nn.Module], others: list[str]) -> list["_Part"]:
+        """The linears that ``linear_fqns`` chooses, outside of MoE layers and FFNs."""
+        if not self.config.linear_fqns:
+            return []
+        linears = {
+            name: module
+            for name, module in modules.items()
+            if isinstance(module, nn.Linear) and not any(name.startswith(f"{other}.") for other in others)
+        }
         if self.converts_linears:
-            return "model.converters has quantize.linear, which converts them"
-        return why_not_fp8(layer.shared_experts, self.tensor_shards)
+            raise ValueError(
+                f"{NAME}.linear_fqns and model.converters' quantize.linear both convert linears; keep one of them"
+            )
+        chosen = checks.matching([*linears], self.config.linear_fqns, setting="linear_fqns")
+        for name in chosen:
+            out_features, in_features = linears[name].weight.shape
+            checks.check_linear(name, out_features, in_features, self.tensor_shards)
+        return [_Part(name, LINEAR, linears[name], None) for name in chosen]
+
+    def _why_not_fp8(self, ffn: nn.Module) -> str | None:
+        if self.converts_linears:
+            return "model.converters has quantize.linear, which converts its linears"
+        return why_not_fp8(ffn, self.tensor_shards)
 
     def _check_hardware(self) -> str:
         if not self.trains_here:
@@ -99,6 +127,27 @@ class Fp8FlowMoEConverter(ModelConverter):
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Nothing: :class:`titan_fp8moe.weights.WeightCache` clears itself after an optimizer step."""
+
+
+class _Part(NamedTuple):
+    """A module that could run in FP8, and the reason why it does not."""
+
+    name: str
+    kind: str
+    module: nn.Module
+    reason: str | None
+
+
+def _log(plan: list[_Part], details: str) -> None:
+    """How many modules of each kind are in FP8, and why the others are not."""
+    counts = [(kind, sum(part.reason is None for part in plan if part.kind == kind)) for kind in _KINDS]
+    logger.info(f"FP8-Flow-MoE: {', '.join(f'{n} {_KINDS[kind]}' for kind, n in counts)} in FP8; {details}")
+    reasons: dict[str, list[str]] = {}
+    for part in plan:
+        if part.reason is not None:
+            reasons.setdefault(part.reason, []).append(part.name)
+    for reason, names in reasons.items():
+        logger.info(f"FP8-Flow-MoE: not in FP8: {', '.join(names)}: {reason}")
 
 
 def _prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:

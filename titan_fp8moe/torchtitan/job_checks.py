@@ -112,6 +112,10 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
             "would not call; leave the layer in bf16 with fp8_flow_moe.filter_fqns"
         )
     num_experts, hidden_dim, dim = layer.experts.w1.shape
+    remedy = "set parallelism.expert_tensor_parallel_degree = 1"
+    if layout.expert_shards == 1:
+        remedy = f"lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and {remedy}"
+    checks.check_dims(name, dim, hidden_dim, layout.hidden_dim_shards, remedy=remedy)
     checks.check_experts(
         name,
         num_experts,
@@ -119,17 +123,14 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
         remedy="choose a parallelism.expert_parallel_degree that divides them",
     )
     if config.fp8_all_gather:
-        checks.check_whole_experts(
+        checks.check_fp8_all_gather(
             name,
             num_experts,
+            hidden_dim // layout.hidden_dim_shards,
             layout.expert_shards,
             layout.fsdp_shards,
             remedy="raise parallelism.data_parallel_replicate_degree until they do",
         )
-    remedy = "set parallelism.expert_tensor_parallel_degree = 1"
-    if layout.expert_shards == 1:
-        remedy = f"lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and {remedy}"
-    checks.check_dims(name, dim, hidden_dim, layout.hidden_dim_shards, remedy=remedy)
     checks.check_rows(
         name,
         layout.tokens,

@@ -1,6 +1,6 @@
-"""torchtitan's MoE and GroupedExperts with routed and shared experts in FP8.
+"""torchtitan's MoE, GroupedExperts and FeedForward in FP8.
 
-Parameters, buffers, submodules and state-dict keys stay torchtitan's: a layer is converted by changing its class, so
+Parameters, buffers, submodules and state-dict keys stay torchtitan's: a module is converted by changing its class, so
 that checkpoints, the Hugging Face adapter, pipeline splitting and initialization work as before.
 """
 
@@ -10,12 +10,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torchtitan.models.llama4.model.model import FeedForward as Llama4FeedForward
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
+from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
+from titan_fp8moe.checks import PADDED_FROM
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dense import feed_forward
 from titan_fp8moe.modules import KeepDtype
 from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.recipe import TILE
 from titan_fp8moe.weights import ExpertWeights, Fp8AllGather, WeightCache
 
 
@@ -27,7 +32,6 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
 
     config: Fp8FlowMoEConfig
     cache: WeightCache | None = None
-    shared_cache: WeightCache | None = None
     score_before_experts: bool = False
     ep_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
@@ -38,9 +42,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
         experts.__class__ = Fp8FlowGroupedExperts
         converted = cast(Fp8FlowGroupedExperts, experts)
         converted.config = config
-        if config.cache_weights:
-            converted.cache, converted.shared_cache = WeightCache(), WeightCache()
-            converted.register_load_state_dict_post_hook(_clear_cache)
+        _add_cache(converted)
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
@@ -53,7 +55,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
         topk_scores_TK: KeepDtype,
         *,
         meanwhile: Callable[[], Tensor] | None = None,
-        shared: ExpertWeights[Tensor] | None = None,
+        shared: "Fp8FlowFeedForward | None" = None,
     ) -> Tensor:
         """Sums each token's experts with their scores, (T, D) -> (T, D), and adds the result of ``meanwhile`` or of the
         ``shared`` experts. With ``tp_mesh`` the experts' part is a partial sum over it."""
@@ -72,8 +74,8 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
             score_before_experts=self.score_before_experts,
             meanwhile=meanwhile,
             cache=self.cache,
-            shared=shared,
-            shared_cache=self.shared_cache,
+            shared=None if shared is None else shared.matrices(),
+            shared_cache=None if shared is None else shared.cache,
         )
 
     def extra_repr(self) -> str:
@@ -81,10 +83,57 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
         return f"num_experts={experts}, dim={dim}, hidden_dim={hidden}, {self.config.describe()}"
 
 
-def _clear_cache(experts: Fp8FlowGroupedExperts, _: object) -> None:
-    for cache in (experts.cache, experts.shared_cache):
-        if cache is not None:
-            cache.clear()
+def _add_cache(module: Any) -> None:
+    if module.config.cache_weights:
+        module.cache = WeightCache()
+        module.register_load_state_dict_post_hook(lambda module, _: module.cache.clear())
+
+
+class Fp8FlowFeedForward(nn.Module):
+    """torchtitan's FeedForward in FP8: a dense FFN, or the shared experts of a MoE layer, which reads its weights.
+
+    Its subclasses in :data:`FEED_FORWARDS` also inherit from torchtitan's classes.
+    """
+
+    config: Fp8FlowMoEConfig
+    cache: WeightCache | None = None
+    w1: nn.Linear
+    w2: nn.Linear
+    w3: nn.Linear
+
+    @staticmethod
+    def convert(ffn: nn.Module, config: Fp8FlowMoEConfig) -> None:
+        ffn.__class__ = FEED_FORWARDS[type(ffn)]
+        cast(Fp8FlowFeedForward, ffn).config = config
+        _add_cache(ffn)
+
+    def matrices(self) -> ExpertWeights[Tensor]:
+        """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
+        weights = (linear.weight for linear in (self.w1, self.w2, self.w3))
+        return ExpertWeights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, D) -> (B, S, D). Under tensor parallelism torchtitan passes a replicated DTensor and expects this
+        rank's part of the sequence."""
+        mesh = self.w2.weight.device_mesh if isinstance(self.w2.weight, DTensor) else None
+        if mesh is None:
+            return self._run(x)
+        x = x.to_local(grad_placements=(Partial(),)) if isinstance(x, DTensor) else _sum_gradients(x, mesh)
+        out = DTensor.from_local(self._run(x), mesh, (Partial(),), run_check=False)
+        return out.redistribute(placements=(Shard(1),)).to_local()
+
+    def _run(self, x: Tensor) -> Tensor:
+        return feed_forward(x, self.matrices(), self.config, self.cache)
+
+    def extra_repr(self) -> str:
+        return self.config.describe()
+
+
+FEED_FORWARDS: dict[type[nn.Module], type[nn.Module]] = {
+    base: type("Fp8FlowFeedForward", (Fp8FlowFeedForward, base), {"__doc__": Fp8FlowFeedForward.__doc__})
+    for base in (FeedForward, Llama4FeedForward, Qwen3FeedForward)
+}
+"""The converted class of each FFN class of torchtitan."""
 
 
 class Fp8FlowMoE(MoE):
@@ -102,6 +151,8 @@ class Fp8FlowMoE(MoE):
     def convert(moe: MoE, config: Fp8FlowMoEConfig, fp8_shared: bool = False) -> None:
         moe.__class__ = Fp8FlowMoE
         cast(Fp8FlowMoE, moe).fp8_shared = fp8_shared
+        if fp8_shared:
+            Fp8FlowFeedForward.convert(cast(nn.Module, moe.shared_experts), config)
         Fp8FlowGroupedExperts.convert(moe.experts, config)
         cast(Fp8FlowMoE, moe).experts.score_before_experts = moe.score_before_experts
 
@@ -128,28 +179,25 @@ class Fp8FlowMoE(MoE):
         shared: dict[str, Any] = {}
         if self.fp8_shared:
             # The routed tokens' gradients are summed over the tensor-parallel ranks, and so must be the shared ones'.
-            shared["shared"] = _as_experts(self.shared_experts)
+            shared["shared"] = self.shared_experts
         elif self.shared_experts is not None:
             shared["meanwhile"] = lambda: self.shared_experts(x_TD)
         return self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), **shared).view(shape)
 
 
-def why_not_fp8(ffn: nn.Module | None, hidden_dim_shards: int) -> str | None:
+def why_not_fp8(ffn: nn.Module, hidden_dim_shards: int) -> str | None:
     """The reason why this FFN cannot run in FP8 on ranks that share its hidden dim, or None if it can."""
     linears: list[Any] = [getattr(ffn, name, None) for name in ("w1", "w2", "w3")]
     plain = all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
-    if type(ffn) is not FeedForward or not plain:
+    if type(ffn) not in FEED_FORWARDS or not plain:
         return f"{type(ffn).__name__} of {', '.join(type(linear).__name__ for linear in linears)}"
     hidden_dim, dim = linears[0].weight.shape
-    if dim % 128 or hidden_dim % (128 * hidden_dim_shards):
-        return f"model dim {dim} and hidden dim {hidden_dim} / {hidden_dim_shards} are not multiples of 128"
+    if dim % TILE or hidden_dim % (PADDED_FROM * hidden_dim_shards):
+        return (
+            f"model dim {dim} is no multiple of {TILE}, or hidden dim {hidden_dim} / {hidden_dim_shards} none of "
+            f"{PADDED_FROM}"
+        )
     return None
-
-
-def _as_experts(ffn: nn.Module | None) -> ExpertWeights[Tensor]:
-    """The weights of an FFN as those of one expert; under tensor parallelism this rank's."""
-    weights = (getattr(ffn, name).weight for name in ("w1", "w2", "w3"))
-    return ExpertWeights(*(cast(Any, w.to_local() if isinstance(w, DTensor) else w).unsqueeze(0) for w in weights))
 
 
 def _of_this_rank(topk_ids_TK: Tensor, mesh: DeviceMesh) -> Tensor:

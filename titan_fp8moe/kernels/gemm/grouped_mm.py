@@ -42,6 +42,7 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    columns: int | None = None,
 ) -> Tensor:
     """out[e] = sum of a[m]^T b[m] over expert e's rows; see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
 
@@ -50,10 +51,11 @@ def grouped_mm_wgrad(
         bT_KM: (K, M) e4m3, unit stride along M; bT_scale: (K // 128, M // 128) e8m0, any strides.
         offsets_E: (E,) int32 on the device, the groups' ends: non-decreasing multiples of 128.
         parts: how many weights of equal shape N is made of, 2 for gate and up.
+        columns: how many of the K columns to store; TMA drops the others. Their bytes in a row are a multiple of 16.
 
     Returns:
-        (parts * E, N // parts, K) out_dtype, all experts' first weights before their second; zero for an expert without
-        rows.
+        (parts * E, N // parts, K or columns) out_dtype, all experts' first weights before their second; zero for an
+        expert without rows.
     """
     impl = wgrad if is_hopper(aT_NM) else portable
-    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts)
+    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts, columns)

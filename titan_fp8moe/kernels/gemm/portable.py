@@ -195,15 +195,16 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    columns: int | None = None,
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
-    out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=aT_NM.device)
+    out = torch.empty(parts * E, N // parts, columns or K, dtype=out_dtype, device=aT_NM.device)
     grid = (_grid_size(E * (N // TILE) * (K // TILE), aT_NM.device),)
     grouped_mm_wgrad_kernel[grid](
         _tiles(aT_NM),
         _tiles(bT_KM),
-        _tiles(out.view(E * N, K)),
+        _tiles(out.flatten(0, 1)),
         aT_scale.view(torch.uint8),
         bT_scale.view(torch.uint8),
         offsets_E,

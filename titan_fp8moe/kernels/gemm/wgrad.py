@@ -180,10 +180,11 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    columns: int | None = None,
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`."""
     N, K, E, device = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0], aT_NM.device
-    out = torch.empty(parts * E, N // parts, K, dtype=out_dtype, device=device)
+    out = torch.empty(parts * E, N // parts, columns or K, dtype=out_dtype, device=device)
     transposed = K % (2 * TILE) != 0 and N // parts % (2 * TILE) == 0
     a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale
     if transposed:

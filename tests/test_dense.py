@@ -1,0 +1,208 @@
+"""FFNs and linears with casts of their own: gradients, casts, padding, checkpointing, caches, compile."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.layer import DEVICE, CastCounter, make_layer
+from tests.layer import run as run_layer
+from titan_fp8moe import Fp8FlowLinear, statistics
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dense import SAVED_OPS, feed_forward, linear
+from titan_fp8moe.recipe import group_rows
+from titan_fp8moe.testing import relative_error
+from titan_fp8moe.weights import ExpertWeights, WeightCache
+
+D, H = 256, 176  # H is padded to 256
+DEFAULTS = Fp8FlowMoEConfig()
+SETTINGS = [
+    Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
+    for recompute, save_h in (("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16"))
+]
+
+
+def leaves(tokens=300, hidden=H, dtype=torch.float32):
+    shapes = (hidden, D), (D, hidden), (hidden, D)
+    x = torch.randn(2, tokens, D, device=DEVICE, dtype=dtype)
+    return [t.requires_grad_() for t in (x, *(torch.randn(s, device=DEVICE, dtype=dtype) * 0.05 for s in shapes))]
+
+
+def ffn(inputs, config=DEFAULTS, cache=None):
+    return feed_forward(inputs[0], ExpertWeights(*inputs[1:]), config, cache)
+
+
+def results(inputs, out, dout):
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+@pytest.mark.parametrize("config", [*SETTINGS, Fp8FlowMoEConfig(wgrad="scaling_aware")], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 129, 300])
+def test_gradients_against_fp64(config, tokens):
+    inputs = leaves(tokens)
+    dout = torch.randn(2, tokens, D, device=DEVICE)
+    got = results(inputs, ffn(inputs, config), dout)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    x, gate, down, up = exact
+    want = results(exact, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, dout.double())
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == torch.float32 and (a.is_contiguous() or a.shape == (D, H))
+        if tokens > 1:
+            assert 0.01 < relative_error(a, b) < 0.1, relative_error(a, b)
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_padding_changes_no_bit(config):
+    """As if the weights had been padded by hand."""
+    inputs = leaves()
+    dout = torch.randn_like(inputs[0])
+    got = results(inputs, ffn(inputs, config), dout)
+    pads = (0, 0), (0, 0, 0, 256 - H), (0, 256 - H), (0, 0, 0, 256 - H)
+    padded = [F.pad(t.detach(), pad).requires_grad_() for t, pad in zip(inputs, pads, strict=True)]
+    out, dx, dw1, dw2, dw3 = results(padded, ffn(padded, config), dout)
+    for a, b in zip(got, (out, dx, dw1[:H], dw2[:, :H], dw3[:H]), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "bf16"])
+def test_padding_of_experts_changes_no_bit(mode):
+    x, scores, ids, weights = make_layer()
+    weights = [w[:, :80] if w.shape[1] == 128 else w[..., :80] for w in weights]
+    padded = [F.pad(w, (0, 0, 0, 48) if w.shape[1] == 80 else (0, 48)) for w in weights]
+    config, dout = Fp8FlowMoEConfig(wgrad=mode), torch.randn_like(x)
+    got = run_layer(x, scores, ids, weights, dout, config)
+    *want, dw1, dw2, dw3 = run_layer(x, scores, ids, padded, dout, config)
+    for a, b in zip(got, (*want, dw1[:, :80], dw2[..., :80], dw3[:, :80]), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_two_casts(config):
+    inputs = leaves()
+    with CastCounter() as counter:
+        out = ffn(inputs, config)
+        out.backward(torch.randn_like(out))
+    assert counter.ops["quantize_group"] == 2
+    assert counter.ops["quantize_rows"] == 0 and not counter.stray_casts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_linear(dtype):
+    x = torch.randn(3, 50, 384, device=DEVICE, dtype=dtype, requires_grad=True)
+    w = (torch.randn(256, 384, device=DEVICE) * 0.05).to(dtype).requires_grad_()
+    dout = torch.randn(3, 50, 256, device=DEVICE, dtype=dtype)
+    with CastCounter() as counter:
+        out = linear(x, w, DEFAULTS)
+        dx, dw = torch.autograd.grad(out, [x, w], dout)
+    assert counter.ops["quantize_group"] == 2 and not counter.stray_casts
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    want = results(exact, exact[0] @ exact[1].T, dout.double())
+    for a, b in zip((out, dx, dw), want, strict=True):
+        assert a.dtype == dtype and a.shape == b.shape and 0.01 < relative_error(a, b) < 0.06, relative_error(a, b)
+
+
+def test_only_what_is_needed_is_computed():
+    x = torch.randn(50, 256, device=DEVICE, requires_grad=True)
+    w = torch.randn(128, 256, device=DEVICE)
+    for needed, op in ((x, "grouped_mm_wgrad"), (w.requires_grad_(), "quantize_weight_transposed")):
+        out = linear(x.detach().requires_grad_(needed is x), w.detach().requires_grad_(needed is w), DEFAULTS)
+        with CastCounter() as counter:
+            out.sum().backward()
+        assert counter.ops[op] == 0 and counter.ops["quantize_group"] == 1
+        assert (counter.ops["grouped_mm"], counter.ops["grouped_mm_wgrad"]) == ((1, 0) if needed is x else (0, 1))
+
+
+def test_modules_keep_their_parameter():
+    stock = torch.nn.Linear(256, 128, bias=False, device=DEVICE)
+    weight = stock.weight
+    Fp8FlowLinear.convert(stock, DEFAULTS)
+    assert type(stock) is Fp8FlowLinear and stock.weight is weight and list(stock.state_dict()) == ["weight"]
+    assert Fp8FlowLinear(256, 128)(torch.randn(4, 256)).shape == (4, 128)
+    for module in (torch.nn.Linear(256, 128), torch.nn.Linear(256, 100, bias=False), torch.nn.Identity()):
+        with pytest.raises(ValueError, match=r"only an nn\.Linear without a bias|must be multiples of 128"):
+            Fp8FlowLinear.convert(module, DEFAULTS)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    x, *weights = leaves()
+    with pytest.raises(ValueError, match=r"w1 and w3 must be \(H, D\).*got \(176, 256\), \(256, 176\), None"):
+        feed_forward(x, ExpertWeights(*weights[:2], None), DEFAULTS)
+    with pytest.raises(ValueError, match="H a multiple of 16"):
+        feed_forward(x, ExpertWeights(weights[0][:170], weights[1][:, :170], weights[2][:170]), DEFAULTS)
+    with pytest.raises(ValueError, match=r"x is \(2, 300, 128\) and the weights take 256"):
+        feed_forward(x[..., :128], ExpertWeights(*weights), DEFAULTS)
+    with pytest.raises(ValueError, match=r"the weight is \(176, 256\); both dims must be multiples of 128"):
+        linear(x, weights[0], DEFAULTS)
+
+
+def both(inputs, w):
+    return linear(ffn(inputs), w, DEFAULTS).square().mean()
+
+
+def test_compiles_as_one_graph():
+    inputs = leaves(100)
+    w = torch.randn(128, D, device=DEVICE).requires_grad_()
+    want = torch.autograd.grad(both(inputs, w), [*inputs, w])
+    got = torch.autograd.grad(torch.compile(both, fullgraph=True, backend="aot_eager")(inputs, w), [*inputs, w])
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_checkpointing_by_op_multiplies_nothing_again():
+    inputs = leaves(100)
+    w = torch.randn(128, D, device=DEVICE).requires_grad_()
+    want = torch.autograd.grad(both(inputs, w), [*inputs, w])
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(SAVED_OPS))
+    out = checkpoint(both, inputs, w, use_reentrant=False, context_fn=contexts)
+    with CastCounter() as counter:
+        got = torch.autograd.grad(out, [*inputs, w])
+    assert counter.ops["grouped_mm"] == 3, "dgrad of two GEMMs, of the linear"
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_caches_quantize_once_per_step():
+    inputs, caches = leaves(100), [WeightCache(), WeightCache()]
+    w = torch.randn(128, D, device=DEVICE).requires_grad_()
+
+    def step():
+        with CastCounter() as counter:
+            out = linear(ffn(inputs, cache=caches[0]), w, DEFAULTS, caches[1])
+            return torch.autograd.grad(out.sum(), [*inputs, w]), counter.ops["quantize_weight"]
+
+    want = torch.autograd.grad(linear(ffn(inputs), w, DEFAULTS).sum(), [*inputs, w])
+    for quantizations in (3, 0):
+        got, count = step()
+        assert count == quantizations
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+    torch.optim.SGD([w], lr=0.1).step()
+    assert step()[1] == 3
+
+
+def test_autocast_and_evaluation():
+    inputs = leaves(100)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert ffn(inputs).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(ffn(inputs), ffn([t.requires_grad_() for t in inputs]))
+
+
+def test_flops_are_counted():
+    inputs, w = leaves(), torch.randn(128, D, device=DEVICE)
+    with FlopCounterMode(display=False) as flops:
+        linear(ffn(inputs), w, DEFAULTS)
+    assert flops.get_total_flops() == 2 * group_rows(600) * D * (3 * 256 + 128)
+
+
+def test_padding_does_not_count_in_statistics():
+    inputs, w = leaves(), torch.randn(128, D, device=DEVICE).requires_grad_()
+    statistics.collect()
+    linear(ffn(inputs), w, DEFAULTS).square().sum().backward()
+    figures = statistics.summarize(statistics.take(DEVICE))
+    # Normal values: some underflow, but 80 of 256 columns would be 31%.
+    for kind in ("x", "a", "dy", "dh", "w"):
+        assert figures[f"{kind}/underflow"] < 0.05, kind
