@@ -1,6 +1,7 @@
 """The parts of experiments/throughput that decide what its numbers mean, and what is left when something fails."""
 
 import argparse
+import functools
 import gzip
 import importlib
 import json
@@ -15,10 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
+from torchtitan.models.moe import kernels as torchtitan_kernels
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments.throughput import layer, plot, profile_step, train
+from experiments.throughput import layer, plot, profile_step, train, variants
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
     TRACED,
@@ -33,6 +36,7 @@ from experiments.throughput.kernel_trace import (
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
 from titan_fp8moe.kernels import launch
+from titan_fp8moe.testing import relative_error
 
 ROOT = Path(__file__).parents[1]
 
@@ -237,23 +241,68 @@ def test_what_cannot_be_captured_does_not_end_the_others(monkeypatch):
 
     monkeypatch.setattr(layer, "capture", capture)
     failed = {}
-    times = layer.times_of_graphs(SimpleNamespace(forwards=dict.fromkeys(["bf16", "fp8"])), failed, 2, 1e-3)
+    bench = SimpleNamespace(forwards=dict.fromkeys(["bf16", "fp8"]))
+    times = layer.times_of_graphs(bench, ["bf16", "failed before", "fp8"], failed, 2, 1e-3)
     assert failed == {"bf16 as a CUDA graph": "RuntimeError: operation not permitted when stream is capturing"}
     assert list(times) == ["fp8 as a CUDA graph"] and len(times["fp8 as a CUDA graph"]) == 2
 
 
+TINY = variants.Shape("tiny", 6, 64)
+
+
 @pytest.mark.gpu
-def test_both_layers_as_graphs():
-    bench = layer.Bench(layer.TINY[0], 1)
+def test_layers_as_graphs():
+    bench = variants.Bench(TINY, 1, {name: variants.VARIANTS[name] for name in variants.CAPTURED})
     failed = layer.warm_up(bench)
-    times = layer.times_of_graphs(bench, failed, 1, 1.0)
-    assert not failed and sorted(times) == ["bf16 as a CUDA graph", "fp8 as a CUDA graph"]
+    times = layer.times_of_graphs(bench, [*variants.CAPTURED], failed, 1, 1.0)
+    assert not failed and list(times) == [name + variants.GRAPH for name in variants.CAPTURED]
+
+
+@torch.library.custom_op("titan_fp8moe_tests::fill_indices", mutates_args=())
+def fill_indices(counts: Tensor, starts: Tensor, offsets: Tensor, experts: int, ranks: int, length: int) -> Tensor:
+    """torchtitan's function for CPUs, whose loop over values no graph can hold; its Triton kernel can be in one."""
+    return FILL_INDICES(counts, starts, offsets, experts, ranks, length)
+
+
+FILL_INDICES = torchtitan_kernels.fill_indices_cpu
+fill_indices.register_fake(lambda counts, *rest: counts.new_empty(rest[-1], dtype=torch.int32))
+
+
+def test_variants_of_a_layer(monkeypatch):
+    """Each computes the layer; those compiled whole are one graph, compiled once; the weights' quantization is inside
+    one of two that are equal bit for bit."""
+    monkeypatch.setattr(torchtitan_kernels, "fill_indices_cpu", fill_indices)
+    names = ["bf16 eager", "bf16 whole", "fp8 with weight quantization", "fp8", "fp8 with bf16 shared experts"]
+    chosen, _, missing = layer.choose(TINY, 1, names)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    bench = variants.Bench(TINY, 1, chosen)
+    assert not missing and not layer.warm_up(bench)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    result = next(layer.measure(bench, [], {}, 1, 1e-3))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    outs = {name: bench.forwards[name]().detach() for name in names}
+    errors = {name: relative_error(out, outs["bf16 eager"]) for name, out in outs.items()}
+    assert errors["bf16 whole"] < 0.01 < errors["fp8 with bf16 shared experts"] < errors["fp8"] < 0.1
+    assert torch.equal(outs["fp8"], outs["fp8 with weight quantization"])
+    assert {*result["saved_bytes_per_token"]} == {*names} - {"fp8 with weight quantization"}
+
+
+def test_variants_of_a_shape():
+    """Nothing compiles whole under expert parallelism, and a layer without shared experts has one variant less."""
+    shape = variants.Shape("Qwen3-30B", 128, 4096)
+    chosen, captured, missing = layer.choose(shape, 2, ["bf16 whole", "fp8", "fp8 with bf16 shared experts"])
+    assert [(name, v.compiled) for name, v in chosen.items()] == [("fp8", "parts")]
+    assert not captured and missing.keys() == {"bf16 whole", "fp8 with bf16 shared experts"}
+    chosen, captured, _ = layer.choose(shape, 1, ["fp8 as a CUDA graph", "bf16"])
+    assert [(name, v.compiled) for name, v in chosen.items()] == [("fp8", "whole"), ("bf16", "parts")]
+    assert captured == ["fp8"] and shape.moe_args(2).num_experts == 256
 
 
 def partial_result() -> dict:
-    shape = dict(model="671B", D=7168, H=2048, top_k=8, experts=8, tokens=4096)
     return {
-        "shape": shape, "gpus": 1, "failed": {"bf16": "OutOfMemoryError: ..."},
+        "shape": variants.Shape("671B", 8, 4096)._asdict(), "gpus": 1, "failed": {"bf16": "OutOfMemoryError: ..."},
         "ms": {"fp8": [2.0, 4.0, 3.0], "bf16 eager": [9.0], "fp8 eager": [6.0]},
         "saved_bytes_per_token": {"fp8": 1.0, "bf16 eager": 3.0},
     }  # fmt: skip
@@ -271,27 +320,34 @@ def test_what_is_known_of_a_layer_is_kept(tmp_path: Path, capsys):
         layer.save(result, tmp_path, tmp_path)
     records = json.loads((tmp_path / "results.json").read_text())
     assert [(r["name"], r["speedup"]) for r in records] == [("moe_layer eager", 1.5)]
-    assert records[0]["reference"] == "torchtitan bf16, eager"
+    assert records[0]["reference"] == "bf16 eager"
     assert json.loads((tmp_path / "layer_1gpu.json").read_text()) == [result]
 
 
 def profiled_result(gpus: int) -> dict:
-    classes = {"bf16": {"grouped GEMM": (6.0, 9), "copy": (3.0, 4)}, "fp8": {"grouped GEMM": (4.0, 7)}}
-    ms = {"bf16": [10.0], "fp8": [5.0], "fp8 with weight quantization": [8.0], "fp8 recompute=none": [4.0]}
+    classes = {name: {"grouped GEMM": (6.0, 9), "copy": (3.0, 4)} for name in ("bf16", "bf16 whole")}
+    classes["fp8"] = {"grouped GEMM": (4.0, 7)}
+    ms = {"bf16": [10.0], "bf16 whole": [9.0], "fp8": [5.0], "fp8 with weight quantization": [8.0]}
+    ms |= {"fp8 recompute=none": [4.0], "bf16 as a CUDA graph": [7.0], "fp8 as a CUDA graph": [2.0]}
     saved = {"bf16": 8.0, "fp8": 4.0, "fp8 recompute=none": 6.0}
     return partial_result() | dict(gpus=gpus, ms=ms, classes=classes, saved_bytes_per_token=saved)
 
 
 def test_names_of_layer_records():
-    records = {r["name"]: (r["shape"], r["speedup"]) for r in layer.records(profiled_result(2))}
-    shape = "671B, 8 experts per GPU, 4096 tokens, 2 GPUs"
-    assert records == {
-        "moe_layer": (shape, 2.0),
-        "moe_layer_with_weights": (shape, 1.25),
-        "moe_layer recompute=none": (shape, 2.5),
-        "moe_layer saved": (shape, 2.0),
-        "moe_layer saved recompute=none": (shape, pytest.approx(4 / 3)),
+    found = layer.records(profiled_result(2))
+    assert {r["shape"] for r in found} == {"671B, 8 experts per GPU, 4096 tokens, 2 GPUs"}
+    assert {(r["name"], r["reference"]): r["speedup"] for r in found} == {
+        ("moe_layer", "bf16"): 2.0,
+        ("moe_layer", "bf16 whole"): 1.8,
+        ("moe_layer_with_weights", "bf16"): 1.25,
+        ("moe_layer_with_weights", "bf16 whole"): 1.125,
+        ("moe_layer recompute=none", "bf16"): 2.5,
+        ("moe_layer recompute=none", "bf16 whole"): 2.25,
+        ("moe_layer as a CUDA graph", "bf16 as a CUDA graph"): 3.5,
+        ("moe_layer saved", "bf16"): 2.0,
+        ("moe_layer saved recompute=none", "bf16"): pytest.approx(4 / 3),
     }
+    assert [r["reference"] for r in found if "classes" in r] == ["bf16", "bf16 whole"]
 
 
 def test_plot_of_layers(tmp_path: Path, monkeypatch):

@@ -1,0 +1,282 @@
+"""The variants of one MoE layer that layer.py and host_time.py measure, and the models whose layers they are.
+
+A variant is torchtitan's ``MoE``, as it is or converted, compiled in one of three ways:
+
+* ``parts``: torchtitan's ``apply_compile``, which leaves what lies between the submodules eager;
+* ``whole``: one graph, ``torch.compile(fullgraph=True)``, as the converter compiles a block on one GPU;
+* ``eager``.
+
+Under expert parallelism the host reads split sizes in the layer, so nothing compiles whole: FP8-Flow goes by parts too.
+
+Compiled whole, a layer cannot use :class:`titan_fp8moe.weights.WeightCache`, which looks for changed weights outside
+graphs. Variants whose weights are quantized beforehand read them from :class:`FixedWeights` instead, in the same graph
+as the variant that quantizes them at every step: the two differ by the quantization alone.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torchtitan.models.moe.moe as moe_module
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torchtitan.config.job_config import Compile
+from torchtitan.models.llama4.infra.parallelize import apply_compile
+from torchtitan.models.moe.moe import MoE, MoEArgs
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
+from experiments.throughput.routing import BalancedRandomRouter
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.testing import in_model
+from titan_fp8moe.torchtitan import parallel
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe.weights import BackwardOperands, ExpertWeights, QuantizedWeight, WeightCache
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# The routers' arguments of torchtitan's MoEArgs.
+_V2, _V3 = dict(score_func="softmax"), dict(score_func="sigmoid", route_norm=True, route_scale=2.5)
+_QWEN3 = dict(score_func="softmax", route_norm=True)
+
+
+class Model(NamedTuple):
+    """A model's MoE layers; ``experts`` are the numbers per GPU that are measured."""
+
+    D: int
+    H: int
+    top_k: int
+    shared: int
+    experts: tuple[int, ...]
+    router: dict[str, Any]
+
+
+MODELS = {
+    "671B": Model(7168, 2048, 8, 1, (32, 8, 64), _V3),
+    "16B": Model(2048, 1408, 6, 2, (64,), _V2),
+    "Kimi-K2": Model(7168, 2048, 8, 1, (48,), _V3),
+    "GLM-4.5-Air": Model(4096, 1408, 8, 1, (128,), _V3),
+    "Qwen3-235B": Model(4096, 1536, 8, 0, (32,), _QWEN3),
+    "Qwen3-30B": Model(2048, 768, 8, 0, (128,), _QWEN3),
+    "DeepSeek-V2": Model(5120, 1536, 6, 2, (40,), _V2),
+    "tiny": Model(256, 128, 3, 1, (6,), _V3),  # runs on a CPU
+}
+
+
+class Shape(NamedTuple):
+    """``experts`` and ``tokens`` are per GPU."""
+
+    model: str
+    experts: int
+    tokens: int
+
+    def moe_args(self, gpus: int) -> MoEArgs:
+        model = MODELS[self.model]
+        return MoEArgs(
+            num_experts=self.experts * gpus,
+            num_shared_experts=model.shared,
+            score_before_experts=False,
+            top_k=model.top_k,
+            _debug_force_load_balance=True,
+            **model.router,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.experts} experts per GPU, {self.tokens} tokens"
+
+
+class Variant(NamedTuple):
+    """How a layer runs. ``forced``: by torchtitan's forced balance, else at random but balanced."""
+
+    config: Fp8FlowMoEConfig | None = None  # None: bf16
+    compiled: str = "whole"
+    quantizes_weights: bool = False
+    fp8_shared: bool = True
+    forced: bool = False
+
+
+FP8 = Variant(Fp8FlowMoEConfig())
+GRAPH = " as a CUDA graph"
+VARIANTS = {
+    "bf16": Variant(compiled="parts"),
+    "bf16 whole": Variant(),
+    "fp8": FP8,
+    "fp8 with weight quantization": FP8._replace(quantizes_weights=True),
+    "fp8 with bf16 shared experts": FP8._replace(fp8_shared=False),
+    "fp8 save_h=fp8": Variant(Fp8FlowMoEConfig(save_h="fp8")),
+    "fp8 recompute=none": Variant(Fp8FlowMoEConfig(recompute="none")),
+    "fp8 recompute=none save_h=fp8": Variant(Fp8FlowMoEConfig(recompute="none", save_h="fp8")),
+    "fp8 recompute=experts": Variant(Fp8FlowMoEConfig(recompute="experts")),
+    "bf16 forced balance": Variant(compiled="parts", forced=True),
+    "bf16 whole forced balance": Variant(forced=True),
+    "fp8 forced balance": FP8._replace(forced=True),
+    "bf16 eager": Variant(compiled="eager"),
+    "fp8 eager": FP8._replace(compiled="eager"),
+}
+CAPTURED = ("bf16", "bf16 whole", "fp8", "fp8 with weight quantization")
+"""What is also measured as a CUDA graph, on one GPU."""
+
+
+def variants(shape: Shape, gpus: int) -> dict[str, Variant]:
+    """The variants that this layer has on that many GPUs."""
+    found = dict(VARIANTS)
+    if MODELS[shape.model].shared == 0:
+        del found["fp8 with bf16 shared experts"]
+    if gpus > 1:
+        found = {name: v for name, v in found.items() if v.config or v.compiled != "whole"}
+        found = {name: v._replace(compiled="parts") if v.compiled == "whole" else v for name, v in found.items()}
+    return found
+
+
+class FixedWeights:
+    """In place of a :class:`WeightCache`, for weights that never change: a graph can read it."""
+
+    def __init__(self, *weights: Tensor):
+        local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        self.operands = WeightCache().get(ExpertWeights(*(w.detach() for w in local)))
+
+    def get(self, _: ExpertWeights[Tensor]) -> tuple[ExpertWeights[QuantizedWeight], BackwardOperands]:
+        return self.operands
+
+    def storages(self) -> set[int]:
+        """Addresses of what the operands are kept in."""
+        quantized = [w for part in self.operands for w in part if w is not None]
+        return {t.untyped_storage().data_ptr() for w in quantized for t in w}
+
+
+_EAGER_EXPERTS = moe_module._run_experts_grouped_mm
+
+
+def compile_whole(moe: MoE) -> Callable[[Tensor], Tensor]:
+    """The layer as one graph; raises where that is impossible, and never falls back to eager.
+
+    torch.compile caches by code object. Each layer gets its own, or the guards of the other variants' graphs would be
+    tried before its own, and the graphs be counted against the limit of recompilations.
+    """
+    torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's apply_compile
+
+    def call(x: Tensor) -> Tensor:
+        return moe(x)
+
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, fullgraph=True)
+
+
+class Bench:
+    """Variants of one shape's layer, sharing parameters, inputs and gradients."""
+
+    def __init__(self, shape: Shape, gpus: int, chosen: dict[str, Variant]):
+        self.shape, self.gpus, self.first = shape, gpus, None
+        self.mesh = init_device_mesh(DEVICE, (gpus,), mesh_dim_names=("ep",)) if gpus > 1 else None
+        self.fixed: list[FixedWeights] = []  # of the routed and the shared experts, once a variant needs them
+        x_shape = (1, shape.tokens, MODELS[shape.model].D)
+        self.x = torch.randn(x_shape, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+        self.dout = torch.randn(x_shape, device=DEVICE, dtype=torch.bfloat16)
+        self.layers = {name: self._layer(variant) for name, variant in chosen.items()}
+        self.forwards = {name: self._forward(moe, chosen[name]) for name, moe in self.layers.items()}
+
+    def _layer(self, variant: Variant) -> MoE:
+        with torch.device("meta"):
+            dtype = torch.get_default_dtype()
+            torch.set_default_dtype(torch.bfloat16)
+            model = MODELS[self.shape.model]
+            moe = MoE(self.shape.moe_args(self.gpus), model.D, model.H)
+            torch.set_default_dtype(dtype)
+        if not variant.forced:
+            moe.router.__class__ = BalancedRandomRouter
+        if variant.config is not None:
+            Fp8FlowMoE.convert(moe, variant.config, fp8_shared=variant.fp8_shared and moe.shared_experts is not None)
+        if self.mesh is not None:
+            parallel.llama4_parallelize.apply_moe_ep_tp(in_model(moe), None, self.mesh, None, None)
+        if self.first is None:
+            moe.to_empty(device=DEVICE)
+            with torch.no_grad():
+                moe.init_weights(0.02, torch.device(DEVICE))
+            self.first = moe
+        for module, other in zip(moe.modules(), self.first.modules(), strict=True):
+            module._parameters, module._buffers = other._parameters, other._buffers
+        return moe
+
+    def _forward(self, moe: MoE, variant: Variant) -> Callable[[], Tensor]:
+        if variant.config is not None and not variant.quantizes_weights:
+            experts, (routed, *shared) = cast(Fp8FlowMoE, moe).experts, self._fixed_weights()
+            experts.cache, experts.shared_cache = cast(Any, routed), cast(Any, shared[0] if shared else None)
+        moe_module._run_experts_grouped_mm = _EAGER_EXPERTS  # or torchtitan compiles what is compiled
+        call: Callable[[Tensor], Tensor] = moe
+        if variant.compiled == "parts":
+            apply_compile(in_model(moe), Compile(enable=True), ep_enabled=self.gpus > 1)
+        elif variant.compiled == "whole":
+            call = compile_whole(moe)
+        run_experts = moe_module._run_experts_grouped_mm
+
+        def forward() -> Tensor:
+            moe_module._run_experts_grouped_mm = run_experts
+            return call(self.x)
+
+        return forward
+
+    def _fixed_weights(self) -> list[FixedWeights]:
+        """Of the routed and, if there are any, the shared experts."""
+        if not self.fixed:
+            experts, shared = self.first.experts, self.first.shared_experts
+            self.fixed = [FixedWeights(experts.w1, experts.w2, experts.w3)]
+            if shared is not None:
+                self.fixed += [FixedWeights(*(w.weight.unsqueeze(0) for w in (shared.w1, shared.w2, shared.w3)))]
+        return self.fixed
+
+    def step(self, name: str) -> None:
+        self.x.grad = None
+        for p in self.first.parameters():
+            p.grad = None
+        self.forwards[name]().backward(self.dout)
+
+    def routed_step(self) -> Callable[[], None]:
+        """Forward and backward of :func:`routed_experts` alone, on plain tensors, with the route of the layer."""
+        inputs = []
+        moe = cast(Fp8FlowMoE, self.layers["fp8"])
+        hook = moe.experts.register_forward_pre_hook(lambda _, args: inputs.extend(args))
+        moe(self.x)  # not compiled as a whole: a graph would not call the hook
+        hook.remove()
+        x_TD, topk_ids_TK, scores = inputs
+        x_TD, scores_TK = (t.detach().requires_grad_() for t in (x_TD, scores.tensor))
+        local = moe.experts.local_weights(moe.experts.w1, moe.experts.w2, moe.experts.w3)
+        weights = [w.detach().requires_grad_() for w in local]
+        group = None if self.mesh is None else self.mesh.get_group()
+        dout_TD = self.dout.view_as(x_TD)
+
+        def run() -> None:
+            for leaf in (x_TD, scores_TK, *weights):
+                leaf.grad = None
+            routed_experts(x_TD, *weights, topk_ids_TK, scores_TK, ep_group=group).backward(dout_TD)
+
+        return run
+
+    def saved_bytes(self, name: str) -> int:
+        """Bytes of the storages that the forward keeps for the backward, parameters and their casts left out."""
+        skip = {_storage(t).data_ptr() for t in itertools.chain(self.first.parameters(), self.first.buffers())}
+        skip = skip.union(*(fixed.storages() for fixed in self.fixed))
+        kept = {}
+
+        def pack(t: Tensor) -> Tensor:
+            if _storage(t).data_ptr() not in skip:
+                kept[_storage(t).data_ptr()] = _storage(t).nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = self.forwards[name]()
+        out.backward(self.dout)
+        return sum(kept.values())
+
+    def peak_bytes(self, name: str) -> int:
+        """Bytes that a step allocates at its peak, beyond parameters, gradients and input."""
+        self.step(name)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step(name)
+        return torch.cuda.max_memory_allocated() - before
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage:
+    return (t.to_local() if isinstance(t, DTensor) else t).untyped_storage()
