@@ -1,6 +1,6 @@
 """Time of an FFN that serves every token, forward and backward, next to compiled bf16 on one Hopper GPU.
 
-    python -m experiments.kernels.ffn_shared [--ffns "16B shared"] [--tokens 16384] --out experiments/kernels/results.json
+    python -m experiments.kernels.ffn_shared [--ffns "16B shared"] [--tokens 16384] --out OUT.json
 
 Such are DeepSeek's shared experts and dense FFNs. "ours" is :mod:`titan_fp8moe.ffn` with one group of rows, from fp8
 rows and fp8 gradient rows, as where routed experts need the same rows. "ours, with casts" also quantizes x and dy, as a
