@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import gc
 import gzip
 import importlib
 import json
@@ -21,13 +22,14 @@ from torchtitan.models.moe import kernels as torchtitan_kernels
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments.throughput import layer, plot, profile_step, train, variants
+from experiments.throughput import host_time, layer, one_more_layer, plot, profile_step, train, variants
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
     TRACED,
     Kernel,
     by_class,
     classify,
+    host_bound_share,
     load,
     own_kernels,
     timeline,
@@ -125,6 +127,7 @@ def test_classes_of_a_trace():
         "SwiGLU": [
             "triton_poi_fused_mul_silu_0",
             "triton_poi_fused__to_copy_mul_silu_silu_backward_2",
+            "triton_poi_fused__grouped_mm_mul_silu_1",
         ],
         "sort and count": [
             "void at_cuda_detail::cub::DeviceScanKernel<...>",
@@ -212,11 +215,52 @@ def test_summary_of_a_profile():
     kernels = [Kernel("_permute_kernel", 0, 8000, -1000, 7), Kernel("nccl", 6000, 12000, 0, 8)]
     head, every = profile_step.summary("fp8_flow", kernels, own_kernels())
     assert "span                          3.00 ms" in head  # 12 ms of 4 steps
+    assert "host-bound share              0.0%" in head
     assert "permute, pack, unpermute          2.00 ms      0 launches" in head
     assert every.splitlines()[1:] == [
         "    0.000    8.000     1.000   7 _permute_kernel",
         "    6.000    6.000     6.000   8 nccl",
     ]
+
+
+def test_host_bound_share():
+    """FP8-Flow's against each reference; an idle GPU whose next launch is unknown counts."""
+    line = timeline([Kernel("a", 0, 10, -5, 7), Kernel("b", 30, 40, 25, 7), Kernel("c", 45, 50, math.nan, 7)])
+    shares = {"bf16": 0.1, "bf16_whole": 0.2, "fp8_flow": host_bound_share(line)}
+    found = profile_step.records(shares, "train_16b: shape")
+    assert [(r["reference"], r["reference_value"], r["unit"]) for r in found] == [
+        ("bf16", 0.1, "fraction"), ("bf16_whole", 0.2, "fraction"),
+    ]  # fmt: skip
+    assert [r["value"] for r in found] == pytest.approx([20 / 50] * 2)
+    assert profile_step.records({"bf16": 0.1}, "") == []
+
+
+def test_one_more_layer():
+    """Compares steps per variant and reference; other settings and depths further apart have no difference."""
+    shape = "16B, {} layers, sdpa, local batch {}, random routing, 1 GPU"
+
+    def record(layers: int, batch: int, ours: float, theirs: float, **fields) -> dict:
+        r = dict(name="train_16b", shape=shape.format(layers, batch), value=ours, reference_value=theirs)
+        return r | dict(reference="bf16_whole", unit="tokens/s/GPU") | fields
+
+    records = [record(5, 4, 1e6 / 10, 1e6 / 14), record(6, 4, 1e6 / 12, 1e6 / 18), record(8, 4, 1e6 / 13, 1e6 / 20)]
+    records += [record(6, 1, 1e5, 1e5), record(5, 4, 10, 10, unit="GiB reserved"), record(5, 1, 1, 1, reference="bf16")]
+    (found,) = one_more_layer.differences(records)
+    assert found["name"] == "train_16b one more layer" and found["shape"] == shape.format("5 to 6", 4)
+    assert (found["value"], found["reference_value"], found["speedup"]) == pytest.approx((2, 4, 2))
+
+
+def test_host_time(tmp_path: Path, monkeypatch, capsys):
+    """A whole run on the CPU, where C functions count with the Python that calls them."""
+    options = ["--model", "tiny", "--experts", "6", "--tokens", "64", "--rounds", "1", "--top", "3", "--out"]
+    monkeypatch.setattr(sys, "argv", ["host_time", *options, str(tmp_path), "--variants", "bf16 eager", "fp8 eager"])
+    monkeypatch.setattr(host_time, "LAYERS", 2)
+    monkeypatch.setattr(gc, "disable", lambda: None)
+    host_time.main()
+    bf16, fp8 = capsys.readouterr().out.split("fp8 eager:")
+    assert "by part: titan_fp8moe " in fp8 and "by part: torch" in bf16 and "torchtitan: <built-in" in bf16
+    (record,) = json.loads((tmp_path / "results.json").read_text())
+    assert (record["name"], record["reference"]) == ("host_time eager", "bf16 eager") and record["value"] > 0
 
 
 def test_a_variant_that_fails_does_not_end_the_others():

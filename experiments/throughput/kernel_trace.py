@@ -23,7 +23,7 @@ _COPIES = "copy, fill, cast, cat"
 _CLASSES = [
     ("communication", r"nccl"),
     ("attention", r"flex_attention|triton_tem_|flash|fmha|sdpa"),  # GEMMs have templates with max-autotune only
-    ("grouped GEMM", r"GroupProblemShape|grouped_gemm|grouped_mm"),
+    ("grouped GEMM", r"GroupProblemShape|grouped_gemm|^(?!triton_).*grouped_mm"),
     ("fp32 matmul", r"sgemm|f32f32_f32f32|gemv|gemmSN|gemmk1|simt_"),
     ("dense GEMM", r"nvjet|gemm|cutlass|splitK|cublas"),
     ("SwiGLU", r"silu"),
@@ -169,6 +169,12 @@ def timeline(kernels: list[Kernel]) -> dict[str, float]:
         "host-bound": host_bound / 1e3,
         "idle, launch unknown": unknown / 1e3,
     }
+
+
+def host_bound_share(line: dict[str, float]) -> float:
+    """Of a :func:`timeline`, the fraction in which the GPU has nothing to run and the CPU has launched nothing. An
+    unknown launch counts as the CPU's fault."""
+    return (line["host-bound"] + line["idle, launch unknown"]) / line["span"]
 
 
 def light_profiler() -> torch.profiler.profile:
