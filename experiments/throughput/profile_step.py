@@ -1,8 +1,7 @@
 """Where the time of training steps goes, in bf16 and in FP8-Flow: a trace of rank 0 of each, summarized.
 
     python -m experiments.throughput.profile_step --out experiments/throughput --gpus 1 --layers 6 --attention sdpa
-    python -m experiments.throughput.profile_step --out experiments/throughput --gpus 2 --layers 12 \
-        --variants bf16 fp8_flow
+    python -m experiments.throughput.profile_step --out experiments/throughput --gpus 2 --layers 12
 
 The runs are train.py's. The traces have kernels and their launches only; they are large and are not kept. Tables, and
 below them all kernels in the order they started, go to ``outputs/throughput``. The records ``host_bound_share`` have
@@ -51,8 +50,9 @@ def records(shares: dict[str, float], shape: str) -> list[dict]:
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--variants", nargs="+", default=VARIANTS, help=f"of {', '.join(CONVERTERS)}; default: {VARIANTS}")
+    p.add_argument("--variants", nargs="+", help=f"of {', '.join(CONVERTERS)}; bf16_whole needs --gpus 1")
     args = p.parse_args()
+    args.variants = args.variants or [name for name in VARIANTS if args.gpus == 1 or name != "bf16_whole"]
     args.steps = TRACED.stop
     exit_on_sigterm()
     shape = finish(args, "profile")
