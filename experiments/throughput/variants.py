@@ -201,8 +201,10 @@ class Bench:
 
     def _forward(self, moe: MoE, variant: Variant) -> Callable[[], Tensor]:
         if variant.config is not None and not variant.quantizes_weights:
-            experts, (routed, *shared) = cast(Fp8FlowMoE, moe).experts, self._fixed_weights()
-            experts.cache, experts.shared_cache = cast(Any, routed), cast(Any, shared[0] if shared else None)
+            routed, *shared = self._fixed_weights()
+            cast(Any, moe).experts.cache = routed
+            if cast(Fp8FlowMoE, moe).fp8_shared:
+                cast(Any, moe).shared_experts.cache = shared[0]
         moe_module._run_experts_grouped_mm = _EAGER_EXPERTS  # or torchtitan compiles what is compiled
         call: Callable[[Tensor], Tensor] = moe
         if variant.compiled == "parts":
