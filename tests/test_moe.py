@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
 from titan_fp8moe import dispatch, moe, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dense import feed_forward, linear
 from titan_fp8moe.recipe import TRANSPOSE_MODES, row_capacity
 from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
+from titan_fp8moe.weights import ExpertWeights
 
 ALL_MODES = [
     Fp8FlowMoEConfig(wgrad=wgrad, save_h=save_h, recompute=recompute)
@@ -257,6 +259,29 @@ def test_extreme_routing(kind):
         assert a.shape == b.shape
         if tokens:
             assert relative_error(a, b) < (0.15 if i == 2 else 0.09)
+
+
+def test_second_derivatives_are_refused():
+    """Where the incoming gradient is a constant, too."""
+    x, scores, chosen, weights = make_layer()
+    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
+    for loss in (torch.sum, torch.linalg.norm):
+        for leaf in leaves:
+            with pytest.raises(RuntimeError, match="no second derivative.*create_graph=True"):
+                torch.autograd.grad(loss(routed_experts(x, *weights, chosen, scores)), leaf, create_graph=True)
+    dense = ExpertWeights(*(w[0] for w in weights))
+    for out in (feed_forward(x, dense, Fp8FlowMoEConfig()), linear(x, dense.w1, Fp8FlowMoEConfig())):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_compiled_second_derivatives_are_refused():
+    x, scores, chosen, weights = make_layer()
+    x.requires_grad_()
+    compiled = torch.compile(lambda x: routed_experts(x, *weights, chosen, scores), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        (dx,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+        dx.sum().backward()
 
 
 def test_tiny_gradients_survive():

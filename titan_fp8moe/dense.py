@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.flop_counter
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from titan_fp8moe import ops, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields, weight_grads
 from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.ops.backend import custom_op
+from titan_fp8moe.ops.backend import custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, padded
 from titan_fp8moe.rows import Rows, one_group
 from titan_fp8moe.statistics import Operand

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.utils.flop_counter
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -34,7 +33,7 @@ from titan_fp8moe.dense import GroupRows, group_ffn, group_ffn_backward, group_f
 from titan_fp8moe.dispatch import InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
-from titan_fp8moe.ops.backend import custom_op
+from titan_fp8moe.ops.backend import custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.rows import Routing, Rows
 from titan_fp8moe.weights import (

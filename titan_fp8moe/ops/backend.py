@@ -58,6 +58,25 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
     return defined
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the backward of an autograd function around ops: refuses ``create_graph=True``.
+
+    PyTorch's decorator of this name treats the gradients as constants, silently, where the incoming gradient is one.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *douts: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled graphs refuse by themselves
+            raise RuntimeError(
+                "FP8 layers have no second derivative, but this backward has create_graph=True; leave it out, or use "
+                "bf16 layers where the loss depends on gradients"
+            )
+        with torch.no_grad():
+            return backward(ctx, *douts)
+
+    return wrapper
+
+
 _emulating = False
 
 
