@@ -76,10 +76,10 @@ def calls(M, D, H, E, T=12288):
         yield f"swiglu backward, no router {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     for ranks, experts in ((1, E), (32, E), (64, 4), (256, 1)):
         name = f"{ranks} x {experts}"
-        yield f"routing {name}", routing.expert_routing, (ids_TK, scores_TK, ranks * experts, M + TILE * E)
+        yield f"routing {name}", routing.expert_routing, (ids_TK, scores_TK, ranks * experts, M + TILE * E, True)
         yield f"routing arrived {name}", routing.expert_routing, (*arrived[2:], experts, M + TILE * experts)
         for ids in (ids_TK, map_TK):
-            yield f"routing dispatch {name} {ids.dtype}", routing.dispatch_routing, (ids, ranks, experts)
+            yield f"routing dispatch {name} {ids.dtype}", routing.dispatch_routing, (ids, ranks, experts, True)
     yield "permute", permute.permute_rows, (q, scale, map_TK, index_M, offsets_E)
     yield "permute payload", permute.permute_rows, (*arrived[:2], map_TK, index_M, offsets_E)
     for dtype in (BF16, FP32):
@@ -176,3 +176,13 @@ def test_other_gpus(capability, shared_memory):
             if launch.kernel not in compiled:
                 compiled.add(launch.kernel)
                 assert launch.compile(capability).shared <= shared_memory, name
+
+
+def test_ids_are_asserted_only_where_asked():
+    """With Triton's debug option, which must not check integers for overflow as well."""
+    asserts = {}
+    for _, function, args in calls(*MODELS["16B"]):
+        if function is routing.expert_routing:
+            count, *_ = record_launches(function, *args)
+            asserts.setdefault(args[-1] is True, set()).add(count.compile().asm["ptx"].count("call.uni"))
+    assert asserts == {True: {1}, False: {0}}

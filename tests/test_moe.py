@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
-from titan_fp8moe import dispatch, moe, ops, routed_experts
+from titan_fp8moe import RoutedExperts, dispatch, moe, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dense import feed_forward, linear
 from titan_fp8moe.recipe import TRANSPOSE_MODES, row_capacity
@@ -279,8 +281,8 @@ def test_compiled_second_derivatives_are_refused():
     x, scores, chosen, weights = make_layer()
     x.requires_grad_()
     compiled = torch.compile(lambda x: routed_experts(x, *weights, chosen, scores), backend="aot_eager", fullgraph=True)
+    (dx,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
-        (dx,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
         dx.sum().backward()
 
 
@@ -426,6 +428,58 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
     inputs[name] = inputs[name][how] if isinstance(how, slice) else how(inputs[name])
     with pytest.raises(ValueError, match=message):
         routed_experts(*(inputs[name] for name in ("x", "w1", "w2", "w3", "chosen", "scores")))
+
+
+@pytest.mark.parametrize("wrong", [E, E + 1, -2, 2**31 - 1, 2**31, 2**40, -(2**31)])
+@pytest.mark.skipif(DEVICE == "cuda", reason="see test_wrong_experts_end_in_an_assertion")
+def test_ids_that_are_no_experts_are_refused(wrong):
+    """By what the public can call. -1 is none, and ``apply_experts`` takes all others for -1, too."""
+    x, scores, chosen, weights = make_layer()
+    module = RoutedExperts(E, D, H)
+    ignored = chosen.clone()
+    ignored[7, 1] = -1
+    want = routed_experts(x, *weights, ignored, scores)
+    chosen[7, 1] = wrong
+    compiled = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
+    for call in (
+        lambda: routed_experts(x, *weights, chosen, scores),
+        lambda: compiled(x, *weights, chosen, scores),
+        lambda: module(x, chosen, scores),
+    ):
+        with pytest.raises(ValueError, match=rf"topk_ids has \[{wrong}\].*experts of all ranks are 0 to 7"):
+            call()
+    if abs(wrong) < 2**31:
+        config = Fp8FlowMoEConfig()
+        got = moe.apply_experts(x, ExpertWeights(*weights), chosen, scores, config=config)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_wrong_experts_end_in_an_assertion(captured):
+    """In a process of its own, whose context is lost; also in a CUDA graph. Valid ids pass."""
+    code = f"""
+import torch
+from tests.layer import make_layer, E
+from titan_fp8moe import routed_experts
+x, scores, chosen, weights = make_layer(dtype=torch.bfloat16)
+run = lambda: routed_experts(x, *weights, chosen, scores)
+chosen[0, 0] = -1
+run(), run(), torch.cuda.synchronize()
+if {captured}:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    run = graph.replay
+    run(), torch.cuda.synchronize()
+print("valid ids passed", flush=True)
+chosen[5, 1] = E
+run(), torch.cuda.synchronize()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode and "valid ids passed" in result.stdout
+    assert "topk_ids: an id is neither -1 nor one of the experts'" in result.stderr
+    assert "device-side assert" in result.stderr
 
 
 def test_too_many_rows_are_refused(monkeypatch):

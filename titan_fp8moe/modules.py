@@ -102,6 +102,7 @@ class RoutedExperts(Fp8AllGather):
             score_before_experts=self.score_before_experts,
             meanwhile=meanwhile,
             cache=self.cache,
+            check_ids=True,
         )
 
     def extra_repr(self) -> str:

@@ -71,7 +71,8 @@ def routed_experts(
         w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, H a
             multiple of 16. The quantized weights pad H to a multiple of 128. Or gate and up in one ``w1`` (E, 2H, D),
             gate first, with ``w3`` None and H a multiple of 128.
-        topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none.
+        topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
+            id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
         config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. A function has no use for ``filter_fqns``,
             ``fp8_all_gather``, ``cache_weights``, ``statistics_every`` and ``emulate``.
@@ -100,6 +101,7 @@ def routed_experts(
         ep_group=ep_group,
         score_before_experts=score_before_experts,
         meanwhile=meanwhile,
+        check_ids=True,
     )
 
 
@@ -116,9 +118,10 @@ def apply_experts(
     cache: WeightCache | None = None,
     shared: ExpertWeights[Tensor] | None = None,
     shared_cache: WeightCache | None = None,
+    check_ids: bool = False,
 ) -> Tensor:
     """:func:`routed_experts` for modules: takes their weight caches, which it uses unless gradients are off, and shared
-    experts.
+    experts. Ids that are no expert's count as -1 unless ``check_ids``.
 
     ``shared`` are the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It reads the rows that
     are quantized for the routed experts, in both directions, and adds to their sums.
@@ -136,6 +139,7 @@ def apply_experts(
         config=config,
         cache=cache if torch.is_grad_enabled() else None,
         shared_cache=shared_cache if torch.is_grad_enabled() else None,
+        check_ids=check_ids,
     )
     has_shared, none = shared is not None, (None,) * 3
     if not dispatch.kind(layer.group_name).asynchronous:
@@ -216,6 +220,7 @@ class _Layer(NamedTuple):
     config: Fp8FlowMoEConfig
     cache: WeightCache | None
     shared_cache: WeightCache | None
+    check_ids: bool
 
 
 class _Saved(NamedTuple):
@@ -265,6 +270,7 @@ def _routed_experts_forward(
     topk_ids_TK: Tensor,
     group_name: str,
     num_ranks: int,
+    check_ids: bool,
     score_before_experts: bool,
     recompute: str,
     save_h: str,
@@ -282,7 +288,7 @@ def _routed_experts_forward(
         :func:`group_ffn`'s tensors. With an asynchronous dispatch instead: a placeholder of the output's
         gradient; the payload in flight; with shared experts their rows; :meth:`_Saved.pack`.
     """
-    tokens = dispatch.begin(topk_ids_TK, topk_scores_TK, weights[0].shape[0], group_name, num_ranks)
+    tokens = dispatch.begin(topk_ids_TK, topk_scores_TK, weights[0].shape[0], group_name, num_ranks, check_ids)
     group = []
     if has_shared:
         q, scale, *group = ops.quantize_group(x_TD)
@@ -375,7 +381,7 @@ def _ffn_backward(
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, s1, s2, s3, topk_ids_TK, layer, has_shared, in_flight):
-        group_name, num_ranks, score_before_experts, config, cache, shared_cache = layer
+        group_name, num_ranks, score_before_experts, config, cache, shared_cache, check_ids = layer
         kind, num_rows = dispatch.kind(group_name), len(GroupRows._fields)
         shared = ([], []) if s1 is None else forward_operands(one_expert(s1, s2, s3), shared_cache)
         out, *tensors = _forward_op(
@@ -385,6 +391,7 @@ class _RoutedExperts(torch.autograd.Function):
             topk_ids_TK,
             group_name,
             num_ranks,
+            check_ids,
             score_before_experts,
             config.recompute,
             config.save_h,

@@ -71,6 +71,27 @@ def test_rows_must_be_contiguous(generator):
         routing.dispatch_routing(ids, 2, 1)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on a GPU ends the process")
+@pytest.mark.parametrize("wrong", [8, -2, 2**33])
+def test_ids_are_asserted(generator, monkeypatch, wrong):
+    from triton.runtime import interpreter
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
+    ids, scores = randint(generator, -1, 8, 70, 3).long(), randn(generator, 70, 3)
+    for ids_TK in (ids, strided(ids)):
+        for call in (
+            lambda check_ids: routing.expert_routing(ids_TK, scores, 8, 2048, check_ids),  # noqa: B023
+            lambda check_ids: routing.dispatch_routing(ids_TK, 2, 4, check_ids),  # noqa: B023
+        ):
+            ids_TK[69, 2] = -1
+            call(True)
+            ids_TK[69, 2] = wrong
+            with pytest.raises(Exception, match="neither -1 nor one of the experts"):
+                call(True)
+            if abs(wrong) < 2**31:
+                call(False)
+
+
 EXCHANGES = {  # tokens, top_k, ranks, experts per rank, ids to choose from
     "two ranks": (300, 3, 2, 4, range(8)),
     "one rank": (70, 2, 1, 8, range(8)),

@@ -19,7 +19,9 @@ def kind(group_name: str) -> type[Dispatch]:
     return AllToAllDispatch if group_name else LocalDispatch
 
 
-def begin(topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_local: int, group_name: str, num_ranks: int) -> Dispatch:
+def begin(
+    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_local: int, group_name: str, num_ranks: int, check_ids: bool
+) -> Dispatch:
     """Starts a forward's dispatch.
 
     Args:
@@ -28,10 +30,11 @@ def begin(topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_local: int, group_nam
         num_local: experts of this rank.
         group_name: of the expert-parallel process group, empty where all experts are here.
         num_ranks: ranks of that group.
+        check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
     """
     if group_name:
-        return AllToAllDispatch.begin(topk_ids_TK, topk_scores_TK, num_local, group_name, num_ranks)
-    return LocalDispatch((topk_ids_TK, topk_scores_TK, num_local))
+        return AllToAllDispatch.begin(topk_ids_TK, topk_scores_TK, num_local, group_name, num_ranks, check_ids)
+    return LocalDispatch((topk_ids_TK, topk_scores_TK, num_local), check_ids)
 
 
 def resume(state: list[Tensor], group_name: str) -> Dispatch:

@@ -38,10 +38,16 @@ class AllToAllDispatch:
 
     @classmethod
     def begin(
-        cls, topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_local: int, group_name: str, num_ranks: int
+        cls,
+        topk_ids_TK: Tensor,
+        topk_scores_TK: Tensor,
+        num_local: int,
+        group_name: str,
+        num_ranks: int,
+        check_ids: bool,
     ) -> "AllToAllDispatch":
         """Starts the exchange of the dispatch counts; :meth:`dispatch` waits for it."""
-        sent_TK, token_C, counts_N = ops.dispatch_routing(topk_ids_TK, num_ranks, num_local)
+        sent_TK, token_C, counts_N = ops.dispatch_routing(topk_ids_TK, num_ranks, num_local, check_ids)
         self = cls(sent_TK, token_C, group_name)
         self.pairs = topk_ids_TK, topk_scores_TK, num_local
         one_each = [1] * num_ranks

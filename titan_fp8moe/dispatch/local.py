@@ -20,8 +20,9 @@ class LocalDispatch:
 
     pairs: tuple[Tensor, Tensor, int]  # in a forward
 
-    def __init__(self, pairs: tuple[Tensor, Tensor, int] | None = None):
+    def __init__(self, pairs: tuple[Tensor, Tensor, int] | None = None, check_ids: bool = False):
         """``pairs``: topk_ids_TK, topk_scores_TK and the number of experts."""
+        self.check_ids = check_ids
         if pairs is not None:
             self.pairs = pairs
 
@@ -29,7 +30,7 @@ class LocalDispatch:
         topk_ids_TK, topk_scores_TK, E = self.pairs
         capacity = row_capacity(topk_ids_TK.numel(), E)
         check_rows(topk_ids_TK.numel(), capacity, E)
-        routing = Routing(*ops.expert_routing(topk_ids_TK, topk_scores_TK, E, capacity))
+        routing = Routing(*ops.expert_routing(topk_ids_TK, topk_scores_TK, E, capacity, self.check_ids))
         return Arrived(Rows(q, scale), routing, [q, scale])
 
     def state(self) -> list[Tensor]:

@@ -34,6 +34,15 @@ def _load_ids(ids, ids_stride, token, k, T, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _assert_experts(ids, ids_stride, token, T, K: tl.constexpr, EXPERTS: tl.constexpr):
+    valid = token >= 0
+    for k in tl.static_range(K):
+        expert = tl.load(ids + token.to(tl.int64) * ids_stride + k, mask=token < T, other=-1)
+        valid &= (expert >= -1) & (expert < EXPERTS)
+    tl.device_assert(valid, "topk_ids: an id is neither -1 nor one of the experts'")
+
+
+@triton.jit
 def _expert_hits(
     ids, ids_stride, token, T, e, K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr
 ):
@@ -71,15 +80,19 @@ def _is_sent(
 def _count_kernel(
     ids, ids_stride, pair_counts, token_counts, token_M, score_M, T, M, blocks, K: tl.constexpr, E: tl.constexpr,
     EXPERTS: tl.constexpr, PAD: tl.constexpr, PAD_N: tl.constexpr, BLOCK: tl.constexpr, FILL_BLOCK: tl.constexpr,
+    CHECK: tl.constexpr,
 ):  # fmt: skip
     """Counts the pairs of each expert and the tokens dispatched to each rank, among ``blocks * BLOCK`` tokens.
 
-    Without ``token_counts`` it counts pairs only. With ``token_M`` the CTAs together mark all rows as padding.
+    Without ``token_counts`` it counts pairs only. With ``token_M`` the CTAs together mark all rows as padding. With
+    ``CHECK`` it asserts that each id is an expert's or -1.
     """
     cta, e, n = tl.program_id(0), tl.arange(0, PAD), tl.arange(0, PAD_N)
     pairs, dispatched = tl.zeros((PAD,), tl.int32), tl.zeros((PAD_N,), tl.int32)
     for block in range(cta * blocks, (cta + 1) * blocks):
         token = block * BLOCK + tl.arange(0, BLOCK)
+        if CHECK:
+            _assert_experts(ids, ids_stride, token, T, K, EXPERTS)
         pairs += tl.sum(_expert_hits(ids, ids_stride, token, T, e, K, EXPERTS, BLOCK, PAD), axis=0)
         if token_counts is not None:
             dispatched += tl.sum(_is_sent(ids, ids_stride, token, T, n, K, E, EXPERTS, BLOCK, PAD_N), axis=0)
@@ -113,6 +126,12 @@ def _blocks_of_tokens(T: int, K: int, num_experts: int) -> tuple[int, int, dict[
     all_blocks = max(cdiv(T, block), 1)
     blocks = cdiv(all_blocks, MAX_CTAS)
     return blocks, cdiv(all_blocks, blocks), dict(K=K, EXPERTS=num_experts, PAD=pad, BLOCK=block, num_warps=NUM_WARPS)
+
+
+def _counting(check_ids: bool) -> dict[str, int]:
+    """Constants of the first launch only. Triton compiles assertions with ``debug``; the other checks that this option
+    turns on, of integers that overflow, stay off."""
+    return dict(FILL_BLOCK=FILL_BLOCK, CHECK=check_ids, debug=check_ids, sanitize_overflow=False)
 
 
 def row_stride(name: str, x_TK: Tensor) -> int:
@@ -161,7 +180,7 @@ def _place_rows_kernel(
 
 
 def expert_routing(
-    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int
+    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int, check_ids: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Assigns each routed pair a row in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
 
@@ -182,7 +201,7 @@ def expert_routing(
     row_TK = torch.empty(T, K, dtype=torch.int32, device=device)
     _count_kernel[(ctas,)](
         topk_ids_TK, ids_stride, pair_counts, None, token_M, score_M, T, capacity, blocks, E=num_experts, PAD_N=1,
-        FILL_BLOCK=FILL_BLOCK, **constants,
+        **_counting(check_ids), **constants,
     )  # fmt: skip
     _place_rows_kernel[(ctas,)](
         topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, pair_counts, offsets_E, token_M, score_M, row_TK, T,
@@ -225,7 +244,9 @@ def _place_dispatched_kernel(
             tl.store(token_C + sent, token, mask=served & (sent >= 0))
 
 
-def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_routing(
+    topk_ids_TK: Tensor, num_ranks: int, num_local: int, check_ids: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
 
     Args:
@@ -245,7 +266,7 @@ def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tup
     token_C = torch.empty(T * min(K, num_ranks), dtype=torch.int32, device=device)
     counts_N = torch.empty(num_ranks, 1 + num_local, dtype=torch.int32, device=device)
     _count_kernel[(ctas,)](
-        topk_ids_TK, ids_stride, pair_counts, token_counts, None, None, T, 0, blocks, FILL_BLOCK=FILL_BLOCK,
+        topk_ids_TK, ids_stride, pair_counts, token_counts, None, None, T, 0, blocks, **_counting(check_ids),
         **ranks, **constants,
     )  # fmt: skip
     _place_dispatched_kernel[(ctas,)](

@@ -19,37 +19,54 @@ def _ints(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.int32)
 
 
+def _check_ids(topk_ids_TK: Tensor, num_experts: int) -> None:
+    wrong = topk_ids_TK[(topk_ids_TK < -1) | (topk_ids_TK >= num_experts)]
+    if wrong.numel():
+        raise ValueError(
+            f"topk_ids has {wrong.unique()[:8].tolist()}, but the experts of all ranks are 0 to {num_experts - 1}, and "
+            "-1 is none; correct the router"
+        )
+
+
 @custom_op
 def expert_routing(
-    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int
+    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int, check_ids: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Assigns each routed pair a row in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
 
     Args:
         topk_ids_TK: (T, K) int32 or int64; topk_scores_TK: (T, K) fp32. Rows may be strided (views of a payload).
+        check_ids: refuse ids that are neither -1 nor an expert's, which otherwise get no row. A GPU does not wait for
+            the answer: a device-side assertion in the first kernel, as of an index in PyTorch.
 
     Returns:
         offsets_E (num_experts,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (T, K) int32.
 
     Raises:
-        ValueError: from the kernels, unless ids and scores have unit stride along K.
+        ValueError: from the kernels, unless ids and scores have unit stride along K; elsewhere from ``check_ids``.
     """
-    impl = routing if use_kernels(topk_ids_TK) else recipe
-    return impl.expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity)
+    if use_kernels(topk_ids_TK):
+        return routing.expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids)
+    if check_ids:
+        _check_ids(topk_ids_TK, num_experts)
+    return recipe.expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity)
 
 
 @expert_routing.register_fake
-def _(topk_ids_TK, topk_scores_TK, num_experts, capacity):
+def _(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids=False):
     score_M = topk_scores_TK.new_empty(capacity)
     return _ints(score_M, num_experts), _ints(score_M, capacity), score_M, _ints(score_M, *topk_ids_TK.shape)
 
 
 @custom_op
-def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_routing(
+    topk_ids_TK: Tensor, num_ranks: int, num_local: int, check_ids: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
 
     Args:
         topk_ids_TK: (T, K) int32 or int64; rows may be strided.
+        check_ids: as in :func:`expert_routing`.
 
     Returns:
         sent_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, undefined from C on; counts_N (num_ranks,
@@ -58,12 +75,15 @@ def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tup
     Raises:
         ValueError: as :func:`expert_routing`.
     """
-    impl = routing if use_kernels(topk_ids_TK) else recipe
-    return impl.dispatch_routing(topk_ids_TK, num_ranks, num_local)
+    if use_kernels(topk_ids_TK):
+        return routing.dispatch_routing(topk_ids_TK, num_ranks, num_local, check_ids)
+    if check_ids:
+        _check_ids(topk_ids_TK, num_ranks * num_local)
+    return recipe.dispatch_routing(topk_ids_TK, num_ranks, num_local)
 
 
 @dispatch_routing.register_fake
-def _(topk_ids_TK, num_ranks, num_local):
+def _(topk_ids_TK, num_ranks, num_local, check_ids=False):
     T, K = topk_ids_TK.shape
     shapes = (T, K), (T * min(K, num_ranks),), (num_ranks, 1 + num_local)
     return tuple(_ints(topk_ids_TK, *shape) for shape in shapes)

@@ -76,6 +76,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
             cache=self.cache,
             shared=None if shared is None else shared.matrices(),
             shared_cache=None if shared is None else shared.cache,
+            check_ids=True,
         )
 
     def extra_repr(self) -> str:
