@@ -678,3 +678,11 @@ def test_cached_weights_are_never_stale(monkeypatch, change, versions):
         results.append([out.detach(), *[p.grad for p in model.parameters()]])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_caches_are_cleared_by_any_container_of_optimizers():
+    """torchtitan calls the converter after each step, whatever class the optimizers are of."""
+    cache = weights.WeightCache()
+    cache.get(weights.ExpertWeights(*(torch.randn(1, 128, 128) for _ in range(3))))
+    build_model_converters(make_config("--fp8_flow_moe.cache_weights"), make_dims()).post_optimizer_hook([])
+    assert cache.operands is None

@@ -189,6 +189,70 @@ def test_a_cache_under_compile():
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
 
 
+@pytest.mark.parametrize("microbatches, dtype", [(1, torch.float32), (3, torch.float32), (3, torch.bfloat16)])
+def test_stale_weights_are_noticed(microbatches, dtype):
+    """Where an optimizer that is not torch.optim's updates parameters through ``.data``, at the latest when a cache has
+    been used twice as often. Caches that are cleared by hand, and weights that do not change, raise nothing."""
+    x, scores, chosen, weights = make_layer(dtype=dtype)
+    weights, config = ExpertWeights(*map(torch.nn.Parameter, weights)), Fp8FlowMoEConfig()
+
+    def steps(cache, count, update):
+        for step in range(count):
+            for _ in range(microbatches):
+                apply_experts(x, weights, chosen, scores, config=config, cache=cache).sum().backward()
+                if x.is_cuda:
+                    torch.cuda.synchronize()
+            for w in weights:
+                w.data.sub_(w.grad, alpha=1e-3 if update else 0)
+                w.grad = None
+            yield step
+
+    assert len(list(steps(WeightCache(), 4, update=False))) == 4
+    for _ in steps(WeightCache(), 4, update=True):
+        WeightCache.clear_all()
+    with pytest.raises(RuntimeError, match="stale weights.*clear_all.*cache_weights to false"):
+        list(steps(WeightCache(), 4, update=True))
+
+
+def test_samples_are_of_every_expert_and_weight():
+    for weights in ([w.clone() for w in make_layer()[-1]], [w.mT.contiguous().mT for w in make_layer()[-1]]):
+        before = weights_module._sample(weights)
+        for i, w in enumerate(weights):
+            for e in range(w.shape[0]):
+                changed = [v.clone() for v in weights]
+                changed[i][e] *= -1
+                share = (weights_module._sample(changed) != before).float().mean()
+                assert 0.5 < share * len(weights) * w.shape[0] < 1.5
+
+
+@pytest.mark.gpu
+def test_a_cache_is_refused_in_a_cuda_graph():
+    cache, weights = WeightCache(), ExpertWeights(*make_layer()[-1])
+    cache.get(weights)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cache_weights inside a CUDA graph"), torch.cuda.graph(graph):
+        cache.get(weights)
+
+
+@pytest.mark.gpu
+def test_a_captured_optimizer_is_noticed():
+    """Its replays run no hook."""
+    x, scores, chosen, weights = make_layer(dtype=torch.bfloat16)
+    weights, cache = ExpertWeights(*map(torch.nn.Parameter, weights)), WeightCache()
+    optimizer = torch.optim.SGD(weights, lr=torch.tensor(1.0, device=x.device))
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="stale weights"):  # noqa: PT012
+        for _ in range(6):
+            apply_experts(x, weights, chosen, scores, config=Fp8FlowMoEConfig(), cache=cache)
+            torch.cuda.synchronize()
+            graph.replay()
+
+
 def test_any_optimizer_step_clears_caches():
     """Where it leaves versions as they are, as with FSDP's parameters."""
     weights = ExpertWeights(*map(torch.nn.Parameter, make_layer()[-1]))

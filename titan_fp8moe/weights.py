@@ -118,11 +118,17 @@ class WeightCache:
     not bump it. Therefore every step of a ``torch.optim`` optimizer clears all caches. Other tensors in the weights'
     place, and a version that has moved, clear this one. Code that changes weights in another way between two
     microbatches calls :meth:`clear`.
+
+    A sample of the values tells when nothing did. It is compared at a cache's 1st, 2nd, 4th, 8th... use since it was
+    filled, so that the comparisons of a step are few and no cache stays stale for long.
     """
 
     _all: ClassVar["weakref.WeakSet[WeightCache]"] = weakref.WeakSet()
     key: list[tuple] | None
     operands: Any
+    uses: int
+    sample: Tensor | None
+    changed: Tensor | None  # on the host; the device writes it when it gets there
 
     def __init__(self):
         self.clear()
@@ -133,16 +139,50 @@ class WeightCache:
         return WeightCache, ()  # a copied layer has other weights
 
     def clear(self) -> None:
-        self.operands = self.key = None
+        self.operands = self.key = self.sample = self.changed = None
+        self.uses = 0
+
+    @classmethod
+    def clear_all(cls) -> None:
+        """Clears the caches of all layers, as the step of a ``torch.optim`` optimizer does."""
+        for cache in cls._all:
+            cache.clear()
 
     @torch.compiler.disable(reason="a graph cannot see whether weights have changed; do without the cache")
     def get(self, weights: Sequence[Tensor | None], quantize: Callable[..., Any] = quantize_weights_both) -> Any:
-        """``quantize(*weights)``, by default the operands of both directions, for the weights' present values."""
-        key = [_cache_key(w) for w in weights if w is not None]
+        """``quantize(*weights)``, by default the operands of both directions, for the weights' present values.
+
+        Raises:
+            RuntimeError: the weights had changed at an earlier use, and nothing had cleared the cache; or a CUDA graph
+                is being captured.
+        """
+        tensors = [w for w in weights if w is not None]
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "fp8_flow_moe.cache_weights inside a CUDA graph would replay the quantized weights of the capture; set "
+                "it to false"
+            )
+        key = [_cache_key(w) for w in tensors]
         if self.operands is None or key != self.key:
             self.clear()  # frees the old operands before the new ones are made
-            self.operands, self.key = quantize(*weights), key
+            self.operands, self.key, self.sample = quantize(*weights), key, _sample(tensors)
+        else:
+            self.uses += 1
+            if self.uses & (self.uses - 1) == 0:
+                self._compare(_sample(tensors))
+            if self.changed is not None and self.changed.item():
+                raise RuntimeError(
+                    "weights have changed since fp8_flow_moe.cache_weights quantized them, and no step of a torch.optim "
+                    "optimizer was seen: the layer trains on stale weights; call "
+                    "titan_fp8moe.weights.WeightCache.clear_all() after each optimizer step, or set cache_weights to "
+                    "false"
+                )
         return self.operands
+
+    def _compare(self, sample: Tensor) -> None:
+        if self.changed is None:
+            self.changed = torch.zeros((), dtype=torch.bool, pin_memory=sample.is_cuda)
+        self.changed.copy_((sample != cast(Tensor, self.sample)).any(), non_blocking=True)
 
 
 def _cache_key(weight: Tensor) -> tuple:
@@ -151,13 +191,16 @@ def _cache_key(weight: Tensor) -> tuple:
     return StorageWeakRef(weight.untyped_storage()), view, weight._version
 
 
+def _sample(weights: Sequence[Tensor]) -> Tensor:
+    """Bits of some 100 values of each expert's weights (E, N, K)."""
+    steps = ((w.detach(), w.shape[1] // 8 | 1, w.shape[2] // 8 | 1) for w in weights)
+    sample = torch.cat([w[:, ::row, ::column].flatten() for w, row, column in steps])
+    return sample.view(torch.int16 if sample.dtype == torch.bfloat16 else torch.int32)
+
+
 @functools.cache
 def _clear_after_optimizer_steps() -> None:
-    def clear_all(*_: Any) -> None:
-        for cache in WeightCache._all:
-            cache.clear()
-
-    register_optimizer_step_post_hook(clear_all)
+    register_optimizer_step_post_hook(lambda *_: WeightCache.clear_all())
 
 
 # --- FSDP's all-gather in FP8 -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from titan_fp8moe.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, job_checks, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
+from titan_fp8moe.weights import WeightCache
 
 NAME = "fp8_flow_moe"
 
@@ -126,7 +127,8 @@ class Fp8FlowMoEConverter(ModelConverter):
         return checks.check_hardware(self.config.emulate, remedy="train in bf16 with model.converters = []")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: :class:`titan_fp8moe.weights.WeightCache` clears itself after an optimizer step."""
+        """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""
+        WeightCache.clear_all()
 
 
 class _Part(NamedTuple):
