@@ -79,7 +79,7 @@ def calls(M, D, H, E, T=12288):
         yield f"routing {name}", routing.expert_routing, (ids_TK, scores_TK, ranks * experts, M + TILE * E, True)
         yield f"routing arrived {name}", routing.expert_routing, (*arrived[2:], experts, M + TILE * experts)
         for ids in (ids_TK, map_TK):
-            yield f"routing dispatch {name} {ids.dtype}", routing.dispatch_routing, (ids, ranks, experts, True)
+            yield f"routing dispatch {name} {ids.dtype}", routing.dispatch_routing, (ids, ranks, experts, 77, True)
     yield "permute", permute.permute_rows, (q, scale, map_TK, index_M, offsets_E)
     yield "permute payload", permute.permute_rows, (*arrived[:2], map_TK, index_M, offsets_E)
     for dtype in (BF16, FP32):

@@ -488,7 +488,7 @@ def test_too_many_rows_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="900 rows for its 8 experts.*fewer tokens"):
         routed_experts(x, *weights, chosen, scores)
     with pytest.raises(ValueError, match="dispatches 2000 tokens"):
-        dispatch.base.check_rows(0, 128, E, num_sent=2000)
+        dispatch.base.check_rows("a rank", 0, 128, E, num_sent=2000)
 
 
 @pytest.mark.parametrize(

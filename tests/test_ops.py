@@ -64,7 +64,7 @@ def cases():
     yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
     experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (H, D), (D, H))]  # gate, up, down
     shared = [w[:1].clone() for w in experts]
-    args = (torch.randn(T, D), scores_TK, experts, [], torch.rand(T, E).topk(K).indices, "", 1, True, False)
+    args = (torch.randn(T, D), scores_TK, experts, [], torch.rand(T, E).topk(K).indices, "", 1, 0, True, False)
     payload = torch.randn(C, D, dtype=BF16).view(torch.uint8)
     q, _, scale, end = recipe.quantize_group(torch.randn(T, D))
     for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):

@@ -19,6 +19,7 @@ The weight gradients run while the backward's combine travels.
 
 import functools
 import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -270,6 +271,7 @@ def _routed_experts_forward(
     topk_ids_TK: Tensor,
     group_name: str,
     num_ranks: int,
+    signature: int,
     check_ids: bool,
     score_before_experts: bool,
     recompute: str,
@@ -288,7 +290,9 @@ def _routed_experts_forward(
         :func:`group_ffn`'s tensors. With an asynchronous dispatch instead: a placeholder of the output's
         gradient; the payload in flight; with shared experts their rows; :meth:`_Saved.pack`.
     """
-    tokens = dispatch.begin(topk_ids_TK, topk_scores_TK, weights[0].shape[0], group_name, num_ranks, check_ids)
+    tokens = dispatch.begin(
+        topk_ids_TK, topk_scores_TK, weights[0].shape[0], group_name, num_ranks, signature, check_ids
+    )
     group = []
     if has_shared:
         q, scale, *group = ops.quantize_group(x_TD)
@@ -358,6 +362,13 @@ def _forward_flops(x, scores, weights, weight_scales, topk_ids, *rest: Any, **_:
     )
 
 
+def _signature(layer: _Layer, x_TD: Tensor, top_k: int, has_shared: bool) -> int:
+    """31 bits of what all ranks of an expert-parallel group must have in common."""
+    config = layer.config
+    settings = config.wgrad, config.save_h, config.recompute, layer.score_before_experts, has_shared
+    return zlib.crc32(repr((x_TD.shape[1], x_TD.dtype, top_k, settings)).encode()) >> 1
+
+
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +402,7 @@ class _RoutedExperts(torch.autograd.Function):
             topk_ids_TK,
             group_name,
             num_ranks,
+            _signature(layer, x_TD, topk_scores_TK.shape[1], has_shared) if group_name else 0,
             check_ids,
             score_before_experts,
             config.recompute,

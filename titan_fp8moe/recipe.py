@@ -371,20 +371,24 @@ def expert_routing(
 # destination, then by token. The receiver finds them sorted by source, then by token, and calls :func:`expert_routing`.
 
 
-def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_routing(
+    topk_ids_TK: Tensor, num_ranks: int, num_local: int, signature: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Decides which tokens this rank sends to which rank.
 
     Args:
         topk_ids_TK: (T, K) int32, or int64 that fits in 32 bits. A pair is sent if its id is in 0..N * E - 1.
         num_ranks: N, ranks that the experts are spread over.
         num_local: E, experts on each rank.
+        signature: int32 of what ranks must have in common.
 
     Returns:
         sent_TK: (T, K) int32, the dispatched token that carries the pair: c for the token's first pair on that rank,
             -2 - c for its further pairs there, -1 for a pair that is not sent. Hence
             ``unpermute_sum(rows, sent_TK, dtype)`` adds the row that each rank returned for a token exactly once.
         token_C: (T * min(K, N),) int32, the token that each dispatched token is; entries from C on are -1.
-        counts_N: (N, 1 + E) int32 for each rank: dispatched tokens, then routed pairs of each of its experts.
+        counts_N: (N, 3 + E) int32 for each rank: dispatched tokens, then routed pairs of each of its experts, then
+            T * K and ``signature``, by which all ranks find the same faults.
     """
     (T, K), N, device = topk_ids_TK.shape, num_ranks, topk_ids_TK.device
     served_TK = (topk_ids_TK >= 0) & (topk_ids_TK < N * num_local)
@@ -399,7 +403,8 @@ def dispatch_routing(topk_ids_TK: Tensor, num_ranks: int, num_local: int) -> tup
     token_C = torch.full((T * min(K, N),), -1, dtype=torch.int32, device=device)
     token_C[: tokens.shape[0]] = tokens.int()
     pairs_NE = torch.bincount(topk_ids_TK[served_TK].long(), minlength=N * num_local).view(N, num_local)
-    counts_N = torch.cat([is_sent_NT.sum(1, keepdim=True), pairs_NE], 1)
+    common_N = pairs_NE.new_tensor([T * K, signature]).expand(N, 2)
+    counts_N = torch.cat([is_sent_NT.sum(1, keepdim=True), pairs_NE, common_N], 1)
     return torch.where(further_TK, -2 - sent_TK, sent_TK).int(), token_C, counts_N.int()
 
 

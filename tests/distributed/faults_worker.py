@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
 from tests.distributed.rows_worker import check
-from titan_fp8moe import ops
+from titan_fp8moe import ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dispatch import base
 from titan_fp8moe.testing import in_model, relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -131,6 +132,40 @@ def check_nan(device: str, rank: int) -> None:
             check(f"NaN in a {where}: {key} of others", torch.equal(result[key][kept], clean[key][kept]))
 
 
+def check_agreement(device: str, rank: int) -> None:
+    """A rank that gets too many rows, or has other settings, ends all ranks, by an error that names it. No collective
+    is left half done: the next layer works."""
+    x, ids, scores = torch.randn(50, D), torch.randint(2, 4, (50, TOP_K)), torch.rand(50, TOP_K)
+    local = [torch.randn(2, *shape).to(device) / 16 for shape in ((H, D), (D, H), (H, D))]
+    x, ids, scores = x.to(device), ids.to(device), scores.to(device)
+
+    def layer(ids: Tensor = ids, scores: Tensor = scores, x: Tensor = x, **settings) -> Tensor:
+        group, config = dist.group.WORLD, Fp8FlowMoEConfig(**settings)
+        return routed_experts(x, *local, ids, scores, config=config, ep_group=group)
+
+    def error(**changes) -> str:
+        try:
+            layer(**changes)
+        except ValueError as raised:
+            return str(raised)
+        return ""
+
+    differ = {"top_k": dict(ids=ids[:, :1], scores=scores[:, :1]), "x": dict(x=x.bfloat16())}
+    differ |= {"wgrad": dict(wgrad="scaling_aware"), "recompute": dict(recompute="none"), "save_h": dict(save_h="fp8")}
+    for name, change in differ.items():
+        said = error(**(change if rank == 1 else {}))
+        check(
+            f"another {name}", f"ranks [{1 - rank}] of the expert-parallel group call this layer with another" in said
+        )
+    ids.fill_(3)
+    limit, base.MAX_ROWS = base.MAX_ROWS, 256
+    check("no more rows than fit", not error())
+    base.MAX_ROWS = 128
+    check("too many rows", "rank 1 of the expert-parallel group has 200 rows for its 2 experts" in error())
+    base.MAX_ROWS = limit
+    check("the layer after that", layer().isfinite().all())
+
+
 def lose_rank(how: str, rank: int, out: Path, backend: str) -> None:
     """Rank 1 dies or stalls when it is to send its rows. What rank 0 says, its libraries included, goes to a file."""
     if rank == 0:
@@ -203,6 +238,7 @@ def main() -> None:
     device = "cuda" if cuda else "cpu"
     check_routing(device, dist.get_rank(), dist.get_world_size())
     check_nan(device, dist.get_rank())
+    check_agreement(device, dist.get_rank())
     dist.destroy_process_group()
 
 

@@ -20,7 +20,13 @@ def kind(group_name: str) -> type[Dispatch]:
 
 
 def begin(
-    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_local: int, group_name: str, num_ranks: int, check_ids: bool
+    topk_ids_TK: Tensor,
+    topk_scores_TK: Tensor,
+    num_local: int,
+    group_name: str,
+    num_ranks: int,
+    signature: int,
+    check_ids: bool,
 ) -> Dispatch:
     """Starts a forward's dispatch.
 
@@ -30,10 +36,13 @@ def begin(
         num_local: experts of this rank.
         group_name: of the expert-parallel process group, empty where all experts are here.
         num_ranks: ranks of that group.
+        signature: 31 bits that differ between ranks if their settings do.
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
     """
     if group_name:
-        return AllToAllDispatch.begin(topk_ids_TK, topk_scores_TK, num_local, group_name, num_ranks, check_ids)
+        return AllToAllDispatch.begin(
+            topk_ids_TK, topk_scores_TK, num_local, group_name, num_ranks, signature, check_ids
+        )
     return LocalDispatch((topk_ids_TK, topk_scores_TK, num_local), check_ids)
 
 

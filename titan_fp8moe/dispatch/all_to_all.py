@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
-from titan_fp8moe.dispatch.base import Arrived, InFlight, check_rows
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.dispatch import base
+from titan_fp8moe.dispatch.base import Arrived, InFlight
+from titan_fp8moe.recipe import TILE, row_capacity
 from titan_fp8moe.rows import Routing, Rows
 
 
@@ -22,7 +23,7 @@ class AllToAllDispatch:
 
     Attributes:
         sent_TK, token_C: of :func:`titan_fp8moe.recipe.dispatch_routing`.
-        counts: (2, N, 1 + E) int32 on the host: the dispatch counts of what this rank sends to each rank, and of what
+        counts: (2, N, 3 + E) int32 on the host: the dispatch counts of what this rank sends to each rank, and of what
             it receives from each.
     """
 
@@ -30,8 +31,9 @@ class AllToAllDispatch:
     ROWS: ClassVar = ("payload",)
     asynchronous: ClassVar = True
 
-    pairs: tuple[Tensor, Tensor, int]  # in a forward, as is counts_copied
+    pairs: tuple[Tensor, Tensor, int]  # in a forward, as are the next two
     counts_copied: torch.cuda.Event | None
+    signature: int
 
     def __init__(self, sent_TK: Tensor, token_C: Tensor, group_name: str):
         self.sent_TK, self.token_C, self.group_name = sent_TK, token_C, group_name
@@ -44,12 +46,13 @@ class AllToAllDispatch:
         num_local: int,
         group_name: str,
         num_ranks: int,
+        signature: int,
         check_ids: bool,
     ) -> "AllToAllDispatch":
         """Starts the exchange of the dispatch counts; :meth:`dispatch` waits for it."""
-        sent_TK, token_C, counts_N = ops.dispatch_routing(topk_ids_TK, num_ranks, num_local, check_ids)
+        sent_TK, token_C, counts_N = ops.dispatch_routing(topk_ids_TK, num_ranks, num_local, signature, check_ids)
         self = cls(sent_TK, token_C, group_name)
-        self.pairs = topk_ids_TK, topk_scores_TK, num_local
+        self.pairs, self.signature = (topk_ids_TK, topk_scores_TK, num_local), signature
         one_each = [1] * num_ranks
         received_N = ops.wait(ops.start_all_to_all(counts_N.view(torch.uint8), one_each, one_each, group_name))
         self.counts = torch.stack([counts_N, received_N.view(torch.int32)]).to("cpu", non_blocking=True)
@@ -77,12 +80,35 @@ class AllToAllDispatch:
         if self.counts_copied is not None:
             self.counts_copied.synchronize()  # the layer's one host-device sync
         self._read(self.counts)
-        rows, capacity = _arriving_rows(self.counts[1].tolist())
-        check_rows(rows, capacity, E, sum(self.send_splits))
+        received_N = self.counts[1].tolist()
+        self._agree(received_N, E, topk_ids_TK.device)
+        _, capacity = _arriving_rows(received_N)
         payload = ops.wait(self._send(q, scale, topk_ids_TK, topk_scores_TK, E))
         q, scale, topk_ids_CK, topk_scores_CK = ops.unpack_dispatch(payload, q.shape[1], topk_ids_TK.shape[1])
         routing = Routing(*ops.expert_routing(topk_ids_CK, topk_scores_CK, E, capacity))
         return Arrived(Rows(q, scale), routing, [payload])
+
+    def _agree(self, received_N: list[list[int]], num_local: int, device: torch.device) -> None:
+        """Raises on all ranks alike: where one alone does, the others wait for it until the collective times out.
+
+        Raises:
+            ValueError: ranks have different settings, or a rank has too many rows.
+        """
+        if others := [rank for rank, counts in enumerate(received_N) if counts[-1] != self.signature]:
+            raise ValueError(
+                f"ranks {others} of the expert-parallel group call this layer with another top_k, model dim, dtype or "
+                "other settings of fp8_flow_moe than this rank; make them the same on all ranks"
+            )
+        # All ranks know how many pairs they have together. Only if one could get too many of them do they tell each
+        # other what each has.
+        if row_capacity(sum(counts[-2] for counts in received_N), num_local) <= base.MAX_ROWS:
+            return
+        rows = torch.tensor([*_arriving_rows(received_N), sum(self.send_splits)], dtype=torch.int32, device=device)
+        one_each = [1] * len(received_N)
+        sent_N = rows.expand(len(one_each), 3).contiguous().view(torch.uint8)
+        rows_N = ops.wait(ops.start_all_to_all(sent_N, one_each, one_each, self.group_name)).view(torch.int32)
+        for rank, (rows, capacity, num_sent) in enumerate(rows_N.tolist()):
+            base.check_rows(f"rank {rank} of the expert-parallel group", rows, capacity, num_local, num_sent)
 
     def _send(
         self, q: Tensor, scale: Tensor, topk_ids_TK: Tensor | None, topk_scores_TK: Tensor | None, num_local: int
@@ -110,7 +136,7 @@ class AllToAllDispatch:
 
     def send_gradients(self, q: Tensor, scale: Tensor, in_flight: InFlight) -> None:
         """Sends the output's quantized gradient (T, D) the way its tokens went."""
-        in_flight.payload = self._send(q, scale, None, None, self.counts.shape[2] - 1)
+        in_flight.payload = self._send(q, scale, None, None, self.counts.shape[2] - 3)
 
     def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, D: int) -> Rows:
         payload = ops.wait(cast(InFlight, in_flight).take())
@@ -137,8 +163,8 @@ def finish_combine(payload: Tensor, sent_TK: Tensor, D: int, dtype: torch.dtype,
 
 
 def _arriving_rows(counts_N: list[list[int]]) -> tuple[int, int]:
-    """Rows that arrive, by dispatch counts (N, 1 + E), and the same with each expert's padded to a multiple of 128: at
+    """Rows that arrive, by dispatch counts (N, 3 + E), and the same with each expert's padded to a multiple of 128: at
     least 128, so that no buffer is empty."""
     # In Python: torch's operators take longer on so few numbers.
-    rows_E = [sum(rows) for rows in zip(*(counts[1:] for counts in counts_N), strict=True)]
+    rows_E = [sum(rows) for rows in zip(*(counts[1:-2] for counts in counts_N), strict=True)]
     return sum(rows_E), max(sum(-(-rows // TILE) for rows in rows_E) * TILE, TILE)

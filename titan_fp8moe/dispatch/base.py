@@ -96,15 +96,16 @@ class InFlight:
         return payload
 
 
-def check_rows(rows: int, capacity: int, num_experts: int, num_sent: int = 0) -> None:
-    """Raises ValueError if this rank has more rows than the kernels' grids hold.
+def check_rows(who: str, rows: int, capacity: int, num_experts: int, num_sent: int = 0) -> None:
+    """Raises ValueError if a rank has more rows than the kernels' grids hold.
 
     Args:
+        who: the rank, for the message.
         rows: routed pairs that the rank's ``num_experts`` experts serve; ``capacity`` with padding.
         num_sent: tokens that the rank dispatches.
     """
     if max(capacity, num_sent) > MAX_ROWS:
         raise ValueError(
-            f"this rank has {rows} rows for its {num_experts} experts and dispatches {num_sent} tokens, but kernels "
+            f"{who} has {rows} rows for its {num_experts} experts and dispatches {num_sent} tokens, but kernels "
             f"take at most {MAX_ROWS}, padding included; use fewer tokens per microbatch or more expert-parallel ranks"
         )

@@ -29,7 +29,7 @@ class LocalDispatch:
     def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
         topk_ids_TK, topk_scores_TK, E = self.pairs
         capacity = row_capacity(topk_ids_TK.numel(), E)
-        check_rows(topk_ids_TK.numel(), capacity, E)
+        check_rows("this rank", topk_ids_TK.numel(), capacity, E)
         routing = Routing(*ops.expert_routing(topk_ids_TK, topk_scores_TK, E, capacity, self.check_ids))
         return Arrived(Rows(q, scale), routing, [q, scale])
 

@@ -214,20 +214,23 @@ def expert_routing(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["ids_stride", "T", "blocks", "ctas"])
+@triton.jit(do_not_specialize=["ids_stride", "T", "blocks", "ctas", "signature"])
 def _place_dispatched_kernel(
-    ids, ids_stride, pair_counts, token_counts, sent_TK, token_C, counts_N, T, blocks, ctas, K: tl.constexpr,
-    N: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, PAD_N: tl.constexpr,
+    ids, ids_stride, pair_counts, token_counts, sent_TK, token_C, counts_N, T, blocks, ctas, signature,
+    K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, PAD_N: tl.constexpr,
     BLOCK: tl.constexpr, MAX_CTAS: tl.constexpr, COUNT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Numbers the dispatched tokens of ``blocks * BLOCK`` tokens. The CTAs together write counts_N (N, 1 + E)."""
+    """Numbers the dispatched tokens of ``blocks * BLOCK`` tokens. The CTAs together write counts_N (N, 3 + E)."""
     cta, n = tl.program_id(0), tl.arange(0, PAD_N)
     total, before = _sum_counts(token_counts, cta, ctas, PAD_N)
-    tl.store(counts_N + n * (1 + E), total, mask=(n < N) & (cta == 0))
+    first_cta = (n < N) & (cta == 0)
+    tl.store(counts_N + n * (3 + E), total, mask=first_cta)
+    tl.store(counts_N + n * (3 + E) + E + 1, T * K, mask=first_cta)
+    tl.store(counts_N + n * (3 + E) + E + 2, signature, mask=first_cta)
     for first in range(cta * COUNT_BLOCK, EXPERTS, ctas * COUNT_BLOCK):
         row, e = tl.arange(0, MAX_CTAS)[:, None], first + tl.arange(0, COUNT_BLOCK)
         pairs = tl.load(pair_counts + row * PAD + e[None, :], mask=(row < ctas) & (e < EXPERTS)[None, :], other=0)
-        tl.store(counts_N + e + e // E + 1, tl.sum(pairs, axis=0), mask=e < EXPERTS)
+        tl.store(counts_N + e + 3 * (e // E) + 1, tl.sum(pairs, axis=0), mask=e < EXPERTS)
 
     next_c = tl.cumsum(total, axis=0) - total + before
     for block in range(cta * blocks, (cta + 1) * blocks):
@@ -245,7 +248,7 @@ def _place_dispatched_kernel(
 
 
 def dispatch_routing(
-    topk_ids_TK: Tensor, num_ranks: int, num_local: int, check_ids: bool = False
+    topk_ids_TK: Tensor, num_ranks: int, num_local: int, signature: int = 0, check_ids: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
 
@@ -254,7 +257,7 @@ def dispatch_routing(
 
     Returns:
         sent_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, undefined from C on; counts_N (num_ranks,
-        1 + num_local) int32.
+        3 + num_local) int32.
     """
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
@@ -264,13 +267,13 @@ def dispatch_routing(
     token_counts = torch.empty(ctas, ranks["PAD_N"], dtype=torch.int32, device=device)
     sent_TK = torch.empty(T, K, dtype=torch.int32, device=device)
     token_C = torch.empty(T * min(K, num_ranks), dtype=torch.int32, device=device)
-    counts_N = torch.empty(num_ranks, 1 + num_local, dtype=torch.int32, device=device)
+    counts_N = torch.empty(num_ranks, 3 + num_local, dtype=torch.int32, device=device)
     _count_kernel[(ctas,)](
         topk_ids_TK, ids_stride, pair_counts, token_counts, None, None, T, 0, blocks, **_counting(check_ids),
         **ranks, **constants,
     )  # fmt: skip
     _place_dispatched_kernel[(ctas,)](
-        topk_ids_TK, ids_stride, pair_counts, token_counts, sent_TK, token_C, counts_N, T, blocks, ctas, N=num_ranks,
-        MAX_CTAS=MAX_CTAS, COUNT_BLOCK=COUNT_BLOCK, **ranks, **constants,
+        topk_ids_TK, ids_stride, pair_counts, token_counts, sent_TK, token_C, counts_N, T, blocks, ctas, signature,
+        N=num_ranks, MAX_CTAS=MAX_CTAS, COUNT_BLOCK=COUNT_BLOCK, **ranks, **constants,
     )  # fmt: skip
     return sent_TK, token_C, counts_N

@@ -60,32 +60,33 @@ def _(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids=False):
 
 @custom_op
 def dispatch_routing(
-    topk_ids_TK: Tensor, num_ranks: int, num_local: int, check_ids: bool = False
+    topk_ids_TK: Tensor, num_ranks: int, num_local: int, signature: int = 0, check_ids: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
 
     Args:
         topk_ids_TK: (T, K) int32 or int64; rows may be strided.
+        signature: 31 bits that the counts carry.
         check_ids: as in :func:`expert_routing`.
 
     Returns:
         sent_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, undefined from C on; counts_N (num_ranks,
-        1 + num_local) int32.
+        3 + num_local) int32.
 
     Raises:
         ValueError: as :func:`expert_routing`.
     """
     if use_kernels(topk_ids_TK):
-        return routing.dispatch_routing(topk_ids_TK, num_ranks, num_local, check_ids)
+        return routing.dispatch_routing(topk_ids_TK, num_ranks, num_local, signature, check_ids)
     if check_ids:
         _check_ids(topk_ids_TK, num_ranks * num_local)
-    return recipe.dispatch_routing(topk_ids_TK, num_ranks, num_local)
+    return recipe.dispatch_routing(topk_ids_TK, num_ranks, num_local, signature)
 
 
 @dispatch_routing.register_fake
-def _(topk_ids_TK, num_ranks, num_local, check_ids=False):
+def _(topk_ids_TK, num_ranks, num_local, signature=0, check_ids=False):
     T, K = topk_ids_TK.shape
-    shapes = (T, K), (T * min(K, num_ranks),), (num_ranks, 1 + num_local)
+    shapes = (T, K), (T * min(K, num_ranks),), (num_ranks, 3 + num_local)
     return tuple(_ints(topk_ids_TK, *shape) for shape in shapes)
 
 
