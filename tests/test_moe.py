@@ -338,10 +338,14 @@ def test_fused_gate_and_up(recompute, monkeypatch):
 
 def test_bf16_scores_warn_once():
     x, scores, chosen, weights = make_layer()
-    moe._warn_of_bf16_scores.cache_clear()
-    with pytest.warns(UserWarning, match="pass fp32 scores.*titan_fp8moe.RoutedExperts") as caught:
-        got = [routed_experts(x, *weights, chosen, scores.bfloat16()) for _ in range(2)]
-    assert len(caught) == 1
+    compiled = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
+    module = RoutedExperts(E, D, H, device=DEVICE)
+    for layer in (routed_experts, compiled, lambda x, w1, w2, w3, *pairs: module(x, *pairs)):
+        moe._warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="compute them in fp32.*in the module that calls titan_fp8moe") as caught:
+            got = [layer(x, *weights, chosen, scores.bfloat16()) for _ in range(2)]
+        assert len(caught) == 1
+    got = [routed_experts(x, *weights, chosen, scores.bfloat16())]
     assert torch.equal(got[0], routed_experts(x, *weights, chosen, scores.bfloat16().float()))
 
 

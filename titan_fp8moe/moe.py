@@ -156,14 +156,18 @@ def apply_experts(
     return out if extra is None else out + extra
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # torch.compile calls it when it traces, where it could not trace the warning
 def _warn_of_bf16_scores() -> None:
-    warnings.warn(
-        "topk_scores are bf16, which rounds the router's scores and their gradients; pass fp32 scores. FSDP2's "
-        "MixedPrecisionPolicy casts the arguments of a module: use titan_fp8moe.RoutedExperts, which keeps its scores, "
-        "or call routed_experts inside the module that computes the scores",
-        stacklevel=4,
+    _warn_once(
+        "topk_scores are bf16, which rounds the router's scores and their gradients; compute them in fp32, as in "
+        "router(x).float().softmax(-1). FSDP2's MixedPrecisionPolicy casts the arguments of modules that it wraps: "
+        "compute the scores in the module that calls titan_fp8moe.RoutedExperts or routed_experts"
     )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
 
 
 def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> None:
