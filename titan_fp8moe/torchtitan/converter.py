@@ -1,5 +1,7 @@
 """The model converter ``fp8_flow_moe``: checks that the job can work, then converts MoE layers, FFNs and linears."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,7 +12,7 @@ from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_paral
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
-from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
+from torchtitan.protocols.model_converter import ModelConverter, ModelConvertersContainer, register_model_converter
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe import checks, dense, moe, ops
@@ -163,4 +165,23 @@ def _prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
         log_statistics()
 
 
+def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapper(self: ModelConvertersContainer, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        init(self, job_config, parallel_dims)
+        table = getattr(job_config, NAME, None)
+        if table is None or NAME in job_config.model.converters:
+            return
+        default = type(table)()
+        if changed := [name for name, value in vars(table).items() if value != getattr(default, name)]:
+            logger.warning(
+                f"[{NAME}] sets {', '.join(changed)}, but model.converters = {job_config.model.converters} does not "
+                f'have "{NAME}": the experts train in bf16. Add it, or remove the settings'
+            )
+
+    return wrapper
+
+
 register_model_converter(Fp8FlowMoEConverter, NAME)
+# torchtitan's trainer makes this container whatever the converters are.
+ModelConvertersContainer.__init__ = _warning_of_unused_settings(ModelConvertersContainer.__init__)
