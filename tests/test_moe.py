@@ -170,6 +170,29 @@ def test_scaling_the_gradient_scales_every_gradient_exactly(power):
             torch.testing.assert_close(a * 2.0**power, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
+def test_frozen_inputs_cost_nothing(frozen, recompute):
+    """Neither GEMM nor sum for the gradient of a frozen input; the other gradients are the same."""
+    x, scores, chosen, weights = make_layer()
+    dout, config = torch.randn_like(x), Fp8FlowMoEConfig(recompute=recompute)
+    _, *want = run(x, scores, chosen, weights, dout, config)
+    leaves = [t.detach().clone() for t in (x, scores, *weights)]
+    for i, leaf in enumerate(leaves):
+        leaf.requires_grad_(i not in frozen)
+    out = routed_experts(leaves[0], *leaves[2:], chosen, leaves[1], config=config)
+    with CastCounter() as backward:
+        out.backward(dout)
+    assert backward.ops["grouped_mm"] == 2 - (0 in frozen) + (recompute == "experts")
+    assert backward.ops["unpermute_gradients"] == 1 - (0 in frozen)
+    ffn = feed_forward(leaves[0], ExpertWeights(*(w[0] for w in leaves[2:])), config)
+    with CastCounter() as backward:
+        torch.autograd.grad(ffn, leaves[2:], dout)
+    assert backward.ops["grouped_mm"] == 2 - (0 in frozen) + (recompute == "experts")
+    for i, (leaf, grad) in enumerate(zip(leaves, want, strict=True)):
+        assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, grad)
+
+
 def test_every_expert_weight_moves():
     x, scores, chosen, weights = make_layer()
     weights = [w.requires_grad_() for w in weights]

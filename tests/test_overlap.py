@@ -18,6 +18,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 from titan_fp8moe import moe, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import InFlight
+from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -117,6 +118,31 @@ def test_fp8_shared_experts_run_beside_combine_and_dispatch(layer):
         assert relative_error(got, want) < 0.1
 
 
+@pytest.mark.parametrize("fp8_shared", [False, True])
+@pytest.mark.parametrize("others_need", [False, True])
+def test_gradients_return_if_any_rank_needs_them(layer, monkeypatch, fp8_shared, others_need):
+    """With frozen tokens and router, all ranks do without, or none."""
+    layer.fp8_shared = fp8_shared
+    agree = AllToAllDispatch._agree
+
+    def with_needs_of_others(self, *args):
+        self.counts[1, :, -1] |= others_need
+        agree(self, *args)
+
+    monkeypatch.setattr(AllToAllDispatch, "_agree", with_needs_of_others)
+    x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    params = [p for name, p in layer.named_parameters() if "router" not in name]
+    want = torch.autograd.grad(layer(x).square().sum(), params)
+    layer.router.requires_grad_(False)
+    out = layer(x.detach())
+    with Order() as backward:
+        got = torch.autograd.grad(out.square().sum(), params)
+    assert backward.names.count("start") == 1 + others_need
+    assert backward.names.count("grouped_mm") == 1 + others_need + fp8_shared
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_checkpointing_by_op_moves_no_token_again(layer):
     contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
     by_op = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
@@ -198,7 +224,7 @@ def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchang
     monkeypatch.setattr(ops, "permute_rows", permute_rows)
     monkeypatch.setattr(ops, "grouped_mm", watched(gemm))
     monkeypatch.setattr(ops, "grouped_mm_wgrad", watched(wgrad))
-    layer(torch.randn(2, 8, 128)).sum().backward()
+    layer(torch.randn(2, 8, 128, requires_grad=True)).sum().backward()
     assert calls == expected
 
 

@@ -142,8 +142,8 @@ class _FeedForward(torch.autograd.Function):
         ffn = group_ffn_backward(GroupRows(q, scale, end), tensors, weights, ctx.cache, ctx.config)
         del tensors  # h is freed after its last use
         dy_q, _, dy_scale, _ = ops.quantize_group(dy)
-        dx, _ = ffn.dgrad(Rows(dy_q, dy_scale))
-        dx = dx[: dy.shape[0]].to(ctx.x_dtype)
+        dx, _ = ffn.dgrad(Rows(dy_q, dy_scale), ctx.needs_input_grad[0])
+        dx = None if dx is None else dx[: dy.shape[0]].to(ctx.x_dtype)
         return dx, *without_expert_dim(ffn.wgrad(w1.dtype, ctx.needs_input_grad[1:4])), None, None, None
 
 

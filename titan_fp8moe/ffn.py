@@ -123,8 +123,9 @@ class ExpertFFNBackward:
         else:
             self.x, self.token_M, self.h = tokens, routing.token_M, cast(Tensor, saved.h)
 
-    def dgrad(self, dy: Rows) -> tuple[Tensor, Tensor]:
-        """dx (M, D) bf16 and the scores' gradient (M,) fp32, from the quantized gradient of y in expert order."""
+    def dgrad(self, dy: Rows, with_dx: bool = True) -> tuple[Tensor | None, Tensor]:
+        """dx (M, D) bf16, None unless ``with_dx``, and the scores' gradient (M,) fp32, from the quantized gradient of y
+        in expert order."""
         self.dy, offsets_E = dy, self.routing.offsets_E
         d = ops.grouped_mm(*dy, *self.w2_t, offsets_E, torch.bfloat16)
         dh, dh_scale, a, a_scale, ds_M = ops.swiglu_quantize_backward(
@@ -132,7 +133,7 @@ class ExpertFFNBackward:
         )
         self.dh, self.a = Rows(dh, dh_scale), self.saved_a or Rows(a, a_scale)
         del d, self.h, self.h_scale, self.w2_t
-        dx = ops.grouped_mm(*self.dh, *self.w13_t, offsets_E, torch.bfloat16)
+        dx = ops.grouped_mm(*self.dh, *self.w13_t, offsets_E, torch.bfloat16) if with_dx else None
         del self.w13_t
         return dx, ds_M
 

@@ -20,7 +20,7 @@ The weight gradients run while the backward's combine travels.
 import functools
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -366,11 +366,12 @@ def _forward_flops(x, scores, weights, weight_scales, topk_ids, *rest: Any, **_:
     )
 
 
-def _signature(layer: _Layer, x_TD: Tensor, top_k: int, has_shared: bool) -> int:
-    """31 bits of what all ranks of an expert-parallel group must have in common."""
+def _signature(layer: _Layer, x_TD: Tensor, top_k: int, has_shared: bool, needs_grad: Sequence[bool]) -> int:
+    """31 bits: what all ranks of an expert-parallel group must have in common, and whether this one needs gradients."""
     config = layer.config
     settings = config.wgrad, config.save_h, config.recompute, layer.score_before_experts, has_shared
-    return zlib.crc32(repr((x_TD.shape[1], x_TD.dtype, top_k, settings)).encode()) >> 1
+    common = zlib.crc32(repr((x_TD.shape[1], x_TD.dtype, top_k, settings)).encode()) >> 2
+    return common << 1 | any(needs_grad[:2])  # GRADIENTS_NEEDED
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -406,7 +407,7 @@ class _RoutedExperts(torch.autograd.Function):
             topk_ids_TK,
             group_name,
             num_ranks,
-            _signature(layer, x_TD, topk_scores_TK.shape[1], has_shared) if group_name else 0,
+            _signature(layer, x_TD, topk_scores_TK.shape[1], has_shared, ctx.needs_input_grad) if group_name else 0,
             check_ids,
             score_before_experts,
             config.recompute,
@@ -421,6 +422,7 @@ class _RoutedExperts(torch.autograd.Function):
             results += tensors[: len(kind.STATE)]
             ctx.mark_non_differentiable(*results)
             ctx.set_materialize_grads(False)  # no zeros for those
+            in_flight.needs_dx = ctx.needs_input_grad[0]
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
         ctx.save_for_backward(w1, w2, w3, s1, s2, s3, *tensors)
@@ -439,6 +441,7 @@ class _RoutedExperts(torch.autograd.Function):
         keeps_rows = _keeps_rows(group_name, ctx.has_shared, config.recompute)
         state, routing, kept, saved = _Saved.unpack(tensors, group_name, keeps_rows, config.recompute, config.save_h)
         tokens = dispatch.resume(state, group_name)
+        needs_dx, needs_ds = ctx.needs_input_grad[:2]
         rows = None
         if config.recompute != "experts":
             rows = tokens.arrived_rows(kept, D, routing.row_TK.shape[1])
@@ -454,7 +457,7 @@ class _RoutedExperts(torch.autograd.Function):
         cast_rows, shared_dx = None, None
         if shared is not None:
             q, scale, scale_t, _end = ops.quantize_group(dout)
-            shared_dx, _ds = shared.dgrad(Rows(q, scale_t))
+            shared_dx, _ds = shared.dgrad(Rows(q, scale_t), needs_dx)
             cast_rows = Rows(q[: dout.shape[0]], scale[: dout.shape[0]])
             del q, scale, scale_t
         elif tokens.asynchronous:
@@ -464,14 +467,20 @@ class _RoutedExperts(torch.autograd.Function):
         dout_rows = tokens.receive_gradients(cast_rows, ctx.in_flight, D)
         dy = Rows(*ops.permute_rows(*dout_rows, routing.row_TK, routing.token_M, routing.offsets_E))
         del cast_rows, dout_rows
-        dx_M, ds_M = ffn.dgrad(dy)
-        pending = tokens.start_return(dx_M, ds_M, routing, ctx.x_dtype, shared_dx)
+        # Ranks that exchange gradients do so all or none.
+        with_dx = tokens.gradients_needed if tokens.asynchronous else needs_dx
+        dx_M, ds_M = ffn.dgrad(dy, with_dx)
+        pending = None
+        if with_dx or needs_ds:
+            pending = tokens.start_return(dx_M, ds_M, routing, ctx.x_dtype, shared_dx)
         del dx_M
         weight_grads = ffn.wgrad(w1.dtype, ctx.needs_input_grad[2:5])
         shared_grads = [None] * 3
         if shared is not None:
             shared_grads = without_expert_dim(shared.wgrad(s1.dtype, ctx.needs_input_grad[5:8]))
-        dx_TD, ds_TK = tokens.finish_return(pending, D, ctx.x_dtype, shared_dx)
+        dx_TD = ds_TK = None
+        if pending is not None:
+            dx_TD, ds_TK = tokens.finish_return(pending, D, ctx.x_dtype, shared_dx)
         return dx_TD, ds_TK, *weight_grads, *shared_grads, *[None] * 4
 
 
@@ -514,7 +523,7 @@ class _FinishCombine(torch.autograd.Function):
             weights, cache = one_expert(s1, s2, s3), layer.shared_cache
             ffn = group_ffn_backward(rows, tensors[num_state:], weights, cache, layer.config)
             del tensors, rows
-            ctx.in_flight.shared_dx_RD, _ = ffn.dgrad(Rows(q, scale_t))
+            ctx.in_flight.shared_dx_RD, _ = ffn.dgrad(Rows(q, scale_t), ctx.in_flight.needs_dx)
             shared_grads = without_expert_dim(ffn.wgrad(s1.dtype, ctx.needs_input_grad[1:4]))
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
         return placeholder, *shared_grads, *[None] * (len(ctx.needs_input_grad) - 4)

@@ -16,6 +16,9 @@ from titan_fp8moe.dispatch.base import Arrived, InFlight
 from titan_fp8moe.recipe import TILE, row_capacity
 from titan_fp8moe.rows import Routing, Rows
 
+GRADIENTS_NEEDED = 1
+"""The bit of the signature in which ranks may differ: the rank needs gradients of the layer's input or scores."""
+
 
 class AllToAllDispatch:
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`. Made by :meth:`begin` in a forward, :meth:`resume` in a
@@ -34,6 +37,7 @@ class AllToAllDispatch:
     pairs: tuple[Tensor, Tensor, int]  # in a forward, as are the next two
     counts_copied: torch.cuda.Event | None
     signature: int
+    gradients_needed: bool  # in a backward
 
     def __init__(self, sent_TK: Tensor, token_C: Tensor, group_name: str):
         self.sent_TK, self.token_C, self.group_name = sent_TK, token_C, group_name
@@ -66,6 +70,7 @@ class AllToAllDispatch:
         sent_TK, token_C, counts = state
         self = cls(sent_TK, token_C, group_name)
         self._read(counts)
+        self.gradients_needed = any(common & GRADIENTS_NEEDED for common in counts[1, :, -1].tolist())
         return self
 
     def _read(self, counts: Tensor) -> None:
@@ -94,7 +99,8 @@ class AllToAllDispatch:
         Raises:
             ValueError: ranks have different settings, or a rank has too many rows.
         """
-        if others := [rank for rank, counts in enumerate(received_N) if counts[-1] != self.signature]:
+        mine = self.signature | GRADIENTS_NEEDED
+        if others := [rank for rank, counts in enumerate(received_N) if counts[-1] | GRADIENTS_NEEDED != mine]:
             raise ValueError(
                 f"ranks {others} of the expert-parallel group call this layer with another top_k, model dim, dtype or "
                 "other settings of fp8_flow_moe than this rank; make them the same on all ranks"
@@ -143,9 +149,9 @@ class AllToAllDispatch:
         return Rows(*ops.unpack_dispatch(payload, D, 0)[:2])
 
     def start_return(
-        self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
+        self, dx_MD: Tensor | None, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
     ) -> Tensor:
-        return self._send_back(dx_MD, ds_M, routing)
+        return self._send_back(cast(Tensor, dx_MD), ds_M, routing)
 
     def finish_return(
         self, pending: Tensor, D: int, dtype: torch.dtype, addend_RD: Tensor | None

@@ -36,11 +36,14 @@ class Dispatch(Protocol):
         STATE: names of the tensors of :meth:`state`, from which a backward's dispatch is made.
         ROWS: names of the tensors of :attr:`Arrived.kept`.
         asynchronous: whether :meth:`start_combine` returns a payload in flight instead of the output.
+        gradients_needed: of an asynchronous dispatch, whether any rank needs gradients of its input or scores. Else no
+            rank calls :meth:`start_return`.
     """
 
     STATE: ClassVar[tuple[str, ...]]
     ROWS: ClassVar[tuple[str, ...]]
     asynchronous: ClassVar[bool]
+    gradients_needed: bool
 
     def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
         """Brings quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""
@@ -66,26 +69,28 @@ class Dispatch(Protocol):
         ...
 
     def start_return(
-        self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
+        self, dx_MD: Tensor | None, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
     ) -> Any:
-        """Starts to return the rows' gradients: of the input, (M, D) bf16, and of the scores, (M,) fp32."""
+        """Starts to return the rows' gradients: of the input, (M, D) bf16, and of the scores, (M,) fp32. The first is
+        None where nobody needs it, which an asynchronous dispatch does not allow."""
         ...
 
     def finish_return(
         self, pending: Any, D: int, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The tokens' gradients, (T, D) in ``dtype``, and the scores', (T, K) fp32. ``addend_RD`` is added to the
-        tokens' gradients here if the dispatch is asynchronous, else in :meth:`start_return`."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """The tokens' gradients, (T, D) in ``dtype`` or None as the rows', and the scores', (T, K) fp32. ``addend_RD``
+        is added to the tokens' gradients here if the dispatch is asynchronous, else in :meth:`start_return`."""
         ...
 
 
 class InFlight:
     """Carries what the autograd node that begins the backward has for the node that ends it: the payload in flight, and
-    the shared experts' input gradient.
+    the shared experts' input gradient if that node needs it (``needs_dx``).
 
     The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
     """
 
+    needs_dx: bool = True
     payload: Tensor | None = None
     shared_dx_RD: Tensor | None = None
 

@@ -17,6 +17,7 @@ class LocalDispatch:
     STATE: ClassVar = ()
     ROWS: ClassVar = ("token_q", "token_scale")
     asynchronous: ClassVar = False
+    gradients_needed: bool = True
 
     pairs: tuple[Tensor, Tensor, int]  # in a forward
 
@@ -47,11 +48,13 @@ class LocalDispatch:
         return cast(Rows, dout)
 
     def start_return(
-        self, dx_MD: Tensor, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, dx_MD: Tensor | None, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        if dx_MD is None:
+            return None, ds_M[routing.row_TK.clamp(min=0)].masked_fill(routing.row_TK < 0, 0)
         return ops.unpermute_gradients(dx_MD, ds_M.unsqueeze(1), routing.row_TK, dtype, addend_RD)
 
     def finish_return(
-        self, pending: tuple[Tensor, Tensor], D: int, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, pending: tuple[Tensor | None, Tensor], D: int, dtype: torch.dtype, addend_RD: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
         return pending
