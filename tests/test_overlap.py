@@ -4,6 +4,7 @@ import functools
 import gc
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,8 +74,8 @@ def in_flight(monkeypatch):
     """The carriers of gradients of all layers that are still alive."""
     carriers = weakref.WeakSet()
 
-    def make():
-        carriers.add(carrier := InFlight())
+    def make(device):
+        carriers.add(carrier := InFlight(device))
         return carrier
 
     monkeypatch.setattr(moe, "_in_flight", make)
@@ -249,6 +250,44 @@ def test_two_forwards_before_their_backwards(layer, in_flight):
     assert not in_flight()
     for total, *parts in zip(want, *grads, strict=True):
         torch.testing.assert_close(sum(parts), total)
+
+
+def test_a_stream_that_meanwhile_leaves_behind_is_refused(layer, monkeypatch):
+    """Both nodes of the layer must run on one stream; the streams here are made up."""
+    current = ["a"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device, name=current[0]))
+    monkeypatch.setattr(moe, "_in_flight", lambda device: InFlight(torch.device("cuda")))
+    layer(torch.randn(2, 8, 128))
+    layer.shared_experts.register_forward_hook(lambda *_: current.insert(0, "b"))
+    with pytest.raises(RuntimeError, match="let meanwhile.. restore the current stream"):
+        layer(torch.randn(2, 8, 128))
+
+
+@pytest.mark.gpu
+def test_streams_of_a_layer(tmp_path):
+    """On another than the default stream it computes the same; one that ``meanwhile`` leaves behind is refused."""
+    dist.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    x, ids, scores = torch.randn(64, 128).cuda(), torch.randint(4, (64, 2)).cuda(), torch.rand(64, 2).cuda()
+    weights = [torch.randn(4, 128, 128).cuda() for _ in range(3)]
+    default, side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def layer(meanwhile=None):
+        leaf = x.clone().requires_grad_()
+        out = routed_experts(leaf, *weights, ids, scores, ep_group=dist.group.WORLD, meanwhile=meanwhile)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaf)
+
+    try:
+        want = layer()
+        side.wait_stream(default)
+        with torch.cuda.stream(side):
+            got = layer()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        with pytest.raises(RuntimeError, match="restore the current stream"):
+            layer(lambda: torch.cuda.set_stream(side) or x)
+    finally:
+        torch.cuda.set_stream(default)
+        dist.destroy_process_group()
 
 
 def test_an_error_in_between_leaves_nothing(layer, in_flight):

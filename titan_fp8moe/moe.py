@@ -147,7 +147,7 @@ def apply_experts(
         args = *weights, *(shared or none), topk_ids_TK, layer, has_shared, None
         out = _RoutedExperts.apply(x_TD, topk_scores_TK, *args)
         return out if meanwhile is None else out + meanwhile()
-    in_flight = _in_flight()
+    in_flight = _in_flight(x_TD.device)
     args = *weights, *none, topk_ids_TK, layer, has_shared, in_flight
     placeholder, payload, *tensors = _start_eagerly(x_TD, topk_scores_TK, *args)
     extra = None if meanwhile is None else meanwhile()
@@ -490,6 +490,7 @@ class _FinishCombine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, placeholder, s1, s2, s3, payload, layer, in_flight, D, dtype, *tensors):
+        in_flight.check_stream()
         has_shared, config = s1 is not None, layer.config
         rows = list(tensors[: len(GroupRows._fields)]) if has_shared else []
         state = tensors[len(rows) :]

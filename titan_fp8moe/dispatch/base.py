@@ -90,9 +90,22 @@ class InFlight:
     The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
     """
 
+    stream: "torch.cuda.Stream | None"
     needs_dx: bool = True
     payload: Tensor | None = None
     shared_dx_RD: Tensor | None = None
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def check_stream(self) -> None:
+        """Raises RuntimeError where another stream is current than when the layer began. Autograd knows nothing of the
+        payloads, and so would not let one stream wait for the other, in either direction."""
+        if self.stream is not None and self.stream != torch.cuda.current_stream(self.stream.device):
+            raise RuntimeError(
+                "the CUDA stream has changed while tokens travelled; let meanwhile() restore the current stream "
+                "(with torch.cuda.stream(...)) before it returns"
+            )
 
     def take(self) -> Tensor:
         payload, self.payload = self.payload, None
