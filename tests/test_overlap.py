@@ -123,7 +123,9 @@ def test_fp8_shared_experts_run_beside_combine_and_dispatch(layer):
 @pytest.mark.parametrize("others_need", [False, True])
 def test_gradients_return_if_any_rank_needs_them(layer, monkeypatch, fp8_shared, others_need):
     """With frozen tokens and router, all ranks do without, or none."""
-    layer.fp8_shared = fp8_shared
+    if fp8_shared:
+        layer.fp8_shared = True
+        Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
     agree = AllToAllDispatch._agree
 
     def with_needs_of_others(self, *args):

@@ -172,8 +172,8 @@ class WeightCache:
                 self._compare(_sample(tensors))
             if self.changed is not None and self.changed.item():
                 raise RuntimeError(
-                    "weights have changed since fp8_flow_moe.cache_weights quantized them, and no step of a torch.optim "
-                    "optimizer was seen: the layer trains on stale weights; call "
+                    "weights have changed since fp8_flow_moe.cache_weights quantized them, and no step of an optimizer "
+                    "of torch.optim was seen: the layer trains on stale weights; call "
                     "titan_fp8moe.weights.WeightCache.clear_all() after each optimizer step, or set cache_weights to "
                     "false"
                 )
