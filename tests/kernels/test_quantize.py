@@ -1,5 +1,7 @@
 """Quantization kernels against the recipe, bit by bit."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -105,8 +107,22 @@ def test_weight(generator, dtype):
 def test_weights_fused_from_views(generator):
     parent = randn(generator, 2, 3, 256, 512)
     check_weight([parent[:, 0, :, 128:384], parent[:, 2, 128:, :256]])
-    check_weight([randn(generator, 1, 128, 128).transpose(1, 2)])
     check_weight([randn(generator, 2, n, 128) for n in (128, 256)])
+
+
+def test_weights_that_are_copied_are_warned_of(generator):
+    """Once, and not those whose rows are views, as of gate and up in one parameter."""
+    quantize._warn_of_copies.cache_clear()
+    both = randn(generator, 2, 256, 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_weight([*both.chunk(2, 1)])
+    stored_E_K_N = randn(generator, 2, 256, 128)
+    with pytest.warns(
+        UserWarning, match=r"weights \(2, 128, 256\) with strides \(32768, 1, 128\) are copied"
+    ) as caught:
+        check_weight([stored_E_K_N.transpose(1, 2)])
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -4,6 +4,9 @@
 :func:`titan_fp8moe.recipe.scale_byte` it needs no logarithm and no division. SwiGLU quantizes with ``quantize_tiles``.
 """
 
+import functools
+import warnings
+
 import torch
 import triton
 import triton.language as tl
@@ -194,11 +197,26 @@ def _quantize_weight_kernel(
     tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte.to(tl.uint8))
 
 
+def _copied(w: Tensor) -> Tensor:
+    _warn_of_copies(tuple(w.shape), w.stride())
+    return w.contiguous()
+
+
+@functools.cache
+def _warn_of_copies(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    warnings.warn(
+        f"weights {shape} with strides {strides} are copied each time they are quantized, in every forward and "
+        "backward; store them as (E, N, K) with unit stride along K (w1 and w3 (E, H, D), w2 (E, D, H)), or fuse gate "
+        "and up as (E, 2H, D)",
+        stacklevel=2,
+    )
+
+
 def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_weight` for one or two weights, concatenated along N.
 
     Args:
-        weights: (E, N_i, K) bf16 or fp32, any strides; a copy is made unless the stride along K is 1.
+        weights: (E, N_i, K) bf16 or fp32, any strides; unless the stride along K is 1, it is copied, with one warning.
         plain, transposed: which of the two layouts to write.
 
     Returns:
@@ -211,7 +229,7 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
-    weights = [w if w.stride(2) == 1 else w.contiguous() for w in weights]
+    weights = [w if w.stride(2) == 1 else _copied(w) for w in weights]
     w, last_w = weights[0], weights[-1]
     sizes = w.shape[1], last_w.shape[1], w.shape[2]
     _quantize_weight_kernel[(K // TILE, N // TILE, E)](
