@@ -127,10 +127,10 @@ def test_weights_that_are_copied_are_warned_of(generator):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("sizes", [(96,), (1, 130), (256, 128)])
-def test_weights_are_padded(generator, sizes, dtype):
+def test_weights_are_padded(generator, device, sizes, dtype):
     """The memory around a weight must not be read as padding."""
     for K in (80, 256, 264):
-        around = [torch.full((2, n + 7, K + 24), float("nan"), dtype=dtype) for n in sizes]
+        around = [torch.full((2, n + 7, K + 24), float("nan"), dtype=dtype, device=device) for n in sizes]
         weights = [w[:, 3:-4, 8 : K + 8] for w in around]
         for w in weights:
             w.copy_(randn(generator, *w.shape))
