@@ -43,11 +43,11 @@ ONE_IN_BF16 = {"fp8_flow_moe__filter_fqns": "layers.1."}
 FP8_GATHER = {"fp8_flow_moe__fp8_all_gather": True}
 FULL_AC = {"activation_checkpoint__mode": "full"}
 OP_AC = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+COMPILE = {"compile__enable": True, "compile__backend": "aot_eager", "compile__components": "model"}
 # A backend that partitions forward and backward as inductor does, by the budget, and compiles nothing.
-MEMORY_BUDGET = {
+MEMORY_BUDGET = COMPILE | {
     "activation_checkpoint__mode": "memory_budget",
     "activation_checkpoint__memory_budget": 0.3,
-    "compile__enable": True,
     "compile__backend": "aot_eager_decomp_partition",
 }
 # Dims that are padded: a rank's part has other tiles of 128 than the whole.
@@ -89,7 +89,10 @@ TWO_RANKS = {
     "ep2_accumulate": _parallel(2, ep=2),
     "ep2_accumulate_cached": _parallel(2, ep=2, fp8_flow_moe__cache_weights=True),
     "pp2_cached": _parallel(8, pp=2, fp8_flow_moe__cache_weights=True, **PP),
-    "ep2_compile": _parallel(4, ep=2, compile__enable=True, compile__backend="aot_eager"),
+    "ep2_compile": _parallel(4, ep=2, **COMPILE),
+    "ep2_compile_full_ac": _parallel(4, ep=2, **COMPILE, **FULL_AC),
+    "fsdp2_compile": _parallel(4, **COMPILE),
+    "fsdp2_fp8_gather_compile": _parallel(2, **COMPILE, **FP8_GATHER),
     "ep2_cpu_offload": _parallel(4, ep=2, training__enable_cpu_offload=True),
     "cp2_ep2": _parallel(8, ep=2, **CP),
     "ep2_float8_linear": _parallel(4, ep=2, **FLOAT8_LINEAR),

@@ -55,6 +55,15 @@ def test_layout_equals_one_process(results, case):
     assert bool(result["gate_spread"]) == ("tp2" in case)
 
 
+COMPILED = [case for case in cases.CASES if "compile" in case or "memory_budget" in case]
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_blocks_of_a_kind_share_one_graph(results, case):
+    """One for dense and one for MoE blocks, whole or up to the experts; FSDP's hooks are outside."""
+    assert results.get(case)["graphs"] == 2
+
+
 @pytest.mark.parametrize("case", ["ep2_fsdp2", "ep2_fsdp2_op_ac"])
 def test_weights_gathered_in_fp8_are_those_quantized_when_whole(results, case):
     """Bit for bit, since FSDP's compute dtype here is the parameters'."""

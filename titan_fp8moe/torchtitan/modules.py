@@ -159,13 +159,20 @@ class Fp8FlowMoE(MoE):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
-        shape, x_TD = x.shape, x.view(-1, x.shape[-1])
+        return self.run_experts(*self.route(x)).view(x.shape)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens (T, D), and the router's choice for each, ids and scores (T, K)."""
+        x_TD = x.view(-1, x.shape[-1])
         top_scores, topk_ids_TK, num_tokens_per_expert = self.router(x_TD, self.expert_bias)
         if torch.is_grad_enabled():
             # Neither validation nor the forward by which a pipeline stage finds its shapes may move the expert bias.
             with torch.no_grad():
                 self.tokens_per_expert.add_(num_tokens_per_expert)
+        return x_TD, topk_ids_TK, top_scores
 
+    def run_experts(self, x_TD: Tensor, topk_ids_TK: Tensor, top_scores: Tensor) -> Tensor:
+        """The sum of routed and shared experts, (T, D), from :meth:`route`'s results."""
         # Under tensor parallelism a rank's experts see part of the tokens or part of each expert's hidden dim, so the
         # gradients they send back are partial sums; torchtitan declares x and the scores replicated.
         reorderer_mesh = getattr(self.reorderer, "tp_mesh", None)
@@ -183,7 +190,7 @@ class Fp8FlowMoE(MoE):
             shared["shared"] = self.shared_experts
         elif self.shared_experts is not None:
             shared["meanwhile"] = lambda: self.shared_experts(x_TD)
-        return self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), **shared).view(shape)
+        return self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), **shared)
 
 
 def why_not_fp8(ffn: nn.Module, hidden_dim_shards: int) -> str | None:
