@@ -1,0 +1,75 @@
+"""The layer and a training step as CUDA graphs; what cannot be captured is refused."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.distributed.conftest import ROOT
+from tests.layer import make_layer, run
+from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
+from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.weights import ExpertWeights, WeightCache
+
+
+def test_example():
+    command = [sys.executable, str(ROOT / "examples/cuda_graph.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if torch.cuda.is_available():
+        assert done.returncode == 0 and "17 replays equal eager steps bit for bit" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 1
+        assert done.stderr == "CUDA graphs need a GPU; examples/plain_pytorch.py trains on a CPU\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_replays_with_new_routings(recompute):
+    """Forward and all gradients, bit for bit, for any distribution of tokens over experts."""
+    config = Fp8FlowMoEConfig(recompute=recompute)
+    x, scores, chosen, params = make_layer()
+    leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *params)]
+    dout, ids = torch.randn_like(x), chosen.clone()
+
+    def step():
+        out = routed_experts(leaves[0], *leaves[2:], ids, leaves[1], config=config)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    torch.manual_seed(0)
+    E, (T, K) = params[0].shape[0], chosen.shape
+    routings = [torch.rand(T, E, device="cuda").topk(K).indices, torch.arange(K, device="cuda").expand(T, K)]
+    routings.append(routings[0].masked_fill(torch.rand(T, K, device="cuda") < 0.5, -1))
+    for routing in routings:
+        with torch.no_grad():
+            ids.copy_(routing)
+            for leaf in leaves:
+                leaf.copy_(torch.randn_like(leaf) / 8)
+        graph.replay()
+        want = run(leaves[0], leaves[1], ids, leaves[2:], dout, config)
+        for got, value in zip(results, want, strict=True):
+            assert torch.equal(got, value)
+
+
+def cached_layer():
+    x, scores, chosen, params = make_layer()
+    for w in params:
+        w.requires_grad_()
+    return lambda cache: apply_experts(
+        x, ExpertWeights(*params), chosen, scores, config=Fp8FlowMoEConfig(cache_weights=True), cache=cache
+    )
+
+
+@pytest.mark.gpu
+def test_a_capture_refuses_cached_weights():
+    layer, cache, graph = cached_layer(), WeightCache(), torch.cuda.CUDAGraph()
+    layer(cache)
+    with pytest.raises(RuntimeError, match="cache_weights"), torch.cuda.graph(graph):
+        layer(cache)
