@@ -76,14 +76,14 @@ def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-CACHE = "--fp8_flow_moe.cache_weights"  # keeps the experts eager
+CACHE = "--fp8_flow_moe.cache_weights"  # keeps experts and dense FFNs eager
 
 
 @pytest.mark.parametrize(
     ("mode", "flags", "counts_per_token"),
-    # Checkpointing recomputes what precedes eager experts. torchtitan halves the counts of checkpointed blocks.
+    # Checkpointing recomputes what precedes an eager FFN. torchtitan halves the counts of checkpointed blocks.
     [("none", [], 1), ("selective", [], 1), ("full", [], 1), ("selective", [CACHE], 2), ("full", [CACHE], 2)],
-    ids=["none", "selective", "full", "selective_up_to_experts", "full_up_to_experts"],
+    ids=["none", "selective", "full", "selective_up_to_ffn", "full_up_to_ffn"],
 )
 def test_same_numbers_and_no_recompilation(mode, flags, counts_per_token):
     """Under every kind of checkpointing; new tokens and routings compile nothing."""
@@ -141,17 +141,17 @@ def test_log_names_blocks_and_ways(caplog):
         "dense blocks 0 compile as one graph each",
         "MoE blocks 1 compile by submodules: not converted",
         "MoE blocks 2 compile as one graph each",
-        "dense blocks 0 compile as one graph each",
-        "MoE blocks 1, 2 compile as one graph up to the experts: fp8_flow_moe.cache_weights",
+        "dense blocks 0 compile as one graph up to the FFN: fp8_flow_moe.cache_weights",
+        "MoE blocks 1, 2 compile as one graph up to the FFN: fp8_flow_moe.cache_weights",
     ]
 
 
 def test_reasons():
     block = make_model().layers["1"]
     assert isinstance(block.moe, Fp8FlowMoE)
-    assert compiling.why_submodules(block) is compiling.why_eager(block.moe) is None
+    assert compiling.why_submodules(block) is compiling.why_eager(block) is None
     block.moe.experts.set_meshes(SimpleNamespace(), None)
-    assert "split sizes" in compiling.why_eager(block.moe) and compiling.why_submodules(block) is None
+    assert "split sizes" in compiling.why_eager(block) and compiling.why_submodules(block) is None
     block.__class__ = type("OwnBlock", (type(block),), {})
     assert "split sizes on the host, in a OwnBlock" in compiling.why_submodules(block)
     block.moe.experts.set_meshes(None, SimpleNamespace())

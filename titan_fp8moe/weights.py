@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_fp8moe import ops
 from titan_fp8moe.ops import QuantizedWeight
@@ -167,22 +168,24 @@ class WeightCache:
             self.clear()  # frees the old operands before the new ones are made
             self.operands, self.key, self.sample = quantize(*weights), key, _sample(tensors)
         else:
-            self.uses += 1
-            if self.uses & (self.uses - 1) == 0:
-                self._compare(_sample(tensors))
-            if self.changed is not None and self.changed.item():
-                raise RuntimeError(
-                    "weights have changed since fp8_flow_moe.cache_weights quantized them, and no step of an optimizer "
-                    "of torch.optim was seen: the layer trains on stale weights; call "
-                    "titan_fp8moe.weights.WeightCache.clear_all() after each optimizer step, or set cache_weights to "
-                    "false"
-                )
+            with _disable_current_modes():  # per-op checkpointing expects the ops of the use before
+                self._notice_change(tensors)
         return self.operands
 
-    def _compare(self, sample: Tensor) -> None:
-        if self.changed is None:
-            self.changed = torch.zeros((), dtype=torch.bool, pin_memory=sample.is_cuda)
-        self.changed.copy_((sample != cast(Tensor, self.sample)).any(), non_blocking=True)
+    def _notice_change(self, tensors: Sequence[Tensor]) -> None:
+        self.uses += 1
+        if self.uses & (self.uses - 1) == 0:
+            sample = _sample(tensors)
+            if self.changed is None:
+                self.changed = torch.zeros((), dtype=torch.bool, pin_memory=sample.is_cuda)
+            self.changed.copy_((sample != cast(Tensor, self.sample)).any(), non_blocking=True)
+        if self.changed is not None and self.changed.item():
+            raise RuntimeError(
+                "weights have changed since fp8_flow_moe.cache_weights quantized them, and no step of an optimizer "
+                "of torch.optim was seen: the layer trains on stale weights; call "
+                "titan_fp8moe.weights.WeightCache.clear_all() after each optimizer step, or set cache_weights to "
+                "false"
+            )
 
 
 def _cache_key(weight: Tensor) -> tuple:

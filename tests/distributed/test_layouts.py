@@ -60,7 +60,7 @@ COMPILED = [case for case in cases.CASES if "compile" in case or "memory_budget"
 
 @pytest.mark.parametrize("case", COMPILED)
 def test_blocks_of_a_kind_share_one_graph(results, case):
-    """One for dense and one for MoE blocks, whole or up to the experts; FSDP's hooks are outside."""
+    """One for dense and one for MoE blocks, whole or up to the FFN; FSDP's hooks are outside."""
     assert results.get(case)["graphs"] == 2
 
 
