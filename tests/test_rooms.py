@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ADAPTERS = ("torchtitan",)
+ADAPTERS = ("torchtitan", "transformers")
 # Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
 LAYERS = [
     {"config", "recipe", "rows"},

@@ -37,6 +37,7 @@ from experiments.throughput.kernel_trace import (
 )
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
+from tests.test_rooms import ADAPTERS
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.testing import relative_error
 
@@ -74,7 +75,7 @@ def kernels_of_the_package() -> dict[str, str]:
     """Module by name, of every kernel that any module of the package defines; adapters define none."""
     found = {}
     for info in pkgutil.walk_packages(titan_fp8moe.__path__, "titan_fp8moe."):
-        if info.name.startswith(("titan_fp8moe.torchtitan", "titan_fp8moe.testing")):
+        if info.name.split(".")[1] in (*ADAPTERS, "testing"):
             continue
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():

@@ -1,0 +1,96 @@
+"""A Transformers model in FP8 on two processes against the same model in one: FSDP2, and their expert parallelism.
+
+    torchrun --nproc_per_node 2 transformers_worker.py FOLDER
+
+Under FSDP2 the reference averages the gradients of both ranks' batches; with expert parallelism both ranks have the
+same batch. Sums in another order may move a value over an FP8 rounding boundary, which is visible at a fraction of a
+percent. A missing or doubled reduction is off by 30% and more.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from titan_fp8moe.testing import relative_error
+from titan_fp8moe.transformers import converted, register
+
+CONFIG = dict(
+    vocab_size=128, hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2,
+    max_position_embeddings=128, initializer_range=0.05,
+)  # fmt: skip
+TOLERANCE = 2e-2
+
+
+def load(folder: Path, device: str, **arguments) -> torch.nn.Module:
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, experts_implementation="fp8_flow", **arguments).to(device)
+
+
+def gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss and gradients over the batches; the gradients as this rank's plain tensors, gathered where FSDP shards
+    them."""
+    losses = []
+    for tokens in batches:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        (loss / len(batches)).backward()
+        losses.append(loss.item())
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    return sum(losses) / len(losses), whole
+
+
+def check(name: str, got: tuple[float, dict], want: tuple[float, dict]) -> None:
+    errors = {key: relative_error(grad, want[1][key]) for key, grad in got[1].items()}
+    ok = errors.keys() == want[1].keys() and all(error < TOLERANCE for error in errors.values())
+    ok = ok and abs(got[0] / want[0] - 1) < 1e-4
+    worst = max(errors, key=lambda key: errors[key])
+    figures = f"loss {got[0]:.5f}, {want[0]:.5f}; {worst} {errors[worst]:.2e}"
+    print(f"{'ok' if ok else 'FAILED'} {name}: {figures}", flush=True)
+    if not ok:
+        raise SystemExit(1)
+
+
+def main() -> None:
+    folder, cuda = Path(sys.argv[1]), torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    device, rank, ranks = "cuda" if cuda else "cpu", dist.get_rank(), dist.get_world_size()
+    register()
+    if rank == 0:
+        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(folder)
+    dist.barrier()
+    torch.manual_seed(0)
+    batches = [torch.randint(0, CONFIG["vocab_size"], (2, 48)).to(device) for _ in range(ranks)]
+
+    model = load(folder, device)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(not cuda)  # gloo has no average
+    assert len(converted(model)) == 2
+    loss, grads = gradients(model, [batches[rank]])
+    losses = torch.tensor(loss, device=device)
+    dist.all_reduce(losses)
+    check("fsdp2", (float(losses) / ranks, grads), gradients(load(folder, device), batches))
+
+    config = DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
+    model = load(folder, device, distributed_config=config)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.down_proj.to_local().shape[0] == CONFIG["num_experts"] // ranks and len(converted(model)) == 2
+    check("expert parallel", gradients(model, batches[:1]), gradients(load(folder, device), batches[:1]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""The adapter to Transformers: every experts class of its registry, whole models, and what trains them.
+
+References are Transformers' own experts, eager and in fp32, unless a test says otherwise.
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", "5.17")
+
+from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers.integrations import finegrained_fp8, moe  # noqa: E402
+
+from tests.distributed.conftest import ROOT, ended_well, run_workers  # noqa: E402
+from tests.layer import DEVICE, CastCounter  # noqa: E402
+from titan_fp8moe import Fp8FlowMoEConfig  # noqa: E402
+from titan_fp8moe import transformers as adapter  # noqa: E402
+from titan_fp8moe.testing import relative_error  # noqa: E402
+
+T, D, H, E, K = 96, 256, 128, 6, 2
+VOCABULARY = 128
+# FP8 noise is 0.065, of the few score gradients up to 0.09. Gate and up exchanged, or a missing score, give 0.7.
+ONE_LAYER = 0.12
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    adapter.register()
+    yield
+    adapter.ops.emulate(False)
+
+
+# --- experts classes --------------------------------------------------------------------------------------------------
+
+
+def experts_classes() -> list[tuple[str, str]]:
+    """(module, class) of each user of the registry, read from the sources of Transformers."""
+    found = []
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        names = re.findall(r"^@use_experts_implementation.*\nclass (\w+)", path.read_text(), re.MULTILINE)
+        found += [(f"transformers.models.{path.parent.name}.{path.stem}", name) for name in names]
+    return found
+
+
+CLASSES = experts_classes()
+# Not SwiGLU as the recipe has it, whatever the model's config.
+REFUSED = {
+    "DeepseekV4Experts": "_apply_gate",
+    "Glm5NextTextExperts": "_apply_gate",
+    "GptOssExperts": "its projections have biases",
+    "HYV4Experts": "_apply_gate",
+    "MiniMaxM3VLExperts": "_apply_gate",
+    "NemotronHExperts": "no gate",
+    "OpenAIPrivacyFilterExperts": "its projections have biases",
+}
+
+
+def make_config(implementation: str = "eager", **changes: Any) -> SimpleNamespace:
+    """What the experts of any family read of their config, under all the names that it has."""
+    values = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E)
+    values |= dict.fromkeys(("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size"), H)
+    values |= dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), "silu")
+    values |= dict(hidden_size=D, swiglu_limit=7.0, swiglu_alpha=1.7, moe_latent_size=None, num_experts_per_tok=K)
+    return SimpleNamespace(**values | changes, _experts_implementation=implementation)
+
+
+def make_experts(module: str, name: str, **changes: Any) -> torch.nn.Module:
+    experts = getattr(importlib.import_module(module), name)(make_config(**changes)).to(DEVICE)
+    for param in experts.parameters():
+        torch.nn.init.normal_(param, std=0.05)
+    return experts
+
+
+def qwen3_experts(**changes: Any) -> torch.nn.Module:
+    return make_experts("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts", **changes)
+
+
+def make_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(T, D, device=DEVICE, dtype=dtype)
+    scores, ids = torch.randn(T, E, device=DEVICE).softmax(-1).to(dtype).topk(K)
+    return x, ids, scores
+
+
+def step(experts: torch.nn.Module, implementation: str, inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor):
+    """Output and gradients of x, scores and parameters; None where nothing is trained."""
+    experts.config._experts_implementation = implementation
+    x, ids, scores = inputs[0].clone().requires_grad_(), inputs[1], inputs[2].clone().requires_grad_()
+    params = dict(experts.named_parameters())
+    out = experts(x, ids, scores)
+    trained = [p for p in params.values() if p.requires_grad]
+    grads = torch.autograd.grad(out, [x, scores, *trained], dout)
+    return [out.detach(), *grads]
+
+
+@pytest.mark.parametrize("module,name", CLASSES, ids=[name for _, name in CLASSES])
+def test_every_class_of_the_registry(module: str, name: str):
+    """In FP8 near its own eager forward, or refused for what it is."""
+    experts, inputs, dout = make_experts(module, name), make_inputs(), torch.randn(T, D, device=DEVICE)
+    if name in REFUSED:
+        experts.config._experts_implementation = "fp8_flow"
+        with pytest.raises(ValueError, match=f"{name} cannot run as fp8_flow: .*{REFUSED[name]}.*grouped_mm"):
+            experts(*inputs)
+        return
+    want, got = (step(experts, implementation, inputs, dout) for implementation in ("eager", "fp8_flow"))
+    errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    assert all(0.01 < error < ONE_LAYER for error in errors), errors
+
+
+def test_the_registry_has_users():
+    names = {name for _, name in CLASSES}
+    assert len(CLASSES) >= 50 and REFUSED.keys() <= names
+    assert {"Qwen3MoeExperts", "DeepseekV3Experts", "Glm4MoeExperts", "MixtralExperts", "OlmoeExperts"} <= names
+
+
+def test_sentinels_add_nothing():
+    """Ids of ``num_experts`` under Transformers' expert parallelism, whose scores are zero, and no op more for them."""
+    experts, (x, ids, scores), dout = qwen3_experts(), make_inputs(), torch.randn(T, D, device=DEVICE)
+    elsewhere = torch.rand(T, K, device=DEVICE) < 0.4
+    elsewhere[:5] = True
+    inputs = x, ids.masked_fill(elsewhere, E), scores.masked_fill(elsewhere, 0)
+    with CastCounter() as with_sentinels:
+        got = step(experts, "fp8_flow", inputs, dout)
+    with CastCounter() as without:
+        want = step(experts, "fp8_flow", (x, ids.masked_fill(elsewhere, -1), scores), dout)
+    assert not got[0][:5].any() and got[0][5:].any()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert with_sentinels.ops == without.ops
+    eager = step(experts, "grouped_mm", inputs, dout)
+    errors = [relative_error(a, b) for a, b in zip(got[:2] + got[3:], eager[:2] + eager[3:], strict=True)]
+    assert all(error < ONE_LAYER for error in errors), errors
+
+
+def test_frozen_experts_compute_dx_only():
+    experts, inputs, dout = qwen3_experts(), make_inputs(), torch.randn(T, D, device=DEVICE)
+    want = step(experts, "fp8_flow", inputs, dout)
+    experts.requires_grad_(False)
+    with CastCounter() as counter:
+        got = step(experts, "fp8_flow", inputs, dout)
+    assert len(got) == 3 and all(torch.equal(a, b) for a, b in zip(got, want[:3], strict=True))
+    assert counter.ops["grouped_mm"] == 4 and not counter.stray_casts
+    assert not counter.ops.keys() & {"grouped_mm_wgrad", "transpose_pair"}
+
+
+def test_bf16_scores_pass_without_a_warning():
+    """Routers of bf16 models return them, and bf16 to fp32 is exact."""
+    experts, inputs = qwen3_experts().bfloat16(), make_inputs(torch.bfloat16)
+    experts.config._experts_implementation = "fp8_flow"
+    x, ids, scores = inputs[0].requires_grad_(), inputs[1], inputs[2].requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = experts(x, ids, scores)
+        out.sum().backward()
+    assert out.dtype == x.grad.dtype == scores.grad.dtype == experts.down_proj.grad.dtype == torch.bfloat16
+    assert scores.grad.any() and torch.equal(out.float(), experts(x, ids, scores.float()).float())
+
+
+def test_settings_reach_the_layer():
+    experts, inputs, dout = qwen3_experts(), make_inputs(), torch.randn(T, D, device=DEVICE)
+    grads = [step(experts, "fp8_flow", inputs, dout)[3]]
+    adapter.register(Fp8FlowMoEConfig(save_h="fp8", recompute="none"))
+    grads.append(step(experts, "fp8_flow", inputs, dout)[3])
+    assert 0.001 < relative_error(grads[1], grads[0]) < ONE_LAYER
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(hidden_act="gelu"), "activation is GELUActivation, not SiLU"),
+        (dict(moe_intermediate_size=192), "dims 256 and 192 are not both multiples of 128"),
+        (dict(hidden_size=320), "dims 320 and 128 are not both multiples of 128"),
+        (torch.float16, "weights are torch.float16; load them in bfloat16"),
+        (dict(is_transposed=True), "weights are transposed"),
+        (dict(is_concatenated=False), "gate and up weights are interleaved"),
+    ],
+    ids=str,
+)
+def test_unsupported_experts_are_refused(change, why: str):
+    storage = isinstance(change, dict) and next(iter(change)).startswith("is_")
+    experts = qwen3_experts(**change) if isinstance(change, dict) and not storage else qwen3_experts()
+    if storage:
+        vars(experts).update(change)
+    elif isinstance(change, torch.dtype):
+        experts.to(change)
+    experts.config._experts_implementation = "fp8_flow"
+    x = torch.randn(T, experts.hidden_dim, device=DEVICE)
+    with pytest.raises(ValueError, match=rf"Qwen3MoeExperts cannot run as fp8_flow: its {why}.*unsupported=\"keep\""):
+        experts(x, *make_inputs()[1:])
+    with pytest.raises(ValueError, match=f"no experts of Sequential run in FP8: Qwen3MoeExperts: its {why}"):
+        adapter.converted(torch.nn.Sequential(experts))
+
+
+def test_unsupported_experts_can_stay_as_they_were():
+    adapter.register(unsupported="keep")
+    experts, inputs, dout = qwen3_experts(hidden_act="gelu"), make_inputs(), torch.randn(T, D, device=DEVICE)
+    adapter._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="its activation is GELUActivation, not SiLU; it stays on grouped_mm") as seen:
+        got = [step(experts, "fp8_flow", inputs, dout) for _ in range(2)][1]
+    assert len([w for w in seen if "fp8_flow" in str(w.message)]) == 1
+    want = step(experts, "grouped_mm", inputs, dout)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_weights_stored_in_fp8_are_refused():
+    """They have a registry of their own; no gradient can reach them."""
+    config = make_config("fp8_flow")
+    wrap = moe.use_experts_implementation(experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
+    cls = wrap(type("Quantized", (finegrained_fp8.FP8Experts,), {}))
+    experts = cls(config, block_size=(128, 128)).to(DEVICE)
+    with pytest.raises(ValueError, match="its weights are torch.float8_e4m3fn; .* quantized ones dequantized"):
+        experts(*make_inputs())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(unsupported="skip"), "unsupported is 'skip'; set it to 'error' or 'keep'"),
+        (dict(config=Fp8FlowMoEConfig(cache_weights=True)), "cache_weights has no effect on Transformers"),
+        (dict(config=Fp8FlowMoEConfig(statistics_every=5)), "statistics_every has no effect"),
+        (dict(config=Fp8FlowMoEConfig(filter_fqns=["layers.0."])), "filter_fqns has no effect"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_register_refuses(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        adapter.register(**arguments)
+
+
+def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    monkeypatch.delitem(sys.modules, "titan_fp8moe.transformers")
+    with pytest.raises(ImportError, match=r"needs Transformers 5, 5.17 or newer: pip install 'titan_fp8moe\["):
+        importlib.import_module("titan_fp8moe.transformers")
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+SMALL = dict(
+    vocab_size=VOCABULARY, hidden_size=D, intermediate_size=H, moe_intermediate_size=H, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts_per_tok=K, max_position_embeddings=128,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.05, attention_dropout=0.0,
+)  # fmt: skip
+MLA = dict(
+    q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, head_dim=32,
+    n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1,
+)  # fmt: skip
+FAMILIES = {
+    "Qwen2Moe": dict(num_experts=E, shared_expert_intermediate_size=H),
+    "Qwen3Moe": dict(num_experts=E),
+    "DeepseekV2": MLA | dict(topk_method="greedy"),
+    "DeepseekV3": MLA,
+    "Glm4Moe": dict(n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "Glm4MoeLite": MLA,
+    "Mixtral": dict(num_local_experts=E),
+    "Olmoe": dict(num_experts=E),
+    "Ernie4_5_Moe": dict(moe_num_experts=E, moe_k=K, moe_layer_start_index=0),
+    "GraniteMoe": dict(num_local_experts=E),
+    "MiniMaxM2": dict(num_local_experts=E),
+    "Dots1": dict(n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1),
+}
+
+
+def make_model(family: str = "Qwen3Moe", **changes: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(**SMALL | FAMILIES[family] | changes)
+    return getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE)
+
+
+def make_tokens(batch: int = 2, length: int = 48) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), device=DEVICE)
+
+
+def loss_and_grads(model: Any, tokens: Tensor, call: Callable | None = None) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = (model if call is None else call)(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str):
+    """Loss and all gradients near fp32's. The first layer's errors may choose other experts in the second."""
+    model, tokens = make_model(family), make_tokens()
+    model.set_experts_implementation("eager")
+    want_loss, want = loss_and_grads(model, tokens)
+    model.set_experts_implementation("fp8_flow")
+    assert adapter.converted(model)
+    loss, grads = loss_and_grads(model, tokens)
+    assert loss == pytest.approx(want_loss, rel=5e-3)
+    errors = {name: relative_error(grads[name], want[name]) for name in want if want[name].any()}
+    assert all(error < 0.25 for error in errors.values()), sorted(errors.items(), key=lambda item: -item[1])[:5]
+    assert max(error for name, error in errors.items() if "experts." in name) > 0.01
+
+
+def test_a_model_in_which_nothing_runs_in_fp8_is_named():
+    dense = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{k: v for k, v in SMALL.items() if "moe" not in k and "experts" not in k})
+    )
+    dense.set_experts_implementation("fp8_flow")
+    with pytest.raises(ValueError, match="LlamaForCausalLM run in FP8: the model's code has no experts that choose"):
+        adapter.converted(dense)
+    with pytest.raises(ValueError, match=r'run in FP8: call model.set_experts_implementation\("fp8_flow"\)'):
+        adapter.converted(make_model())
+
+
+def test_generate_with_one_token_at_a_time():
+    """Decoding from the cache gives the logits of a forward over the whole sequence, up to rounding in attention."""
+    model = make_model().eval()
+    model.set_experts_implementation("fp8_flow")
+    tokens = make_tokens(length=9)
+    done = model.generate(
+        tokens, max_new_tokens=5, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
+    )
+    assert done.sequences.shape == (2, 14)
+    with torch.no_grad():
+        whole = model(input_ids=done.sequences[:, :-1]).logits[:, 8:]
+    assert relative_error(torch.stack(done.logits, 1), whole) < 1e-2
+    assert torch.equal(whole.argmax(-1)[:, 0], done.sequences[:, 9])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compile_as_one_graph(dtype: torch.dtype):
+    model, tokens = make_model().to(dtype), make_tokens()
+    model.set_experts_implementation("fp8_flow")
+    want_loss, want = loss_and_grads(model, tokens)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss, grads = loss_and_grads(model, tokens, compiled)
+    assert loss == pytest.approx(want_loss, rel=1e-4)
+    limit = 1e-3 if dtype is torch.float32 else 0.05
+    assert all(relative_error(grads[name], want[name]) < limit for name in want)
+
+
+def train(model: Any, folder: Path, **arguments: Any) -> list[float]:
+    """Losses of Trainer on sequences that repeat four tokens."""
+    data = [{"input_ids": row, "labels": row} for row in (torch.randint(3, 20, (64, 4)).repeat(1, 8))]
+    settings = dict(
+        output_dir=str(folder), max_steps=8, per_device_train_batch_size=4, learning_rate=2e-3, logging_steps=1,
+        report_to=[], save_strategy="no", disable_tqdm=True, seed=0, use_cpu=DEVICE == "cpu",
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = Trainer(model, TrainingArguments(**settings | arguments), train_dataset=data)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_trainer(tmp_path: Path, checkpointing: bool):
+    """With bf16 autocast and gradient accumulation: the loss falls as fp32's."""
+    first = make_model()
+    losses = {}
+    for implementation in ("eager", "fp8_flow"):
+        model = make_model()
+        model.load_state_dict(first.state_dict())
+        model.set_experts_implementation(implementation)
+        torch.manual_seed(0)
+        losses[implementation] = train(
+            model, tmp_path, bf16=True, gradient_accumulation_steps=2, gradient_checkpointing=checkpointing
+        )
+    assert losses["fp8_flow"][-1] < 0.8 * losses["fp8_flow"][0]
+    assert losses["fp8_flow"] == pytest.approx(losses["eager"], rel=0.02)
+    assert losses["fp8_flow"] != losses["eager"]
+
+
+def test_save_and_load(tmp_path: Path):
+    """Checkpoints do not know of FP8: the same files, loaded with and without it."""
+    model, tokens = make_model(), make_tokens()
+    model.set_experts_implementation("fp8_flow")
+    with torch.no_grad():
+        want = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    auto, weights = transformers.AutoModelForCausalLM, model.state_dict()
+    again = auto.from_pretrained(tmp_path, experts_implementation="fp8_flow").to(DEVICE)
+    plain = auto.from_pretrained(tmp_path).to(DEVICE)
+    assert "fp8_flow" not in (tmp_path / "config.json").read_text()
+    for loaded in (again, plain):
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, want) and not torch.equal(plain(tokens).logits, want)
+    assert len(adapter.converted(again)) == 2
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes(tmp_path: Path):
+    """FSDP2, and Transformers' own expert parallelism, against one process."""
+    done = run_workers("transformers_worker.py", 2, str(tmp_path), timeout=200)
+    log = done.stdout[-3000:] + done.stderr[-3000:]
+    assert ended_well(done) and "ok fsdp2" in done.stdout and "ok expert parallel" in done.stdout, log
+
+
+def test_example():
+    command = [sys.executable, str(ROOT / "examples/finetune_transformers.py"), "--steps", "6", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    match = re.search(r"last loss ([+-][\d.]+)% from bf16", done.stdout)
+    assert match and abs(float(match[1])) < 2, done.stdout + done.stderr

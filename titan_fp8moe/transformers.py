@@ -1,0 +1,150 @@
+"""Transformers adapter: an implementation of experts for the registry that Transformers 5 has for them.
+
+    from titan_fp8moe.transformers import register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="fp8_flow")
+    # or, with a model at hand: model.set_experts_implementation("fp8_flow")
+
+The registry hands a function the module of a layer's experts, its tokens and the router's choice. The functions here
+pass them to :func:`titan_fp8moe.moe.apply_experts`. The fused ``gate_up_proj`` (E, 2H, D) is its ``w1`` as it is.
+"""
+
+import functools
+import warnings
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_fp8moe import checks, ops
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.recipe import TILE
+from titan_fp8moe.weights import ExpertWeights
+
+try:
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+except ImportError as error:
+    raise ImportError(
+        "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install 'titan_fp8moe[transformers]'"
+    ) from error
+
+NAME = "fp8_flow"
+_REGISTRIES = ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS  # the second serves weights that are stored in FP8
+_SETTINGS = ("wgrad", "save_h", "recompute", "emulate")
+
+
+def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["error", "keep"] = "error") -> None:
+    """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
+
+    It serves experts without biases, with ``silu(gate) * up``, dims that are multiples of 128 and weights in bf16 or
+    fp32. Parameters, their names and checkpoints stay as they are.
+
+    Args:
+        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h``, ``recompute`` and
+            ``emulate`` apply. With gradient checkpointing use ``recompute="none"``.
+        unsupported: what experts do that it does not serve. ``error`` raises ValueError in their forward. ``keep``
+            leaves them on Transformers' ``grouped_mm`` and warns once for each reason.
+
+    Raises:
+        ValueError: for a setting that has no effect here, and for a GPU without kernels.
+    """
+    config = config or Fp8FlowMoEConfig()
+    if unsupported not in ("error", "keep"):
+        raise ValueError(f"unsupported is {unsupported!r}; set it to 'error' or 'keep'")
+    default = Fp8FlowMoEConfig()
+    for name in (field.name for field in fields(config) if field.name not in _SETTINGS):
+        if getattr(config, name) != getattr(default, name):
+            raise ValueError(f"{name} has no effect on Transformers models; leave it out of the config")
+    checks.check_hardware(config.emulate, remedy='use experts_implementation="grouped_mm"')
+    ops.emulate(config.emulate)
+    for registry in _REGISTRIES:
+        forward = functools.partial(_experts_forward, registry=registry, config=config, keep=unsupported == "keep")
+        registry.register(NAME, forward)
+
+
+def converted(model: nn.Module) -> list[str]:
+    """Names of the experts that run in FP8. Transformers ignores the implementation where a model's code has none.
+
+    Raises:
+        ValueError: if there are none. It says why.
+    """
+    found: dict[str, Any] = {n: module for n, module in model.named_modules() if hasattr(module, "is_concatenated")}
+    selected = {name: module for name, module in found.items() if module.config._experts_implementation == NAME}
+    reasons = {name: _why_not(module) for name, module in selected.items()}
+    names = [name for name, reason in reasons.items() if reason is None]
+    if names:
+        return names
+    if not found:
+        why = "the model's code has no experts that choose an implementation"
+    elif not selected:
+        why = f'call model.set_experts_implementation("{NAME}")'
+    else:
+        why = "; ".join(sorted({f"{type(found[name]).__name__}: {reason}" for name, reason in reasons.items()}))
+    raise ValueError(f"no experts of {type(model).__name__} run in FP8: {why}")
+
+
+def _experts_forward(
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    registry: Any,
+    config: Fp8FlowMoEConfig,
+    keep: bool,
+) -> Tensor:
+    """What the registry calls: hidden_states (T, D), top_k_index and top_k_weights (T, K).
+
+    Expert parallelism of Transformers marks experts of other ranks by the id ``num_experts``. Ids past the last expert
+    get no row from the routing kernels.
+    """
+    if (why_not := _why_not(experts)) is not None:
+        message = f"{type(experts).__name__} cannot run as {NAME}: {why_not}"
+        if not keep:
+            raise ValueError(
+                f'{message}; use model.set_experts_implementation("grouped_mm"), or leave such layers on grouped_mm '
+                'with titan_fp8moe.transformers.register(unsupported="keep")'
+            )
+        _warn_once(f"{message}; it stays on grouped_mm")
+        return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
+    weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
+    scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return apply_experts(hidden_states, weights, top_k_index, scores, config=config)
+    with torch.cuda.device(device):  # device_map spreads layers over GPUs; autograd switches to them by itself
+        return apply_experts(hidden_states, weights, top_k_index, scores, config=config)
+
+
+def _why_not(experts: Any) -> str | None:
+    """Why the recipe does not serve these experts, or None."""
+    if not experts.has_gate:
+        return "it has no gate, so it is not SwiGLU"
+    dtype = experts.gate_up_proj.dtype
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
+    if experts.has_bias:
+        return "its projections have biases"
+    if experts.is_transposed:
+        return "its weights are transposed, (E, D, 2H) and (E, H, D)"
+    if not experts.is_concatenated:
+        return "its gate and up weights are interleaved"
+    if type(experts)._apply_gate is not _default_apply_gate:
+        return f"its {type(experts).__name__}._apply_gate is not silu(gate) * up"
+    activation = experts.act_fn
+    if activation is not F.silu and not isinstance(activation, SiLUActivation | nn.SiLU):
+        return f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU"
+    _, D, H = experts.down_proj.shape
+    if D % TILE or H % TILE:
+        return f"its dims {D} and {H} are not both multiples of {TILE}, the width of an FP8 tile"
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
