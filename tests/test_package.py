@@ -71,7 +71,7 @@ def test_source_distribution_has_what_tests_read(checkout: Path, tmp_path: Path)
     (built,) = tmp_path.iterdir()
     with tarfile.open(built) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    folders = ("titan_fp8moe", "tests", "tools", "train_configs")
+    folders = ("examples", "titan_fp8moe", "tests", "tools", "train_configs")
     needed = set().union(*(files_below(ROOT / folder, "*") for folder in folders))
     needed |= files_below(ROOT / "experiments", "*.py", "*.toml")
     needed |= {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", ".ci/run"}

@@ -11,6 +11,7 @@ pass them to :func:`titan_fp8moe.moe.apply_experts`. The fused ``gate_up_proj`` 
 """
 
 import functools
+import inspect
 import warnings
 from dataclasses import fields
 from typing import Any, Literal
@@ -26,9 +27,14 @@ from titan_fp8moe.recipe import TILE
 from titan_fp8moe.weights import ExpertWeights
 
 try:
+    import transformers
     from transformers.activations import SiLUActivation
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+    from transformers.integrations.moe import (
+        ALL_EXPERTS_FUNCTIONS,
+        _default_apply_gate,
+        use_experts_implementation,
+    )
 except ImportError as error:
     raise ImportError(
         "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install 'titan_fp8moe[transformers]'"
@@ -37,6 +43,8 @@ except ImportError as error:
 NAME = "fp8_flow"
 _REGISTRIES = ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS  # the second serves weights that are stored in FP8
 _SETTINGS = ("wgrad", "save_h", "recompute", "emulate")
+# What Transformers 5.17 to 5.23 say of experts. Without a check, what another version adds would be computed wrongly.
+_PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
 
 def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["error", "keep"] = "error") -> None:
@@ -53,7 +61,14 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
 
     Raises:
         ValueError: for a setting that has no effect here, and for a GPU without kernels.
+        RuntimeError: for a version of Transformers whose experts have properties that are not known here.
     """
+    parameters = inspect.signature(use_experts_implementation).parameters
+    if unknown := parameters.keys() - _PROPERTIES - {"experts_class", "experts_interface"}:
+        raise RuntimeError(
+            f"Transformers {transformers.__version__} describes experts by {', '.join(sorted(unknown))}, which "
+            "titan_fp8moe.transformers does not know; install a version from 5.17 to 5.23"
+        )
     config = config or Fp8FlowMoEConfig()
     if unsupported not in ("error", "keep"):
         raise ValueError(f"unsupported is {unsupported!r}; set it to 'error' or 'keep'")
@@ -128,6 +143,8 @@ def _why_not(experts: Any) -> str | None:
     dtype = experts.gate_up_proj.dtype
     if dtype not in (torch.bfloat16, torch.float32):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
+    if getattr(experts, "has_post_expert_norm", False):  # since 5.23
+        return "its experts' outputs are normalized"
     if experts.has_bias:
         return "its projections have biases"
     if experts.is_transposed:

@@ -34,6 +34,14 @@ def load(folder: Path, device: str, **arguments) -> torch.nn.Module:
     return auto.from_pretrained(folder, experts_implementation="fp8_flow", **arguments).to(device)
 
 
+def expert_parallel(ranks: int) -> DistributedConfig:
+    """Experts spread over ranks that have the same batch; Transformers 5.17 and 5.23 ask for it differently."""
+    if hasattr(DistributedConfig, "ep_size"):
+        plan = {"lm_head": "colwise_gather_output"}  # one is needed
+        return DistributedConfig(tp_size=ranks, tp_plan=plan, ep_size=ranks, ep_implementation="all_reduce")
+    return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
+
+
 def gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """Mean loss and gradients over the batches; the gradients as this rank's plain tensors, gathered where FSDP shards
     them."""
@@ -84,8 +92,7 @@ def main() -> None:
     dist.all_reduce(losses)
     check("fsdp2", (float(losses) / ranks, grads), gradients(load(folder, device), batches))
 
-    config = DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
-    model = load(folder, device, distributed_config=config)
+    model = load(folder, device, distributed_config=expert_parallel(ranks))
     experts = model.model.layers[0].mlp.experts
     assert experts.down_proj.to_local().shape[0] == CONFIG["num_experts"] // ranks and len(converted(model)) == 2
     check("expert parallel", gradients(model, batches[:1]), gradients(load(folder, device), batches[:1]))
