@@ -4,8 +4,8 @@
     python examples/finetune_transformers.py
 
 Nothing is downloaded: the model is a Qwen3-MoE with random weights, its tokens are the bytes of the standard library.
-Both runs begin with the same weights and see the same batches. Their losses and speeds are printed side by side. On a
-Hopper GPU the model has the layers of Qwen3-30B-A3B with half of their experts, on a CPU 3M parameters; there FP8 is
+Both runs begin with the same weights and see the same batches. Their losses and speeds are printed side by side. On one
+Hopper GPU the model has layers of Qwen3-30B-A3B with half of their experts. On a CPU it has 4M parameters, and FP8 is
 emulated and slow.
 
 For a model of your own replace ``make_model`` with ``AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16,

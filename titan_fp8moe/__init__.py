@@ -1,7 +1,7 @@
 """FP8-Flow-MoE: FP8 training of mixture-of-experts layers on Hopper GPUs.
 
 :func:`routed_experts`, :class:`RoutedExperts` and :class:`Fp8FlowLinear` serve any PyTorch model.
-``titan_fp8moe.torchtitan`` converts the models of torchtitan.
+``titan_fp8moe.torchtitan`` converts torchtitan's models, ``titan_fp8moe.transformers`` serves those of Transformers.
 """
 
 from titan_fp8moe.config import Fp8FlowMoEConfig

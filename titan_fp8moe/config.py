@@ -53,7 +53,7 @@ class Fp8FlowMoEConfig:
 
     emulate: bool = False
     """Run the plain PyTorch reference on a GPU that the kernels do not support: any compute capability but 9.0. It is
-    slow, and applies to the whole process. Without torchtitan call :func:`titan_fp8moe.ops.emulate` instead."""
+    slow, and applies to the whole process. In plain PyTorch call :func:`titan_fp8moe.ops.emulate` instead."""
 
     def describe(self) -> str:
         """The settings of a converted module in one line, for logs: all that do not select modules."""
