@@ -383,6 +383,18 @@ def test_compile_as_one_graph(dtype: torch.dtype):
     assert all(relative_error(grads[name], want[name]) < limit for name in want)
 
 
+def test_compile_with_experts_that_stay():
+    """The one message does not break the graph."""
+    adapter.register(unsupported="keep")
+    adapter._warn_once.cache_clear()
+    model, tokens = make_model(hidden_act="gelu", num_hidden_layers=1).bfloat16(), make_tokens()
+    model.set_experts_implementation("fp8_flow")
+    with pytest.warns(UserWarning, match="stays on grouped_mm"):
+        loss, _ = loss_and_grads(model, tokens, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    model.set_experts_implementation("grouped_mm")
+    assert loss == pytest.approx(loss_and_grads(model, tokens)[0], rel=1e-3)
+
+
 def train(model: Any, folder: Path, **arguments: Any) -> list[float]:
     """Losses of Trainer on sequences that repeat four tokens."""
     data = [{"input_ids": row, "labels": row} for row in (torch.randint(3, 20, (64, 4)).repeat(1, 8))]

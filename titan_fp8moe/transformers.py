@@ -126,7 +126,7 @@ def _experts_forward(
                 f'{message}; use model.set_experts_implementation("grouped_mm"), or leave such layers on grouped_mm '
                 'with titan_fp8moe.transformers.register(unsupported="keep")'
             )
-        _warn_once(f"{message}; it stays on grouped_mm")
+        _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
@@ -162,6 +162,11 @@ def _why_not(experts: Any) -> str | None:
     return None
 
 
+@torch.compiler.assume_constant_result  # torch.compile calls it when it traces, where it could not trace the warning
+def _warn(message: str) -> None:
+    _warn_once(message)
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+    warnings.warn(message, stacklevel=3)
