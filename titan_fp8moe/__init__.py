@@ -1,12 +1,14 @@
 """FP8-Flow-MoE: FP8 training of mixture-of-experts layers on Hopper GPUs.
 
-:func:`routed_experts`, :class:`RoutedExperts` and :class:`Fp8FlowLinear` serve any PyTorch model.
-``titan_fp8moe.torchtitan`` converts torchtitan's models, ``titan_fp8moe.transformers`` serves those of Transformers.
+:func:`routed_experts`, :class:`RoutedExperts` and :class:`Fp8FlowLinear` serve any PyTorch model, and
+:func:`grouped_mm` is one product in FP8, for code that keeps its own data flow. ``titan_fp8moe.torchtitan`` converts
+torchtitan's models, ``titan_fp8moe.transformers`` serves those of Transformers.
 """
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.matmul import grouped_mm
 from titan_fp8moe.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.moe import routed_experts
 
 __version__ = "0.2.0.dev0"
-__all__ = ["Fp8FlowLinear", "Fp8FlowMoEConfig", "RoutedExperts", "__version__", "routed_experts"]
+__all__ = ["Fp8FlowLinear", "Fp8FlowMoEConfig", "RoutedExperts", "__version__", "grouped_mm", "routed_experts"]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.kernels.conftest import INTERPRETED
+from titan_fp8moe import grouped_mm
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import routed_experts
 from titan_fp8moe.testing import relative_error
@@ -116,3 +117,26 @@ def test_kernels_give_the_reference(layer, request):
     for a, b in zip(got, want, strict=True):
         # bf16 rounding of the GEMMs' results, and the few fp8 codes it moves.
         assert relative_error(a, b) < 5e-3
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_matmul.py compares the kernels with float64")
+@pytest.mark.parametrize("transposed", [True, False])
+def test_grouped_mm_gives_the_reference(generator, request, transposed):
+    """The one product, with an empty group, one row, and unused rows at the end."""
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    offs = torch.tensor([0, 1, 131, 200], dtype=torch.int32)
+    w = randn(4, H, D).transpose(1, 2) if transposed else randn(4, D, H)
+    leaves, dout = [randn(210, D).requires_grad_(), w.requires_grad_()], randn(210, H)
+
+    def step():
+        out = grouped_mm(*leaves, offs)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    want = step()
+    request.getfixturevalue("on_kernels")
+    for got, reference in zip(step(), want, strict=True):
+        assert relative_error(got, reference) < 5e-3
+    assert not got.isnan().any()

@@ -1,0 +1,152 @@
+"""The public grouped_mm: its numbers, gradients, groups of every size, layouts, compilation and errors."""
+
+import pytest
+import torch
+
+from tests.layer import DEVICE
+from titan_fp8moe import grouped_mm, recipe
+from titan_fp8moe.testing import relative_error
+
+K, N = 256, 128
+BF16 = torch.bfloat16
+# FP8's rounding: the relative error of a product of two quantized normal operands is 3.7%.
+TOLERANCE = 0.045
+
+
+def inputs(sizes, unused=0, transposed=True, dtype=BF16):
+    """x, w, offs and the output's gradient; ``unused`` rows follow the last group."""
+    M = sum(sizes) + unused
+    offs = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    x, dy = torch.randn(M, K, device=DEVICE, dtype=BF16), torch.randn(M, N, device=DEVICE, dtype=BF16)
+    w = torch.randn(len(sizes), *((N, K) if transposed else (K, N)), device=DEVICE, dtype=dtype) * 0.05
+    return x.requires_grad_(), (w.transpose(1, 2) if transposed else w).detach().requires_grad_(), offs, dy
+
+
+def exact(x, w, offs, dy):
+    """Output and gradients in float64; zeros for rows at and past offs[-1]."""
+    x, w, dy = (t.detach().double() for t in (x, w, dy))
+    y, dx, dw = torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)
+    start = 0
+    for e, end in enumerate(offs.tolist()):
+        rows = slice(start, end)
+        y[rows], dx[rows], dw[e] = x[rows] @ w[e], dy[rows] @ w[e].T, x[rows].T @ dy[rows]
+        start = end
+    return y, dx, dw
+
+
+def step(x, w, offs, dy, function=grouped_mm):
+    y = function(x, w, offs)
+    return y.detach(), *torch.autograd.grad(y, (x, w), dy)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "unused"),
+    [([0, 1, 129, 0, 128, 40], 0), ([0, 0, 300], 70), ([5, 0, 0], 3), ([256, 128], 0), ([0, 0], 9), ([0], 0)],
+)
+def test_against_float64(sizes, unused, transposed):
+    args = inputs(sizes, unused, transposed)
+    for got, want in zip(step(*args), exact(*args), strict=True):
+        assert got.dtype == BF16 and got.shape == want.shape
+        assert got[want == 0].count_nonzero() == 0  # unused rows and empty experts are zeros, not what memory held
+        if want.any():
+            assert relative_error(got, want) < TOLERANCE
+
+
+def test_quantized_values_are_the_recipes():
+    """The output is the product of the recipe's values, which the tolerance of FP8 alone would not show."""
+    x, w, offs, _ = inputs([1, 130, 60])
+    x_8, w_8 = recipe.dequantize(*recipe.quantize_rows(x)), recipe.dequantize(*recipe.quantize_weight(w))
+    want, _, _ = exact(x_8, w_8, offs, torch.empty(191, N, device=DEVICE))
+    assert relative_error(grouped_mm(x, w, offs).detach(), want) < 3e-3
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_gradients_have_the_weights_dtype_and_layout(transposed, dtype):
+    x, w, offs, dy = inputs([3, 200], transposed=transposed, dtype=dtype)
+    _, _, dw = step(x, w, offs, dy)
+    assert dw.dtype == dtype and dw.stride() == w.stride()
+
+
+def test_same_numbers_in_both_layouts():
+    x, w, offs, dy = inputs([3, 200, 0, 77], transposed=True)
+    other = w.detach().contiguous().requires_grad_()
+    for a, b in zip(step(x, w, offs, dy), step(x, other, offs, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)  # the wgrad's operands change places
+
+
+def test_only_needed_gradients():
+    x, w, offs, dy = inputs([3, 200])
+    _, dx, dw = step(x, w, offs, dy)
+    y = grouped_mm(x.detach(), w, offs)
+    assert torch.equal(torch.autograd.grad(y, w, dy)[0], dw)
+    y = grouped_mm(x, w.detach(), offs)
+    assert torch.equal(torch.autograd.grad(y, x, dy)[0], dx)
+    with torch.no_grad():
+        assert not grouped_mm(x, w, offs).requires_grad
+
+
+def test_compiles_into_one_graph():
+    """Other group sizes compile nothing; one more number of rows makes it dynamic."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a: grouped_mm(*a).relu(), fullgraph=True, backend="aot_eager")
+    eager = lambda *a: grouped_mm(*a).relu()  # noqa: E731
+    counts = []
+    for sizes in ([3, 97], [100, 0], [60, 70], [10, 140]):
+        args = inputs(sizes)
+        for a, b in zip(step(*args, function=compiled), step(*args, function=eager), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[1] == counts[0] and counts[3] == counts[2] <= counts[0] + 1
+
+
+def test_wrong_ends_touch_no_other_memory():
+    """The ends are data: they are not checked, but rows beyond x are never read and no group is negative."""
+    x, w, _, dy = inputs([3, 200])
+    for ends in ([500, 900], [150, 20], [-5, 203]):
+        y, dx, dw = step(x, w, torch.tensor(ends, dtype=torch.int32, device=DEVICE), dy)
+        assert y.isfinite().all() and dx.isfinite().all() and dw.isfinite().all()
+
+
+def test_differentiable_once():
+    x, w, offs, dy = inputs([3, 20])
+    dy.requires_grad_()
+    (dx,) = torch.autograd.grad(grouped_mm(x, w, offs), x, dy, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=lambda x: x.float()), r"x must be bf16, got torch.float32; use x.bfloat16\(\)"),
+        (dict(x=lambda x: x[:, :128]), r"x must be \(M, K\), w \(E, K, N\).*\(20, 128\)"),
+        (dict(w=lambda w: w.transpose(1, 2)), r"as w.transpose\(1, 2\)"),
+        (dict(w=lambda w: w[0]), r"w \(E, K, N\)"),
+        (dict(w=lambda w: w[:1]), r"offs \(E,\)"),
+        (dict(w=lambda w: w[..., :64]), "K and N must be multiples of 128.*256 and 64"),
+        (dict(w=lambda w: w.half()), "w must be bf16 or fp32, got torch.float16"),
+        (dict(offs=lambda offs: offs.long()), r"offs must be int32, got torch.int64; use offs.int\(\)"),
+        (dict(offs=lambda offs: offs.to("meta")), "must be on one device"),
+        (dict(x=lambda x: x[:1].expand(2**21, K)), "kernels take at most 2097024"),
+    ],
+)
+def test_errors(change, message):
+    x, w, offs, _ = inputs([8, 12])
+    args = dict(x=x.detach(), w=w.detach(), offs=offs)
+    for name, edit in change.items():
+        args[name] = edit(args[name])
+    with pytest.raises(ValueError, match=message):
+        grouped_mm(**args)
+
+
+def test_dtensors_are_refused(tmp_path):
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        w = torch.distributed.tensor.DTensor.from_local(torch.zeros(1, K, N), mesh)
+        with pytest.raises(ValueError, match=r"plain tensors, got a DTensor; use to_local\(\)"):
+            grouped_mm(torch.zeros(4, K, dtype=BF16), w, torch.tensor([4], dtype=torch.int32))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,124 @@
+"""One grouped matrix product in FP8, for MoE code that keeps its own data flow.
+
+    forward   x --quantize--> pad groups to 128 rows --GEMM--> y, without padding
+    backward  dy --quantize--> pad --GEMM--> dx, without padding; dW from both operands, transposed in FP8
+
+:func:`titan_fp8moe.routed_experts` is faster: it quantizes a token once for all its experts, and SwiGLU's kernel
+quantizes its result. Here every product casts its own rows, moves them to padded groups, and moves its result back.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from titan_fp8moe import ops
+from titan_fp8moe.dispatch.base import check_rows
+from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.recipe import row_capacity
+from titan_fp8moe.rows import Rows
+
+
+def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """``x[m] @ w[e]`` for the expert e whose group holds row m: ``torch._grouped_mm`` in FP8.
+
+    Rows and gradients are quantized in 1x128 tiles, weights in 128x128 blocks, in every call. Differentiable once in
+    ``x`` and ``w``. Nothing waits for the GPU, and ``torch.compile`` takes it into one graph.
+
+    Args:
+        x: (M, K) bf16, rows sorted by expert.
+        w: (E, K, N) bf16 or fp32. A transposed view of weights (E, N, K) costs nothing, and neither does its gradient.
+        offs: (E,) int32 on the same device, the end of each expert's rows in x. Groups may be empty and of any size.
+
+    Returns:
+        (M, N) bf16. Rows at and past ``offs[-1]`` are zeros, and so are their gradients.
+
+    Raises:
+        ValueError: for other shapes, dtypes or devices, DTensors, more rows than the kernels take, or if K or N is no
+            multiple of 128.
+
+    Example::
+
+        h = grouped_mm(x, w13.transpose(1, 2), offs)  # w13 (E, 2H, D)
+    """
+    _check_inputs(x, w, offs)
+    return _GroupedMM.apply(x, w, offs)
+
+
+def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
+    """Rejects inputs that would make a kernel access invalid memory."""
+    if (x.dim(), w.dim(), offs.dim()) != (2, 3, 1) or x.shape[1] != w.shape[1] or offs.shape[0] != w.shape[0]:
+        raise ValueError(
+            "grouped_mm: x must be (M, K), w (E, K, N) and offs (E,); got "
+            f"{tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}. Pass weights (E, N, K) as w.transpose(1, 2)"
+        )
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"grouped_mm: x must be bf16, got {x.dtype}; use x.bfloat16()")
+    if w.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"grouped_mm: w must be bf16 or fp32, got {w.dtype}; it is quantized here")
+    if offs.dtype != torch.int32:
+        raise ValueError(f"grouped_mm: offs must be int32, got {offs.dtype}; use offs.int()")
+    if len(devices := {t.device for t in (x, w, offs)}) > 1:
+        raise ValueError(f"grouped_mm: x, w and offs must be on one device, got {', '.join(map(str, devices))}")
+    if w.shape[1] % 128 or w.shape[2] % 128:
+        raise ValueError(
+            f"grouped_mm: K and N must be multiples of 128, the width of an FP8 tile; got {w.shape[1]} and "
+            f"{w.shape[2]}; use torch._grouped_mm for this layer"
+        )
+    if any(isinstance(t, DTensor) for t in (x, w, offs)):
+        raise ValueError("grouped_mm: x, w and offs must be this rank's plain tensors, got a DTensor; use to_local()")
+    check_rows(x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"grouped_mm: x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; "
+            "call torch.cuda.set_device"
+        )
+
+
+def _is_transposed(w: Tensor) -> bool:
+    """Whether w (E, K, N) is a view of contiguous rows (E, N, K)."""
+    return w.stride(1) == 1 and w.stride(2) != 1
+
+
+def _operand(w: Tensor, transpose: bool) -> QuantizedWeight:
+    """w (E, K, N) as a GEMM operand in its own layout, or transposed. The kernel reads contiguous rows."""
+    if _is_transposed(w):
+        w, transpose = w.transpose(1, 2), not transpose
+    return ops.quantize_weight_transposed(w) if transpose else ops.quantize_weight(w)
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w_EKN: Tensor, offs_E: Tensor) -> Tensor:
+        M, E = x_MK.shape[0], w_EKN.shape[0]
+        # Row m belongs to the first group that ends after it. Expert E, of the rows at and past offs[-1], gets no row.
+        row_M = torch.arange(M, dtype=torch.int32, device=x_MK.device)
+        expert_M1 = torch.searchsorted(offs_E, row_M, right=True, out_int32=True).unsqueeze(1)
+        no_scores_M1 = torch.empty_like(expert_M1, dtype=torch.float32)
+        offsets_E, token_P, _, row_M1 = ops.expert_routing(expert_M1, no_scores_M1, E, row_capacity(M, E))
+        x = Rows(*ops.quantize_rows(x_MK))
+        padded = ops.permute_rows(*x, row_M1, token_P, offsets_E)
+        y_PN = ops.grouped_mm(*padded, *_operand(w_EKN, transpose=True), offsets_E, torch.bfloat16)
+        # The weight itself is saved, as FSDP refills it before the backward.
+        ctx.save_for_backward(w_EKN, *x, offsets_E, token_P, row_M1)
+        return ops.unpermute_sum(y_PN, row_M1, torch.bfloat16)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_MN: Tensor):  # pyrefly: ignore[bad-override] # PyTorch's is variadic
+        w_EKN, q, scale, offsets_E, token_P, row_M1 = ctx.saved_tensors
+        dy = Rows(*ops.permute_rows(*ops.quantize_rows(dy_MN), row_M1, token_P, offsets_E))
+        dx_MK = dw_EKN = None
+        if ctx.needs_input_grad[0]:
+            dx_PK = ops.grouped_mm(*dy, *_operand(w_EKN, transpose=False), offsets_E, torch.bfloat16)
+            dx_MK = ops.unpermute_sum(dx_PK, row_M1, torch.bfloat16)
+        if ctx.needs_input_grad[1]:
+            x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(q, scale, *dy, offsets_E, "balanced", token_P)
+            pair = [(x_t, x_t_scale), (dy_t, dy_t_scale)]
+            if transposed := _is_transposed(w_EKN):
+                pair.reverse()  # the gradient in the weight's memory layout
+            dw = ops.grouped_mm_wgrad(*pair[0], *pair[1], offsets_E, w_EKN.dtype)
+            dw_EKN = dw.transpose(1, 2) if transposed else dw
+        return dx_MK, dw_EKN, None
