@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ADAPTERS = ("torchtitan", "transformers")
+ADAPTERS = ("export_fp8", "torchao", "torchtitan", "transformers")
 # Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
 LAYERS = [
     {"config", "recipe", "rows"},
     {"kernels", "ops"},
     {"dispatch", "ffn", "statistics", "weights"},
-    {"dense", "moe", "modules"},
+    {"dense", "matmul", "moe", "modules"},
     {""},
     {"checks", "testing"},
     set(ADAPTERS),

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
@@ -73,15 +74,10 @@ def _check_choices(section: Any, prefix: str) -> None:
             raise ValueError(f"{prefix}{field.name} = {value!r}: must be one of {get_args(hint)}")
 
 
-def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, int, list[nn.Module]]:
-    """Build one rank's share of the model on the meta device.
-
-    Returns the parallel dims, the parameter count of the whole model and the rank's parallelized model parts (one, or
-    its pipeline stages). Initializes a fake default process group, so it can run once per process.
-    """
-    torch.distributed.init_process_group("fake", rank=rank, world_size=world_size)
+def make_parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
+    """The parallel degrees of the config on so many ranks."""
     p = config.parallelism
-    dims = ParallelDims(
+    return ParallelDims(
         dp_replicate=p.data_parallel_replicate_degree,
         dp_shard=p.data_parallel_shard_degree,
         cp=p.context_parallel_degree,
@@ -91,6 +87,27 @@ def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, 
         etp=p.expert_tensor_parallel_degree,
         world_size=world_size,
     )
+
+
+def build_model(config: JobConfig, dims: ParallelDims) -> tuple[TrainSpec, BaseModelArgs, nn.Module]:
+    """The whole model on the meta device, converted but not parallelized, with its spec and arguments."""
+    spec = get_train_spec(config.model.name)
+    model_args = spec.model_args[config.model.flavor]
+    model_args.update_from_config(config)
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = spec.model_cls(model_args)
+    build_model_converters(config, dims).convert(model)
+    return spec, model_args, model
+
+
+def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, int, list[nn.Module]]:
+    """Build one rank's share of the model on the meta device.
+
+    Returns the parallel dims, the parameter count of the whole model and the rank's parallelized model parts (one, or
+    its pipeline stages). Initializes a fake default process group, so it can run once per process.
+    """
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world_size)
+    dims = make_parallel_dims(config, world_size)
     step = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
     if config.training.global_batch_size > 0 and config.training.global_batch_size % step:
         raise ValueError(
@@ -98,12 +115,7 @@ def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, 
             f"x data parallel degree = {step}"
         )
 
-    spec = get_train_spec(config.model.name)
-    model_args = spec.model_args[config.model.flavor]
-    model_args.update_from_config(config)
-    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        model = spec.model_cls(model_args)
-    build_model_converters(config, dims).convert(model)
+    spec, model_args, model = build_model(config, dims)
     n_params = sum(param.numel() for param in model.parameters())
     if not dims.pp_enabled:
         return dims, n_params, [spec.parallelize_fn(model, dims, config)]

@@ -18,7 +18,7 @@ from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 from titan_fp8moe.checks import PADDED_FROM
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dense import feed_forward
-from titan_fp8moe.modules import KeepDtype
+from titan_fp8moe.modules import Fp8FlowLinear, KeepDtype
 from titan_fp8moe.moe import apply_experts
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.weights import ExpertWeights, Fp8AllGather, WeightCache
@@ -191,6 +191,17 @@ class Fp8FlowMoE(MoE):
         elif self.shared_experts is not None:
             shared["meanwhile"] = lambda: self.shared_experts(x_TD)
         return self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), **shared)
+
+
+def fp8_parameters(model: nn.Module) -> list[str]:
+    """Names of the matrices that a converted model multiplies in FP8."""
+    converted = Fp8FlowGroupedExperts, Fp8FlowFeedForward, Fp8FlowLinear
+    return [
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, converted)
+        for key, _ in module.named_parameters()
+    ]
 
 
 def why_not_fp8(ffn: nn.Module, hidden_dim_shards: int) -> str | None:

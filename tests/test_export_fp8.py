@@ -1,0 +1,327 @@
+"""The FP8 export: what it writes, that torchtitan reads it back, resuming, verification and refusals."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from titan_fp8moe import recipe
+from titan_fp8moe.export_fp8 import __main__ as export_fp8
+from titan_fp8moe.export_fp8 import shards
+from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
+from titan_fp8moe.torchtitan.dry_run import build_model
+
+TOML = "train_configs/debug.toml"
+CONFIG = dict(num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, torch_dtype="float32")
+ONE_PROCESS = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+EXPERT = "model.layers.1.mlp.experts.3.gate_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def hardware_check(monkeypatch):
+    monkeypatch.setattr(Fp8FlowMoEConverter, "trains_here", False)  # as the export does; restored after the test
+
+
+@pytest.fixture(scope="module")
+def job():
+    """The converted tiny model on the meta device, its arguments, and fp32 values of its parameters."""
+    Fp8FlowMoEConverter.trains_here = False
+    _, args, model = build_model(ConfigManager().parse_args([f"--job.config_file={TOML}"]), ONE_PROCESS)
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(v.shape, generator=generator) * 0.05 for name, v in model.state_dict().items()}
+    return model, args, state
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tf_model.bin").write_text("weights of another model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(job, tmp_path_factory) -> Path:
+    """As torchtitan saves it, with an optimizer's state."""
+    folder = tmp_path_factory.mktemp("run") / "step-7"
+    dcp.save({**job[2], "optimizer.state.tok_embeddings.weight.step": torch.zeros(1)}, checkpoint_id=folder)
+    return folder
+
+
+@pytest.fixture
+def export(monkeypatch, capsys):
+    """Runs the command line; returns what it printed."""
+
+    def run(*arguments) -> str:
+        monkeypatch.setattr(sys, "argv", ["export_fp8", *map(str, arguments)])
+        export_fp8.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def quantized(weight: torch.Tensor) -> torch.Tensor:
+    """What a forward multiplies with, for experts (E, N, K) or one matrix."""
+    return recipe.dequantize(*recipe.quantize_weight(weight.view(-1, *weight.shape[-2:]))).view(weight.shape)
+
+
+def is_fp8(name: str) -> bool:
+    return ".moe.experts." in name or ".moe.shared_experts." in name
+
+
+def read_back(folder: Path, job) -> dict[str, torch.Tensor]:
+    """As torchtitan loads it with ``initial_load_in_hf_quantized``."""
+    _, args, state = job
+    adapter = DeepSeekV3StateDictAdapter(args, None)
+    loaded = adapter.to_hf({name: torch.empty_like(value) for name, value in state.items()})
+    dcp.load(loaded, storage_reader=adapter.get_hf_storage_reader(str(folder), from_quantized=True), no_dist=True)
+    return adapter.from_hf(loaded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchtitan_reads_what_the_forward_multiplies_with(job, checkpoint, assets, export, tmp_path, dtype):
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    options = ["--config", TOML, "--assets", assets, "--quantized-from", name, "--shard-gb", 2e-3, "--verify"]
+    output = export(checkpoint, tmp_path, *options)
+    assert "54 matrices in FP8" in output and "139 tensors are the checkpoint's, bit for bit" in output
+    assert len(list(tmp_path.glob("model-*-of-00005.safetensors"))) == 5
+    loaded = read_back(tmp_path, job)
+    for key, value in job[2].items():
+        want = quantized(value.to(dtype)) if is_fp8(key) else value if "expert_bias" in key else value.bfloat16()
+        assert torch.equal(loaded[key], want.float()), key
+        if is_fp8(key):  # quantized again, as the next run does, it stays what it is, also from bf16
+            assert torch.equal(quantized(loaded[key].bfloat16()), loaded[key])
+    if dtype == torch.bfloat16:
+        assert not torch.equal(loaded["layers.1.moe.experts.w1"], quantized(job[2]["layers.1.moe.experts.w1"]))
+
+
+def test_logits_are_the_trained_models(job, checkpoint, assets, export, tmp_path):
+    """A converted model with the exported weights computes what the trained one computes, bit for bit."""
+    export(checkpoint, tmp_path, "--config", TOML, "--assets", assets, "--quantized-from", "fp32")
+    model, _, state = job
+    trained = {key: value if is_fp8(key) or "bias" in key else value.bfloat16().float() for key, value in state.items()}
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights(torch.device("cpu"))
+    tokens, logits = torch.randint(2048, (2, 32)), []
+    for weights in (trained, read_back(tmp_path, job)):
+        model.load_state_dict(weights)
+        logits.append(model(tokens))
+    model.to("meta")
+    assert torch.equal(*logits)
+
+
+def test_files(job, checkpoint, assets, export, tmp_path):
+    """DeepSeek's names, dtypes and config; everything else of the assets but weights."""
+    export(checkpoint, tmp_path, "--config", TOML, "--assets", assets, "--quantized-from", "fp32")
+    tensors = load(tmp_path)
+    q, scale = recipe.quantize_weight(job[2]["layers.1.moe.experts.w1"])
+    assert torch.equal(tensors[EXPERT].view(torch.uint8), q[3].view(torch.uint8))
+    assert torch.equal(tensors[f"{EXPERT}_scale_inv"], recipe.exp2(recipe.exponent(scale[3])))
+    assert tensors[f"{EXPERT}_scale_inv"].dtype == torch.float32
+    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    assert not any("optimizer" in name for name in tensors)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == CONFIG | {"torch_dtype": "bfloat16"}
+    kept = quantization.pop("modules_to_not_convert")
+    assert quantization == shards.FORMAT and shards.FORMAT["scale_fmt"] == "ue8m0"
+    matrices = {
+        name.removesuffix(".weight")
+        for name, value in tensors.items()
+        if value.dtype == torch.bfloat16 and value.ndim == 2
+    }
+    assert set(kept) == matrices and len(kept) == len(matrices) == 19
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"
+    ]  # fmt: skip
+
+
+def test_filter_of_the_job(checkpoint, assets, export, tmp_path):
+    """The converter decides: shared experts stay bf16, and so does a whole layer as one module."""
+    override = "--fp8_flow_moe.filter_fqns=shared_experts,layers.2."
+    options = ["--config", TOML, "--assets", assets, "--quantized-from", "fp32"]
+    assert "24 matrices in FP8" in export(checkpoint, tmp_path, *options, override)
+    kept = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.2.mlp.experts" in kept and "model.layers.1.mlp.experts" not in kept
+    assert "model.layers.1.mlp.shared_experts.up_proj" in kept
+
+
+def test_fp8_all_gather_quantizes_shards_in_fp32(job, checkpoint, assets, export, tmp_path):
+    """FSDP gathers the routed experts' FP8 values, and shared experts in bf16."""
+    export(checkpoint, tmp_path, "--config", TOML, "--assets", assets, "--quantized-from", "fp8_all_gather")
+    loaded = read_back(tmp_path, job)
+    for key, dtype in (("experts.w1", torch.float32), ("shared_experts.w1.weight", torch.bfloat16)):
+        assert torch.equal(loaded[f"layers.1.moe.{key}"], quantized(job[2][f"layers.1.moe.{key}"].to(dtype)))
+
+
+def test_one_tensor_at_a_time(checkpoint, assets, export, tmp_path, monkeypatch):
+    """Each of torchtitan's tensors is read once, alone, although shards cut through a layer's experts."""
+    read, original = [], dcp.load
+
+    def spy(state, **kwargs):
+        read.append(sorted(state))
+        original(state, **kwargs)
+
+    monkeypatch.setattr(dcp, "load", spy)
+    options = ["--config", TOML, "--assets", assets, "--quantized-from", "fp32", "--shard-gb", 1e-3]
+    export(checkpoint, tmp_path, *options)
+    assert all(len(keys) == 1 for keys in read) and len({keys[0] for keys in read}) >= 30
+    shards_written = len(list(tmp_path.glob("*.safetensors")))
+    assert len(read) <= len({keys[0] for keys in read}) + shards_written
+
+
+# --- Hugging Face's folders -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hf(tmp_path) -> Path:
+    """A folder of two layers of experts; the hidden dim is no multiple of 128."""
+    return write_hf(tmp_path / "hf")
+
+
+def write_hf(folder: Path, dtype=torch.bfloat16, **changes) -> Path:
+    folder.mkdir()
+    shapes = {"model.embed_tokens.weight": (64, 256), "model.norm.weight": (256,)}
+    for layer in range(2):
+        for e in range(2):
+            for part, shape in (("gate", (200, 256)), ("up", (200, 256)), ("down", (256, 200))):
+                shapes[f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"] = shape
+        shapes[f"model.layers.{layer}.mlp.gate.weight"] = (2, 256)
+    state = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()} | changes
+    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
+    config = dict(num_hidden_layers=2, hidden_size=256, vocab_size=64, num_experts=2)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_partial_blocks(hf, export, tmp_path):
+    export(hf, tmp_path / "out", "--verify")
+    tensors, source = load(tmp_path / "out"), load_file(hf / "model.safetensors")
+    for name in ("down", "up"):
+        weight = source[f"model.layers.1.mlp.experts.0.{name}_proj.weight"].float()
+        q = tensors[f"model.layers.1.mlp.experts.0.{name}_proj.weight"].float()
+        scale = tensors[f"model.layers.1.mlp.experts.0.{name}_proj.weight_scale_inv"]
+        assert scale.shape == (2, 2) and scale.log2().frac().count_nonzero() == 0
+        value = q * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: q.shape[0], : q.shape[1]]
+        assert (value - weight).abs().max() <= 2**-4 * weight.abs().max()  # half of a step of the largest values
+
+
+def test_resumes(hf, export, tmp_path):
+    """Complete shards stay as they are; the others are written, whatever an interruption has left."""
+    out, options = tmp_path / "out", ("--shard-gb", 2e-4)
+    export(hf, out, *options)
+    files, config = sorted(out.glob("*.safetensors")), out / "config.json"
+    before = {path: (path.stat().st_mtime_ns, load_file(path)) for path in files}
+    assert len(files) > 2
+    files[1].unlink()
+    config.unlink()
+    (out / "model-00002.new").write_text("half a file")
+    output = export(hf, out, *options, "--verify")
+    assert output.count("was there") == len(files) - 1
+    assert load_file(files[1]).keys() == before[files[1]][1].keys() and config.exists()
+    assert all(path.stat().st_mtime_ns == before[path][0] for path in files if path != files[1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda t: t["model.layers.0.mlp.experts.1.up_proj.weight"].view(torch.uint8)[3, 5].add_(1),
+            "up_proj.weight ",
+        ),
+        (lambda t: t["model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"].mul_(2), "weight_scale_inv differs"),
+        (lambda t: t["model.norm.weight"].mul_(2), "model.norm.weight differs"),
+    ],
+)
+def test_verify_finds_one_wrong_byte(hf, export, tmp_path, damage, message):
+    export(hf, tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        export(hf, tmp_path / "out", "--verify-only")
+
+
+def test_verify_reads_the_config(hf, export, tmp_path):
+    export(hf, tmp_path / "out")
+    assert "verified: 28 tensors" in export(hf, tmp_path / "out", "--verify-only")
+    path = tmp_path / "out/config.json"
+    path.write_text(path.read_text().replace('"ue8m0"', '"none"'))
+    with pytest.raises(SystemExit, match=r"config.json is not what this export writes"):
+        export(hf, tmp_path / "out", "--verify-only")
+    path.unlink()
+    with pytest.raises(SystemExit, match=r"has no config.json: the export is incomplete"):
+        export(hf, tmp_path / "out", "--verify-only")
+
+
+E0 = "model.layers.0.mlp.experts.0.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, "--quantized-from fp32", "checkpoint has torch.bfloat16: the values are lost"),
+        ({"dtype": torch.float32}, "", r"is fp32: say with --quantized-from what training quantized, bf16 \(FSDP"),
+        ({"dtype": torch.float16}, "", "is torch.float16, which is not what training wrote"),
+        ({E0: torch.zeros(200, 256).to(recipe.FP8)}, "", "is FP8 already: export from the checkpoint that training"),
+        ({E0: torch.full((200, 256), torch.nan).bfloat16()}, "", f"{E0} holds a NaN or Inf: .* diverged"),
+        ({E0: torch.full((200, 256), torch.inf).bfloat16()}, "", f"{E0} holds a NaN or Inf: .* diverged"),
+        ({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 400, 256).bfloat16()}, "", "one matrix per expert"),
+        ({}, "--quantize .expert.", r"--quantize has '.expert.', which matches no tensor"),
+        ({}, "--quantize norm", "is no matrix of a linear layer; narrow --quantize"),
+        ({}, "--filter-fqns layers.7.", r"--filter-fqns has 'layers.7.', which matches no tensor"),
+        ({}, "--filter-fqns layers.", "nothing is quantized"),
+        ({}, "--filter-fqns experts.1.", "some matrices of model.layers.0.mlp.experts would be FP8 and others bf16"),
+        ({}, "--assets /nowhere", r"/nowhere/config.json does not exist; --assets names"),
+        (
+            {"model.layers.2.mlp.gate.weight": torch.zeros(2, 256)},
+            "",
+            "num_hidden_layers = 2, but the checkpoint has 3",
+        ),
+        ({"model.embed_tokens.weight": torch.zeros(9, 256)}, "", "vocab_size = 64, but the checkpoint has 9"),
+        ({}, "--config nowhere.toml", "--config nowhere.toml: no such file"),
+    ],
+)
+def test_refusals(export, tmp_path, changes, options, message):
+    folder = write_hf(tmp_path / "hf", **changes)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        export(folder, tmp_path / "out", *options.split())
+    assert not (tmp_path / "out/config.json").exists()
+
+
+def test_wrong_folders(hf, checkpoint, export, tmp_path):
+    with pytest.raises(SystemExit, match="has neither .metadata"):
+        export(tmp_path, tmp_path / "out")
+    with pytest.raises(SystemExit, match="is a checkpoint of torchtitan's: name its TOML file with --config"):
+        export(checkpoint, tmp_path / "out")
+    with pytest.raises(SystemExit, match="OUT is SOURCE"):
+        export(hf, hf)
+    export(hf, tmp_path / "out")
+    with pytest.raises(SystemExit, match="of another checkpoint, or of other settings"):
+        export(hf, tmp_path / "out", "--shard-gb", 2e-4)
+    with pytest.raises(SystemExit, match="2"):
+        export(hf, tmp_path / "out", "--config", TOML, "--quantize", ".experts.")
+
+
+def test_checkpoint_of_another_flavor(checkpoint, assets, export, tmp_path):
+    options = ["--config", TOML, "--assets", assets, "--quantized-from", "fp32", "--model.flavor", "debugmodel"]
+    with pytest.raises(SystemExit, match=r"not a checkpoint of deepseek_v3 debugmodel: \d+ .*Pass the config of"):
+        export(checkpoint, tmp_path, *options)

@@ -1,0 +1,100 @@
+"""FP8 exports that Transformers loads: tiny models of its own, saved, exported and read back."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_fp8moe import recipe
+
+pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("accelerate")
+
+from titan_fp8moe.export_fp8 import __main__ as export_fp8  # noqa: E402
+
+COMMON = dict(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=200,
+    moe_intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    num_experts_per_tok=2,
+    dtype="bfloat16",
+)
+DEEPSEEK = dict(
+    n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1,
+    q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
+)  # fmt: skip
+MODELS = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**COMMON, num_experts=4, head_dim=32),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**COMMON, **DEEPSEEK),
+}
+
+
+def export(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["export_fp8", *map(str, arguments)])
+    export_fp8.main()
+
+
+@pytest.fixture(params=[*MODELS])
+def exported(request, tmp_path: Path, monkeypatch):
+    """A random model with fp32 master values, the folder of its export, and parts of the names of what is FP8."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[request.param](), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    options = ["--quantized-from", "fp32", "--verify", "--shard-gb", 1e-3]
+    parts = [".experts."]
+    if request.param == "deepseek_v3":  # and the dense layer, whose hidden dim is no multiple of 128
+        parts += [".shared_experts.", ".layers.0.mlp."]
+        options += ["--quantize", *parts]
+    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8", *options)
+    return model, tmp_path / "fp8", parts
+
+
+def quantized(value: torch.Tensor) -> torch.Tensor:
+    """What the FP8 forward multiplies with, in fp32."""
+    N, K = value.shape[-2:]
+    padded = torch.nn.functional.pad(value, (0, -K % 128, 0, -N % 128))
+    q, scale = recipe.quantize_weight(padded.view(-1, *padded.shape[-2:]))
+    return recipe.dequantize(q, scale)[:, :N, :K].reshape(value.shape)
+
+
+def test_dequantized_by_transformers(exported):
+    """On a machine without a GPU Transformers loads the dequantized values, fused per layer."""
+    model, folder, parts = exported
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    master = model.state_dict()
+    assert master.keys() == loaded.keys()
+    assert any("experts.gate_up_proj" in name for name in master)
+    for name, value in master.items():
+        want = quantized(value) if any(part in name for part in parts) else value
+        assert torch.equal(loaded[name], want.to(loaded[name].dtype)), name
+
+
+def test_fp8_modules_of_transformers(exported, monkeypatch):
+    """The modules that serve FP8 are those of the export, with its bytes; bf16 modules stay what they were."""
+    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    model, folder, parts = exported
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    modules = dict(loaded.named_modules())
+    fp8 = {name for name, module in modules.items() if isinstance(module, (FP8Linear, FP8Experts))}
+    last = {"model.layers.2.mlp.experts"}
+    if len(parts) > 1:
+        last |= {f"model.layers.2.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+        assert {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")} <= fp8
+    assert {name for name in fp8 if "layers.2" in name} == last
+    assert type(modules["lm_head"]) is torch.nn.Linear
+    experts = modules["model.layers.2.mlp.experts"]
+    master = model.get_submodule("model.layers.2.mlp.experts")
+    for name in ("gate_up_proj", "down_proj"):
+        q, scale = recipe.quantize_weight(getattr(master, name).detach())
+        assert torch.equal(getattr(experts, name).view(torch.uint8), q.view(torch.uint8))
+        got = getattr(experts, f"{name}_scale_inv")
+        assert torch.equal(got.float(), recipe.exp2(recipe.exponent(scale)))

@@ -1,0 +1,7 @@
+"""Writes a trained model in DeepSeek's FP8 format: ``python -m titan_fp8moe.export_fp8 --help``.
+
+A matrix that training multiplies in FP8 becomes e4m3 values and one power-of-two ``weight_scale_inv`` per 128x128
+block: the values that the next training forward would multiply with. Everything else becomes bf16.
+
+``sources`` reads checkpoints, ``shards`` plans, quantizes, writes and verifies, ``__main__`` is the command line.
+"""

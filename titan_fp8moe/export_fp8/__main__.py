@@ -1,0 +1,146 @@
+"""Write a trained model in DeepSeek's FP8 format, with the values that training multiplies with.
+
+    python -m titan_fp8moe.export_fp8 outputs/checkpoint/step-1000 OUT --config train_configs/deepseek_v3_16b.toml \\
+        --quantized-from bf16 --verify                                       # a checkpoint of torchtitan's
+    python -m titan_fp8moe.export_fp8 HF_FOLDER OUT --verify                 # a folder of Hugging Face's
+
+SOURCE is a checkpoint of torchtitan's (DCP), or a folder of safetensors. OUT gets shards, index, config.json and the
+tokenizer. Run the same command again after an interruption: shards that are complete stay.
+
+With --config the job's converter decides what is FP8, and further arguments override the TOML file as in training.
+Without it the routed experts are, or what --quantize names.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from titan_fp8moe.export_fp8 import shards
+from titan_fp8moe.export_fp8.sources import HuggingFaceSource, Source
+
+_ROUTED = ".experts."
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_fp8moe.export_fp8",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, help="the trained model's folder")
+    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("--config", help="the run's TOML file; a checkpoint of torchtitan's needs it")
+    parser.add_argument(
+        "--assets", type=Path, help="folder with config.json and tokenizer; by default model.hf_assets_path or SOURCE"
+    )
+    parser.add_argument(
+        "--quantized-from",
+        choices=("fp32", "bf16", "fp8_all_gather"),
+        help="what training quantized: bf16 under FSDP with mixed_precision_param = bfloat16, fp32 without; "
+        "fp8_all_gather: routed experts from fp32, the rest from bf16. A bf16 checkpoint leaves no choice",
+    )
+    parser.add_argument(
+        "--quantize",
+        nargs="+",
+        metavar="PART",
+        help="quantize the matrices with one of these strings in their name, such as .experts. .shared_experts.",
+    )
+    parser.add_argument(
+        "--filter-fqns",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="of those, leave in bf16 what has one of these strings in its name; with --config the TOML file says it",
+    )
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="size of a shard (default 5)")
+    parser.add_argument("--verify", action="store_true", help="then compare every tensor with the source, bit for bit")
+    parser.add_argument("--verify-only", action="store_true", help="compare, and write nothing")
+    args, overrides = parser.parse_known_args()
+    if overrides and args.config is None:
+        parser.error(f"unknown arguments: {' '.join(overrides)}")
+    if args.config is not None and (args.quantize or args.filter_fqns):
+        parser.error(
+            "--config decides what is FP8; override it with --fp8_flow_moe.filter_fqns, not --quantize or --filter-fqns"
+        )
+    return args, overrides
+
+
+def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[str], Path]:
+    """The checkpoint, the names of what training multiplies in FP8, and the folder of config.json."""
+    source, is_dcp = args.source, (args.source / ".metadata").exists()
+    if not is_dcp and not any(source.glob("*.safetensors")):
+        raise ValueError(f"{source} has neither .metadata, as torchtitan's checkpoints (step-N) do, nor safetensors")
+    if is_dcp and args.config is None:
+        raise ValueError(f"{source} is a checkpoint of torchtitan's: name its TOML file with --config")
+    if args.out.resolve() == source.resolve():
+        raise ValueError("OUT is SOURCE; choose another folder")
+    if args.config is None:
+        checkpoint = HuggingFaceSource(source)
+        return checkpoint, _select(checkpoint, args.quantize, args.filter_fqns), args.assets or source
+    if not os.path.isfile(args.config):
+        raise ValueError(f"--config {args.config}: no such file")
+    from titan_fp8moe.torchtitan.checkpoint import DcpSource, Job
+
+    job = Job(args.config, overrides)
+    checkpoint = DcpSource(source, job) if is_dcp else HuggingFaceSource(source)
+    if missing := job.fp8 - checkpoint.tensors.keys():
+        raise ValueError(f"{source} is not a checkpoint of {job.name}: it lacks {min(missing)}")
+    return checkpoint, job.fp8, args.assets or job.assets
+
+
+def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[str]:
+    """The matrices with one of ``parts`` in their name and none of ``filters``. Each must match one."""
+    chosen = {name for name in source.tensors if any(part in name for part in parts or [_ROUTED])}
+    for option, strings, names in (("quantize", parts or [], source.tensors), ("filter-fqns", filters, chosen)):
+        if unused := [part for part in strings if not any(part in name for name in names)]:
+            raise ValueError(f"--{option} has {unused[0]!r}, which matches no tensor; correct or remove it")
+    return {name for name in chosen if not any(part in name for part in filters)}
+
+
+def _precisions(source: Source, fp8: set[str], quantized_from: str | None) -> dict[str, torch.dtype]:
+    """By name, the precision that each matrix is quantized from."""
+    if quantized_from is None:
+        if fp32 := [name for name in sorted(fp8) if source.tensors[name].dtype == torch.float32]:
+            raise ValueError(
+                f"{fp32[0]} is fp32: say with --quantized-from what training quantized, bf16 (FSDP with "
+                "mixed_precision_param = bfloat16), fp32 (no FSDP, or float32), or fp8_all_gather"
+            )
+        quantized_from = "bf16"
+
+    def precision(name: str) -> torch.dtype:
+        gathered = quantized_from == "fp8_all_gather" and _ROUTED in name
+        return torch.float32 if quantized_from == "fp32" or gathered else torch.bfloat16
+
+    return {name: precision(name) for name in source.tensors if name in fp8}
+
+
+def _device() -> torch.device:
+    """A GPU that has kernels, else the CPU; both give the same bits."""
+    has_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return torch.device("cuda" if has_kernels else "cpu")
+
+
+def main() -> None:
+    args, overrides = _parse()
+    logging.getLogger().setLevel(logging.WARNING)
+    try:
+        source, fp8, assets = _open(args, overrides)
+        plan = shards.make_plan(source, _precisions(source, fp8, args.quantized_from), int(args.shard_gb * 1e9))
+        shards.check_config(source, assets)
+        kept = plan.modules_to_not_convert
+        print(f"{len(plan.fp8)} matrices in FP8, {len(kept)} modules in bf16, {len(plan.shards)} shards; {_device()}")
+        if not args.verify_only:
+            shards.write_shards(plan, args.out, _device(), lambda line: print(line, flush=True))
+            shards.write_config(plan, assets, args.out)
+        if args.verify or args.verify_only:
+            print(f"verified: {shards.verify(plan, assets, args.out)} tensors are the checkpoint's, bit for bit")
+    except (AssertionError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

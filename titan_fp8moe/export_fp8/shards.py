@@ -1,0 +1,251 @@
+"""Plans, writes and verifies the files of an export. One shard and one tensor of the source are in memory at a time."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titan_fp8moe import ops, recipe
+from titan_fp8moe.export_fp8.sources import Source
+from titan_fp8moe.recipe import FP8, FP8_NAN, TILE
+
+INDEX = "model.safetensors.index.json"
+FORMAT = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [TILE, TILE],
+    "scale_fmt": "ue8m0",
+}
+_KEEPS_DTYPE = ("e_score_correction_bias",)  # the router's balance, which DeepSeek publishes in fp32
+_METADATA = "titan_fp8moe.export_fp8"  # in each shard's header: the plan that it belongs to
+
+
+@dataclass
+class Plan:
+    """What becomes of each tensor of a source.
+
+    Attributes:
+        source: the checkpoint.
+        fp8: by name of each matrix that is quantized, the precision that training quantizes it from.
+        shards: the names of the source's tensors in each file.
+        modules_to_not_convert: the modules whose matrices stay bf16.
+        fingerprint: changes with the source, and with what is done to it.
+    """
+
+    source: Source
+    fp8: dict[str, torch.dtype]
+    shards: list[list[str]]
+    modules_to_not_convert: list[str]
+    fingerprint: str
+
+    def file(self, shard: int) -> str:
+        return f"model-{shard + 1:05}-of-{len(self.shards):05}.safetensors"
+
+
+def make_plan(source: Source, fp8: dict[str, torch.dtype], shard_bytes: int) -> Plan:
+    """Raises ValueError for matrices that cannot be quantized as asked for."""
+    _check_source(source)
+    _check_quantized(source, fp8)
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, info in source.tensors.items():
+        nbytes = torch.Size(info.shape).numel() * (1 if name in fp8 else min(info.dtype.itemsize, 2))
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    stored = {name: [info.shape, str(info.dtype), str(fp8.get(name))] for name, info in source.tensors.items()}
+    fingerprint = hashlib.sha256(json.dumps([source.identity, stored, shards, FORMAT]).encode()).hexdigest()
+    return Plan(source, fp8, shards, _modules_to_not_convert(source, fp8), fingerprint)
+
+
+def _check_source(source: Source) -> None:
+    for name, info in source.tensors.items():
+        if name.endswith("_scale_inv") or info.dtype == FP8:
+            raise ValueError(f"{name} is FP8 already: export from the checkpoint that training wrote")
+        if info.dtype in (torch.float16, torch.float64):
+            raise ValueError(f"{name} is {info.dtype}, which is not what training wrote; convert it to bf16 or fp32")
+
+
+def _check_quantized(source: Source, fp8: dict[str, torch.dtype]) -> None:
+    if not fp8:
+        raise ValueError("nothing is quantized: the checkpoint has no routed experts that the settings match")
+    for name, dtype in fp8.items():
+        shape, stored = source.tensors[name]
+        if len(shape) != 2 or not name.endswith(".weight"):
+            hint = "; save the model with one matrix per expert" if len(shape) == 3 else "; narrow --quantize"
+            raise ValueError(f"{name} {shape} is to be quantized, but is no matrix of a linear layer{hint}")
+        if dtype == torch.float32 and stored != torch.float32:
+            raise ValueError(
+                f"--quantized-from says that training quantized {name} from fp32, but the checkpoint has {stored}: the "
+                "values are lost. Export an fp32 checkpoint, or say bf16 if training quantized from bf16"
+            )
+
+
+def _modules_to_not_convert(source: Source, fp8: dict[str, torch.dtype]) -> list[str]:
+    """Modules with a matrix that stays bf16; a layer's routed experts are one module, and all or none are FP8."""
+    quantized, kept = (
+        dict.fromkeys(
+            re.sub(r"(\.experts)\..*", r"\1", name.removesuffix(".weight"))
+            for name, info in source.tensors.items()
+            if len(info.shape) > 1 and (name in fp8) == wanted
+        )
+        for wanted in (True, False)
+    )
+    if mixed := quantized.keys() & kept.keys():
+        raise ValueError(
+            f"some matrices of {min(mixed)} would be FP8 and others bf16; quantize all of a layer's experts or none"
+        )
+    return list(kept)
+
+
+def convert(plan: Plan, name: str, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """What an export holds for a tensor of the source.
+
+    ``quantize`` is :func:`titan_fp8moe.recipe.quantize_weight`, or an equal of it.
+
+    Raises:
+        ValueError: for a matrix with a NaN or Inf.
+    """
+    value = plan.source.read(name)
+    if name not in plan.fp8:
+        keeps = not value.is_floating_point() or name.endswith(_KEEPS_DTYPE)
+        return {name: value.contiguous() if keeps else value.bfloat16().contiguous()}
+    N, K = value.shape
+    # The last block of a dim that is no multiple of 128 is padded with zeros, as in training.
+    padded = torch.nn.functional.pad(value.to(plan.fp8[name]), (0, -K % TILE, 0, -N % TILE))
+    q_1NK, scale = quantize(padded.unsqueeze(0))
+    q = q_1NK[0, :N, :K].cpu().contiguous()
+    if (q.view(torch.uint8) & 0x7F == FP8_NAN).any():
+        raise ValueError(f"{name} holds a NaN or Inf: this checkpoint is of a run that diverged; export an earlier one")
+    return {name: q, f"{name}_scale_inv": recipe.exp2(recipe.exponent(scale[0])).cpu()}
+
+
+def write_shards(plan: Plan, out: Path, device: torch.device, report: Callable[[str], None]) -> None:
+    """Writes the shards that ``out`` lacks, then the index. Each file appears whole or not at all.
+
+    Raises:
+        ValueError: if ``out`` has files of another export, or as :func:`convert`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    names = [plan.file(shard) for shard in range(len(plan.shards))]
+    done = {path.name for path in out.glob("*.safetensors")}
+    if other := sorted(name for name in done if name not in names or _fingerprint(out / name) != plan.fingerprint):
+        raise ValueError(
+            f"{out} has {other[0]} of another checkpoint, or of other settings; choose an empty folder or remove it"
+        )
+
+    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.quantize_weight(weight.to(device))
+
+    weight_map, total = {}, 0
+    for shard, file in enumerate(names):
+        path = out / file
+        if file not in done:
+            tensors = {key: t for name in plan.shards[shard] for key, t in convert(plan, name, quantize).items()}
+            new = path.with_suffix(".new")
+            save_file(tensors, new, {"format": "pt", _METADATA: plan.fingerprint})
+            new.chmod(0o644)  # safetensors lets nobody else read it
+            os.replace(new, path)
+            del tensors
+        with safe_open(path, framework="pt") as opened:
+            weight_map |= dict.fromkeys(opened.keys(), file)
+        total += path.stat().st_size
+        report(f"{file}: {path.stat().st_size / 1e9:.2f} GB{', was there' if file in done else ''}")
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(out / INDEX, index)
+
+
+def _fingerprint(path: Path) -> str | None:
+    with safe_open(path, framework="pt") as file:
+        return (file.metadata() or {}).get(_METADATA)
+
+
+def write_config(plan: Plan, assets: Path, out: Path) -> None:
+    """Copies the small files of ``assets``, with what is FP8 in config.json. It comes last: its presence says that the
+    export is complete."""
+    for path in sorted(assets.iterdir()):
+        copied = path.suffix in (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+        if copied and path.name not in ("config.json", INDEX):
+            (out / path.name).write_bytes(path.read_bytes())
+    write_json(out / "config.json", expected_config(plan, assets))
+
+
+def expected_config(plan: Plan, assets: Path) -> dict[str, Any]:
+    """The config.json of ``assets`` with the export's dtype and quantization."""
+    config = json.loads((assets / "config.json").read_text())
+    dtype = "torch_dtype" if "torch_dtype" in config else "dtype"
+    quantization = FORMAT | {"modules_to_not_convert": plan.modules_to_not_convert}
+    return config | {dtype: "bfloat16", "quantization_config": quantization}
+
+
+def check_config(source: Source, assets: Path) -> None:
+    """Raises ValueError unless config.json is there and has the checkpoint's sizes."""
+    path = assets / "config.json"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; --assets names a folder with the model's config.json and tokenizer")
+    config = json.loads(path.read_text())
+    layers = {int(match[1]) for name in source.tensors if (match := re.search(r"\.layers\.(\d+)\.", name))}
+    experts = {int(match[1]) for name in source.tensors if (match := re.search(r"\.experts\.(\d+)\.", name))}
+    embedding = source.tensors.get("model.embed_tokens.weight")
+    more = config.get("num_nextn_predict_layers") or 0  # DeepSeek stores the layers that predict further tokens, too
+    found: dict[str, Iterable[int]] = {"num_hidden_layers": range(len(layers) - more, len(layers) + 1)}
+    for key in ("n_routed_experts", "num_experts", "num_local_experts"):
+        found[key] = [len(experts)]
+    if embedding is not None:
+        found |= {"vocab_size": [embedding.shape[0]], "hidden_size": [embedding.shape[1]]}
+    for key, values in found.items():
+        if config.get(key) is not None and config[key] not in values:
+            raise ValueError(
+                f"{path} has {key} = {config[key]}, but the checkpoint has {max(values)}; pass the model's own config"
+            )
+
+
+def verify(plan: Plan, assets: Path, out: Path) -> int:
+    """Compares an export with its source, bit for bit, and returns the number of tensors compared.
+
+    The quantization is :mod:`titan_fp8moe.recipe` on the CPU, the specification of what training computes.
+
+    Raises:
+        ValueError: for the first difference.
+    """
+    for name in ("config.json", INDEX):
+        if not (out / name).exists():
+            raise ValueError(f"{out} has no {name}: the export is incomplete; run it again without --verify-only")
+    if json.loads((out / "config.json").read_text()) != expected_config(plan, assets):
+        raise ValueError(f"{out}/config.json is not what this export writes; remove it and run the export again")
+    remaining = cast(dict[str, str], json.loads((out / INDEX).read_text())["weight_map"])
+    count = 0
+    for names in plan.shards:
+        for name in names:
+            for key, want in convert(plan, name, recipe.quantize_weight).items():
+                with safe_open(out / remaining.pop(key), framework="pt") as file:
+                    got = file.get_tensor(key)
+                if (got.dtype, got.shape) != (want.dtype, want.shape) or not torch.equal(_bytes(got), _bytes(want)):
+                    raise ValueError(f"{key} differs from the checkpoint's values; remove its shard and export again")
+                count += 1
+    if remaining:
+        raise ValueError(f"{out} has {len(remaining)} tensors that the checkpoint lacks, such as {min(remaining)}")
+    return count
+
+
+def _bytes(value: Tensor) -> Tensor:
+    return value.contiguous().flatten().view(torch.uint8)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replaces a file as a whole."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(new, path)

@@ -1,0 +1,110 @@
+"""torchtitan's checkpoints under Hugging Face's names, and which of their tensors a job trains in FP8."""
+
+import copy
+import re
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+from titan_fp8moe.export_fp8.sources import TensorInfo, file_identity
+from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
+from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
+from titan_fp8moe.torchtitan.modules import fp8_parameters
+
+# What torchtitan stores besides the model, whose parameters have no common prefix.
+_NOT_THE_MODEL = ("optimizer.", "lr_scheduler.", "dataloader", "train_state", "ft_dataloader")
+
+
+class Job:
+    """The model of a training config: its shapes, its names in Hugging Face's format, and what it trains in FP8.
+
+    Attributes:
+        shapes: of the model's tensors, by torchtitan's names.
+        fp8: Hugging Face's names of the matrices that the job multiplies in FP8.
+        assets: ``model.hf_assets_path``.
+
+    Raises:
+        ValueError: for a config that cannot work, or a model without a state-dict adapter.
+    """
+
+    def __init__(self, toml: str, overrides: list[str]):
+        config: JobConfig = ConfigManager().parse_args([f"--job.config_file={toml}", *overrides])
+        Fp8FlowMoEConverter.trains_here = False
+        check_config(config)
+        dims = make_parallel_dims(config, smallest_world_size(config))
+        spec, model_args, model = build_model(config, dims)
+        if spec.state_dict_adapter is None:
+            raise ValueError(f"torchtitan has no names in Hugging Face's format for {config.model.name}")
+        self.name = f"{config.model.name} {config.model.flavor}"
+        self.assets = Path(config.model.hf_assets_path)
+        self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        # Without assets, which would have the adapter look for an index of shards there.
+        self.adapter: BaseStateDictAdapter = spec.state_dict_adapter(copy.deepcopy(model_args), None)
+        self.fp8 = {name for key in fp8_parameters(model) for name in self.hf_shapes(key)}
+
+    def hf_shapes(self, key: str) -> dict[str, tuple[int, ...]]:
+        """Hugging Face's names and shapes of what torchtitan calls ``key``; empty for a tensor that is tied."""
+        value = torch.empty(self.shapes[key], device="meta")
+        return {name: tuple(part.shape) for name, part in self.adapter.to_hf({key: value}).items()}
+
+
+class DcpSource:
+    """A checkpoint of torchtitan's as a :class:`titan_fp8moe.export_fp8.sources.Source`.
+
+    One of torchtitan's tensors is in memory at a time, for the experts all of a layer.
+
+    Raises:
+        ValueError: unless the checkpoint holds exactly the job's model.
+    """
+
+    def __init__(self, folder: Path, job: Job):
+        self.folder, self.job = folder, job
+        stored = {
+            key: TensorInfo(tuple(meta.size), meta.properties.dtype)
+            for key, meta in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+            if isinstance(meta, TensorStorageMetadata) and not key.startswith(_NOT_THE_MODEL)
+        }
+        _check_model(folder, {key: info.shape for key, info in stored.items()}, job)
+        self.keys: dict[str, str] = {}  # torchtitan's by Hugging Face's
+        self.tensors: dict[str, TensorInfo] = {}
+        for key in sorted(stored, key=_natural):
+            for name, shape in job.hf_shapes(key).items():
+                self.keys[name], self.tensors[name] = key, TensorInfo(shape, stored[key].dtype)
+        self.stored, self.loaded_key, self.loaded = stored, "", {}
+        self.identity = file_identity(sorted(folder.iterdir()))
+
+    def read(self, name: str) -> Tensor:
+        if (key := self.keys[name]) != self.loaded_key:
+            self.loaded_key, self.loaded = "", {}  # freed before more is read
+            value = torch.empty(self.stored[key].shape, dtype=self.stored[key].dtype)
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # that this is one process
+                dcp.load({key: value}, storage_reader=FileSystemReader(self.folder), no_dist=True)
+            self.loaded_key, self.loaded = key, self.job.adapter.to_hf({key: value})
+        return self.loaded[name]
+
+
+def _check_model(folder: Path, stored: dict[str, tuple[int, ...]], job: Job) -> None:
+    both = stored.keys() & job.shapes.keys()
+    wrong = [f"{key} {stored[key]}, not {job.shapes[key]}" for key in sorted(both) if stored[key] != job.shapes[key]]
+    missing, unknown = sorted(job.shapes.keys() - stored.keys()), sorted(stored.keys() - job.shapes.keys())
+    if wrong or missing or unknown:
+        differences = [
+            f"{count} {what}, such as {names[0]}"
+            for what, names in (("of another shape", wrong), ("missing", missing), ("unknown", unknown))
+            if (count := len(names))
+        ]
+        raise ValueError(
+            f"{folder} is not a checkpoint of {job.name}: {'; '.join(differences)}. Pass the config of its run"
+        )
+
+
+def _natural(key: str) -> list[str | int]:
+    """Sorts layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
