@@ -1,13 +1,16 @@
 """The FP8 export: what it writes, that torchtitan reads it back, resuming, verification and refusals."""
 
 import json
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
@@ -16,8 +19,11 @@ import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
 from titan_fp8moe.export_fp8 import shards
+from titan_fp8moe.torchtitan import dry_run
+from titan_fp8moe.torchtitan.checkpoint import Job
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model
+from titan_fp8moe.torchtitan.modules import fp8_parameters
 
 TOML = "train_configs/debug.toml"
 CONFIG = dict(num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, torch_dtype="float32")
@@ -96,7 +102,7 @@ def test_torchtitan_reads_what_the_forward_multiplies_with(job, checkpoint, asse
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     options = ["--config", TOML, "--assets", assets, "--quantized-from", name, "--shard-gb", 2e-3, "--verify"]
     output = export(checkpoint, tmp_path, *options)
-    assert "54 matrices in FP8" in output and "139 tensors are the checkpoint's, bit for bit" in output
+    assert f"54 matrices in FP8 from {name}" in output and "139 tensors are the checkpoint's, bit for bit" in output
     assert len(list(tmp_path.glob("model-*-of-00005.safetensors"))) == 5
     loaded = read_back(tmp_path, job)
     for key, value in job[2].items():
@@ -157,15 +163,15 @@ def test_filter_of_the_job(checkpoint, assets, export, tmp_path):
     """The converter decides: shared experts stay bf16, and so does a whole layer as one module."""
     override = "--fp8_flow_moe.filter_fqns=shared_experts,layers.2."
     options = ["--config", TOML, "--assets", assets, "--quantized-from", "fp32"]
-    assert "24 matrices in FP8" in export(checkpoint, tmp_path, *options, override)
+    assert "24 matrices in FP8 from fp32" in export(checkpoint, tmp_path, *options, override)
     kept = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert "model.layers.2.mlp.experts" in kept and "model.layers.1.mlp.experts" not in kept
     assert "model.layers.1.mlp.shared_experts.up_proj" in kept
 
 
-def test_fp8_all_gather_quantizes_shards_in_fp32(job, checkpoint, assets, export, tmp_path):
-    """FSDP gathers the routed experts' FP8 values, and shared experts in bf16."""
-    export(checkpoint, tmp_path, "--config", TOML, "--assets", assets, "--quantized-from", "fp8_all_gather")
+def test_routed_experts_from_fp32(job, checkpoint, assets, export, tmp_path):
+    """And the rest from bf16."""
+    export(checkpoint, tmp_path, "--config", TOML, "--assets", assets, "--quantized-from", "fp32-routed")
     loaded = read_back(tmp_path, job)
     for key, dtype in (("experts.w1", torch.float32), ("shared_experts.w1.weight", torch.bfloat16)):
         assert torch.equal(loaded[f"layers.1.moe.{key}"], quantized(job[2][f"layers.1.moe.{key}"].to(dtype)))
@@ -279,7 +285,7 @@ E0 = "model.layers.0.mlp.experts.0.up_proj.weight"
     ("changes", "options", "message"),
     [
         ({}, "--quantized-from fp32", "checkpoint has torch.bfloat16: the values are lost"),
-        ({"dtype": torch.float32}, "", r"is fp32: say with --quantized-from what training quantized, bf16 \(FSDP"),
+        ({"dtype": torch.float32}, "", "is fp32, but training may have .* from bf16: pass --config"),
         ({"dtype": torch.float16}, "", "is torch.float16, which is not what training wrote"),
         ({E0: torch.zeros(200, 256).to(recipe.FP8)}, "", "is FP8 already: export from the checkpoint that training"),
         ({E0: torch.full((200, 256), torch.nan).bfloat16()}, "", f"{E0} holds a NaN or Inf: .* diverged"),
@@ -317,11 +323,62 @@ def test_wrong_folders(hf, checkpoint, export, tmp_path):
     export(hf, tmp_path / "out")
     with pytest.raises(SystemExit, match="of another checkpoint, or of other settings"):
         export(hf, tmp_path / "out", "--shard-gb", 2e-4)
-    with pytest.raises(SystemExit, match="2"):
-        export(hf, tmp_path / "out", "--config", TOML, "--quantize", ".experts.")
+    for options in (f"--config {TOML} --quantize .experts.", "--world-size 8", "--no-such-option"):
+        with pytest.raises(SystemExit, match="2"):
+            export(hf, tmp_path / "out", *options.split())
 
 
 def test_checkpoint_of_another_flavor(checkpoint, assets, export, tmp_path):
     options = ["--config", TOML, "--assets", assets, "--quantized-from", "fp32", "--model.flavor", "debugmodel"]
     with pytest.raises(SystemExit, match=r"not a checkpoint of deepseek_v3 debugmodel: \d+ .*Pass the config of"):
         export(checkpoint, tmp_path, *options)
+
+
+def _precisions_of_a_run(world_size: int, overrides: list[str]) -> tuple[str, set[str]]:
+    """What the export thinks that a run quantizes, and what FSDP hands its layers: of routed and of shared experts."""
+    arguments = [f"--job.config_file={TOML}", *overrides]
+    told = Job(TOML, overrides, world_size).quantized_from
+    _, _, (model,) = dry_run.build(ConfigManager().parse_args(arguments), 0, world_size)
+    handed = {name: "fp32" for name in fp8_parameters(model)}  # what FSDP does not manage stays as it is
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    for param in (param for group in groups if group is not None for param in group.fsdp_params):
+        in_fp8 = hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
+        if (name := names[id(param.sharded_param)]) in handed and not in_fp8:
+            handed[name] = {torch.bfloat16: "bf16", torch.float32: "fp32"}[param.mp_policy.param_dtype]
+    kinds = {(("routed " if ".experts." in name else "shared ") + dtype) for name, dtype in handed.items()}
+    return told, kinds
+
+
+@pytest.fixture(scope="module")
+def separate_process():
+    """The fake process group can be made once per process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_export_fp8"])
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        yield lambda *arguments: pool.submit(*arguments).result(timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "told"),
+    [
+        (1, "", "fp32"),
+        (4, "", "bf16"),
+        (4, "--parallelism.expert_parallel_degree=2", "bf16"),
+        (4, "--parallelism.expert_parallel_degree=4", "fp32-routed"),
+        (4, "--parallelism.expert_parallel_degree=4 --fp8_flow_moe.filter_fqns=layers.2.", "bf16"),
+        (4, "--parallelism.expert_parallel_degree=2 --fp8_flow_moe.fp8_all_gather", "fp32-routed"),
+        (4, "--parallelism.expert_parallel_degree=2 --parallelism.data_parallel_replicate_degree=2", "bf16"),
+        (4, "--training.mixed_precision_param=float32", "fp32"),
+    ],
+)
+def test_what_a_run_quantizes(separate_process, world_size, overrides, told):
+    routed, shared = told.removesuffix("-routed"), "bf16" if told == "fp32-routed" else told
+    want = {f"routed {routed}", f"shared {shared}"}
+    assert separate_process(_precisions_of_a_run, world_size, overrides.split()) == (told, want)
+
+
+def test_world_size_tells(checkpoint, assets, export, tmp_path):
+    options = ["--config", TOML, "--assets", assets, "--world-size"]
+    assert "54 matrices in FP8 from bf16" in export(checkpoint, tmp_path / "2", *options, 2)
+    assert "54 matrices in FP8 from fp32" in export(checkpoint, tmp_path / "1", *options, 1)

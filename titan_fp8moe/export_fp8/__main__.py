@@ -1,7 +1,7 @@
 """Write a trained model in DeepSeek's FP8 format, with the values that training multiplies with.
 
     python -m titan_fp8moe.export_fp8 outputs/checkpoint/step-1000 OUT --config train_configs/deepseek_v3_16b.toml \\
-        --quantized-from bf16 --verify                                       # a checkpoint of torchtitan's
+        --world-size 8 --verify                                              # a checkpoint of torchtitan's
     python -m titan_fp8moe.export_fp8 HF_FOLDER OUT --verify                 # a folder of Hugging Face's
 
 SOURCE is a checkpoint of torchtitan's (DCP), or a folder of safetensors. OUT gets shards, index, config.json and the
@@ -38,10 +38,13 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         "--assets", type=Path, help="folder with config.json and tokenizer; by default model.hf_assets_path or SOURCE"
     )
     parser.add_argument(
+        "--world-size", type=int, help="the run's number of ranks: with --config it tells what training quantized"
+    )
+    parser.add_argument(
         "--quantized-from",
-        choices=("fp32", "bf16", "fp8_all_gather"),
-        help="what training quantized: bf16 under FSDP with mixed_precision_param = bfloat16, fp32 without; "
-        "fp8_all_gather: routed experts from fp32, the rest from bf16. A bf16 checkpoint leaves no choice",
+        choices=("fp32", "bf16", "fp32-routed"),
+        help="or say it: bf16 under FSDP with mixed_precision_param = bfloat16, fp32 without; fp32-routed is fp32 for "
+        "routed experts and bf16 for the rest, with fp8_all_gather or if expert parallelism takes all ranks of FSDP",
     )
     parser.add_argument(
         "--quantize",
@@ -62,6 +65,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args()
     if overrides and args.config is None:
         parser.error(f"unknown arguments: {' '.join(overrides)}")
+    if args.world_size is not None and (args.config is None or args.quantized_from is not None):
+        parser.error("--world-size needs --config, and replaces --quantized-from")
     if args.config is not None and (args.quantize or args.filter_fqns):
         parser.error(
             "--config decides what is FP8; override it with --fp8_flow_moe.filter_fqns, not --quantize or --filter-fqns"
@@ -69,8 +74,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     return args, overrides
 
 
-def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[str], Path]:
-    """The checkpoint, the names of what training multiplies in FP8, and the folder of config.json."""
+def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[str], str | None, Path]:
+    """The checkpoint, what training multiplies in FP8 and quantizes it from, and the folder of config.json."""
     source, is_dcp = args.source, (args.source / ".metadata").exists()
     if not is_dcp and not any(source.glob("*.safetensors")):
         raise ValueError(f"{source} has neither .metadata, as torchtitan's checkpoints (step-N) do, nor safetensors")
@@ -80,16 +85,17 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
         raise ValueError("OUT is SOURCE; choose another folder")
     if args.config is None:
         checkpoint = HuggingFaceSource(source)
-        return checkpoint, _select(checkpoint, args.quantize, args.filter_fqns), args.assets or source
+        fp8 = _select(checkpoint, args.quantize, args.filter_fqns)
+        return checkpoint, fp8, args.quantized_from, args.assets or source
     if not os.path.isfile(args.config):
         raise ValueError(f"--config {args.config}: no such file")
     from titan_fp8moe.torchtitan.checkpoint import DcpSource, Job
 
-    job = Job(args.config, overrides)
+    job = Job(args.config, overrides, args.world_size)
     checkpoint = DcpSource(source, job) if is_dcp else HuggingFaceSource(source)
     if missing := job.fp8 - checkpoint.tensors.keys():
         raise ValueError(f"{source} is not a checkpoint of {job.name}: it lacks {min(missing)}")
-    return checkpoint, job.fp8, args.assets or job.assets
+    return checkpoint, job.fp8, args.quantized_from or job.quantized_from, args.assets or job.assets
 
 
 def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[str]:
@@ -106,14 +112,14 @@ def _precisions(source: Source, fp8: set[str], quantized_from: str | None) -> di
     if quantized_from is None:
         if fp32 := [name for name in sorted(fp8) if source.tensors[name].dtype == torch.float32]:
             raise ValueError(
-                f"{fp32[0]} is fp32: say with --quantized-from what training quantized, bf16 (FSDP with "
-                "mixed_precision_param = bfloat16), fp32 (no FSDP, or float32), or fp8_all_gather"
+                f"{fp32[0]} is fp32, but training may have quantized it from bf16: pass --config and --world-size of "
+                "the run, or --quantized-from"
             )
         quantized_from = "bf16"
 
     def precision(name: str) -> torch.dtype:
-        gathered = quantized_from == "fp8_all_gather" and _ROUTED in name
-        return torch.float32 if quantized_from == "fp32" or gathered else torch.bfloat16
+        routed = quantized_from == "fp32-routed" and _ROUTED in name
+        return torch.float32 if quantized_from == "fp32" or routed else torch.bfloat16
 
     return {name: precision(name) for name in source.tensors if name in fp8}
 
@@ -128,11 +134,12 @@ def main() -> None:
     args, overrides = _parse()
     logging.getLogger().setLevel(logging.WARNING)
     try:
-        source, fp8, assets = _open(args, overrides)
-        plan = shards.make_plan(source, _precisions(source, fp8, args.quantized_from), int(args.shard_gb * 1e9))
+        source, fp8, quantized_from, assets = _open(args, overrides)
+        plan = shards.make_plan(source, _precisions(source, fp8, quantized_from), int(args.shard_gb * 1e9))
         shards.check_config(source, assets)
         kept = plan.modules_to_not_convert
-        print(f"{len(plan.fp8)} matrices in FP8, {len(kept)} modules in bf16, {len(plan.shards)} shards; {_device()}")
+        origin = "" if quantized_from is None else f" from {quantized_from}"
+        print(f"{len(plan.fp8)} matrices in FP8{origin}, {len(kept)} modules in bf16, {len(plan.shards)} shards")
         if not args.verify_only:
             shards.write_shards(plan, args.out, _device(), lambda line: print(line, flush=True))
             shards.write_config(plan, assets, args.out)

@@ -88,8 +88,8 @@ def _check_quantized(source: Source, fp8: dict[str, torch.dtype]) -> None:
             raise ValueError(f"{name} {shape} is to be quantized, but is no matrix of a linear layer{hint}")
         if dtype == torch.float32 and stored != torch.float32:
             raise ValueError(
-                f"--quantized-from says that training quantized {name} from fp32, but the checkpoint has {stored}: the "
-                "values are lost. Export an fp32 checkpoint, or say bf16 if training quantized from bf16"
+                f"training quantized {name} from fp32, but the checkpoint has {stored}: the values are lost. Export an "
+                "fp32 checkpoint, or pass --quantized-from bf16 if it was not so"
             )
 
 

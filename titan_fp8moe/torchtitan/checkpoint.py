@@ -7,16 +7,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_fp8moe.export_fp8.sources import TensorInfo, file_identity
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
-from titan_fp8moe.torchtitan.modules import fp8_parameters
+from titan_fp8moe.torchtitan.job_checks import expert_layout
+from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, fp8_parameters
 
 # What torchtitan stores besides the model, whose parameters have no common prefix.
 _NOT_THE_MODEL = ("optimizer.", "lr_scheduler.", "dataloader", "train_state", "ft_dataloader")
@@ -29,16 +31,17 @@ class Job:
         shapes: of the model's tensors, by torchtitan's names.
         fp8: Hugging Face's names of the matrices that the job multiplies in FP8.
         assets: ``model.hf_assets_path``.
+        quantized_from: :func:`quantized_from` on ``world_size`` ranks; None if that is None.
 
     Raises:
         ValueError: for a config that cannot work, or a model without a state-dict adapter.
     """
 
-    def __init__(self, toml: str, overrides: list[str]):
+    def __init__(self, toml: str, overrides: list[str], world_size: int | None = None):
         config: JobConfig = ConfigManager().parse_args([f"--job.config_file={toml}", *overrides])
         Fp8FlowMoEConverter.trains_here = False
         check_config(config)
-        dims = make_parallel_dims(config, smallest_world_size(config))
+        dims = make_parallel_dims(config, world_size or smallest_world_size(config))
         spec, model_args, model = build_model(config, dims)
         if spec.state_dict_adapter is None:
             raise ValueError(f"torchtitan has no names in Hugging Face's format for {config.model.name}")
@@ -47,12 +50,28 @@ class Job:
         self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         # Without assets, which would have the adapter look for an index of shards there.
         self.adapter: BaseStateDictAdapter = spec.state_dict_adapter(copy.deepcopy(model_args), None)
+        self.quantized_from = None if world_size is None else quantized_from(config, dims, model)
         self.fp8 = {name for key in fp8_parameters(model) for name in self.hf_shapes(key)}
 
     def hf_shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face's names and shapes of what torchtitan calls ``key``; empty for a tensor that is tied."""
         value = torch.empty(self.shapes[key], device="meta")
         return {name: tuple(part.shape) for name, part in self.adapter.to_hf({key: value}).items()}
+
+
+def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> str:
+    """What a run of a converted model quantizes: ``bf16`` or ``fp32`` parameters, or ``fp32-routed``, which is fp32 for
+    the routed experts and bf16 for everything else."""
+    training, layout = config.training, expert_layout(config, dims)
+    if training.dtype == "bfloat16":
+        return "bf16"
+    if training.mixed_precision_param == "float32" or not (dims.fsdp_enabled or dims.ep_enabled):
+        return "fp32"  # without FSDP autocast applies, which the experts' parameters do not see
+    experts = [module for module in model.modules() if isinstance(module, Fp8FlowGroupedExperts)]
+    # FSDP leaves experts alone that it would shard over one rank, see parallel.fully_shard.
+    alone = dims.ep_enabled and layout.fsdp_shards * dims.dp_replicate == 1 and not training.enable_cpu_offload
+    in_fp8 = layout.fsdp_shards > 1 and all(module.config.fp8_all_gather for module in experts)
+    return "fp32-routed" if in_fp8 or (alone and not any(m.keep_fsdp for m in experts)) else "bf16"
 
 
 class DcpSource:
