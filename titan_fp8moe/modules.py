@@ -64,14 +64,17 @@ class RoutedExperts(Fp8AllGather):
             raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
         if dim % 128 or hidden_dim % 128:
             raise ValueError(f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of 128, an FP8 tile's width")
-        self.config = config or Fp8FlowMoEConfig()
+        self.configure(config or Fp8FlowMoEConfig())
         self.ep_group, self.score_before_experts = ep_group, score_before_experts
-        self.cache = WeightCache() if self.config.cache_weights else None
         E = num_experts // num_ranks
         self.w1 = nn.Parameter(torch.empty(E, hidden_dim, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(E, dim, hidden_dim, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(E, hidden_dim, dim, device=device, dtype=dtype))
         self.reset_parameters()
+
+    def configure(self, config: Fp8FlowMoEConfig) -> None:
+        """Replaces the settings."""
+        self.config, self.cache = config, WeightCache() if config.cache_weights else None
 
     def reset_parameters(self) -> None:
         """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``."""

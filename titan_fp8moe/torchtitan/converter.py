@@ -61,7 +61,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         backend = self._check_hardware() if fp8 else "nothing to convert"
         if self.config.statistics_every and not fp8:
             logger.warning(f"{NAME}.statistics_every has no effect: {NAME}.filter_fqns leaves nothing to count")
-        _prepare_torchtitan(self.config)
+        prepare_torchtitan(self.config)
         converted = {part.name for part in fp8}
         some_moe_stay = any(part.kind == MOE and part.reason for part in plan)
         for part in fp8:
@@ -154,7 +154,7 @@ def _log(plan: list[_Part], details: str) -> None:
         logger.info(f"FP8-Flow-MoE: not in FP8: {', '.join(names)}: {reason}")
 
 
-def _prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
+def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
     """What converted layers need of the process: parallel styles, checkpointing, compilation, kernels, statistics."""
     parallel.install()
     for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
