@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
+from torchtitan.models.qwen3 import qwen3_args
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from titan_fp8moe import recipe
@@ -311,6 +313,33 @@ def test_refusals(export, tmp_path, changes, options, message):
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
         export(folder, tmp_path / "out", *options.split())
     assert not (tmp_path / "out/config.json").exists()
+
+
+def test_rope_of_another_release(checkpoint, assets, export, tmp_path):
+    for number, rope in enumerate((dict(rope_theta=5e6), dict(rope_parameters=dict(rope_theta=5e6)))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIG | rope))
+        options = ["--config", TOML, "--assets", folder, "--quantized-from", "fp32"]
+        with pytest.raises(SystemExit, match=r"rope_theta = 5000000.0, but the model was trained with 10000"):
+            export(checkpoint, tmp_path / "out", *options)
+
+
+def test_tensors_without_a_name_are_told(assets, tmp_path, monkeypatch, capsys):
+    """torchtitan's qwen3 has a router bias for load balancing, which Qwen3's format has no place for."""
+    base = qwen3_args["debugmodel_moe"]
+    small = replace(base, n_layers=2, dim=128, moe_args=replace(base.moe_args, num_experts=2, top_k=1))
+    monkeypatch.setitem(qwen3_args, "small", small)
+    options = ["--model.name=qwen3", "--model.flavor=small"]
+    job = Job(TOML, options)
+    dcp.save({name: torch.zeros(shape) for name, shape in job.shapes.items()}, checkpoint_id=tmp_path / "step-1")
+    (tmp_path / "config.json").write_text(json.dumps(dict(num_experts=2, rope_theta=1e6)))
+    options += ["--config", TOML, "--assets", str(tmp_path), "--quantized-from", "fp32"]
+    monkeypatch.setattr(shards, "write_shards", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["export_fp8", str(tmp_path / "step-1"), str(tmp_path / "out"), *options])
+    (tmp_path / "out").mkdir()
+    export_fp8.main()
+    assert "left out are 2 tensors such as layers.0.moe.expert_bias" in capsys.readouterr().err
 
 
 def test_wrong_folders(hf, checkpoint, export, tmp_path):

@@ -25,6 +25,8 @@ EXPECTED = {
     "debugmodel": ("1 ranks", "w1 (8, 256, 256), on this rank (8, 256, 256)"),
     "deepseek_v3_16b": ("8 ranks", "w1 (64, 1408, 2048), on this rank (8, 1408, 2048)"),
     "deepseek_v3_16b_short": ("1 ranks", "w1 (64, 1408, 2048), on this rank (64, 1408, 2048)"),
+    "qwen3_30b_a3b": ("8 ranks", "w1 (128, 768, 2048), on this rank (16, 768, 2048)"),
+    "qwen3_235b_a22b": ("64 ranks", "w1 (128, 1536, 4096), on this rank (2, 1536, 4096)"),
     "deepseek_v3_671b": ("256 ranks", "w1 (256, 2048, 7168), on this rank (8, 2048, 7168)"),
 }
 
@@ -36,10 +38,11 @@ def dry_run() -> Iterator[Callable[..., str]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titan_fp8moe.torchtitan.dry_run"])
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        yield lambda *arguments: pool.submit(_dry_run, *map(str, arguments)).result(timeout=120)
+        yield lambda *arguments, path="": pool.submit(_dry_run, path, *map(str, arguments)).result(timeout=120)
 
 
-def _dry_run(*arguments: str) -> str:
+def _dry_run(path: str, *arguments: str) -> str:
+    sys.path.insert(0, path)
     sys.argv = ["dry_run", *arguments]
     with redirect_stdout(io.StringIO()) as output:
         main()
@@ -57,6 +60,22 @@ def test_config_builds(dry_run, config: Path):
     assert "converters fp8_flow_moe" in output
     assert ranks in output
     assert experts in output
+
+
+def test_own_flavor_of_the_how_to_builds(dry_run, tmp_path: Path):
+    """The config module of docs/how-to.md as it is printed there: Kimi-K2, a flavor of deepseek_v3."""
+    (code,) = [
+        c for c in re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to.md").read_text(), re.DOTALL) if "K2" in c
+    ]
+    (tmp_path / "my_flavors.py").write_text(code)
+    text = (ROOT / "train_configs/deepseek_v3_671b.toml").read_text()
+    for old, new in (('"titan_fp8moe.torchtitan"', '"my_flavors"'), ('"671B"', '"Kimi-K2"')):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "kimi_k2.toml").write_text(text)
+    output = dry_run(tmp_path / "kimi_k2.toml", "--rank=100", path=str(tmp_path))
+    assert "deepseek_v3 Kimi-K2, 1,026" in output
+    assert "w1 (384, 2048, 7168), on this rank (12, 2048, 7168)" in output
 
 
 def test_16b_short_builds_sharded(dry_run):

@@ -95,7 +95,9 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
     checkpoint = DcpSource(source, job) if is_dcp else HuggingFaceSource(source)
     if missing := job.fp8 - checkpoint.tensors.keys():
         raise ValueError(f"{source} is not a checkpoint of {job.name}: it lacks {min(missing)}")
-    return checkpoint, job.fp8, args.quantized_from or job.quantized_from, args.assets or job.assets
+    assets = args.assets or job.assets
+    shards.check_rope(assets, job.rope_theta)
+    return checkpoint, job.fp8, args.quantized_from or job.quantized_from, assets
 
 
 def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[str]:
@@ -140,6 +142,12 @@ def main() -> None:
         kept = plan.modules_to_not_convert
         origin = "" if quantized_from is None else f" from {quantized_from}"
         print(f"{len(plan.fp8)} matrices in FP8{origin}, {len(kept)} modules in bf16, {len(plan.shards)} shards")
+        if source.left_out:
+            print(
+                f"warning: left out are {len(source.left_out)} tensors such as {source.left_out[0]}, for which Hugging "
+                "Face's format has no name. The served model differs from the trained one unless they are zero",
+                file=sys.stderr,
+            )
         if not args.verify_only:
             shards.write_shards(plan, args.out, _device(), lambda line: print(line, flush=True))
             shards.write_config(plan, assets, args.out)

@@ -184,18 +184,33 @@ def write_config(plan: Plan, assets: Path, out: Path) -> None:
 
 def expected_config(plan: Plan, assets: Path) -> dict[str, Any]:
     """The config.json of ``assets`` with the export's dtype and quantization."""
-    config = json.loads((assets / "config.json").read_text())
+    config = _read_config(assets)
     dtype = "torch_dtype" if "torch_dtype" in config else "dtype"
     quantization = FORMAT | {"modules_to_not_convert": plan.modules_to_not_convert}
     return config | {dtype: "bfloat16", "quantization_config": quantization}
 
 
-def check_config(source: Source, assets: Path) -> None:
-    """Raises ValueError unless config.json is there and has the checkpoint's sizes."""
+def _read_config(assets: Path) -> dict[str, Any]:
     path = assets / "config.json"
     if not path.exists():
         raise ValueError(f"{path} does not exist; --assets names a folder with the model's config.json and tokenizer")
-    config = json.loads(path.read_text())
+    return json.loads(path.read_text())
+
+
+def check_rope(assets: Path, trained: float | None) -> None:
+    """Raises ValueError if config.json has another rope_theta than the trained model, as another release may have."""
+    config = _read_config(assets)
+    served = (config.get("rope_parameters") or config).get("rope_theta")
+    if served is not None and trained is not None and served != trained:
+        raise ValueError(
+            f"{assets}/config.json has rope_theta = {served}, but the model was trained with {trained}; pass the "
+            "model's own config"
+        )
+
+
+def check_config(source: Source, assets: Path) -> None:
+    """Raises ValueError unless config.json is there and has the checkpoint's sizes."""
+    path, config = assets / "config.json", _read_config(assets)
     layers = {int(match[1]) for name in source.tensors if (match := re.search(r"\.layers\.(\d+)\.", name))}
     experts = {int(match[1]) for name in source.tensors if (match := re.search(r"\.experts\.(\d+)\.", name))}
     embedding = source.tensors.get("model.embed_tokens.weight")

@@ -27,10 +27,12 @@ class Source(Protocol):
     Attributes:
         tensors: what it holds, in the order in which it is read fastest.
         identity: changes when the stored files do.
+        left_out: the model's tensors that Hugging Face's format has no name for.
     """
 
     tensors: dict[str, TensorInfo]
     identity: str
+    left_out: list[str]
 
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU."""
@@ -53,6 +55,7 @@ class HuggingFaceSource:
                 raise ValueError(f"{index} names {', '.join(missing)}, which are not there; complete the download")
         self.tensors: dict[str, TensorInfo] = {}
         self.files: dict[str, Any] = {}
+        self.left_out: list[str] = []
         for path in files:
             file = safe_open(path, framework="pt")  # maps the file, reads its header
             for name in file.keys():  # noqa: SIM118  not a dict

@@ -28,6 +28,8 @@ class Job:
     """The model of a training config: its shapes, its names in Hugging Face's format, and what it trains in FP8.
 
     Attributes:
+        name: the model's and its flavor's.
+        rope_theta: of the model, None if it has none.
         shapes: of the model's tensors, by torchtitan's names.
         fp8: Hugging Face's names of the matrices that the job multiplies in FP8.
         assets: ``model.hf_assets_path``.
@@ -45,6 +47,7 @@ class Job:
         spec, model_args, model = build_model(config, dims)
         if spec.state_dict_adapter is None:
             raise ValueError(f"torchtitan has no names in Hugging Face's format for {config.model.name}")
+        self.rope_theta = getattr(model_args, "rope_theta", None)
         self.name = f"{config.model.name} {config.model.flavor}"
         self.assets = Path(config.model.hf_assets_path)
         self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -91,6 +94,7 @@ class DcpSource:
             if isinstance(meta, TensorStorageMetadata) and not key.startswith(_NOT_THE_MODEL)
         }
         _check_model(folder, {key: info.shape for key, info in stored.items()}, job)
+        self.left_out = [key for key in sorted(stored) if key != "output.weight" and not job.hf_shapes(key)]
         self.keys: dict[str, str] = {}  # torchtitan's by Hugging Face's
         self.tensors: dict[str, TensorInfo] = {}
         for key in sorted(stored, key=_natural):
