@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.models.qwen3 import qwen3_args
 
@@ -87,7 +88,7 @@ def quantized(weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_fp8(name: str) -> bool:
-    return ".moe.experts." in name or ".moe.shared_experts." in name
+    return ".moe.experts." in name or ".moe.shared_experts." in name or ".feed_forward." in name
 
 
 def read_back(folder: Path, job) -> dict[str, torch.Tensor]:
@@ -104,7 +105,7 @@ def test_torchtitan_reads_what_the_forward_multiplies_with(job, checkpoint, asse
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     options = ["--config", TOML, "--assets", assets, "--quantized-from", name, "--shard-gb", 2e-3, "--verify"]
     output = export(checkpoint, tmp_path, *options)
-    assert f"54 matrices in FP8 from {name}" in output and "139 tensors are the checkpoint's, bit for bit" in output
+    assert f"57 matrices in FP8 from {name}" in output and "142 tensors are the checkpoint's, bit for bit" in output
     assert len(list(tmp_path.glob("model-*-of-00005.safetensors"))) == 5
     loaded = read_back(tmp_path, job)
     for key, value in job[2].items():
@@ -153,7 +154,7 @@ def test_files(job, checkpoint, assets, export, tmp_path):
         for name, value in tensors.items()
         if value.dtype == torch.bfloat16 and value.ndim == 2
     }
-    assert set(kept) == matrices and len(kept) == len(matrices) == 19
+    assert set(kept) == matrices and len(kept) == len(matrices) == 16
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -165,7 +166,7 @@ def test_filter_of_the_job(checkpoint, assets, export, tmp_path):
     """The converter decides: shared experts stay bf16, and so does a whole layer as one module."""
     override = "--fp8_flow_moe.filter_fqns=shared_experts,layers.2."
     options = ["--config", TOML, "--assets", assets, "--quantized-from", "fp32"]
-    assert "24 matrices in FP8 from fp32" in export(checkpoint, tmp_path, *options, override)
+    assert "27 matrices in FP8 from fp32" in export(checkpoint, tmp_path, *options, override)
     kept = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert "model.layers.2.mlp.experts" in kept and "model.layers.1.mlp.experts" not in kept
     assert "model.layers.1.mlp.shared_experts.up_proj" in kept
@@ -315,6 +316,26 @@ def test_refusals(export, tmp_path, changes, options, message):
     assert not (tmp_path / "out/config.json").exists()
 
 
+def test_linears_of_the_job(checkpoint, assets, export, tmp_path):
+    override = "--fp8_flow_moe.linear_fqns=attention.wo."
+    options = ["--config", TOML, "--assets", assets, "--quantized-from", "fp32", override]
+    assert "60 matrices in FP8" in export(checkpoint, tmp_path, *options)
+    assert load(tmp_path)["model.layers.0.self_attn.o_proj.weight"].dtype == recipe.FP8
+
+
+def test_blocks_of_other_ranks(checkpoint, assets, export, tmp_path, monkeypatch):
+    """Tensor parallelism with 128 + 64 hidden units would pad each rank's part."""
+    base = deepseekv3_args["tiny"]
+    monkeypatch.setitem(deepseekv3_args, "odd", replace(base, moe_inter_dim=192, moe_args=replace(base.moe_args)))
+    options = ["--config", TOML, "--assets", assets, "--quantized-from", "fp32", "--model.flavor=odd"]
+    options += ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
+    message = (
+        r"layers.1.moe.experts: training quantized blocks of 96 hidden .*--fp8_flow_moe.filter_fqns=layers.1.moe\."
+    )
+    with pytest.raises(SystemExit, match=message):
+        export(checkpoint, tmp_path, *options)
+
+
 def test_rope_of_another_release(checkpoint, assets, export, tmp_path):
     for number, rope in enumerate((dict(rope_theta=5e6), dict(rope_parameters=dict(rope_theta=5e6)))):
         folder = tmp_path / str(number)
@@ -409,5 +430,5 @@ def test_what_a_run_quantizes(separate_process, world_size, overrides, told):
 
 def test_world_size_tells(checkpoint, assets, export, tmp_path):
     options = ["--config", TOML, "--assets", assets, "--world-size"]
-    assert "54 matrices in FP8 from bf16" in export(checkpoint, tmp_path / "2", *options, 2)
-    assert "54 matrices in FP8 from fp32" in export(checkpoint, tmp_path / "1", *options, 1)
+    assert "57 matrices in FP8 from bf16" in export(checkpoint, tmp_path / "2", *options, 2)
+    assert "57 matrices in FP8 from fp32" in export(checkpoint, tmp_path / "1", *options, 1)

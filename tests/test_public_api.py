@@ -122,13 +122,8 @@ def test_flops_are_counted():
 
 
 def test_public_names():
-    assert set(titan_fp8moe.__all__) == {
-        "Fp8FlowMoEConfig",
-        "RoutedExperts",
-        "__version__",
-        "grouped_mm",
-        "routed_experts",
-    }
-    for name in ("Fp8FlowMoEConfig", "RoutedExperts", "grouped_mm", "routed_experts"):
+    names = {"Fp8FlowLinear", "Fp8FlowMoEConfig", "RoutedExperts", "grouped_mm", "routed_experts"}
+    assert set(titan_fp8moe.__all__) == {"__version__", *names}
+    for name in names:
         assert len(getattr(titan_fp8moe, name).__doc__) > 80
     assert ops is not None and Fp8FlowMoEConfig().wgrad == "balanced"

@@ -16,9 +16,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.layer import DEVICE
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts
-from titan_fp8moe.torchao import is_moe
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts
+from titan_fp8moe.torchao import is_moe, linears
+from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 
 ONE_PROCESS = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
 
@@ -55,6 +55,7 @@ def test_same_as_the_converter(filtered):
     quantize_(model, Fp8FlowMoEConfig(save_h="fp8", filter_fqns=filtered), filter_fn=is_moe)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     assert len(layers) == 2 and all(type(layer) is Fp8FlowMoE for layer in layers)
+    assert isinstance(model.layers["0"].feed_forward, Fp8FlowFeedForward)
     got = step(model)
     assert got.keys() == want.keys() and not torch.equal(got["logits"], plain["logits"])
     for name, value in want.items():
@@ -65,6 +66,19 @@ def test_some_layers():
     model = make_model()
     quantize_(model, Fp8FlowMoEConfig(), filter_fn=lambda m, name: is_moe(m, name) and "layers.1." not in name)
     assert type(model.layers["1"].moe) is MoE and type(model.layers["2"].moe) is Fp8FlowMoE
+
+
+def test_linears_are_the_converters():
+    want = step(make_model("--fp8_flow_moe.linear_fqns=attention.wo.", convert=True))
+    model = make_model()
+    quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
+    without = step(model)
+    quantize_(model, Fp8FlowMoEConfig(), filter_fn=linears("attention.wo."))
+    assert type(model.layers["1"].attention.wo) is Fp8FlowLinear and type(model.output) is nn.Linear
+    got = step(model)
+    assert not torch.equal(got["logits"], without["logits"])
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
 
 
 def test_module_of_experts():
@@ -110,7 +124,9 @@ def test_no_match_is_an_error():
 @pytest.mark.parametrize(
     ("filter_fn", "message"),
     [
-        (None, "cannot convert Linear; call quantize_ with filter_fn=titan_fp8moe.torchao.is_moe"),
+        (None, r"cannot convert Linear; call quantize_ with filter_fn = is_moe, or linears\(...\)"),
+        (linears("attention.wo.", "attention.wx"), "linears has 'attention.wx', which matches no linear of the model"),
+        (linears("router.gate."), "in_features = 256 and out_features = 8 must be multiples of 128"),
         (lambda module, _: isinstance(module, GroupedExperts), "cannot convert GroupedExperts"),
     ],
 )
@@ -124,8 +140,9 @@ def test_other_filters_are_named(filter_fn, message):
     ("layer", "config", "message"),
     [
         (dict(dim=200), {}, "the layer: model dim 200 is not a multiple of 128"),
-        (dict(hidden_dim=64), {}, "the layer: expert hidden dim 64 is not a multiple of 128"),
-        ({}, dict(filter_fqns=["layers.1."]), "filter_fqns has 'layers.1.', but quantize_ shows a config no names"),
+        (dict(hidden_dim=72), {}, "the layer: expert hidden dim 72 is not a multiple of 16"),
+        ({}, dict(filter_fqns=["layers.1."]), "the config names 'layers.1.', but quantize_ shows it no names"),
+        ({}, dict(linear_fqns=["wo."]), "the config names 'wo.', but quantize_ shows it no names"),
         ({}, dict(statistics_every=5), "statistics_every has no effect with quantize_"),
     ],
 )

@@ -6,12 +6,13 @@
 
     quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
 
-It converts the experts of torchtitan 0.2.2 and of Transformers 5, and gives :class:`titan_fp8moe.RoutedExperts` the
-settings. Importing this module makes the config one of torchao's.
+It converts MoE layers and dense FFNs of torchtitan 0.2.2, the experts of Transformers 5, and with :func:`linears`
+chosen linears. :class:`titan_fp8moe.RoutedExperts` get the settings. Importing this module makes the config torchao's.
 """
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,44 +23,64 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from titan_fp8moe import checks, ops
 from titan_fp8moe.checks import ExpertLayout
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.modules import RoutedExperts
+from titan_fp8moe.modules import Fp8FlowLinear, RoutedExperts
 
 _SHARED = "shared_experts"
+_chosen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # the linears that a filter of linears() has selected
 
 
 def is_moe(module: nn.Module, name: str = "") -> bool:
-    """``quantize_``'s ``filter_fn``: whether the recipe has a conversion for this module.
+    """``quantize_``'s ``filter_fn``: what torchtitan's converter selects by default, and the experts of other models.
 
     torchao's own default filter matches linear layers only. To leave some layers as they are, combine the two::
 
         filter_fn=lambda module, name: is_moe(module, name) and "layers.1." not in name
 
     Raises:
-        ValueError: for a whole model (``name`` is empty) that has no such module. ``quantize_`` would do nothing.
+        ValueError: for a whole model (``name`` is empty) without experts. ``quantize_`` would do nothing.
     """
-    if not name and all(_conversion(m) is None for m in module.modules()):
+    if not name and not any(_is_experts(m) for m in module.modules()):
         raise ValueError(
             f"{type(module).__name__} has no experts that titan_fp8moe converts: torchtitan's MoE, RoutedExperts, or "
             "the experts of Transformers 5 that choose an implementation"
         )
-    return _conversion(module) is not None
+    return _is_experts(module) or _is_dense(module)
+
+
+def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
+    """A ``filter_fn`` for linears that have one of ``parts`` in their fully qualified names, such as
+    ``attention.wq_b.``.
+
+    Raises:
+        ValueError: from ``quantize_``, for a part that matches no linear of the model.
+    """
+
+    def matches(name: str, module: nn.Module, part: str) -> bool:
+        return isinstance(module, nn.Linear) and part in f"{name}."
+
+    def filter_fn(module: nn.Module, name: str) -> bool:
+        for part in () if name else parts:
+            if not any(matches(n, m, part) for n, m in module.named_modules()):
+                raise ValueError(f"linears has {part!r}, which matches no linear of the model; correct or remove it")
+        if selected := any(matches(name, module, part) for part in parts):
+            _chosen.add(module)
+        return selected
+
+    return filter_fn
 
 
 @register_quantize_module_handler(Fp8FlowMoEConfig)
 def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
     """What ``quantize_`` calls for a module that its filter selects."""
-    if (convert := _conversion(module)) is None:
+    others = [part for part in (*config.filter_fqns, *config.linear_fqns) if part != _SHARED]
+    if others:
         raise ValueError(
-            f"Fp8FlowMoEConfig cannot convert {type(module).__name__}; call quantize_ with "
-            "filter_fn=titan_fp8moe.torchao.is_moe"
-        )
-    if others := [part for part in config.filter_fqns if part != _SHARED]:
-        raise ValueError(
-            f"filter_fqns has {others[0]!r}, but quantize_ shows a config no names; select layers with filter_fn. "
-            f"Only {_SHARED!r} works here"
+            f"the config names {others[0]!r}, but quantize_ shows it no names; select modules with filter_fn. Only "
+            f"filter_fqns = [{_SHARED!r}] works here"
         )
     if config.statistics_every:
         raise ValueError("statistics_every has no effect with quantize_, as nothing logs the statistics; set it to 0")
+    convert = _conversion(module)
     checks.check_hardware(config.emulate, remedy="leave out quantize_ to train in bf16")
     ops.emulate(config.emulate)
     convert(module, config)
@@ -70,18 +91,50 @@ def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
 AOBaseConfig.register(Fp8FlowMoEConfig)
 
 
-def _conversion(module: Any) -> Callable[[Any, Fp8FlowMoEConfig], None] | None:
-    """How to convert a module, in place; None for a module without experts. No framework is imported in vain."""
+def _conversion(module: nn.Module) -> Callable[[Any, Fp8FlowMoEConfig], None]:
+    """How to convert a module in place."""
     if isinstance(module, RoutedExperts):
         return RoutedExperts.configure
+    if _is_torchtitans(module, "MoE"):
+        return _convert_moe
+    if _is_dense(module):
+        return _convert_dense
+    if _is_transformers(module):
+        return _convert_transformers
+    if module in _chosen:
+        return Fp8FlowLinear.convert
+    raise ValueError(
+        f"Fp8FlowMoEConfig cannot convert {type(module).__name__}; call quantize_ with filter_fn = is_moe, or "
+        "linears(...) for linear layers, of titan_fp8moe.torchao"
+    )
+
+
+# --- modules of other packages, none of which is imported in vain -----------------------------------------------------
+
+
+def _is_torchtitans(module: nn.Module, name: str) -> bool:
     titan = sys.modules.get("torchtitan.models.moe.moe")
-    if titan is not None and isinstance(module, titan.MoE):
-        return _convert_torchtitan
-    # Transformers' decorator of experts leaves this attribute.
-    return _convert_transformers if hasattr(module, "is_concatenated") and hasattr(module, "config") else None
+    return titan is not None and isinstance(module, getattr(titan, name))
 
 
-def _convert_torchtitan(layer: Any, config: Fp8FlowMoEConfig) -> None:
+def _is_transformers(module: Any) -> bool:
+    return hasattr(module, "is_concatenated") and hasattr(module, "config")  # from the decorator of experts
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return isinstance(module, RoutedExperts) or _is_torchtitans(module, "MoE") or _is_transformers(module)
+
+
+def _is_dense(module: nn.Module) -> bool:
+    """Whether it is an FFN of torchtitan's that can run in FP8, as its converter decides."""
+    if type(module).__name__ != "FeedForward" or "torchtitan" not in sys.modules:
+        return False
+    from titan_fp8moe.torchtitan.modules import why_not_fp8
+
+    return why_not_fp8(module, 1) is None
+
+
+def _convert_moe(layer: Any, config: Fp8FlowMoEConfig) -> None:
     """As torchtitan's model converter does, but for checks of a job's settings, which are not known here."""
     from titan_fp8moe.torchtitan import converter, job_checks, modules
 
@@ -90,6 +143,13 @@ def _convert_torchtitan(layer: Any, config: Fp8FlowMoEConfig) -> None:
     has_shared = layer.shared_experts is not None and _SHARED not in config.filter_fqns
     modules.Fp8FlowMoE.convert(layer, config, has_shared and modules.why_not_fp8(layer.shared_experts, 1) is None)
     layer.experts.keep_fsdp = True  # other layers may stay in bf16
+
+
+def _convert_dense(ffn: nn.Module, config: Fp8FlowMoEConfig) -> None:
+    from titan_fp8moe.torchtitan import converter, modules
+
+    converter.prepare_torchtitan(config)
+    modules.Fp8FlowFeedForward.convert(ffn, config)
 
 
 def _convert_transformers(experts: Any, config: Fp8FlowMoEConfig) -> None:

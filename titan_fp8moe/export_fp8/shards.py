@@ -123,10 +123,8 @@ def convert(plan: Plan, name: str, quantize: Callable[[Tensor], tuple[Tensor, Te
         keeps = not value.is_floating_point() or name.endswith(_KEEPS_DTYPE)
         return {name: value.contiguous() if keeps else value.bfloat16().contiguous()}
     N, K = value.shape
-    # The last block of a dim that is no multiple of 128 is padded with zeros, as in training.
-    padded = torch.nn.functional.pad(value.to(plan.fp8[name]), (0, -K % TILE, 0, -N % TILE))
-    q_1NK, scale = quantize(padded.unsqueeze(0))
-    q = q_1NK[0, :N, :K].cpu().contiguous()
+    q_1NK, scale = quantize(value.to(plan.fp8[name]).unsqueeze(0))
+    q = q_1NK[0, :N, :K].cpu().contiguous()  # without the zeros that pad the last blocks
     if (q.view(torch.uint8) & 0x7F == FP8_NAN).any():
         raise ValueError(f"{name} holds a NaN or Inf: this checkpoint is of a run that diverged; export an earlier one")
     return {name: q, f"{name}_scale_inv": recipe.exp2(recipe.exponent(scale[0])).cpu()}

@@ -15,10 +15,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_fp8moe.export_fp8.sources import TensorInfo, file_identity
+from titan_fp8moe.recipe import TILE
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.job_checks import expert_layout
-from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, fp8_parameters
+from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowGroupedExperts, fp8_parameters
 
 # What torchtitan stores besides the model, whose parameters have no common prefix.
 _NOT_THE_MODEL = ("optimizer.", "lr_scheduler.", "dataloader", "train_state", "ft_dataloader")
@@ -36,7 +37,8 @@ class Job:
         quantized_from: :func:`quantized_from` on ``world_size`` ranks; None if that is None.
 
     Raises:
-        ValueError: for a config that cannot work, or a model without a state-dict adapter.
+        ValueError: for a config that cannot work, a model without a state-dict adapter, or matrices that were quantized
+            in other blocks than the export's.
     """
 
     def __init__(self, toml: str, overrides: list[str], world_size: int | None = None):
@@ -45,6 +47,7 @@ class Job:
         check_config(config)
         dims = make_parallel_dims(config, world_size or smallest_world_size(config))
         spec, model_args, model = build_model(config, dims)
+        _check_blocks(config, dims, model)
         if spec.state_dict_adapter is None:
             raise ValueError(f"torchtitan has no names in Hugging Face's format for {config.model.name}")
         self.rope_theta = getattr(model_args, "rope_theta", None)
@@ -60,6 +63,23 @@ class Job:
         """Hugging Face's names and shapes of what torchtitan calls ``key``; empty for a tensor that is tied."""
         value = torch.empty(self.shapes[key], device="meta")
         return {name: tuple(part.shape) for name, part in self.adapter.to_hf({key: value}).items()}
+
+
+def _check_blocks(config: JobConfig, dims: ParallelDims, model: nn.Module) -> None:
+    """Training pads a hidden dim on each tensor-parallel rank, the export's blocks lie in the whole matrix."""
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8FlowGroupedExperts):
+            hidden_dim, shards = module.w1.shape[1], expert_layout(config, dims).hidden_dim_shards
+        elif isinstance(module, Fp8FlowFeedForward):
+            hidden_dim, shards = module.w1.weight.shape[0], dims.tp
+        else:
+            continue
+        if shards > 1 and hidden_dim % (TILE * shards):
+            raise ValueError(
+                f"{name}: training quantized blocks of {hidden_dim // shards} hidden units on each of {shards} "
+                f"tensor-parallel ranks, which are not blocks of {TILE} of the whole matrix; export it in bf16 with "
+                f"--fp8_flow_moe.filter_fqns={name.removesuffix('.experts')}."
+            )
 
 
 def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> str:
