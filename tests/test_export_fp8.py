@@ -373,6 +373,9 @@ def test_wrong_folders(hf, checkpoint, export, tmp_path):
     export(hf, tmp_path / "out")
     with pytest.raises(SystemExit, match="of another checkpoint, or of other settings"):
         export(hf, tmp_path / "out", "--shard-gb", 2e-4)
+    (hf / "model.safetensors").touch()  # as if training had gone on and saved again
+    with pytest.raises(SystemExit, match="of another checkpoint, or of other settings"):
+        export(hf, tmp_path / "out")
     for options in (f"--config {TOML} --quantize .experts.", "--world-size 8", "--no-such-option"):
         with pytest.raises(SystemExit, match="2"):
             export(hf, tmp_path / "out", *options.split())

@@ -67,6 +67,7 @@ def test_gradients_have_the_weights_dtype_and_layout(transposed, dtype):
     x, w, offs, dy = inputs([3, 200], transposed=transposed, dtype=dtype)
     _, _, dw = step(x, w, offs, dy)
     assert dw.dtype == dtype and dw.stride() == w.stride()
+    assert (dtype == torch.float32) != torch.equal(dw, dw.bfloat16().to(dtype))  # fp32 ones are not rounded
 
 
 def test_same_numbers_in_both_layouts():
@@ -111,10 +112,8 @@ def test_wrong_ends_touch_no_other_memory():
 
 def test_differentiable_once():
     x, w, offs, dy = inputs([3, 20])
-    dy.requires_grad_()
-    (dx,) = torch.autograd.grad(grouped_mm(x, w, offs), x, dy, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(grouped_mm(x, w, offs), x, dy, create_graph=True)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
 from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops.backend import once_differentiable
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.rows import Rows
 
@@ -69,7 +69,7 @@ def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
         )
     if any(isinstance(t, DTensor) for t in (x, w, offs)):
         raise ValueError("grouped_mm: x, w and offs must be this rank's plain tensors, got a DTensor; use to_local()")
-    check_rows(x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
+    check_rows("grouped_mm", x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         raise ValueError(
             f"grouped_mm: x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; "
@@ -101,13 +101,14 @@ class _GroupedMM(torch.autograd.Function):
         x = Rows(*ops.quantize_rows(x_MK))
         padded = ops.permute_rows(*x, row_M1, token_P, offsets_E)
         y_PN = ops.grouped_mm(*padded, *_operand(w_EKN, transpose=True), offsets_E, torch.bfloat16)
-        # The weight itself is saved, as FSDP refills it before the backward.
-        ctx.save_for_backward(w_EKN, *x, offsets_E, token_P, row_M1)
+        # The weight itself is saved, as FSDP refills it before the backward. Its gradient alone needs the rows.
+        rows = x if ctx.needs_input_grad[1] else (None, None)
+        ctx.save_for_backward(w_EKN, *rows, offsets_E, token_P, row_M1)
         return ops.unpermute_sum(y_PN, row_M1, torch.bfloat16)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_MN: Tensor):  # pyrefly: ignore[bad-override] # PyTorch's is variadic
+    def backward(ctx: Any, dy_MN: Tensor):
         w_EKN, q, scale, offsets_E, token_P, row_M1 = ctx.saved_tensors
         dy = Rows(*ops.permute_rows(*ops.quantize_rows(dy_MN), row_M1, token_P, offsets_E))
         dx_MK = dw_EKN = None
