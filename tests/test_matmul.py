@@ -149,3 +149,22 @@ def test_dtensors_are_refused(tmp_path):
             grouped_mm(torch.zeros(4, K, dtype=BF16), w, torch.tensor([4], dtype=torch.int32))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_model_size_without_waiting_for_the_gpu():
+    """Experts of the 16B model with groups of any size: FP8's errors, and no host-device sync."""
+    sizes = torch.randint(0, 700, (64,)).tolist()
+    sizes[7], sizes[8] = 0, 1
+    offs = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    x, dy = (torch.randn(sum(sizes), dim, device=DEVICE, dtype=BF16) for dim in (2048, 1408))
+    w = (torch.randn(64, 1408, 2048, device=DEVICE, dtype=BF16) * 0.02).transpose(1, 2)
+    args = x.requires_grad_(), w.requires_grad_(), offs, dy
+    step(*args)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = step(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got, want in zip(results, exact(*args), strict=True):
+        assert relative_error(got, want) < TOLERANCE
