@@ -73,7 +73,7 @@ def export(monkeypatch, capsys):
     def run(*arguments) -> str:
         monkeypatch.setattr(sys, "argv", ["export_fp8", *map(str, arguments)])
         export_fp8.main()
-        return capsys.readouterr().out
+        return "".join(capsys.readouterr())
 
     return run
 
@@ -221,7 +221,8 @@ def write_hf(folder: Path, dtype=torch.bfloat16, **changes) -> Path:
 
 
 def test_partial_blocks(hf, export, tmp_path):
-    export(hf, tmp_path / "out", "--verify")
+    output = export(hf, tmp_path / "out", "--verify")
+    assert "warning: 12 matrices such as model.layers.0.mlp.experts.0.down_proj" in output
     tensors, source = load(tmp_path / "out"), load_file(hf / "model.safetensors")
     for name in ("down", "up"):
         weight = source[f"model.layers.1.mlp.experts.0.{name}_proj.weight"].float()

@@ -21,6 +21,7 @@ import torch
 
 from titan_fp8moe.export_fp8 import shards
 from titan_fp8moe.export_fp8.sources import HuggingFaceSource, Source
+from titan_fp8moe.recipe import TILE
 
 _ROUTED = ".experts."
 
@@ -132,6 +133,22 @@ def _device() -> torch.device:
     return torch.device("cuda" if has_kernels else "cpu")
 
 
+def _warnings(plan: shards.Plan) -> list[str]:
+    """What a server of the export may stumble over."""
+    found = []
+    if left_out := plan.source.left_out:
+        found.append(
+            f"left out are {len(left_out)} tensors such as {left_out[0]}, for which Hugging Face's format has no name. "
+            "The served model differs from the trained one unless they are zero"
+        )
+    if partial := [name for name in plan.fp8 if any(dim % TILE for dim in plan.source.tensors[name].shape)]:
+        found.append(
+            f"{len(partial)} matrices such as {partial[0]} have dims that are no multiples of {TILE}. Transformers "
+            "loads them, but servers that fuse matrices may not; to leave them in bf16, filter them"
+        )
+    return found
+
+
 def main() -> None:
     args, overrides = _parse()
     logging.getLogger().setLevel(logging.WARNING)
@@ -142,12 +159,8 @@ def main() -> None:
         kept = plan.modules_to_not_convert
         origin = "" if quantized_from is None else f" from {quantized_from}"
         print(f"{len(plan.fp8)} matrices in FP8{origin}, {len(kept)} modules in bf16, {len(plan.shards)} shards")
-        if source.left_out:
-            print(
-                f"warning: left out are {len(source.left_out)} tensors such as {source.left_out[0]}, for which Hugging "
-                "Face's format has no name. The served model differs from the trained one unless they are zero",
-                file=sys.stderr,
-            )
+        for warning in _warnings(plan):
+            print(f"warning: {warning}", file=sys.stderr)
         if not args.verify_only:
             shards.write_shards(plan, args.out, _device(), lambda line: print(line, flush=True))
             shards.write_config(plan, assets, args.out)
