@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
 from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.ops.backend import once_differentiable
+from titan_fp8moe.ops.backend import check_current_device, once_differentiable
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.rows import Rows
 
@@ -70,11 +70,7 @@ def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
     if any(isinstance(t, DTensor) for t in (x, w, offs)):
         raise ValueError("grouped_mm: x, w and offs must be this rank's plain tensors, got a DTensor; use to_local()")
     check_rows("grouped_mm", x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"grouped_mm: x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; "
-            "call torch.cuda.set_device"
-        )
+    check_current_device(x)
 
 
 def _is_transposed(w: Tensor) -> bool:

@@ -34,7 +34,7 @@ from titan_fp8moe.dense import GroupRows, group_ffn, group_ffn_backward, group_f
 from titan_fp8moe.dispatch import InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
-from titan_fp8moe.ops.backend import custom_op, once_differentiable
+from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.rows import Routing, Rows
 from titan_fp8moe.weights import (
@@ -206,11 +206,7 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
         raise ValueError(f"topk_scores must be fp32, got {topk_scores_TK.dtype}; use topk_scores.float()")
     if topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids_TK.dtype}; use topk_ids.long()")
-    if x_TD.is_cuda and x_TD.device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"x is on {x_TD.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "
-            "torch.cuda.set_device"
-        )
+    check_current_device(x_TD)
 
 
 # --- the op -----------------------------------------------------------------------------------------------------------

@@ -94,6 +94,15 @@ def use_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and not _emulating
 
 
+def check_current_device(x: torch.Tensor) -> None:
+    """Raises ValueError for a GPU that is not the current one, on which kernels would run."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "
+            "torch.cuda.set_device"
+        )
+
+
 def require_multiple_of_128(op: str, **dims: int) -> None:
     """Raises ValueError for the first of ``dims`` that is no multiple of 128, and names ``op``, dim and remedy."""
     for name, size in dims.items():
