@@ -41,9 +41,11 @@ def calls(M, D, H, E, T=12288):
     q, scale = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0)
     map_TK, scores_TK = meta(T, TOP_K, dtype=INT32), meta(T, TOP_K, dtype=FP32)
     ids_TK, arrived = meta(T, TOP_K, dtype=torch.int64), unpack_dispatch(dispatched, D, TOP_K)
+    flag = meta(16, dtype=torch.uint8)
+    for dtype, nan in ((BF16, flag), (FP32, flag), (BF16, None)):
+        yield f"quantize_rows {dtype} {nan is None}", quantize.quantize_rows, (meta(T, D, dtype=dtype), nan)
+        yield f"quantize_group {dtype} {nan is None}", quantize.quantize_group, (meta(T, D, dtype=dtype), nan)
     for dtype in (BF16, FP32):
-        yield f"quantize_rows {dtype}", quantize.quantize_rows, (meta(T, D, dtype=dtype),)
-        yield f"quantize_group {dtype}", quantize.quantize_group, (meta(T, D, dtype=dtype),)
         pair, w2 = [meta(E, H, D, dtype=dtype)] * 2, [meta(E, D, H, dtype=dtype)]
         yield f"quantize_weight plain {dtype}", quantize.quantize_weight, (pair, True, False)
         yield f"quantize_weight transposed {dtype}", quantize.quantize_weight, (w2, False, True)
@@ -64,10 +66,10 @@ def calls(M, D, H, E, T=12288):
         yield f"transpose w2 {mode}", transpose.transpose_pair, (*rows(M, H), *rows(M, D), offsets_E, mode)
     for first in (False, True):
         for keep_h in (False, True):
-            yield f"swiglu {first} {keep_h}", swiglu.swiglu_quantize, (h, score_M, offsets_E, first, keep_h)
+            yield f"swiglu {first} {keep_h}", swiglu.swiglu_quantize, (h, score_M, offsets_E, first, keep_h, flag)
         for kept in ((h, None), rows(M, 2 * H)):
             for again in (False, True):
-                args = (d, *kept, score_M, offsets_E, first, again)
+                args = (d, *kept, score_M, offsets_E, first, again, flag)
                 yield f"swiglu backward {first} {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
     for keep_h in (False, True):
         yield f"swiglu, no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], False, keep_h)

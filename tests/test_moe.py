@@ -64,7 +64,7 @@ def test_recompute_modes_agree():
 def test_what_is_kept_is_not_recomputed(recompute, monkeypatch):
     """GEMM 2's operand; GEMM 1 is counted in test_two_explicit_casts."""
     op, recomputed = ops.swiglu_quantize_backward, []
-    monkeypatch.setattr(ops, "swiglu_quantize_backward", lambda *args: recomputed.append(args[-1]) or op(*args))
+    monkeypatch.setattr(ops, "swiglu_quantize_backward", lambda *args: recomputed.append(args[6]) or op(*args))
     x, scores, chosen, weights = make_layer()
     run(x, scores, chosen, weights, torch.randn_like(x), Fp8FlowMoEConfig(recompute=recompute))
     assert recomputed == [recompute != "none"]

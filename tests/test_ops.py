@@ -68,10 +68,13 @@ def cases():
     payload = torch.randn(C, D, dtype=BF16).view(torch.uint8)
     q, _, scale, end = recipe.quantize_group(torch.randn(T, D))
     for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
-        yield "routed_experts_forward", (*args, recompute, save_h, False, [], [])
-        yield "routed_experts_forward", (*args, recompute, save_h, True, shared, [])
-        yield "routed_experts_finish", (payload, sent_TK, [q, scale, end], shared, [], D, FP32, recompute, save_h)
-    yield "routed_experts_finish", (payload, sent_TK, [], [], [], D, FP32, "none", "bf16")
+        yield "routed_experts_forward", (*args, recompute, save_h, None, False, [], [])
+        yield (
+            "routed_experts_forward",
+            (*args, recompute, save_h, torch.zeros(4, 16, dtype=torch.uint8), True, shared, []),
+        )
+        yield "routed_experts_finish", (payload, sent_TK, [q, scale, end], shared, [], D, FP32, recompute, save_h, None)
+    yield "routed_experts_finish", (payload, sent_TK, [], [], [], D, FP32, "none", "bf16", None)
 
 
 @pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])

@@ -21,7 +21,7 @@ from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.ops.backend import custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, padded
-from titan_fp8moe.rows import Rows, one_group
+from titan_fp8moe.rows import NanFlags, Rows, one_group
 from titan_fp8moe.statistics import Operand
 from titan_fp8moe.weights import (
     ExpertWeights,
@@ -55,14 +55,19 @@ def group_ffn_fields(recompute: str, save_h: str) -> list[str]:
 
 
 def group_ffn(
-    rows: GroupRows, weights: list[Tensor], weight_scales: list[Tensor], recompute: str, save_h: str
+    rows: GroupRows,
+    weights: list[Tensor],
+    weight_scales: list[Tensor],
+    recompute: str,
+    save_h: str,
+    nans: NanFlags,
 ) -> tuple[Tensor, list[Tensor]]:
     """The FFN's output (R, D) bf16 and the tensors of :func:`group_ffn_fields`.
 
     ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.weights.ExpertWeights.pack` of one expert.
     """
     w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
-    y, saved = expert_ffn([Rows(rows.q, rows.scale)], w13, w2, one_group(rows.end), False, recompute, save_h)
+    y, saved = expert_ffn([Rows(rows.q, rows.scale)], w13, w2, one_group(rows.end), False, recompute, save_h, nans)
     return y, [getattr(saved, name) for name in group_ffn_fields(recompute, save_h)]
 
 
@@ -72,6 +77,7 @@ def group_ffn_backward(
     weights: ExpertWeights[Tensor],
     cache: WeightCache | None,
     config: Fp8FlowMoEConfig,
+    nans: NanFlags,
 ) -> ExpertFFNBackward:
     """The backward of :func:`group_ffn`, whose ``tensors`` it takes; ``weights`` are those of one expert."""
     saved = dict(zip(group_ffn_fields(config.recompute, config.save_h), tensors, strict=True))
@@ -82,7 +88,7 @@ def group_ffn_backward(
         _, operands = cache.get(weights)
     else:
         operands = quantize_weights_transposed(weights, with_w13=x is None)
-    return ExpertFFNBackward(x, SavedFFN(**saved), weights, operands, one_group(rows.end), False, config)
+    return ExpertFFNBackward(x, SavedFFN(**saved), weights, operands, one_group(rows.end), False, config, nans)
 
 
 def without_expert_dim(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -94,17 +100,25 @@ def without_expert_dim(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _feed_forward(
-    x_TD: Tensor, weights: list[Tensor], weight_scales: list[Tensor], recompute: str, save_h: str
+    x_TD: Tensor,
+    weights: list[Tensor],
+    weight_scales: list[Tensor],
+    recompute: str,
+    save_h: str,
+    nan_flags: Tensor | None = None,
 ) -> list[Tensor]:
     """The output (T, D) bf16; :class:`GroupRows`; the tensors of :func:`group_ffn_fields`."""
-    q, _, scale, end = ops.quantize_group(x_TD)
-    y, saved = group_ffn(GroupRows(q, scale, end), weights, weight_scales, recompute, save_h)
+    nans = NanFlags.of(nan_flags)
+    q, _, scale, end = ops.quantize_group(x_TD, nans.x)
+    y, saved = group_ffn(GroupRows(q, scale, end), weights, weight_scales, recompute, save_h, nans)
     return [y[: x_TD.shape[0]], q, scale, end, *saved]
 
 
-def _linear(x_TK: Tensor, w: Tensor, w_scale: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+def _linear(
+    x_TK: Tensor, w: Tensor, w_scale: Tensor | None, dtype: torch.dtype, nan_flags: Tensor | None = None
+) -> list[Tensor]:
     """The output (T, N) in ``dtype``, and :class:`GroupRows`. ``w`` (1, N, K) has a scale if it is quantized."""
-    q, _, scale, end = ops.quantize_group(x_TK)
+    q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
     weight = ops.quantize_weight(w) if w_scale is None else QuantizedWeight(w, w_scale)
     return [ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]], q, scale, end]
 
@@ -127,28 +141,32 @@ def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD, w1, w2, w3, config, cache, dtype):
+    def forward(ctx: Any, x_TD, w1, w2, w3, config, cache, dtype, nan_flags):
         operands = forward_operands(one_expert(w1, w2, w3), cache)
-        y, *tensors = _feed_forward_op(x_TD, *operands, config.recompute, config.save_h)
-        ctx.save_for_backward(w1, w2, w3, *tensors)
+        y, *tensors = _feed_forward_op(x_TD, *operands, config.recompute, config.save_h, nan_flags)
+        ctx.save_for_backward(w1, w2, w3, nan_flags, *tensors)
         ctx.config, ctx.cache, ctx.x_dtype = config, cache, x_TD.dtype
         return y.to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        w1, w2, w3, q, scale, end, *tensors = ctx.saved_tensors
-        weights = one_expert(w1, w2, w3)
-        ffn = group_ffn_backward(GroupRows(q, scale, end), tensors, weights, ctx.cache, ctx.config)
+        w1, w2, w3, nan_flags, q, scale, end, *tensors = ctx.saved_tensors
+        weights, nans = one_expert(w1, w2, w3), NanFlags.of(nan_flags)
+        ffn = group_ffn_backward(GroupRows(q, scale, end), tensors, weights, ctx.cache, ctx.config, nans)
         del tensors  # h is freed after its last use
-        dy_q, _, dy_scale, _ = ops.quantize_group(dy)
+        dy_q, _, dy_scale, _ = ops.quantize_group(dy, nans.dy)
         dx, _ = ffn.dgrad(Rows(dy_q, dy_scale), ctx.needs_input_grad[0])
         dx = None if dx is None else dx[: dy.shape[0]].to(ctx.x_dtype)
-        return dx, *without_expert_dim(ffn.wgrad(w1.dtype, ctx.needs_input_grad[1:4])), None, None, None
+        return dx, *without_expert_dim(ffn.wgrad(w1.dtype, ctx.needs_input_grad[1:4])), *[None] * 4
 
 
 def feed_forward(
-    x: Tensor, weights: ExpertWeights[Tensor], config: Fp8FlowMoEConfig, cache: WeightCache | None = None
+    x: Tensor,
+    weights: ExpertWeights[Tensor],
+    config: Fp8FlowMoEConfig,
+    cache: WeightCache | None = None,
+    nan_flags: Tensor | None = None,
 ) -> Tensor:
     """W2 (silu(W1 x) * (W3 x)) in FP8, with two casts: of x, and of the output's gradient.
 
@@ -158,6 +176,7 @@ def feed_forward(
         x: (..., D) bf16 or fp32, D a multiple of 128.
         weights: w1 and w3 (H, D), w2 (D, H), all bf16 or all fp32, H a multiple of 16.
         cache: of the weights; not used where gradients are off.
+        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`.
 
     Returns:
         (..., D) in the dtype of ``x``, or in autocast's.
@@ -171,7 +190,7 @@ def feed_forward(
         raise ValueError(f"w1 and w3 must be (H, D) and w2 (D, H), H a multiple of 16; got {shapes}")
     _check_input(x, D)
     cache = cache if torch.is_grad_enabled() else None
-    out = _FeedForward.apply(x.reshape(-1, D), *weights, config, cache, _result_dtype(x))
+    out = _FeedForward.apply(x.reshape(-1, D), *weights, config, cache, _result_dtype(x), nan_flags)
     return out.view(x.shape)
 
 
@@ -190,20 +209,20 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK, w, config, cache, dtype):
+    def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags):
         operand, scale = w.unsqueeze(0), None
         if cache is not None:
             (operand, scale), _ = cache.get((operand,), ops.quantize_weight_both)
-        y, *rows = _linear_op(x_TK, operand, scale, dtype)
-        ctx.save_for_backward(w, *rows)
+        y, *rows = _linear_op(x_TK, operand, scale, dtype, nan_flags)
+        ctx.save_for_backward(w, nan_flags, *rows)
         ctx.config, ctx.cache, ctx.x_dtype = config, cache, x_TK.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        w, q, scale, end = ctx.saved_tensors
-        dy_q, _, dy_scale, _ = ops.quantize_group(dy)
+        w, nan_flags, q, scale, end = ctx.saved_tensors
+        dy_q, _, dy_scale, _ = ops.quantize_group(dy, NanFlags.of(nan_flags).dy)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             if ctx.cache is not None:
@@ -218,16 +237,23 @@ class _Linear(torch.autograd.Function):
         if statistics.collecting():
             operands = Operand("x", Rows(q, scale), 1, w.shape[1]), Operand("dy", Rows(dy_q, dy_scale), 1, w.shape[0])
             statistics.record([operands], [(w.unsqueeze(0),)], end, None, ctx.config.wgrad)
-        return dx, dw, None, None, None
+        return dx, dw, *[None] * 4
 
 
-def linear(x: Tensor, w: Tensor, config: Fp8FlowMoEConfig, cache: WeightCache | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    w: Tensor,
+    config: Fp8FlowMoEConfig,
+    cache: WeightCache | None = None,
+    nan_flags: Tensor | None = None,
+) -> Tensor:
     """x W^T in FP8, with two casts: of x, and of the output's gradient. Differentiable once in both.
 
     Args:
         x: (..., K) bf16 or fp32.
         w: (N, K) bf16 or fp32, N and K multiples of 128.
         cache: of the weight; not used where gradients are off.
+        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; only x and dy are noted.
 
     Returns:
         (..., N) in the dtype of ``x``, or in autocast's.
@@ -240,4 +266,4 @@ def linear(x: Tensor, w: Tensor, config: Fp8FlowMoEConfig, cache: WeightCache | 
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
     cache = cache if torch.is_grad_enabled() else None
-    return _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x)).view(*x.shape[:-1], N)
+    return _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags).view(*x.shape[:-1], N)

@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_fp8moe import ops, recipe, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, Rows
 from titan_fp8moe.statistics import Operand
 from titan_fp8moe.weights import BackwardOperands, ExpertWeights, Weight
 
@@ -56,6 +56,7 @@ def expert_ffn(
     score_before_experts: bool,
     recompute: str,
     save_h: str,
+    nans: NanFlags = NO_FLAGS,
 ) -> tuple[Tensor, SavedFFN]:
     """y = (silu(x W1^T) * (x W3^T) * score) W2^T per expert.
 
@@ -64,6 +65,7 @@ def expert_ffn(
             live as long as the call, and does where torch.compile evaluates Python's frames.
         w13, w2: the operands (E, 2H, D) and (E, D, H).
         recompute, save_h: see :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
+        nans: the layer's.
 
     Returns:
         y (M, D) bf16, and what the backward needs.
@@ -76,7 +78,7 @@ def expert_ffn(
     del rows, values
     keep_fp8_h = "h_scale" in fields
     a, a_scale, h_q, h_scale = ops.swiglu_quantize(
-        h, routing.score_M, routing.offsets_E, score_before_experts, keep_fp8_h
+        h, routing.score_M, routing.offsets_E, score_before_experts, keep_fp8_h, nans.a
     )
     del h
     if keep_fp8_h:
@@ -95,7 +97,7 @@ class ExpertFFNBackward:
         saved: as returned by the forward. The caller drops its own reference, so that h is freed after its last use.
         weights: as in the forward, not quantized; for the statistics.
         operands: of :func:`titan_fp8moe.weights.quantize_weights_transposed`.
-        routing, score_before_experts, config: as in the forward.
+        routing, score_before_experts, config, nans: as in the forward.
     """
 
     def __init__(
@@ -107,8 +109,9 @@ class ExpertFFNBackward:
         routing: Routing,
         score_before_experts: bool,
         config: Fp8FlowMoEConfig,
+        nans: NanFlags = NO_FLAGS,
     ):
-        self.weights, self.routing, self.config = weights, routing, config
+        self.weights, self.routing, self.config, self.nans = weights, routing, config, nans
         self.score_before_experts = score_before_experts
         self.w13_t, self.w2_t = operands.w13_t, operands.w2_t
         self.h_scale = saved.h_scale
@@ -129,7 +132,14 @@ class ExpertFFNBackward:
         self.dy, offsets_E = dy, self.routing.offsets_E
         d = ops.grouped_mm(*dy, *self.w2_t, offsets_E, torch.bfloat16)
         dh, dh_scale, a, a_scale, ds_M = ops.swiglu_quantize_backward(
-            d, self.h, self.h_scale, self.routing.score_M, offsets_E, self.score_before_experts, self.saved_a is None
+            d,
+            self.h,
+            self.h_scale,
+            self.routing.score_M,
+            offsets_E,
+            self.score_before_experts,
+            self.saved_a is None,
+            self.nans.dh,
         )
         self.dh, self.a = Rows(dh, dh_scale), self.saved_a or Rows(a, a_scale)
         del d, self.h, self.h_scale, self.w2_t

@@ -130,6 +130,7 @@ class Fp8FlowLinear(nn.Linear):
 
     config: Fp8FlowMoEConfig
     cache: WeightCache | None
+    nan_flags: Tensor | None = None
 
     def __init__(
         self,
@@ -167,14 +168,14 @@ class Fp8FlowLinear(nn.Linear):
         """(..., K) -> (..., N), in the dtype of ``x`` or autocast's."""
         w = self.weight
         if not isinstance(w, DTensor):
-            return linear(x, w, self.config, self.cache)
+            return linear(x, w, self.config, self.cache, self.nan_flags)
         placements, x_grad = w.placements, w.placements  # replicated
         if w.placements == (Shard(0),):
             placements, x_grad = (Shard(x.ndim - 1),), (Partial(),)
         elif w.placements == (Shard(1),):
             placements, x_grad = (Partial(),), (Shard(x.ndim - 1),)
         x = cast(DTensor, x).to_local(grad_placements=x_grad)
-        out = linear(x, w.to_local(), self.config, self.cache)
+        out = linear(x, w.to_local(), self.config, self.cache, self.nan_flags)
         return DTensor.from_local(out, w.device_mesh, placements, run_check=False)
 
     def extra_repr(self) -> str:

@@ -36,7 +36,7 @@ from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
 from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, row_capacity
-from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.rows import NanFlags, Routing, Rows
 from titan_fp8moe.weights import (
     ExpertWeights,
     WeightCache,
@@ -120,12 +120,14 @@ def apply_experts(
     shared: ExpertWeights[Tensor] | None = None,
     shared_cache: WeightCache | None = None,
     check_ids: bool = False,
+    nan_flags: Tensor | None = None,
 ) -> Tensor:
     """:func:`routed_experts` for modules: takes their weight caches, which it uses unless gradients are off, and shared
     experts. Ids that are no expert's count as -1 unless ``check_ids``.
 
     ``shared`` are the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It reads the rows that
-    are quantized for the routed experts, in both directions, and adds to their sums.
+    are quantized for the routed experts, in both directions, and adds to their sums. ``nan_flags``: the tensor of
+    :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
     """
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
@@ -144,14 +146,14 @@ def apply_experts(
     )
     has_shared, none = shared is not None, (None,) * 3
     if not dispatch.kind(layer.group_name).asynchronous:
-        args = *weights, *(shared or none), topk_ids_TK, layer, has_shared, None
+        args = *weights, *(shared or none), topk_ids_TK, nan_flags, layer, has_shared, None
         out = _RoutedExperts.apply(x_TD, topk_scores_TK, *args)
         return out if meanwhile is None else out + meanwhile()
     in_flight = _in_flight(x_TD.device)
-    args = *weights, *none, topk_ids_TK, layer, has_shared, in_flight
+    args = *weights, *none, topk_ids_TK, nan_flags, layer, has_shared, in_flight
     placeholder, payload, *tensors = _start_eagerly(x_TD, topk_scores_TK, *args)
     extra = None if meanwhile is None else meanwhile()
-    args = *(shared or none), payload, layer, in_flight, x_TD.shape[1], x_TD.dtype
+    args = *(shared or none), payload, nan_flags, layer, in_flight, x_TD.shape[1], x_TD.dtype
     out = _finish_eagerly(placeholder, *args, *tensors)
     return out if extra is None else out + extra
 
@@ -276,6 +278,7 @@ def _routed_experts_forward(
     score_before_experts: bool,
     recompute: str,
     save_h: str,
+    nan_flags: Tensor | None,
     has_shared: bool,
     shared_weights: list[Tensor],
     shared_scales: list[Tensor],
@@ -293,11 +296,11 @@ def _routed_experts_forward(
     tokens = dispatch.begin(
         topk_ids_TK, topk_scores_TK, weights[0].shape[0], group_name, num_ranks, signature, check_ids
     )
-    group = []
+    nans, group = NanFlags.of(nan_flags), []
     if has_shared:
-        q, scale, *group = ops.quantize_group(x_TD)
+        q, scale, *group = ops.quantize_group(x_TD, nans.x)
     else:
-        q, scale = ops.quantize_rows(x_TD)
+        q, scale = ops.quantize_rows(x_TD, nans.x)
     w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
     T = x_TD.shape[0]
     rows, routing, kept = tokens.dispatch(q[:T], scale[:T])
@@ -309,14 +312,14 @@ def _routed_experts_forward(
     if not _keeps_rows(group_name, has_shared, recompute):
         kept = []  # the FFN saves the rows in expert order instead, and nothing is permuted twice
     del q, scale, rows
-    y, ffn = expert_ffn(x, w13, w2, routing, score_before_experts, recompute, save_h)
+    y, ffn = expert_ffn(x, w13, w2, routing, score_before_experts, recompute, save_h, nans)
     if tokens.asynchronous:
         payload = tokens.start_combine(y, routing, x_TD.dtype, None)
         return [x_TD.new_empty(0), payload, *group, *_Saved(tokens.state(), routing, kept, ffn).pack()]
     shared_y, shared = None, []
     if has_shared:
         shared_rows = GroupRows(kept[0], *group)
-        shared_y, shared = group_ffn(shared_rows, shared_weights, shared_scales, recompute, save_h)
+        shared_y, shared = group_ffn(shared_rows, shared_weights, shared_scales, recompute, save_h, nans)
     out = tokens.start_combine(y, routing, x_TD.dtype, shared_y)
     return [out, *_Saved(tokens.state(), routing, kept, ffn).pack(), *group, *shared]
 
@@ -331,12 +334,14 @@ def _routed_experts_finish(
     dtype: torch.dtype,
     recompute: str,
     save_h: str,
+    nan_flags: Tensor | None,
 ) -> list[Tensor]:
     """The layer's output (T, D), once the payload in flight has arrived. Any shared experts run meanwhile; what their
     backward needs follows the output."""
     shared_y, shared = None, []
     if shared_rows:
-        shared_y, shared = group_ffn(GroupRows(*shared_rows), shared_weights, shared_scales, recompute, save_h)
+        nans = NanFlags.of(nan_flags)
+        shared_y, shared = group_ffn(GroupRows(*shared_rows), shared_weights, shared_scales, recompute, save_h, nans)
     return [dispatch.finish_combine(payload, sent_TK, D, dtype, shared_y), *shared]
 
 
@@ -377,22 +382,25 @@ def _ffn_backward(
     tokens: Rows | None,
     saved: SavedFFN,
     weights: ExpertWeights[Tensor],
-    cache: WeightCache | None,
     routing: Routing,
-    score_before_experts: bool,
-    config: Fp8FlowMoEConfig,
+    layer: _Layer,
+    nans: NanFlags,
 ) -> ExpertFFNBackward:
     readable_weights = readable(weights)
-    if cache is not None:
-        _, operands = cache.get(weights)
+    if layer.cache is not None:
+        _, operands = layer.cache.get(weights)
     else:
         operands = quantize_weights_transposed(readable_weights, with_w13=tokens is None)
-    return ExpertFFNBackward(tokens, saved, readable_weights, operands, routing, score_before_experts, config)
+    return ExpertFFNBackward(
+        tokens, saved, readable_weights, operands, routing, layer.score_before_experts, layer.config, nans
+    )
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, s1, s2, s3, topk_ids_TK, layer, has_shared, in_flight):
+    def forward(
+        ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, s1, s2, s3, topk_ids_TK, nan_flags, layer, has_shared, in_flight
+    ):
         group_name, num_ranks, score_before_experts, config, cache, shared_cache, check_ids = layer
         kind, num_rows = dispatch.kind(group_name), len(GroupRows._fields)
         shared = ([], []) if s1 is None else forward_operands(one_expert(s1, s2, s3), shared_cache)
@@ -408,6 +416,7 @@ class _RoutedExperts(torch.autograd.Function):
             score_before_experts,
             config.recompute,
             config.save_h,
+            nan_flags,
             has_shared,
             *shared,
         )
@@ -421,7 +430,7 @@ class _RoutedExperts(torch.autograd.Function):
             in_flight.needs_dx = ctx.needs_input_grad[0]
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(w1, w2, w3, s1, s2, s3, *tensors)
+        ctx.save_for_backward(w1, w2, w3, s1, s2, s3, nan_flags, *tensors)
         ctx.layer, ctx.has_shared, ctx.in_flight, ctx.x_dtype = layer, has_shared, in_flight, x_TD.dtype
         return (out, *results) if results else out
 
@@ -429,7 +438,8 @@ class _RoutedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
         layer, config, group_name = ctx.layer, ctx.layer.config, ctx.layer.group_name
-        w1, w2, w3, s1, s2, s3, *tensors = ctx.saved_tensors
+        w1, w2, w3, s1, s2, s3, nan_flags, *tensors = ctx.saved_tensors
+        nans = NanFlags.of(nan_flags)
         D, shared_tensors = w1.shape[2], []
         if s1 is not None:
             count = 2 + len(group_ffn_fields(config.recompute, config.save_h))
@@ -441,25 +451,23 @@ class _RoutedExperts(torch.autograd.Function):
         rows = None
         if config.recompute != "experts":
             rows = tokens.arrived_rows(kept, D, routing.row_TK.shape[1])
-        ffn = _ffn_backward(
-            rows, saved, ExpertWeights(w1, w2, w3), layer.cache, routing, layer.score_before_experts, config
-        )
+        ffn = _ffn_backward(rows, saved, ExpertWeights(w1, w2, w3), routing, layer, nans)
         shared = None
         if s1 is not None:
             scale, end, *shared_tensors = shared_tensors
             shared_rows, weights = GroupRows(kept[0], scale, end), one_expert(s1, s2, s3)
-            shared = group_ffn_backward(shared_rows, shared_tensors, weights, layer.shared_cache, config)
+            shared = group_ffn_backward(shared_rows, shared_tensors, weights, layer.shared_cache, config, nans)
         del tensors, saved, shared_tensors  # h is freed after its last use, also where checkpointing has kept it
         cast_rows, shared_dx = None, None
         if shared is not None:
-            q, scale, scale_t, _end = ops.quantize_group(dout)
+            q, scale, scale_t, _end = ops.quantize_group(dout, nans.dy)
             shared_dx, _ds = shared.dgrad(Rows(q, scale_t), needs_dx)
             cast_rows = Rows(q[: dout.shape[0]], scale[: dout.shape[0]])
             del q, scale, scale_t
         elif tokens.asynchronous:
             shared_dx = ctx.in_flight.shared_dx_RD
         else:
-            cast_rows = Rows(*ops.quantize_rows(dout))
+            cast_rows = Rows(*ops.quantize_rows(dout, nans.dy))
         dout_rows = tokens.receive_gradients(cast_rows, ctx.in_flight, D)
         dy = Rows(*ops.permute_rows(*dout_rows, routing.row_TK, routing.token_M, routing.offsets_E))
         del cast_rows, dout_rows
@@ -477,7 +485,7 @@ class _RoutedExperts(torch.autograd.Function):
         dx_TD = ds_TK = None
         if pending is not None:
             dx_TD, ds_TK = tokens.finish_return(pending, D, ctx.x_dtype, shared_dx)
-        return dx_TD, ds_TK, *weight_grads, *shared_grads, *[None] * 4
+        return dx_TD, ds_TK, *weight_grads, *shared_grads, *[None] * 5
 
 
 class _FinishCombine(torch.autograd.Function):
@@ -485,7 +493,7 @@ class _FinishCombine(torch.autograd.Function):
     experts run here in both directions, while tokens travel."""
 
     @staticmethod
-    def forward(ctx: Any, placeholder, s1, s2, s3, payload, layer, in_flight, D, dtype, *tensors):
+    def forward(ctx: Any, placeholder, s1, s2, s3, payload, nan_flags, layer, in_flight, D, dtype, *tensors):
         in_flight.check_stream()
         has_shared, config = s1 is not None, layer.config
         rows = list(tensors[: len(GroupRows._fields)]) if has_shared else []
@@ -493,17 +501,20 @@ class _FinishCombine(torch.autograd.Function):
         weights = ([], [])
         if has_shared:
             weights = forward_operands(one_expert(s1, s2, s3), layer.shared_cache)
-        out, *saved = _finish_op(payload, state[0], rows, *weights, D, dtype, config.recompute, config.save_h)
+        out, *saved = _finish_op(
+            payload, state[0], rows, *weights, D, dtype, config.recompute, config.save_h, nan_flags
+        )
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
         payload.untyped_storage().resize_(0)
-        ctx.save_for_backward(s1, s2, s3, *rows, *state, *saved)
+        ctx.save_for_backward(s1, s2, s3, nan_flags, *rows, *state, *saved)
         ctx.layer, ctx.in_flight, ctx.placeholder_dtype = layer, in_flight, placeholder.dtype
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        s1, s2, s3, *tensors = ctx.saved_tensors
+        s1, s2, s3, nan_flags, *tensors = ctx.saved_tensors
+        nans = NanFlags.of(nan_flags)
         layer, num_state = ctx.layer, len(AllToAllDispatch.STATE)
         rows = None
         if s1 is not None:
@@ -511,14 +522,14 @@ class _FinishCombine(torch.autograd.Function):
             rows, tensors = GroupRows(*tensors[:count]), tensors[count:]
         tokens = AllToAllDispatch.resume(tensors[:num_state], layer.group_name)
         if rows is None:
-            tokens.send_gradients(*ops.quantize_rows(dout_TD), ctx.in_flight)
+            tokens.send_gradients(*ops.quantize_rows(dout_TD, nans.dy), ctx.in_flight)
             shared_grads = [None] * 3
         else:
-            q, scale, scale_t, _ = ops.quantize_group(dout_TD)
+            q, scale, scale_t, _ = ops.quantize_group(dout_TD, nans.dy)
             T = dout_TD.shape[0]
             tokens.send_gradients(q[:T], scale[:T], ctx.in_flight)
             weights, cache = one_expert(s1, s2, s3), layer.shared_cache
-            ffn = group_ffn_backward(rows, tensors[num_state:], weights, cache, layer.config)
+            ffn = group_ffn_backward(rows, tensors[num_state:], weights, cache, layer.config, nans)
             del tensors, rows
             ctx.in_flight.shared_dx_RD, _ = ffn.dgrad(Rows(q, scale_t), ctx.in_flight.needs_dx)
             shared_grads = without_expert_dim(ffn.wgrad(s1.dtype, ctx.needs_input_grad[1:4]))

@@ -29,6 +29,28 @@ class Routing(NamedTuple):
     row_TK: Tensor
 
 
+class NanFlags(NamedTuple):
+    """Which operands of a layer held a NaN or Inf when they were quantized: (16,) uint8 each, the first 1 if it
+    did; or None where nobody asks.
+
+    Attributes:
+        x: the layer's input; a: GEMM 2's operand; dy: the output's gradient; dh: the gradient of GEMM 1's output.
+    """
+
+    x: Tensor | None
+    a: Tensor | None
+    dy: Tensor | None
+    dh: Tensor | None
+
+    @classmethod
+    def of(cls, flags: Tensor | None) -> "NanFlags":
+        """Views of one tensor (4, 16) uint8. A row is as long as the alignment by which Triton specializes kernels."""
+        return NO_FLAGS if flags is None else cls(*flags.unbind())
+
+
+NO_FLAGS = NanFlags(None, None, None, None)
+
+
 def one_group(end_1: Tensor) -> Routing:
     """The routing of an FFN that serves every token: one group of rows, no router, no permutation."""
     none = cast(Tensor, None)

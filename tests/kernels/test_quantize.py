@@ -77,6 +77,18 @@ def test_rows_views(generator, device):
     check_rows(torch.zeros(0, 256, device=device))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("quantize_x", [quantize.quantize_rows, quantize.quantize_group])
+def test_nan_flag(generator, device, quantize_x, value):
+    """Stored for one bad value, in the last tile, too; nothing else is, and finite values leave it alone."""
+    x = randn(generator, 70, 256)
+    x[69, 255] = value
+    flag = torch.zeros(16, dtype=torch.uint8, device=device)
+    for g, w in zip(quantize_x(x, flag), quantize_x(x), strict=True):
+        assert_same_bits(g, w)
+    assert flag.tolist() == [int(value != 3e38)] + [0] * 15
+
+
 def check_weight(weights):
     quantized = [recipe.quantize_weight(w) for w in weights]
     if len(weights) < 3:

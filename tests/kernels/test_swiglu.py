@@ -35,6 +35,22 @@ def put_non_finite(h, d):
 
 
 @pytest.mark.parametrize("special", [False, True])
+def test_nan_flags(generator, special):
+    """Only of rows before the end, forward and backward."""
+    M, H, end = 256, 128, 128
+    h, d, score = inputs(generator, M, H)
+    h[200, 3], d[201, 3] = float("nan"), float("inf")  # past the end
+    if special:
+        put_non_finite(h, d)
+    forward, backward = torch.zeros(2, 16, dtype=torch.uint8, device=h.device)
+    offsets_E = offsets(0, end, device=h.device)
+    swiglu.swiglu_quantize(h, score, offsets_E, False, True, forward)
+    swiglu.swiglu_quantize_backward(d, h, None, score, offsets_E, False, True, backward)
+    for flag in (forward, backward):
+        assert flag.tolist() == [int(special)] + [0] * 15
+
+
+@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("score_before_experts", [False, True])
 @pytest.mark.parametrize("keep_h", [False, True])
 def test_forward(generator, score_before_experts, keep_h, special):

@@ -42,20 +42,24 @@ def scale_of_amax(bits):
 
 
 @triton.jit
-def quantize_tiles(x):
-    """Quantizes fp32 ``x`` (ROWS, 128), one tile per row; returns e4m3 (ROWS, 128) and uint8 scales (ROWS,)."""
-    byte, factor = scale_of_amax(tl.max(abs_bits(x), axis=1))
+def quantize_tiles(x, nan_flag):
+    """Quantizes fp32 ``x`` (ROWS, 128), one tile per row; returns e4m3 (ROWS, 128) and uint8 scales (ROWS,). Stores 1
+    to ``nan_flag`` (a uint8 address, or None) if a tile holds a NaN or Inf."""
+    bits = tl.max(abs_bits(x), axis=1)
+    byte, factor = scale_of_amax(bits)
+    if nan_flag is not None:
+        tl.store(nan_flag + tl.zeros_like(bits), 1, mask=bits >= 0x7F800000)
     return (x * factor[:, None]).to(tl.float8e4nv), byte.to(tl.uint8)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["num_tiles"])
-def _quantize_rows_kernel(x, q, scale, num_tiles, TILES: tl.constexpr, TILE: tl.constexpr):
+def _quantize_rows_kernel(x, q, scale, nan_flag, num_tiles, TILES: tl.constexpr, TILE: tl.constexpr):
     """x, q: (num_tiles, TILE) contiguous; scale: (num_tiles,) uint8."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     mask = tile < num_tiles
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    values, byte = quantize_tiles(tl.load(x + at, mask=mask[:, None], other=0.0).to(tl.float32))
+    values, byte = quantize_tiles(tl.load(x + at, mask=mask[:, None], other=0.0).to(tl.float32), nan_flag)
     tl.store(q + at, values, mask=mask[:, None])
     tl.store(scale + tile, byte, mask=mask)
 
@@ -63,13 +67,13 @@ def _quantize_rows_kernel(x, q, scale, num_tiles, TILES: tl.constexpr, TILE: tl.
 @Kernel
 @triton.jit(do_not_specialize=["num_tiles", "R"])
 def _quantize_group_kernel(
-    x, q, scale, scale_t, end, num_tiles, R, G: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
+    x, q, scale, scale_t, end, nan_flag, num_tiles, R, G: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
 ):
     """As :func:`_quantize_rows_kernel` for R rows of G tiles, of which ``num_tiles`` are in x and the others zeros.
     Also stores the scales column-major, (G, R), and R itself."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    values, byte = quantize_tiles(tl.load(x + at, mask=(tile < num_tiles)[:, None], other=0.0).to(tl.float32))
+    values, byte = quantize_tiles(tl.load(x + at, mask=(tile < num_tiles)[:, None], other=0.0).to(tl.float32), nan_flag)
     mask = tile < R * G
     tl.store(q + at, values, mask=mask[:, None])
     tl.store(scale + tile, byte, mask=mask)
@@ -78,7 +82,7 @@ def _quantize_group_kernel(
         tl.store(end, R)
 
 
-def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_rows`."""
     T, D = x_TD.shape
     q = torch.empty(T, D, dtype=FP8, device=x_TD.device)
@@ -87,11 +91,13 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     num_tiles = scale.numel()
     if num_tiles:
         grid = (cdiv(num_tiles, TILES),)
-        _quantize_rows_kernel[grid](x_TD.contiguous(), q, scale, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS)
+        _quantize_rows_kernel[grid](
+            x_TD.contiguous(), q, scale, nan_flag, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS
+        )
     return q, scale
 
 
-def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_group`."""
     (T, D), device = x_TD.shape, x_TD.device
     R, G = group_rows(T), D // TILE
@@ -99,7 +105,7 @@ def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, scale_t = (torch.empty(shape, dtype=E8M0, device=device) for shape in ((R, G), (G, R)))
     end = torch.empty(1, dtype=torch.int32, device=device)
     _quantize_group_kernel[(cdiv(R * G, TILES),)](
-        x_TD.contiguous(), q, scale, scale_t, end, T * G, R, G=G, TILES=TILES, TILE=TILE, num_warps=WARPS
+        x_TD.contiguous(), q, scale, scale_t, end, nan_flag, T * G, R, G=G, TILES=TILES, TILE=TILE, num_warps=WARPS
     )
     return q, scale, scale_t.t(), end
 

@@ -26,9 +26,9 @@ def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr):
+def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr, nan_flag=None):
     """Quantizes x (ROWS, 128) into tile column ``tile`` of q (M, D) and of its column-major scales."""
-    values, byte = quantize_tiles(x)
+    values, byte = quantize_tiles(x, nan_flag)
     tl.store(q + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :], values)
     tl.store(scale + tile * M + row, byte)
 
@@ -46,7 +46,7 @@ def _load_tiles(x, scale, row, tile, M, D, TILE: tl.constexpr):
 @Kernel
 @triton.jit
 def _swiglu_kernel(
-    h, score, offsets_E, q, q_scale, h_q, h_scale, M, H,
+    h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H,
     E: tl.constexpr, SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized."""
@@ -66,11 +66,16 @@ def _swiglu_kernel(
     out = g * tl.sigmoid(g) * u
     if not SCORE_FIRST:
         out *= s
-    _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
+    _store_tiles(q, q_scale, out, row, tile, M, H, TILE, nan_flag)
 
 
 def swiglu_quantize(
-    h_M2H: Tensor, score_M: Tensor | None, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
+    h_M2H: Tensor,
+    score_M: Tensor | None,
+    offsets_E: Tensor,
+    score_before_experts: bool,
+    keep_h: bool,
+    nan_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
@@ -81,7 +86,8 @@ def swiglu_quantize(
     q, q_scale = _rows(h_M2H, M, H)
     h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
     _swiglu_kernel[(H // TILE, M // ROWS)](
-        h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, M, H,
+        h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, nan_flag,
+        M, H,
         E=offsets_E.shape[0], SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return q, q_scale, h_q, h_scale
@@ -90,7 +96,7 @@ def swiglu_quantize(
 @Kernel
 @triton.jit
 def _swiglu_backward_kernel(
-    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, M, H: tl.constexpr, E: tl.constexpr,
+    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, H: tl.constexpr, E: tl.constexpr,
     SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes whole rows, so that the order in which ds is summed is fixed. Without ``score`` there is no ds.
@@ -125,8 +131,8 @@ def _swiglu_backward_kernel(
             ds_row += tl.sum(dg * h_g + du * h_u, axis=1)
             dg *= s
             du *= s
-        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE)
-        _store_tiles(dh, dh_scale, du, row, up_tile, M, 2 * H, TILE)
+        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE, nan_flag)
+        _store_tiles(dh, dh_scale, du, row, up_tile, M, 2 * H, TILE, nan_flag)
         if q is not None:
             _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
     if score is not None:
@@ -141,6 +147,7 @@ def swiglu_quantize_backward(
     offsets_E: Tensor,
     score_before_experts: bool,
     recompute_a: bool,
+    nan_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize_backward`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
@@ -154,7 +161,7 @@ def swiglu_quantize_backward(
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
     _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
-        dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M, H=H,
+        dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, nan_flag, M, H=H,
         E=offsets_E.shape[0], SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS, TILE=TILE,
         num_warps=BACKWARD_WARPS,
     )  # fmt: skip

@@ -103,6 +103,13 @@ def check_current_device(x: torch.Tensor) -> None:
         )
 
 
+def note_nan(q: torch.Tensor, nan_flag: torch.Tensor | None) -> None:
+    """The reference of what kernels that quantize do besides: stores 1 to ``nan_flag``, uint8, if a tile of the e4m3
+    values ``q`` is NaN. Nothing in a graph reads the flag, so no op declares that it changes."""
+    if nan_flag is not None and (q.view(torch.uint8) & 0x7F == 0x7F).any():
+        nan_flag.data.fill_(1)  # its version stays, as with kernels: autograd has saved it
+
+
 def require_multiple_of_128(op: str, **dims: int) -> None:
     """Raises ValueError for the first of ``dims`` that is no multiple of 128, and names ``op``, dim and remedy."""
     for name, size in dims.items():

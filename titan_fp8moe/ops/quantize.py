@@ -8,13 +8,15 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
-from titan_fp8moe.ops.backend import custom_op, require_multiple_of_128, use_kernels
+from titan_fp8moe.ops.backend import custom_op, note_nan, require_multiple_of_128, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
 @custom_op
-def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """:func:`titan_fp8moe.recipe.quantize_rows`: (T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0, row-major.
+
+    ``nan_flag``: see :func:`titan_fp8moe.ops.backend.note_nan`.
 
     Raises:
         ValueError: for another dtype, or if D is no multiple of 128.
@@ -22,17 +24,21 @@ def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"quantize_rows: x must be bf16 or fp32, got {x_TD.dtype}")
     require_multiple_of_128("quantize_rows", D=x_TD.shape[1])
-    return (kernels if use_kernels(x_TD) else recipe).quantize_rows(x_TD)
+    if use_kernels(x_TD):
+        return kernels.quantize_rows(x_TD, nan_flag)
+    results = recipe.quantize_rows(x_TD)
+    note_nan(results[0], nan_flag)
+    return results
 
 
 @quantize_rows.register_fake
-def _(x_TD):
+def _(x_TD, nan_flag=None):
     T, D = x_TD.shape
     return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // TILE, dtype=E8M0)
 
 
 @custom_op
-def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`quantize_rows` for an FFN whose rows are one group; see :func:`titan_fp8moe.recipe.quantize_group`.
 
     Returns:
@@ -45,11 +51,15 @@ def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"quantize_group: x must be bf16 or fp32, got {x_TD.dtype}")
     require_multiple_of_128("quantize_group", D=x_TD.shape[1])
-    return (kernels if use_kernels(x_TD) else recipe).quantize_group(x_TD)
+    if use_kernels(x_TD):
+        return kernels.quantize_group(x_TD, nan_flag)
+    results = recipe.quantize_group(x_TD)
+    note_nan(results[0], nan_flag)
+    return results
 
 
 @quantize_group.register_fake
-def _(x_TD):
+def _(x_TD, nan_flag=None):
     R, G = recipe.group_rows(x_TD.shape[0]), x_TD.shape[1] // TILE
     scale_t = x_TD.new_empty(G, R, dtype=E8M0).t()
     q, scale = x_TD.new_empty(R, G * TILE, dtype=FP8), x_TD.new_empty(R, G, dtype=E8M0)

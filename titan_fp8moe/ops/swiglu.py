@@ -5,7 +5,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu as kernels
-from titan_fp8moe.ops.backend import custom_op, use_kernels
+from titan_fp8moe.ops.backend import custom_op, note_nan, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
@@ -19,7 +19,12 @@ def _no_rows(like: Tensor) -> tuple[Tensor, Tensor]:
 
 @custom_op
 def swiglu_quantize(
-    h_M2H: Tensor, score_M: Tensor | None, offsets_E: Tensor, score_before_experts: bool, keep_h: bool
+    h_M2H: Tensor,
+    score_M: Tensor | None,
+    offsets_E: Tensor,
+    score_before_experts: bool,
+    keep_h: bool,
+    nan_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`titan_fp8moe.recipe.swiglu_quantize` for rows in expert order; can also quantize h itself.
 
@@ -28,14 +33,16 @@ def swiglu_quantize(
         score_M: (M,) fp32, or None where there is no router.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
         keep_h: whether to also quantize h, for a backward that saves it in fp8.
+        nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`.
 
     Returns:
         q (M, H) e4m3, its scale (M, H // 128) e8m0, h (M, 2H) e4m3, its scale (M, 2H // 128) e8m0; the last two are
         empty unless ``keep_h``. Scales are column-major.
     """
     if use_kernels(h_M2H):
-        return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, score_before_experts, keep_h)
+        return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, score_before_experts, keep_h, nan_flag)
     q, scale = recipe.swiglu_quantize(h_M2H, score_M, score_before_experts)
+    note_nan(q, nan_flag)
     if keep_h:
         h_q, h_scale = recipe.quantize_rows(h_M2H)
         return q, scale, h_q, recipe.column_major(h_scale)
@@ -43,7 +50,7 @@ def swiglu_quantize(
 
 
 @swiglu_quantize.register_fake
-def _(h_M2H, score_M, offsets_E, score_before_experts, keep_h):
+def _(h_M2H, score_M, offsets_E, score_before_experts, keep_h, nan_flag=None):
     M, H2 = h_M2H.shape
     h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
     return *_fake_rows(h_M2H, M, H2 // 2), *h
@@ -58,6 +65,7 @@ def swiglu_quantize_backward(
     offsets_E: Tensor,
     score_before_experts: bool,
     recompute_a: bool,
+    nan_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`titan_fp8moe.recipe.swiglu_quantize_backward` for rows in expert order.
 
@@ -67,6 +75,7 @@ def swiglu_quantize_backward(
         score_M: (M,) fp32, or None where there is no router.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
         recompute_a: whether to also return GEMM 2's operand, for a backward that did not save it.
+        nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`; for dh.
 
     Returns:
         dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, GEMM 2's operand (M, H) e4m3, its scale (M, H // 128) e8m0,
@@ -74,17 +83,18 @@ def swiglu_quantize_backward(
     """
     if use_kernels(d_MH):
         return kernels.swiglu_quantize_backward(
-            d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a
+            d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a, nan_flag
         )
     h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
     dh, dh_scale, a, a_scale, ds = recipe.swiglu_quantize_backward(d_MH, h, score_M, score_before_experts)
+    note_nan(dh, nan_flag)
     if not recompute_a:
         a, a_scale = a.new_empty(0), a_scale.new_empty(0)
     return dh, dh_scale, a, a_scale, ds if score_M is not None else ds.new_empty(0)
 
 
 @swiglu_quantize_backward.register_fake
-def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a):
+def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a, nan_flag=None):
     M, H = d_MH.shape
     a = _fake_rows(d_MH, M, H) if recompute_a else _no_rows(d_MH)
     ds = d_MH.new_empty(0 if score_M is None else M, dtype=torch.float32)

@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8moe import checks, dense, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.modules import Fp8FlowLinear
-from titan_fp8moe.torchtitan import compiling, job_checks, parallel
+from titan_fp8moe.torchtitan import compiling, job_checks, nan_watch, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
 from titan_fp8moe.weights import WeightCache
@@ -75,6 +75,10 @@ class Fp8FlowMoEConverter(ModelConverter):
                 Fp8FlowFeedForward.convert(part.module, self.config)
             elif part.kind == LINEAR:
                 Fp8FlowLinear.convert(cast(nn.Linear, part.module), self.config)
+        if self.trains_here and fp8:
+            by_name = {part.name: cast(Any, part.module) for part in fp8 if part.kind != SHARED}
+            in_order = [name for name, _ in model.named_modules() if name in by_name]
+            nan_watch.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
         _log(plan, f"{backend}; {self.config.describe()}")
 
     def _plan(self, model: nn.Module) -> list["_Part"]:

@@ -35,6 +35,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
     score_before_experts: bool = False
     ep_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
+    nan_flags: Tensor | None = None
     keep_fsdp: bool = False  # also where it has one rank, see parallel.fully_shard
 
     @staticmethod
@@ -77,6 +78,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
             shared=None if shared is None else shared.matrices(),
             shared_cache=None if shared is None else shared.cache,
             check_ids=True,
+            nan_flags=self.nan_flags,
         )
 
     def extra_repr(self) -> str:
@@ -98,6 +100,7 @@ class Fp8FlowFeedForward(nn.Module):
 
     config: Fp8FlowMoEConfig
     cache: WeightCache | None = None
+    nan_flags: Tensor | None = None
     w1: nn.Linear
     w2: nn.Linear
     w3: nn.Linear
@@ -124,7 +127,7 @@ class Fp8FlowFeedForward(nn.Module):
         return out.redistribute(placements=(Shard(1),)).to_local()
 
     def _run(self, x: Tensor) -> Tensor:
-        return feed_forward(x, self.matrices(), self.config, self.cache)
+        return feed_forward(x, self.matrices(), self.config, self.cache, self.nan_flags)
 
     def extra_repr(self) -> str:
         return self.config.describe()

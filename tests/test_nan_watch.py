@@ -1,0 +1,137 @@
+"""The first layer and operand with a NaN or Inf is named, in one warning, whatever spreads after it."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+
+from tests.layer import DEVICE, D, H, make_layer
+from titan_fp8moe import Fp8FlowMoEConfig
+from titan_fp8moe.dense import feed_forward, linear
+from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.torchtitan import nan_watch
+from titan_fp8moe.weights import ExpertWeights
+
+NAMES = ["layers.0.feed_forward", "layers.1.moe", "layers.2.moe"]
+
+
+@pytest.fixture(params=[False, True], ids=["local", "expert parallel"])
+def group(request, tmp_path):
+    """Of this process alone; None for the path without expert parallelism."""
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD if request.param else None
+    dist.destroy_process_group()
+
+
+class Layers(nn.Module):
+    """A dense FFN and two MoE layers, the first without and the last with shared experts."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.layers, self.group, self.config = nn.ModuleList(nn.Module() for _ in NAMES), group, Fp8FlowMoEConfig()
+        _, self.scores, self.ids, weights = make_layer()
+        self.weights = [ExpertWeights(*(w.clone().requires_grad_() for w in weights)) for _ in NAMES]
+        self.shared = [ExpertWeights(*(w.detach()[i].clone().requires_grad_() for w in weights)) for i in range(3)]
+
+    def forward(self, x):
+        flags = [layer.nan_flags for layer in self.layers]
+        x = feed_forward(x, self.shared[0], self.config, nan_flags=flags[0])
+        for i, shared in ((1, None), (2, self.shared[2])):
+            options = dict(config=self.config, ep_group=self.group, shared=shared, nan_flags=flags[i])
+            x = apply_experts(x, self.weights[i], self.ids, self.scores, **options)
+        return x
+
+
+def spoil(where, layers, x, dout):
+    """Puts a NaN where it first shows as ``where``."""
+    layer, operand = where
+    if operand == "x":
+        x[3, 5] = float("inf")
+    elif operand == "dy":
+        dout[3, 5] = float("nan")
+    elif operand == "a":
+        weights = layers.shared[0] if layer == 0 else layers.weights[layer]
+        weights.w1.data.view(-1)[0] = float("nan")
+    else:  # finite when it is quantized, Inf when it has been multiplied
+        dout.copy_(3e38 * dout.sign())
+
+
+@pytest.mark.parametrize(
+    "where, said",
+    [
+        ((0, "x"), "layers.0.feed_forward, in its input x"),
+        ((0, "a"), "layers.0.feed_forward, in its hidden rows a"),
+        ((1, "a"), "layers.1.moe, in its hidden rows a"),
+        ((2, "a"), "layers.2.moe, in its hidden rows a"),
+        ((2, "dy"), "layers.2.moe, in its output's gradient dy"),
+        ((2, "dh"), "layers.2.moe, in its hidden rows' gradient dh"),
+    ],
+)
+def test_the_first_is_named_once(group, monkeypatch, caplog, where, said):
+    monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
+    monkeypatch.setattr(nan_watch.utils, "device_type", DEVICE)
+    nan_watch._look_after_each_step.cache_clear()
+    layers = Layers(group)
+    nan_watch.watch(dict(zip(NAMES, layers.layers, strict=True)))
+    processor = object.__new__(MetricsProcessor)
+    processor.model_parts = [layers]
+    x, dout = make_layer()[0], torch.randn_like(make_layer()[0])
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 6):
+            if step == 3:
+                spoil(where, layers, x, dout)
+            layers(x.clone().requires_grad_()).backward(dout)
+            assert processor.should_log(step) == (step == 2)
+            if x.is_cuda:
+                torch.cuda.synchronize()
+            assert ("FP8-Flow-MoE: a NaN" in caplog.text) == (step > 3)
+    assert caplog.text.count("NaN or Inf showed first") == 1
+    assert f"showed first in {said}, by step 3" in caplog.text
+
+
+def test_linears_have_flags():
+    flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+    x = torch.randn(8, D, device=DEVICE)
+    x[1, 2] = float("inf")
+    out = linear(x.requires_grad_(), torch.randn(H, D, device=DEVICE), Fp8FlowMoEConfig(), nan_flags=flags)
+    assert flags[:, 0].tolist() == [1, 0, 0, 0]
+    out.backward(torch.full_like(out, float("nan")))
+    assert flags[:, 0].tolist() == [1, 0, 1, 0]
+
+
+def test_order_of_a_step():
+    """Forward through the layers, x before a; backward from the last, dy before dh. Later stages of a pipeline too."""
+    names, orders = ["l0", "l1"], []
+    for index, operand in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (0, 2), (0, 3)):
+        flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+        flags[operand, 0] = 1
+        orders.append(int(nan_watch.first_seen([SimpleNamespace(nan_flags=flags, nan_index=index)], 2)))
+        said = nan_watch.describe(orders[-1], names)
+        assert said.startswith(f"l{index}, in its") and said.endswith((" x", " a", " dy", " dh")[operand])
+    assert orders == list(range(8))
+    assert int(nan_watch.first_seen([], 2)) == nan_watch.NOBODY
+
+
+def test_a_compiled_layer_has_flags():
+    """In one graph, the same for all layers."""
+    torch._dynamo.reset()
+    (x, scores, ids, weights), config = make_layer(), Fp8FlowMoEConfig()
+    compiles = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return apply_experts(x, ExpertWeights(*weights), ids, scores, config=config, nan_flags=self.nan_flags)
+
+    layers = [Layer() for _ in range(3)]
+    for layer in layers:
+        layer.nan_flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+        compiled = torch.compile(layer, backend=compiles, fullgraph=True)
+        compiled(x.clone().requires_grad_()).sum().backward()
+    assert compiles.frame_count == 1
+    out = compiled(x.clone().requires_grad_())
+    out.backward(torch.full_like(out, float("nan")))
+    assert not layers[0].nan_flags.any() and layers[2].nan_flags[:, 0].tolist() == [0, 0, 1, 1]
