@@ -26,7 +26,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
-from titan_fp8moe import weights
+from titan_fp8moe import kernel_check, weights
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import backend
@@ -507,6 +507,10 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[in
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    monkeypatch.setattr(kernel_check.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(kernel_check, "self_check", lambda: ["grouped_mm"])
+    monkeypatch.setattr(backend, "_gate", kernel_check.require_checked)
 
 
 @pytest.mark.parametrize(("name", "capability"), [("Ampere", (8, 0)), ("Ada", (8, 9)), ("Blackwell", (10, 0))])
@@ -515,13 +519,15 @@ def test_other_gpus_only_when_asked_to_emulate(
 ):
     pretend_gpu(monkeypatch, name, capability)
     version = f"{capability[0]}\\.{capability[1]}"
-    with pytest.raises(ValueError, match=rf"{name} \({version}\); train in bf16 with .*fp8_flow_moe\.emulate = true"):
+    error, message = (ValueError, "8.9 or later") if capability == (8, 0) else (RuntimeError, "differ .*grouped_mm")
+    match = rf"(?s){message}.*fp8_flow_moe\.emulate = true"
+    with pytest.raises(error, match=match) as raised:
         convert(make_config(), make_model(make_config()))
+    assert re.search(rf"{name} \({version}\)", str(raised.value))
     bf16 = make_config("--fp8_flow_moe.filter_fqns", "layers")
     convert(bf16, make_model(bf16))
 
     on_gpu = SimpleNamespace(is_cuda=True)
-    assert backend.use_kernels(on_gpu)
     emulated = make_config("--fp8_flow_moe.emulate")
     with caplog.at_level(logging.INFO):
         convert(emulated, make_model(emulated))

@@ -75,6 +75,7 @@ def test_wgrad(model, kernels, dtype):
     "capability, shared_memory, instruction",
     [
         (89, 99 * 1024, r"mma\.sync\.\S*\.e4m3\.e4m3\."),
+        (120, 99 * 1024, r"mma\.sync\.\S*e4m3\.e4m3\."),
         (100, SHARED_MEMORY, r"tcgen05\.mma\.\S*kind::f8f6f4"),
     ],
 )

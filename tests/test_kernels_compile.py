@@ -169,7 +169,7 @@ def test_converted_bytes_stay_in_words():
             assert not pairs & taken, name
 
 
-@pytest.mark.parametrize("capability, shared_memory", [(89, 99 * 1024), (100, 227 * 1024)])
+@pytest.mark.parametrize("capability, shared_memory", [(89, 99 * 1024), (100, 227 * 1024), (120, 99 * 1024)])
 def test_other_gpus(capability, shared_memory):
     """Every kernel once, with the sizes of whatever launches it first."""
     compiled = set()

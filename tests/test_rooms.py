@@ -16,10 +16,10 @@ ADAPTERS = ("export_fp8", "torchao", "torchtitan", "transformers")
 LAYERS = [
     {"config", "recipe", "rows"},
     {"kernels", "ops"},
-    {"dispatch", "ffn", "statistics", "weights"},
+    {"dispatch", "ffn", "kernel_check", "statistics", "weights"},
     {"dense", "matmul", "moe", "modules"},
     {""},
-    {"checks", "testing"},
+    {"checks", "doctor", "testing"},
     set(ADAPTERS),
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}

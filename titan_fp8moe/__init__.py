@@ -6,9 +6,18 @@ torchtitan's models, ``titan_fp8moe.transformers`` serves those of Transformers.
 """
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.kernel_check import self_check
 from titan_fp8moe.matmul import grouped_mm
 from titan_fp8moe.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.moe import routed_experts
 
 __version__ = "0.2.0.dev0"
-__all__ = ["Fp8FlowLinear", "Fp8FlowMoEConfig", "RoutedExperts", "__version__", "grouped_mm", "routed_experts"]
+__all__ = [
+    "Fp8FlowLinear",
+    "Fp8FlowMoEConfig",
+    "RoutedExperts",
+    "__version__",
+    "grouped_mm",
+    "routed_experts",
+    "self_check",
+]

@@ -13,6 +13,7 @@ import torch
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
+from titan_fp8moe.ops.backend import pass_gate
 from titan_fp8moe.recipe import TILE
 
 logger = logging.getLogger(__name__)
@@ -159,20 +160,20 @@ def check_pipeline_schedule(schedule: str, *, setting: str) -> None:
         )
 
 
-def check_hardware(emulate: bool, *, remedy: str) -> str:
-    """What the ops run on, for logs. The machine must have kernels or no GPU, unless ``emulate`` is set."""
+def check_hardware(emulate: bool) -> str:
+    """What the ops run on, for logs. The machine must have kernels that work or no GPU, unless ``emulate`` is set.
+
+    Raises:
+        ValueError, RuntimeError: of :func:`titan_fp8moe.kernel_check.require_checked`.
+    """
     if not torch.cuda.is_available():
         if torch.version.cuda:
             logger.warning("PyTorch is built for CUDA but finds no GPU: this process trains on the CPU")
         return "plain PyTorch reference on the CPU"
-    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
     if emulate:
         return f"plain PyTorch reference on {name} (emulate)"
-    if (major, minor) != (9, 0) or torch.version.hip:
-        raise ValueError(
-            "fp8_flow_moe's kernels need an NVIDIA GPU of compute capability 9.0 (Hopper), but this one is "
-            f"{name} ({major}.{minor}); {remedy}, or set fp8_flow_moe.emulate = true to run the slow reference"
-        )
+    pass_gate()
     return f"Triton kernels on {name}"
 
 

@@ -52,8 +52,8 @@ class Fp8FlowMoEConfig:
     ``attention.wq_b.``. Large projections gain, small ones lose. Their dims must be multiples of 128 on every rank."""
 
     emulate: bool = False
-    """Run the plain PyTorch reference on a GPU that the kernels do not support: any compute capability but 9.0. It is
-    slow, and applies to the whole process. In plain PyTorch call :func:`titan_fp8moe.ops.emulate` instead."""
+    """Run the plain PyTorch reference on a GPU that the kernels do not support: AMD's, or compute capability below 8.9.
+    It is slow, and applies to the whole process. In plain PyTorch call :func:`titan_fp8moe.ops.emulate` instead."""
 
     def describe(self) -> str:
         """The settings of a converted module in one line, for logs: all that do not select modules."""

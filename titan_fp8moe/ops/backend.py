@@ -4,7 +4,8 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -89,9 +90,44 @@ def emulate(on: bool) -> None:
     _emulating = on
 
 
+def emulating() -> bool:
+    """Whether :func:`emulate` has switched the kernels off."""
+    return _emulating
+
+
+_gate: Callable[[], None] | None = None
+
+
+def before_first_kernel(gate: Callable[[], None]) -> None:
+    """Lets the first op that is to run kernels call ``gate``. If that raises, so does the next op."""
+    global _gate
+    _gate = gate
+
+
 def use_kernels(x: torch.Tensor) -> bool:
     """Whether an op runs its Triton kernels on ``x``."""
-    return x.is_cuda and not _emulating
+    return x.is_cuda and not _emulating and (_gate is None or pass_gate())
+
+
+@contextmanager
+def open_gate() -> Iterator[Callable[[], None] | None]:
+    """Lets kernels run in this context, and yields the gate."""
+    global _gate
+    gate, _gate = _gate, None
+    try:
+        yield gate
+    finally:
+        _gate = gate
+
+
+def pass_gate() -> bool:
+    """Calls the gate, unless it has been passed."""
+    global _gate
+    with open_gate() as gate:
+        if gate is not None:
+            gate()
+    _gate = None
+    return True
 
 
 def check_current_device(x: torch.Tensor) -> None:

@@ -130,7 +130,7 @@ class Fp8FlowMoEConverter(ModelConverter):
     def _check_hardware(self) -> str:
         if not self.trains_here:
             return "dry run"
-        return checks.check_hardware(self.config.emulate, remedy="train in bf16 with model.converters = []")
+        return checks.check_hardware(self.config.emulate)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""

@@ -1,0 +1,31 @@
+"""The package's own comparison of kernels with the specification runs them all, and finds that they agree."""
+
+import sys
+
+import torch
+
+from tests.kernels.conftest import INTERPRETED
+from titan_fp8moe import kernel_check
+from titan_fp8moe.kernels.launch import Kernel
+
+
+def test_every_kernel_is_run_and_agrees(monkeypatch):
+    """Without a GPU the interpreter's kernels stand for it; Gluon's have no interpreter."""
+    launched, launch = set(), Kernel._launch
+    monkeypatch.setattr(Kernel, "_launch", lambda k, *args, **kw: launched.add(k) or launch(k, *args, **kw))
+    if INTERPRETED:
+        on, run = [], kernel_check._run
+        for name in ("grouped_mm", "permute", "quantize", "swiglu", "transpose"):
+            monkeypatch.setattr(sys.modules[f"titan_fp8moe.ops.{name}"], "use_kernels", lambda x: bool(on))
+
+        def run_here(case, device):
+            on[:] = [True] * (device == "cuda")
+            return run(case, "cpu")
+
+        monkeypatch.setattr(kernel_check, "_run", run_here)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kernel_check.self_check() == []
+    modules = [module for name, module in sys.modules.items() if name.startswith("titan_fp8moe.kernels.")]
+    kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
+    absent = {kernel.kernel.__name__ for kernel in kernels - launched}
+    assert absent == ({"grouped_mm_hopper_kernel", "wgrad_hopper_kernel"} if INTERPRETED else set())

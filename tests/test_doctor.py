@@ -1,0 +1,136 @@
+"""Where kernels may run: at once on what tests have run on, after a comparison elsewhere, and not where they differ."""
+
+import logging
+
+import pytest
+import torch
+
+from titan_fp8moe import checks, doctor, kernel_check, ops
+from titan_fp8moe.kernel_check import Case
+from titan_fp8moe.ops import backend
+
+HOPPER = (9, 0), "2.11", "3.6"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretends that there is this GPU, and that its kernels differ in ``wrong``. Returns the calls of self_check."""
+    checked = []
+
+    def pretend(where=HOPPER, hip=None, wrong=()):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: where[0])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU")
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch, "__version__", f"{where[1]}.0+cu130")
+        monkeypatch.setattr(kernel_check.triton, "__version__", f"{where[2]}.0")
+        monkeypatch.setattr(kernel_check, "self_check", lambda: checked.append(backend._gate) or [*wrong])
+        monkeypatch.setattr(backend, "_gate", kernel_check.require_checked)
+        monkeypatch.setattr(backend, "_emulating", False)
+        return checked
+
+    return pretend
+
+
+class OnGpu:
+    """What an op asks of a tensor."""
+
+    is_cuda = True
+
+
+def test_tested_combinations_run_at_once(gpu, caplog):
+    checked = gpu()
+    assert backend.use_kernels(OnGpu()) and not checked and backend._gate is None
+    assert checks.check_hardware(emulate=False) == "Triton kernels on GPU" and not caplog.text
+
+
+@pytest.mark.parametrize("where", [((9, 0), "2.13", "3.6"), ((9, 0), "2.11", "3.8"), ((12, 0), "2.11", "3.6")])
+def test_others_are_compared_once(gpu, caplog, where):
+    checked = gpu(where)
+    with caplog.at_level(logging.WARNING):
+        assert checks.check_hardware(emulate=False) == "Triton kernels on GPU"
+        assert backend.use_kernels(OnGpu())
+    assert checked == [None]  # once, and kernels could run meanwhile
+    assert f"never tested on GPU ({where[0][0]}.0) with PyTorch {where[1]} and Triton {where[2]}" in caplog.text
+    assert ("not tuned for it" in caplog.text) == (where[0] != (9, 0))
+
+
+def test_kernels_that_differ_never_run(gpu):
+    """Neither in torchtitan nor elsewhere; the reference does."""
+    checked = gpu(((9, 0), "2.14", "3.6"), wrong=["grouped_mm", "transpose_pair"])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"grouped_mm, transpose_pair; please report .*titan_fp8moe.doctor"):
+            backend.use_kernels(OnGpu())
+        with pytest.raises(RuntimeError, match="differ from the specification"):
+            checks.check_hardware(emulate=False)
+    assert len(checked) == 4
+    ops.emulate(True)
+    assert not backend.use_kernels(OnGpu()) and checks.check_hardware(emulate=True).endswith("(emulate)")
+
+
+@pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((9, 0), "6.4")])
+def test_gpus_without_the_format_are_refused(gpu, capability, hip):
+    checked = gpu((capability, "2.11", "3.6"), hip)
+    message = r"NVIDIA GPU of compute capability 8.9 or later.*GPU \(\d.0\); run the slow reference.*emulate\(True\)"
+    with pytest.raises(ValueError, match=message):
+        backend.use_kernels(OnGpu())
+    assert not checked
+
+
+@pytest.mark.parametrize("case", kernel_check._cases(), ids=lambda case: case.name)
+def test_one_wrong_element_is_found(monkeypatch, case):
+    """In any result of any op; where an exponential is allowed its last bit, two codes."""
+    run = kernel_check._run
+    assert kernel_check._agrees(case, "cpu")
+    for index in range(len(run(case, "cpu"))):
+
+        def spoiled(case: Case, device: str, index: int = index) -> list[torch.Tensor]:
+            results = run(case, "cpu")
+            if device == "cuda":
+                spoil = results[index] = results[index].clone(memory_format=torch.contiguous_format)
+                bits = kernel_check._bits(spoil).view(-1)
+                bits[-3:] ^= 2 if case.nearly and spoil.dtype.itemsize == 1 else 1 << (14 if case.nearly else 0)
+            return results
+
+        monkeypatch.setattr(kernel_check, "_run", spoiled)
+        assert not kernel_check._agrees(case, "cuda"), index
+
+
+def test_the_reference_is_not_compared_with_itself(gpu):
+    self_check = kernel_check.self_check
+    gpu()
+    ops.emulate(True)
+    with pytest.raises(RuntimeError, match="has turned them off"):
+        self_check()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_without_a_gpu(capsys):
+    with pytest.raises(RuntimeError, match="there is no GPU"):
+        kernel_check.self_check()
+    assert doctor.main() == 0
+    said = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in said and "kernels      not run: PyTorch is built without CUDA" in said
+
+
+@pytest.mark.parametrize(
+    "where, hip, wrong, code, said",
+    [
+        (HOPPER, None, [], 0, "agree with the specification\ncopy         1 TB/s"),
+        (((9, 0), "2.13", "3.6"), None, ["grouped_mm"], 1, "kernels      differ: grouped_mm"),
+        (((8, 0), "2.11", "3.6"), None, [], 1, "not run: the FP8 kernels need an NVIDIA GPU"),
+    ],
+)
+def test_what_the_doctor_says(gpu, monkeypatch, capsys, where, hip, wrong, code, said):
+    gpu(where, hip, wrong)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "measure", lambda: {"copy": "1 TB/s"})
+    assert doctor.main() == code
+    printed = capsys.readouterr().out
+    assert said in printed and ("NOT among" in printed) == (where != HOPPER)
+
+
+@pytest.mark.gpu
+def test_the_doctor_on_a_gpu(capsys):
+    assert doctor.main() == 0
+    assert "TFLOPS" in capsys.readouterr().out

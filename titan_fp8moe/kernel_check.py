@@ -1,0 +1,226 @@
+"""Runs every kernel once at small sizes and compares it with the specification: :func:`self_check`.
+
+The tests have run on few combinations of GPU, PyTorch and Triton (:data:`TESTED`). On any other, the first kernel of a
+process waits for this check (:func:`require_checked`), and so does torchtitan's converter.
+
+Quantization and data movement must agree bit for bit. So must the GEMMs, whose operands here are small integers: every
+order of summation gives the same sums. SwiGLU may differ by the last bit of an exponential.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from titan_fp8moe import ops, recipe
+from titan_fp8moe.ops import backend
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+
+logger = logging.getLogger(__name__)
+
+TESTED = {((9, 0), "2.11", "3.6")}
+"""Compute capability, PyTorch and Triton on which the tests have run on a GPU."""
+
+OLDEST = (8, 9)
+"""The first compute capability with e4m3."""
+
+
+class Case(NamedTuple):
+    """One call of an op. ``nearly``: with an exponential, whose last bit may differ."""
+
+    name: str
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    nearly: bool = False
+
+
+def self_check() -> list[str]:
+    """Compares every kernel on the current GPU with the reference on the CPU; takes seconds, without compilation.
+
+    Returns:
+        The names of the ops that differ; empty if all agree.
+
+    Raises:
+        RuntimeError: without a GPU, or if the ops run the reference there (:func:`titan_fp8moe.ops.emulate`).
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("self_check compares kernels with the reference, but there is no GPU")
+    if backend.emulating():
+        raise RuntimeError("self_check compares kernels with the reference, but ops.emulate(True) has turned them off")
+    with backend.open_gate(), torch.no_grad():
+        return [case.name for case in _cases() if not _agrees(case, "cuda")]
+
+
+def _agrees(case: Case, device: str) -> bool:
+    want, got = _run(case, "cpu"), _run(case, device)
+    compare = _nearly_same if case.nearly else _same
+    return len(want) == len(got) and all(compare(g.cpu(), w) for g, w in zip(got, want, strict=True))
+
+
+def _run(case: Case, device: str) -> list[Tensor]:
+    def moved(arg: Any) -> Any:
+        if isinstance(arg, list):
+            return [moved(a) for a in arg]
+        return arg.to(device) if isinstance(arg, Tensor) else arg
+
+    results = case.op(*map(moved, case.args))
+    return [results] if isinstance(results, Tensor) else [t for t in results if t.numel()]
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def _same(got: Tensor, want: Tensor) -> bool:
+    return (got.dtype, got.shape) == (want.dtype, want.shape) and torch.equal(_bits(got), _bits(want))
+
+
+def _nearly_same(got: Tensor, want: Tensor) -> bool:
+    """One byte in a thousand by one e4m3 code, one scale by one, fp32 to 1e-4."""
+    if (got.dtype, got.shape) != (want.dtype, want.shape):
+        return False
+    if got.dtype == torch.float32:
+        return torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    distance = (_bits(got).int() - _bits(want).int()).abs()
+    few = 1 if got.dtype == E8M0 else max(got.numel() // 1000, 1)
+    return bool((distance > 0).sum() <= few and (got.dtype == E8M0 or (distance[distance < 0x80] <= 1).all()))
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+T, D, H, E, K, RANKS = 140, 256, 128, 4, 2, 2
+
+
+def _cases() -> Iterator[Case]:
+    """At least one of every kernel; the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float().to(FP8)
+
+    def scales(*shape: int) -> Tensor:
+        return torch.randint(125, 131, shape, generator=generator).to(torch.uint8).view(E8M0)
+
+    yield from _quantization(randn)
+    ids_TK = torch.rand(T, RANKS * E, generator=generator).topk(K).indices
+    ids_TK[5] = -1
+    scores_TK = torch.rand(T, K, generator=generator)
+    yield from _movement(randn, ids_TK, scores_TK)
+    M, offsets_E = 384, torch.tensor([128, 128, 256, 384], dtype=torch.int32)
+    yield from _swiglu(randn, M, offsets_E)
+    rows = [(*recipe.quantize_rows(randn(M, width) * 2.0 ** randn(M, 1).round()),) for width in (D, H)]
+    x, dy = ((q, recipe.column_major(scale)) for q, scale in rows)
+    for mode in recipe.TRANSPOSE_MODES:
+        yield Case(f"transpose_pair {mode}", ops.transpose_pair, (*x, *dy, offsets_E, mode))
+    for dtype in (torch.bfloat16, torch.float32):
+        a = integers(M, D), recipe.column_major(scales(M, D // TILE))
+        b = integers(E, H, D), scales(E, H // TILE, D // TILE)
+        yield Case(f"grouped_mm {dtype}", ops.grouped_mm, (*a, *b, offsets_E, dtype))
+        a_t, b_t = ((integers(N, M), scales(N // TILE, M // TILE)) for N in (H, D))
+        yield Case(f"grouped_mm_wgrad {dtype}", ops.grouped_mm_wgrad, (*a_t, *b_t, offsets_E, dtype))
+
+
+def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
+    x = randn(T, D) * 2.0 ** randn(T, 1).mul(8).round()
+    x[3, 5], x[4, 200], x[6] = float("nan"), float("inf"), 0
+    x[7, :4] = torch.tensor([448.0, 448.0000305, 1e-40, -3e38])
+    weights = [randn(E, H, D), randn(E, TILE, D)]
+    for dtype in (torch.bfloat16, torch.float32):
+        yield Case(f"quantize_rows {dtype}", ops.quantize_rows, (x.to(dtype),))
+        yield Case(f"quantize_group {dtype}", ops.quantize_group, (x.to(dtype),))
+        typed = [w.to(dtype) for w in weights]
+        yield Case(f"quantize_weight {dtype}", ops.quantize_weight, (typed[0],))
+        yield Case(f"quantize_weight_transposed {dtype}", ops.quantize_weight_transposed, (*typed,))
+    quantized = [ops.QuantizedWeight(*recipe.quantize_weight(w)) for w in weights]
+    args = tuple(t for pair in quantized for t in pair)
+    yield Case("join_weight", ops.quantize._join_weight, (*args, True, True))
+
+
+def _movement(randn: Callable[..., Tensor], ids_TK: Tensor, scores_TK: Tensor) -> Iterator[Case]:
+    capacity = recipe.row_capacity(T * K, RANKS * E)
+    args = ids_TK, scores_TK, RANKS * E, capacity
+    yield Case("expert_routing", ops.expert_routing, args)
+    offsets_E, token_M, score_M, row_TK = recipe.expert_routing(*args)
+    M = int(offsets_E[-1])
+    token_M, score_M, tokens = token_M[:M], score_M[:M], recipe.quantize_rows(randn(T, D))
+    y, shared = randn(M, D).bfloat16(), randn(T, D).bfloat16()
+    yield Case("permute_rows", ops.permute_rows, (*tokens, row_TK, token_M, offsets_E))
+    yield Case("unpermute_sum", ops.unpermute_sum, (y, row_TK, torch.bfloat16, shared))
+    gradients = y, score_M.unsqueeze(1), row_TK, torch.float32
+    yield Case("unpermute_gradients", ops.unpermute_gradients, gradients)
+
+    def counts_and_pairs(*args: Any) -> tuple[Tensor, ...]:
+        sent_TK, token_C, counts_N = ops.dispatch_routing(*args)
+        return sent_TK, token_C[: int(counts_N[:, 0].sum())], counts_N  # the others are undefined
+
+    yield Case("dispatch_routing", counts_and_pairs, (ids_TK, RANKS, E, 77))
+    sent_TK, token_C, counts_N = recipe.dispatch_routing(ids_TK, RANKS, E)
+    token_C = token_C[: int(counts_N[:, 0].sum())].clone()
+    yield Case("pack_dispatch", ops.pack_dispatch, (*tokens, token_C, sent_TK, ids_TK, scores_TK, E))
+    yield Case("pack_combine", ops.pack_combine, (y, score_M, row_TK))
+
+
+def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator[Case]:
+    h, d, score_M = randn(M, 2 * H).bfloat16(), randn(M, H).bfloat16(), randn(M).sigmoid()
+    for first in (False, True):
+        args = h, score_M, offsets_E, first, first
+        yield Case(f"swiglu_quantize {first}", ops.swiglu_quantize, args, nearly=True)
+        args = d, h, None, score_M, offsets_E, first, True
+        yield Case(f"swiglu_quantize_backward {first}", ops.swiglu_quantize_backward, args, nearly=True)
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def combination() -> tuple[tuple[int, int], str, str]:
+    """The current GPU's compute capability, and the versions of PyTorch and Triton without their last part."""
+    versions = (".".join(version.split(".")[:2]) for version in (torch.__version__, triton.__version__))
+    torch_version, triton_version = versions
+    return torch.cuda.get_device_capability(), torch_version, triton_version
+
+
+def _gpu() -> str:
+    return "{} ({}.{})".format(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
+
+
+def why_no_kernels() -> str | None:
+    """Why the current GPU cannot run the kernels, or None if it can."""
+    if torch.cuda.get_device_capability() >= OLDEST and not torch.version.hip:
+        return None
+    return f"the FP8 kernels need an NVIDIA GPU of compute capability 8.9 or later, but this one is {_gpu()}"
+
+
+def require_checked() -> None:
+    """Lets kernels run on the current GPU: at once where the tests have run, elsewhere after :func:`self_check`.
+
+    Raises:
+        ValueError: the GPU has no e4m3, or is AMD's.
+        RuntimeError: kernels differ from the specification.
+    """
+    (major, minor), torch_version, triton_version = where = combination()
+    if reason := why_no_kernels():
+        raise ValueError(
+            f"{reason}; run the slow reference with fp8_flow_moe.emulate = true or titan_fp8moe.ops.emulate(True), or "
+            "use bf16 (in torchtitan, model.converters = [])"
+        )
+    gpu = _gpu()
+    if where in TESTED:
+        return
+    versions = f"PyTorch {torch_version} and Triton {triton_version}"
+    logger.warning(f"FP8 kernels were never tested on {gpu} with {versions}: comparing them with the specification")
+    if wrong := self_check():
+        raise RuntimeError(
+            f"FP8 kernels differ from the specification on {gpu} with {versions}: {', '.join(wrong)}; please report "
+            "the output of python -m titan_fp8moe.doctor. Use bf16, other versions, or fp8_flow_moe.emulate = true"
+        )
+    if (major, minor) != (9, 0):
+        logger.warning(f"FP8 kernels agree with the specification on {gpu}, but are not tuned for it and may be slow")
+
+
+backend.before_first_kernel(require_checked)
