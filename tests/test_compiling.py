@@ -83,11 +83,12 @@ CACHE = "--fp8_flow_moe.cache_weights"  # keeps experts and dense FFNs eager
     ("mode", "flags", "counts_per_token"),
     # Checkpointing recomputes what precedes an eager FFN. torchtitan halves the counts of checkpointed blocks.
     [("none", [], 1), ("selective", [], 1), ("full", [], 1), ("selective", [CACHE], 2), ("full", [CACHE], 2)],
-    ids=["none", "selective", "full", "selective_up_to_ffn", "full_up_to_ffn"],
+    ids=["none", "per_op", "full", "per_op_up_to_ffn", "full_up_to_ffn"],
 )
 def test_same_numbers_and_no_recompilation(mode, flags, counts_per_token):
     """Under every kind of checkpointing; new tokens and routings compile nothing."""
-    eager, compiled = make_model(), make_model(*flags, f"--activation_checkpoint.mode={mode}", backend="aot_eager")
+    flags = [*flags, f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.selective_ac_option=op"]
+    eager, compiled = make_model(), make_model(*flags, backend="aot_eager")
     for i in range(3):
         want, got = step(eager, tokens_of(2, i)), step(compiled, tokens_of(2, i))
         assert torch.equal(got.pop("counts"), want.pop("counts") * counts_per_token)

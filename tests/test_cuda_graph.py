@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def cached_layer():
     return lambda cache: apply_experts(
         x, ExpertWeights(*params), chosen, scores, config=Fp8FlowMoEConfig(cache_weights=True), cache=cache
     )
+
+
+def test_a_capture_is_seen_before_weights_are_read(monkeypatch):
+    """A replay would not see that the optimizer has changed the weights."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cache_weights inside a CUDA graph"):
+        WeightCache().get([SimpleNamespace(is_cuda=True)])
 
 
 @pytest.mark.gpu
