@@ -105,13 +105,14 @@ def _feed_forward(
     weight_scales: list[Tensor],
     recompute: str,
     save_h: str,
+    dtype: torch.dtype,
     nan_flags: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output (T, D) bf16; :class:`GroupRows`; the tensors of :func:`group_ffn_fields`."""
+    """The output (T, D) in ``dtype``; :class:`GroupRows`; the tensors of :func:`group_ffn_fields`."""
     nans = NanFlags.of(nan_flags)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     y, saved = group_ffn(GroupRows(q, scale, end), weights, weight_scales, recompute, save_h, nans)
-    return [y[: x_TD.shape[0]], q, scale, end, *saved]
+    return [y[: x_TD.shape[0]].to(dtype), q, scale, end, *saved]
 
 
 def _linear(
@@ -143,10 +144,10 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, w1, w2, w3, config, cache, dtype, nan_flags):
         operands = forward_operands(one_expert(w1, w2, w3), cache)
-        y, *tensors = _feed_forward_op(x_TD, *operands, config.recompute, config.save_h, nan_flags)
+        y, *tensors = _feed_forward_op(x_TD, *operands, config.recompute, config.save_h, dtype, nan_flags)
         ctx.save_for_backward(w1, w2, w3, nan_flags, *tensors)
         ctx.config, ctx.cache, ctx.x_dtype = config, cache, x_TD.dtype
-        return y.to(dtype)
+        return y
 
     @staticmethod
     @once_differentiable

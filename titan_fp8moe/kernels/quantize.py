@@ -117,17 +117,6 @@ def load_four(x, stride):
 
 
 @triton.jit
-def _load_four_within(x, stride, row, num_rows, in_columns):
-    """``load_four`` of rows ``row`` + j; zeros at and past ``num_rows`` and in columns that are not ``in_columns``."""
-    return (
-        tl.load(x, mask=(row < num_rows) & in_columns, other=0.0),
-        tl.load(x + stride, mask=(row + 1 < num_rows) & in_columns, other=0.0),
-        tl.load(x + 2 * stride, mask=(row + 2 < num_rows) & in_columns, other=0.0),
-        tl.load(x + 3 * stride, mask=(row + 3 < num_rows) & in_columns, other=0.0),
-    )
-
-
-@triton.jit
 def join_four(x):
     """Joins four tensors, row 4 * r + 2 * a + b at [r, ..., a, b]: neighbouring rows lie side by side in registers."""
     return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
@@ -164,13 +153,12 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
 @triton.jit
 def _quantize_weight_kernel(
     w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, last_block, q, q_t, scale, N, K,
-    SIZES: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (k_block, out_block, e) quantizes one 128x128 block: reads it once, writes it in one or both layouts.
 
-    w, last_w: (E, N_i, K_w), unit stride along K_w, concatenated along N; last_w starts at block ``last_block``.
+    w, last_w: (E, N_i, K), unit stride along K, concatenated along N; last_w starts at block ``last_block``.
     q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
-    SIZES: rows of w, rows of last_w and K_w, or None if all are multiples of 128 and nothing is padded.
     """
     k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_block = out_block
@@ -180,12 +168,7 @@ def _quantize_weight_kernel(
     n = 4 * tl.arange(0, TILE // 4)
     k = k_block * TILE + tl.arange(0, TILE)
     row = (n_block * TILE + n).to(tl.int64)[:, None]
-    source = w + e * stride_e + row * stride_n + k[None, :]
-    if SIZES is None:
-        rows = load_four(source, stride_n)
-    else:
-        num_rows = tl.where(out_block >= last_block, SIZES[1], SIZES[0])
-        rows = _load_four_within(source, stride_n, row, num_rows, k[None, :] < SIZES[2])
+    rows = load_four(w + e * stride_e + row * stride_n + k[None, :], stride_n)
     x = join_four(rows)
     if x.dtype == tl.bfloat16:
         # amax of the 16-bit patterns: a block widened to fp32 would stay in registers and halve occupancy.
@@ -201,6 +184,14 @@ def _quantize_weight_kernel(
     if q_t is not None:
         store_words(q_t, transposed_words(x.to(tl.float32) * factor), e * K + k[:, None], N, out_block, TILE)
     tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte.to(tl.uint8))
+
+
+def _whole_blocks(w: Tensor) -> Tensor:
+    """The weight in blocks that the kernel can read: itself, or a copy with unit stride along K, padded with zeros."""
+    _, N, K = w.shape
+    if N % TILE or K % TILE:
+        return torch.nn.functional.pad(w, (0, padded(K) - K, 0, padded(N) - N))
+    return w if w.stride(2) == 1 else _copied(w)
 
 
 def _copied(w: Tensor) -> Tensor:
@@ -223,25 +214,24 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
 
     Args:
         weights: (E, N_i, K) bf16 or fp32, any strides; unless the stride along K is 1, it is copied, with one warning.
+            Dims that are no multiples of 128 are padded in a copy.
         plain, transposed: which of the two layouts to write.
 
     Returns:
         q (E, N, K) e4m3, empty unless ``plain``; q_t (E, K, N) e4m3, empty unless ``transposed``; scale
         (E, N // 128, K // 128) e8m0. N is the sum of the padded N_i, K is padded.
     """
-    E, K = weights[0].shape[0], padded(weights[0].shape[2])
-    N = sum(padded(w.shape[1]) for w in weights)
+    weights = [_whole_blocks(w) for w in weights]
+    E, _, K = weights[0].shape
+    N = sum(w.shape[1] for w in weights)
     device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
-    weights = [w if w.stride(2) == 1 else _copied(w) for w in weights]
     w, last_w = weights[0], weights[-1]
-    sizes = w.shape[1], last_w.shape[1], w.shape[2]
     _quantize_weight_kernel[(K // TILE, N // TILE, E)](
-        w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), cdiv(w.shape[1], TILE),
-        q if plain else None, q_t if transposed else None, scale, N, K,
-        SIZES=sizes if any(size % TILE for size in sizes) else None, TILE=TILE, num_warps=WEIGHT_WARPS,
+        w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), w.shape[1] // TILE,
+        q if plain else None, q_t if transposed else None, scale, N, K, TILE=TILE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return q, q_t, scale
 
