@@ -4,7 +4,7 @@
 
 Every case starts from the same weights (OUT_DIR/seed_<flavor>.pt, written by the first single-process run) and sees
 the same global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "expert_bias", "counted",
-"gate_spread", "expert_meshes", "gathered", "graphs"} or {"error"}.
+"gate_spread", "expert_meshes", "gathered", "graphs", "whole"} or {"error"}.
 """
 
 import faulthandler
@@ -17,10 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchtitan.train
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import counters
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -137,6 +139,7 @@ class RecordingTrainer(torchtitan.train.Trainer):
             "expert_meshes": gather(meshes),
             "gathered": gather(gathered),
             "graphs": counters["stats"]["unique_graphs"],
+            "whole": [i for part in self.model_parts for i, b in part.layers.items() if isinstance(b, OptimizedModule)],
         }
 
 
@@ -180,6 +183,7 @@ def gather(values: dict) -> dict:
 def run(case: str, out: Path) -> dict:
     torch._dynamo.reset()
     counters.clear()
+    torch._functorch.config.activation_memory_budget = 1.0  # torchtitan changes it for the process
     with tempfile.TemporaryDirectory() as dump:
         args = [*BASE, f"--job.dump_folder={dump}", f"--model.hf_assets_path={out}/tokenizer"]
         args += ["--training.dataset=c4_test", f"--training.dataset_path={out}/data", *CASES[case]]
