@@ -81,7 +81,7 @@ def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
     if config.statistics_every:
         raise ValueError("statistics_every has no effect with quantize_, as nothing logs the statistics; set it to 0")
     convert = _conversion(module)
-    checks.check_hardware(config.emulate, remedy="leave out quantize_ to train in bf16")
+    checks.check_hardware(config.emulate)
     ops.emulate(config.emulate)
     convert(module, config)
     return module

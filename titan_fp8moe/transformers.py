@@ -76,7 +76,7 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     for name in (field.name for field in fields(config) if field.name not in _SETTINGS):
         if getattr(config, name) != getattr(default, name):
             raise ValueError(f"{name} has no effect on Transformers models; leave it out of the config")
-    checks.check_hardware(config.emulate, remedy='use experts_implementation="grouped_mm"')
+    checks.check_hardware(config.emulate)
     ops.emulate(config.emulate)
     for registry in _REGISTRIES:
         forward = functools.partial(_experts_forward, registry=registry, config=config, keep=unsupported == "keep")
