@@ -2,7 +2,7 @@
 
 import os
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -107,6 +107,8 @@ def recorded(monkeypatch):
     monkeypatch.setattr(jit.JITFunction, "run", ask)
     monkeypatch.setattr(launch, "driver", NO_DRIVER)
     monkeypatch.setattr(three, "_compiled", {})
+    monkeypatch.setattr(launch, "_fast", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return record
 
 
@@ -192,6 +194,66 @@ def test_arguments_that_do_not_fit_are_told(recorded):
 
     with pytest.raises(TypeError, match="constants_first: constexpr parameters must come last"):
         Kernel(triton.jit(constants_first))
+
+
+@pytest.mark.parametrize("probes", [[[1], [2]], [[1], TypeError("function takes exactly 5 arguments")]])
+def test_a_launcher_that_has_changed_is_left_to_triton(recorded, monkeypatch, probes):
+    """With one warning, and without another probe."""
+    monkeypatch.setattr(launch, "_fast", None)
+    monkeypatch.setattr(launch, "_probe", Mock(side_effect=probes))
+    three[(5,)](*args(), SIZE=1, FLAG=True)
+    with pytest.warns(UserWarning, match=r"Triton .*'s own launcher.*(\[2\] instead of \[1\]|exactly 5)"):
+        three[(5,)](*args(), SIZE=1, FLAG=True)
+    for _ in range(2):
+        three[(5,)](*args(), SIZE=1, FLAG=True)
+    assert len(recorded.asked) == 4 and not recorded.launched
+
+
+def test_the_launcher_is_compared_once(recorded, monkeypatch):
+    """Not while a graph is captured, which Triton launches."""
+    monkeypatch.setattr(launch, "_fast", None)
+    monkeypatch.setattr(launch, "_probe", probe := Mock(return_value=[1]))
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    for _ in range(2):
+        three[(5,)](*args(), SIZE=1, FLAG=True)
+    assert not probe.called and len(recorded.asked) == 2
+    capturing[0] = False
+    for _ in range(3):
+        three[(5,)](*args(), SIZE=1, FLAG=True)
+    assert probe.call_count == 2 and len(recorded.asked) == 2 and len(recorded.launched) == 3
+
+
+@pytest.mark.gpu
+def test_the_probe_stores_what_it_is_given(monkeypatch):
+    """Launched by Triton itself, and here."""
+    monkeypatch.setattr(launch, "_fast", None)
+    assert launch._is_fast()
+    assert launch._probe() == [3, 5, 1, 48, 7, 2**40 + 1, 9]
+    monkeypatch.setattr(launch, "_fast", False)
+    assert launch._probe() == [3, 5, 1, 48, 7, 2**40 + 1, 9]
+
+
+def test_descriptors_are_those_of_tritons_constructor(monkeypatch):
+    """Also where Triton's have a field that is not known, which they then keep, with one warning."""
+    x = torch.empty(3, 256, 384, dtype=FP8)
+    for make, block in ((gemm_launch.operand, 128), (gemm_launch.result, 64)):
+        rows = x.view(-1, 384)
+        want = gemm_launch.TensorDescriptor.from_tensor(rows, [block, block], gemm_launch._layout(FP8, block))
+        got = make(x)
+        assert {**vars(got), "base": None} == {**vars(want), "base": None, "shape": (768, 384), "strides": (384, 1)}
+        assert got.base is x and list(got.shape) == list(want.shape) and list(got.strides) == list(want.strides)
+
+    check = gemm_launch.TensorDescriptor.__post_init__
+    monkeypatch.setattr(
+        gemm_launch.TensorDescriptor, "__post_init__", lambda d: (check(d), setattr(d, "size", d.shape[0]))
+    )
+    gemm_launch._descriptor_fields.cache_clear()
+    with pytest.warns(UserWarning, match="TMA descriptors of Triton") as caught:
+        assert [gemm_launch.operand(x).size for _ in range(2)] == [768, 768]
+    assert len(caught) == 1
+    monkeypatch.undo()
+    gemm_launch._descriptor_fields.cache_clear()
 
 
 @Kernel

@@ -55,7 +55,9 @@ def self_check() -> list[str]:
 
 
 def _agrees(case: Case, device: str) -> bool:
-    want, got = _run(case, "cpu"), _run(case, device)
+    want = _run(case, "cpu")
+    _run(case, device)  # launched by Triton, which compiles; the second time by titan_fp8moe.kernels.launch
+    got = _run(case, device)
     compare = _nearly_same if case.nearly else _same
     return len(want) == len(got) and all(compare(g.cpu(), w) for g, w in zip(got, want, strict=True))
 

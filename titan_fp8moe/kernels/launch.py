@@ -6,14 +6,18 @@ addresses. A :class:`Kernel` looks up a shorter key. It then hands addresses to 
 for such arguments before.
 
 Private interfaces of Triton that this file uses were checked with 3.6.0, 3.7.1 and 3.8.0: ``compiled.run``,
-``driver.active``, ``knobs.runtime`` and the attributes of ``kernel.params``.
+``driver.active``, ``knobs.runtime`` and the attributes of ``kernel.params``. The first such launch of a process is
+compared with Triton's own; if they differ, Triton launches everything (:func:`_is_fast`).
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -60,7 +64,7 @@ class Kernel:
         active = driver.active
         device = active.get_current_device()
         key, values = self._key(device, args, constants)
-        if (found := self._compiled.get(key)) is not None:
+        if (found := self._compiled.get(key)) is not None and (_fast or _is_fast()):
             compiled, function, metadata, values_of_constants = found
             grid = (*grid, 1, 1)[:3]
             hooks = knobs.runtime
@@ -111,6 +115,52 @@ class Kernel:
                 append(None)
             values.append(arg)
         return tuple(key), values
+
+
+_fast: bool | None = None
+"""Whether launches go past Triton's launcher; None until one has been compared with it."""
+
+
+def _is_fast() -> bool:
+    """Decides ``_fast`` by a kernel that stores its arguments: launched by Triton, which compiles it, and then here."""
+    global _fast
+    if _fast is not None or torch.cuda.is_current_stream_capturing():  # a capture cannot be waited for
+        return bool(_fast)
+    _fast = True  # also for the probe
+    try:
+        by_triton, here = _probe(), _probe()
+        _fast, error = by_triton == here, f"kernels get {here} instead of {by_triton}"
+    except Exception as raised:
+        _fast, error = False, repr(raised)
+    if not _fast:
+        warnings.warn(
+            f"titan_fp8moe launches kernels through Triton {triton.__version__}'s own launcher, which takes more host "
+            f"time, because its shorter one does not fit this version: {error}",
+            stacklevel=2,
+        )
+    return _fast
+
+
+@Kernel
+@triton.jit(do_not_specialize=["m"])
+def _probe_kernel(x, scale, nothing, out, one, n, m, big, VALUE: tl.constexpr):
+    tl.store(out, tl.load(x).to(tl.int64))
+    tl.store(out + 1, tl.load(scale).to(tl.int64))
+    tl.store(out + 2, one + 0 * big)
+    tl.store(out + 3, n + 0 * big)
+    tl.store(out + 4, m + 0 * big)
+    tl.store(out + 5, big)
+    tl.store(out + 6, VALUE + 0 * big)
+    if nothing is None:
+        tl.store(out + 7, tl.program_id(1).to(tl.int64))
+
+
+def _probe() -> list[int]:
+    x = torch.full((1,), 3.0, device="cuda")
+    scale = torch.full((1,), 5, dtype=torch.uint8, device="cuda").view(E8M0)
+    out = torch.zeros(8, dtype=torch.int64, device="cuda")
+    _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, VALUE=9)
+    return out.tolist()[:7]
 
 
 def _readable(arg: Any) -> Any:

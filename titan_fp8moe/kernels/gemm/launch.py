@@ -4,6 +4,7 @@
 """
 
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,21 +51,39 @@ def result(x: Tensor) -> TensorDescriptor:
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    # Bypasses the constructor: with its checks, three times per GEMM, it took 7% of the time of a layer's Python.
-    descriptor = object.__new__(TensorDescriptor)
     shape, strides = x.shape, x.stride()
     if len(shape) == 3:
         assert x.is_contiguous()
         shape, strides = (shape[0] * shape[1], shape[2]), strides[1:]
-    descriptor.__dict__.update(_descriptor_fields(x.dtype, block), base=x, shape=shape, strides=strides)
+    fields = _descriptor_fields(x.dtype, block)
+    if fields is None:
+        return TensorDescriptor(x, list(shape), list(strides), [block, block], _layout(x.dtype, block))
+    # Bypasses the constructor: with its checks, three times per GEMM, it took 7% of the time of a layer's Python.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields, base=x, shape=shape, strides=strides)
     return descriptor
 
 
+def _layout(dtype: torch.dtype, block: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([block, block], GLUON_DTYPE[dtype])
+
+
 @functools.cache
-def _descriptor_fields(dtype: torch.dtype, block: int) -> dict[str, Any]:
-    layout = gl.NVMMASharedLayout.get_default_for([block, block], GLUON_DTYPE[dtype])
-    example = torch.empty(block, block, dtype=dtype, device="cpu")
-    return vars(TensorDescriptor.from_tensor(example, [block, block], layout))
+def _descriptor_fields(dtype: torch.dtype, block: int) -> dict[str, Any] | None:
+    """What descriptors of this kind have in common. None, with a warning, if more than base, shape and strides depends
+    on the tensor: Triton's constructor then makes them all."""
+    examples = [torch.empty(rows, 2 * block, dtype=dtype, device="cpu") for rows in (block, 3 * block)]
+    made = [vars(TensorDescriptor.from_tensor(x, [block, block], _layout(dtype, block))) for x in examples]
+    common = [{k: v for k, v in fields.items() if k not in ("base", "shape", "strides")} for fields in made]
+    whole = all({"base", "shape", "strides"} <= fields.keys() for fields in made)
+    if whole and common[0] == common[1]:
+        return common[0]
+    warnings.warn(
+        f"TMA descriptors of Triton {triton.__version__} have fields that titan_fp8moe does not know: Triton's "
+        "constructor makes them, which takes more host time",
+        stacklevel=2,
+    )
+    return None
 
 
 NUM_COUNTERS = 4096  # per device, for streams and for launches in CUDA graphs
