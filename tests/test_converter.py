@@ -31,7 +31,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.testing import relative_error
-from titan_fp8moe.torchtitan import parallel
+from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.job_checks import expert_layout
@@ -712,3 +712,17 @@ def test_settings_without_the_converter_are_warned_of(monkeypatch, caplog, overr
         build_model_converters(config, make_dims())
     assert ("[fp8_flow_moe] sets save_h" in caplog.text) == warned
     assert ("the experts train in bf16" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("filters, changes", [([], 1), (["--fp8_flow_moe.filter_fqns=layers"], 0)])
+def test_nothing_is_changed_where_nothing_is_converted(monkeypatch, caplog, filters, changes):
+    """What is changed is logged once."""
+    done = []
+    monkeypatch.setattr(converter.compat, "fix_selective_checkpointing", lambda: done.append(1))
+    converter._log_changes.cache_clear()
+    config = make_config(*filters)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            convert(config, make_model(config))
+    assert len(done) == 2 * changes
+    assert caplog.text.count("FP8-Flow-MoE changes in this process: torchtitan's TensorParallel") == changes

@@ -88,7 +88,6 @@ def losses(log: str, kind: str = "step") -> list[float]:
     ("converters", "n_processes", "overrides"),
     [
         pytest.param([], 1, [], id="bf16", marks=pytest.mark.slow),
-        pytest.param([], 2, EP2 + OP_AC, id="bf16-ep2-op_ac", marks=pytest.mark.slow),
         pytest.param(["fp8_flow_moe"], 1, VALIDATION, id="fp8-validation"),
         pytest.param(["fp8_flow_moe"], 2, EP2 + OP_AC, id="fp8-ep2-op_ac"),
         pytest.param(["fp8_flow_moe"], 2, OP_AC, id="fp8-fsdp2-op_ac", marks=pytest.mark.slow),

@@ -10,6 +10,9 @@ from titan_fp8moe.kernel_check import self_check
 from titan_fp8moe.matmul import grouped_mm
 from titan_fp8moe.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.versions import warn_about_versions
+
+warn_about_versions("torch", "triton")
 
 __version__ = "0.2.0.dev0"
 __all__ = [

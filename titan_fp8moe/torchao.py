@@ -24,6 +24,9 @@ from titan_fp8moe import checks, ops
 from titan_fp8moe.checks import ExpertLayout
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.modules import Fp8FlowLinear, RoutedExperts
+from titan_fp8moe.versions import warn_about_versions
+
+warn_about_versions("torchao", "torchtitan")
 
 _SHARED = "shared_experts"
 _chosen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # the linears that a filter of linears() has selected

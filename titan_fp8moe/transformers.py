@@ -24,7 +24,10 @@ from titan_fp8moe import checks, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import apply_experts
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.versions import warn_about_versions
 from titan_fp8moe.weights import ExpertWeights
+
+warn_about_versions("transformers")
 
 try:
     import transformers

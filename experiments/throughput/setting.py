@@ -33,6 +33,9 @@ from torchtitan.protocols.model_converter import ModelConverter, register_model_
 from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
+from titan_fp8moe.torchtitan.compat import fix_selective_checkpointing
+
+fix_selective_checkpointing()  # bf16 needs it too, and no converter installs it there
 
 MASKS = {"flex": "block_causal", "sdpa": "causal"}
 for flavors, name in ((deepseekv3_args, "16B"), (qwen3_args, "30B-A3B")):

@@ -2,9 +2,10 @@
 
 * adds the ``[fp8_flow_moe]`` table to torchtitan's configuration (:class:`JobConfig`),
 * registers the model converter ``fp8_flow_moe`` and the flavors of :mod:`~titan_fp8moe.torchtitan.flavors`,
-* corrects per-op activation checkpointing under expert parallelism, and what pipeline parallelism counts
-  (:mod:`~titan_fp8moe.torchtitan.compat`),
-* and, on a machine without a GPU, lets torchtitan train on the CPU (:mod:`~titan_fp8moe.torchtitan.cpu`).
+* and, on a machine without a GPU, lets torchtitan train on the CPU (:mod:`~titan_fp8moe.torchtitan.cpu`), because its
+  trainer asks for the device before it converts.
+
+All other changes to torchtitan and PyTorch wait for a converter that converts something.
 """
 
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ import tyro
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import converter as _converter  # noqa: F401  registers fp8_flow_moe
-from titan_fp8moe.torchtitan.compat import fix_pipeline_counts, fix_selective_checkpointing
 from titan_fp8moe.torchtitan.cpu import enable_cpu_training
 from titan_fp8moe.torchtitan.flavors import register_flavors
+from titan_fp8moe.versions import warn_about_versions
 
 
 @dataclass
@@ -52,8 +53,7 @@ class JobConfig:
     """Settings of the model converter ``fp8_flow_moe``."""
 
 
-fix_selective_checkpointing()
-fix_pipeline_counts()
+warn_about_versions("torchtitan", "torchao")
 register_flavors()
 if not torch.cuda.is_available():
     enable_cpu_training()

@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8moe import checks, dense, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.modules import Fp8FlowLinear
-from titan_fp8moe.torchtitan import compiling, job_checks, nan_watch, parallel
+from titan_fp8moe.torchtitan import compat, compiling, job_checks, nan_watch, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
 from titan_fp8moe.weights import WeightCache
@@ -61,7 +61,8 @@ class Fp8FlowMoEConverter(ModelConverter):
         backend = self._check_hardware() if fp8 else "nothing to convert"
         if self.config.statistics_every and not fp8:
             logger.warning(f"{NAME}.statistics_every has no effect: {NAME}.filter_fqns leaves nothing to count")
-        prepare_torchtitan(self.config)
+        if fp8:
+            prepare_torchtitan(self.config)
         converted = {part.name for part in fp8}
         some_moe_stay = any(part.kind == MOE and part.reason for part in plan)
         for part in fp8:
@@ -160,6 +161,9 @@ def _log(plan: list[_Part], details: str) -> None:
 
 def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
     """What converted layers need of the process: parallel styles, checkpointing, compilation, kernels, statistics."""
+    _log_changes()
+    compat.fix_selective_checkpointing()
+    compat.fix_pipeline_counts()
     parallel.install()
     for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
         module._op_sac_save_list.update(_SAVED_OPS)
@@ -167,6 +171,15 @@ def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
     ops.emulate(config.emulate)
     if config.statistics_every:
         log_statistics()
+
+
+@functools.cache
+def _log_changes() -> None:
+    logger.info(
+        "FP8-Flow-MoE changes in this process: torchtitan's TensorParallel, ExpertParallel, ExpertTensorParallel, "
+        "ReordererSequenceParallel, fully_shard, apply_compile and should_log; PyTorch's selective checkpointing, "
+        "FSDP's unshard, and pipeline stages' shape inference (titan_fp8moe/torchtitan/compat.py says why)"
+    )
 
 
 def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None]:

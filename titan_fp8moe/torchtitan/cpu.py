@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,23 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
 from torchtitan.models.moe import kernels
+from torchtitan.tools.logging import logger
 
 
 @functools.cache
 def enable_cpu_training() -> None:
-    """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built; calling again does nothing."""
+    """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built; calling again does nothing.
+
+    Raises:
+        RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda and not hidden and _has_nvidia_gpu():
+        raise RuntimeError(
+            "this machine has an NVIDIA GPU, but PyTorch finds none: see whether nvidia-smi works and the driver fits "
+            f"CUDA {torch.version.cuda}; set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+    logger.warning("FP8-Flow-MoE: PyTorch finds no GPU, so torchtitan uses the CPU and gloo in this process")
     # Modules import these names from torchtitan.tools.utils; without an accelerator they stand for CUDA.
     device_module = _cpu_device_module()
     _rebind("device_type", "cpu")
@@ -40,6 +53,20 @@ def enable_cpu_training() -> None:
     _rebind("disable_fsdp_gradient_division", functools.partial(_disable_gradient_division, disable_division))
     # Offloaded parameters would be in pinned memory, which needs an accelerator.
     _rebind("CPUOffloadPolicy", functools.partial(CPUOffloadPolicy, pin_memory=False))
+
+
+def _has_nvidia_gpu() -> bool:
+    """Whether there is the driver's device, or an NVIDIA display controller on the PCI bus."""
+    if list(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
+        except OSError:
+            continue
+        if vendor.strip() == "0x10de" and kind.startswith("0x03"):
+            return True
+    return False
 
 
 def _rebind(name: str, value: Any) -> None:

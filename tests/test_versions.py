@@ -1,0 +1,122 @@
+"""What importing the package says and does: versions that were never tested, and no change before it is needed."""
+
+import subprocess
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from titan_fp8moe import versions
+from titan_fp8moe.torchtitan import cpu
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    "package, version, warned",
+    [
+        ("torch", "2.10.1", True),
+        ("torch", "2.9", True),
+        ("torch", "2.11.0+cu130", False),
+        ("torch", "2.13.1", False),
+        ("torch", "2.14.0a0+git12345", True),
+        ("triton", "3.4.0", True),
+        ("triton", "3.8.2", False),
+        ("triton", "4.0.0", True),
+        ("torchtitan", "0.3.0", True),
+        ("torchtitan", "0.2.2", False),
+        ("torchao", "0.19.0", True),
+        ("torchao", None, False),
+    ],
+)
+def test_versions_that_were_never_tested(monkeypatch, package, version, warned):
+    monkeypatch.setattr(versions, "_installed", lambda name: version if name == package else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        versions.warn_about_versions("torch", "triton", "torchtitan", "torchao")
+    assert [f"never tested with {package} {version} (tested: " in str(w.message) for w in caught] == [True] * warned
+
+
+def test_installed_versions():
+    assert versions._installed("torch") == torch.__version__ and versions._installed("torchtitan") == "0.2.2"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.9.0")
+        assert versions._installed("torch") == "2.9.0"
+
+
+def test_tested_versions_are_those_that_are_required():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    required = {Requirement(text).name: Requirement(text).specifier for text in listed}
+    for package, bounds in versions.TESTED.items():
+        assert all(version in required[package] for version in bounds), package
+
+
+IMPORT = """
+import warnings, torch, triton
+{change}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import titan_fp8moe.torchtitan
+print([str(w.message) for w in caught if "never tested" in str(w.message)])
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import PipelineStage
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.distributed.expert_parallel import ExpertParallel, ReordererSequenceParallel
+from torchtitan.models.llama4.infra import parallelize
+touched = (
+    FSDPParamGroup.unshard, getattr(PipelineStage, "_forward_metadata_inference", None), ExpertParallel._apply,
+    ReordererSequenceParallel._apply, parallelize.apply_compile, parallelize.fully_shard, MetricsProcessor.should_log,
+)
+print(any("titan_fp8moe" in f.__code__.co_filename for f in touched if f))
+"""
+
+
+@pytest.mark.parametrize(
+    "change, said", [("", "[]"), ("triton.__version__ = '3.4.0'", "triton 3.4.0 (tested: 3.6 to 3.8)")]
+)
+def test_an_import_changes_nothing(change, said):
+    """Of torch, FSDP, pipelines and parallel styles; and it names a version, once."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT.format(change=change)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = done.stdout.splitlines()[-2:]
+    assert said in first and first.count("never tested") == bool(change) and second == "False", done.stdout
+    assert ("uses the CPU and gloo" in done.stderr) == (not torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("built_for, visible, has_gpu", [("13.0", None, True), ("13.0", "0", True)])
+def test_a_gpu_without_a_driver_does_not_train_on_the_cpu(monkeypatch, built_for, visible, has_gpu):
+    """On a node of a GPU job it would wait for the others with another backend."""
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(cpu, "_has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(cpu, "_cpu_device_module", pytest.fail)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(RuntimeError, match="nvidia-smi works and the driver fits CUDA 13.0; set CUDA_VISIBLE_DEVICES="):
+        cpu.enable_cpu_training.__wrapped__()
+
+
+@pytest.mark.parametrize("built_for, visible, has_gpu", [(None, None, True), ("13.0", "", True), ("13.0", None, False)])
+def test_other_machines_without_a_gpu_do(monkeypatch, caplog, built_for, visible, has_gpu):
+    class Reached(Exception):
+        pass
+
+    def reached():
+        raise Reached
+
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(cpu, "_has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(cpu, "_cpu_device_module", reached)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(Reached):
+        cpu.enable_cpu_training.__wrapped__()
+    assert "torchtitan uses the CPU and gloo in this process" in caplog.text
