@@ -72,7 +72,7 @@ touched = (
     FSDPParamGroup.unshard, getattr(PipelineStage, "_forward_metadata_inference", None), ExpertParallel._apply,
     ReordererSequenceParallel._apply, parallelize.apply_compile, parallelize.fully_shard, MetricsProcessor.should_log,
 )
-print(any("titan_fp8moe" in f.__code__.co_filename for f in touched if f))
+print(any("titan_fp8moe/torchtitan" in f.__code__.co_filename for f in touched if f))
 """
 
 

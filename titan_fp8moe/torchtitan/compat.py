@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.models.moe.moe import MoE
 
 from titan_fp8moe import statistics
 
@@ -88,8 +89,18 @@ def fix_selective_checkpointing() -> None:
 
 @contextmanager
 def kept_token_counts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores the token counts of these modules' routers at the end, so that load balancing ignores the context."""
-    counts = [b for m in modules for name, b in m.named_buffers() if name.endswith("tokens_per_expert")]
+    """Restores the token counts of these modules' routers at the end, so that load balancing ignores the context.
+
+    Raises:
+        RuntimeError: a MoE layer has no such counts, as in another version of torchtitan.
+    """
+    counts = []
+    for name, part in (pair for module in modules for pair in module.named_modules()):
+        count = getattr(part, "tokens_per_expert", None)
+        if count is not None:
+            counts.append(count)
+        elif isinstance(part, MoE):
+            raise RuntimeError(f"{name} counts no tokens_per_expert; install torchtitan 0.2.2")
     saved = [count.clone() for count in counts]
     try:
         yield

@@ -93,4 +93,9 @@ def install() -> None:
         style._apply = _without_hooks(style)
     reorderer = expert_parallel.ReordererSequenceParallel
     reorderer._apply = _recording_mesh(reorderer._apply)
+    if llama4_parallelize.fully_shard is not fsdp.fully_shard:  # by another name, or of another package
+        raise RuntimeError(
+            "torchtitan.models.llama4.infra.parallelize.fully_shard is not PyTorch's, so FSDP cannot be told of FP8 "
+            "experts; install torchtitan 0.2.2"
+        )
     llama4_parallelize.fully_shard = fully_shard  # pyrefly: ignore[bad-assignment]

@@ -1,0 +1,65 @@
+"""The table of private interfaces in CONTRIBUTING.md is true, and complete for what a search can find."""
+
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torchtitan.models.llama4.infra import parallelize
+from torchtitan.models.moe.moe import MoE
+
+from titan_fp8moe.torchtitan import compat, parallel
+
+ROOT = Path(__file__).parents[1]
+ROWS = re.findall(r"(?m)^\| (`[\w/]+\.py`[^|]*) \| ([^|]*) \| ([^|]*) \|$", (ROOT / "CONTRIBUTING.md").read_text())
+NAMES = [name for _, names, _ in ROWS for name in re.findall(r"`([\w.]+:[\w.]+)`", names)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_listed_exists(name):
+    pkgutil.resolve_name(name)
+
+
+def test_files_and_versions_are_named():
+    assert len(ROWS) == 14 and len(NAMES) > 15
+    for files, _, versions in ROWS:
+        for file in re.findall(r"`([\w/.]+)`", files):
+            assert (ROOT / "titan_fp8moe" / file).exists() or (ROOT / "titan_fp8moe/torchtitan" / file).exists(), file
+        assert re.search(r"\d+\.\d+\.\d+", versions)
+
+
+def test_private_names_of_torch_are_listed():
+    """Those that are written as ``torch._x`` or ``torch.x._y``; testing.py is not part of training."""
+    listed = " ".join(names for _, names, _ in ROWS)
+    for path in (ROOT / "titan_fp8moe").rglob("*.py"):
+        if path.name in ("testing.py", "compat.py"):
+            continue
+        code = re.sub(r'(?s)""".*?"""|(?m:#.*$)', "", path.read_text())
+        for name in re.findall(r"\btorch(?:\.\w+)*?\.(_[a-z]\w*(?:\.\w+)?)", code):
+            known = name.split(".")[-1] in listed or name.split(".")[0] in ("_ops", "_dynamo", "_functorch")
+            assert known or name.startswith(("_checkpoint", "_fully", "_python_dispatch")), f"{path}: {name}"
+
+
+def test_another_fully_shard_is_refused(monkeypatch):
+    """FSDP would shard the experts as if they were torchtitan's, silently."""
+    monkeypatch.setattr(parallelize, "fully_shard", lambda *args, **kwargs: None)
+    for style in parallel._MESHES:
+        monkeypatch.setattr(style, "_apply", style._apply)
+    with pytest.raises(RuntimeError, match="fully_shard is not PyTorch's"):
+        parallel.install.__wrapped__()
+    assert fsdp.fully_shard
+
+
+def test_uncounted_tokens_are_refused():
+    layer, model = object.__new__(MoE), nn.Module()
+    nn.Module.__init__(layer)
+    model.moe = layer
+    with pytest.raises(RuntimeError, match="moe counts no tokens_per_expert"), compat.kept_token_counts([model]):
+        pass
+    layer.register_buffer("tokens_per_expert", torch.ones(2))
+    with compat.kept_token_counts([model]):
+        layer.tokens_per_expert += 1
+    assert torch.equal(layer.tokens_per_expert, torch.ones(2))
