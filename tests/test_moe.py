@@ -4,6 +4,7 @@ import functools
 import itertools
 import subprocess
 import sys
+import types
 import weakref
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
-from titan_fp8moe import RoutedExperts, dispatch, moe, ops, routed_experts
+from titan_fp8moe import RoutedExperts, dense, dispatch, grouped_mm, matmul, moe, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dense import feed_forward, linear
+from titan_fp8moe.ops import backend
 from titan_fp8moe.recipe import TRANSPOSE_MODES, row_capacity
 from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -370,6 +372,43 @@ def test_bf16_scores_warn_once():
         assert len(caught) == 1
     got = [routed_experts(x, *weights, chosen, scores.bfloat16())]
     assert torch.equal(got[0], routed_experts(x, *weights, chosen, scores.bfloat16().float()))
+
+
+def test_routing_tensors_reach_the_op_contiguous(monkeypatch):
+    """The kernels read a row of choices as one piece of memory."""
+    x, scores, chosen, weights = make_layer()
+    want = routed_experts(x, *weights, chosen, scores)
+    op, seen = moe._forward_op, []
+
+    def record(*args):
+        seen.extend(arg for arg in args if isinstance(arg, torch.Tensor) and arg.shape == chosen.shape)
+        return op(*args)
+
+    monkeypatch.setattr(moe, "_forward_op", record)
+    views = (t.t().contiguous().t() for t in (chosen, scores))
+    assert torch.equal(routed_experts(x, *weights, *views), want)
+    assert len(seen) == 2 and all(t.is_contiguous() for t in seen)
+
+
+def test_another_than_the_current_device_is_refused(monkeypatch):
+    """In every entry; kernels would run on the current one, with addresses of the other."""
+    x, scores, chosen, weights = make_layer()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    there = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    with pytest.raises(
+        ValueError, match="x is on cuda:1, but kernels run on the current device, 0; call torch.cuda.set_"
+    ):
+        backend.check_current_device(there)
+    there.device = torch.device("cuda", 0)
+    backend.check_current_device(there)
+    checked = []
+    for module in (moe, matmul, dense):
+        monkeypatch.setattr(module, "check_current_device", checked.append)
+    routed_experts(x, *weights, chosen, scores)
+    grouped_mm(x.bfloat16(), weights[0].mT, torch.tensor([T] * E, dtype=torch.int32, device=DEVICE))
+    feed_forward(x, ExpertWeights(*(w[0] for w in weights)), Fp8FlowMoEConfig())
+    linear(x, weights[0][0], Fp8FlowMoEConfig())
+    assert [tuple(t.shape) for t in checked] == [(T, D)] * 4
 
 
 def test_meanwhile_is_added():

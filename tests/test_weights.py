@@ -171,6 +171,18 @@ def test_a_cache_knows_whose_weights_it_has():
         assert isinstance(other, WeightCache) and other.operands is None
 
 
+def test_a_cache_tells_views_of_one_storage_apart():
+    """By offset, shape, strides and dtype, one at a time; and by version."""
+    storage = torch.randn(3, 128, 128)
+    first = storage[:2]
+    others = [storage[1:], storage[:1], first.mT, first.view(torch.int32), first[:, :, ::1][:, :64]]
+    keys = [weights_module._cache_key(w) for w in (first, *others)]
+    assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
+    assert weights_module._cache_key(storage[:2]) == keys[0]
+    storage.add_(1)
+    assert weights_module._cache_key(storage[:2]) != keys[0]
+
+
 def test_a_cache_under_compile():
     """It is asked for each time; a single graph, which could not, is refused."""
     x, scores, chosen, weights = make_layer()

@@ -19,7 +19,7 @@ from titan_fp8moe import ops, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields, weight_grads
 from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.ops.backend import custom_op, once_differentiable
+from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, padded
 from titan_fp8moe.rows import NanFlags, Rows, one_group
 from titan_fp8moe.statistics import Operand
@@ -198,6 +198,7 @@ def feed_forward(
 def _check_input(x: Tensor, D: int) -> None:
     if x.shape[-1] != D or D % 128:
         raise ValueError(f"x is {tuple(x.shape)} and the weights take {D}; both must be one multiple of 128")
+    check_current_device(x)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:

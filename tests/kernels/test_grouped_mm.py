@@ -25,6 +25,8 @@ GROUPS = {
     "one expert has all rows": (0, 640, 640),
     "more experts than tokens": (0,) * 5 + (128,) * 12,
     "no rows": (0, 0),
+    "last of two empty, buffer full": (768, 768),
+    "last of three empty, buffer full": (256, 768, 768),
 }
 
 
