@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 
-from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
+from titan_fp8moe.kernels import permute, quantize, routing, swiglu, symmetric, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES
+from titan_fp8moe.workspace import Sizes, Workspace, capacities
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
@@ -19,8 +20,12 @@ from tests.offline_compile import record_launches
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 MODELS = {"16B": (98304, 2048, 1408, 64), "671B": (32768, 7168, 2048, 8)}  # M, D, H, E
 TOP_K = 8
-# They compute indices.
-NO_ROWS = ("_balance_exponent_kernel", "_count_kernel", "_place_rows_kernel", "_place_dispatched_kernel")
+# They compute indices, or move little.
+NO_ROWS = (
+    *("_balance_exponent_kernel", "_count_kernel", "_place_rows_kernel", "_place_dispatched_kernel"),
+    *("_arrive_kernel", "_wait_kernel", "_plan_kernel", "_pull_pairs_kernel", "_pull_scales_kernel"),
+    "_place_scales_kernel",
+)
 
 
 def meta(*shape, dtype):
@@ -94,6 +99,33 @@ def calls(M, D, H, E, T=12288):
     args = (y, meta(M, 1, dtype=FP32), map_TK, BF16, meta(M, D, dtype=BF16))
     yield "unpermute_gradients with addend", permute.unpermute_gradients, args
     yield "unpermute_gradients payload", permute.unpermute_gradients, (received, scores_TK, map_TK, BF16)
+    yield from symmetric_calls(4, D, E, T)
+
+
+def symmetric_calls(N, D, E, T):
+    """As :func:`calls`, for kernels that exchange T tokens of N ranks."""
+    sizes = Sizes(N, T, D, TOP_K, E)
+    at = Workspace(sizes, 1, [meta(sizes.nbytes, dtype=torch.uint8)] * N, lambda: 60.0)
+    M, C = capacities(T, TOP_K, N, E, 1.5)
+    q, scale, ids_TK = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0), meta(T, TOP_K, dtype=torch.int64)
+    sent = meta(sizes.sent, dtype=INT32), meta(N, 3 + E, dtype=INT32), (M, C)
+    plan, token_C, row_CK = meta(2, N + 1, dtype=INT32), meta(C, dtype=INT32), meta(C, TOP_K, dtype=INT32)
+    token_M, offsets_E = meta(M, dtype=INT32), meta(E, dtype=INT32)
+    for ids in (ids_TK, ids_TK.int()):
+        pairs = ids, meta(T, TOP_K, dtype=FP32)
+        yield f"publish {ids.dtype}", symmetric.publish, (at, q, scale, pairs, sent)
+    yield "publish gradients", symmetric.publish, (at, q, scale, None, None)
+    yield "arrive", symmetric.arrive, (at, 1)
+    yield "wait", symmetric.wait, (at, 1)
+    yield "plan", symmetric.plan, (at,)
+    yield "pull_pairs", symmetric.pull_pairs, (at, plan, C)
+    yield "pull_scales", symmetric.pull_scales, (at, plan, token_C)
+    for keep in (True, False):
+        args = at, plan, token_C, row_CK, token_M, meta(C, D // TILE, dtype=E8M0), offsets_E, keep
+        yield f"pull_rows {keep}", symmetric.pull_rows, args
+    for ds in (None, meta(M, dtype=FP32)):
+        args = at, plan, meta(M, D, dtype=BF16), ds, row_CK, meta(C, TOP_K, dtype=torch.uint8)
+        yield f"push_sums {ds is None}", symmetric.push_sums, args
 
 
 @pytest.mark.parametrize("model", MODELS)

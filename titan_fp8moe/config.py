@@ -26,6 +26,16 @@ class Fp8FlowMoEConfig:
     checkpointing, which recomputes the whole layer. ``activation`` recomputes the SwiGLU output, in a kernel that the
     backward runs anyway. ``experts`` also repeats GEMM 1: it keeps the least memory, and ``save_h`` has no effect."""
 
+    dispatch: Literal["auto", "all_to_all", "symmetric"] = "auto"
+    """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.
+    ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so that a layer can be
+    part of a compiled graph and of a CUDA graph, but its buffers have a fixed size. ``auto`` is ``all_to_all``."""
+
+    dispatch_capacity: float = 1.5
+    """Size of the buffers of ``dispatch = "symmetric"``: how many times the tokens of uniform routing a rank has room
+    for. More make the outputs NaN, and the optimizer's step raises. The number of expert-parallel ranks always
+    suffices."""
+
     cache_weights: bool = False
     """Quantize the experts' weights once per optimizer step, not in the forward and backward of each microbatch. This
     pays with gradient accumulation or pipeline parallelism. It takes 2 bytes per expert parameter, which FSDP does not
@@ -79,6 +89,8 @@ def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
         return isinstance(value, bool), "true or false"
     if hint is int:
         return type(value) is int and value >= 0, "a number of steps, or 0 for never"
+    if hint is float:
+        return type(value) in (int, float) and value >= 1, "a number of at least 1"
     if hint == list[str]:
         # An empty string, which an empty command-line value gives, would match every layer.
         ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)

@@ -31,7 +31,7 @@ from torch import Tensor
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dense import GroupRows, group_ffn, group_ffn_backward, group_ffn_fields, without_expert_dim
-from titan_fp8moe.dispatch import InFlight
+from titan_fp8moe.dispatch import Dispatch, InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
 from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
@@ -136,7 +136,7 @@ def apply_experts(
     _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK)
     topk_ids_TK, topk_scores_TK = topk_ids_TK.contiguous(), topk_scores_TK.contiguous()
     layer = _Layer(
-        group_name="" if ep_group is None else ep_group.group_name,
+        route=dispatch.route(config, ep_group),
         num_ranks=num_ranks,
         score_before_experts=score_before_experts,
         config=config,
@@ -145,7 +145,7 @@ def apply_experts(
         check_ids=check_ids,
     )
     has_shared, none = shared is not None, (None,) * 3
-    if not dispatch.kind(layer.group_name).asynchronous:
+    if not dispatch.kind(layer.route).asynchronous:
         args = *weights, *(shared or none), topk_ids_TK, nan_flags, layer, has_shared, None
         out = _RoutedExperts.apply(x_TD, topk_scores_TK, *args)
         return out if meanwhile is None else out + meanwhile()
@@ -215,9 +215,10 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
 
 
 class _Layer(NamedTuple):
-    """What an application of the layer is besides its tensors. The caches are of the routed and the shared experts."""
+    """What an application of the layer is besides its tensors. ``route`` is of :func:`titan_fp8moe.dispatch.route`; the
+    caches are of the routed and the shared experts."""
 
-    group_name: str
+    route: str
     num_ranks: int
     score_before_experts: bool
     config: Fp8FlowMoEConfig
@@ -246,8 +247,8 @@ class _Saved(NamedTuple):
         return [*self.state, *self.routing, *self.kept, *(t for t in self.ffn if t is not None)]
 
     @classmethod
-    def unpack(cls, tensors: list[Tensor], group_name: str, keeps_rows: bool, recompute: str, save_h: str) -> "_Saved":
-        kind, remaining = dispatch.kind(group_name), list(tensors)
+    def unpack(cls, tensors: list[Tensor], route: str, keeps_rows: bool, recompute: str, save_h: str) -> "_Saved":
+        kind, remaining = dispatch.kind(route), list(tensors)
 
         def take(count: int) -> list[Tensor]:
             taken = remaining[:count]
@@ -260,9 +261,15 @@ class _Saved(NamedTuple):
         return cls(state, routing, kept, SavedFFN(**dict(zip(fields, remaining, strict=True))))
 
 
-def _keeps_rows(group_name: str, has_shared: bool, recompute: str) -> bool:
+def _keeps_rows(route: str, has_shared: bool, recompute: str) -> bool:
     """Whether a forward saves the rows that arrived. Without expert parallelism they are the shared experts' too."""
-    return recompute != "experts" or (has_shared and not group_name)
+    return recompute != "experts" or (has_shared and dispatch.kind(route).local)
+
+
+def _in_expert_order(tokens: Dispatch, rows: Rows, routing: Routing) -> Rows:
+    if tokens.permutes:
+        return rows
+    return Rows(*ops.permute_rows(*rows, routing.row_TK, routing.token_M, routing.offsets_E))
 
 
 def _routed_experts_forward(
@@ -271,7 +278,7 @@ def _routed_experts_forward(
     weights: list[Tensor],
     weight_scales: list[Tensor],
     topk_ids_TK: Tensor,
-    group_name: str,
+    route: str,
     num_ranks: int,
     signature: int,
     check_ids: bool,
@@ -293,9 +300,7 @@ def _routed_experts_forward(
         :func:`group_ffn`'s tensors. With an asynchronous dispatch instead: a placeholder of the output's
         gradient; the payload in flight; with shared experts their rows; :meth:`_Saved.pack`.
     """
-    tokens = dispatch.begin(
-        topk_ids_TK, topk_scores_TK, weights[0].shape[0], group_name, num_ranks, signature, check_ids
-    )
+    tokens = dispatch.begin(topk_ids_TK, topk_scores_TK, weights[0].shape[0], route, num_ranks, signature, check_ids)
     nans, group = NanFlags.of(nan_flags), []
     if has_shared:
         q, scale, *group = ops.quantize_group(x_TD, nans.x)
@@ -304,12 +309,12 @@ def _routed_experts_forward(
     w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
     T = x_TD.shape[0]
     rows, routing, kept = tokens.dispatch(q[:T], scale[:T])
-    x = [Rows(*ops.permute_rows(*rows, routing.row_TK, routing.token_M, routing.offsets_E))]
-    if has_shared and tokens.asynchronous:
-        group.insert(0, q)
-    elif has_shared:
+    x = [_in_expert_order(tokens, rows, routing)]
+    if has_shared and tokens.local:
         kept = [q, scale]
-    if not _keeps_rows(group_name, has_shared, recompute):
+    elif has_shared:
+        group.insert(0, q)
+    if not _keeps_rows(route, has_shared, recompute):
         kept = []  # the FFN saves the rows in expert order instead, and nothing is permuted twice
     del q, scale, rows
     y, ffn = expert_ffn(x, w13, w2, routing, score_before_experts, recompute, save_h, nans)
@@ -318,7 +323,7 @@ def _routed_experts_forward(
         return [x_TD.new_empty(0), payload, *group, *_Saved(tokens.state(), routing, kept, ffn).pack()]
     shared_y, shared = None, []
     if has_shared:
-        shared_rows = GroupRows(kept[0], *group)
+        shared_rows = GroupRows(*(kept[:1] if tokens.local else []), *group)
         shared_y, shared = group_ffn(shared_rows, shared_weights, shared_scales, recompute, save_h, nans)
     out = tokens.start_combine(y, routing, x_TD.dtype, shared_y)
     return [out, *_Saved(tokens.state(), routing, kept, ffn).pack(), *group, *shared]
@@ -371,8 +376,13 @@ def _signature(layer: _Layer, x_TD: Tensor, top_k: int, has_shared: bool, needs_
     """31 bits: what all ranks of an expert-parallel group must have in common, and whether this one needs gradients."""
     config = layer.config
     settings = config.wgrad, config.save_h, config.recompute, layer.score_before_experts, has_shared
-    common = zlib.crc32(repr((x_TD.shape[1], x_TD.dtype, top_k, settings)).encode()) >> 2
+    common = _checksum(x_TD.shape[1], x_TD.dtype, top_k, *settings) >> 2
     return common << 1 | any(needs_grad[:2])  # GRADIENTS_NEEDED
+
+
+@torch.compiler.assume_constant_result
+def _checksum(*values: Any) -> int:
+    return zlib.crc32(repr(values).encode())
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -401,17 +411,17 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, s1, s2, s3, topk_ids_TK, nan_flags, layer, has_shared, in_flight
     ):
-        group_name, num_ranks, score_before_experts, config, cache, shared_cache, check_ids = layer
-        kind, num_rows = dispatch.kind(group_name), len(GroupRows._fields)
+        route, num_ranks, score_before_experts, config, cache, shared_cache, check_ids = layer
+        kind, num_rows = dispatch.kind(route), len(GroupRows._fields)
         shared = ([], []) if s1 is None else forward_operands(one_expert(s1, s2, s3), shared_cache)
         out, *tensors = _forward_op(
             x_TD,
             topk_scores_TK,
             *forward_operands(ExpertWeights(w1, w2, w3), cache),
             topk_ids_TK,
-            group_name,
+            route,
             num_ranks,
-            _signature(layer, x_TD, topk_scores_TK.shape[1], has_shared, ctx.needs_input_grad) if group_name else 0,
+            _signature(layer, x_TD, topk_scores_TK.shape[1], has_shared, ctx.needs_input_grad) if route else 0,
             check_ids,
             score_before_experts,
             config.recompute,
@@ -437,16 +447,16 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
-        layer, config, group_name = ctx.layer, ctx.layer.config, ctx.layer.group_name
+        layer, config, route = ctx.layer, ctx.layer.config, ctx.layer.route
         w1, w2, w3, s1, s2, s3, nan_flags, *tensors = ctx.saved_tensors
         nans = NanFlags.of(nan_flags)
-        D, shared_tensors = w1.shape[2], []
+        D, shared_tensors, local = w1.shape[2], [], dispatch.kind(route).local
         if s1 is not None:
-            count = 2 + len(group_ffn_fields(config.recompute, config.save_h))
+            count = len(GroupRows._fields) - local + len(group_ffn_fields(config.recompute, config.save_h))
             tensors, shared_tensors = tensors[:-count], tensors[-count:]
-        keeps_rows = _keeps_rows(group_name, ctx.has_shared, config.recompute)
-        state, routing, kept, saved = _Saved.unpack(tensors, group_name, keeps_rows, config.recompute, config.save_h)
-        tokens = dispatch.resume(state, group_name)
+        keeps_rows = _keeps_rows(route, ctx.has_shared, config.recompute)
+        state, routing, kept, saved = _Saved.unpack(tensors, route, keeps_rows, config.recompute, config.save_h)
+        tokens = dispatch.resume(state, route)
         needs_dx, needs_ds = ctx.needs_input_grad[:2]
         rows = None
         if config.recompute != "experts":
@@ -454,8 +464,8 @@ class _RoutedExperts(torch.autograd.Function):
         ffn = _ffn_backward(rows, saved, ExpertWeights(w1, w2, w3), routing, layer, nans)
         shared = None
         if s1 is not None:
-            scale, end, *shared_tensors = shared_tensors
-            shared_rows, weights = GroupRows(kept[0], scale, end), one_expert(s1, s2, s3)
+            q, scale, end, *shared_tensors = (kept[:1] if local else []) + shared_tensors
+            shared_rows, weights = GroupRows(q, scale, end), one_expert(s1, s2, s3)
             shared = group_ffn_backward(shared_rows, shared_tensors, weights, layer.shared_cache, config, nans)
         del tensors, saved, shared_tensors  # h is freed after its last use, also where checkpointing has kept it
         cast_rows, shared_dx = None, None
@@ -468,11 +478,11 @@ class _RoutedExperts(torch.autograd.Function):
             shared_dx = ctx.in_flight.shared_dx_RD
         else:
             cast_rows = Rows(*ops.quantize_rows(dout, nans.dy))
-        dout_rows = tokens.receive_gradients(cast_rows, ctx.in_flight, D)
-        dy = Rows(*ops.permute_rows(*dout_rows, routing.row_TK, routing.token_M, routing.offsets_E))
+        dout_rows = tokens.receive_gradients(cast_rows, ctx.in_flight, routing, D)
+        dy = _in_expert_order(tokens, dout_rows, routing)
         del cast_rows, dout_rows
         # Ranks that exchange gradients do so all or none.
-        with_dx = tokens.gradients_needed if tokens.asynchronous else needs_dx
+        with_dx = needs_dx if local else tokens.gradients_needed
         dx_M, ds_M = ffn.dgrad(dy, with_dx)
         pending = None
         if with_dx or needs_ds:
@@ -520,7 +530,7 @@ class _FinishCombine(torch.autograd.Function):
         if s1 is not None:
             count = len(GroupRows._fields)
             rows, tensors = GroupRows(*tensors[:count]), tensors[count:]
-        tokens = AllToAllDispatch.resume(tensors[:num_state], layer.group_name)
+        tokens = AllToAllDispatch.resume(tensors[:num_state], layer.route)
         if rows is None:
             tokens.send_gradients(*ops.quantize_rows(dout_TD, nans.dy), ctx.in_flight)
             shared_grads = [None] * 3

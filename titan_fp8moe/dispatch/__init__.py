@@ -1,29 +1,52 @@
 """How tokens travel to the ranks of their experts and back.
 
 :class:`~titan_fp8moe.dispatch.base.Dispatch` is the interface. :mod:`~titan_fp8moe.dispatch.local` serves a process
-that holds all experts, :mod:`~titan_fp8moe.dispatch.all_to_all` a group of ranks. :func:`begin` picks one for a
-forward, :func:`resume` for its backward.
+that holds all experts, :mod:`~titan_fp8moe.dispatch.all_to_all` and :mod:`~titan_fp8moe.dispatch.symmetric` a group of
+ranks. :func:`begin` makes one for a forward, :func:`resume` for its backward.
+
+A *route* is the choice among them as a string, which an op can take: of :func:`route`.
 """
 
+import torch.distributed as dist
 from torch import Tensor
 
+from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch, finish_combine
 from titan_fp8moe.dispatch.base import Dispatch, InFlight
 from titan_fp8moe.dispatch.local import LocalDispatch
+from titan_fp8moe.dispatch.symmetric import SymmetricDispatch
 
-__all__ = ["Dispatch", "InFlight", "begin", "finish_combine", "kind", "resume"]
+__all__ = ["Dispatch", "InFlight", "begin", "finish_combine", "kind", "resume", "route", "uses_symmetric"]
+
+_SYMMETRIC = "symmetric"
 
 
-def kind(group_name: str) -> type[Dispatch]:
-    """The implementation for an expert-parallel group; an empty name means that all experts are here."""
-    return AllToAllDispatch if group_name else LocalDispatch
+def uses_symmetric(config: Fp8FlowMoEConfig) -> bool:
+    """Whether a group's ranks exchange tokens through symmetric memory. ``auto`` is the all-to-all until measurements
+    on several GPUs say otherwise."""
+    return config.dispatch == "symmetric"
+
+
+def route(config: Fp8FlowMoEConfig, ep_group: dist.ProcessGroup | None) -> str:
+    """The group's name; with symmetric memory ``symmetric:<capacity>:<name>``; empty where all experts are here."""
+    if ep_group is None:
+        return ""
+    name = ep_group.group_name
+    return f"{_SYMMETRIC}:{config.dispatch_capacity}:{name}" if uses_symmetric(config) else name
+
+
+def kind(route: str) -> type[Dispatch]:
+    """The implementation for a route."""
+    if route.startswith(f"{_SYMMETRIC}:"):
+        return SymmetricDispatch
+    return AllToAllDispatch if route else LocalDispatch
 
 
 def begin(
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
     num_local: int,
-    group_name: str,
+    route: str,
     num_ranks: int,
     signature: int,
     check_ids: bool,
@@ -34,18 +57,22 @@ def begin(
         topk_ids_TK: (T, K) int32 or int64, the experts of each token; -1 for none.
         topk_scores_TK: (T, K) fp32.
         num_local: experts of this rank.
-        group_name: of the expert-parallel process group, empty where all experts are here.
-        num_ranks: ranks of that group.
+        route: of :func:`route`.
+        num_ranks: ranks of the group.
         signature: 31 bits that differ between ranks if their settings do.
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
     """
-    if group_name:
-        return AllToAllDispatch.begin(
-            topk_ids_TK, topk_scores_TK, num_local, group_name, num_ranks, signature, check_ids
-        )
-    return LocalDispatch((topk_ids_TK, topk_scores_TK, num_local), check_ids)
+    if not route:
+        return LocalDispatch((topk_ids_TK, topk_scores_TK, num_local), check_ids)
+    args = topk_ids_TK, topk_scores_TK, num_local
+    if kind(route) is SymmetricDispatch:
+        _, capacity, group_name = route.split(":", 2)
+        return SymmetricDispatch.begin(*args, group_name, num_ranks, signature, check_ids, float(capacity))
+    return AllToAllDispatch.begin(*args, route, num_ranks, signature, check_ids)
 
 
-def resume(state: list[Tensor], group_name: str) -> Dispatch:
+def resume(state: list[Tensor], route: str) -> Dispatch:
     """A backward's dispatch, from the forward's :meth:`Dispatch.state`."""
-    return AllToAllDispatch.resume(state, group_name) if group_name else LocalDispatch()
+    if kind(route) is SymmetricDispatch:
+        return SymmetricDispatch.resume(state, route.split(":", 2)[2])
+    return AllToAllDispatch.resume(state, route) if route else LocalDispatch()

@@ -33,6 +33,8 @@ class AllToAllDispatch:
     STATE: ClassVar = ("sent_TK", "token_C", "counts")
     ROWS: ClassVar = ("payload",)
     asynchronous: ClassVar = True
+    permutes: ClassVar = False
+    local: ClassVar = False
 
     pairs: tuple[Tensor, Tensor, int]  # in a forward, as are the next two
     counts_copied: torch.cuda.Event | None
@@ -144,7 +146,7 @@ class AllToAllDispatch:
         """Sends the output's quantized gradient (T, D) the way its tokens went."""
         in_flight.payload = self._send(q, scale, None, None, self.counts.shape[2] - 3)
 
-    def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, D: int) -> Rows:
+    def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, routing: Routing, D: int) -> Rows:
         payload = ops.wait(cast(InFlight, in_flight).take())
         return Rows(*ops.unpack_dispatch(payload, D, 0)[:2])
 

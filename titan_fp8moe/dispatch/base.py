@@ -19,9 +19,9 @@ class Arrived(NamedTuple):
     """Tokens at the rank of their experts.
 
     Attributes:
-        rows: one quantized row per token, not yet in expert order.
+        rows: one quantized row per token, not yet in expert order; with :attr:`Dispatch.permutes` in expert order.
         routing: of the local experts.
-        kept: the tensors that ``rows`` are made of, named by :attr:`Dispatch.ROWS`.
+        kept: the tensors of one row per token, named by :attr:`Dispatch.ROWS`.
     """
 
     rows: Rows
@@ -36,13 +36,17 @@ class Dispatch(Protocol):
         STATE: names of the tensors of :meth:`state`, from which a backward's dispatch is made.
         ROWS: names of the tensors of :attr:`Arrived.kept`.
         asynchronous: whether :meth:`start_combine` returns a payload in flight instead of the output.
-        gradients_needed: of an asynchronous dispatch, whether any rank needs gradients of its input or scores. Else no
+        permutes: whether rows arrive in expert order, in :meth:`dispatch` and :meth:`receive_gradients`.
+        local: whether the tokens that arrive are this rank's, which shared experts can read too.
+        gradients_needed: of a dispatch between ranks, whether any rank needs gradients of its input or scores. Else no
             rank calls :meth:`start_return`.
     """
 
     STATE: ClassVar[tuple[str, ...]]
     ROWS: ClassVar[tuple[str, ...]]
     asynchronous: ClassVar[bool]
+    permutes: ClassVar[bool]
+    local: ClassVar[bool]
     gradients_needed: bool
 
     def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
@@ -60,11 +64,11 @@ class Dispatch(Protocol):
 
     @staticmethod
     def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
-        """The forward's :attr:`Arrived.rows`, from :attr:`Arrived.kept`."""
+        """One row per token that arrived in the forward, from :attr:`Arrived.kept`."""
         ...
 
-    def receive_gradients(self, dout: Rows | None, in_flight: "InFlight | None", D: int) -> Rows:
-        """The quantized gradient of the output, one row per token that arrived in the forward. ``dout`` is that of
+    def receive_gradients(self, dout: Rows | None, in_flight: "InFlight | None", routing: Routing, D: int) -> Rows:
+        """The quantized gradient of the output, in the form of the forward's :attr:`Arrived.rows`. ``dout`` is that of
         this rank's tokens, or None where it is in flight."""
         ...
 
@@ -72,14 +76,14 @@ class Dispatch(Protocol):
         self, dx_MD: Tensor | None, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
     ) -> Any:
         """Starts to return the rows' gradients: of the input, (M, D) bf16, and of the scores, (M,) fp32. The first is
-        None where nobody needs it, which an asynchronous dispatch does not allow."""
+        None where nobody needs it, which a dispatch between ranks does not allow."""
         ...
 
     def finish_return(
         self, pending: Any, D: int, dtype: torch.dtype, addend_RD: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
         """The tokens' gradients, (T, D) in ``dtype`` or None as the rows', and the scores', (T, K) fp32. ``addend_RD``
-        is added to the tokens' gradients here if the dispatch is asynchronous, else in :meth:`start_return`."""
+        is added to the tokens' gradients here, unless :meth:`start_return` has done so."""
         ...
 
 

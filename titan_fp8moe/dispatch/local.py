@@ -17,6 +17,8 @@ class LocalDispatch:
     STATE: ClassVar = ()
     ROWS: ClassVar = ("token_q", "token_scale")
     asynchronous: ClassVar = False
+    permutes: ClassVar = False
+    local: ClassVar = True
     gradients_needed: bool = True
 
     pairs: tuple[Tensor, Tensor, int]  # in a forward
@@ -44,7 +46,7 @@ class LocalDispatch:
     def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
         return Rows(*kept)
 
-    def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, D: int) -> Rows:
+    def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, routing: Routing, D: int) -> Rows:
         return cast(Rows, dout)
 
     def start_return(

@@ -30,6 +30,12 @@ from titan_fp8moe.ops.quantize import (
     quantize_weight_transposed,
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
+from titan_fp8moe.ops.symmetric import (
+    symmetric_dispatch,
+    symmetric_dispatch_gradients,
+    symmetric_finish_combine,
+    symmetric_start_combine,
+)
 from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
@@ -50,6 +56,10 @@ __all__ = [
     "start_all_to_all",
     "swiglu_quantize",
     "swiglu_quantize_backward",
+    "symmetric_dispatch",
+    "symmetric_dispatch_gradients",
+    "symmetric_finish_combine",
+    "symmetric_start_combine",
     "transpose_pair",
     "unpack_combine",
     "unpack_dispatch",

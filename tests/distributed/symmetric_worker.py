@@ -1,0 +1,174 @@
+"""Layers whose ranks exchange tokens through shared memory, against the all-to-all path, bit for bit.
+
+    torchrun --nproc_per_node N symmetric_worker.py [ROUTINGS]
+
+On a CPU the memory is shared files and gloo makes the group. On one GPU, processes share it: set
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.distributed.rows_worker import check
+from titan_fp8moe import Fp8FlowMoEConfig, moe, routed_experts, workspace
+from titan_fp8moe.weights import ExpertWeights
+
+D, H, EXPERTS, TOP_K, TOKENS = 256, 128, 8, 3, 70
+
+
+def device_of_this_rank() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def make_ids(kind: str, T: int, K: int, experts: int) -> torch.Tensor:
+    scores = torch.rand(T, experts)
+    if kind == "one_expert":
+        return torch.full((T, K), experts - 1)
+    if kind == "idle_rank":
+        scores[:, : experts // dist.get_world_size()] = -1
+    if kind == "skewed":
+        scores[:, :2] += 0.4
+    ids = scores.topk(K).indices
+    return ids.masked_fill(torch.rand(T, K) < 0.2, -1) if kind == "missing" else ids
+
+
+def make_batch(kind: str, T: int = TOKENS, K: int = TOP_K, experts: int = EXPERTS, dtype=torch.float32, device=None):
+    """x, scores, ids, this rank's w1, w2, w3 and shared experts, and the gradient of the output."""
+    local = experts // dist.get_world_size()
+    shapes = [(local, H, D), (local, D, H), (local, H, D), (1, H, D), (1, D, H), (1, H, D)]
+    weights = [(torch.randn(shape) * 0.05).to(device, dtype) for shape in shapes]
+    x, dout = (torch.randn(T, D).to(device, dtype) for _ in range(2))
+    return x, torch.rand(T, K).to(device), make_ids(kind, T, K, experts).to(device), weights, dout
+
+
+def run(batch, config: Fp8FlowMoEConfig, shared: bool = False, before: bool = False, call=None) -> list[torch.Tensor]:
+    """Output and gradients."""
+    x, scores, ids, weights, dout = batch
+    leaves = [t.clone().requires_grad_() for t in (x, scores, *weights[: 6 if shared else 3])]
+    options = dict(config=config, ep_group=dist.group.WORLD, score_before_experts=before)
+    if shared:
+        options["shared"] = ExpertWeights(*leaves[5:])
+    args = leaves[0], ExpertWeights(*leaves[2:5]), ids, leaves[1]
+    out = (call or moe.apply_experts)(*args, **options)
+    out.backward(dout)
+    return [out.detach(), *[leaf.grad for leaf in leaves]]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(s, t) and s.dtype == t.dtype for s, t in zip(a, b, strict=True))
+
+
+def check_routings(routings: int, device: torch.device) -> None:
+    ranks = dist.get_world_size()
+    default = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=ranks)
+    settings = [
+        (default, False, False),
+        (dataclasses.replace(default, recompute="experts"), True, False),
+        (dataclasses.replace(default, save_h="fp8", recompute="none"), True, True),
+        (dataclasses.replace(default, wgrad="scaling_aware"), True, False),
+    ]
+    kinds = ("uniform", "skewed", "one_expert", "idle_rank", "missing")
+    for i in range(routings):
+        # Later routings take the first setting: it is the exchange that they vary.
+        config, shared, before = settings[i // len(kinds) if i < len(kinds) * len(settings) else 0]
+        T, K = (TOKENS, TOP_K) if i < 30 else (1 + i % TOKENS, 1 + i % TOP_K)
+        dtype = torch.bfloat16 if i % 3 == 1 else torch.float32
+        batch = make_batch(kinds[i % len(kinds)], T, K, dtype=dtype, device=device)
+        want = run(batch, dataclasses.replace(config, dispatch="all_to_all"), shared, before)
+        ok = same(run(batch, config, shared, before), want)
+        check(f"routing {i}: {kinds[i % len(kinds)]}, {T} tokens, top {K}, {config.recompute}, shared {shared}", ok)
+    batch = make_batch("uniform", 3, 4, 64 * ranks, device=device)
+    want = run(batch, Fp8FlowMoEConfig())
+    check("more experts than tokens", same(run(batch, default), want))
+
+
+def check_compile(device: torch.device) -> None:
+    """A layer is one graph, and has the same bits."""
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5)
+    compiled = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
+
+    def call(x, weights, ids, scores, **options):
+        return compiled(x, *weights, ids, scores, **options)
+
+    for _ in range(2):
+        batch = make_batch("uniform", device=device)
+        check("compiled with fullgraph=True", same(run(batch, config, call=call), run(batch, Fp8FlowMoEConfig())))
+
+
+def check_checkpointing(device: torch.device) -> None:
+    """A recomputed layer exchanges tokens again, or not at all; a layer may run in another's ``meanwhile``."""
+    config, batch = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5), make_batch("uniform", device=device)
+    per_op = functools.partial(create_selective_checkpoint_contexts, list(moe.SAVED_OPS))
+
+    def two_layers(layer, x, weights, ids, scores, **options):
+        return layer(layer(x, weights, ids, scores, **options) + x, weights, ids, scores, **options)
+
+    def nested(x, weights, ids, scores, **options):
+        inner = functools.partial(moe.apply_experts, x, weights, ids, scores, **options)
+        return moe.apply_experts(x, weights, ids, scores, meanwhile=inner, **options)
+
+    variants = {
+        "full checkpointing": functools.partial(checkpoint, moe.apply_experts, use_reentrant=False),
+        "per-op checkpointing": functools.partial(
+            checkpoint, moe.apply_experts, use_reentrant=False, context_fn=per_op
+        ),
+    }
+    want = run(batch, Fp8FlowMoEConfig(), call=functools.partial(two_layers, moe.apply_experts))
+    for name, layer in variants.items():
+        check(name, same(run(batch, config, call=functools.partial(two_layers, layer)), want))
+    check(
+        "a layer in another's meanwhile",
+        same(run(batch, config, call=nested), run(batch, Fp8FlowMoEConfig(), call=nested)),
+    )
+
+
+def check_overflow(device: torch.device) -> None:
+    """Loud before the optimizer changes a weight, on all ranks."""
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=1)
+    x, scores, ids, weights, dout = make_batch("one_expert", 300, device=device)
+    w = torch.nn.Parameter(weights[0])
+    optimizer, before = torch.optim.SGD([w], lr=1.0), w.detach().clone()
+    out = routed_experts(x, w, *weights[1:3], ids, scores, config=config, ep_group=dist.group.WORLD)
+    out.backward(dout)
+    check("without room the output is NaN", bool(out.isnan().all()))
+    try:
+        optimizer.step()
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    check("the optimizer's step raises", "larger dispatch_capacity" in said and "needed " in said)
+    check("no weight has changed", torch.equal(w, before))
+    workspace.check_room()
+    ids = make_ids("uniform", 300, TOP_K, EXPERTS).to(device)
+    config = dataclasses.replace(config, dispatch_capacity=2.5)
+    out = routed_experts(x, w, *weights[1:3], ids, scores, config=config, ep_group=dist.group.WORLD)
+    check("afterwards layers work again", bool(out.isfinite().all()))
+    out.sum().backward()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    device = device_of_this_rank()
+    several = device.type == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("cpu:gloo,cuda:nccl" if several else "gloo")
+    torch.manual_seed(int(os.environ.get("SEED", 0)) * 100 + dist.get_rank())
+    check_routings(int(sys.argv[1]) if len(sys.argv) > 1 else 30, device)
+    check_compile(device)
+    check_checkpointing(device)
+    check_overflow(device)
+    dist.barrier()
+    os._exit(0) if device.type == "cuda" else dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Several expert-parallel ranks in one process: workspaces as plain tensors, and the all-to-all path's results."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import ops, recipe
+from titan_fp8moe.ops.permute import unpack_combine, unpack_dispatch
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
+
+
+def make_workspaces(sizes: Sizes, device: str = "cpu") -> list[Workspace]:
+    """Each rank's, all on one device. Memory begins as 0xA5, but for the arrivals."""
+    memory = [torch.full((sizes.nbytes,), 0xA5, dtype=torch.uint8, device=device) for _ in range(sizes.num_ranks)]
+    workspaces = [Workspace(sizes, rank, memory, lambda: 1.0) for rank in range(sizes.num_ranks)]
+    for workspace in workspaces:
+        workspace.view("arrivals").zero_()
+    return workspaces
+
+
+class Tokens(NamedTuple):
+    """One rank's inputs of an exchange."""
+
+    q: Tensor
+    scale: Tensor
+    ids: Tensor
+    scores: Tensor
+
+
+def make_tokens(sizes: Sizes, ids: Tensor) -> Tokens:
+    """Every e4m3 code but 0xFF, any scale, ``ids`` (T, K)."""
+    (T, K), D, device = ids.shape, sizes.dim, ids.device
+    q = torch.randint(0, 255, (T, D), dtype=torch.uint8, device=device).view(FP8)
+    scale = torch.randint(1, 255, (T, D // TILE), dtype=torch.uint8, device=device).view(E8M0)
+    return Tokens(q, scale, ids, torch.rand(T, K, device=device))
+
+
+class Exchanged(NamedTuple):
+    """What a rank gets. ``x`` and ``x_scale`` are the rows up to the last expert's end, ``token_q`` and
+    ``token_scale`` the tokens that arrived; sums and gradients are those of stand-ins for the FFN's results."""
+
+    x: Tensor
+    x_scale: Tensor
+    token_q: Tensor
+    token_scale: Tensor
+    offsets: Tensor
+    token_M: Tensor
+    score_M: Tensor
+    row_CK: Tensor
+    out: Tensor
+    grad: Tensor
+    ds: Tensor
+
+
+def stand_in(x: Tensor, x_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (M, D) bf16 and (M,) fp32 in place of an FFN's results, by the row alone; padding is not zero."""
+    byte = x.view(torch.uint8).float() + x_scale.view(torch.uint8).float().sum(1, keepdim=True)
+    return (byte * 0.37 - 11).bfloat16(), byte.sum(1)
+
+
+def exchange_all(impl, workspaces: list[Workspace], tokens: list[Tokens], factor: float) -> list[Exchanged]:
+    """A forward's exchange and a backward's of all ranks, with ``impl``: titan_fp8moe.exchange or its kernels. Each
+    step runs on all ranks before the next begins."""
+    sizes, ranks = workspaces[0].sizes, range(len(workspaces))
+    N, T, K = sizes.num_ranks, tokens[0].ids.shape[0], sizes.top_k
+    M, C = capacities(T, K, N, sizes.num_local, factor)
+    sent = [ops.dispatch_routing(t.ids, N, sizes.num_local) for t in tokens]
+    for at, t, (_, token_C, counts_N) in zip(workspaces, tokens, sent, strict=True):
+        impl.publish(at, t.q, t.scale, (t.ids, t.scores), (token_C, counts_N, (M, C)))
+        impl.arrive(at, DISPATCH)
+    state = []
+    for at in workspaces:
+        impl.wait(at, DISPATCH)
+        plan = impl.plan(at)
+        ids_CK, scores_CK, pair_CK, token_C = impl.pull_pairs(at, plan, C)
+        offsets, token_M, score_M, row_CK = ops.expert_routing(ids_CK, scores_CK, sizes.num_local, M)
+        token_scale = impl.pull_scales(at, plan, token_C)
+        x, x_scale, token_q = impl.pull_rows(at, plan, token_C, row_CK, token_M, token_scale, offsets, True)
+        impl.push_sums(at, plan, stand_in(x, x_scale)[0], None, row_CK, pair_CK)
+        impl.arrive(at, COMBINE)
+        end, count = int(offsets[-1]), int(plan[0, -1])
+        kept = x[:end], x_scale[:end], token_q[:count], token_scale[:count]
+        state.append((plan, token_C, pair_CK, kept, offsets, token_M, score_M, row_CK))
+    outs = []
+    for at, (sent_TK, *_) in zip(workspaces, sent, strict=True):
+        impl.wait(at, COMBINE)
+        outs.append(ops.unpermute_sum(at.view("sums"), sent_TK, torch.float32))
+    for at, t in zip(workspaces, tokens, strict=True):
+        impl.publish(at, *gradient(t), None, None)
+        impl.arrive(at, DISPATCH)
+    for n, at in enumerate(workspaces):
+        impl.wait(at, DISPATCH)
+        plan, token_C, pair_CK, _, offsets, token_M, _, row_CK = state[n]
+        scale = impl.pull_scales(at, plan, token_C)
+        dy = impl.pull_rows(at, plan, token_C, row_CK, token_M, scale, offsets, False)[:2]
+        impl.push_sums(at, plan, *stand_in(*dy), row_CK, pair_CK)
+        impl.arrive(at, COMBINE)
+    results = []
+    for n in ranks:
+        impl.wait(workspaces[n], COMBINE)
+        sums, ds = workspaces[n].view("sums"), workspaces[n].view("score_gradients")
+        plan, _, _, kept, offsets, token_M, score_M, row_CK = state[n]
+        end, count = int(offsets[-1]), int(plan[0, -1])
+        grads = ops.unpermute_gradients(sums, ds, sent[n][0], torch.float32)
+        results.append(Exchanged(*kept, offsets, token_M[:end], score_M[:end], row_CK[:count], outs[n], *grads))
+    return results
+
+
+def gradient(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Stands for the output's quantized gradient."""
+    return tokens.q.flip(0), tokens.scale.view(torch.uint8).flip(0).view(E8M0)
+
+
+def all_to_all(tokens: list[Tokens], num_local: int) -> list[Exchanged]:
+    """What the all-to-all path's ops give, with the exchange of payloads done here."""
+    N, (T, D), K = len(tokens), tokens[0].q.shape, tokens[0].ids.shape[1]
+    sent = [ops.dispatch_routing(t.ids, N, num_local) for t in tokens]
+    splits = [counts_N[:, 0].tolist() for _, _, counts_N in sent]
+
+    def to_experts(payloads: list[Tensor]) -> list[Tensor]:
+        parts = [payload.split(split) for payload, split in zip(payloads, splits, strict=True)]
+        return [torch.cat([parts[source][n] for source in range(N)]) for n in range(N)]
+
+    def back(payloads: list[Tensor]) -> list[Tensor]:
+        parts = [payload.split([splits[source][n] for source in range(N)]) for n, payload in enumerate(payloads)]
+        return [torch.cat([parts[n][source] for n in range(N)]) for source in range(N)]
+
+    def pack(t: Tokens, s, q: Tensor, scale: Tensor, with_pairs: bool) -> Tensor:
+        sent_TK, token_C, counts_N = s
+        pairs = (t.ids, t.scores) if with_pairs else (None, None)
+        return ops.pack_dispatch(q, scale, token_C[: int(counts_N[:, 0].sum())], sent_TK, *pairs, num_local)
+
+    arrived = to_experts([pack(t, s, t.q, t.scale, True) for t, s in zip(tokens, sent, strict=True)])
+    state, payloads = [], []
+    for payload in arrived:
+        q, scale, ids, scores = unpack_dispatch(payload, D, K)
+        routing = ops.expert_routing(ids, scores, num_local, recipe.row_capacity(N * T * K, num_local))
+        x = ops.permute_rows(q, scale, routing[3], routing[1], routing[0])
+        state.append((q, scale, x, routing))
+        payloads.append(ops.pack_combine(stand_in(*x)[0], None, routing[3]))
+    outs = [
+        ops.unpermute_sum(unpack_combine(payload, D, 0)[0], s[0], torch.float32)
+        for payload, s in zip(back(payloads), sent, strict=True)
+    ]
+    arrived = to_experts([pack(t, s, *gradient(t), False) for t, s in zip(tokens, sent, strict=True)])
+    payloads = []
+    for payload, (_, _, _, routing) in zip(arrived, state, strict=True):
+        dy = ops.permute_rows(*unpack_dispatch(payload, D, 0)[:2], routing[3], routing[1], routing[0])
+        payloads.append(ops.pack_combine(*stand_in(*dy), routing[3]))
+    results = []
+    for n, payload in enumerate(back(payloads)):
+        q, scale, (x, x_scale), (offsets, token_M, score_M, row_CK) = state[n]
+        end = int(offsets[-1])
+        rows, ds = unpack_combine(payload, D, K)
+        grads = ops.unpermute_gradients(rows, ds, sent[n][0], torch.float32)
+        # In an exchange the pairs that a rank serves come first.
+        row_CK = row_CK.gather(1, (row_CK < 0).int().argsort(dim=1, stable=True))
+        kept = x[:end], x_scale[:end], q, scale, offsets, token_M[:end], score_M[:end], row_CK
+        results.append(Exchanged(*kept, outs[n], *grads))
+    return results
+
+
+def assert_equal(got: list[Exchanged], want: list[Exchanged]) -> None:
+    """Every bit of what the two have in common: rows and tokens that count."""
+    for rank, (g, w) in enumerate(zip(got, want, strict=True)):
+        for name, a, b in zip(Exchanged._fields, g, w, strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), (rank, name)
+            size = {1: torch.uint8, 4: torch.int32}[a.element_size()]
+            assert torch.equal(a.view(size), b.view(size)), (rank, name)

@@ -1,0 +1,194 @@
+"""Tokens travel through memory that ranks share: each step in plain PyTorch, the specification of the kernels.
+
+One exchange of a rank, which every rank runs, needs no counts on the host:
+
+1. :func:`publish` writes quantized tokens and, in a forward, their routing to the rank's own workspace.
+2. :func:`arrive`, then :func:`wait` for all ranks.
+3. :func:`plan` reads how many tokens come from where, and whether every rank has room.
+4. :func:`pull_pairs`, :func:`pull_scales` and :func:`pull_rows` copy what is for this rank's experts, rows straight to
+   expert order. A token is read once.
+5. The FFN runs.
+6. :func:`push_sums` adds each token's rows and writes the sum to the workspace of the token's rank.
+7. :func:`arrive`, :func:`wait`; then the token's rank adds up what its ranks have sent.
+
+Tokens and sums are numbered as in the all-to-all path: :func:`titan_fp8moe.recipe.dispatch_routing` lists what a rank
+sends, and arrived tokens are sorted by source, then by token. The results therefore have that path's bits.
+
+One buffer of each kind suffices. A rank publishes again only after it has waited for step 7, which others reach after
+their pulls. It pushes again only after the next step 2, which others reach after they have added up.
+
+Shapes: P tokens that a rank may dispatch, C that may arrive; other letters as in :mod:`titan_fp8moe.recipe`.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import recipe
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.workspace import COMBINE, DISPATCH, ROWS, TOKENS, UNLIKE, Workspace, raise_late
+
+__all__ = ["COMBINE", "DISPATCH"]
+
+_POLL_S = 2e-5
+
+
+def publish(
+    workspace: Workspace,
+    q_TD: Tensor,
+    scale: Tensor,
+    pairs: tuple[Tensor, Tensor] | None,
+    sent: tuple[Tensor, Tensor, tuple[int, int]] | None,
+) -> None:
+    """Copies a rank's tokens to its workspace.
+
+    Args:
+        q_TD, scale: (T, D) e4m3 and (T, D // 128) e8m0.
+        pairs: topk_ids_TK and topk_scores_TK; None in a backward.
+        sent: token_C and counts_N of :func:`titan_fp8moe.recipe.dispatch_routing`, and the capacities M and C; None in
+            a backward, where they are those of the forward.
+    """
+    T = q_TD.shape[0]
+    workspace.view("q").view(torch.uint8)[:T] = q_TD.view(torch.uint8)
+    workspace.view("scale").view(torch.uint8)[:T] = scale.view(torch.uint8)
+    if pairs is not None:
+        workspace.view("ids")[:T], workspace.view("scores")[:T] = pairs
+    if sent is not None:
+        token_C, counts_N, capacity = sent
+        workspace.view("token")[: token_C.shape[0]] = token_C
+        workspace.view("counts").copy_(counts_N)
+        workspace.view("capacity").copy_(torch.tensor(capacity))
+
+
+def arrive(workspace: Workspace, channel: int) -> None:
+    """Tells every rank that what this rank has written before can be read."""
+    for n in range(workspace.sizes.num_ranks):
+        workspace.view("arrivals", n)[channel, workspace.rank] += 1
+
+
+def wait(workspace: Workspace, channel: int) -> None:
+    """Returns when every rank has arrived once more than at the last wait. RuntimeError after the group's timeout."""
+    workspace.rounds[channel] += 1
+    wanted, arrivals = int(workspace.rounds[channel]), workspace.view("arrivals")[channel]
+    deadline = time.monotonic() + workspace.timeout_s()
+    while int(arrivals.min()) < wanted:
+        if time.monotonic() > deadline:
+            raise_late(workspace, arrivals.tolist(), wanted)
+        time.sleep(_POLL_S)
+
+
+def plan(workspace: Workspace) -> Tensor:
+    """Where this rank's tokens are, from the published counts. Also finds out whether every rank has room for its own.
+
+    Without room, or with different settings of two ranks, all ranks alike set
+    :attr:`titan_fp8moe.workspace.Workspace.overflow`.
+
+    Returns:
+        (2, N + 1) int32. First row: the number of the first token that comes from each rank, then of all. Second row:
+        the place of that token in the source's ``token`` list.
+    """
+    N, report = workspace.sizes.num_ranks, workspace.report
+    counts_NNE = torch.stack([workspace.view("counts", n) for n in range(N)])  # source, destination
+    capacity_N2 = torch.stack([workspace.view("capacity", n) for n in range(N)])
+    rows_N = ((counts_NNE[:, :, 1:-2].sum(0) + TILE - 1) // TILE * TILE).sum(1)
+    needed_N2 = torch.stack([rows_N, counts_NNE[:, :, 0].sum(0)], 1)
+    lacking = (needed_N2 > capacity_N2).any(1)
+    if lacking.any():
+        workspace.overflow.fill_(1)
+        for entry, needed in zip((ROWS, TOKENS), needed_N2[lacking].amax(0).tolist(), strict=True):
+            report[entry].clamp_(min=needed)
+    signature_N = counts_NNE[:, 0, -1] >> 1  # in the last bit ranks may differ
+    if (signature_N != signature_N[0]).any():
+        workspace.overflow.fill_(1)
+        report[UNLIKE] = 1
+    tokens_NN = counts_NNE[:, :, 0]
+    first = torch.cat([tokens_NN.new_zeros(1), tokens_NN[:, workspace.rank].cumsum(0)])
+    start = torch.cat([tokens_NN[:, : workspace.rank].sum(1), tokens_NN.new_zeros(1)])
+    return torch.stack([first, start]).int()
+
+
+def _arrivals(workspace: Workspace, plan: Tensor):
+    """(source, its place in this rank's tokens, its place in the source's) of the tokens that come from each rank;
+    none after an overflow."""
+    if int(workspace.overflow):
+        return
+    first, start = plan.tolist()
+    for n in range(workspace.sizes.num_ranks):
+        count = first[n + 1] - first[n]
+        yield n, slice(first[n], first[n + 1]), slice(start[n], start[n] + count)
+
+
+def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The routed pairs of the tokens that arrive. The pairs that this rank serves come first, in the order of k.
+
+    Returns:
+        topk_ids_CK (C, K) int32, ids of local experts, -1 behind a token's last and for tokens past the last;
+        topk_scores_CK (C, K) fp32 and pair_CK (C, K) uint8, the score and the k of each pair, undefined where the id is
+        -1; token_C (C,) int32, each token's number on its own rank.
+    """
+    K, E = workspace.sizes.top_k, workspace.sizes.num_local
+    ids_CK = torch.full((C, K), -1, dtype=torch.int32, device=plan.device)
+    scores_CK, pair_CK = torch.zeros(C, K, device=plan.device), torch.zeros_like(ids_CK, dtype=torch.uint8)
+    token_C = ids_CK.new_zeros(C)
+    for n, here, there in _arrivals(workspace, plan):
+        token = workspace.view("token", n)[there]
+        local = workspace.view("ids", n)[token.long()] - workspace.rank * E
+        served = (local >= 0) & (local < E)
+        k = (~served).int().argsort(dim=1, stable=True)
+        ids_CK[here] = torch.where(served, local, -1).gather(1, k)
+        scores_CK[here] = workspace.view("scores", n)[token.long()].gather(1, k)
+        pair_CK[here], token_C[here] = k.to(torch.uint8), token
+    return ids_CK, scores_CK, pair_CK, token_C
+
+
+def pull_scales(workspace: Workspace, plan: Tensor, token_C: Tensor) -> Tensor:
+    """(C, D // 128) e8m0, the scales of the tokens that arrive, whose numbers are ``token_C``."""
+    scale = torch.ones(token_C.shape[0], workspace.sizes.dim // TILE, dtype=torch.uint8, device=plan.device)
+    for n, here, _ in _arrivals(workspace, plan):
+        scale[here] = workspace.view("scale", n).view(torch.uint8)[token_C[here].long()]
+    return scale.view(E8M0)
+
+
+def pull_rows(
+    workspace: Workspace, plan: Tensor, token_C: Tensor, row_CK: Tensor, token_M: Tensor, scale: Tensor,
+    offsets_E: Tensor, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The tokens that arrive, as rows in expert order.
+
+    Args:
+        token_C, scale: of :func:`pull_pairs` and :func:`pull_scales`.
+        row_CK, token_M, offsets_E: of :func:`titan_fp8moe.recipe.expert_routing`.
+        keep: whether the weight gradient needs the tokens themselves.
+
+    Returns:
+        (M, D) e4m3, (M, D // 128) e8m0 column-major, as :func:`titan_fp8moe.recipe.permute_rows`; (C, D) e4m3, empty
+        unless ``keep``.
+    """
+    kept = torch.zeros(token_C.shape[0], workspace.sizes.dim, dtype=torch.uint8, device=plan.device)
+    for n, here, _ in _arrivals(workspace, plan):
+        kept[here] = workspace.view("q", n).view(torch.uint8)[token_C[here].long()]
+    q, q_scale = recipe.permute_rows(kept.view(FP8), scale, token_M)
+    return q, q_scale, kept.view(FP8) if keep else kept.new_empty(0).view(FP8)
+
+
+def push_sums(
+    workspace: Workspace, plan: Tensor, y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, pair_CK: Tensor
+) -> None:
+    """Writes each token's sum, fp32 in the order of k and rounded to bf16 once, where its rank will look for it.
+
+    Args:
+        y_MD: (M, D) bf16.
+        ds_M: (M,) fp32, the gradients of the rows' scores, which go along; None in a forward.
+        row_CK, pair_CK: of :func:`titan_fp8moe.recipe.expert_routing` and :func:`pull_pairs`.
+    """
+    if int(workspace.overflow):
+        workspace.view("sums").fill_(torch.nan)
+        workspace.view("score_gradients").fill_(torch.nan)
+    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16)
+    for n, here, there in _arrivals(workspace, plan):
+        workspace.view("sums", n)[there] = sums_CD[here]
+        if ds_M is not None:
+            c, j = (row_CK[here] >= 0).nonzero(as_tuple=True)
+            gradients = workspace.view("score_gradients", n)[there]
+            gradients[c, pair_CK[here][c, j].long()] = ds_M[row_CK[here][c, j].long()]

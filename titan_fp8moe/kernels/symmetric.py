@@ -1,0 +1,469 @@
+"""Kernels of :mod:`titan_fp8moe.exchange`: tokens travel through memory that GPUs share, without the host.
+
+Kernels reach another rank's memory by its address, which they read from ``addresses``. Only the one warp of
+``_wait_kernel`` ever waits for another rank. Work is split by source or destination rank, and ranks take the others in
+turn, each beginning with its successor, so that no rank serves all others at once.
+
+Loops instead of large grids let the number of CTAs be chosen: few leave SMs to other kernels. No kernel is specialized
+on the number of tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from titan_fp8moe.kernels.launch import Kernel
+from titan_fp8moe.kernels.permute import _place_scales
+from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.workspace import LATE, ROWS, TOKENS, UNLIKE, Workspace
+
+COPY_BYTES, COPY_CTAS = 16384, 256
+PAIR_BLOCK = 64  # tokens whose pairs or scales a CTA pulls
+# A CTA moves COLUMNS columns of TOKENS tokens at a time, and of the same tokens BLOCKS times as many (0: all).
+PULL = dict(TOKENS=16, COLUMNS=1024, BLOCKS=1, num_warps=8)
+PUSH = dict(TOKENS=4, COLUMNS=1024, BLOCKS=1, num_warps=8)
+# With a limited number of CTAs each must have more bytes in flight.
+FEW_PULL = dict(TOKENS=32, COLUMNS=1024, BLOCKS=0, num_warps=16)
+FEW_PUSH = dict(TOKENS=16, COLUMNS=1024, BLOCKS=0, num_warps=32)
+MAX_CTAS: int | None = None
+"""The most CTAs of a kernel that moves rows; None for as many as there is work. For experiments."""
+
+INTERPRETED_SPINS = 1000  # the interpreter has no clock
+
+
+@triton.jit
+def _peer(addresses, rank, offset, dtype: tl.constexpr):
+    """A pointer to ``offset`` bytes, a multiple of 16, into a rank's memory."""
+    return tl.multiple_of((tl.load(addresses + rank) + offset).to(tl.pointer_type(dtype)), 16)
+
+
+# --- publish ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy(source, target, count, BLOCK: tl.constexpr):
+    """Copies ``count`` elements; the CTAs share the work."""
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(source + at, mask=at < count)
+        tl.store(target + at, value.to(target.dtype.element_ty), mask=at < count)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "P", "M", "C"])
+def _publish_kernel(
+    q, scale, ids, scores, token_C, counts_N, to_q, to_scale, to_ids, to_scores, to_token, to_counts, to_capacity, T,
+    P, M, C, D: tl.constexpr, K: tl.constexpr, COUNTS: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    count = tl.full((), T, tl.int64)
+    _copy(q.to(tl.pointer_type(tl.uint8)), to_q.to(tl.pointer_type(tl.uint8)), count * D, BYTES)
+    _copy(scale, to_scale, count * (D // 128), BYTES // 4)
+    if ids is not None:
+        _copy(ids, to_ids, count * K, BYTES // 8)
+        _copy(scores, to_scores, count * K, BYTES // 8)
+    if counts_N is not None:
+        _copy(token_C, to_token, tl.full((), P, tl.int64), BYTES // 8)
+        _copy(counts_N, to_counts, tl.full((), COUNTS, tl.int64), 128)
+        if tl.program_id(0) == 0:
+            tl.store(to_capacity, M)
+            tl.store(to_capacity + 1, C)
+
+
+def publish(
+    workspace: Workspace,
+    q_TD: Tensor,
+    scale: Tensor,
+    pairs: tuple[Tensor, Tensor] | None,
+    sent: tuple[Tensor, Tensor, tuple[int, int]] | None,
+) -> None:
+    """See :func:`titan_fp8moe.exchange.publish`. All tensors are contiguous."""
+    (T, D), K = q_TD.shape, workspace.sizes.top_k
+    ids, scores = (None, None) if pairs is None else pairs
+    token_C, counts_N, (M, C) = (None, None, (0, 0)) if sent is None else sent
+    assert all(t.is_contiguous() for t in (q_TD, scale, ids, scores, token_C, counts_N) if t is not None)
+    names = ("q", "scale", "ids", "scores", "token", "counts", "capacity")
+    _publish_kernel[(max(min(cdiv(T * D, COPY_BYTES), COPY_CTAS), 1),)](
+        q_TD, scale, ids, scores, token_C, counts_N, *(workspace.view(name) for name in names), T,
+        0 if token_C is None else token_C.shape[0], M, C, D=D, K=K, COUNTS=0 if counts_N is None else counts_N.numel(),
+        BYTES=COPY_BYTES, num_warps=8,
+    )  # fmt: skip
+
+
+# --- arrive, wait -----------------------------------------------------------------------------------------------------
+
+
+@Kernel
+@triton.jit(do_not_specialize=["arrivals", "channel", "rank"])
+def _arrive_kernel(addresses, arrivals, channel, rank, N: tl.constexpr, PAD_N: tl.constexpr):
+    """Who acquires this rank's count sees what earlier kernels of this stream have written."""
+    n = tl.arange(0, PAD_N)
+    address = tl.load(addresses + n, mask=n < N, other=0) + arrivals + (channel * N + rank) * 4
+    tl.atomic_add(address.to(tl.pointer_type(tl.int32)), 1, mask=n < N, sem="release", scope="sys")
+
+
+def arrive(workspace: Workspace, channel: int) -> None:
+    """See :func:`titan_fp8moe.exchange.arrive`."""
+    N = workspace.sizes.num_ranks
+    _arrive_kernel[(1,)](
+        workspace.addresses, workspace.offset("arrivals"), channel, workspace.rank, N=N, PAD_N=next_power_of_2(N),
+        num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _arrivals(at, wanted, in_group):
+    seen = tl.atomic_add(at, 0, mask=in_group, sem="acquire", scope="sys")
+    return tl.where(in_group, seen - wanted, 0)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["channel", "timeout"])
+def _wait_kernel(
+    arrivals, rounds, addresses, channel, timeout, N: tl.constexpr, PAD_N: tl.constexpr, LATE: tl.constexpr,
+    SPINS: tl.constexpr,
+):  # fmt: skip
+    """Spins until all ranks have arrived, or for ``timeout`` ns; then reports the late ranks to the host and traps.
+
+    With SPINS, for the interpreter, it spins that often instead, and does not trap.
+    """
+    n, wanted = tl.arange(0, PAD_N), tl.load(rounds + channel) + 1
+    at = arrivals + channel * N + n
+    missing = _arrivals(at, wanted, n < N)
+    if SPINS:
+        spins = 0
+        while (tl.min(missing) < 0) & (spins < SPINS):
+            missing = _arrivals(at, wanted, n < N)
+            spins += 1
+    else:
+        began = globaltimer()
+        while (tl.min(missing) < 0) & (globaltimer() - began < timeout):
+            missing = _arrivals(at, wanted, n < N)
+    if tl.min(missing) < 0:
+        report = tl.load(addresses + N).to(tl.pointer_type(tl.int32))
+        tl.store(report + LATE + n, 1, mask=missing < 0)
+        if not SPINS:
+            tl.inline_asm_elementwise(
+                "membar.sys; trap; mov.b32 $0, $1;", "=r,r", [channel], dtype=tl.int32, is_pure=False, pack=1
+            )
+    tl.store(rounds + channel, wanted)
+
+
+def wait(workspace: Workspace, channel: int) -> None:
+    """See :func:`titan_fp8moe.exchange.wait`. After the timeout the kernel traps: the next CUDA call raises."""
+    N, interpreted = workspace.sizes.num_ranks, not workspace.memory.is_cuda and not workspace.memory.is_meta
+    _wait_kernel[(1,)](
+        workspace.view("arrivals"), workspace.rounds, workspace.addresses, channel, int(workspace.timeout_s() * 1e9),
+        N=N, PAD_N=next_power_of_2(N), LATE=LATE, SPINS=INTERPRETED_SPINS if interpreted else 0, num_warps=1,
+    )  # fmt: skip
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+@Kernel
+@triton.jit(do_not_specialize=["counts", "capacity", "rank"])
+def _plan_kernel(
+    addresses, counts, capacity, plan, overflow, rank, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr,
+    PAD_E: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, UNLIKE: tl.constexpr,
+):  # fmt: skip
+    """CTA r finds out whether rank r has room, and all ranks the same settings. That of this rank writes the plan."""
+    n, e, r = tl.arange(0, PAD_N), tl.arange(0, PAD_E), tl.program_id(0)
+    WIDTH: tl.constexpr = 3 + E
+    table = (tl.load(addresses + n, mask=n < N, other=0) + counts).to(tl.pointer_type(tl.int32))
+    pairs = tl.load(table[:, None] + r * WIDTH + 1 + e[None, :], mask=(n < N)[:, None] & (e < E)[None, :], other=0)
+    tokens = tl.load(table + r * WIDTH, mask=n < N, other=0)
+    rows = tl.sum((tl.sum(pairs, axis=0) + 127) // 128 * 128)
+    arriving = tl.sum(tokens)
+    room = _peer(addresses, r, capacity, tl.int32)
+    report = tl.load(addresses + N).to(tl.pointer_type(tl.int32))
+    if (rows > tl.load(room)) | (arriving > tl.load(room + 1)):
+        tl.store(overflow, 1)
+        tl.atomic_max(report + ROWS, rows, scope="sys")
+        tl.atomic_max(report + TOKENS, arriving, scope="sys")
+    signature = tl.load(table + WIDTH - 1, mask=n < N, other=0) >> 1  # in the last bit ranks may differ
+    first_signature = tl.load(_peer(addresses, 0, counts, tl.int32) + WIDTH - 1) >> 1
+    if tl.max(((signature != first_signature) & (n < N)).to(tl.int32)) > 0:
+        tl.store(overflow, 1)
+        tl.store(report + UNLIKE, 1)
+    if r == rank:
+        first = tl.cumsum(tokens, axis=0) - tokens
+        tl.store(plan + n, first, mask=n < N)
+        tl.store(plan + N, arriving)
+        before = tl.load(table[:, None] + n[None, :] * WIDTH, mask=(n < N)[:, None] & (n < rank)[None, :], other=0)
+        tl.store(plan + N + 1 + n, tl.sum(before, axis=1), mask=n < N)
+        tl.store(plan + 2 * N + 1, 0)
+
+
+def plan(workspace: Workspace) -> Tensor:
+    """See :func:`titan_fp8moe.exchange.plan`."""
+    N, E = workspace.sizes.num_ranks, workspace.sizes.num_local
+    out = torch.empty(2, N + 1, dtype=torch.int32, device=workspace.memory.device)
+    _plan_kernel[(N,)](
+        workspace.addresses, workspace.offset("counts"), workspace.offset("capacity"), out, workspace.overflow,
+        workspace.rank, N=N, E=E, PAD_N=next_power_of_2(N), PAD_E=next_power_of_2(E), ROWS=ROWS, TOKENS=TOKENS,
+        UNLIKE=UNLIKE, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _arriving(plan, overflow, peer, N: tl.constexpr):
+    """Of the tokens that come from ``peer``: the first one's number here, its place in the source's list, and how many
+    come."""
+    first, end = tl.load(plan + peer), tl.load(plan + peer + 1)
+    return first, tl.load(plan + N + 1 + peer), tl.where(tl.load(overflow) > 0, 0, end - first)
+
+
+# --- pull -------------------------------------------------------------------------------------------------------------
+
+
+@Kernel
+@triton.jit(do_not_specialize=["list_at", "ids_at", "scores_at", "rank"])
+def _pull_pairs_kernel(
+    addresses, list_at, ids_at, scores_at, plan, overflow, ids_CK, scores_CK, pair_CK, token_C, rank, N: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    peer = (tl.program_id(0) + rank + 1) % N
+    first, start, count = _arriving(plan, overflow, peer, N)
+    i = tl.program_id(0) // N * BLOCK + tl.arange(0, BLOCK)
+    inside, k = i < count, tl.arange(0, PAD_K)[None, :]
+    token = tl.load(_peer(addresses, peer, list_at, tl.int32) + start + i, mask=inside, other=0)
+    tl.store(token_C + first + i, token, mask=inside)
+    pair, mask = token.to(tl.int64)[:, None] * K + k, inside[:, None] & (k < K)
+    local = tl.load(_peer(addresses, peer, ids_at, tl.int32) + pair, mask=mask, other=-1) - rank * E
+    score = tl.load(_peer(addresses, peer, scores_at, tl.float32) + pair, mask=mask, other=0.0)
+    served = mask & (local >= 0) & (local < E)
+    to = (first + i).to(tl.int64)[:, None] * K + tl.cumsum(served.to(tl.int32), axis=1) - 1
+    tl.store(ids_CK + to, local, mask=served)
+    tl.store(scores_CK + to, score, mask=served)
+    tl.store(pair_CK + to, (k + tl.zeros_like(local)).to(tl.uint8), mask=served)
+
+
+def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`titan_fp8moe.exchange.pull_pairs`."""
+    sizes, device = workspace.sizes, plan.device
+    ids_CK = torch.full((C, sizes.top_k), -1, dtype=torch.int32, device=device)
+    scores_CK = torch.empty(C, sizes.top_k, dtype=torch.float32, device=device)
+    pair_CK = torch.empty(C, sizes.top_k, dtype=torch.uint8, device=device)
+    token_C = torch.empty(C, dtype=torch.int32, device=device)
+    _pull_pairs_kernel[(sizes.num_ranks * cdiv(sizes.tokens, PAIR_BLOCK),)](
+        workspace.addresses, *(workspace.offset(name) for name in ("token", "ids", "scores")), plan,
+        workspace.overflow, ids_CK, scores_CK, pair_CK, token_C, workspace.rank, N=sizes.num_ranks, E=sizes.num_local,
+        K=sizes.top_k, PAD_K=next_power_of_2(sizes.top_k), BLOCK=PAIR_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return ids_CK, scores_CK, pair_CK, token_C
+
+
+@Kernel
+@triton.jit(do_not_specialize=["scale_at", "rank"])
+def _pull_scales_kernel(
+    addresses, scale_at, plan, overflow, token_C, out, rank, N: tl.constexpr, TILES: tl.constexpr, PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    peer = (tl.program_id(0) + rank + 1) % N
+    first, _, count = _arriving(plan, overflow, peer, N)
+    i = tl.program_id(0) // N * BLOCK + tl.arange(0, BLOCK)
+    inside, tile = i < count, tl.arange(0, PAD)[None, :]
+    token, mask = tl.load(token_C + first + i, mask=inside, other=0), inside[:, None] & (tile < TILES)
+    source = _peer(addresses, peer, scale_at, tl.uint8)
+    byte = tl.load(source + token.to(tl.int64)[:, None] * TILES + tile, mask=mask)
+    tl.store(out + (first + i).to(tl.int64)[:, None] * TILES + tile, byte, mask=mask)
+
+
+def pull_scales(workspace: Workspace, plan: Tensor, token_C: Tensor) -> Tensor:
+    """See :func:`titan_fp8moe.exchange.pull_scales`."""
+    sizes, tiles = workspace.sizes, workspace.sizes.dim // TILE
+    out = torch.empty(token_C.shape[0], tiles, dtype=E8M0, device=plan.device)
+    _pull_scales_kernel[(sizes.num_ranks * cdiv(sizes.tokens, PAIR_BLOCK),)](
+        workspace.addresses, workspace.offset("scale"), plan, workspace.overflow, token_C, out, workspace.rank,
+        N=sizes.num_ranks, TILES=tiles, PAD=next_power_of_2(tiles), BLOCK=PAIR_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@Kernel
+@triton.jit(do_not_specialize=["M"])
+def _place_scales_kernel(
+    scale, token_M, offsets_E, out, out_scale, M, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PAD_TILES: tl.constexpr,
+):  # fmt: skip
+    out, first = out.to(tl.pointer_type(tl.uint8)), tl.program_id(0) * ROWS
+    if first < tl.load(offsets_E + E - 1):
+        row = first + tl.arange(0, ROWS)
+        token = tl.load(token_M + row).to(tl.int64)
+        _place_scales(scale, D // 128, row, token, out, out_scale, M, D, ROWS, COLUMNS, PAD_TILES)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _work(workspace: Workspace, shape: dict[str, int]) -> tuple[int, int, dict[str, int]]:
+    """CTAs, items of work, and constants of a launch whose items are some columns of some tokens of each rank."""
+    sizes = workspace.sizes
+    blocks = cdiv(sizes.dim, shape["COLUMNS"])
+    shape = shape | dict(BLOCKS=min(shape["BLOCKS"] or blocks, blocks))
+    items = sizes.num_ranks * cdiv(sizes.tokens, shape["TOKENS"]) * cdiv(blocks, shape["BLOCKS"])
+    constants = dict(N=sizes.num_ranks, K=sizes.top_k, PAD_K=next_power_of_2(sizes.top_k), D=sizes.dim)
+    return max(min(items, MAX_CTAS or items), 1), items, constants | shape
+
+
+@triton.jit
+def _item(item, rank, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+          BLOCKS: tl.constexpr):  # fmt: skip
+    """The other rank, the first token and the first column of an item of work."""
+    PARTS: tl.constexpr = (D + COLUMNS * BLOCKS - 1) // (COLUMNS * BLOCKS)
+    return (item + rank + 1) % N, item // N // PARTS * TOKENS, item // N % PARTS * COLUMNS * BLOCKS
+
+
+@triton.jit
+def _most_rows(row_CK, c, inside, K: tl.constexpr, PAD_K: tl.constexpr):
+    """How many rows a token has at most; a token's rows come before its -1."""
+    j = tl.arange(0, PAD_K)[None, :]
+    row = tl.load(row_CK + c[:, None] * K + j, mask=inside[:, None] & (j < K), other=-1)
+    return tl.max(tl.max(tl.where(row >= 0, j + 1, 0), axis=1), axis=0)
+
+
+@triton.jit
+def _row(row_CK, c, inside, j, K: tl.constexpr):
+    return tl.load(row_CK + c * K + j, mask=inside & (j < K), other=-1).to(tl.int64)
+
+
+@triton.jit
+def _load_tokens(source, token, inside, column, D: tl.constexpr):
+    at = source + token[:, None] * D + column[None, :]
+    return tl.load(at, mask=inside[:, None] & (column < D)[None, :], eviction_policy="evict_first")
+
+
+@Kernel
+@triton.jit(do_not_specialize=["q_at", "rank", "items"])
+def _pull_rows_kernel(
+    addresses, q_at, plan, overflow, token_C, row_CK, out, kept, rank, items, N: tl.constexpr, K: tl.constexpr,
+    PAD_K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Dispatch and permutation: tokens are read where they are, and written to all their rows and, unless it is None,
+    to ``kept``. The next columns are on their way while these are written."""
+    out = out.to(tl.pointer_type(tl.uint8))
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        peer, begin, first_column = _item(item, rank, N, D, TOKENS, COLUMNS, BLOCKS)
+        first, _, count = _arriving(plan, overflow, peer, N)
+        if begin < count:
+            i = begin + tl.arange(0, TOKENS)
+            inside, c = i < count, (first + i).to(tl.int64)
+            token = tl.load(token_C + c, mask=inside, other=0).to(tl.int64)
+            source, column = _peer(addresses, peer, q_at, tl.uint8), first_column + tl.arange(0, COLUMNS)
+            values = _load_tokens(source, token, inside, column, D)
+            most = _most_rows(row_CK, c, inside, K, PAD_K)
+            for block in tl.static_range(BLOCKS):
+                if block + 1 < BLOCKS:
+                    following = _load_tokens(source, token, inside, column + COLUMNS, D)
+                in_row = (column < D)[None, :]
+                if kept is not None:
+                    to = kept.to(tl.pointer_type(tl.uint8)) + c[:, None] * D + column[None, :]
+                    tl.store(to, values, mask=inside[:, None] & in_row)
+                for j in range(0, most):
+                    row = _row(row_CK, c, inside, j, K)[:, None]
+                    tl.store(out + row * D + column[None, :], values, mask=(row >= 0) & in_row)
+                if block + 1 < BLOCKS:
+                    values, column = following, column + COLUMNS
+
+
+def pull_rows(
+    workspace: Workspace, plan: Tensor, token_C: Tensor, row_CK: Tensor, token_M: Tensor, scale: Tensor,
+    offsets_E: Tensor, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See :func:`titan_fp8moe.exchange.pull_rows`; leaves rows from ``offsets_E[-1]`` on unwritten."""
+    sizes, M, C, device = workspace.sizes, token_M.shape[0], token_C.shape[0], plan.device
+    D = sizes.dim
+    out = torch.empty(M, D, dtype=FP8, device=device)
+    out_scale = torch.empty(D // TILE, M, dtype=E8M0, device=device)
+    kept = torch.empty(C, D, dtype=FP8, device=device) if keep else out.new_empty(0)
+    _place_scales_kernel[(M // TILE,)](
+        scale, token_M, offsets_E, out, out_scale, M, D=D, E=sizes.num_local, ROWS=TILE, COLUMNS=256,
+        PAD_TILES=next_power_of_2(D // TILE), num_warps=8,
+    )  # fmt: skip
+    ctas, items, constants = _work(workspace, PULL if MAX_CTAS is None else FEW_PULL)
+    _pull_rows_kernel[(ctas,)](
+        workspace.addresses, workspace.offset("q"), plan, workspace.overflow, token_C, row_CK, out,
+        kept if keep else None, workspace.rank, items, **constants,
+    )  # fmt: skip
+    return out, out_scale.t(), kept
+
+
+@triton.jit
+def _fill_with_nan(to, count, COLUMNS: tl.constexpr):
+    """The CTAs share the work."""
+    for begin in range(tl.program_id(0).to(tl.int64) * COLUMNS, count, tl.num_programs(0) * COLUMNS):
+        at = begin + tl.arange(0, COLUMNS)
+        tl.store(to + at, tl.full((COLUMNS,), float("nan"), tl.float32).to(to.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _load_row(y, row_CK, c, inside, j, column, K: tl.constexpr, D: tl.constexpr):
+    """The j-th row of each token, zeros for a token that has fewer."""
+    row = _row(row_CK, c, inside, j, K)[:, None]
+    return tl.load(y + row * D + column[None, :], mask=(row >= 0) & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _sum_of_rows(y, row_CK, c, inside, most, column, K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+                 COLUMNS: tl.constexpr):  # fmt: skip
+    """fp32 sums of the tokens' rows in the order of k. Four loads, independent of each other, precede their sum."""
+    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for j in range(0, most, 4):
+        first = _load_row(y, row_CK, c, inside, j, column, K, D)
+        second = _load_row(y, row_CK, c, inside, j + 1, column, K, D)
+        third = _load_row(y, row_CK, c, inside, j + 2, column, K, D)
+        fourth = _load_row(y, row_CK, c, inside, j + 3, column, K, D)
+        total = total + first.to(tl.float32) + second.to(tl.float32) + third.to(tl.float32) + fourth.to(tl.float32)
+    return total
+
+
+@Kernel
+@triton.jit(do_not_specialize=["sums_at", "ds_at", "P", "rank", "items"])
+def _push_sums_kernel(
+    addresses, sums_at, ds_at, plan, overflow, y, ds, row_CK, pair_CK, P, rank, items, N: tl.constexpr,
+    K: tl.constexpr, PAD_K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Sums tokens' rows and writes them to the tokens' ranks. After an overflow it fills this rank's own sums, and with
+    ``ds`` its score gradients, with NaN instead."""
+    if tl.load(overflow) > 0:
+        count = tl.full((), P, tl.int64)
+        _fill_with_nan(_peer(addresses, rank, sums_at, tl.bfloat16), count * D, COLUMNS)
+        if ds is not None:
+            _fill_with_nan(_peer(addresses, rank, ds_at, tl.float32), count * K, COLUMNS)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        peer, begin, first_column = _item(item, rank, N, D, TOKENS, COLUMNS, BLOCKS)
+        first, start, count = _arriving(plan, overflow, peer, N)
+        if begin < count:
+            i = begin + tl.arange(0, TOKENS)
+            inside, c, there = i < count, (first + i).to(tl.int64), (start + i).to(tl.int64)
+            most = _most_rows(row_CK, c, inside, K, PAD_K)
+            to = _peer(addresses, peer, sums_at, tl.bfloat16) + there[:, None] * D
+            for block in tl.static_range(BLOCKS):
+                column = first_column + block * COLUMNS + tl.arange(0, COLUMNS)
+                total = _sum_of_rows(y, row_CK, c, inside, most, column, K, D, TOKENS, COLUMNS)
+                tl.store(to + column[None, :], total.to(tl.bfloat16), mask=inside[:, None] & (column < D)[None, :])
+            if ds is not None:  # noqa: SIM102  decided when the kernel is compiled
+                if first_column == 0:
+                    j = tl.arange(0, PAD_K)[None, :]
+                    at, mask = c[:, None] * K + j, inside[:, None] & (j < K)
+                    row = tl.load(row_CK + at, mask=mask, other=-1).to(tl.int64)
+                    k = tl.load(pair_CK + at, mask=row >= 0, other=0)
+                    to_ds = _peer(addresses, peer, ds_at, tl.float32) + there[:, None] * K + k
+                    tl.store(to_ds, tl.load(ds + row, mask=row >= 0), mask=row >= 0)
+
+
+def push_sums(
+    workspace: Workspace, plan: Tensor, y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, pair_CK: Tensor
+) -> None:
+    """See :func:`titan_fp8moe.exchange.push_sums`. Score gradients of pairs that this rank does not serve are not
+    written, and not read by the token's rank."""
+    ctas, items, constants = _work(workspace, PUSH if MAX_CTAS is None else FEW_PUSH)
+    _push_sums_kernel[(ctas,)](
+        workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,
+        y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.rank, items, **constants,
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Ops that move tokens through memory that ranks share; :mod:`titan_fp8moe.exchange` describes the steps.
+
+An exchange is a dispatch, a start and a finish of the combine, in this order on all ranks. To PyTorch the ops are
+functional: what they return is ordinary memory. A result of each is an argument of the next, so that nothing that
+reorders operators changes their order.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import exchange, workspace
+from titan_fp8moe.kernels import symmetric as kernels
+from titan_fp8moe.ops.backend import custom_op, use_kernels
+from titan_fp8moe.ops.permute import expert_routing, unpermute_gradients, unpermute_sum
+from titan_fp8moe.recipe import FP8, TILE
+from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, capacities
+
+
+def _impl(x: Tensor) -> ModuleType:
+    return kernels if use_kernels(x) else exchange
+
+
+@custom_op
+def symmetric_dispatch(
+    q_TD: Tensor,
+    scale: Tensor,
+    topk_ids_TK: Tensor,
+    topk_scores_TK: Tensor,
+    token_C: Tensor,
+    counts_N: Tensor,
+    capacity: float,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A forward's dispatch and permutation.
+
+    Args:
+        q_TD, scale: (T, D) e4m3 and (T, D // 128) e8m0.
+        topk_ids_TK, topk_scores_TK: (T, K) int32 or int64, and fp32.
+        token_C, counts_N: of :func:`titan_fp8moe.ops.dispatch_routing`.
+        capacity: room, as a multiple of what uniform routing needs; see
+            :func:`titan_fp8moe.workspace.capacities` for M and C.
+        group_name: of the expert-parallel process group.
+
+    Returns:
+        rows (M, D) e4m3 in expert order and their scales (M, D // 128) e8m0, column-major; tokens (C, D) e4m3 and
+        their scales (C, D // 128) e8m0; the routing of :func:`titan_fp8moe.ops.expert_routing`: offsets_E, token_M,
+        score_M and row_CK, with a token's rows before its -1; plan (2, N + 1) int32, arrived_C (C,) int32 and pair_CK
+        (C, K) uint8, which are ``token_C`` and ``pair_CK`` of :func:`titan_fp8moe.exchange.pull_pairs`. Without room,
+        no row arrives.
+
+    Raises:
+        ValueError: when the workspace is made, for ranks on several nodes or of unequal sizes.
+        RuntimeError: if another exchange is in flight, or a rank has not arrived in time.
+    """
+    (T, D), K, (N, columns) = q_TD.shape, topk_ids_TK.shape[1], counts_N.shape
+    E, impl = columns - 3, _impl(q_TD)
+    M, C = capacities(T, K, N, E, capacity)
+    at = workspace.begin(group_name, Sizes(N, T, D, K, E), q_TD.device)
+    impl.publish(at, q_TD, scale, (topk_ids_TK, topk_scores_TK), (token_C, counts_N, (M, C)))
+    impl.arrive(at, DISPATCH)
+    impl.wait(at, DISPATCH)
+    plan = impl.plan(at)
+    at.planned()
+    ids_CK, scores_CK, pair_CK, arrived_C = impl.pull_pairs(at, plan, C)
+    offsets_E, token_M, score_M, row_CK = expert_routing(ids_CK, scores_CK, E, M)
+    token_scale = impl.pull_scales(at, plan, arrived_C)
+    x, x_scale, token_q = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, True)
+    return x, x_scale, token_q, token_scale, offsets_E, token_M, score_M, row_CK, plan, arrived_C, pair_CK
+
+
+@symmetric_dispatch.register_fake
+def _(q_TD, scale, topk_ids_TK, topk_scores_TK, token_C, counts_N, capacity, group_name):
+    (T, D), K, (N, columns) = q_TD.shape, topk_ids_TK.shape[1], counts_N.shape
+    M, C = capacities(T, K, N, columns - 3, capacity)
+
+    def ints(*shape):
+        return counts_N.new_empty(shape)
+
+    x_scale = scale.new_empty(D // TILE, M).t()
+    rows = q_TD.new_empty(M, D), x_scale, q_TD.new_empty(C, D), scale.new_empty(C, D // TILE)
+    routing = ints(columns - 3), ints(M), topk_scores_TK.new_empty(M), ints(C, K)
+    return *rows, *routing, ints(2, N + 1), ints(C), ints(C, K).to(torch.uint8)
+
+
+@custom_op
+def symmetric_dispatch_gradients(
+    q_TD: Tensor,
+    scale: Tensor,
+    plan: Tensor,
+    arrived_C: Tensor,
+    row_CK: Tensor,
+    token_M: Tensor,
+    offsets_E: Tensor,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """A backward's dispatch: the output's quantized gradient, along the routing of the forward.
+
+    Args:
+        q_TD, scale: (T, D) e4m3 and (T, D // 128) e8m0.
+        plan, arrived_C, row_CK, token_M, offsets_E: of :func:`symmetric_dispatch`.
+
+    Returns:
+        (M, D) e4m3 in expert order, (M, D // 128) e8m0 column-major.
+    """
+    (T, D), impl = q_TD.shape, _impl(q_TD)
+    sizes = Sizes(plan.shape[1] - 1, T, D, row_CK.shape[1], offsets_E.shape[0])
+    at = workspace.begin(group_name, sizes, q_TD.device)
+    impl.publish(at, q_TD, scale, None, None)
+    impl.arrive(at, DISPATCH)
+    impl.wait(at, DISPATCH)
+    token_scale = impl.pull_scales(at, plan, arrived_C)
+    return impl.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, False)[:2]
+
+
+@symmetric_dispatch_gradients.register_fake
+def _(q_TD, scale, plan, arrived_C, row_CK, token_M, offsets_E, group_name):
+    M, D = token_M.shape[0], q_TD.shape[1]
+    return q_TD.new_empty(M, D, dtype=FP8), scale.new_empty(D // TILE, M).t()
+
+
+@custom_op
+def symmetric_start_combine(
+    y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, pair_CK: Tensor, plan: Tensor, group_name: str
+) -> Tensor:
+    """Sums each token's rows here and sends the sums back.
+
+    Args:
+        y_MD: (M, D) bf16; ds_M: (M,) fp32, the gradients of the rows' scores, None in a forward.
+        row_CK, pair_CK, plan: of :func:`symmetric_dispatch`.
+
+    Returns:
+        What :func:`symmetric_finish_combine` takes: nothing but the order of the two.
+    """
+    at, impl = workspace.current(group_name), _impl(y_MD)
+    impl.push_sums(at, plan, y_MD, ds_M, row_CK, pair_CK)
+    impl.arrive(at, COMBINE)
+    return y_MD.new_empty(0)
+
+
+@symmetric_start_combine.register_fake
+def _(y_MD, ds_M, row_CK, pair_CK, plan, group_name):
+    return y_MD.new_empty(0)
+
+
+@custom_op
+def symmetric_finish_combine(
+    started: Tensor,
+    sent_TK: Tensor,
+    D: int,
+    out_dtype: torch.dtype,
+    addend_RD: Tensor | None,
+    with_gradients: bool,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """Waits for all ranks' sums and adds them up, as :func:`titan_fp8moe.ops.unpermute_gradients`.
+
+    Args:
+        started: of :func:`symmetric_start_combine`.
+        sent_TK: of :func:`titan_fp8moe.ops.dispatch_routing`.
+        addend_RD: (R, D) bf16, R >= T; its row t is added to token t.
+        with_gradients: whether score gradients have been sent.
+
+    Returns:
+        (T, D) out_dtype and (T, K) fp32, empty without gradients.
+    """
+    at, impl = workspace.current(group_name), _impl(started)
+    impl.wait(at, COMBINE)
+    sums, out_ds = at.view("sums"), started.new_empty(0, dtype=torch.float32)
+    if with_gradients:
+        out, out_ds = unpermute_gradients(sums, at.view("score_gradients"), sent_TK, out_dtype, addend_RD)
+    else:
+        out = unpermute_sum(sums, sent_TK, out_dtype, addend_RD)
+    at.in_flight = False
+    return out, out_ds
+
+
+@symmetric_finish_combine.register_fake
+def _(started, sent_TK, D, out_dtype, addend_RD, with_gradients, group_name):
+    T, K = sent_TK.shape
+    ds_shape = (T, K) if with_gradients else (0,)
+    return started.new_empty(T, D, dtype=out_dtype), started.new_empty(ds_shape, dtype=torch.float32)

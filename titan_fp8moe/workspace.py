@@ -1,0 +1,331 @@
+"""Memory that the expert-parallel ranks of one node share: its layout, its owners, and what they report.
+
+Each rank has a workspace of equal size, which all ranks can address: peer memory over NVLink on GPUs, shared files on a
+CPU. :mod:`titan_fp8moe.exchange` describes what is written there and when. A workspace serves all layers of its sizes,
+since a layer's exchange ends before the next begins. It is never freed, because CUDA graphs hold its addresses.
+
+Private interfaces of PyTorch that this file uses were checked with 2.11 and 2.13: ``_symmetric_memory.empty`` and
+``rendezvous``, ``_resolve_process_group``, and the ``options`` of a group's backend.
+"""
+
+import atexit
+import functools
+import math
+import os
+import socket
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from titan_fp8moe.recipe import E8M0, FP8, TILE, row_capacity
+
+DISPATCH, COMBINE = range(2)
+"""The two times per exchange at which ranks wait for each other."""
+
+ROWS, TOKENS, UNLIKE, LATE = range(4)
+"""Entries of :attr:`Workspace.report`; LATE is the first of one per rank."""
+
+_ALIGNMENT = 256
+
+
+class Section(NamedTuple):
+    """A tensor in the workspace: ``offset`` in bytes, a multiple of 256."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Sizes(NamedTuple):
+    """What a workspace is large enough for: N ranks, T tokens of each, D, K, and E experts on each rank."""
+
+    num_ranks: int
+    tokens: int
+    dim: int
+    top_k: int
+    num_local: int
+
+    @property
+    def sent(self) -> int:
+        """P: the most tokens that a rank dispatches, a token counting once per rank that serves it."""
+        return self.tokens * min(self.top_k, self.num_ranks)
+
+    @functools.cache  # noqa: B019  as small as the tuple
+    def sections(self) -> dict[str, Section]:
+        """What is published for the other ranks to read, what they write, and their arrivals.
+
+        * ``q``, ``scale``: quantized tokens; ``ids``, ``scores``: (T, K), their routed pairs.
+        * ``token``: (P,), ``token_C`` of :func:`titan_fp8moe.recipe.dispatch_routing`.
+        * ``counts``: (N, 3 + E), its ``counts_N``. ``capacity``: (2,), the rows and dispatched tokens that this rank
+          can take.
+        * ``sums`` (P, D) and ``score_gradients`` (P, K): what comes back for each dispatched token.
+        * ``arrivals``: (2, N), how often each rank has arrived at DISPATCH and COMBINE.
+        """
+        N, T, D, K, E = self
+        shapes = {
+            "arrivals": ((2, N), torch.int32),
+            "capacity": ((2,), torch.int32),
+            "counts": ((N, 3 + E), torch.int32),
+            "token": ((self.sent,), torch.int32),
+            "ids": ((T, K), torch.int32),
+            "scores": ((T, K), torch.float32),
+            "scale": ((T, D // TILE), E8M0),
+            "q": ((T, D), FP8),
+            "score_gradients": ((self.sent, K), torch.float32),
+            "sums": ((self.sent, D), torch.bfloat16),
+        }
+        sections, offset = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            sections[name] = Section(offset, shape, dtype)
+            offset += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return sections
+
+    @property
+    def nbytes(self) -> int:
+        offset, shape, dtype = self.sections()["sums"]
+        return max(offset + math.prod(shape) * dtype.itemsize, 1)
+
+
+def capacities(tokens: int, top_k: int, num_ranks: int, num_local: int, factor: float) -> tuple[int, int]:
+    """How many rows, and how many dispatched tokens, a rank has room for.
+
+    With ``factor`` 1 that is what uniform routing brings on average, with ``num_ranks`` the most that can come.
+
+    Returns:
+        M, a multiple of 128 with the padding of every expert, and C.
+    """
+    # Integers, so that a symbolic number of tokens stays one.
+    share = 1 - (1 - 1 / num_ranks) ** top_k  # of all tokens, those with an expert on one rank
+    pairs = min(-(-tokens * math.ceil(1000 * factor * top_k) // 1000), num_ranks * tokens * top_k)
+    dispatched = min(-(-tokens * math.ceil(1000 * factor * num_ranks * share) // 1000), num_ranks * tokens)
+    return row_capacity(pairs, num_local), max(dispatched, 1)
+
+
+class Workspace:
+    """One rank's view of the memory of all ranks.
+
+    Args:
+        sizes: equal on all ranks.
+        rank: this rank's place in the group.
+        peers: (nbytes,) uint8 for each rank, this one included, zeroed before any rank arrives.
+        timeout_s: returns the seconds that a rank may be late.
+
+    Attributes:
+        addresses: (N + 1,) int64 on the device: where each rank's memory begins, then ``report``.
+        rounds: (2,) int32 on the device, how often this rank has waited. The device counts, so that a CUDA graph can
+            repeat it.
+        overflow: (1,) int32 on the device, not zero from the first exchange on that some rank has no room for, or for
+            which ranks have different settings. All ranks find it in the same exchange. They move no rows from then on,
+            and every sum is NaN.
+        report: (3 + N,) int32 in memory that host and device address: the most ROWS and TOKENS that a rank would have
+            needed, zero without overflow; 1 for UNLIKE settings; from LATE on, 1 for each rank for which this one has
+            waited too long.
+        in_flight: whether a dispatch has begun whose combine has not ended.
+    """
+
+    _all: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+
+    def __init__(self, sizes: Sizes, rank: int, peers: list[Tensor], timeout_s: Callable[[], float]):
+        self.sizes, self.rank, self.peers, self.timeout_s = sizes, rank, peers, timeout_s
+        self.memory, device = peers[rank], peers[rank].device
+        self.report = torch.zeros(LATE + sizes.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        pointers = [memory.data_ptr() for memory in (*peers, self.report)]
+        self.addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
+        self.rounds = torch.zeros(2, dtype=torch.int32, device=device)
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self.in_flight = False
+        self._planned = torch.cuda.Event() if device.type == "cuda" else None
+        Workspace._all.add(self)
+
+    def view(self, name: str, rank: int | None = None) -> Tensor:
+        """A section of ``rank``'s memory, by default of this rank's."""
+        offset, shape, dtype = self.sizes.sections()[name]
+        memory = self.memory if rank is None else self.peers[rank]
+        return memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def offset(self, name: str) -> int:
+        return self.sizes.sections()[name].offset
+
+    def begin(self) -> None:
+        """Before an exchange. Raises RuntimeError if another is in flight, or if a rank has been late."""
+        self.check_arrivals()
+        if self.in_flight:
+            raise RuntimeError(
+                'dispatch = "symmetric": an exchange of this group has not ended. Either an error interrupted it, or '
+                'two layers are in flight at once, on two streams or threads; use dispatch = "all_to_all" for those'
+            )
+        self.in_flight = True
+
+    def planned(self) -> None:
+        """After the device has been asked whether all ranks have room: :meth:`check_room` can wait for that."""
+        if self._planned is not None and not torch.cuda.is_current_stream_capturing():
+            self._planned.record()
+
+    def lateness(self) -> str | None:
+        """A message about the ranks that have not arrived in time, or None."""
+        late = [n for n, was_late in enumerate(self.report[LATE:].tolist()) if was_late]
+        if not late:
+            return None
+        return (
+            f'dispatch = "symmetric": rank {self.rank} of the expert-parallel group has waited '
+            f"{self.timeout_s():.0f} s, the timeout of the process group, for ranks {late}. They have died, raised an "
+            "error, run other layers than this rank, or are slow (then raise the timeout: dist.init_process_group; "
+            "torchtitan: comm.train_timeout_seconds)"
+        )
+
+    def check_arrivals(self) -> None:
+        """Raises RuntimeError if a rank has not arrived in time. On a GPU the kernel that waited has trapped."""
+        if (message := self.lateness()) is not None:
+            raise RuntimeError(message)
+
+    def check_room(self) -> None:
+        """Raises RuntimeError if a rank had too little room, or other settings than another, in a forward that has been
+        launched. Forgets it then."""
+        if self._planned is not None:
+            self._planned.synchronize()
+        rows, tokens, unlike = self.report[:LATE].tolist()
+        if rows or tokens or unlike:
+            self.report[:LATE] = 0
+            self.overflow.zero_()
+        if unlike:
+            raise RuntimeError(
+                'dispatch = "symmetric": the ranks of an expert-parallel group call a layer with another dtype or '
+                "other settings of fp8_flow_moe. Outputs are NaN since then; make them the same on all ranks"
+            )
+        if rows or tokens:
+            raise RuntimeError(
+                f'dispatch = "symmetric": a rank would have needed {rows} rows and {tokens} dispatched tokens, more '
+                "than dispatch_capacity leaves room for. Outputs are NaN since then, and no weight has been changed. "
+                "Continue from a checkpoint with a larger dispatch_capacity (the number of expert-parallel ranks "
+                'always suffices) or with dispatch = "all_to_all"'
+            )
+
+
+def raise_late(workspace: Workspace, seen: list[int], wanted: int) -> None:
+    """Reports the ranks that have arrived less than ``wanted`` times, and raises RuntimeError."""
+    for n, count in enumerate(seen):
+        workspace.report[LATE + n] = int(count < wanted)
+    workspace.check_arrivals()
+
+
+def check_room() -> None:
+    """Raises RuntimeError if a rank had too little room in a forward since the last call.
+
+    Every ``torch.optim`` optimizer calls this before a step. Call it where no such optimizer runs: in evaluation, in a
+    CUDA graph that contains the optimizer, or with another optimizer. It waits for the last forward, not for backwards.
+    """
+    for workspace in list(Workspace._all):
+        workspace.check_room()
+
+
+register_optimizer_step_pre_hook(lambda *_: check_room())
+
+
+@atexit.register
+def _explain_traps() -> None:
+    """Says why a kernel has trapped: CUDA's own error, which the process ends with, does not."""
+    for workspace in list(Workspace._all):
+        if workspace.memory.is_cuda and (message := workspace.lateness()) is not None:
+            print(message, file=sys.stderr)
+
+
+# --- one workspace per group and sizes --------------------------------------------------------------------------------
+
+_workspaces: dict[str, list[Workspace]] = {}
+_current: dict[str, Workspace] = {}
+
+
+def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
+    """The workspace in which an exchange begins.
+
+    All ranks make it together, at the first exchange of these dims or of more tokens than before. That synchronizes.
+
+    Raises:
+        ValueError: for ranks on several nodes, or ranks that disagree on ``sizes``.
+        RuntimeError: while a CUDA graph is captured and a workspace would have to be made; see also
+            :meth:`Workspace.begin`.
+    """
+    workspaces = _workspaces.setdefault(group_name, [])
+    for workspace in workspaces:
+        has = workspace.sizes
+        if has.tokens >= sizes.tokens and has._replace(tokens=0) == sizes._replace(tokens=0):
+            break
+    else:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f'dispatch = "symmetric" has no workspace yet for {sizes}, and cannot make one while a CUDA graph is '
+                "captured; run a step with these sizes first"
+            )
+        workspace = _create(group_name, sizes, device)
+        workspaces.append(workspace)
+        workspaces.sort(key=lambda w: w.sizes.tokens)
+    workspace.begin()
+    _current[group_name] = workspace
+    return workspace
+
+
+def current(group_name: str) -> Workspace:
+    """The workspace of the exchange in flight."""
+    workspace = _current.get(group_name)
+    if workspace is None or not workspace.in_flight:
+        raise RuntimeError('dispatch = "symmetric": a combine without its dispatch; was a backward run twice?')
+    return workspace
+
+
+def _create(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
+    group: Any = distributed_c10d._resolve_process_group(group_name)
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    path = f"{folder}/titan_fp8moe_{os.getpid()}_{group_name}_{len(_workspaces[group_name])}"
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, (socket.gethostname(), sizes, path), group)
+    hosts, all_sizes, paths = zip(*said, strict=True)
+    if len(set(hosts)) > 1:
+        raise ValueError(
+            f'dispatch = "symmetric" needs all expert-parallel ranks on one node, got {", ".join(sorted(set(hosts)))}; '
+            'use dispatch = "all_to_all", or a smaller expert-parallel degree'
+        )
+    sizes = sizes._replace(tokens=max(s.tokens for s in all_sizes))
+    if len({s._replace(tokens=0) for s in all_sizes}) > 1:
+        raise ValueError(
+            f'dispatch = "symmetric": the ranks of a group must have layers of equal sizes, got {all_sizes}'
+        )
+    memory = _peer_memory(group, sizes.nbytes, device) if device.type == "cuda" else _shared_files(group, paths, sizes)
+    backend = group._get_backend(device)
+    return Workspace(sizes, group.rank(), memory, lambda: backend.options._timeout.total_seconds())
+
+
+def _peer_memory(group: Any, nbytes: int, device: torch.device) -> list[Tensor]:
+    from torch.distributed import _symmetric_memory
+
+    memory = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(memory.zero_(), group.group_name)
+    peers = [handle.get_buffer(n, (nbytes,), torch.uint8) for n in range(group.size())]
+    if peers[group.rank()].data_ptr() != memory.data_ptr():
+        raise RuntimeError("torch.distributed._symmetric_memory has changed: a buffer does not begin at its tensor")
+    torch.cuda.synchronize()
+    _barrier(group)
+    return peers
+
+
+def _shared_files(group: Any, paths: tuple[str, ...], sizes: Sizes) -> list[Tensor]:
+    def map_file(path: str) -> Tensor:
+        return torch.from_file(path, shared=True, size=sizes.nbytes, dtype=torch.uint8)
+
+    map_file(paths[group.rank()]).zero_()
+    _barrier(group)
+    peers = [map_file(path) for path in paths]
+    _barrier(group)
+    os.unlink(paths[group.rank()])
+    return peers
+
+
+def _barrier(group: Any) -> None:
+    dist.all_gather_object([None] * group.size(), None, group)
