@@ -45,7 +45,7 @@ def make_ids(kind: str, T: int, K: int, experts: int) -> torch.Tensor:
 def make_batch(kind: str, T: int = TOKENS, K: int = TOP_K, experts: int = EXPERTS, dtype=torch.float32, device=None):
     """x, scores, ids, this rank's w1, w2, w3 and shared experts, and the gradient of the output."""
     local = experts // dist.get_world_size()
-    shapes = [(local, H, D), (local, D, H), (local, H, D), (1, H, D), (1, D, H), (1, H, D)]
+    shapes = [(local, H, D), (local, D, H), (local, H, D), (H, D), (D, H), (H, D)]
     weights = [(torch.randn(shape) * 0.05).to(device, dtype) for shape in shapes]
     x, dout = (torch.randn(T, D).to(device, dtype) for _ in range(2))
     return x, torch.rand(T, K).to(device), make_ids(kind, T, K, experts).to(device), weights, dout
@@ -62,6 +62,12 @@ def run(batch, config: Fp8FlowMoEConfig, shared: bool = False, before: bool = Fa
     out = (call or moe.apply_experts)(*args, **options)
     out.backward(dout)
     return [out.detach(), *[leaf.grad for leaf in leaves]]
+
+
+def with_frozen_input(frozen: bool, x, weights, ids, scores, **options) -> torch.Tensor:
+    if frozen:
+        x, scores = x.detach(), scores.detach()
+    return moe.apply_experts(x, weights, ids, scores, **options)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -90,6 +96,11 @@ def check_routings(routings: int, device: torch.device) -> None:
     batch = make_batch("uniform", 3, 4, 64 * ranks, device=device)
     want = run(batch, Fp8FlowMoEConfig())
     check("more experts than tokens", same(run(batch, default), want))
+    batch = make_batch("uniform", device=device)
+    frozen = run(batch, default, call=functools.partial(with_frozen_input, dist.get_rank() == 0))
+    want = run(batch, Fp8FlowMoEConfig(), call=functools.partial(with_frozen_input, dist.get_rank() == 0))
+    check("one rank's input is frozen", frozen[1] is want[1] is None or same(frozen[1:2], want[1:2]))
+    check("its weights' gradients", same(frozen[3:], want[3:]))
 
 
 def check_compile(device: torch.device) -> None:
@@ -156,6 +167,22 @@ def check_overflow(device: torch.device) -> None:
     out.sum().backward()
 
 
+def check_unlike_settings(device: torch.device) -> None:
+    """Ranks that disagree are told so, by the next optimizer step at the latest."""
+    save_h = "fp8" if dist.get_rank() else "bf16"
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5, save_h=save_h)
+    check(
+        "with unlike settings the output is NaN",
+        bool(run(make_batch("uniform", device=device), config)[0].isnan().all()),
+    )
+    try:
+        workspace.check_room()
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    check("and an error says so", "other settings of fp8_flow_moe" in said)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     device = device_of_this_rank()
@@ -166,6 +193,7 @@ def main() -> None:
     check_compile(device)
     check_checkpointing(device)
     check_overflow(device)
+    check_unlike_settings(device)
     dist.barrier()
     os._exit(0) if device.type == "cuda" else dist.destroy_process_group()
 

@@ -23,8 +23,9 @@ def on_one_gpu(monkeypatch):
 def check_layers(done: subprocess.CompletedProcess, routings: int) -> None:
     log = done.stdout[-3000:] + done.stderr[-3000:]
     assert ended_well(done), log
-    # More experts than tokens, 2 compiled steps, 3 ways of checkpointing and 4 facts of an overflow.
-    assert done.stdout.count("ok ") == routings + 1 + 2 + 3 + 4 and "FAILED" not in done.stdout, log
+    # More experts than tokens, 2 facts of a frozen input, 2 compiled steps, 3 ways of checkpointing, 4 facts of an
+    # overflow and 2 of unlike settings.
+    assert done.stdout.count("ok ") == routings + 1 + 2 + 2 + 3 + 4 + 2 and "FAILED" not in done.stdout, log
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
