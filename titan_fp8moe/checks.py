@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dispatch import uses_symmetric
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.backend import pass_gate
 from titan_fp8moe.recipe import TILE
@@ -175,6 +176,20 @@ def check_hardware(emulate: bool) -> str:
         return f"plain PyTorch reference on {name} (emulate)"
     pass_gate()
     return f"Triton kernels on {name}"
+
+
+def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout, local_ranks: int | None, *, remedy: str) -> None:
+    """Ranks that exchange tokens over symmetric memory must be on one node, which has ``local_ranks`` unless None."""
+    if not uses_symmetric(config):
+        return
+    ranks = layout.expert_shards * layout.hidden_dim_shards
+    if layout.expert_shards == 1:
+        logger.warning('fp8_flow_moe.dispatch = "symmetric" has no effect without expert parallelism')
+    elif local_ranks is not None and ranks > local_ranks:
+        raise ValueError(
+            f'fp8_flow_moe.dispatch = "symmetric" needs all expert-parallel ranks on one node, but {ranks} ranks share '
+            f'the experts and a node has {local_ranks}; {remedy}, or set fp8_flow_moe.dispatch = "all_to_all"'
+        )
 
 
 def warn_about_settings(config: Fp8FlowMoEConfig, fsdp_shards: int) -> None:

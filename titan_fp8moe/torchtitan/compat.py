@@ -38,6 +38,8 @@ _METADATA_INFERENCE = (
     "torch.distributed.pipelining:PipelineStage._forward_metadata_inference",
     "torch.distributed.pipelining:PipelineStage._backward_metadata_inference",
 )
+# Of the state of an FSDP module, torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState.
+_HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
 
 
 def _resolve(interface: str) -> Any:
@@ -130,3 +132,20 @@ def fix_pipeline_counts() -> None:
         return wrapper
 
     _replace(_METADATA_INFERENCE, keeping_counts)
+
+
+def remove_fsdp_hooks(module: nn.Module) -> None:
+    """Ends FSDP's work around the calls of a module none of whose parameters it manages.
+
+    Raises:
+        RuntimeError: FSDP manages parameters of the module, or a private interface is gone.
+    """
+    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    handles = [getattr(state, name, None) for name in _HOOK_HANDLES]
+    if None in handles or state._fsdp_param_group is not None:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} has other hooks for FSDP than titan_fp8moe.torchtitan.compat knows; install "
+            "PyTorch 2.11 to 2.13"
+        )
+    for handle in handles:
+        handle.remove()

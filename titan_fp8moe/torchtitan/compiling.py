@@ -1,8 +1,8 @@
 """Compiles a converted block as one graph, or as one graph up to its FFN where that must run eagerly.
 
 torchtitan 0.2.2 compiles a MoE block by submodules and leaves the experts out, because FSDP's hooks on the experts and
-the token exchange break graphs. A converted block without expert parallelism has neither: its routed experts are one
-op. With either, the experts stay eager, and all that precedes them is one graph. So is what precedes a dense FFN that
+the token exchange break graphs. A converted block has neither without expert parallelism, nor where its ranks dispatch
+over symmetric memory and FSDP leaves the experts alone: its routed experts are one op. With either, the experts stay eager, and all that precedes them is one graph. So is what precedes a dense FFN that
 looks at its weights outside of graphs. :func:`install` makes torchtitan's ``apply_compile`` compile blocks in these
 ways.
 """
@@ -22,6 +22,7 @@ from torchtitan.models.llama4.model.model import TransformerBlock as Llama4Block
 from torchtitan.models.qwen3.model.model import TransformerBlock as Qwen3Block
 from torchtitan.tools.logging import logger
 
+from titan_fp8moe import dispatch
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 
@@ -39,8 +40,10 @@ def why_eager(block: Any) -> str | None:
         ffn = block.feed_forward
         return _why_settings_need_eager(ffn.config) if isinstance(ffn, Fp8FlowFeedForward) else None
     experts = block.moe.experts
-    if experts.ep_mesh is not None:
+    if experts.ep_mesh is not None and not dispatch.uses_symmetric(experts.config):
         return "expert parallelism reads split sizes on the host"
+    if experts.ep_mesh is not None and experts.in_fsdp:
+        return "FSDP's hooks on the experts"
     if experts.config.fp8_all_gather:
         return "fp8_flow_moe.fp8_all_gather"
     return _why_settings_need_eager(experts.config)

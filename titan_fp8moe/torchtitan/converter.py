@@ -1,6 +1,7 @@
 """The model converter ``fp8_flow_moe``: checks that the job can work, then converts MoE layers, FFNs and linears."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +16,7 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, ModelConvertersContainer, register_model_converter
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import checks, dense, moe, ops
+from titan_fp8moe import checks, dense, dispatch, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compat, compiling, job_checks, nan_watch, parallel
@@ -52,8 +53,17 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.fault_tolerance = job_config.fault_tolerance.enable
         self.tensor_shards = parallel_dims.tp
+        fsdp_ranks, training = self.layout.fsdp_shards * parallel_dims.dp_replicate, job_config.training
+        self.fsdp_has_work = fsdp_ranks > 1 or training.enable_cpu_offload or training.dtype != "float32"
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
         checks.warn_about_settings(self.config, self.layout.fsdp_shards)
+        local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if self.trains_here else None
+        checks.check_dispatch(
+            self.config,
+            self.layout,
+            None if local_ranks is None else int(local_ranks),
+            remedy="lower parallelism.expert_parallel_degree",
+        )
 
     def convert(self, model: nn.Module) -> None:
         plan = self._plan(model)
@@ -72,6 +82,7 @@ class Fp8FlowMoEConverter(ModelConverter):
                 # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and
                 # bf16 experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
                 moe_layer.experts.keep_fsdp = some_moe_stay or self.fault_tolerance
+                moe_layer.experts.in_fsdp = moe_layer.experts.keep_fsdp or self.fsdp_has_work
             elif part.kind == DENSE:
                 Fp8FlowFeedForward.convert(part.module, self.config)
             elif part.kind == LINEAR:
@@ -80,7 +91,10 @@ class Fp8FlowMoEConverter(ModelConverter):
             by_name = {part.name: cast(Any, part.module) for part in fp8 if part.kind != SHARED}
             in_order = [name for name, _ in model.named_modules() if name in by_name]
             nan_watch.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
-        _log(plan, f"{backend}; {self.config.describe()}")
+        way = ""
+        if self.layout.expert_shards > 1:
+            way = f"dispatch over {'symmetric memory' if dispatch.uses_symmetric(self.config) else 'all-to-all'}; "
+        _log(plan, f"{backend}; {way}{self.config.describe()}")
 
     def _plan(self, model: nn.Module) -> list["_Part"]:
         """Every module that could run in FP8, and why some do not. Checks all of them; changes nothing."""

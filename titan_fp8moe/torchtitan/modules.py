@@ -37,6 +37,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
     tp_mesh: DeviceMesh | None = None
     nan_flags: Tensor | None = None
     keep_fsdp: bool = False  # also where it has one rank, see parallel.fully_shard
+    in_fsdp: bool = False  # under expert parallelism, whether FSDP will have hooks on this module
 
     @staticmethod
     def convert(experts: GroupedExperts, config: Fp8FlowMoEConfig) -> None:

@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
+from titan_fp8moe import dispatch
+from titan_fp8moe.torchtitan.compat import remove_fsdp_hooks
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts
 
 # Over which meshes a style spreads experts, and each expert.
@@ -65,14 +67,15 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     with FSDP, which adds up the gradients of microbatches in fp32; and so do those of which something else than FSDP's
     arithmetic is expected (``keep_fsdp``).
     """
-    if (
+    left_alone = (
         isinstance(module, Fp8FlowGroupedExperts)
         and mesh.size() == 1
         and not module.keep_fsdp
         and module.w1.dtype == torch.float32
         and "offload_policy" not in kwargs
-    ):
-        kwargs["ignored_params"] = set(module.parameters())
+    )
+    if left_alone:
+        kwargs["ignored_params"] = set(cast(nn.Module, module).parameters())
     # Without expert parallelism the experts are sharded with their block. The last dim of a mesh is that of shards, the
     # one before it of replicas; over one rank FSDP copies, and gathers nothing.
     inside = [m for part in (module if isinstance(module, list) else [module]) for m in part.modules()]
@@ -80,6 +83,8 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     experts = [m for m in inside if gathers and isinstance(m, Fp8FlowGroupedExperts) and m.config.fp8_all_gather]
     before = [m.w1 for m in experts]
     sharded = fsdp.fully_shard(module, mesh=mesh, **kwargs)
+    if left_alone and dispatch.uses_symmetric(cast(Fp8FlowGroupedExperts, module).config):
+        remove_fsdp_hooks(cast(nn.Module, module))  # they have nothing to do, and would break a compiled block
     for m, w1 in zip(experts, before, strict=True):
         if m.w1 is not w1:
             m.gather_in_fp8()
