@@ -49,8 +49,8 @@ def test_gathered_weights_are_not_cached():
 
 def test_description_has_every_setting_of_a_layer():
     assert Fp8FlowMoEConfig(filter_fqns=["layers.1."]).describe() == (
-        "wgrad=balanced, save_h=bf16, recompute=activation, cache_weights=False, fp8_all_gather=False, "
-        "statistics_every=0, emulate=False"
+        "wgrad=balanced, save_h=bf16, recompute=activation, dispatch=auto, dispatch_capacity=1.5, "
+        "cache_weights=False, fp8_all_gather=False, statistics_every=0, emulate=False"
     )
 
 
@@ -238,3 +238,21 @@ def test_warnings(caplog: pytest.LogCaptureFixture, settings: dict, fsdp_shards:
     checks.warn_about_settings(Fp8FlowMoEConfig(**settings), fsdp_shards)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == bool(warning) and (not warning or f"fp8_flow_moe.{warning}" in warnings[0])
+
+
+def test_symmetric_dispatch_needs_one_node(caplog: pytest.LogCaptureFixture):
+    symmetric = Fp8FlowMoEConfig(dispatch="symmetric")
+
+    def check(config: Fp8FlowMoEConfig, ranks: int, local_ranks: int | None) -> None:
+        checks.check_dispatch(config, checks.ExpertLayout(ranks, 1, 1, 64), local_ranks, remedy="lower the degree")
+
+    check(symmetric, 8, 8)
+    check(symmetric, 16, None)
+    check(Fp8FlowMoEConfig(), 16, 8)
+    with pytest.raises(
+        ValueError, match='symmetric" needs .* one node, but 16 ranks .* a node has 8; lower the degree'
+    ):
+        check(symmetric, 16, 8)
+    assert not caplog.records
+    check(symmetric, 1, 8)
+    assert "no effect without expert parallelism" in caplog.text

@@ -1,6 +1,7 @@
 """The corrections to PyTorch raise when a private interface is gone, and change nothing then."""
 
 import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,3 +76,24 @@ def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
     assert utils.only_here == 2
     with pytest.raises(RuntimeError, match="torchtitan has no such_name to replace"):
         cpu._rebind("such_name", 2)
+
+
+@pytest.mark.parametrize("gone", compat._HOOK_HANDLES)
+def test_fsdp_hooks_are_removed_where_it_manages_nothing(gone: str):
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="has other hooks for FSDP"):
+        compat.remove_fsdp_hooks(module)
+    handles = {
+        "_pre_forward_hook_handle": module.register_forward_pre_hook(lambda *_: None),
+        "_post_forward_hook_handle": module.register_forward_hook(lambda *_: None),
+    }
+    state = SimpleNamespace(_fsdp_param_group=None, **{name: h for name, h in handles.items() if name != gone})
+    module._get_fsdp_state = lambda: state
+    with pytest.raises(RuntimeError, match="has other hooks for FSDP"):
+        compat.remove_fsdp_hooks(module)
+    setattr(state, gone, handles[gone])
+    compat.remove_fsdp_hooks(module)
+    assert not module._forward_pre_hooks and not module._forward_hooks
+    state._fsdp_param_group = object()
+    with pytest.raises(RuntimeError, match="has other hooks for FSDP"):
+        compat.remove_fsdp_hooks(module)

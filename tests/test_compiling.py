@@ -17,6 +17,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.layer import DEVICE
+from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan import compiling
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -153,6 +154,11 @@ def test_reasons():
     assert compiling.why_submodules(block) is compiling.why_eager(block) is None
     block.moe.experts.set_meshes(SimpleNamespace(), None)
     assert "split sizes" in compiling.why_eager(block) and compiling.why_submodules(block) is None
+    settings, block.moe.experts.config = block.moe.experts.config, Fp8FlowMoEConfig(dispatch="symmetric")
+    assert compiling.why_eager(block) is None
+    block.moe.experts.in_fsdp = True
+    assert compiling.why_eager(block) == "FSDP's hooks on the experts"
+    block.moe.experts.config = settings
     block.__class__ = type("OwnBlock", (type(block),), {})
     assert "split sizes on the host, in a OwnBlock" in compiling.why_submodules(block)
     block.moe.experts.set_meshes(None, SimpleNamespace())

@@ -545,8 +545,8 @@ def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 SETTINGS = (
-    "wgrad=scaling_aware, save_h=fp8, recompute=none, cache_weights=False, fp8_all_gather=False, statistics_every=0, "
-    "emulate=False"
+    "wgrad=scaling_aware, save_h=fp8, recompute=none, dispatch=auto, dispatch_capacity=1.5, cache_weights=False, "
+    "fp8_all_gather=False, statistics_every=0, emulate=False"
 )
 
 

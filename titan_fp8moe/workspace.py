@@ -226,7 +226,12 @@ def check_room() -> None:
         workspace.check_room()
 
 
-register_optimizer_step_pre_hook(lambda *_: check_room())
+def _check_room_before_a_step(*_: Any) -> None:
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        check_room()
+
+
+register_optimizer_step_pre_hook(_check_room_before_a_step)
 
 
 @atexit.register

@@ -2,9 +2,9 @@
 
 torchtitan 0.2.2 compiles a MoE block by submodules and leaves the experts out, because FSDP's hooks on the experts and
 the token exchange break graphs. A converted block has neither without expert parallelism, nor where its ranks dispatch
-over symmetric memory and FSDP leaves the experts alone: its routed experts are one op. With either, the experts stay eager, and all that precedes them is one graph. So is what precedes a dense FFN that
-looks at its weights outside of graphs. :func:`install` makes torchtitan's ``apply_compile`` compile blocks in these
-ways.
+over symmetric memory and FSDP leaves the experts alone: its routed experts are one op. With either, the experts stay
+eager, and all that precedes them is one graph. So is what precedes a dense FFN that looks at its weights outside of
+graphs. :func:`install` makes torchtitan's ``apply_compile`` compile blocks in these ways.
 """
 
 import functools
