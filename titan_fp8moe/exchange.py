@@ -96,8 +96,7 @@ def plan(workspace: Workspace) -> Tensor:
     lacking = (needed_N2 > capacity_N2).any(1)
     if lacking.any():
         workspace.overflow.fill_(1)
-        for entry, needed in zip((ROWS, TOKENS), needed_N2[lacking].amax(0).tolist(), strict=True):
-            report[entry].clamp_(min=needed)
+        report[[ROWS, TOKENS]] = torch.where(lacking, needed_N2.t(), report[[ROWS, TOKENS]]).int()
     signature_N = counts_NNE[:, 0, -1] >> 1  # in the last bit ranks may differ
     if (signature_N != signature_N[0]).any():
         workspace.overflow.fill_(1)

@@ -31,7 +31,7 @@ DISPATCH, COMBINE = range(2)
 """The two times per exchange at which ranks wait for each other."""
 
 ROWS, TOKENS, UNLIKE, LATE = range(4)
-"""Entries of :attr:`Workspace.report`; LATE is the first of one per rank."""
+"""The rows of :attr:`Workspace.report`."""
 
 _ALIGNMENT = 256
 
@@ -125,9 +125,8 @@ class Workspace:
         overflow: (1,) int32 on the device, not zero from the first exchange on that some rank has no room for, or for
             which ranks have different settings. All ranks find it in the same exchange. They move no rows from then on,
             and every sum is NaN.
-        report: (3 + N,) int32 in memory that host and device address: the most ROWS and TOKENS that a rank would have
-            needed, zero without overflow; 1 for UNLIKE settings; from LATE on, 1 for each rank for which this one has
-            waited too long.
+        report: (4, N) int32 in memory that host and device address; zeros, or for each rank: the ROWS and TOKENS that
+            it would have needed, 1 for UNLIKE settings of the ranks, 1 if this rank has waited for it too long (LATE).
         in_flight: whether a dispatch has begun whose combine has not ended.
     """
 
@@ -136,7 +135,7 @@ class Workspace:
     def __init__(self, sizes: Sizes, rank: int, peers: list[Tensor], timeout_s: Callable[[], float]):
         self.sizes, self.rank, self.peers, self.timeout_s = sizes, rank, peers, timeout_s
         self.memory, device = peers[rank], peers[rank].device
-        self.report = torch.zeros(LATE + sizes.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.report = torch.zeros(4, sizes.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
         pointers = [memory.data_ptr() for memory in (*peers, self.report)]
         self.addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
         self.rounds = torch.zeros(2, dtype=torch.int32, device=device)
@@ -171,7 +170,7 @@ class Workspace:
 
     def lateness(self) -> str | None:
         """A message about the ranks that have not arrived in time, or None."""
-        late = [n for n, was_late in enumerate(self.report[LATE:].tolist()) if was_late]
+        late = [n for n, was_late in enumerate(self.report[LATE].tolist()) if was_late]
         if not late:
             return None
         return (
@@ -191,8 +190,8 @@ class Workspace:
         launched. Forgets it then."""
         if self._planned is not None:
             self._planned.synchronize()
-        rows, tokens, unlike = self.report[:LATE].tolist()
-        if rows or tokens or unlike:
+        rows, tokens, unlike = self.report[:LATE].amax(1).tolist()
+        if rows or unlike:
             self.report[:LATE] = 0
             self.overflow.zero_()
         if unlike:
@@ -200,7 +199,7 @@ class Workspace:
                 'dispatch = "symmetric": the ranks of an expert-parallel group call a layer with another dtype or '
                 "other settings of fp8_flow_moe. Outputs are NaN since then; make them the same on all ranks"
             )
-        if rows or tokens:
+        if rows:
             raise RuntimeError(
                 f'dispatch = "symmetric": a rank would have needed {rows} rows and {tokens} dispatched tokens, more '
                 "than dispatch_capacity leaves room for. Outputs are NaN since then, and no weight has been changed. "
@@ -212,7 +211,7 @@ class Workspace:
 def raise_late(workspace: Workspace, seen: list[int], wanted: int) -> None:
     """Reports the ranks that have arrived less than ``wanted`` times, and raises RuntimeError."""
     for n, count in enumerate(seen):
-        workspace.report[LATE + n] = int(count < wanted)
+        workspace.report[LATE, n] = int(count < wanted)
     workspace.check_arrivals()
 
 

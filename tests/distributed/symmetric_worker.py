@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.distributed.rows_worker import check
-from titan_fp8moe import Fp8FlowMoEConfig, moe, routed_experts, workspace
+from titan_fp8moe import Fp8FlowMoEConfig, moe, ops, routed_experts, workspace
 from titan_fp8moe.weights import ExpertWeights
 
 D, H, EXPERTS, TOP_K, TOKENS = 256, 128, 8, 3, 70
@@ -28,6 +28,15 @@ def device_of_this_rank() -> torch.device:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def all_to_all_through_the_host(
+    rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str
+) -> torch.Tensor:
+    """The reference where processes share a GPU, which NCCL refuses and gloo cannot."""
+    received = torch.empty(sum(output_splits), *rows.shape[1:], dtype=rows.dtype)
+    dist.all_to_all_single(received, rows.cpu(), output_splits, input_splits)
+    return received.to(rows.device)
 
 
 def make_ids(kind: str, T: int, K: int, experts: int) -> torch.Tensor:
@@ -116,6 +125,37 @@ def check_compile(device: torch.device) -> None:
         check("compiled with fullgraph=True", same(run(batch, config, call=call), run(batch, Fp8FlowMoEConfig())))
 
 
+def check_graph(device: torch.device) -> None:
+    """Two layers, forward and backward, as a CUDA graph: replayed with new routings they have an eager step's bits."""
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=dist.get_world_size())
+    static = make_batch("uniform", dtype=torch.bfloat16, device=device)
+    x, scores, ids, weights, dout = static
+    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
+
+    def step() -> list[torch.Tensor]:
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            args = x, ExpertWeights(*leaves[2:5]), ids, leaves[1]
+            return moe.apply_experts(*args, config=config, ep_group=dist.group.WORLD, shared=ExpertWeights(*leaves[5:]))
+
+        out = layer(layer(leaves[0]))
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step()
+    for kind in ("skewed", "one_expert", "idle_rank", "missing", "uniform"):
+        with torch.no_grad():
+            for old, new in zip(static[:3], make_batch(kind, dtype=torch.bfloat16, device=device), strict=False):
+                old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(f"a graph of two layers, {kind}", same([t.clone() for t in captured], step()))
+
+
 def check_checkpointing(device: torch.device) -> None:
     """A recomputed layer exchanges tokens again, or not at all; a layer may run in another's ``meanwhile``."""
     config, batch = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5), make_batch("uniform", device=device)
@@ -188,10 +228,14 @@ def main() -> None:
     device = device_of_this_rank()
     several = device.type == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo,cuda:nccl" if several else "gloo")
+    if device.type == "cuda" and not several:
+        ops.start_all_to_all, ops.wait = all_to_all_through_the_host, lambda rows: rows
     torch.manual_seed(int(os.environ.get("SEED", 0)) * 100 + dist.get_rank())
     check_routings(int(sys.argv[1]) if len(sys.argv) > 1 else 30, device)
     check_compile(device)
     check_checkpointing(device)
+    if device.type == "cuda":
+        check_graph(device)
     check_overflow(device)
     check_unlike_settings(device)
     dist.barrier()

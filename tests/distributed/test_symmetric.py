@@ -20,12 +20,12 @@ def on_one_gpu(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
-def check_layers(done: subprocess.CompletedProcess, routings: int) -> None:
+def check_layers(done: subprocess.CompletedProcess, routings: int, graphs: int = 0) -> None:
     log = done.stdout[-3000:] + done.stderr[-3000:]
     assert ended_well(done), log
     # More experts than tokens, 2 facts of a frozen input, 2 compiled steps, 3 ways of checkpointing, 4 facts of an
     # overflow and 2 of unlike settings.
-    assert done.stdout.count("ok ") == routings + 1 + 2 + 2 + 3 + 4 + 2 and "FAILED" not in done.stdout, log
+    assert done.stdout.count("ok ") == routings + graphs + 1 + 2 + 2 + 3 + 4 + 2 and "FAILED" not in done.stdout, log
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -42,7 +42,7 @@ def test_layers_on_one_gpu(on_one_gpu, connections, monkeypatch):
     routings = 25 if connections else ROUTINGS["cuda"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
     command += ["tests/distributed/symmetric_worker.py", str(routings)]
-    check_layers(subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True), routings)
+    check_layers(subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True), routings, graphs=5)
 
 
 # Rank 0's exit code and last words. On a GPU the kernel traps, and the message follows CUDA's error.
@@ -61,6 +61,7 @@ def test_lost_and_late_ranks(tmp_path, device, on_one_gpu, monkeypatch):
         words = tmp_path / f"{how}.err"
         said = words.read_text() if words.exists() else "rank 0 has not begun"
         log = f"{done.stdout}\n{done.stderr[-3000:]}\n{said[-6000:]}"
-        ended = re.search(rf"{how}: rank 0 ended with {code} after ([\d.]+) s", done.stdout)
+        codes = "(?:1|-6)" if code and device == "cuda" else code  # CUDA may abort the process in its last moments
+        ended = re.search(rf"{how}: rank 0 ended with {codes} after ([\d.]+) s", done.stdout)
         assert ended and float(ended[1]) < TIMEOUT + 10, log
         assert re.search(message, said), log

@@ -143,7 +143,7 @@ def _wait_kernel(
             missing = _arrivals(at, wanted, n < N)
     if tl.min(missing) < 0:
         report = tl.load(addresses + N).to(tl.pointer_type(tl.int32))
-        tl.store(report + LATE + n, 1, mask=missing < 0)
+        tl.store(report + LATE * N + n, 1, mask=missing < 0)
         if not SPINS:
             tl.inline_asm_elementwise(
                 "membar.sys; trap; mov.b32 $0, $1;", "=r,r", [channel], dtype=tl.int32, is_pure=False, pack=1
@@ -181,13 +181,13 @@ def _plan_kernel(
     report = tl.load(addresses + N).to(tl.pointer_type(tl.int32))
     if (rows > tl.load(room)) | (arriving > tl.load(room + 1)):
         tl.store(overflow, 1)
-        tl.atomic_max(report + ROWS, rows, scope="sys")
-        tl.atomic_max(report + TOKENS, arriving, scope="sys")
+        tl.store(report + ROWS * N + r, rows)
+        tl.store(report + TOKENS * N + r, arriving)
     signature = tl.load(table + WIDTH - 1, mask=n < N, other=0) >> 1  # in the last bit ranks may differ
     first_signature = tl.load(_peer(addresses, 0, counts, tl.int32) + WIDTH - 1) >> 1
     if tl.max(((signature != first_signature) & (n < N)).to(tl.int32)) > 0:
         tl.store(overflow, 1)
-        tl.store(report + UNLIKE, 1)
+        tl.store(report + UNLIKE * N + r, 1)
     if r == rank:
         first = tl.cumsum(tokens, axis=0) - tokens
         tl.store(plan + n, first, mask=n < N)

@@ -1,0 +1,421 @@
+"""Dispatch over symmetric memory: what its kernels reach, whether the host waits, and how it compares.
+
+    python -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
+
+One GPU: four ranks' memory on it, kernel by kernel (``local``), then four processes that share it (``processes``). Both
+take less than two minutes. Several GPUs: a process on each (``processes``) also measures NVLink, next to the all-to-all
+path in FP8 and to bf16 rows as torchtitan moves them, in less than nine minutes. Every part has a time limit.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts, workspace
+from titan_fp8moe.kernels import permute, symmetric
+from titan_fp8moe.recipe import FP8
+from titan_fp8moe.testing import graphed, write_records
+from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
+
+LIMITS = {"local": 50, "processes": 60}  # seconds on one GPU
+LIMITS_SEVERAL = {"local": 50, "processes": 480}
+FACTOR, DEVICE = 1.5, "cuda"
+REFERENCE = "none"
+
+
+class Shape(NamedTuple):
+    """T tokens of each of N ranks, model dim D, top K of E experts on each rank, hidden dim H."""
+
+    name: str
+    T: int
+    D: int
+    K: int
+    E: int
+    H: int
+
+
+SHAPES = (
+    Shape("671B", 4096, 7168, 8, 64, 2048),
+    Shape("671B", 16384, 7168, 8, 64, 2048),
+    Shape("16B", 4096, 2048, 6, 16, 1408),
+    Shape("16B", 16384, 2048, 6, 16, 1408),
+)
+# Of the launches with few CTAs: (tokens, columns, warps).
+PULLS = ((32, 1024, 16), (32, 2048, 32), (16, 2048, 16), (32, 1024, 32))
+PUSHES = ((16, 1024, 32), (8, 1024, 32), (8, 1024, 16), (4, 2048, 16))
+
+
+def choose(shape: Shape, num_ranks: int, skewed: bool) -> Tensor:
+    """(T, K) ids of different experts. Skewed, rank 0's experts are chosen about 1.4 times as often as the others'."""
+    scores = torch.rand(shape.T, num_ranks * shape.E, device=DEVICE)
+    if skewed:
+        scores[:, : shape.E] += 0.15 * shape.K / num_ranks
+    return scores.topk(shape.K).indices.int()
+
+
+# --- one process: four ranks' memory on one GPU -----------------------------------------------------------------------
+
+
+class LocalRanks:
+    """N ranks of this process, all of which have published; rank 0 has also pulled."""
+
+    def __init__(self, shape: Shape, num_ranks: int):
+        sizes = Sizes(num_ranks, shape.T, shape.D, shape.K, shape.E)
+        memory = [torch.zeros(sizes.nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_ranks)]
+        self.ranks = [Workspace(sizes, n, memory, lambda: 10.0) for n in range(num_ranks)]
+        self.shape, (M, C) = shape, capacities(shape.T, shape.K, num_ranks, shape.E, FACTOR)
+        self.M, self.C, self.sent = M, C, []
+        for at in self.ranks:
+            ids = choose(shape, num_ranks, False)
+            q = torch.randint(0, 255, (shape.T, shape.D), dtype=torch.uint8, device=DEVICE).view(FP8)
+            scale = torch.full((shape.T, shape.D // 128), 127, dtype=torch.uint8, device=DEVICE).view(recipe.E8M0)
+            sent_TK, token_C, counts_N = ops.dispatch_routing(ids, num_ranks, shape.E)
+            self.sent.append(sent_TK)
+            self.published = q, scale, (ids, torch.rand(shape.T, shape.K, device=DEVICE)), (token_C, counts_N, (M, C))
+            symmetric.publish(at, *self.published)
+            symmetric.arrive(at, DISPATCH)
+        self.at = self.ranks[0]
+        self.route()
+        self.pull()
+        self.y = torch.randn(M, shape.D, device=DEVICE, dtype=torch.bfloat16)
+        assert not int(self.at.overflow)
+
+    def route(self) -> None:
+        self.plan = symmetric.plan(self.at)
+        ids_CK, scores_CK, self.pair_CK, self.token_C = symmetric.pull_pairs(self.at, self.plan, self.C)
+        self.offsets_E, self.token_M, _, self.row_CK = ops.expert_routing(ids_CK, scores_CK, self.shape.E, self.M)
+
+    def pull(self, keep: bool = True) -> None:
+        scale = symmetric.pull_scales(self.at, self.plan, self.token_C)
+        symmetric.pull_rows(
+            self.at, self.plan, self.token_C, self.row_CK, self.token_M, scale, self.offsets_E, keep
+        )  # fmt: skip
+
+    def push(self) -> None:
+        symmetric.push_sums(self.at, self.plan, self.y, None, self.row_CK, self.pair_CK)
+
+    def sum(self) -> None:
+        permute.unpermute_sum(self.at.view("sums"), self.sent[0], torch.bfloat16)
+
+    def publish(self) -> None:
+        symmetric.publish(self.at, *self.published)
+
+
+def few(tokens: int, columns: int, warps: int) -> dict[str, int]:
+    return dict(TOKENS=tokens, COLUMNS=columns, BLOCKS=0, num_warps=warps)
+
+
+def local() -> Iterator[dict[str, Any]]:
+    """Milliseconds of each kernel in local memory, with all CTAs and with few."""
+    pool, num_ranks = torch.cuda.graph_pool_handle(), 4
+    for shape in (SHAPES[0], SHAPES[3]):
+        ranks = LocalRanks(shape, num_ranks)
+        arrived, rows = int(ranks.plan[0, -1]), int(ranks.offsets_E[-1])
+        times = {name: graphed(getattr(ranks, name), pool)() for name in ("publish", "route", "pull", "push", "sum")}
+        for ctas in (132, 64, 32, 16):
+            symmetric.MAX_CTAS = ctas
+            for name, shapes in (("pull", PULLS), ("push", PUSHES)):
+                for setting in shapes if ctas == 32 else shapes[:1]:
+                    setattr(symmetric, f"FEW_{name.upper()}", few(*setting))
+                    times[f"{name}, {ctas} CTAs, {setting}"] = graphed(getattr(ranks, name), pool)()
+                setattr(symmetric, f"FEW_{name.upper()}", few(*shapes[0]))
+            symmetric.MAX_CTAS = None
+        yield dict(
+            name="local kernels", shape=[shape.name, num_ranks, *shape[1:]], reference=REFERENCE, ms=times,
+            tokens=arrived, rows=rows,
+        )  # fmt: skip
+        del ranks
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """One rank's inputs of a layer, and its forward and backward."""
+
+    def __init__(self, shape: Shape, skewed: bool = False, **settings: Any):
+        N, bf16 = dist.get_world_size(), dict(device=DEVICE, dtype=torch.bfloat16)
+        self.config = Fp8FlowMoEConfig(dispatch_capacity=FACTOR if not skewed else min(2.0, N), **settings)
+        shapes = ((shape.H, shape.D), (shape.D, shape.H), (shape.H, shape.D))
+        self.weights = [(torch.randn(shape.E, *s, **bf16) * 0.02).requires_grad_() for s in shapes]
+        self.x = torch.randn(shape.T, shape.D, **bf16).requires_grad_()
+        self.scores = torch.rand(shape.T, shape.K, device=DEVICE).requires_grad_()
+        self.ids, self.dout = choose(shape, N, skewed), torch.randn(shape.T, shape.D, **bf16)
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        return routed_experts(
+            self.x if x is None else x, *self.weights, self.ids, self.scores, config=self.config,
+            ep_group=dist.group.WORLD,
+        )  # fmt: skip
+
+    def step(self) -> list[Tensor]:
+        out = self.forward()
+        return [out, *torch.autograd.grad(out, [self.x, self.scores, *self.weights], self.dout)]
+
+
+def host_waits(run: Callable[[], object]) -> dict[str, int]:
+    """Calls of the CUDA runtime for which the host waits, in one run."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    return {event.key: event.count for event in profile.key_averages() if event.key in waits}
+
+
+def in_one_graph(layer: Layer, others: list[Layer], layers: int) -> bool:
+    """Captures ``layers`` forwards and backwards, replays them with each of ``others``' inputs, compares every bit."""
+    graph, inputs = torch.cuda.CUDAGraph(), (layer.x, layer.scores, layer.ids, layer.dout)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(layers):
+            results = layer.step()
+    equal = True
+    for other in others:
+        with torch.no_grad():
+            for mine, new in zip(inputs, (other.x, other.scores, other.ids, other.dout), strict=True):
+                mine.copy_(new)
+        together()
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [t.clone() for t in results]
+        equal &= all(torch.equal(a, b) for a, b in zip(replayed, layer.step(), strict=True))
+    return equal
+
+
+def without_a_wait() -> Iterator[dict[str, Any]]:
+    """On any number of GPUs: layers launched without a wait, CUDA graphs, a training step."""
+    shape = Shape("small", 1024, 2048, 6, 8, 512)
+    layer, others = Layer(shape, dispatch="symmetric"), [Layer(shape, dispatch="symmetric") for _ in range(3)]
+    optimizer = torch.optim.SGD(layer.weights, lr=1e-3)
+
+    def training_step() -> None:
+        optimizer.zero_grad()
+        layer.forward().backward(layer.dout)
+        optimizer.step()
+
+    for _ in range(2):
+        layer.step(), training_step()
+    together()
+    began, layers = time.perf_counter(), 30
+    with torch.no_grad():
+        for _ in range(layers):
+            layer.forward()
+    launched = time.perf_counter() - began
+    torch.cuda.synchronize()
+    found = dict(layers=layers, launched_s=launched, seconds=time.perf_counter() - began)
+    together()
+    found["host_waits_of_a_layer"] = host_waits(layer.step)
+    together()
+    found["host_waits_of_a_training_step"] = host_waits(training_step)
+    together()
+    found["graph_of_12_layers_equal"] = in_one_graph(layer, others, 12)
+    workspace.check_room()
+    yield dict(name="without a wait", shape=[dist.get_world_size(), *shape], reference=REFERENCE, **found)
+
+
+def together() -> None:
+    torch.cuda.synchronize()
+    dist.all_gather_object([None] * dist.get_world_size(), None)
+
+
+def slowest_ms(run: Callable[[], object], repeats: int = 10) -> float:
+    """Milliseconds of the slowest rank, all of which begin together."""
+    for _ in range(3):
+        run()
+    together()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    times: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(times, begin.elapsed_time(end) / repeats)
+    return max(times)
+
+
+class Bf16Rows:
+    """What torchtitan's expert parallelism moves: a bf16 row for each routed pair, sorted by expert, sent and permuted.
+    Split sizes are known beforehand, so that no wait for them is in the times."""
+
+    def __init__(self, layer: Layer, E: int):
+        N, K = dist.get_world_size(), layer.ids.shape[1]
+        self.x = layer.x.detach()
+        order = layer.ids.flatten().argsort(stable=True)
+        self.token = order // K
+        self.counts = torch.bincount(layer.ids.flatten(), minlength=N * E).view(N, E)
+        received = torch.empty_like(self.counts)
+        dist.all_to_all_single(received, self.counts)
+        self.send, self.receive = self.counts.sum(1).tolist(), received.sum(1).tolist()
+        expert = torch.arange(E, device=DEVICE).repeat(N).repeat_interleave(received.flatten())
+        self.permutation = expert.argsort(stable=True)
+        self.rows = self.dispatch()
+
+    def dispatch(self) -> Tensor:
+        arrived = self.x.new_empty(sum(self.receive), self.x.shape[1])
+        dist.all_to_all_single(arrived, self.x[self.token], self.receive, self.send)
+        return arrived[self.permutation]
+
+    def combine(self) -> Tensor:
+        arrived = torch.empty_like(self.rows).index_copy_(0, self.permutation, self.rows)
+        back = self.x.new_empty(sum(self.send), self.x.shape[1])
+        dist.all_to_all_single(back, arrived, self.send, self.receive)
+        return torch.zeros_like(self.x).index_add_(0, self.token, back)
+
+
+def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], None]]:
+    """Dispatch + permute and sum + combine of one layer, each as a whole exchange with its barrier."""
+    N = dist.get_world_size()
+    q, scale = ops.quantize_rows(layer.x)
+    sent_TK, token_C, counts_N = ops.dispatch_routing(layer.ids, N, shape.E)
+    M, C = capacities(shape.T, shape.K, N, shape.E, layer.config.dispatch_capacity)
+    at = workspace.begin(dist.group.WORLD.group_name, Sizes(N, *shape[1:5]), q.device)
+    at.in_flight = False
+    state: dict[str, Any] = {}
+
+    def dispatch() -> None:
+        symmetric.publish(at, q, scale, (layer.ids, layer.scores.detach()), (token_C, counts_N, (M, C)))
+        symmetric.arrive(at, DISPATCH)
+        symmetric.wait(at, DISPATCH)
+        plan = symmetric.plan(at)
+        ids_CK, scores_CK, pair_CK, arrived_C = symmetric.pull_pairs(at, plan, C)
+        offsets_E, token_M, _, row_CK = ops.expert_routing(ids_CK, scores_CK, shape.E, M)
+        token_scale = symmetric.pull_scales(at, plan, arrived_C)
+        symmetric.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, True)
+        symmetric.arrive(at, COMBINE)  # ends the exchange: nobody publishes before all have pulled
+        symmetric.wait(at, COMBINE)
+        state.update(plan=plan, pair_CK=pair_CK, row_CK=row_CK)
+
+    dispatch()
+    y = torch.randn(M, shape.D, device=DEVICE, dtype=torch.bfloat16)
+
+    def combine() -> None:
+        symmetric.push_sums(at, state["plan"], y, None, state["row_CK"], state["pair_CK"])
+        symmetric.arrive(at, COMBINE)
+        symmetric.wait(at, COMBINE)
+        permute.unpermute_sum(at.view("sums"), sent_TK, torch.bfloat16)
+
+    remote = state["plan"][0].diff()
+    remote[dist.get_rank()] = 0
+    return {"dispatch": dispatch, "combine": combine, "remote": lambda: int(remote.sum())}
+
+
+def all_to_all_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], object]]:
+    """The same of the all-to-all path, with split sizes known beforehand."""
+    N, name = dist.get_world_size(), dist.group.WORLD.group_name
+    q, scale = ops.quantize_rows(layer.x)
+    sent_TK, token_C, counts_N = ops.dispatch_routing(layer.ids, N, shape.E)
+    received_N = torch.empty_like(counts_N)
+    dist.all_to_all_single(received_N, counts_N)
+    send, receive = counts_N[:, 0].tolist(), received_N[:, 0].tolist()
+    token_C, scores = token_C[: sum(send)], layer.scores.detach()
+    capacity = int(((received_N[:, 1:-2].sum(0) + 127) // 128 * 128).sum())
+    state: dict[str, Tensor] = {}
+
+    def dispatch() -> None:
+        payload = ops.pack_dispatch(q, scale, token_C, sent_TK, layer.ids, scores, shape.E)
+        payload = ops.wait(ops.start_all_to_all(payload, receive, send, name))
+        token_q, token_scale, ids, arrived_scores = ops.unpack_dispatch(payload, shape.D, shape.K)
+        offsets_E, token_M, _, row_CK = ops.expert_routing(ids, arrived_scores, shape.E, capacity)
+        ops.permute_rows(token_q, token_scale, row_CK, token_M, offsets_E)
+        state.update(row_CK=row_CK)
+
+    dispatch()
+    y = torch.randn(capacity, shape.D, device=DEVICE, dtype=torch.bfloat16)
+
+    def combine() -> None:
+        payload = ops.pack_combine(y, None, state["row_CK"])
+        payload = ops.wait(ops.start_all_to_all(payload, send, receive, name))
+        ops.unpermute_sum(ops.unpack_combine(payload, shape.D, 0)[0], sent_TK, torch.bfloat16)
+
+    return {"dispatch": dispatch, "combine": combine}
+
+
+def over_nvlink() -> Iterator[dict[str, Any]]:
+    """With a GPU for each process: both phases of both paths and of bf16 rows; then whole layers."""
+    for shape in SHAPES:
+        for skewed in (False, True):
+            # A layer of 64 experts has weights of 5.6 GB; phases alone need none.
+            layer = Layer(shape._replace(H=128), skewed, dispatch="symmetric")
+            phases = symmetric_phases(layer, shape)
+            others = {"all_to_all": all_to_all_phases(layer, shape)}
+            bf16 = Bf16Rows(layer, shape.E)
+            others["bf16"] = {"dispatch": bf16.dispatch, "combine": bf16.combine}
+            ms = {f"{phase} symmetric": slowest_ms(phases[phase]) for phase in ("dispatch", "combine")}
+            for name, functions in others.items():
+                ms |= {f"{phase} {name}": slowest_ms(function) for phase, function in functions.items()}
+            for ctas in (64, 32):
+                symmetric.MAX_CTAS = ctas
+                ms |= {f"{phase} {ctas} CTAs": slowest_ms(phases[phase]) for phase in ("dispatch", "combine")}
+            symmetric.MAX_CTAS = None
+            remote = phases["remote"]()
+            yield dict(
+                name="exchange", shape=[dist.get_world_size(), *shape, "skewed" if skewed else "balanced"],
+                reference=REFERENCE, ms=ms, remote_tokens=remote,
+                pull_gb_s=remote * shape.D / ms["dispatch symmetric"] / 1e6,
+                push_gb_s=remote * shape.D * 2 / ms["combine symmetric"] / 1e6,
+            )  # fmt: skip
+            del layer, phases, others, bf16
+            torch.cuda.empty_cache()
+    for shape in SHAPES:
+        if shape.name == "16B":
+            ms = {d: slowest_ms(Layer(shape, dispatch=d).step) for d in ("all_to_all", "symmetric")}
+            yield dict(name="layer", shape=[dist.get_world_size(), *shape], reference=REFERENCE, ms=ms)
+
+
+def processes(out: Path) -> None:
+    rank, gpus = int(os.environ["RANK"]), torch.cuda.device_count()
+    shared = gpus < int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank % gpus)
+    dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
+    torch.manual_seed(rank)
+    parts = [without_a_wait()] if shared else [without_a_wait(), over_nvlink()]
+    for part in parts:
+        for record in part:
+            if rank == 0:
+                print(record, flush=True)
+                write_records(out, [record])
+    together()
+    os._exit(0)  # symmetric memory is left to the driver
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="records are added to this file")
+    parser.add_argument("--part", choices=[*LIMITS], help="one part only, in this process")
+    args = parser.parse_args()
+    if args.part == "processes" and "RANK" in os.environ:
+        return processes(args.out)
+    if args.part == "local":
+        for record in local():
+            print(record, flush=True)
+            write_records(args.out, [record])
+        return None
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        sys.exit("needs a GPU")
+    ranks, limits = (4, LIMITS) if gpus == 1 else (min(gpus, 8), LIMITS_SEVERAL)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    env = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if gpus < ranks else dict(os.environ)
+    for part in [args.part] if args.part else LIMITS:
+        command = [sys.executable, *(launcher if part == "processes" else []), "-m"]
+        command += ["experiments.expert_parallel.exchange", "--part", part, "--out", str(args.out)]
+        began = time.monotonic()
+        try:
+            code = subprocess.run(command, env=env, timeout=limits[part]).returncode
+        except subprocess.TimeoutExpired:
+            code = "out of time"
+        print(f"{part}: exit {code} after {time.monotonic() - began:.0f} s", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
