@@ -285,7 +285,8 @@ def current(group_name: str) -> Workspace:
 
 
 def _create(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
-    group: Any = distributed_c10d._resolve_process_group(group_name)
+    resolve: Any = distributed_c10d._resolve_process_group
+    group = resolve(group_name)
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     path = f"{folder}/titan_fp8moe_{os.getpid()}_{group_name}_{len(_workspaces[group_name])}"
     said: list[Any] = [None] * group.size()

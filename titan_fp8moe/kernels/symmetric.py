@@ -356,6 +356,7 @@ def _pull_rows_kernel(
             source, column = _peer(addresses, peer, q_at, tl.uint8), first_column + tl.arange(0, COLUMNS)
             values = _load_tokens(source, token, inside, column, D)
             most = _most_rows(row_CK, c, inside, K, PAD_K)
+            following = values
             for block in tl.static_range(BLOCKS):
                 if block + 1 < BLOCKS:
                     following = _load_tokens(source, token, inside, column + COLUMNS, D)
@@ -366,8 +367,7 @@ def _pull_rows_kernel(
                 for j in range(0, most):
                     row = _row(row_CK, c, inside, j, K)[:, None]
                     tl.store(out + row * D + column[None, :], values, mask=(row >= 0) & in_row)
-                if block + 1 < BLOCKS:
-                    values, column = following, column + COLUMNS
+                values, column = following, column + COLUMNS
 
 
 def pull_rows(

@@ -140,8 +140,9 @@ def remove_fsdp_hooks(module: nn.Module) -> None:
     Raises:
         RuntimeError: FSDP manages parameters of the module, or a private interface is gone.
     """
-    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    handles = [getattr(state, name, None) for name in _HOOK_HANDLES]
+    get_state: Any = getattr(module, "_get_fsdp_state", lambda: None)
+    state = get_state()
+    handles: list[Any] = [getattr(state, name, None) for name in _HOOK_HANDLES]
     if None in handles or state._fsdp_param_group is not None:
         raise RuntimeError(
             f"PyTorch {torch.__version__} has other hooks for FSDP than titan_fp8moe.torchtitan.compat knows; install "
