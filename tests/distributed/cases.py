@@ -95,7 +95,6 @@ TWO_RANKS = {
     "fsdp2_compile": _parallel(4, **COMPILE),
     "fsdp2_fp8_gather_compile": _parallel(2, **COMPILE, **FP8_GATHER),
     "ep2_symmetric_compile": _parallel(2, ep=2, **COMPILE, **SYMMETRIC),
-    "ep2_symmetric_full_ac": _parallel(4, ep=2, **SYMMETRIC, **FULL_AC),
     "ep2_cpu_offload": _parallel(4, ep=2, training__enable_cpu_offload=True),
     "cp2_ep2": _parallel(8, ep=2, **CP),
     "ep2_float8_linear": _parallel(4, ep=2, **FLOAT8_LINEAR),

@@ -94,8 +94,7 @@ def check_routings(routings: int, device: torch.device) -> None:
     ]
     kinds = ("uniform", "skewed", "one_expert", "idle_rank", "missing")
     for i in range(routings):
-        # Later routings take the first setting: it is the exchange that they vary.
-        config, shared, before = settings[i // len(kinds) if i < len(kinds) * len(settings) else 0]
+        config, shared, before = settings[i % len(settings)]
         T, K = (TOKENS, TOP_K) if i < 30 else (1 + i % TOKENS, 1 + i % TOP_K)
         dtype = torch.bfloat16 if i % 3 == 1 else torch.float32
         batch = make_batch(kinds[i % len(kinds)], T, K, dtype=dtype, device=device)
