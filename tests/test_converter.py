@@ -726,3 +726,18 @@ def test_nothing_is_changed_where_nothing_is_converted(monkeypatch, caplog, filt
             convert(config, make_model(config))
     assert len(done) == 2 * changes
     assert caplog.text.count("FP8-Flow-MoE changes in this process: torchtitan's TensorParallel") == changes
+
+
+@pytest.mark.parametrize(("dispatch", "used"), [("auto", "all-to-all"), ("symmetric", "symmetric memory")])
+def test_log_says_how_tokens_travel(caplog: pytest.LogCaptureFixture, dispatch: str, used: str):
+    config = make_config(f"--fp8_flow_moe.dispatch={dispatch}")
+    with caplog.at_level(logging.INFO):
+        convert(config, make_model(config), make_dims(dp_shard=2, ep=2))
+    assert f"dispatch over {used}" in caplog.text
+
+
+def test_symmetric_dispatch_between_nodes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="lower parallelism.expert_parallel_degree, or set fp8_flow_moe.dispatch"):
+        Fp8FlowMoEConverter(make_config("--fp8_flow_moe.dispatch=symmetric"), make_dims(dp_shard=4, ep=4))
+    Fp8FlowMoEConverter(make_config("--fp8_flow_moe.dispatch=symmetric"), make_dims(dp_shard=4, ep=2))

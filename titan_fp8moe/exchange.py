@@ -96,7 +96,7 @@ def plan(workspace: Workspace) -> Tensor:
     lacking = (needed_N2 > capacity_N2).any(1)
     if lacking.any():
         workspace.overflow.fill_(1)
-        report[[ROWS, TOKENS]] = torch.where(lacking, needed_N2.t(), report[[ROWS, TOKENS]]).int()
+        report[[ROWS, TOKENS]] = torch.where(lacking.cpu(), needed_N2.t().cpu(), report[[ROWS, TOKENS]]).int()
     signature_N = counts_NNE[:, 0, -1] >> 1  # in the last bit ranks may differ
     if (signature_N != signature_N[0]).any():
         workspace.overflow.fill_(1)

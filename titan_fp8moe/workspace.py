@@ -141,14 +141,18 @@ class Workspace:
         self.rounds = torch.zeros(2, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.in_flight = False
+        self._views: dict[tuple[str, int], Tensor] = {}
         self._planned = torch.cuda.Event() if device.type == "cuda" else None
         Workspace._all.add(self)
 
     def view(self, name: str, rank: int | None = None) -> Tensor:
         """A section of ``rank``'s memory, by default of this rank's."""
-        offset, shape, dtype = self.sizes.sections()[name]
-        memory = self.memory if rank is None else self.peers[rank]
-        return memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        key = name, self.rank if rank is None else rank
+        if key not in self._views:
+            offset, shape, dtype = self.sizes.sections()[name]
+            memory = self.peers[key[1]][offset : offset + math.prod(shape) * dtype.itemsize]
+            self._views[key] = memory.view(dtype).view(shape)
+        return self._views[key]
 
     def offset(self, name: str) -> int:
         return self.sizes.sections()[name].offset
