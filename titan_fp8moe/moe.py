@@ -321,6 +321,7 @@ def _routed_experts_forward(
     if tokens.asynchronous:
         payload = tokens.start_combine(y, routing, x_TD.dtype, None)
         return [x_TD.new_empty(0), payload, *group, *_Saved(tokens.state(), routing, kept, ffn).pack()]
+    tokens.before_combine(y, routing)
     shared_y, shared = None, []
     if has_shared:
         shared_rows = GroupRows(*(kept[:1] if tokens.local else []), *group)

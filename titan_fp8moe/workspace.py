@@ -150,8 +150,9 @@ class Workspace:
         key = name, self.rank if rank is None else rank
         if key not in self._views:
             offset, shape, dtype = self.sizes.sections()[name]
-            memory = self.peers[key[1]][offset : offset + math.prod(shape) * dtype.itemsize]
-            self._views[key] = memory.view(dtype).view(shape)
+            with torch.inference_mode(False):  # else no training step could use it
+                memory = self.peers[key[1]][offset : offset + math.prod(shape) * dtype.itemsize]
+                self._views[key] = memory.view(dtype).view(shape)
         return self._views[key]
 
     def offset(self, name: str) -> int:
@@ -272,7 +273,8 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
                 f'dispatch = "symmetric" has no workspace yet for {sizes}, and cannot make one while a CUDA graph is '
                 "captured; run a step with these sizes first"
             )
-        workspace = _create(group_name, sizes, device)
+        with torch.inference_mode(False):
+            workspace = _create(group_name, sizes, device)
         workspaces.append(workspace)
         workspaces.sort(key=lambda w: w.sizes.tokens)
     workspace.begin()

@@ -103,6 +103,10 @@ def check_routings(routings: int, device: torch.device) -> None:
         check(f"routing {i}: {kinds[i % len(kinds)]}, {T} tokens, top {K}, {config.recompute}, shared {shared}", ok)
     batch = make_batch("uniform", 3, 4, 64 * ranks, device=device)
     want = run(batch, Fp8FlowMoEConfig())
+    with torch.inference_mode():  # makes the workspace
+        run_forward = functools.partial(moe.apply_experts, config=default, ep_group=dist.group.WORLD)
+        out = run_forward(batch[0], ExpertWeights(*batch[3][:3]), batch[2], batch[1])
+    check("inference", torch.equal(out, want[0]))
     check("more experts than tokens", same(run(batch, default), want))
     batch = make_batch("uniform", device=device)
     frozen = run(batch, default, call=functools.partial(with_frozen_input, dist.get_rank() == 0))

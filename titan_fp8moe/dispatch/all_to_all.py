@@ -128,6 +128,9 @@ class AllToAllDispatch:
     def state(self) -> list[Tensor]:
         return [self.sent_TK, self.token_C, self.counts]
 
+    def before_combine(self, y_MD: Tensor, routing: Routing) -> None:
+        raise NotImplementedError("an asynchronous dispatch sends in start_combine")
+
     def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
         return self._send_back(y_MD, None, routing)
 

@@ -57,6 +57,11 @@ class Dispatch(Protocol):
         """After :meth:`dispatch`: what a backward needs of it."""
         ...
 
+    def before_combine(self, y_MD: Tensor, routing: Routing) -> None:
+        """Of a dispatch that is not asynchronous: what can begin before the shared experts' output is known, which
+        :meth:`start_combine` adds."""
+        ...
+
     def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
         """Sums rows (M, D) bf16 over each token's local experts. Returns the output (T, D), with ``addend_RD`` added,
         or a payload in flight; its ``addend_RD`` is an argument of :func:`finish_combine`."""

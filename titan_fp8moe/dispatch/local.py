@@ -39,6 +39,9 @@ class LocalDispatch:
     def state(self) -> list[Tensor]:
         return []
 
+    def before_combine(self, y_MD: Tensor, routing: Routing) -> None:
+        pass
+
     def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
         return ops.unpermute_sum(y_MD, routing.row_TK, dtype, addend_RD)
 

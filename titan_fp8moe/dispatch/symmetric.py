@@ -3,8 +3,8 @@
 Tokens and sums are those of :mod:`titan_fp8moe.dispatch.all_to_all`, and so are the results, bit for bit. But a rank
 pulls its tokens straight to expert order, and the host neither waits nor learns how many come. Buffers therefore have
 room for ``dispatch_capacity`` times what uniform routing brings, if other ranks have as many tokens as this one.
-:func:`titan_fp8moe.workspace.check_room` raises if that did not suffice. A layer's exchange ends within its forward, and
-within its backward.
+:func:`titan_fp8moe.workspace.check_room` raises if that did not suffice. A layer's exchange ends within its forward,
+and within its backward.
 """
 
 from typing import ClassVar, cast
@@ -34,9 +34,10 @@ class SymmetricDispatch:
     local: ClassVar = False
     gradients_needed: bool = True  # or not: ranks that do not learn it always exchange gradients
 
-    pairs: tuple[Tensor, Tensor, float]  # in a forward, as are token_C and counts_N
+    pairs: tuple[Tensor, Tensor, float]  # in a forward, as are the next three
     token_C: Tensor
     counts_N: Tensor
+    started: Tensor
     plan: Tensor
     arrived_C: Tensor
     pair_CK: Tensor
@@ -81,8 +82,11 @@ class SymmetricDispatch:
         )
         return Arrived(Rows(x, x_scale), Routing(*routing), [token_q, token_scale])
 
+    def before_combine(self, y_MD: Tensor, routing: Routing) -> None:
+        self.started = self._send_back(y_MD, None, routing)
+
     def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
-        return self._return(self._send_back(y_MD, None, routing), y_MD.shape[1], dtype, addend_RD, False)[0]
+        return self._return(self.started, y_MD.shape[1], dtype, addend_RD, False)[0]
 
     def _send_back(self, y_MD: Tensor, ds_M: Tensor | None, routing: Routing) -> Tensor:
         return ops.symmetric_start_combine(y_MD, ds_M, routing.row_TK, self.pair_CK, self.plan, self.group_name)
