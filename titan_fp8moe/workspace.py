@@ -193,7 +193,7 @@ class Workspace:
     def check_room(self) -> None:
         """Raises RuntimeError if a rank had too little room, or other settings than another, in a forward that has been
         launched. Forgets it then."""
-        if self._planned is not None:
+        if self._planned is not None and not self._planned.query():
             self._planned.synchronize()
         rows, tokens, unlike = self.report[:LATE].amax(1).tolist()
         if rows or unlike:

@@ -28,7 +28,7 @@ def check_layers(done: subprocess.CompletedProcess, routings: int, graphs: int =
     assert done.stdout.count("ok ") == routings + graphs + 2 + 2 + 2 + 3 + 4 + 2 and "FAILED" not in done.stdout, log
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_equal_the_all_to_all_path(num_ranks):
     done = run_workers("symmetric_worker.py", num_ranks, str(ROUTINGS["cpu"]), timeout=200, cpu_only=True)
     check_layers(done, ROUTINGS["cpu"])

@@ -17,6 +17,7 @@ CASES = {  # ranks, tokens, dim, top_k, experts of a rank, how many experts can 
     "rank 0 gets all": (4, 9, 128, 2, 3, 3),
     "one expert gets all": (2, 70, 128, 1, 3, 1),
     "more experts than tokens": (2, 3, 128, 6, 20, 40),
+    "one rank": (1, 9, 128, 2, 3, 3),
     "one token": (2, 1, 384, 2, 4, 8),
     "no token": (2, 0, 128, 2, 4, 8),
 }
