@@ -105,7 +105,7 @@ def calls(M, D, H, E, T=12288):
 def symmetric_calls(N, D, E, T):
     """As :func:`calls`, for kernels that exchange T tokens of N ranks."""
     sizes = Sizes(N, T, D, TOP_K, E)
-    at = Workspace(sizes, 1, [meta(sizes.nbytes, dtype=torch.uint8)] * N, lambda: 60.0)
+    at = Workspace(sizes, N - 1, [meta(sizes.nbytes, dtype=torch.uint8)] * N, lambda: 60.0)
     M, C = capacities(T, TOP_K, N, E, 1.5)
     q, scale, ids_TK = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0), meta(T, TOP_K, dtype=torch.int64)
     sent = meta(sizes.sent, dtype=INT32), meta(N, 3 + E, dtype=INT32), (M, C)

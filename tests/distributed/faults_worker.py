@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
 from tests.distributed.rows_worker import check
+from tests.distributed.symmetric_faults_worker import report_ends
 from titan_fp8moe import ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import base
@@ -209,21 +210,7 @@ def lose_ranks(out: Path, backend: str) -> None:
         for how in ("dies", "stalls")
         for rank in range(2)
     }
-    for process in processes.values():
-        process.start()
-    begun, ended, deadline = {}, {}, time.monotonic() + SETUP + 20 * TIMEOUT
-    while len(ended) < 2 and time.monotonic() < deadline:
-        now = time.monotonic()
-        for how in ("dies", "stalls"):
-            if how not in begun and (out / f"{how}.begin").exists():
-                begun[how] = now
-            if how not in ended and processes[how, 0].exitcode is not None:
-                ended[how] = now
-                seconds = now - begun.get(how, float("nan"))
-                print(f"{how}: rank 0 ended with {processes[how, 0].exitcode} after {seconds:.1f} s", flush=True)
-        time.sleep(0.05)
-    for process in processes.values():
-        process.kill()
+    report_ends(processes, out, SETUP + 20 * TIMEOUT)
 
 
 def main() -> None:

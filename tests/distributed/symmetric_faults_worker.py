@@ -12,6 +12,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,12 +86,18 @@ def main() -> None:
         for how in FAULTS
         for rank in range(2)
     }
+    report_ends(processes, out, SETUP + 4 * timeout)
+
+
+def report_ends(processes: dict[tuple[str, int], Any], out: Path, limit: float) -> None:
+    """Runs processes by fault and rank, and says how each rank 0 has ended, and how long after ``<fault>.begin``."""
     for process in processes.values():
         process.start()
-    begun, ended, deadline = {}, {}, time.monotonic() + SETUP + 4 * timeout
-    while len(ended) < len(FAULTS) and time.monotonic() < deadline:
+    faults = {how for how, _ in processes}
+    begun, ended, deadline = {}, {}, time.monotonic() + limit
+    while len(ended) < len(faults) and time.monotonic() < deadline:
         now = time.monotonic()
-        for how in FAULTS:
+        for how in faults:
             if how not in begun and (out / f"{how}.begin").exists():
                 begun[how] = now
             if how not in ended and processes[how, 0].exitcode is not None:
