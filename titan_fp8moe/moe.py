@@ -80,13 +80,15 @@ def routed_experts(
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
         score_before_experts: multiply the experts' input, not their output, by the score.
         meanwhile: computes a tensor (T, D) that is added to the result. It runs while tokens travel between ranks, and
-            so does its backward: the place for shared experts.
+            so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
 
     Returns:
         (T, D) in the dtype of ``x``.
 
     Raises:
         ValueError: for shapes, dtypes, devices or numbers of rows that the kernels cannot take.
+        RuntimeError: with ``dispatch = "symmetric"``, if a rank does not arrive within the timeout of ``ep_group`` or two
+            layers are in flight. Too little room shows later: :func:`titan_fp8moe.workspace.check_room`.
 
     Example::
 
