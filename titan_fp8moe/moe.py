@@ -87,7 +87,7 @@ def routed_experts(
 
     Raises:
         ValueError: for shapes, dtypes, devices or numbers of rows that the kernels cannot take.
-        RuntimeError: with ``dispatch = "symmetric"``, if a rank does not arrive within the timeout of ``ep_group`` or two
+        RuntimeError: with ``dispatch = "symmetric"``, if a rank is later than the timeout of ``ep_group``, or if two
             layers are in flight. Too little room shows later: :func:`titan_fp8moe.workspace.check_room`.
 
     Example::
