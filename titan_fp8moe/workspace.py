@@ -4,8 +4,8 @@ Each rank has a workspace of equal size, which all ranks can address: peer memor
 CPU. :mod:`titan_fp8moe.exchange` describes what is written there and when. A workspace serves all layers of its sizes,
 since a layer's exchange ends before the next begins. It is never freed, because CUDA graphs hold its addresses.
 
-Private interfaces of PyTorch that this file uses were checked with 2.11 and 2.13: ``_symmetric_memory.empty`` and
-``rendezvous``, ``_resolve_process_group``, and the ``options`` of a group's backend.
+Private interfaces of PyTorch that this file uses are in CONTRIBUTING.md's table. A backend's ``options._timeout`` was
+checked with 2.13, symmetric memory with 2.11.
 """
 
 import atexit
