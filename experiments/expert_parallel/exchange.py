@@ -55,11 +55,11 @@ PUSHES = ((16, 1024, 32), (8, 1024, 32), (8, 1024, 16), (4, 2048, 16))
 
 
 def choose(shape: Shape, num_ranks: int, skewed: bool) -> Tensor:
-    """(T, K) ids of different experts. Skewed, rank 0's experts are chosen about 1.4 times as often as the others'."""
-    scores = torch.rand(shape.T, num_ranks * shape.E, device=DEVICE)
+    """(T, K) ids of different experts. Skewed, each of rank 0's experts is twice as likely as any other."""
+    keys = torch.rand(shape.T, num_ranks * shape.E, device=DEVICE).log()
     if skewed:
-        scores[:, : shape.E] += 0.15 * shape.K / num_ranks
-    return scores.topk(shape.K).indices.int()
+        keys[:, : shape.E] /= 2
+    return keys.topk(shape.K).indices.int()
 
 
 # --- one process: four ranks' memory on one GPU -----------------------------------------------------------------------
