@@ -26,6 +26,8 @@ from titan_fp8moe.recipe import FP8
 from titan_fp8moe.testing import graphed, write_records
 from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
 
+workspace.allow_gpus = True
+
 LIMITS = {"local": 50, "processes": 60}  # seconds on one GPU
 LIMITS_SEVERAL = {"local": 50, "processes": 480}
 FACTOR, DEVICE = 1.5, "cuda"

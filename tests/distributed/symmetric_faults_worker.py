@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_fp8moe import Fp8FlowMoEConfig, exchange, routed_experts
+from titan_fp8moe import Fp8FlowMoEConfig, exchange, routed_experts, workspace
 from titan_fp8moe.kernels import symmetric
+
+workspace.allow_gpus = True
 
 TIMEOUT = 5  # seconds a rank may be late
 SETUP = 120

@@ -19,6 +19,8 @@ from tests.distributed.rows_worker import check
 from titan_fp8moe import Fp8FlowMoEConfig, moe, ops, routed_experts, workspace
 from titan_fp8moe.weights import ExpertWeights
 
+workspace.allow_gpus = True
+
 D, H, EXPERTS, TOP_K, TOKENS = 256, 128, 8, 3, 70
 
 
