@@ -133,3 +133,24 @@ def test_commit_of_a_copy_without_git(checkout: Path, monkeypatch):
     assert environment()["commit"] is None
     monkeypatch.setenv("TITAN_FP8MOE_COMMIT", "abc1234")
     assert environment()["commit"] == "abc1234"
+
+
+GPU_SCRIPTS = sorted(
+    path
+    for folder in ("kernels", "throughput")
+    for path in (Path(__file__).parents[1] / "experiments" / folder).glob("*.py")
+    if "__main__" in path.read_text() and path.stem not in ("plot", "setting", "one_more_layer")
+)
+
+
+@pytest.mark.parametrize("path", GPU_SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_scripts_ask_for_a_gpu_first(path):
+    assert "require_gpu()" in path.read_text().split("def main() -> None:")[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_a_script_without_a_gpu_ends_with_a_sentence():
+    command = [sys.executable, "-m", "experiments.kernels.gemm"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: this measures on a GPU, and PyTorch")

@@ -91,6 +91,7 @@ def test_every_kernel_of_the_package_has_its_class():
     assert own.keys() == found.keys()
     parts = {
         "kernels.gemm": "grouped GEMM",
+        "kernels.launch": "other pointwise",
         "kernels.permute": "permute, pack, unpermute",
         "kernels.quantize": "quantize",
         "kernels.routing": "permute, pack, unpermute",

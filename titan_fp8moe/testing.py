@@ -126,6 +126,13 @@ def group_ends(rows: int, experts: int, skewed: bool = False, device: str = "cud
     return (tiles[order] * TILE).cumsum(0).to(torch.int32).to(device)
 
 
+def require_gpu() -> None:
+    """Ends the program with one sentence if PyTorch finds no GPU, before anything is built for it."""
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else ", and is built without CUDA"
+        sys.exit(f"error: this measures on a GPU, and PyTorch {torch.__version__} finds none{built}")
+
+
 # --- time on a GPU ----------------------------------------------------------------------------------------------------
 
 BACK_TO_BACK = "back to back"

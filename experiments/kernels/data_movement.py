@@ -20,7 +20,7 @@ from torch import Tensor
 from torchao.prototype.blockwise_fp8_training import kernels as torchao
 from torchtitan.models.moe import utils as torchtitan
 
-from titan_fp8moe import recipe
+from titan_fp8moe import recipe, testing
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import TILE
@@ -274,6 +274,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="time only this package's kernels")
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     args = parser.parse_args()
+    testing.require_gpu()
     torch.manual_seed(0)
     copy = device_copy()
     print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s; peers as speedup over them")

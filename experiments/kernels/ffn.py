@@ -26,7 +26,7 @@ from torch import Tensor
 from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
 from experiments.kernels.gemm import LAYERS
-from titan_fp8moe import ops, recipe
+from titan_fp8moe import ops, recipe, testing
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ffn import ExpertFFNBackward, expert_ffn
 from titan_fp8moe.rows import Routing, Rows
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further layer is begun")
     args = parser.parse_args()
+    testing.require_gpu()
     setting = environment()
     print(setting["hardware"], setting["versions"])
     torch.manual_seed(0)

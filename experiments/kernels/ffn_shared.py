@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_fp8moe import ops
+from titan_fp8moe import ops, testing
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ffn import ExpertFFNBackward, expert_ffn
 from titan_fp8moe.recipe import FP8
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--rep-ms", type=int, default=100, help="length of a candidate's turn")
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     args = parser.parse_args()
+    testing.require_gpu()
     setting = environment()
     print(setting["hardware"], setting["versions"])
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ import time
 import torch
 import triton
 
+from titan_fp8moe import testing
 from titan_fp8moe.moe import routed_experts
 from titan_fp8moe.testing import environment
 
@@ -54,6 +55,7 @@ def measure(layer: str) -> None:
 
 
 def main() -> None:
+    testing.require_gpu()
     setting = environment()
     print(setting["hardware"], setting["versions"], flush=True)
     failed = False

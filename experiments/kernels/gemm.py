@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan_fp8moe import ops, recipe
+from titan_fp8moe import ops, recipe, testing
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 from titan_fp8moe.testing import environment, group_ends, launched, median_ms, write_records
 
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further GEMM is begun")
     args = parser.parse_args()
+    testing.require_gpu()
     setting = environment()
     print(setting["hardware"], setting["versions"])
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
 from experiments.kernels.ffn import by_autograd, compiled
-from titan_fp8moe import grouped_mm, routed_experts
+from titan_fp8moe import grouped_mm, routed_experts, testing
 from titan_fp8moe.testing import (
     BACK_TO_BACK,
     environment,
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    testing.require_gpu()
     setting = environment()
     print(setting["hardware"], setting["versions"])
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ best value into the constant.
 import argparse
 
 from experiments.kernels.data_movement import LAYERS, cases, device_copy, gb_per_s
+from titan_fp8moe import testing
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 
 SWEEP = {
@@ -37,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="sweep the kernels whose name contains this")
     args = parser.parse_args()
+    testing.require_gpu()
     copy = device_copy()
     for layer in LAYERS[:4]:
         for routing, case in cases(layer):

@@ -23,6 +23,7 @@ import torch
 import titan_fp8moe
 from experiments.throughput import layer
 from experiments.throughput.variants import VARIANTS, Bench, Shape
+from titan_fp8moe import testing
 from titan_fp8moe.testing import write_records
 from titan_fp8moe.torchtitan import parallel
 
@@ -99,6 +100,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--top", type=int, default=12, help="functions to list")
     args = parser.parse_args()
+    if args.model != "tiny":
+        testing.require_gpu()
     shape = Shape(args.model, args.experts, args.tokens)
     parallel.install()
     bench = Bench(shape, 1, {name: VARIANTS[name] for name in args.variants})

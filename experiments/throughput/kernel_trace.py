@@ -38,6 +38,7 @@ _CLASSES = [
 # Kernels of this package, by the module or package in titan_fp8moe.kernels that defines them.
 _OWN_CLASSES = {
     "gemm": "grouped GEMM",
+    "launch": "other pointwise",  # once per process
     "permute": "permute, pack, unpermute",
     "quantize": "quantize",
     "routing": "permute, pack, unpermute",

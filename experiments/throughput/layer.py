@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from experiments.throughput import kernel_trace
 from experiments.throughput.variants import CAPTURED, GRAPH, MODELS, VARIANTS, Bench, Shape, Variant, variants
-from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
+from titan_fp8moe.testing import exit_on_sigterm, require_gpu, write_records, write_text
 from titan_fp8moe.torchtitan import parallel
 
 WORK = Path("outputs/throughput")
@@ -392,6 +392,8 @@ def main() -> None:
                         help=f"of {', '.join(map(repr, [*VARIANTS, *graphs]))}; default: all")  # fmt: skip
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if {*args.models} != {"tiny"}:
+        require_gpu()
     shapes = [
         Shape(model, experts, tokens)
         for model in args.models

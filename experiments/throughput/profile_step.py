@@ -14,6 +14,7 @@ import os
 from experiments.throughput import kernel_trace
 from experiments.throughput.kernel_trace import TRACE_WRITTEN, TRACED
 from experiments.throughput.train import CONVERTERS, Run, finish, parser
+from titan_fp8moe import testing
 from titan_fp8moe.testing import exit_on_sigterm, write_records
 
 VARIANTS = ("bf16", "bf16_whole", "fp8_flow")
@@ -52,6 +53,7 @@ def main() -> None:
     p = parser(__doc__)
     p.add_argument("--variants", nargs="+", help=f"of {', '.join(CONVERTERS)}; bf16_whole needs --gpus 1")
     args = p.parse_args()
+    testing.require_gpu()
     args.variants = args.variants or [name for name in VARIANTS if args.gpus == 1 or name != "bf16_whole"]
     args.steps = TRACED.stop
     exit_on_sigterm()

@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from titan_fp8moe import testing
 from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
 
 CONFIG = "experiments/throughput/train.toml"
@@ -319,6 +320,7 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
     p.add_argument("--largest-batch", type=int, nargs=2, metavar=("LOW", "HIGH"), help="search instead of timing")
     args = p.parse_args()
+    testing.require_gpu()
     args.begin = time.monotonic()
     exit_on_sigterm()
     shape = finish(args, "train")

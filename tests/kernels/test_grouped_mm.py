@@ -232,6 +232,17 @@ def test_wgrad_of_views(kernels, generator, K):
         check_wgrad(kernels, (a, a_scale, xT, xT_scale), groups, torch.float32)
 
 
+def test_wgrad_scales_of_any_strides(kernels, generator):
+    """Of both operands, along rows and along blocks."""
+    a, a_scale, b, b_scale = make_wgrad_operands(generator, 384, 512, 256)
+    views = []
+    for scale in (a_scale, b_scale):
+        wide = scale.view(torch.uint8).new_full((2 * scale.shape[0], 3 * scale.shape[1]), 200)
+        wide[::2, ::3] = scale.view(torch.uint8)
+        views.append(wide.view(recipe.E8M0)[::2, ::3])
+    check_wgrad(kernels, (a, views[0], b, views[1]), offsets(128, 384, device=a.device), torch.float32)
+
+
 @pytest.mark.parametrize("magnitude", [1e-10, 1e-30, 1e30])
 def test_wgrad_magnitudes(kernels, generator, magnitude):
     operands = make_wgrad_operands(generator, 128, 128, 128, magnitude)
