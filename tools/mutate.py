@@ -166,6 +166,7 @@ def main() -> None:
         records = map(json.loads, args.out.read_text().splitlines())
         known = {json.dumps(record["mutation"]): record["noticed_by"] for record in records}
     chosen = sample(args.seed, args.count)
+    sources = {mutation.path: (ROOT / mutation.path).read_text() for mutation in chosen}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         ignored = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache")
@@ -173,13 +174,13 @@ def main() -> None:
         for mutation in chosen:
             key = json.dumps(mutation)
             if key not in known:
-                source = (ROOT / mutation.path).read_text()
+                source = sources[mutation.path]
                 (copy / mutation.path).write_text(mutation.apply(source))
                 known[key] = notice(copy, mutation)
                 (copy / mutation.path).write_text(source)
                 with args.out.open("a") as file:
                     print(json.dumps({"mutation": mutation, "noticed_by": known[key]}), file=file)
-            line = (ROOT / mutation.path).read_text().splitlines()[mutation.start[0] - 1].strip()
+            line = sources[mutation.path].splitlines()[mutation.start[0] - 1].strip()
             print(
                 f"{known[key] or 'SURVIVED':32} {mutation.path}:{mutation.start[0]}  {line}  ->  {mutation.new}",
                 flush=True,
