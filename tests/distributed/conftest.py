@@ -41,7 +41,8 @@ def ended_well(done: subprocess.CompletedProcess) -> bool:
 
 class WorkerResults:
     """Results of a worker script's cases by name. All cases of a world size are computed at once, when the first of
-    them is asked for, and after the smaller world sizes, whose files they may start from.
+    them is asked for, and after the smaller world sizes, whose files they may start from. A case that ends the script
+    fails alone: the script runs again for those after it.
 
     Where there are GPUs, but fewer than a case has ranks, it runs on the CPU with gloo, from files of its own: what the
     smaller world sizes have left on GPUs differs by more than rounding.
@@ -61,7 +62,7 @@ class WorkerResults:
         shared: tuple[str, ...] = (),
     ):
         self.out, self.script, self.groups, self.cpu_only, self.shared = out, script, groups, cpu_only, shared
-        self.logs = {}
+        self.logs, self.ran = {}, set()
 
     def get(self, case: str, beside: str | None = None) -> dict:
         """The case's result, on the device of the case ``beside``, with which it is to be compared."""
@@ -74,14 +75,26 @@ class WorkerResults:
                 for name in self.shared:
                     shutil.copytree(self.out / name, out / name)
         for n, names in self.groups.items():
-            if n <= num_ranks and (n, out) not in self.logs:
-                done = run_workers(self.script, n, str(out), *names, cpu_only=cpu_only)
-                self.logs[n, out] = done.stdout[-4000:] + done.stderr[-4000:]
+            if n <= num_ranks and (n, out) not in self.ran:
+                self.ran.add((n, out))
+                self._run(n, names, out, cpu_only)
         path = out / f"{case}.pt"
-        assert path.exists(), f"no result for {case}; the workers' last words:\n{self.logs[num_ranks, out]}"
+        assert path.exists(), f"no result for {case}; the workers' last words:\n{self.logs.get((case, out))}"
         result = torch.load(path)
         assert "error" not in result, result["error"]
         return result
+
+    def _run(self, num_ranks: int, names: list[str], out: Path, cpu_only: bool) -> None:
+        fruitless = 0
+        while names and fruitless < 2:  # twice without any result: it is not the cases
+            done = run_workers(self.script, num_ranks, str(out), *names, cpu_only=cpu_only)
+            left = [name for name in names if not (out / f"{name}.pt").exists()]
+            fruitless = fruitless + 1 if len(left) == len(names) else 0
+            log = done.stdout[-4000:] + done.stderr[-4000:]
+            self.logs |= {(name, out): log for name in left}
+            # The case that ended the script has left its error, or else nothing.
+            failed = any("error" in torch.load(out / f"{name}.pt") for name in names if name not in left)
+            names = left if failed else left[1:]
 
     def _ranks(self, case: str) -> int:
         return next(n for n, names in self.groups.items() if case in names)

@@ -38,10 +38,13 @@ def gpu_kernels(request):
     return grouped_mm if request.param == "picked" else portable
 
 
-@pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked", "emulated"] if INTERPRETED else ["picked"])
-def kernels(request, seed):
-    if request.param == "emulated":
-        with emulate(num_ctas=(1, 3, 8)[seed % 3]):
+CTAS = [f"emulated on {num_ctas}" for num_ctas in (1, 3, 8)]
+
+
+@pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked", *CTAS] if INTERPRETED else ["picked"])
+def kernels(request):
+    if request.param in CTAS:
+        with emulate(num_ctas=int(request.param.split()[-1])):
             yield grouped_mm
     else:
         yield grouped_mm if request.param == "picked" else portable
