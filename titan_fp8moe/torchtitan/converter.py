@@ -13,13 +13,18 @@ from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_paral
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
-from torchtitan.protocols.model_converter import ModelConverter, ModelConvertersContainer, register_model_converter
+from torchtitan.protocols.model_converter import (
+    ModelConverter,
+    ModelConvertersContainer,
+    _registry_model_converter_cls,
+    register_model_converter,
+)
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe import checks, dense, dispatch, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.modules import Fp8FlowLinear
-from titan_fp8moe.torchtitan import compat, compiling, job_checks, nan_watch, parallel
+from titan_fp8moe.torchtitan import compat, compiling, first_hour, job_checks, nan_watch, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
 from titan_fp8moe.weights import WeightCache
@@ -49,6 +54,7 @@ class Fp8FlowMoEConverter(ModelConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         job_checks.check_job(job_config)
         job_checks.check_parallelism(job_config, parallel_dims)
+        first_hour.check_resumption(job_config, parallel_dims)
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.fault_tolerance = job_config.fault_tolerance.enable
@@ -199,6 +205,9 @@ def _log_changes() -> None:
 def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapper(self: ModelConvertersContainer, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        for name in job_config.model.converters:
+            if name not in _registry_model_converter_cls:
+                raise ValueError(f"model.converters has {name!r}; known are {sorted(_registry_model_converter_cls)}")
         init(self, job_config, parallel_dims)
         table = getattr(job_config, NAME, None)
         if table is None or NAME in job_config.model.converters:

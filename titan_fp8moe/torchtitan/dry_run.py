@@ -29,6 +29,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
+from titan_fp8moe.torchtitan.first_hour import check_corpus
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 
 # Parameter, gradient and Adam's two moments, all in training.dtype.
@@ -62,6 +63,7 @@ def check_config(config: JobConfig) -> None:
     for section in ("training", *["validation"] * config.validation.enable):
         if (dataset := getattr(config, section).dataset) not in DATASETS:
             raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
+    check_corpus(config)
 
 
 def _check_choices(section: Any, prefix: str) -> None:

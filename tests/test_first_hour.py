@@ -1,0 +1,114 @@
+"""Mistakes of a first run get a sentence before training: damaged or foreign checkpoints, and a corpus without text."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.model_converter import build_model_converters
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers the converter
+from titan_fp8moe.torchtitan.first_hour import check_corpus, check_resumption
+
+DIMS = SimpleNamespace(dp_replicate=1, dp_shard=2)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Two whole checkpoints of two data-parallel ranks, after steps 8 and 16."""
+    job = ConfigManager().parse_args(["--checkpoint.enable", f"--job.dump_folder={tmp_path}"])
+    for step in (8, 16):
+        state = {"w": torch.randn(64, 64), "dataloader.dp_rank_0": b"0" * 9, "dataloader.dp_rank_1": b"1" * 9}
+        dcp.save(state, checkpoint_id=tmp_path / f"checkpoint/step-{step}", no_dist=True)
+    return job
+
+
+def step(tmp_path, number):
+    return tmp_path / f"checkpoint/step-{number}"
+
+
+def test_whole_checkpoints_and_none(job, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        check_resumption(job, DIMS)
+        check_resumption(
+            ConfigManager().parse_args([f"--job.dump_folder={tmp_path}/none", "--checkpoint.enable"]), DIMS
+        )
+    assert "step-" not in caplog.text
+
+
+def test_the_last_save_did_not_finish(job, tmp_path, caplog):
+    (step(tmp_path, 16) / ".metadata").unlink()
+    with caplog.at_level(logging.WARNING):
+        check_resumption(job, DIMS)
+    assert "step-16 has no .metadata, its save did not finish; resuming from step-8" in caplog.text
+
+
+def test_no_save_finished(job, tmp_path):
+    for number in (8, 16):
+        (step(tmp_path, number) / ".metadata").unlink()
+    with pytest.raises(
+        ValueError, match=r"has step-8, step-16, but no \.metadata in any.*begin with step 1; move them"
+    ):
+        check_resumption(job, DIMS)
+    job.checkpoint.enable = False
+    check_resumption(job, DIMS)
+
+
+@pytest.mark.parametrize("how", ["shorter", "gone", "metadata"])
+def test_damaged(job, tmp_path, how):
+    (file,) = step(tmp_path, 16).glob("*.distcp")
+    if how == "gone":
+        file.unlink()
+    else:
+        file = file if how == "shorter" else step(tmp_path, 16) / ".metadata"
+        file.write_bytes(file.read_bytes()[:100])
+    message = "cannot be read" if how == "metadata" else r"has (100|0) of \d+ bytes"
+    with pytest.raises(ValueError, match=f"{message}.*damaged; remove .*step-16 to resume from the one before"):
+        check_resumption(job, DIMS)
+    job.checkpoint.load_step = 8
+    check_resumption(job, DIMS)
+
+
+def test_another_number_of_ranks(job):
+    dims = SimpleNamespace(dp_replicate=2, dp_shard=2)
+    with pytest.raises(ValueError, match=r"saved on 2 data-parallel ranks, and this job has 4.*exclude_from_loading"):
+        check_resumption(job, dims)
+    job.checkpoint.exclude_from_loading = ["dataloader"]
+    check_resumption(job, dims)
+
+
+@pytest.mark.parametrize(
+    "line, fits", [('{"text": "a"}', True), ('{"content": "a"}', False), ("a", False), ("", False)]
+)
+def test_corpus_without_text(tmp_path, line, fits):
+    (tmp_path / "part.jsonl").write_text(line + "\n")
+    for path in (tmp_path, tmp_path / "part.jsonl"):
+        job = ConfigManager().parse_args(["--training.dataset=c4_test", f"--training.dataset_path={path}"])
+        if fits:
+            check_corpus(job)
+        else:
+            with pytest.raises(ValueError, match=r'part.jsonl: its first line is no \{"text".*tools/build_corpus.py'):
+                check_corpus(job)
+
+
+@pytest.mark.parametrize(
+    "options, warned",
+    [
+        (["--training.dataset=c4_test", "--training.dataset_path=outputs/nowhere"], True),
+        (["--training.dataset=c4", "--training.dataset_path=/nowhere"], True),
+        (["--training.dataset=c4"], False),
+        (["--training.dataset=c4", "--training.dataset_path=owner/name"], False),  # on the hub
+    ],
+)
+def test_missing_corpus(caplog, options, warned):
+    with caplog.at_level(logging.WARNING):
+        check_corpus(ConfigManager().parse_args(options))
+    assert ("on this machine; tools/build_corpus.py" in caplog.text) == warned
+
+
+def test_unknown_converter():
+    job = ConfigManager().parse_args(["--model.converters=fp8_flow"])
+    with pytest.raises(ValueError, match=r"model.converters has 'fp8_flow'; known are .*'fp8_flow_moe'"):
+        build_model_converters(job, DIMS)

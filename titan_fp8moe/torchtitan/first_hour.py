@@ -1,0 +1,97 @@
+"""Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints and the corpus.
+
+The converter checks the checkpoint that the job would resume from, and the dry run both.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemReader
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.tools.logging import logger
+
+
+def check_resumption(job: JobConfig, dims: ParallelDims) -> None:
+    """Whether torchtitan will resume, and from a checkpoint that is whole and fits the ranks.
+
+    Raises:
+        ValueError: there are checkpoints, but none that torchtitan would take: it would begin with step 1. Or the one
+            that it takes lacks files or parts of them, or was saved on another number of data-parallel ranks.
+    """
+    settings = job.checkpoint
+    folder = Path(job.job.dump_folder) / settings.folder
+    if not settings.enable or not folder.is_dir():
+        return
+    found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"step-(\d+)", path.name))}
+    known = [step for step, path in found.items() if _is_known(path)]
+    step = max(known, default=-1) if settings.load_step == -1 else settings.load_step
+    if found and not known and settings.load_step == -1:
+        raise ValueError(
+            f"{folder} has {', '.join(f'step-{n}' for n in sorted(found))}, but no .metadata in any: the saves did not "
+            "finish, and torchtitan would begin with step 1; move them away to do so, or set another job.dump_folder"
+        )
+    if newer := sorted(n for n in found if n > step and n not in known):
+        logger.warning(
+            f"{folder}: step-{newer[-1]} has no .metadata, its save did not finish; resuming from step-{step}"
+        )
+    if step in known and (found[step] / ".metadata").is_file():
+        _check_checkpoint(found[step], job, dims)
+
+
+def _is_known(path: Path) -> bool:
+    """Whether torchtitan takes the folder for a checkpoint."""
+    return any((path / name).is_file() for name in (".metadata", "model.safetensors.index.json"))
+
+
+def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
+    remedy = f"remove {path} to resume from the one before, or set checkpoint.load_step"
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:
+        raise ValueError(
+            f"{path / '.metadata'} cannot be read ({error!r}): the checkpoint is damaged; {remedy}"
+        ) from error
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        size = (path / name).stat().st_size if (path / name).is_file() else 0
+        if size < end:
+            raise ValueError(f"{path / name} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
+    saved = {key for key in metadata.state_dict_metadata if key.startswith("dataloader.dp_rank_")}
+    ranks = dims.dp_replicate * dims.dp_shard
+    if saved and len(saved) != ranks and "dataloader" not in job.checkpoint.exclude_from_loading:
+        raise ValueError(
+            f"{path} was saved on {len(saved)} data-parallel ranks, and this job has {ranks}: torchtitan cannot resume "
+            "the data where it was; set checkpoint.exclude_from_loading = ['dataloader'] to begin the corpus anew"
+        )
+
+
+def check_corpus(job: JobConfig) -> None:
+    """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a minute.
+
+    Raises:
+        ValueError: a corpus without text, which torchtitan notices when it trains.
+    """
+    for section in ("training", *["validation"] * job.validation.enable):
+        settings = getattr(job, section)
+        name, given = settings.dataset, settings.dataset_path
+        path = Path(given or DATASETS[name.lower()].path).expanduser()
+        is_local = name == "c4_test" or (given is not None and (path.is_absolute() or given.startswith(".")))
+        if is_local and not path.exists():
+            logger.warning(f"{section}.dataset_path = {given!r}: there is no {path} on this machine; {_HOW}")
+        for file in [path] if path.suffix == ".jsonl" else sorted(path.glob("*.jsonl"))[:1]:
+            with file.open() as lines:
+                first = lines.readline()
+            try:
+                has_text = isinstance(json.loads(first)["text"], str)
+            except (ValueError, KeyError, TypeError):
+                has_text = False
+            if not has_text:
+                raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_HOW}')
+
+
+_HOW = "tools/build_corpus.py makes a corpus of text files"
