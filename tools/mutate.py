@@ -28,7 +28,7 @@ CORE = ["test_moe.py", "test_ops.py", "test_recipe.py", "test_weights.py", "test
 # By the beginning of a path below titan_fp8moe: test files, those in kernels/ in Triton's interpreter.
 TESTS = {
     "kernels/gemm/": ["kernels/test_grouped_mm.py", "test_gemm_order.py", "test_launch.py"],
-    "kernels/launch": ["test_launch.py"],
+    "kernels/launch": ["test_launch.py", "kernels/test_kernel_check.py"],
     "kernels/permute": ["kernels/test_permute.py"],
     "kernels/quantize": ["kernels/test_quantize.py"],
     "kernels/routing": ["kernels/test_permute.py"],

@@ -6,13 +6,19 @@ import torch
 
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import kernel_check
+from titan_fp8moe.kernels import launch, symmetric
 from titan_fp8moe.kernels.launch import Kernel, _probe_kernel
+
+
+def test_the_probe_stores_its_arguments(device):
+    """By which a launch of this package is compared with one of Triton's; tests/test_launch.py has both on a GPU."""
+    assert launch._probe(str(device)) == [3, 5, 1, 48, 7, 2**40 + 1, 9]
 
 
 def test_every_kernel_is_run_and_agrees(monkeypatch):
     """Without a GPU the interpreter's kernels stand for it; Gluon's have no interpreter."""
-    launched, launch = set(), Kernel._launch
-    monkeypatch.setattr(Kernel, "_launch", lambda k, *args, **kw: launched.add(k) or launch(k, *args, **kw))
+    launched, launch_kernel = set(), Kernel._launch
+    monkeypatch.setattr(Kernel, "_launch", lambda k, *args, **kw: launched.add(k) or launch_kernel(k, *args, **kw))
     if INTERPRETED:
         on, run = [], kernel_check._run
         for name in ("grouped_mm", "permute", "quantize", "swiglu", "transpose"):
@@ -26,6 +32,7 @@ def test_every_kernel_is_run_and_agrees(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert kernel_check.self_check() == []
     modules = [module for name, module in sys.modules.items() if name.startswith("titan_fp8moe.kernels.")]
+    modules.remove(symmetric)  # other ranks take part in them
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     absent = {kernel.kernel.__name__ for kernel in kernels - launched - {_probe_kernel}}
     assert absent == ({"grouped_mm_hopper_kernel", "wgrad_hopper_kernel"} if INTERPRETED else set())

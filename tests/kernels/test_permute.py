@@ -300,7 +300,7 @@ def test_pack_combine(generator, D, C, K, with_ds):
 
 @pytest.mark.parametrize("D", [128, 1408])
 @pytest.mark.parametrize("T", [0, 1, 50])
-@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("K", [1, 2, 3])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_unpermute_gradients(generator, D, T, K, out_dtype):
     rows = 40

@@ -155,10 +155,10 @@ def _probe_kernel(x, scale, nothing, out, one, n, m, big, VALUE: tl.constexpr):
         tl.store(out + 7, tl.program_id(1).to(tl.int64))
 
 
-def _probe() -> list[int]:
-    x = torch.full((1,), 3.0, device="cuda")
-    scale = torch.full((1,), 5, dtype=torch.uint8, device="cuda").view(E8M0)
-    out = torch.zeros(8, dtype=torch.int64, device="cuda")
+def _probe(device: str = "cuda") -> list[int]:
+    x = torch.full((1,), 3.0, device=device)
+    scale = torch.full((1,), 5, dtype=torch.uint8, device=device).view(E8M0)
+    out = torch.zeros(8, dtype=torch.int64, device=device)
     _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, VALUE=9)
     return out.tolist()[:7]
 
