@@ -206,7 +206,7 @@ def grouped_mm_wgrad(
     grouped_mm_wgrad_kernel[grid](
         _tiles(aT_NM),
         _tiles(bT_KM),
-        _tiles(out.flatten(0, 1)),
+        _tiles(out.view(E * N, columns or K)),
         aT_scale.view(torch.uint8),
         bT_scale.view(torch.uint8),
         offsets_E,
