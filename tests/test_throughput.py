@@ -96,6 +96,7 @@ def test_every_kernel_of_the_package_has_its_class():
         "kernels.quantize": "quantize",
         "kernels.routing": "permute, pack, unpermute",
         "kernels.swiglu": "SwiGLU",
+        "kernels.symmetric": "communication",
         "kernels.transpose": "transpose",
     }
     by_module = {name: next(part for part in parts if f"{part}." in f"{module}.") for name, module in found.items()}

@@ -43,6 +43,7 @@ _OWN_CLASSES = {
     "quantize": "quantize",
     "routing": "permute, pack, unpermute",
     "swiglu": "SwiGLU",
+    "symmetric": "communication",
     "transpose": "transpose",
 }
 
