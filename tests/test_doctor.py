@@ -130,6 +130,12 @@ def test_what_the_doctor_says(gpu, monkeypatch, capsys, where, hip, wrong, code,
     assert said in printed and ("NOT among" in printed) == (where != HOPPER)
 
 
+def test_rates():
+    rates = doctor.rates(copied_bytes=10**9, copy_ms=0.5, rows=1000, gemm_ms=0.01, layer_ms=1.5)
+    assert rates["copy"] == "4.00 TB/s" and rates["layer"].startswith("1.50 ms forward and backward (4096 tokens, ")
+    assert rates["GEMM"] == "1,153 TFLOPS (1000 x 2816 x 2048)"  # 2 * 1000 * 2816 * 2048 / 1e-5 s
+
+
 @pytest.mark.gpu
 def test_the_doctor_on_a_gpu(capsys):
     assert doctor.main() == 0

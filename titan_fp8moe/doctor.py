@@ -69,12 +69,17 @@ def measure() -> dict[str, str]:
 
     copy = _best_ms(lambda: target.copy_(source))
     gemm = _best_ms(lambda: ops.grouped_mm(a, a_scale, *b, offsets_E, torch.bfloat16))
+    return rates(source.numel(), copy, rows, gemm, _best_ms(layer))
+
+
+def rates(copied_bytes: int, copy_ms: float, rows: int, gemm_ms: float, layer_ms: float) -> dict[str, str]:
+    """The rates of :func:`measure`: bytes read and written, and products of GEMM 1 with one expert."""
     flops = 2 * rows * DIM * 2 * HIDDEN
     shape = f"{TOKENS} tokens, {EXPERTS} experts, top {TOP_K}, dims {DIM} and {HIDDEN}"
     return {
-        "copy": f"{2 * source.numel() / copy / 1e9:.2f} TB/s",
-        "GEMM": f"{flops / gemm / 1e9:,.0f} TFLOPS ({rows} x {2 * HIDDEN} x {DIM})",
-        "layer": f"{_best_ms(layer):.2f} ms forward and backward ({shape})",
+        "copy": f"{2 * copied_bytes / copy_ms / 1e9:.2f} TB/s",
+        "GEMM": f"{flops / gemm_ms / 1e9:,.0f} TFLOPS ({rows} x {2 * HIDDEN} x {DIM})",
+        "layer": f"{layer_ms:.2f} ms forward and backward ({shape})",
     }
 
 
