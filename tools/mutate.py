@@ -32,6 +32,8 @@ TESTS = {
     "kernels/permute": ["kernels/test_permute.py"],
     "kernels/quantize": ["kernels/test_quantize.py"],
     "kernels/routing": ["kernels/test_permute.py"],
+    "kernels/symmetric": ["kernels/test_symmetric.py"],
+    "workspace": ["kernels/test_symmetric.py"],
     "kernels/swiglu": ["kernels/test_swiglu.py"],
     "kernels/transpose": ["kernels/test_transpose.py"],
     "kernels/": ["test_kernels_compile.py"],
