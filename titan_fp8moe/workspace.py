@@ -144,6 +144,7 @@ class Workspace:
         self._views: dict[tuple[str, int], Tensor] = {}
         self._planned = torch.cuda.Event() if device.type == "cuda" else None
         Workspace._all.add(self)
+        _watch_process()
 
     def view(self, name: str, rank: int | None = None) -> Tensor:
         """A section of ``rank``'s memory, by default of this rank's."""
@@ -235,10 +236,13 @@ def _check_room_before_a_step(*_: Any) -> None:
         check_room()
 
 
-register_optimizer_step_pre_hook(_check_room_before_a_step)
+@functools.cache
+def _watch_process() -> None:
+    """From the first workspace on, checks the room before optimizer steps, and explains traps at the exit."""
+    register_optimizer_step_pre_hook(_check_room_before_a_step)
+    atexit.register(_explain_traps)
 
 
-@atexit.register
 def _explain_traps() -> None:
     """Says why a kernel has trapped: CUDA's own error, which the process ends with, does not."""
     for workspace in list(Workspace._all):
