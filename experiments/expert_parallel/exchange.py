@@ -26,8 +26,6 @@ from titan_fp8moe.recipe import FP8
 from titan_fp8moe.testing import graphed, write_records
 from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
 
-workspace.allow_gpus = True
-
 LIMITS = {"local": 50, "processes": 60}  # seconds on one GPU
 LIMITS_SEVERAL = {"local": 50, "processes": 480}
 FACTOR, DEVICE = 1.5, "cuda"
@@ -394,6 +392,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="records are added to this file")
     parser.add_argument("--part", choices=[*LIMITS], help="one part only, in this process")
     args = parser.parse_args()
+    workspace.allow_gpus = True
     if args.part == "processes" and "RANK" in os.environ:
         return processes(args.out)
     if args.part == "local":
