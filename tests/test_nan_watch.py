@@ -93,6 +93,26 @@ def test_the_first_is_named_once(group, monkeypatch, caplog, where, said):
     assert f"showed first in {said}, by step 3" in caplog.text
 
 
+def test_a_late_answer_is_still_the_first(group, monkeypatch, caplog):
+    """A host that is steps ahead of the device reads what the device has not written yet."""
+    monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: False)
+    orders = iter([nan_watch.NOBODY, 2, 0, 0])
+    monkeypatch.setattr(
+        nan_watch, "first_seen", lambda *_: torch.tensor(next(orders), dtype=torch.int32, device=DEVICE)
+    )
+    late = iter([True, True, False])
+    monkeypatch.setattr(nan_watch, "int", lambda t: nan_watch.NOBODY if next(late) else t.item(), raising=False)
+    monkeypatch.setattr(nan_watch.utils, "device_type", DEVICE)
+    nan_watch._look_after_each_step.cache_clear()
+    nan_watch.watch({name: nn.Module() for name in NAMES})
+    processor = object.__new__(MetricsProcessor)
+    processor.model_parts = []
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 5):
+            processor.should_log(step)
+    assert "showed first in layers.1.moe, in its input x" in caplog.text
+
+
 def test_linears_have_flags():
     flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
     x = torch.randn(8, D, device=DEVICE)

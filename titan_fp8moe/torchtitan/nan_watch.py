@@ -6,6 +6,7 @@ quantize store a flag where they meet one (:class:`titan_fp8moe.rows.NanFlags`).
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,12 +19,26 @@ from torchtitan.tools.logging import logger
 from titan_fp8moe.rows import NanFlags
 
 NOBODY = 2**31 - 1
-_names: list[str] = []
+
+
+@dataclass
+class _Watch:
+    """What is known of a job: the names of its layers, in the order of the forward, and :func:`first_seen`'s answer, on
+    the device and on the host."""
+
+    names: list[str]
+    seen: Tensor | None = None
+    answer: Tensor | None = None
+    reported: bool = False
+
+
+_job = _Watch([])
 
 
 def watch(layers: dict[str, nn.Module]) -> None:
     """Gives the layers flags, in the order of the forward, and lets torchtitan look at them after each step."""
-    _names[:] = layers
+    global _job
+    _job = _Watch([*layers])
     for index, module in enumerate(layers.values()):
         flags = torch.zeros(len(NanFlags._fields), 16, dtype=torch.uint8, device=utils.device_type)
         cast(Any, module).nan_flags, cast(Any, module).nan_index = flags, index
@@ -57,26 +72,26 @@ def describe(order: int, names: list[str]) -> str:
 def _look_after_each_step() -> None:
     """Extends ``MetricsProcessor.should_log``, which every rank calls after each step. Calling again does nothing."""
     should_log = MetricsProcessor.should_log
-    answer: Tensor | None = None
-    reported = False
 
     @functools.wraps(should_log)
     def wrapper(self: MetricsProcessor, step: int) -> bool:
-        nonlocal answer, reported
-        if answer is not None and (order := int(answer)) != NOBODY and not reported:
-            reported = True
+        job = _job
+        if job.answer is not None and (order := int(job.answer)) != NOBODY and not job.reported:
+            job.reported = True
             logger.warning(
-                f"FP8-Flow-MoE: a NaN or Inf showed first in {describe(order, _names)}, by step {step - 1}. Training "
-                "goes on, but the weights are lost: resume from an earlier checkpoint. fp8_flow_moe.filter_fqns leaves "
-                "the layer in bf16, to see whether FP8 is the cause"
+                f"FP8-Flow-MoE: a NaN or Inf showed first in {describe(order, job.names)}, by step {step - 1}. "
+                "Training goes on, but the weights are lost: resume from an earlier checkpoint. "
+                "fp8_flow_moe.filter_fqns leaves the layer in bf16, to see whether FP8 is the cause"
             )
         parts = cast(list[nn.Module], self.model_parts)
         modules = [m for part in parts for m in part.modules() if getattr(m, "nan_flags", None) is not None]
-        first = first_seen(modules, len(_names))
+        first = first_seen(modules, len(job.names))
         dist.all_reduce(first, op=dist.ReduceOp.MIN)  # always: a rank may read its answer later than another
-        if answer is None:
-            answer = torch.full((), NOBODY, dtype=torch.int32, pin_memory=first.is_cuda)
-        answer.copy_(first, non_blocking=True)
+        # The host may read late. The next steps, whose layers all hold NaNs, must not change the answer.
+        job.seen = first if job.seen is None else torch.where(job.seen < NOBODY, job.seen, first)
+        if job.answer is None:
+            job.answer = torch.full((), NOBODY, dtype=torch.int32, pin_memory=first.is_cuda)
+        job.answer.copy_(job.seen, non_blocking=True)
         return should_log(self, step)
 
     MetricsProcessor.should_log = wrapper
