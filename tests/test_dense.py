@@ -136,6 +136,10 @@ def test_inputs_that_do_not_fit_are_refused():
         feed_forward(x[..., :128], ExpertWeights(*weights), DEFAULTS)
     with pytest.raises(ValueError, match=r"the weight is \(176, 256\); both dims must be multiples of 128"):
         linear(x, weights[0], DEFAULTS)
+    with torch.autocast(DEVICE, torch.float16), pytest.raises(ValueError, match="result would be torch.float16"):
+        ffn(leaves())
+    with pytest.raises(ValueError, match="result would be torch.float16"):
+        linear(x.half(), torch.randn(128, D, device=DEVICE), DEFAULTS)
 
 
 def both(inputs, w):

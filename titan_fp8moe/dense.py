@@ -203,7 +203,10 @@ def _check_input(x: Tensor, D: int) -> None:
 
 def _result_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if dtype not in (torch.bfloat16, torch.float32):  # nor could the backward quantize such a gradient
+        raise ValueError(f"the result would be {dtype}, of x or of autocast; use bf16 or fp32")
+    return dtype
 
 
 # --- linear -----------------------------------------------------------------------------------------------------------
