@@ -145,7 +145,7 @@ def _convert_moe(layer: Any, config: Fp8FlowMoEConfig) -> None:
     converter.prepare_torchtitan(config)
     has_shared = layer.shared_experts is not None and _SHARED not in config.filter_fqns
     modules.Fp8FlowMoE.convert(layer, config, has_shared and modules.why_not_fp8(layer.shared_experts, 1) is None)
-    layer.experts.keep_fsdp = True  # other layers may stay in bf16
+    layer.experts.keep_fsdp = layer.experts.in_fsdp = True  # other layers may stay in bf16
 
 
 def _convert_dense(ffn: nn.Module, config: Fp8FlowMoEConfig) -> None:
