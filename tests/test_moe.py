@@ -302,6 +302,7 @@ def test_second_derivatives_are_refused():
             torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="graphs of PyTorch 2.11 treat these gradients as constants")
 def test_compiled_second_derivatives_are_refused():
     x, scores, chosen, weights = make_layer()
     x.requires_grad_()

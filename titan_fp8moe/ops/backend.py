@@ -62,12 +62,13 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd function around ops: refuses ``create_graph=True``.
 
-    PyTorch's decorator of this name treats the gradients as constants, silently, where the incoming gradient is one.
+    PyTorch's decorator of this name treats the gradients as constants, silently, where the incoming gradient is one. So
+    do graphs of PyTorch 2.11, which is not visible here; those of later versions refuse by themselves.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *douts: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled graphs refuse by themselves
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # traced without create_graph
             raise RuntimeError(
                 "FP8 layers have no second derivative, but this backward has create_graph=True; leave it out, or use "
                 "bf16 layers where the loss depends on gradients"
