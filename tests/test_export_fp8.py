@@ -42,8 +42,9 @@ def hardware_check(monkeypatch):
 @pytest.fixture(scope="module")
 def job():
     """The converted tiny model on the meta device, its arguments, and fp32 values of its parameters."""
-    Fp8FlowMoEConverter.trains_here = False
-    _, args, model = build_model(ConfigManager().parse_args([f"--job.config_file={TOML}"]), ONE_PROCESS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fp8FlowMoEConverter, "trains_here", False)
+        _, args, model = build_model(ConfigManager().parse_args([f"--job.config_file={TOML}"]), ONE_PROCESS)
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(v.shape, generator=generator) * 0.05 for name, v in model.state_dict().items()}
     return model, args, state
@@ -436,3 +437,11 @@ def test_world_size_tells(checkpoint, assets, export, tmp_path):
     options = ["--config", TOML, "--assets", assets, "--world-size"]
     assert "57 matrices in FP8 from bf16" in export(checkpoint, tmp_path / "2", *options, 2)
     assert "57 matrices in FP8 from fp32" in export(checkpoint, tmp_path / "1", *options, 1)
+
+
+def test_what_the_run_would_resume_from_does_not_matter(checkpoint, assets, export, tmp_path):
+    """The newest checkpoint was saved on two ranks; an export without --world-size takes the fewest."""
+    state = {f"dataloader.dp_rank_{rank}": b"" for rank in range(2)} | {"w": torch.zeros(1)}
+    dcp.save(state, checkpoint_id=tmp_path / "run/checkpoint/step-8", no_dist=True)
+    options = ["--config", TOML, "--assets", assets, "--quantized-from", "bf16", "--checkpoint.enable"]
+    assert "57 matrices" in export(checkpoint, tmp_path / "out", *options, f"--job.dump_folder={tmp_path}/run")

@@ -43,6 +43,7 @@ class Job:
 
     def __init__(self, toml: str, overrides: list[str], world_size: int | None = None):
         config: JobConfig = ConfigManager().parse_args([f"--job.config_file={toml}", *overrides])
+        config.checkpoint.enable = False  # nothing resumes here: other checkpoints of the run do not matter
         Fp8FlowMoEConverter.trains_here = False
         check_config(config)
         dims = make_parallel_dims(config, world_size or smallest_world_size(config))

@@ -66,7 +66,8 @@ def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
     if saved and len(saved) != ranks and "dataloader" not in job.checkpoint.exclude_from_loading:
         raise ValueError(
             f"{path} was saved on {len(saved)} data-parallel ranks, and this job has {ranks}: torchtitan cannot resume "
-            "the data where it was; set checkpoint.exclude_from_loading = ['dataloader'] to begin the corpus anew"
+            "the data where it was; set checkpoint.exclude_from_loading = ['dataloader'] to begin the corpus anew. A "
+            "dry run has the fewest ranks that the degrees allow, unless --world-size says otherwise"
         )
 
 
