@@ -9,7 +9,8 @@ from torch.torch_version import TorchVersion
 from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
-from titan_fp8moe.torchtitan import compat, cpu
+from titan_fp8moe.cpu_training import rebind
+from titan_fp8moe.torchtitan import compat
 
 SELECTIVE_CHECKPOINTING = (
     *compat._SELECTIVE_MODES,
@@ -72,10 +73,10 @@ def test_pipeline_counts_of_older_versions_need_no_correction(monkeypatch: pytes
 
 def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(utils, "only_here", 1, raising=False)
-    cpu._rebind("only_here", 2)
+    rebind("only_here", 2)
     assert utils.only_here == 2
     with pytest.raises(RuntimeError, match="torchtitan has no such_name to replace"):
-        cpu._rebind("such_name", 2)
+        rebind("such_name", 2)
 
 
 @pytest.mark.parametrize("gone", compat._HOOK_HANDLES)

@@ -11,8 +11,10 @@ from torchtitan.components.metrics import MetricsProcessor
 
 from tests.layer import DEVICE, D, H, make_layer
 from titan_fp8moe import Fp8FlowMoEConfig
+from titan_fp8moe import nan_watch as core
 from titan_fp8moe.dense import feed_forward, linear
 from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.nan_watch import NOBODY, describe, first_seen
 from titan_fp8moe.torchtitan import nan_watch
 from titan_fp8moe.weights import ExpertWeights
 
@@ -96,12 +98,10 @@ def test_the_first_is_named_once(group, monkeypatch, caplog, where, said):
 def test_a_late_answer_is_still_the_first(group, monkeypatch, caplog):
     """A host that is steps ahead of the device reads what the device has not written yet."""
     monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: False)
-    orders = iter([nan_watch.NOBODY, 2, 0, 0])
-    monkeypatch.setattr(
-        nan_watch, "first_seen", lambda *_: torch.tensor(next(orders), dtype=torch.int32, device=DEVICE)
-    )
+    orders = iter([NOBODY, 2, 0, 0])
+    monkeypatch.setattr(core, "first_seen", lambda *_: torch.tensor(next(orders), dtype=torch.int32, device=DEVICE))
     late = iter([True, True, False])
-    monkeypatch.setattr(nan_watch, "int", lambda t: nan_watch.NOBODY if next(late) else t.item(), raising=False)
+    monkeypatch.setattr(core, "int", lambda t: NOBODY if next(late) else t.item(), raising=False)
     monkeypatch.setattr(nan_watch.utils, "device_type", DEVICE)
     nan_watch._look_after_each_step.cache_clear()
     nan_watch.watch({name: nn.Module() for name in NAMES})
@@ -129,11 +129,11 @@ def test_order_of_a_step():
     for index, operand in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (0, 2), (0, 3)):
         flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
         flags[operand, 0] = 1
-        orders.append(int(nan_watch.first_seen([SimpleNamespace(nan_flags=flags, nan_index=index)], 2)))
-        said = nan_watch.describe(orders[-1], names)
+        orders.append(int(first_seen([SimpleNamespace(nan_flags=flags, nan_index=index)], 2, DEVICE)))
+        said = describe(orders[-1], names)
         assert said.startswith(f"l{index}, in its") and said.endswith((" x", " a", " dy", " dh")[operand])
     assert orders == list(range(8))
-    assert int(nan_watch.first_seen([], 2)) == nan_watch.NOBODY
+    assert int(first_seen([], 2, DEVICE)) == NOBODY
 
 
 def test_a_compiled_layer_has_flags():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ADAPTERS = ("export_fp8", "torchao", "torchtitan", "transformers")
+ADAPTERS = ("export_fp8", "torchao", "torchtitan", "torchtitan03", "transformers")
 # Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
 LAYERS = [
     {"config", "exchange", "recipe", "rows", "versions", "workspace"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"dispatch", "ffn", "kernel_check", "statistics", "weights"},
     {"dense", "matmul", "moe", "modules"},
     {""},
-    {"checks", "doctor", "testing"},
+    {"checks", "cpu_training", "doctor", "nan_watch", "plan", "testing"},
     set(ADAPTERS),
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}

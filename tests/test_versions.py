@@ -10,7 +10,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from titan_fp8moe import versions
+from titan_fp8moe import cpu_training, versions
 from titan_fp8moe.torchtitan import cpu
 
 ROOT = Path(__file__).parents[1]
@@ -94,8 +94,8 @@ def test_an_import_changes_nothing(change, said):
 def test_a_gpu_without_a_driver_does_not_train_on_the_cpu(monkeypatch, built_for, visible, has_gpu):
     """On a node of a GPU job it would wait for the others with another backend."""
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    monkeypatch.setattr(cpu, "_has_nvidia_gpu", lambda: has_gpu)
-    monkeypatch.setattr(cpu, "_cpu_device_module", pytest.fail)
+    monkeypatch.setattr(cpu_training, "_has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(cpu_training, "_cpu_device_module", pytest.fail)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -112,8 +112,8 @@ def test_other_machines_without_a_gpu_do(monkeypatch, caplog, built_for, visible
         raise Reached
 
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    monkeypatch.setattr(cpu, "_has_nvidia_gpu", lambda: has_gpu)
-    monkeypatch.setattr(cpu, "_cpu_device_module", reached)
+    monkeypatch.setattr(cpu_training, "_has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(cpu_training, "_cpu_device_module", reached)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -99,6 +99,14 @@ def check_dims(layer: str, dim: int, hidden_dim: int, hidden_dim_shards: int, *,
         )
 
 
+def why_not_fp8_dims(dim: int, hidden_dim: int, hidden_dim_shards: int) -> str | None:
+    """The reason why an FFN of these dims stays as it is on ranks that share its hidden dim, or None."""
+    if dim % TILE == 0 and hidden_dim % (PADDED_FROM * hidden_dim_shards) == 0:
+        return None
+    per_rank = f"hidden dim {hidden_dim} / {hidden_dim_shards} none of {PADDED_FROM}"
+    return f"model dim {dim} is no multiple of {TILE}, or {per_rank}"
+
+
 def check_linear(name: str, out_features: int, in_features: int, shards: int) -> None:
     """A linear's dims must be whole FP8 tiles on each of the ranks that may share one of them."""
     if out_features % (TILE * shards) or in_features % (TILE * shards):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dense import linear
+from titan_fp8moe.dense import feed_forward, linear
 from titan_fp8moe.moe import apply_experts
 from titan_fp8moe.weights import ExpertWeights, Fp8AllGather, WeightCache
 
@@ -111,6 +111,38 @@ class RoutedExperts(Fp8AllGather):
     def extra_repr(self) -> str:
         experts, hidden_dim, dim = self.w1.shape
         return f"local_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"
+
+
+def add_cache(module: Any) -> None:
+    """Gives a module of torchtitan's, whose ``config`` is set, the weight cache that its settings ask for. Loading a
+    state dict clears it."""
+    module.cache = None
+    if module.config.cache_weights:
+        module.cache = WeightCache()
+        module.register_load_state_dict_post_hook(lambda module, _: module.cache.clear())
+
+
+class Fp8FFN(nn.Module):
+    """Mixin of torchtitan's FeedForward: a dense FFN, or the shared experts of a MoE layer, which reads its weights."""
+
+    config: Fp8FlowMoEConfig
+    cache: WeightCache | None = None
+    nan_flags: Tensor | None = None
+    w1: nn.Linear
+    w2: nn.Linear
+    w3: nn.Linear
+
+    def matrices(self) -> ExpertWeights[Tensor]:
+        """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
+        weights = (linear.weight for linear in (self.w1, self.w2, self.w3))
+        return ExpertWeights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))
+
+    def run(self, x: Tensor) -> Tensor:
+        """This rank's part of the FFN, (..., D) -> (..., D)."""
+        return feed_forward(x, self.matrices(), self.config, self.cache, self.nan_flags)
+
+    def extra_repr(self) -> str:
+        return self.config.describe()
 
 
 class Fp8FlowLinear(nn.Linear):

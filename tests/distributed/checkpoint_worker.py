@@ -15,7 +15,8 @@ import torchtitan.train
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import BASE, GLOBAL_BATCH
-from tests.distributed.worker import RecordingTrainer, run_all
+from tests.distributed.runner import run_all
+from tests.distributed.worker import RecordingTrainer
 
 NUM_BATCHES = 4
 

@@ -7,12 +7,8 @@ the same global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "e
 "gate_spread", "expert_meshes", "gathered", "graphs", "whole"} or {"error"}.
 """
 
-import faulthandler
 import os
-import sys
 import tempfile
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,9 +30,9 @@ from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_paral
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
 from tests.distributed.cases import BASE, CASES, GLOBAL_BATCH, SEQ_LEN, STEPS
+from tests.distributed.runner import gather, gather_list, plain_name, run_all
 
 VOCAB = 2048
-CASE_TIMEOUT = 120  # seconds; a hang prints every thread's stack and ends the run
 
 
 class RecordingTrainer(torchtitan.train.Trainer):
@@ -161,25 +157,6 @@ def buffers_to(device: torch.device, model: nn.Module) -> None:
         module._buffers |= {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers of compile and activation checkpointing."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def gather_list(value) -> list:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def gather(values: dict) -> dict:
-    """The union of all ranks' dicts: pipeline stages hold different parameters."""
-    merged = {}
-    for part in gather_list(values):
-        merged |= part
-    return merged
-
-
 def run(case: str, out: Path) -> dict:
     torch._dynamo.reset()
     counters.clear()
@@ -202,23 +179,6 @@ def run(case: str, out: Path) -> dict:
             return trainer.record()
         finally:
             trainer.close()
-
-
-def run_all(run: Callable[[str, Path], dict]) -> None:
-    """Runs the cases named on the command line, ``OUT_DIR CASE...``, and leaves each result, or error, in OUT_DIR."""
-    out = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    for case in sys.argv[2:]:
-        faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
-        try:
-            result = run(case, out)
-        except BaseException:
-            # Any rank's error is the case's; the launcher ends the others, which may wait for this one.
-            torch.save({"error": traceback.format_exc()}, out / f"{case}.pt")
-            os._exit(1)
-        if dist.get_rank() == 0:
-            torch.save(result, out / f"{case}.pt")
-    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -24,16 +24,13 @@ from torchtitan.tools.logging import logger
 from titan_fp8moe import checks, dense, dispatch, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.modules import Fp8FlowLinear
+from titan_fp8moe.plan import DENSE, LINEAR, MOE, SHARED, Part, describe
 from titan_fp8moe.torchtitan import compat, compiling, first_hour, job_checks, nan_watch, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
 from titan_fp8moe.weights import WeightCache
 
 NAME = "fp8_flow_moe"
-
-# Kinds of modules, and what the log calls several. A shared or dense FFN is an attribute of this name in torchtitan.
-MOE, SHARED, DENSE, LINEAR = "moe", "shared_experts", "feed_forward", "linear"
-_KINDS = {MOE: "MoE layers", SHARED: "shared experts", DENSE: "dense FFNs", LINEAR: "linears"}
 
 # What per-op activation checkpointing keeps. The routed experts save little and recompute by themselves. The router's
 # choice is kept so that the recomputation routes exactly as the forward did.
@@ -100,9 +97,10 @@ class Fp8FlowMoEConverter(ModelConverter):
         way = ""
         if self.layout.expert_shards > 1:
             way = f"dispatch over {'symmetric memory' if dispatch.uses_symmetric(self.config) else 'all-to-all'}; "
-        _log(plan, f"{backend}; {way}{self.config.describe()}")
+        for line in describe(plan, f"{backend}; {way}{self.config.describe()}"):
+            logger.info(line)
 
-    def _plan(self, model: nn.Module) -> list["_Part"]:
+    def _plan(self, model: nn.Module) -> list[Part]:
         """Every module that could run in FP8, and why some do not. Checks all of them; changes nothing."""
         modules = dict(model.named_modules())
         layers = {name: module for name, module in modules.items() if isinstance(module, MoE)}
@@ -121,10 +119,10 @@ class Fp8FlowMoEConverter(ModelConverter):
                 job_checks.check_layer(name, layers[name], self.config, self.layout)
             elif kind != MOE and reason is None:
                 reason = self._why_not_fp8(modules[name])
-            plan.append(_Part(name, kind, modules[name], reason))
+            plan.append(Part(name, kind, modules[name], reason))
         return plan + self._plan_linears(modules, [*kinds])
 
-    def _plan_linears(self, modules: dict[str, nn.Module], others: list[str]) -> list["_Part"]:
+    def _plan_linears(self, modules: dict[str, nn.Module], others: list[str]) -> list[Part]:
         """The linears that ``linear_fqns`` chooses, outside of MoE layers and FFNs."""
         if not self.config.linear_fqns:
             return []
@@ -141,7 +139,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         for name in chosen:
             out_features, in_features = linears[name].weight.shape
             checks.check_linear(name, out_features, in_features, self.tensor_shards)
-        return [_Part(name, LINEAR, linears[name], None) for name in chosen]
+        return [Part(name, LINEAR, linears[name], None) for name in chosen]
 
     def _why_not_fp8(self, ffn: nn.Module) -> str | None:
         if self.converts_linears:
@@ -156,27 +154,6 @@ class Fp8FlowMoEConverter(ModelConverter):
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""
         WeightCache.clear_all()
-
-
-class _Part(NamedTuple):
-    """A module that could run in FP8, and the reason why it does not."""
-
-    name: str
-    kind: str
-    module: nn.Module
-    reason: str | None
-
-
-def _log(plan: list[_Part], details: str) -> None:
-    """How many modules of each kind are in FP8, and why the others are not."""
-    counts = [(kind, sum(part.reason is None for part in plan if part.kind == kind)) for kind in _KINDS]
-    logger.info(f"FP8-Flow-MoE: {', '.join(f'{n} {_KINDS[kind]}' for kind, n in counts)} in FP8; {details}")
-    reasons: dict[str, list[str]] = {}
-    for part in plan:
-        if part.reason is not None:
-            reasons.setdefault(part.reason, []).append(part.name)
-    for reason, names in reasons.items():
-        logger.info(f"FP8-Flow-MoE: not in FP8: {', '.join(names)}: {reason}")
 
 
 def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:

@@ -15,12 +15,10 @@ from torchtitan.models.llama4.model.model import FeedForward as Llama4FeedForwar
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
-from titan_fp8moe.checks import PADDED_FROM
+from titan_fp8moe.checks import why_not_fp8_dims
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dense import feed_forward
-from titan_fp8moe.modules import Fp8FlowLinear, KeepDtype
+from titan_fp8moe.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache
 from titan_fp8moe.moe import apply_experts
-from titan_fp8moe.recipe import TILE
 from titan_fp8moe.weights import ExpertWeights, Fp8AllGather, WeightCache
 
 
@@ -44,7 +42,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
         experts.__class__ = Fp8FlowGroupedExperts
         converted = cast(Fp8FlowGroupedExperts, experts)
         converted.config = config
-        _add_cache(converted)
+        add_cache(converted)
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
@@ -87,51 +85,24 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
         return f"num_experts={experts}, dim={dim}, hidden_dim={hidden}, {self.config.describe()}"
 
 
-def _add_cache(module: Any) -> None:
-    if module.config.cache_weights:
-        module.cache = WeightCache()
-        module.register_load_state_dict_post_hook(lambda module, _: module.cache.clear())
-
-
-class Fp8FlowFeedForward(nn.Module):
-    """torchtitan's FeedForward in FP8: a dense FFN, or the shared experts of a MoE layer, which reads its weights.
-
-    Its subclasses in :data:`FEED_FORWARDS` also inherit from torchtitan's classes.
-    """
-
-    config: Fp8FlowMoEConfig
-    cache: WeightCache | None = None
-    nan_flags: Tensor | None = None
-    w1: nn.Linear
-    w2: nn.Linear
-    w3: nn.Linear
+class Fp8FlowFeedForward(Fp8FFN):
+    """torchtitan's FeedForward in FP8. Subclasses in :data:`FEED_FORWARDS` also inherit from torchtitan's classes."""
 
     @staticmethod
     def convert(ffn: nn.Module, config: Fp8FlowMoEConfig) -> None:
         ffn.__class__ = FEED_FORWARDS[type(ffn)]
         cast(Fp8FlowFeedForward, ffn).config = config
-        _add_cache(ffn)
-
-    def matrices(self) -> ExpertWeights[Tensor]:
-        """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
-        weights = (linear.weight for linear in (self.w1, self.w2, self.w3))
-        return ExpertWeights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))
+        add_cache(ffn)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D). Under tensor parallelism torchtitan passes a replicated DTensor and expects this
         rank's part of the sequence."""
         mesh = self.w2.weight.device_mesh if isinstance(self.w2.weight, DTensor) else None
         if mesh is None:
-            return self._run(x)
+            return self.run(x)
         x = x.to_local(grad_placements=(Partial(),)) if isinstance(x, DTensor) else _sum_gradients(x, mesh)
-        out = DTensor.from_local(self._run(x), mesh, (Partial(),), run_check=False)
+        out = DTensor.from_local(self.run(x), mesh, (Partial(),), run_check=False)
         return out.redistribute(placements=(Shard(1),)).to_local()
-
-    def _run(self, x: Tensor) -> Tensor:
-        return feed_forward(x, self.matrices(), self.config, self.cache, self.nan_flags)
-
-    def extra_repr(self) -> str:
-        return self.config.describe()
 
 
 FEED_FORWARDS: dict[type[nn.Module], type[nn.Module]] = {
@@ -215,12 +186,7 @@ def why_not_fp8(ffn: nn.Module, hidden_dim_shards: int) -> str | None:
     if type(ffn) not in FEED_FORWARDS or not plain:
         return f"{type(ffn).__name__} of {', '.join(type(linear).__name__ for linear in linears)}"
     hidden_dim, dim = linears[0].weight.shape
-    if dim % TILE or hidden_dim % (PADDED_FROM * hidden_dim_shards):
-        return (
-            f"model dim {dim} is no multiple of {TILE}, or hidden dim {hidden_dim} / {hidden_dim_shards} none of "
-            f"{PADDED_FROM}"
-        )
-    return None
+    return why_not_fp8_dims(dim, hidden_dim, hidden_dim_shards)
 
 
 def _of_this_rank(topk_ids_TK: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -1,0 +1,49 @@
+"""What the workers share: running the cases of a command line, and gathering their results over the ranks."""
+
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+CASE_TIMEOUT = 120  # seconds; a hang prints every thread's stack and ends the run
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the wrappers of compile and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def gather_list(value) -> list:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather(values: dict) -> dict:
+    """The union of all ranks' dicts: pipeline stages hold different parameters."""
+    merged = {}
+    for part in gather_list(values):
+        merged |= part
+    return merged
+
+
+def run_all(run: Callable[[str, Path], dict]) -> None:
+    """Runs the cases named on the command line, ``OUT_DIR CASE...``, and leaves each result, or error, in OUT_DIR."""
+    out = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    for case in sys.argv[2:]:
+        faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
+        try:
+            result = run(case, out)
+        except BaseException:
+            # Any rank's error is the case's; the launcher ends the others, which may wait for this one.
+            torch.save({"error": traceback.format_exc()}, out / f"{case}.pt")
+            os._exit(1)
+        if dist.get_rank() == 0:
+            torch.save(result, out / f"{case}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,16 @@
+"""They need an environment with torchtitan 0.3, which ``tools/run_tests.sh --torchtitan03`` makes."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import WorkerResults, case_dir  # noqa: F401  a fixture
+from tests.torchtitan03.cases import SINGLE, TWO_RANKS
+
+collect_ignore_glob = [] if importlib.metadata.version("torchtitan").startswith("0.3.") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def results(case_dir: Path) -> WorkerResults:  # noqa: F811
+    return WorkerResults(case_dir, "../torchtitan03/worker.py", {1: [*SINGLE], 2: [*TWO_RANKS]}, cpu_only=True)

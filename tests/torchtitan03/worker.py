@@ -1,0 +1,144 @@
+"""Trains cases with torchtitan 0.3 from the same weights and tokens:
+
+    torchrun --nproc_per_node=2 tests/torchtitan03/worker.py OUT_DIR CASE...
+
+Leaves OUT_DIR/CASE.pt: {"grads" of the first step, "losses", "norms", "expert_bias" after a step, "keys", "graphs",
+"gathered"} or {"error"}.
+"""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchtitan.trainer
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+
+from tests.distributed.runner import gather, gather_list, plain_name, run_all
+from tests.torchtitan03.cases import CASES, GLOBAL_BATCH, SEQ_LEN, Case
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
+from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts
+
+VOCAB = 2048
+CHECKPOINTING = {"none": lambda: None, "selective": SelectiveAC.Config, "full": FullAC.Config}
+
+
+def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.Config:
+    config = deepseek_v3_debugmodel()
+    del config.model_spec.model.layers[3:]
+    ranks = dist.get_world_size() if case.parallelism.keys() <= {"expert_parallel_degree"} else 1
+    config.training = dataclasses.replace(
+        config.training,
+        local_batch_size=GLOBAL_BATCH // ranks // case.accumulates,
+        global_batch_size=GLOBAL_BATCH,
+        seq_len=SEQ_LEN,
+        steps=case.steps,
+        disable_cuda_graphs=True,
+        mixed_precision_param=case.param,
+    )
+    config.parallelism = dataclasses.replace(config.parallelism, **case.parallelism)
+    config.activation_checkpoint = CHECKPOINTING[case.checkpointing]()
+    config.compile = dataclasses.replace(
+        config.compile, enable=case.compiles, components=["model"], backend="aot_eager"
+    )
+    config.dump_folder, config.hf_assets_path = dump, f"{out}/tokenizer"
+    config.dataloader = dataclasses.replace(config.dataloader, dataset="c4_test", dataset_path=f"{out}/data")
+    return config if case.fp8 is None else with_fp8_flow(config, Fp8FlowMoEConfig(**case.fp8))
+
+
+def batches(trainer: torchtitan.trainer.Trainer):
+    """Microbatches of this rank, in the order of the global batch; skewed tokens, so that experts are unequal."""
+    generator, dims = torch.Generator().manual_seed(0), trainer.parallel_dims
+    rank, ranks = 0, 1
+    if dims.dp_enabled:
+        mesh = dims.get_mesh("batch")
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+    config = trainer.config
+    size = config.training.local_batch_size
+    if dims.pp_enabled:
+        size = config.parallelism.pipeline_parallel_microbatch_size
+    while True:
+        tokens = (torch.rand(GLOBAL_BATCH, SEQ_LEN + 1, generator=generator) ** 3 * VOCAB).long()
+        for micro in tokens.chunk(ranks)[rank].split(size):
+            positions = torch.arange(SEQ_LEN).expand(micro.shape[0], -1)
+            yield {"input": micro[:, :-1].contiguous(), "positions": positions}, micro[:, 1:].contiguous()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def gradients(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
+    return gather({plain_name(name): full(p.grad) for part in parts for name, p in part.named_parameters()})
+
+
+def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
+    """Of what FSDP gathers for the experts."""
+    found = set()
+    for part in parts:
+        experts = {id(p) for m in part.modules() if isinstance(m, Fp8FlowGroupedExperts) for p in m.parameters()}
+        for module in part.modules():
+            groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
+            for p in (p for group in groups for p in group.fsdp_params if id(p.sharded_param) in experts):
+                found.add(str(p.all_gather_outputs[0].dtype))
+    return found
+
+
+def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
+    clip, grads, norms, losses, bias = torchtitan.trainer.dist_utils.clip_grad_norm_, {}, [], [], {}
+
+    def clip_and_record(*args, **kwargs):
+        if not grads:
+            grads.update(gradients(trainer.model_parts))
+        norms.append(float(full(norm := clip(*args, **kwargs))))
+        return norm
+
+    torchtitan.trainer.dist_utils.clip_grad_norm_ = clip_and_record
+    trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
+    try:
+        data = batches(trainer)
+        for trainer.step in range(1, steps + 1):
+            trainer.train_step(data)
+            if not bias:
+                buffers = [(n, b) for part in trainer.model_parts for n, b in part.named_buffers()]
+                bias = gather({plain_name(n): full(b) for n, b in buffers if n.endswith("expert_bias_E")})
+    finally:
+        torchtitan.trainer.dist_utils.clip_grad_norm_ = clip
+    # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
+    losses = max(gather_list(losses), key=lambda values: values[0])
+    return {"grads": grads, "losses": losses, "norms": norms, "expert_bias": bias}
+
+
+def run(name: str, out: Path) -> dict:
+    torch._dynamo.reset()
+    counters.clear()
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as dump:
+        trainer = make_config(case, out, dump).build()
+        seed, options = out / "seed.pt", StateDictOptions(full_state_dict=True, strict=False)
+        if not seed.exists():
+            torch.save(get_model_state_dict(trainer.model_parts[0], options=options), seed)
+        state = torch.load(seed, mmap=True)
+        for part in trainer.model_parts:
+            set_model_state_dict(part, dict(state), options=options)
+        try:
+            result = train(trainer, case.steps)
+            result["keys"] = [plain_name(key) for part in trainer.model_parts for key in part.state_dict()]
+            result["graphs"] = counters["stats"]["unique_graphs"]
+            result["gathered"] = gathered_dtypes(trainer.model_parts)
+            return result
+        finally:
+            trainer.close()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    run_all(run)

@@ -1,0 +1,80 @@
+"""Names the converted layer and operand in which a NaN or Inf showed first. Serves both torchtitan adapters.
+
+torchtitan trains on when the loss or the gradient norm is NaN, and one step later every layer is. The kernels that
+quantize store a flag where they meet one (:class:`titan_fp8moe.rows.NanFlags`). After each step the ranks reduce
+"who was first" on the device, and the answer is read a step later: no kernel and no sync more in a layer.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_fp8moe.rows import NanFlags
+
+NOBODY = 2**31 - 1
+
+
+class NanWatch:
+    """Gives the layers flags, in the order of the forward, and reads them after each step.
+
+    Args:
+        names: of all layers that are watched.
+        layers: those that this rank holds, by name.
+        device: of the flags.
+        logger: gets the warning.
+    """
+
+    def __init__(self, names: list[str], layers: dict[str, nn.Module], device: str, logger: logging.Logger):
+        self.names, self.device, self.logger = names, device, logger
+        self.seen: Tensor | None = None  # the first answer of the device, and what the host knows of it
+        self.answer: Tensor | None = None
+        self.reported = False
+        for name, module in layers.items():
+            flags = torch.zeros(len(NanFlags._fields), 16, dtype=torch.uint8, device=device)
+            cast(Any, module).nan_flags, cast(Any, module).nan_index = flags, names.index(name)
+
+    def after_step(self, model_parts: Iterable[nn.Module], step: int) -> None:
+        """Warns of what the step before met, once, and asks about this one. All ranks must call it."""
+        answer = self.answer
+        if answer is not None and (order := int(answer)) != NOBODY and not self.reported:
+            self.reported = True
+            self.logger.warning(
+                f"FP8-Flow-MoE: a NaN or Inf showed first in {describe(order, self.names)}, by step {step - 1}. "
+                "Training goes on, but the weights are lost: resume from an earlier checkpoint. "
+                "fp8_flow_moe.filter_fqns leaves the layer in bf16, to see whether FP8 is the cause"
+            )
+        modules = [m for part in model_parts for m in part.modules() if getattr(m, "nan_flags", None) is not None]
+        first = first_seen(modules, len(self.names), self.device)
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)  # always: a rank may read its answer later than another
+        # The host may read late. The next steps, whose layers all hold NaNs, must not change the answer.
+        self.seen = first if self.seen is None else torch.where(self.seen < NOBODY, self.seen, first)
+        if answer is None:
+            answer = self.answer = torch.full((), NOBODY, dtype=torch.int32, pin_memory=first.is_cuda)
+        answer.copy_(self.seen, non_blocking=True)
+
+
+def first_seen(modules: list[Any], num_layers: int, device: str) -> Tensor:
+    """When, in the order of a step, the first of these layers' operands held a NaN or Inf: () int32 on the device.
+
+    The forward quantizes x and a of layers 0, 1..., the backward dy and dh of the last layer, the one before...
+    """
+    if not modules:
+        return torch.full((), NOBODY, dtype=torch.int32, device=device)
+    flags = torch.stack([module.nan_flags[:, 0] for module in modules])
+    index = torch.tensor([module.nan_index for module in modules], device="cpu").unsqueeze(1)
+    backward = 2 * (2 * num_layers - 1 - index)
+    order = torch.cat([2 * index, 2 * index + 1, backward, backward + 1], 1).int()
+    return torch.where(flags > 0, order.to(flags.device, non_blocking=True), NOBODY).amin()
+
+
+def describe(order: int, names: list[str]) -> str:
+    """The operand and the layer of :func:`first_seen`'s answer."""
+    place, second = divmod(order, 2)
+    backward = place >= len(names)
+    name = names[2 * len(names) - 1 - place if backward else place]
+    operand = (("its input x", "its hidden rows a"), ("its output's gradient dy", "its hidden rows' gradient dh"))
+    return f"{name}, in {operand[backward][second]}"
