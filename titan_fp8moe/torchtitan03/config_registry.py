@@ -1,0 +1,34 @@
+"""torchtitan's config functions for DeepSeek-V3, with the section ``fp8_flow_moe``. ``--config`` names one of them.
+
+A config function of your own returns ``with_fp8_flow(config)``. Checkpointing is chosen last on the command line:
+``... activation-checkpoint:none``.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.config.override import derive
+from torchtitan.models.deepseek_v3 import config_registry as _registry
+from torchtitan.trainer import Trainer
+
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
+
+
+def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None = None) -> Fp8FlowTrainer.Config:
+    """A training config whose model trains in FP8, with all other settings of ``config``."""
+    return derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=fp8_flow_moe or Fp8FlowMoEConfig())
+
+
+def _extended(function: Callable[[], Trainer.Config]) -> Callable[[], Fp8FlowTrainer.Config]:
+    @functools.wraps(function)
+    def config() -> Any:
+        return with_fp8_flow(function())
+
+    return config
+
+
+globals().update(
+    {name: _extended(function) for name, function in vars(_registry).items() if name.startswith("deepseek_v3")}
+)

@@ -1,0 +1,39 @@
+"""Train with torchtitan 0.3.0 on CPUs over gloo: for tests, debugging and stepping through the code."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.distributed import fsdp
+from torchtitan.models.common import attention, token_dispatcher
+
+from titan_fp8moe.cpu_training import disable_gradient_division, rebind, use_cpu
+
+
+@functools.cache
+def enable_cpu_training() -> None:
+    """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built; calling again does nothing.
+
+    Raises:
+        RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
+    """
+    use_cpu()
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)
+    attention._compiled_create_block_mask = create_block_mask  # compiling it takes longer than training
+    # The all-to-all of bf16 layers: spmd_types exchanges lists of tensors, which gloo wants all of one size.
+    token_dispatcher.get_spmd_backend = lambda: "partial_dtensor"
+    disable_division = fsdp.disable_fsdp_gradient_division
+    rebind("disable_fsdp_gradient_division", functools.partial(disable_gradient_division, disable_division))
+
+
+def _dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool, **unused: Any
+) -> tuple[Tensor, None]:
+    """Stands in for flex attention, which has no backward on the CPU."""
+    B, L, device = q.shape[0], q.shape[2], q.device
+    b, i = torch.arange(B, device=device), torch.arange(L, device=device)
+    mask = block_mask.mask_mod(b.view(B, 1, 1, 1), 0, i.view(1, 1, L, 1), i.view(1, 1, 1, L))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None

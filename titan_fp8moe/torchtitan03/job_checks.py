@@ -1,0 +1,136 @@
+"""Checks of a torchtitan 0.3.0 job: :mod:`titan_fp8moe.checks` under torchtitan's names, and limits of its own.
+
+All of them run before anything is converted or allocated. Each raises ValueError with the setting to change.
+"""
+
+from typing import Any
+
+from torchtitan.config.configs import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+
+from titan_fp8moe import checks
+from titan_fp8moe.checks import ExpertLayout
+from titan_fp8moe.config import Fp8FlowMoEConfig
+
+# The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else.
+_KNOWN = (MoE.Config, TokenChoiceTopKRouter.Config, RoutedExperts.Config, GroupedExperts.Config)
+_DISPATCHERS = (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config)
+
+
+def compiles_model(job: Any) -> bool:
+    return job.compile.enable and "model" in job.compile.components
+
+
+def check_job(job: Any) -> None:
+    """The settings of a :class:`~titan_fp8moe.torchtitan03.trainer.Fp8FlowTrainer.Config`, without its model."""
+    config: Fp8FlowMoEConfig = job.fp8_flow_moe
+    training: TrainingConfig = job.training
+    checks.check_logging(
+        config,
+        job.metrics.enable_tensorboard or job.metrics.enable_wandb,
+        remedy="set metrics.enable_tensorboard or metrics.enable_wandb",
+    )
+    checks.check_offload(config, training.enable_cpu_offload, setting="training.enable_cpu_offload")
+    checks.check_dtype(training.dtype, setting="training.dtype")
+    checks.check_dtype(training.mixed_precision_param, setting="training.mixed_precision_param")
+    _check_parallelism(job.parallelism)
+    _check_host_work(job)
+    if job.debug.spmd_typechecking:
+        raise ValueError("fp8_flow_moe's ops have no SPMD types; set debug.spmd_typechecking = false")
+    if job.validator.enable and job.parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            "fp8_flow_moe with validation under context parallelism is untested; set validator.enable = false or "
+            "parallelism.context_parallel_degree = 1"
+        )
+
+
+def _check_parallelism(parallelism: ParallelismConfig) -> None:
+    if parallelism.pipeline_parallel_degree > 1:
+        has_csv = bool(parallelism.pipeline_parallel_schedule_csv)
+        name = "pipeline_parallel_schedule_csv" if has_csv else "pipeline_parallel_schedule"
+        checks.check_pipeline_schedule(str(getattr(parallelism, name)), setting=f"parallelism.{name}")
+    if parallelism.spmd_backend == "full_dtensor":
+        raise ValueError(
+            "fp8_flow_moe computes on plain tensors, but parallelism.spmd_backend = 'full_dtensor' passes DTensors; "
+            "use 'spmd_types' or 'partial_dtensor'"
+        )
+
+
+def _check_host_work(job: Any) -> None:
+    """What a layer decides on the host in each call cannot be part of a compiled graph or of a CUDA graph."""
+    config: Fp8FlowMoEConfig = job.fp8_flow_moe
+    setting = "cache_weights" if config.cache_weights else "statistics_every"
+    on_the_host = config.cache_weights or config.statistics_every
+    if on_the_host and not job.training.disable_cuda_graphs:
+        raise ValueError(
+            f"fp8_flow_moe.{setting} works outside of CUDA graphs; set training.disable_cuda_graphs = true, or leave "
+            f"{setting} out"
+        )
+    if not compiles_model(job):
+        return
+    if on_the_host or config.fp8_all_gather:
+        setting = setting if on_the_host else "fp8_all_gather"
+        raise ValueError(
+            f"fp8_flow_moe.{setting} works outside of graphs, but torchtitan 0.3 compiles whole blocks; leave it out, "
+            'or set compile.components = ["loss"]'
+        )
+    if isinstance(job.activation_checkpoint, MemoryBudgetAC.Config):
+        raise ValueError(
+            "memory-budget checkpointing takes fp8_flow_moe's ops for free and would recompute them first; choose "
+            "activation-checkpoint:selective"
+        )
+
+
+def expert_layout(job: Any, dims: ParallelDims) -> ExpertLayout:
+    """How these degrees spread the experts. ValueError if expert parallelism does not divide the ranks it borrows."""
+    batch_size = job.training.local_batch_size
+    if dims.pp > 1:
+        batch_size = job.parallelism.pipeline_parallel_microbatch_size
+    tokens, ranks = batch_size * job.training.seq_len // dims.cp, dims.dp_shard * dims.cp * dims.tp
+    if dims.ep == 1:
+        return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
+    if ranks % dims.ep:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {dims.ep} does not divide data_parallel_shard x context x tensor "
+            f"parallel degree = {ranks}; choose one that does"
+        )
+    return ExpertLayout(dims.ep, 1, ranks // dims.ep, tokens // dims.tp)
+
+
+def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+    """The classes and dims of one MoE layer."""
+    routed = layer.routed_experts
+    experts, dispatcher = routed.inner_experts, routed.token_dispatcher
+    for part, known in zip((layer, layer.router, routed, experts), _KNOWN, strict=True):
+        if type(part) is not known:
+            raise ValueError(
+                f"fp8_flow_moe converts torchtitan's {known.__qualname__}, but {name} has a "
+                f"{type(part).__qualname__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove what changed it"
+            )
+    if type(dispatcher) not in _DISPATCHERS:
+        raise ValueError(
+            f"fp8_flow_moe dispatches FP8 rows itself, but {name} has a {type(dispatcher).__qualname__}; choose a "
+            "config with the standard dispatcher, or leave the layer in bf16 with fp8_flow_moe.filter_fqns"
+        )
+    remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
+    checks.check_dims(name, experts.dim, experts.hidden_dim, layout.hidden_dim_shards, remedy=remedy)
+    checks.check_experts(
+        name,
+        experts.num_experts,
+        layout.expert_shards,
+        remedy="choose a parallelism.expert_parallel_degree that divides them",
+    )
+    if config.fp8_all_gather:
+        checks.check_fp8_all_gather(
+            name,
+            experts.num_experts,
+            experts.hidden_dim // layout.hidden_dim_shards,
+            layout.expert_shards,
+            layout.fsdp_shards,
+            remedy="raise parallelism.data_parallel_replicate_degree until they do",
+        )
+    remedy = "lower training.local_batch_size or training.seq_len"
+    checks.check_rows(name, layout.tokens, layer.router.top_k, remedy=remedy)

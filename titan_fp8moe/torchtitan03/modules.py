@@ -1,0 +1,172 @@
+"""MoE, RoutedExperts, GroupedExperts, FeedForward and Linear of torchtitan 0.3.0 in FP8.
+
+Each class is built in the place of torchtitan's from a config derived from torchtitan's. Parameters, buffers,
+submodules and state-dict keys stay the same. Forwards get plain tensors: FSDP has gathered the parameters of the whole
+block, and torchtitan's ``local_map`` has unwrapped the inputs.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.modules import Fp8FFN, Fp8FlowLinear, add_cache
+from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.weights import ExpertWeights, Fp8AllGather
+
+# Mesh dims over which FSDP does not gather, but may shard a parameter too.
+_NOT_FSDP = {"ep", "tp", "pp", "dp_replicate"}
+
+
+class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
+    """Holds the parameters of routed experts, which :class:`Fp8FlowRoutedExperts` reads."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        fp8_all_gather: bool = False
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.fp8_all_gather = config.fp8_all_gather
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Fp8FlowGroupedExperts":
+        # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
+        self.gathers_fp8 = self.fp8_all_gather and _fsdp_gathers(self.w1_EFD)
+        super()._apply(*args, **kwargs)
+        return self
+
+    def forward(self, *_: Any) -> Tensor:
+        raise RuntimeError("the experts' GEMMs are a part of Fp8FlowRoutedExperts; call that")
+
+
+def _fsdp_gathers(param: Tensor) -> bool:
+    if not isinstance(param, DTensor):
+        return False
+    mesh = param.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return any(
+        name not in _NOT_FSDP and mesh.size(dim) > 1 and param.placements[dim].is_shard()
+        for dim, name in enumerate(names)
+    )
+
+
+class Fp8FlowRoutedExperts(RoutedExperts):
+    """Dispatch, FFN and combine of the routed experts. The token dispatcher only knows the mesh."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
+
+    nan_flags: Tensor | None = None
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.config = config.fp8_flow
+        add_cache(self)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+        *,  # torchtitan's sharding config knows the positional arguments
+        meanwhile: Callable[[], Tensor] | None = None,
+        shared: "Fp8FlowFeedForward | None" = None,
+    ) -> Tensor:
+        """(B, L, D) -> (B, L, D): each token's experts, plus the result of ``meanwhile`` (T, D) or ``shared`` experts.
+
+        The counts are not used, since the experts sort routed pairs themselves."""
+        B, _, D = x_BLD.shape
+        K = topk_scores_BLK.shape[-1]
+        experts, mesh = self.inner_experts, getattr(self.token_dispatcher, "ep_mesh", None)
+        out = apply_experts(
+            x_BLD.reshape(-1, D),
+            ExpertWeights(*experts.local_weights(experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)),
+            topk_expert_ids_BLK.reshape(-1, K),
+            topk_scores_BLK.reshape(-1, K).float(),  # fp32 but on CPUs, whose autocast lacks it
+            config=self.config,
+            ep_group=None if mesh is None else mesh.get_group(),
+            meanwhile=meanwhile,
+            cache=self.cache,
+            shared=None if shared is None else shared.matrices(),
+            shared_cache=None if shared is None else shared.cache,
+            check_ids=True,
+            nan_flags=self.nan_flags,
+        )
+        return out.view(B, -1, D)
+
+    def extra_repr(self) -> str:
+        return self.config.describe()
+
+
+class Fp8FlowFeedForward(Fp8FFN, FeedForward):
+    """A dense FFN, or the shared experts of a MoE layer, which reads its weights."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
+
+    def __init__(self, config: Config):
+        FeedForward.__init__(self, config)
+        self.config = config.fp8_flow
+        add_cache(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, D) -> (B, L, D)."""
+        return self.run(x)
+
+
+class Fp8FlowLinear03(Fp8FlowLinear, Linear):
+    """A linear of ``linear_fqns``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
+
+    def __init__(self, config: Config):
+        Linear.__init__(self, config)
+        self.config = config.fp8_flow
+        add_cache(self)
+
+
+class Fp8FlowMoE(MoE):
+    """torchtitan's MoE layer around :class:`Fp8FlowRoutedExperts`: same router and load balancing.
+
+    Attributes:
+        shared: the shared experts join the FP8 data flow (``fp8``), or run as torchtitan's module: while tokens travel
+            (``meanwhile``), or afterwards where the results' placements may differ (``apart``).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        shared: Literal["fp8", "meanwhile", "apart"] = "meanwhile"
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.shared = config.shared
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """(B, L, D) -> (B, L, D)."""
+        scores_BLK, ids_BLK, scores_BLE = self.router(x_BLD, self.expert_bias_E)
+        chosen_BLE = torch.zeros_like(scores_BLE, dtype=torch.bool).scatter_(-1, ids_BLK, True)
+        counts_E = chosen_BLE.sum(dim=(0, 1))
+        if self.training:
+            with torch.no_grad():
+                self.tokens_per_expert_E.add_(counts_E)
+        routed = functools.partial(self.routed_experts, x_BLD, scores_BLK, ids_BLK, counts_E)
+        if self.shared_experts is None:
+            return routed()
+        if self.shared == "fp8":
+            return routed(shared=self.shared_experts)
+        if self.shared == "meanwhile":
+            return routed(meanwhile=lambda: self.shared_experts(x_BLD).view(-1, x_BLD.shape[-1]))
+        return routed() + self.shared_experts(x_BLD)
