@@ -6,7 +6,8 @@ SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 4, 20
 
 
 class Case(NamedTuple):
-    """A run. ``fp8`` are the settings of fp8_flow_moe, None trains in bf16 with torchtitan's own trainer."""
+    """A run. ``fp8`` are the settings of fp8_flow_moe, None trains without, with torchtitan's own trainer. Runs of one
+    step compute in fp32, since layouts would differ by the rounding of every dense layer in bf16."""
 
     fp8: dict[str, Any] | None = {}  # noqa: RUF012  never changed
     parallelism: dict[str, int] = {}  # noqa: RUF012
@@ -14,40 +15,50 @@ class Case(NamedTuple):
     compiles: bool = False
     steps: int = 1
     accumulates: int = 1
-    param: str = "bfloat16"
 
 
 EP2 = {"expert_parallel_degree": 2}
 TP2 = {"tensor_parallel_degree": 2}
 PP2 = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}
+LINEARS = {"linear_fqns": ["attention.wo."]}
+BF16_PARTS = {"filter_fqns": ["shared_experts", "layers.2."]}
 SYMMETRIC = {"dispatch": "symmetric", "dispatch_capacity": 2}
 
-SINGLE = {
-    "single": Case(steps=STEPS),
-    "single_bf16": Case(None, steps=STEPS),
+LOSSES = {
+    "single_20": Case(steps=STEPS),
+    "single_20_bf16": Case(None, steps=STEPS),
+}
+SINGLE = LOSSES | {
+    "single": Case(),
+    "single_fp32": Case(None),
     "single_selective": Case(checkpointing="selective"),
     "single_full": Case({"recompute": "none"}, checkpointing="full"),
     "single_compile": Case(compiles=True),
     "single_compile_selective": Case(compiles=True, checkpointing="selective"),
-    "single_linears": Case({"linear_fqns": ["attention.wo."]}),
-    "single_save_h": Case({"save_h": "fp8"}),
-    "single_shared_in_bf16": Case({"filter_fqns": ["shared_experts", "layers.2."]}),
+    "single_linears": Case(LINEARS),
+    "single_bf16_parts": Case(BF16_PARTS),
+    "single_routed": Case({"filter_fqns": ["shared_experts", "feed_forward"]}),
     "single_cached": Case({"cache_weights": True}, accumulates=2),
+    "single_watched": Case({"statistics_every": 2}, steps=3),  # one weight is NaN
 }
 TWO_RANKS = {
-    "ep2": Case(parallelism=EP2, steps=STEPS),
-    "ep2_bf16": Case(None, EP2, steps=STEPS),
-    "fsdp2": Case(steps=STEPS),
-    "fsdp2_bf16": Case(None, steps=STEPS),
+    "ep2_20": Case(parallelism=EP2, steps=STEPS),
+    "ep2_20_bf16": Case(None, EP2, steps=STEPS),
+    "fsdp2_20": Case(steps=STEPS),
+    "fsdp2_20_bf16": Case(None, steps=STEPS),
+    "ep2": Case({}, EP2),
     "ep2_selective": Case({}, EP2, "selective"),
     "ep2_full": Case({"recompute": "none"}, EP2, "full"),
     "ep2_compile": Case({}, EP2, compiles=True),
+    "ep2_compile_selective": Case({}, EP2, "selective", compiles=True),
     "ep2_symmetric_compile": Case(SYMMETRIC, EP2, compiles=True),
-    "ep2_shared_in_bf16": Case({"filter_fqns": ["shared_experts"]}, EP2),
+    "ep2_bf16_parts": Case(BF16_PARTS, EP2),
+    "ep2_linears": Case(LINEARS, EP2),
+    "fsdp2": Case(),
     "fsdp2_selective": Case(checkpointing="selective"),
     "fsdp2_compile": Case(compiles=True),
     "fsdp2_fp8_gather": Case({"fp8_all_gather": True}),
-    "tp2": Case({}, TP2),
+    "tp2_routed": Case({}, TP2),
     "pp2": Case({}, PP2),
 }
 CASES = SINGLE | TWO_RANKS

@@ -1,0 +1,191 @@
+"""Options, plans and refusals of the adapter for torchtitan 0.3, without training."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.override import derive
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+
+from titan_fp8moe import dense, moe
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan03 import converter
+from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
+from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
+from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, _check_replaced, _natural
+
+CONFIG = ["--module", "titan_fp8moe.torchtitan03", "--config", "deepseek_v3_debugmodel"]
+
+
+def make_job(change: Callable[[Any], None] = lambda job: None, **fp8: Any) -> Fp8FlowTrainer.Config:
+    job = with_fp8_flow(deepseek_v3_debugmodel(), Fp8FlowMoEConfig(**fp8))
+    job.training.disable_cuda_graphs = True
+    change(job)
+    return job
+
+
+def convert(job: Fp8FlowTrainer.Config, ranks: int = 1) -> list:
+    return converter.convert(job, ParallelDims.from_config(job.parallelism, ranks))
+
+
+def test_options_of_the_command_line():
+    args = ["--fp8_flow_moe.save_h", "fp8", "--fp8_flow_moe.filter_fqns", "layers.1.,shared_experts"]
+    config = ConfigManager().parse_args([*CONFIG, *args, "activation-checkpoint:full"])
+    assert type(config) is Fp8FlowTrainer.Config and isinstance(config.activation_checkpoint, FullAC.Config)
+    assert config.fp8_flow_moe == Fp8FlowMoEConfig(save_h="fp8", filter_fqns=["layers.1.", "shared_experts"])
+    assert config.to_dict()["fp8_flow_moe"]["save_h"] == "fp8"
+
+
+def test_help_explains_the_settings(capsys):
+    with pytest.raises(SystemExit):
+        ConfigManager().parse_args([*CONFIG, "--help"])
+    assert "halves its memory" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_what_is_converted(caplog):
+    job = make_job(filter_fqns=["layers.1.", "layers.2.moe.shared_experts"], linear_fqns=["attention.wo."])
+    before = [(name, tuple(p.shape)) for name, p in build(deepseek_v3_debugmodel()).state_dict().items()]
+    with caplog.at_level(logging.INFO):
+        plan = convert(job)
+    assert "4 MoE layers, 3 shared experts, 1 dense FFNs, 6 linears in FP8" in caplog.text
+    assert "fp8_flow_moe.filter_fqns" in caplog.text
+    model = build(job)
+    model.verify_module_protocol()
+    assert [(name, tuple(p.shape)) for name, p in model.state_dict().items()] == before
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    assert kinds["layers.0.feed_forward"] is kinds["layers.3.moe.shared_experts"] is Fp8FlowFeedForward
+    assert kinds["layers.2.moe"] is Fp8FlowMoE and kinds["layers.0.attention.wo"] is Fp8FlowLinear03
+    assert kinds["layers.1.moe"] is not Fp8FlowMoE and kinds["layers.1.moe.shared_experts"] is not Fp8FlowFeedForward
+    assert [model.layers[i].moe.shared for i in "23"] == ["meanwhile", "fp8"]
+    _check_replaced([part for part in plan if part.reason is None], dict(model.named_modules()))
+
+
+def build(job: Any) -> torch.nn.Module:
+    with torch.device("meta"):
+        return job.model_spec.model.build()
+
+
+def test_an_override_of_a_converted_layer_is_an_error():
+    job = make_job()
+    plan = [part for part in convert(job) if part.reason is None]
+    modules = dict(build(job).named_modules()) | {"layers.3.moe": torch.nn.Identity()}
+    with pytest.raises(ValueError, match="override.imports has replaced layers.3.moe.*by a Identity; remove"):
+        _check_replaced(plan, modules)
+
+
+def test_selective_checkpointing_keeps_the_experts_results():
+    job = make_job()
+    assert type(job.activation_checkpoint) is SelectiveAC.Config
+    convert(job)
+    kept = job.activation_checkpoint.build(dump_folder="").get_save_ops()
+    assert {*moe.SAVED_OPS, *dense.SAVED_OPS, torch.ops.aten.topk.default} <= kept
+
+
+def set_(path: str, value: Any) -> Callable[[Any], None]:
+    def change(job: Any) -> None:
+        *parts, name = path.split(".")
+        for part in parts:
+            job = getattr(job, part)
+        setattr(job, name, value)
+
+    return change
+
+
+def each_moe(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda job: [change(layer.moe) for layer in job.model_spec.model.layers if layer.moe is not None]
+
+
+def deep_ep(layer: Any) -> None:
+    routed = layer.routed_experts
+    routed.token_dispatcher = derive(routed.token_dispatcher, DeepEPTokenDispatcher.Config)
+
+
+def both(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda job: [change(job) for change in changes]
+
+
+COMPILE = set_("compile.enable", True)
+PP2 = set_("parallelism.pipeline_parallel_degree", 2)
+EP2 = set_("parallelism.expert_parallel_degree", 2)
+
+
+@pytest.mark.parametrize(
+    "change, fp8, ranks, said",
+    [
+        (
+            set_("training.disable_cuda_graphs", False),
+            {"cache_weights": True},
+            1,
+            "cache_weights works outside of CUD",
+        ),
+        (COMPILE, {"cache_weights": True}, 1, "cache_weights works outside of graphs"),
+        (COMPILE, {"fp8_all_gather": True}, 1, "fp8_all_gather works outside of graphs"),
+        (both(COMPILE, set_("activation_checkpoint", MemoryBudgetAC.Config())), {}, 1, "memory-budget checkpointing"),
+        (lambda job: None, {"statistics_every": 5}, 1, "set metrics.enable_tensorboard or metrics.enable_wandb"),
+        (set_("training.enable_cpu_offload", True), {"fp8_all_gather": True}, 1, "training.enable_cpu_offload stores"),
+        (set_("training.mixed_precision_param", "float16"), {}, 1, "training.mixed_precision_param = 'float16'"),
+        (set_("debug.spmd_typechecking", True), {}, 1, "debug.spmd_typechecking = false"),
+        (set_("parallelism.spmd_backend", "full_dtensor"), {}, 1, "use 'spmd_types' or 'partial_dtensor'"),
+        (both(PP2, set_("parallelism.pipeline_parallel_schedule", "ZBVZeroBubble")), {}, 2, "may split the backward"),
+        (both(PP2, set_("parallelism.pipeline_parallel_schedule_csv", "a.csv")), {}, 2, "schedule_csv = 'a.csv'"),
+        (set_("parallelism.expert_parallel_degree", 3), {}, 4, "degree = 3 does not divide"),
+        (set_("parallelism.expert_parallel_degree", 16), {}, 16, "8 experts do not divide over 16"),
+        (set_("parallelism.data_parallel_shard_degree", 16), {"fp8_all_gather": True}, 16, "8 experts do not divide"),
+        (each_moe(deep_ep), {}, 1, "layers.1.moe has a DeepEPTokenDispatcher.Config; choose a config"),
+        (each_moe(set_("routed_experts.inner_experts.dim", 200)), {}, 1, "model dim 200 is not a multiple"),
+        (set_("training.seq_len", 2**17), {}, 1, "a rank can have"),
+        (lambda job: job.model_spec.model.layers.__delitem__(slice(1, None)), {}, 1, "has no MoE layer"),
+        (lambda job: None, {"filter_fqns": ["layers.77."]}, 1, "matches none of layers.1.moe"),
+        (lambda job: None, {"linear_fqns": ["attention.wkv_a."]}, 1, "attention.wkv_a is 576x256"),
+        (
+            set_("parallelism.tensor_parallel_degree", 2),
+            {"linear_fqns": ["attention.wo."]},
+            2,
+            "linear_fqns under tensor parallelism",
+        ),
+        (both(set_("validator.enable", True), set_("parallelism.context_parallel_degree", 2)), {}, 2, "is untested"),
+        (EP2, {"dispatch": "symmetric"}, 2, "needs all expert-parallel ranks on one node"),
+    ],
+)
+def test_jobs_that_cannot_work_are_refused(monkeypatch, change, fp8, ranks, said):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match=said):
+        convert(make_job(change, **fp8), ranks)
+
+
+def test_other_classes_are_refused_by_name():
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Other(deepseek_v3_debugmodel().model_spec.model.layers[1].moe.__class__):
+        pass
+
+    job = make_job(lambda job: setattr(job.model_spec.model.layers[2], "moe", derive(moe_of(job), Other)))
+    with pytest.raises(ValueError, match="layers.2.moe has a .*Other; leave it in bf16"):
+        convert(job)
+
+
+def moe_of(job: Any) -> Any:
+    return job.model_spec.model.layers[2].moe
+
+
+def test_cuda_graphs_need_dispatch_without_host_syncs():
+    """torchtitan refuses them when it parses; its message goes on with ours."""
+    job = make_job(both(EP2, set_("training.disable_cuda_graphs", False)))
+    with pytest.raises(ValueError, match="disable_cuda_graphs.*reads split sizes on the host too, which.*symmetric"):
+        job._validate_cuda_graphs()
+    job.fp8_flow_moe.dispatch = "symmetric"
+    job._validate_cuda_graphs()
+    job.fp8_flow_moe.filter_fqns = ["layers.1."]
+    with pytest.raises(ValueError, match="Unsupported token dispatcher"):
+        job._validate_cuda_graphs()
+
+
+def test_names_in_the_order_of_the_forward():
+    names = ["layers.10.moe", "layers.2.moe", "layers.0.feed_forward", "layers.2.attention.wo"]
+    assert sorted(names, key=_natural) == [names[i] for i in (2, 3, 1, 0)]
