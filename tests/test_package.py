@@ -20,7 +20,7 @@ from tests.test_rooms import ADAPTERS
 
 ROOT = Path(__file__).parents[1]
 NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv", "outputs", "build", "*.egg-info", "__pycache__", ".*_cache", "*.gz"
+    ".git", ".venv*", "outputs", "build", "*.egg-info", "__pycache__", ".*_cache", "*.gz"
 )
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
         ("torch", "2.9", True),
         ("torch", "2.11.0+cu130", False),
         ("torch", "2.13.1", False),
-        ("torch", "2.14.0a0+git12345", True),
+        ("torch", "2.15.0a0+git12345", True),
         ("triton", "3.4.0", True),
         ("triton", "3.8.2", False),
         ("triton", "4.0.0", True),
@@ -51,9 +51,10 @@ def test_installed_versions():
 def test_tested_versions_are_those_that_are_required():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
-    required = {Requirement(text).name: Requirement(text).specifier for text in listed}
+    required = [Requirement(text) for text in listed]
     for package, bounds in versions.TESTED.items():
-        assert all(version in required[package] for version in bounds), package
+        specifiers = [requirement.specifier for requirement in required if requirement.name == package]
+        assert any(all(version in specifier for version in bounds) for specifier in specifiers), package
 
 
 IMPORT = """

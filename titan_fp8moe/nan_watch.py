@@ -40,21 +40,32 @@ class NanWatch:
     def after_step(self, model_parts: Iterable[nn.Module], step: int) -> None:
         """Warns of what the step before met, once, and asks about this one. All ranks must call it."""
         answer = self.answer
-        if answer is not None and (order := int(answer)) != NOBODY and not self.reported:
-            self.reported = True
-            self.logger.warning(
-                f"FP8-Flow-MoE: a NaN or Inf showed first in {describe(order, self.names)}, by step {step - 1}. "
-                "Training goes on, but the weights are lost: resume from an earlier checkpoint. "
-                "fp8_flow_moe.filter_fqns leaves the layer in bf16, to see whether FP8 is the cause"
-            )
-        modules = [m for part in model_parts for m in part.modules() if getattr(m, "nan_flags", None) is not None]
-        first = first_seen(modules, len(self.names), self.device)
+        if answer is not None and not self.reported:
+            self._report(int(answer), f"by step {step - 1}. Training goes on, but the weights are lost: resume from an")
+        first = self._first_here(model_parts)
         dist.all_reduce(first, op=dist.ReduceOp.MIN)  # always: a rank may read its answer later than another
         # The host may read late. The next steps, whose layers all hold NaNs, must not change the answer.
         self.seen = first if self.seen is None else torch.where(self.seen < NOBODY, self.seen, first)
         if answer is None:
             answer = self.answer = torch.full((), NOBODY, dtype=torch.int32, pin_memory=first.is_cuda)
         answer.copy_(self.seen, non_blocking=True)
+
+    def report_here(self, model_parts: Iterable[nn.Module]) -> None:
+        """Warns of what this rank has met, at once: for a job that ends."""
+        self._report(int(self._first_here(model_parts)), "on this rank. Resume from an")
+
+    def _first_here(self, model_parts: Iterable[nn.Module]) -> Tensor:
+        modules = [m for part in model_parts for m in part.modules() if getattr(m, "nan_flags", None) is not None]
+        return first_seen(modules, len(self.names), self.device)
+
+    def _report(self, order: int, and_then: str) -> None:
+        if order == NOBODY:
+            return
+        self.reported = True
+        self.logger.warning(
+            f"FP8-Flow-MoE: a NaN or Inf showed first in {describe(order, self.names)}, {and_then} earlier checkpoint. "
+            "fp8_flow_moe.filter_fqns leaves the layer in bf16, to see whether FP8 is the cause"
+        )
 
 
 def first_seen(modules: list[Any], num_layers: int, device: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 TESTED = {
-    "torch": ("2.11", "2.13"),
+    "torch": ("2.11", "2.14"),
     "triton": ("3.6", "3.8"),
     "torchtitan": ("0.2.2", "0.2.2"),
     "torchao": ("0.18", "0.18"),

@@ -3,32 +3,51 @@
 #
 # That is the current environment if it has them all. Otherwise it is .venv, which this script creates (a minute or two)
 # and completes when modules are missing. A .venv that this script did not create is left untouched.
+#
+# With torchtitan=0.3.0 set, the environment is one with that release, and its folder .venv03: the releases exclude each
+# other.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-lacking() {  # modules: prints those that python3 does not find
-    python3 -c "import sys; from importlib.util import find_spec; print(*[m for m in sys.argv[1:] if not find_spec(m)])" "$@"
+torchtitan=${torchtitan:-0.2.2}
+case $torchtitan in
+    0.2.2) venv=.venv torch=2.13.0 extras=torchtitan,dev own="torchao tomli" ;;
+    0.3.0) venv=.venv03 torch=2.14.1 extras=torchtitan03 own=spmd_types ;;
+esac
+
+lacking() {  # modules: prints those that python3 does not find, and torchtitan where it is another release
+    python3 - "$torchtitan" "$@" <<'EOF'
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+
+_, release, *modules = sys.argv
+lacking = [module for module in modules if not find_spec(module)]
+if "torchtitan" not in lacking and version("torchtitan") != release:
+    lacking.append(f"torchtitan=={release}")
+print(*lacking)
+EOF
 }
 
-modules="torch triton torchtitan torchao torchdata datasets tokenizers tyro tomli wandb $*"
+modules="torch triton torchtitan torchdata datasets tokenizers tyro wandb $own $*"
 if [ -n "$(lacking $modules)" ]; then
-    if [ -d .venv ] && [ ! -e .venv/begun ]; then
-        echo "This Python lacks $(lacking $modules), and tools/environment.sh did not create the .venv that exists." >&2
-        echo "Activate an environment and run: pip install -e '.[torchtitan,dev]'" >&2
+    if [ -d $venv ] && [ ! -e $venv/begun ]; then
+        echo "This Python lacks $(lacking $modules), and tools/environment.sh did not create the $venv that exists." >&2
+        echo "Activate an environment and run: pip install -e '.[$extras]'" >&2
         exit 2
     fi
-    if [ ! -e .venv/complete ]; then
-        rm -rf .venv
-        mkdir .venv
-        touch .venv/begun
-        python3 -m venv .venv
+    if [ ! -e $venv/complete ]; then
+        rm -rf $venv
+        mkdir $venv
+        touch $venv/begun
+        python3 -m venv $venv
     fi
-    . .venv/bin/activate
-    if [ ! -e .venv/complete ] || [ -n "$(lacking $modules)" ]; then
-        echo "Installing into .venv ..."
-        python -m pip install --disable-pip-version-check "torch==2.13.0"
-        python -m pip install --disable-pip-version-check -e ".[torchtitan,dev]"
-        touch .venv/complete
+    . $venv/bin/activate
+    if [ ! -e $venv/complete ] || [ -n "$(lacking $modules)" ]; then
+        echo "Installing into $venv ..."
+        python -m pip install --disable-pip-version-check "torch==$torch"
+        python -m pip install --disable-pip-version-check -e ".[$extras]"
+        touch $venv/complete
     fi
 fi

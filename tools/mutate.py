@@ -171,7 +171,7 @@ def main() -> None:
     sources = {mutation.path: (ROOT / mutation.path).read_text() for mutation in chosen}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
-        ignored = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache")
+        ignored = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".*_cache")
         shutil.copytree(ROOT, copy, ignore=ignored)
         for mutation in chosen:
             key = json.dumps(mutation)

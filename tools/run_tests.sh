@@ -1,7 +1,17 @@
 #!/usr/bin/env bash
 # Lints, checks spelling and types, then runs all tests that this machine can run. Arguments go to pytest; --slow adds the
 # tests marked slow.
+#
+# With --torchtitan03 as the first argument it runs the tests of the adapter for torchtitan 0.3 only, in an environment of
+# their own, .venv03.
 set -euo pipefail
+if [ "${1-}" = --torchtitan03 ]; then
+    shift
+    torchtitan=0.3.0
+    . "$(dirname "$0")/environment.sh" pytest pytest_timeout tensorboard
+    export OMP_NUM_THREADS=1
+    exec python3 -m pytest tests/torchtitan03 "$@"
+fi
 . "$(dirname "$0")/environment.sh" matplotlib tensorboard accelerate codespell_lib hypothesis pyrefly pytest \
     pytest_timeout ruff setuptools transformers xdist
 

@@ -39,7 +39,8 @@ SINGLE = LOSSES | {
     "single_bf16_parts": Case(BF16_PARTS),
     "single_routed": Case({"filter_fqns": ["shared_experts", "feed_forward"]}),
     "single_cached": Case({"cache_weights": True}, accumulates=2),
-    "single_watched": Case({"statistics_every": 2}, steps=3),  # one weight is NaN
+    "single_statistics": Case({"statistics_every": 2}, steps=3),
+    "single_nan": Case(),  # of one weight
 }
 TWO_RANKS = {
     "ep2_20": Case(parallelism=EP2, steps=STEPS),

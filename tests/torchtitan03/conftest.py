@@ -1,6 +1,7 @@
 """They need an environment with torchtitan 0.3, which ``tools/run_tests.sh --torchtitan03`` makes."""
 
 import importlib.metadata
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,5 +13,7 @@ collect_ignore_glob = [] if importlib.metadata.version("torchtitan").startswith(
 
 
 @pytest.fixture(scope="session")
-def results(case_dir: Path) -> WorkerResults:  # noqa: F811
-    return WorkerResults(case_dir, "../torchtitan03/worker.py", {1: [*SINGLE], 2: [*TWO_RANKS]}, cpu_only=True)
+def results(case_dir: Path) -> Iterator[WorkerResults]:  # noqa: F811
+    yield WorkerResults(case_dir, "../torchtitan03/worker.py", {1: [*SINGLE], 2: [*TWO_RANKS]}, cpu_only=True)
+    for path in case_dir.glob("*.pt"):  # 2 GB, which pytest would keep for three sessions
+        path.unlink()

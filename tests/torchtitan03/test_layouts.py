@@ -11,7 +11,9 @@ TOLERANCE = 1e-2
 # FP8 linears round more values.
 TOLERANCES = {"linears": 0.02}
 VARIANTS = "linears", "bf16_parts", "routed"  # tensor parallelism leaves other FFNs in bf16
-GRADIENTS = [name for name, case in CASES.items() if case.steps == 1 and name not in ("single", "single_fp32")]
+GRADIENTS = [
+    name for name, case in CASES.items() if case.steps == 1 and name not in ("single", "single_fp32", "single_nan")
+]
 
 
 def errors(results: WorkerResults, case: str, reference: str) -> dict[str, float]:
@@ -56,9 +58,13 @@ def test_losses_of_twenty_steps(results: WorkerResults, layout: str):
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.compiles])
 def test_blocks_are_whole_graphs_where_dispatch_allows(results: WorkerResults, case: str):
-    """One for dense and one for MoE blocks; the all-to-all breaks those of MoE blocks."""
+    """One for dense and one for MoE blocks. The all-to-all breaks those of MoE blocks in pieces. With checkpointing they
+    run eagerly then, since a checkpointed region cannot be in pieces."""
     graphs = results.get(case)["graphs"]
-    assert graphs > 2 if case.startswith("ep2_compile") else graphs == 2
+    if case == "ep2_compile_selective":
+        assert graphs == 1
+    else:
+        assert graphs > 2 if case == "ep2_compile" else graphs == 2
 
 
 def test_fsdp_gathers_in_fp8(results: WorkerResults):
@@ -72,8 +78,13 @@ def test_checkpoints_have_the_keys_of_torchtitan(results: WorkerResults):
     assert results.get("single")["keys"] == results.get("single_fp32")["keys"]
 
 
-def test_nan_and_statistics(results: WorkerResults):
-    result = results.get("single_watched")
-    assert result["nan"] == "layers.2.moe, in its input x"
-    assert result["logged"] and all(name.startswith("fp8_flow_moe/") for name in result["logged"])
-    assert {step for steps in result["logged"].values() for step in steps} == {2}
+def test_a_nan_is_named_before_torchtitan_ends_the_job(results: WorkerResults):
+    result = results.get("single_nan")
+    assert "Loss is not finite" in result["raised"]
+    (warning,) = result["warnings"]
+    assert "NaN or Inf showed first in layers.2.moe, in its input x, on this rank" in warning
+
+
+def test_statistics_are_logged(results: WorkerResults):
+    logged = results.get("single_statistics")["logged"]
+    assert logged and all(name.startswith("fp8_flow_moe/") and steps == [2] for name, steps in logged.items())

@@ -21,12 +21,18 @@ def enable_cpu_training() -> None:
         RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
     """
     use_cpu()
-    attention.FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)
-    attention._compiled_create_block_mask = create_block_mask  # compiling it takes longer than training
+    _replace(attention.FlexAttention, "_compiled_flex_attn", staticmethod(_dense_attention))
+    _replace(attention, "_compiled_create_block_mask", create_block_mask)  # compiling it takes longer than training
     # The all-to-all of bf16 layers: spmd_types exchanges lists of tensors, which gloo wants all of one size.
-    token_dispatcher.get_spmd_backend = lambda: "partial_dtensor"
+    _replace(token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor")
     disable_division = fsdp.disable_fsdp_gradient_division
     rebind("disable_fsdp_gradient_division", functools.partial(disable_gradient_division, disable_division))
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    if not hasattr(owner, name):
+        raise RuntimeError(f"torchtitan has no {owner.__name__}.{name} to replace for training on a CPU; install 0.3.0")
+    setattr(owner, name, value)
 
 
 def _dense_attention(

@@ -64,7 +64,12 @@ class Fp8FlowTrainer(Trainer):
         """A step of torchtitan's, then what looks at it from outside: NaN flags, statistics and the weight caches."""
         if self.counts_this_step:
             statistics.collect()
-        super().train_step(data_iterator)
+        try:
+            super().train_step(data_iterator)
+        except RuntimeError as error:
+            if "not finite" in str(error):  # torchtitan's, on all ranks that know the loss
+                self.nan_watch.report_here(self.model_parts)
+            raise
         WeightCache.clear_all()  # also where optimizers are not torch.optim's
         self.nan_watch.after_step(self.model_parts, self.step)
         if self.counts_this_step:
