@@ -58,8 +58,8 @@ def test_losses_of_twenty_steps(results: WorkerResults, layout: str):
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.compiles])
 def test_blocks_are_whole_graphs_where_dispatch_allows(results: WorkerResults, case: str):
-    """One for dense and one for MoE blocks. The all-to-all breaks those of MoE blocks in pieces. With checkpointing they
-    run eagerly then, since a checkpointed region cannot be in pieces."""
+    """One for dense and one for MoE blocks. The all-to-all breaks those of MoE blocks in pieces. With checkpointing
+    they run eagerly then, since a checkpointed region cannot be in pieces."""
     graphs = results.get(case)["graphs"]
     if case == "ep2_compile_selective":
         assert graphs == 1

@@ -19,6 +19,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.nan_watch import NanWatch
 from titan_fp8moe.plan import MOE, SHARED, Part
 from titan_fp8moe.torchtitan03.converter import convert
+from titan_fp8moe.torchtitan03.job_checks import compiles_model
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
 from titan_fp8moe.weights import WeightCache
 
@@ -51,8 +52,13 @@ class Fp8FlowTrainer(Trainer):
     def __init__(self, config: Config):
         dims = ParallelDims.from_config(config.parallelism, int(os.environ.get("WORLD_SIZE", 1)))
         self.plan = [part for part in convert(config, dims) if part.reason is None]
-        eager = config.parallelism.expert_parallel_degree > 1 and not dispatch.uses_symmetric(config.fp8_flow_moe)
-        with _graph_breaks_in_experts() if eager else contextlib.nullcontext():
+        breaks = dims.ep > 1 and not dispatch.uses_symmetric(config.fp8_flow_moe)
+        if breaks and compiles_model(config) and config.activation_checkpoint is not None:
+            logger.warning(
+                "FP8-Flow-MoE: MoE blocks run eagerly: the all-to-all breaks graphs, and a checkpointed block cannot "
+                'be in pieces. Choose activation-checkpoint:none, or fp8_flow_moe.dispatch = "symmetric"'
+            )
+        with _graph_breaks_in_experts() if breaks else contextlib.nullcontext():
             super().__init__(config)
         modules = {_plain(name): module for part in self.model_parts for name, module in part.named_modules()}
         _check_replaced(self.plan, modules)
