@@ -1,0 +1,44 @@
+"""torchtitan 0.3's own command line on two expert-parallel processes: options, validation, a checkpoint, resuming."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.distributed.conftest import ended_well
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = """
+    --module titan_fp8moe.torchtitan03 --config deepseek_v3_debugmodel --fp8_flow_moe.save_h fp8
+    --parallelism.expert_parallel_degree 2 --training.disable_cuda_graphs
+    --training.seq_len 64 --training.local_batch_size 2 --metrics.disable_color_printing
+    --dataloader.dataset c4_test --checkpoint.enable --checkpoint.interval 2
+    --validator.enable --validator.freq 2 --validator.steps 1 --validator.dataloader.dataset c4_test
+"""
+
+
+def train(case_dir: Path, tmp_path: Path, steps: int) -> str:
+    data = f"{case_dir}/data"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--role=rank"]
+    command += ["--tee=3", "-m", "torchtitan.train", *OPTIONS.split(), "--training.steps", str(steps)]
+    command += ["--hf_assets_path", f"{case_dir}/tokenizer", "--dump_folder", str(tmp_path)]
+    command += ["--dataloader.dataset_path", data, "--validator.dataloader.dataset_path", data]
+    environment["HF_HOME"] = str(tmp_path / "hf")
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    log = run.stdout + run.stderr
+    assert ended_well(run) and "Training completed" in log, log[-5000:]
+    return log
+
+
+def losses(log: str, kind: str = "step") -> list[float]:
+    return [float(loss) for loss in re.findall(rf"(?m)^\[rank0\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)]
+
+
+def test_training_resumes(case_dir: Path, tmp_path: Path):
+    log = train(case_dir, tmp_path, 2)
+    assert "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears in FP8" in log and "save_h=fp8" in log
+    assert len(losses(log)) == 2 and losses(log, "validate step")
+    resumed = losses(train(case_dir, tmp_path, 3))
+    assert len(resumed) == 1 and resumed[0] < losses(log)[0] - 0.5
