@@ -97,8 +97,6 @@ def _plan(model: Any, config: Fp8FlowMoEConfig, layout: checks.ExpertLayout, tp:
             job_checks.check_layer(name, places[name].config, config, layout)
         elif kind != MOE_LAYER and reason is None:
             reason = _why_not_fp8(places[name].config, tp)
-            if kind == SHARED and name.removesuffix(f".{SHARED}") in filtered:
-                reason = reason or "its MoE layer is in bf16"
         plan.append(Part(name, kind, places[name], reason))
     return plan + _plan_linears(model, config, [*kinds], tp)
 
