@@ -52,6 +52,7 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
         config.compile, enable=case.compiles, components=["model"], backend="aot_eager"
     )
     config.metrics.enable_tensorboard = bool(case.fp8 and case.fp8.get("statistics_every"))
+    config.debug.seed = 1
     config.dump_folder, config.hf_assets_path = dump, f"{out}/tokenizer"
     config.dataloader = dataclasses.replace(config.dataloader, dataset="c4_test", dataset_path=f"{out}/data")
     return config if case.fp8 is None else with_fp8_flow(config, Fp8FlowMoEConfig(**case.fp8))
