@@ -20,8 +20,6 @@ import torch.distributed as dist
 from titan_fp8moe import Fp8FlowMoEConfig, exchange, routed_experts, workspace
 from titan_fp8moe.kernels import symmetric
 
-workspace.allow_gpus = True
-
 TIMEOUT = 5  # seconds a rank may be late
 SETUP = 120
 FAULTS = ("dies", "raises", "stalls", "late")
@@ -60,6 +58,7 @@ def inject(how: str, device: str, timeout: int) -> None:
 def lose_rank(how: str, rank: int, out: Path, device: str, timeout: int) -> None:
     if rank == 0:
         os.dup2(os.open(out / f"{how}.err", os.O_WRONLY | os.O_CREAT), 2)
+    workspace.allow_gpus = True
     if device == "cuda":
         torch.cuda.set_device(0)
     torch.set_num_threads(1)

@@ -19,8 +19,6 @@ from tests.distributed.rows_worker import check
 from titan_fp8moe import Fp8FlowMoEConfig, moe, ops, routed_experts, workspace
 from titan_fp8moe.weights import ExpertWeights
 
-workspace.allow_gpus = True
-
 D, H, EXPERTS, TOP_K, TOKENS = 256, 128, 8, 3, 70
 
 
@@ -231,6 +229,7 @@ def check_unlike_settings(device: torch.device) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    workspace.allow_gpus = True
     device = device_of_this_rank()
     several = device.type == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo,cuda:nccl" if several else "gloo")
