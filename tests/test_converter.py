@@ -5,73 +5,28 @@ import copy
 import dataclasses
 import logging
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.torch_version import TorchVersion
-from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from titan_fp8moe import kernel_check, weights
-from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
-from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import FEED_FORWARDS, Fp8FlowGroupedExperts, Fp8FlowMoE
-
-ROOT = Path(__file__).parent.parent
-DEBUG_TOML = (ROOT / "train_configs/debug.toml").read_text()
-CUSTOM_MODULE = "--job.custom_config_module=titan_fp8moe.torchtitan"
-
-
-@pytest.fixture(autouse=True)
-def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same results on a machine with GPUs. Each test leaves the choice of kernels as it was."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))  # with a GPU the import does not patch it
-    monkeypatch.setattr(backend, "_emulating", False)
-
-
-def make_config(*overrides: str, model: str = "deepseek_v3", flavor: str = "tiny") -> JobConfig:
-    args = [CUSTOM_MODULE, f"--model.name={model}", f"--model.flavor={flavor}", "--model.converters=fp8_flow_moe"]
-    return ConfigManager().parse_args([*args, *overrides])
-
-
-def make_dims(dp_shard: int = 1, tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1) -> ParallelDims:
-    world_size = dp_shard * tp * cp * pp
-    return ParallelDims(dp_replicate=1, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp, world_size=world_size)
-
-
-def make_model(config: JobConfig, device: str = "meta", **changes) -> nn.Module:
-    """The model as torchtitan's trainer builds it, with ``changes`` to the flavor."""
-    spec = get_train_spec(config.model.name)
-    args = dataclasses.replace(copy.deepcopy(spec.model_args[config.model.flavor]), **changes)
-    args.update_from_config(config)
-    with torch.device(device):
-        return spec.model_cls(args)
-
-
-def convert(config: JobConfig, model: nn.Module, dims: ParallelDims | None = None) -> nn.Module:
-    build_model_converters(config, dims or make_dims()).convert(model)
-    return model
 
 
 def layer_classes(model: nn.Module) -> dict[str, tuple[type, type]]:
@@ -276,186 +231,6 @@ def test_experts_must_divide_over_ranks():
         ValueError, match=r"layers\.1\.moe: 8 experts .* 3 .*; choose a parallelism\.expert_parallel_degree that"
     ):
         convert(config, make_model(config), make_dims(dp_shard=3, ep=3))
-
-
-WRONG_VALUES = [
-    ("wgrad", '"fp8"', "'balanced'"),
-    ("save_h", '"fp16"', "'bf16', 'fp8'"),
-    ("recompute", '"all"', "'none', 'activation', 'experts'"),
-    ("filter_fqns", '"layers.1."', "a list of non-empty strings"),
-    ("emulate", '"yes"', "true or false"),
-    ("statistics_every", "-1", "a number of steps, or 0 for never"),
-    ("statistics_every", "2.5", "a number of steps, or 0 for never"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "remedy"), WRONG_VALUES)
-def test_wrong_value_in_toml(tmp_path: Path, name: str, value: str, remedy: str):
-    (tmp_path / "wrong.toml").write_text(f"[fp8_flow_moe]\n{name} = {value}\n")
-    with pytest.raises(ValueError, match=rf"fp8_flow_moe\.{name} is .*; set it to .*{remedy}"):
-        ConfigManager().parse_args([CUSTOM_MODULE, f"--job.config_file={tmp_path}/wrong.toml"])
-
-
-def printed(capsys: pytest.CaptureFixture) -> str:
-    """Everything printed, without the boxes that tyro draws and its line breaks."""
-    return " ".join(re.sub("[│╭╮╰╯─]", " ", "".join(capsys.readouterr())).split())
-
-
-@pytest.mark.parametrize(("name", "value", "choice"), [("wgrad", "fp8", "scaling_aware"), ("save_h", "fp16", "bf16")])
-def test_wrong_value_on_the_command_line(capsys: pytest.CaptureFixture, name: str, value: str, choice: str):
-    with pytest.raises(SystemExit) as exit_:
-        make_config(f"--fp8_flow_moe.{name}={value}")
-    assert exit_.value.code != 0
-    message = printed(capsys)
-    assert f"fp8_flow_moe.{name}".replace("_", "-") in message.replace("_", "-") and choice in message, message
-
-
-REMOVED_SETTINGS = [
-    (
-        "combine",
-        "sum",
-        "fp8_flow_moe.combine was removed: ranks always return one row per token, summed in fp32; delete",
-    ),
-    ("combine", "rows", "fp8_flow_moe.combine was removed: "),
-    (
-        "wgrad",
-        "requantize",
-        "fp8_flow_moe.wgrad = 'requantize' was removed: use 'balanced' (default) or 'scaling_aware'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "message"), REMOVED_SETTINGS)
-def test_removed_setting_in_toml(tmp_path: Path, name: str, value: str, message: str):
-    (tmp_path / "old.toml").write_text(f'[fp8_flow_moe]\n{name} = "{value}"\n')
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        ConfigManager().parse_args([CUSTOM_MODULE, f"--job.config_file={tmp_path}/old.toml"])
-
-
-@pytest.mark.parametrize(("name", "value", "message"), REMOVED_SETTINGS)
-def test_removed_setting_on_the_command_line(capsys: pytest.CaptureFixture, name: str, value: str, message: str):
-    with pytest.raises(SystemExit) as exit_:
-        make_config(f"--fp8_flow_moe.{name}={value}")
-    assert exit_.value.code != 0
-    assert message in printed(capsys)
-
-
-def test_help_lists_the_settings(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit):
-        make_config("--help")
-    help_ = printed(capsys).replace("fp8-flow-moe", "fp8_flow_moe")
-    options = set(re.findall(r"--fp8_flow_moe\.([a-z0-9-]+)", help_))
-    names = {f.name.replace("_", "-") for f in dataclasses.fields(Fp8FlowMoEConfig)}
-    assert {name for name in options if not name.startswith("no-")} == names | {"combine"}
-    choices = get_args(get_type_hints(Fp8FlowMoEConfig)["wgrad"])
-    assert f"--fp8_flow_moe.wgrad {{{','.join(choices)}}} How the two FP8 operands" in help_
-    assert "--fp8_flow_moe.combine REMOVED Removed: " in help_
-
-
-def test_wrong_config_ends_the_real_command(tmp_path: Path):
-    """It ends before anything is built: process group, tokenizer (which does not exist here) or model."""
-    assert 'wgrad = "balanced"' in DEBUG_TOML
-    (tmp_path / "wrong.toml").write_text(DEBUG_TOML.replace('wgrad = "balanced"', 'wgrad = "fp8"'))
-    run = subprocess.run(
-        [sys.executable, "-m", "torchtitan.train", f"--job.config_file={tmp_path}/wrong.toml"],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode != 0
-    last_line = run.stderr.strip().splitlines()[-1]
-    assert "fp8_flow_moe.wgrad is 'fp8'; set it to one of 'balanced'" in last_line, run.stderr[-3000:]
-    assert "Starting job" not in run.stdout + run.stderr
-
-
-PP2 = "--parallelism.pipeline_parallel_degree=2"
-SCHEDULE = "--parallelism.pipeline_parallel_schedule"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        pytest.param(
-            ["--parallelism.expert_parallel_comm_backend=deepep"],
-            r"parallelism\.expert_parallel_comm_backend = 'deepep'; set it to \"standard\"",
-            id="deepep",
-        ),
-        pytest.param(
-            ["--model.converters=quantize.grouped_mm.float8,fp8_flow_moe"],
-            r"quantize\.grouped_mm\.float8 convert the same experts; keep one of them in model\.converters",
-            id="float8-experts",
-        ),
-        pytest.param(
-            ["--model.converters=fp8_flow_moe,quantize.grouped_mm.mx"],
-            r"quantize\.grouped_mm\.mx convert the same experts; keep one of them in model\.converters",
-            id="mx-experts",
-        ),
-        pytest.param(["--model.converters=fp8_flow_moe,fp8_flow_moe"], "once is enough", id="twice"),
-        *[
-            pytest.param(
-                [PP2, f"{SCHEDULE}={name}"], rf"parallelism\.pipeline_parallel_schedule = '{name}'.*use 1F1B, ", id=name
-            )
-            for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV", "dualpipev")
-        ],
-        pytest.param(
-            [PP2, "--parallelism.pipeline_parallel_schedule_csv=schedule.csv"],
-            r"parallelism\.pipeline_parallel_schedule_csv = 'schedule\.csv' .*; use 1F1B, .* instead",
-            id="csv-schedule",
-        ),
-        pytest.param(
-            ["--fp8_flow_moe.statistics_every=10"],
-            r"nothing logs the statistics; set metrics\.enable_tensorboard or metrics\.enable_wandb",
-            id="statistics-without-logger",
-        ),
-        pytest.param(
-            ["--fp8_flow_moe.cache_weights", "--optimizer.early_step_in_backward"],
-            r"optimizer\.early_step_in_backward each microbatch changes the weights; set one of the two to false",
-            id="cached-weights-change",
-        ),
-        pytest.param(
-            ["--validation.enable", "--parallelism.context_parallel_degree=2"],
-            r"set validation\.enable = false or parallelism\.context_parallel_degree = 1",
-            id="validation-with-context-parallelism",
-        ),
-        pytest.param(
-            ["--fp8_flow_moe.fp8_all_gather", "--training.enable_cpu_offload"],
-            r"training\.enable_cpu_offload stores them on the CPU; set one of the two to false",
-            id="gathered-from-the-cpu",
-        ),
-    ],
-)
-def test_settings_that_cannot_go_together(overrides: list[str], message: str):
-    """The constructor raises, before there is a model."""
-    with pytest.raises(ValueError, match=message):
-        Fp8FlowMoEConverter(make_config(*overrides), make_dims())
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param([f"{SCHEDULE}=ZBVZeroBubble"], id="schedule-without-pp"),
-        pytest.param([PP2, f"{SCHEDULE}=Interleaved1F1B"], id="interleaved"),
-        pytest.param(["--fp8_flow_moe.statistics_every=10", "--metrics.enable_wandb"], id="statistics"),
-    ],
-)
-def test_settings_that_can(overrides: list[str]):
-    build_model_converters(make_config(*overrides), make_dims())
-
-
-@pytest.mark.parametrize("name", ["dtype", "mixed_precision_param"])
-def test_other_dtypes_are_refused(name: str):
-    config = make_config()
-    setattr(config.training, name, "float16")  # torchtitan accepts any value from a TOML file
-    with pytest.raises(ValueError, match=rf"training\.{name} = 'float16'; set it to one of them"):
-        Fp8FlowMoEConverter(config, make_dims())
-
-
-def test_missing_custom_config_module():
-    config = ConfigManager().parse_args(["--model.name=deepseek_v3", "--model.converters=fp8_flow_moe"])
-    with pytest.raises(ValueError, match=r'job\.custom_config_module = "titan_fp8moe\.torchtitan"'):
-        build_model_converters(config, make_dims())
 
 
 def test_model_without_moe():
