@@ -212,7 +212,7 @@ def check_overflow(device: torch.device) -> None:
 
 
 def check_unlike_settings(device: torch.device) -> None:
-    """Ranks that disagree are told so, by the next optimizer step at the latest."""
+    """Ranks that disagree get an error, by the next optimizer step at the latest."""
     save_h = "fp8" if dist.get_rank() else "bf16"
     config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5, save_h=save_h)
     check(
