@@ -251,7 +251,7 @@ def test_a_captured_optimizer_is_noticed():
     """Its replays run no hook."""
     x, scores, chosen, weights = make_layer(dtype=torch.bfloat16)
     weights, cache = ExpertWeights(*map(torch.nn.Parameter, weights)), WeightCache()
-    optimizer = torch.optim.SGD(weights, lr=torch.tensor(1.0, device=x.device))
+    optimizer = torch.optim.SGD(weights, lr=1.0)
     for w in weights:
         w.grad = torch.ones_like(w)
     optimizer.step()

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -169,15 +169,14 @@ def launched(rep_ms: int) -> Callable[[Callable[[], object]], Callable[[], float
     return timer
 
 
-def graphed(run: Callable[[], object], pool: Any, graph_ms: float = 3.0) -> Callable[[], float]:
+def graphed(run: Callable[[], object], graph_ms: float = 3.0) -> Callable[[], float]:
     """A back-to-back timer for what the GPU runs faster than Python launches it, with a warm L2.
 
-    A CUDA graph repeats ``run`` for ``graph_ms``; the timer returns milliseconds per run. Graphs may share the memory
-    ``pool`` (``torch.cuda.graph_pool_handle()``), since none runs while another does.
+    A CUDA graph repeats ``run`` for ``graph_ms``; the timer returns milliseconds per run.
     """
     runs = max(1, round(graph_ms / after_idling_ms(run, 0)))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph):
         for _ in range(runs):
             run()
 

@@ -255,6 +255,9 @@ def _explain_traps() -> None:
 allow_gpus = False
 """Whether GPUs may exchange. Tests and benchmarks set it: their first run on a GPU failed in a kernel's launch."""
 
+_mapped: list[tuple[Tensor, Any]] = []
+"""Symmetric memory and its handles. A handle's buffers do not keep them, and are unmapped when they are freed."""
+
 _workspaces: dict[str, list[Workspace]] = {}
 _current: dict[str, Workspace] = {}
 
@@ -338,6 +341,7 @@ def _peer_memory(group: Any, nbytes: int, device: torch.device) -> list[Tensor]:
     peers = [handle.get_buffer(n, (nbytes,), torch.uint8) for n in range(group.size())]
     if peers[group.rank()].data_ptr() != memory.data_ptr():
         raise RuntimeError("torch.distributed._symmetric_memory has changed: a buffer does not begin at its tensor")
+    _mapped.append((memory, handle))
     torch.cuda.synchronize()
     _barrier(group)
     return peers

@@ -116,17 +116,17 @@ def few(tokens: int, columns: int, warps: int) -> dict[str, int]:
 
 def local() -> Iterator[dict[str, Any]]:
     """Milliseconds of each kernel in local memory, with all CTAs and with few."""
-    pool, num_ranks = torch.cuda.graph_pool_handle(), 4
+    num_ranks = 4
     for shape in (SHAPES[0], SHAPES[3]):
         ranks = LocalRanks(shape, num_ranks)
         arrived, rows = int(ranks.plan[0, -1]), int(ranks.offsets_E[-1])
-        times = {name: graphed(getattr(ranks, name), pool)() for name in ("publish", "route", "pull", "push", "sum")}
+        times = {name: graphed(getattr(ranks, name))() for name in ("publish", "route", "pull", "push", "sum")}
         for ctas in (132, 64, 32, 16):
             symmetric.MAX_CTAS = ctas
             for name, shapes in (("pull", PULLS), ("push", PUSHES)):
                 for setting in shapes if ctas == 32 else shapes[:1]:
                     setattr(symmetric, f"FEW_{name.upper()}", few(*setting))
-                    times[f"{name}, {ctas} CTAs, {setting}"] = graphed(getattr(ranks, name), pool)()
+                    times[f"{name}, {ctas} CTAs, {setting}"] = graphed(getattr(ranks, name))()
                 setattr(symmetric, f"FEW_{name.upper()}", few(*shapes[0]))
             symmetric.MAX_CTAS = None
         yield dict(
