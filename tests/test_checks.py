@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from titan_fp8moe import checks, workspace
+from titan_fp8moe import checks
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 
@@ -256,14 +256,3 @@ def test_symmetric_dispatch_needs_one_node(caplog: pytest.LogCaptureFixture):
     assert not caplog.records
     check(symmetric, 1, 8)
     assert "no effect without expert parallelism" in caplog.text
-
-
-def test_symmetric_memory_on_a_gpu(monkeypatch):
-    workspace.check_device("cpu")
-    with refused(
-        'fp8_flow_moe.dispatch = "symmetric" has not passed its tests on a GPU, and runs on CPUs only; set it to '
-        '"all_to_all"'
-    ):
-        workspace.check_device("cuda")
-    monkeypatch.setattr(workspace, "allow_gpus", True)
-    workspace.check_device("cuda")

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from titan_fp8moe import workspace
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import uses_symmetric
 from titan_fp8moe.kernels.sizes import MAX_ROWS
@@ -199,8 +198,6 @@ def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout, local_ranks: 
             f'fp8_flow_moe.dispatch = "symmetric" needs all expert-parallel ranks on one node, but {ranks} ranks share '
             f'the experts and a node has {local_ranks}; {remedy}, or set fp8_flow_moe.dispatch = "all_to_all"'
         )
-    else:
-        workspace.check_device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def warn_about_settings(config: Fp8FlowMoEConfig, fsdp_shards: int) -> None:

@@ -252,9 +252,6 @@ def _explain_traps() -> None:
 
 # --- one workspace per group and sizes --------------------------------------------------------------------------------
 
-allow_gpus = False
-"""Whether GPUs may exchange. Tests and benchmarks set it: their first run on a GPU failed in a kernel's launch."""
-
 _mapped: list[tuple[Tensor, Any]] = []
 """Symmetric memory and its handles. A handle's buffers do not keep them, and are unmapped when they are freed."""
 
@@ -268,7 +265,7 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
     All ranks make it together, at the first exchange of these dims or of more tokens than before. That synchronizes.
 
     Raises:
-        ValueError: for ranks on several nodes, ranks that disagree on ``sizes``, or on a GPU.
+        ValueError: for ranks on several nodes, or ranks that disagree on ``sizes``.
         RuntimeError: while a CUDA graph is captured and a workspace would have to be made; see also
             :meth:`Workspace.begin`.
     """
@@ -300,17 +297,7 @@ def current(group_name: str) -> Workspace:
     return workspace
 
 
-def check_device(device_type: str) -> None:
-    """Raises ValueError where symmetric memory must not be used yet."""
-    if device_type == "cuda" and not allow_gpus:
-        raise ValueError(
-            'fp8_flow_moe.dispatch = "symmetric" has not passed its tests on a GPU, and runs on CPUs only; set it to '
-            '"all_to_all"'
-        )
-
-
 def _create(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
-    check_device(device.type)
     resolve: Any = distributed_c10d._resolve_process_group
     group = resolve(group_name)
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()

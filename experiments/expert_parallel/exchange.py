@@ -29,7 +29,6 @@ from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, Workspace, capaciti
 LIMITS = {"local": 50, "processes": 60}  # seconds on one GPU
 LIMITS_SEVERAL = {"local": 50, "processes": 480}
 FACTOR, DEVICE = 1.5, "cuda"
-REFERENCE = "none"
 
 
 class Shape(NamedTuple):
@@ -42,6 +41,9 @@ class Shape(NamedTuple):
     E: int
     H: int
 
+    def __str__(self) -> str:
+        return f"{self.name}, {self.E} experts per GPU, {self.T} tokens"
+
 
 SHAPES = (
     Shape("671B", 4096, 7168, 8, 64, 2048),
@@ -49,9 +51,12 @@ SHAPES = (
     Shape("16B", 4096, 2048, 6, 16, 1408),
     Shape("16B", 16384, 2048, 6, 16, 1408),
 )
-# Of the launches with few CTAs: (tokens, columns, warps).
-PULLS = ((32, 1024, 16), (32, 2048, 32), (16, 2048, 16), (32, 1024, 32))
-PUSHES = ((16, 1024, 32), (8, 1024, 32), (8, 1024, 16), (4, 2048, 16))
+
+
+def record(name: str, shape: str, ms: float, reference: str = "none", reference_ms: float | None = None, **more: Any):
+    speedup = None if reference_ms is None else reference_ms / ms
+    names = dict(name=name, shape=shape, value=ms, unit="ms", reference=reference)
+    return names | dict(reference_value=reference_ms, speedup=speedup) | more
 
 
 def choose(shape: Shape, num_ranks: int, skewed: bool) -> Tensor:
@@ -110,29 +115,21 @@ class LocalRanks:
         symmetric.publish(self.at, *self.published)
 
 
-def few(tokens: int, columns: int, warps: int) -> dict[str, int]:
-    return dict(TOKENS=tokens, COLUMNS=columns, BLOCKS=0, num_warps=warps)
-
-
 def local() -> Iterator[dict[str, Any]]:
     """Milliseconds of each kernel in local memory, with all CTAs and with few."""
     num_ranks = 4
     for shape in (SHAPES[0], SHAPES[3]):
         ranks = LocalRanks(shape, num_ranks)
         arrived, rows = int(ranks.plan[0, -1]), int(ranks.offsets_E[-1])
-        times = {name: graphed(getattr(ranks, name))() for name in ("publish", "route", "pull", "push", "sum")}
+        moved = dict(tokens=arrived, rows=rows)
+        where = f"{shape}, {num_ranks} ranks of one process, 1 GPU"
+        for name in ("publish", "route", "pull", "push", "sum"):
+            yield record(f"ep_kernel {name}", where, graphed(getattr(ranks, name))(), **moved)
         for ctas in (132, 64, 32, 16):
             symmetric.MAX_CTAS = ctas
-            for name, shapes in (("pull", PULLS), ("push", PUSHES)):
-                for setting in shapes if ctas == 32 else shapes[:1]:
-                    setattr(symmetric, f"FEW_{name.upper()}", few(*setting))
-                    times[f"{name}, {ctas} CTAs, {setting}"] = graphed(getattr(ranks, name))()
-                setattr(symmetric, f"FEW_{name.upper()}", few(*shapes[0]))
+            for name in ("pull", "push"):
+                yield record(f"ep_kernel {name} {ctas} CTAs", where, graphed(getattr(ranks, name))(), **moved)
             symmetric.MAX_CTAS = None
-        yield dict(
-            name="local kernels", shape=[shape.name, num_ranks, *shape[1:]], reference=REFERENCE, ms=times,
-            tokens=arrived, rows=rows,
-        )  # fmt: skip
         del ranks
 
 
@@ -162,13 +159,17 @@ class Layer:
         return [out, *torch.autograd.grad(out, [self.x, self.scores, *self.weights], self.dout)]
 
 
-def host_waits(run: Callable[[], object]) -> dict[str, int]:
+def host_waits(run: Callable[[], object]) -> int:
     """Calls of the CUDA runtime for which the host waits, in one run."""
+    return _waits(run) - _waits(lambda: None)  # the profiler waits too
+
+
+def _waits(run: Callable[[], object]) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    return {event.key: event.count for event in profile.key_averages() if event.key in waits}
+    return sum(event.count for event in profile.key_averages() if event.key in waits)
 
 
 def in_one_graph(layer: Layer, others: list[Layer], layers: int) -> bool:
@@ -210,7 +211,7 @@ def without_a_wait() -> Iterator[dict[str, Any]]:
             layer.forward()
     launched = time.perf_counter() - began
     torch.cuda.synchronize()
-    found = dict(layers=layers, launched_s=launched, seconds=time.perf_counter() - began)
+    found = dict(layers=layers, seconds=time.perf_counter() - began)
     together()
     found["host_waits_of_a_layer"] = host_waits(layer.step)
     together()
@@ -218,7 +219,9 @@ def without_a_wait() -> Iterator[dict[str, Any]]:
     together()
     found["graph_of_12_layers_equal"] = in_one_graph(layer, others, 12)
     workspace.check_room()
-    yield dict(name="without a wait", shape=[dist.get_world_size(), *shape], reference=REFERENCE, **found)
+    ranks, gpus = dist.get_world_size(), torch.cuda.device_count()
+    where = f"{shape}, {ranks} ranks, {min(ranks, gpus)} GPU{'s' * (gpus > 1)}"
+    yield record("ep_launches", where, launched * 1e3, **found)
 
 
 def together() -> None:
@@ -352,23 +355,21 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
             ms = {f"{phase} symmetric": slowest_ms(phases[phase]) for phase in ("dispatch", "combine")}
             for name, functions in others.items():
                 ms |= {f"{phase} {name}": slowest_ms(function) for phase, function in functions.items()}
-            for ctas in (64, 32):
-                symmetric.MAX_CTAS = ctas
-                ms |= {f"{phase} {ctas} CTAs": slowest_ms(phases[phase]) for phase in ("dispatch", "combine")}
-            symmetric.MAX_CTAS = None
-            remote = phases["remote"]()
-            yield dict(
-                name="exchange", shape=[dist.get_world_size(), *shape, "skewed" if skewed else "balanced"],
-                reference=REFERENCE, ms=ms, remote_tokens=remote,
-                pull_gb_s=remote * shape.D / ms["dispatch symmetric"] / 1e6,
-                push_gb_s=remote * shape.D * 2 / ms["combine symmetric"] / 1e6,
-            )  # fmt: skip
+            where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
+            remote = dict(remote_tokens=phases["remote"]())
+            for phase in ("dispatch", "combine"):
+                mine, theirs = ms[f"{phase} symmetric"], ms[f"{phase} all_to_all"]
+                yield record(f"ep_{phase}", where, theirs, "bf16", ms[f"{phase} bf16"], **remote)
+                for reference in ("all_to_all", "bf16"):
+                    name = f"ep_{phase} dispatch=symmetric"
+                    yield record(name, where, mine, reference, ms[f"{phase} {reference}"], **remote)
             del layer, phases, others, bf16
             torch.cuda.empty_cache()
     for shape in SHAPES:
         if shape.name == "16B":
             ms = {d: slowest_ms(Layer(shape, dispatch=d).step) for d in ("all_to_all", "symmetric")}
-            yield dict(name="layer", shape=[dist.get_world_size(), *shape], reference=REFERENCE, ms=ms)
+            where = f"{shape}, {dist.get_world_size()} GPUs"
+            yield record("ep_routed_experts dispatch=symmetric", where, ms["symmetric"], "all_to_all", ms["all_to_all"])
 
 
 def processes(out: Path) -> None:
@@ -392,7 +393,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="records are added to this file")
     parser.add_argument("--part", choices=[*LIMITS], help="one part only, in this process")
     args = parser.parse_args()
-    workspace.allow_gpus = True
     if args.part == "processes" and "RANK" in os.environ:
         return processes(args.out)
     if args.part == "local":

@@ -2,10 +2,11 @@
 
     symmetric_faults_worker.py OUT [TIMEOUT]
 
-Runs each fault with two ranks, on a CPU or on one GPU that they share, all faults at the same time. What rank 0 says
-goes to ``OUT/<fault>.err``.
+Runs each fault with two ranks, on a CPU, on a GPU each, or on one GPU that they share, all faults at the same time.
+What rank 0 says goes to ``OUT/<fault>.err``.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_fp8moe import Fp8FlowMoEConfig, exchange, routed_experts, workspace
+from titan_fp8moe import Fp8FlowMoEConfig, exchange, routed_experts
 from titan_fp8moe.kernels import symmetric
 
 TIMEOUT = 5  # seconds a rank may be late
@@ -58,9 +59,9 @@ def inject(how: str, device: str, timeout: int) -> None:
 def lose_rank(how: str, rank: int, out: Path, device: str, timeout: int) -> None:
     if rank == 0:
         os.dup2(os.open(out / f"{how}.err", os.O_WRONLY | os.O_CREAT), 2)
-    workspace.allow_gpus = True
+    faulthandler.dump_traceback_later(SETUP, exit=False)  # says where a rank hangs
     if device == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.set_num_threads(1)
     store = dist.FileStore(str(out / f"{how}.store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=SETUP))

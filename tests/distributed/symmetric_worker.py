@@ -229,7 +229,6 @@ def check_unlike_settings(device: torch.device) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    workspace.allow_gpus = True
     device = device_of_this_rank()
     several = device.type == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo,cuda:nccl" if several else "gloo")
