@@ -79,11 +79,11 @@ def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
     assert [(r["shape"], r["value"]) for r in json.loads(path.read_text())] == [("s", 3), ("t", 1)]
 
 
-def test_records_say_how_they_were_made(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["experiments/a.py", "--b", "c d"])
+def test_records_say_how_they_were_made(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["experiments/a.py", "--b", "c d", str(tmp_path / "e")])
     for spec, command in ((None, "python experiments/a.py"), (SimpleNamespace(name="x.a"), "python -m x.a")):
         monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
-        assert environment()["command"] == f"{command} --b 'c d'"
+        assert environment()["command"] == f"{command} --b 'c d' e"
 
 
 def test_packages_that_are_not_installed_have_no_version(monkeypatch):

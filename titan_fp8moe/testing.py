@@ -307,7 +307,7 @@ def _version(package: str) -> str | None:
 
 
 def environment() -> dict[str, object]:
-    """Where and how a number was measured: hardware, versions, commit, date and command."""
+    """Where and how a number was measured: hardware, versions, commit, date and command, without a machine's paths."""
     gpus = torch.cuda.device_count()
     hardware = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"CPU ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -320,8 +320,12 @@ def environment() -> dict[str, object]:
         "versions": versions,
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", *module, *sys.argv[1 if module else 0 :]]),
+        "command": shlex.join(["python", *module, *map(_name, sys.argv[1 if module else 0 :])]),
     }
+
+
+def _name(argument: str) -> str:
+    return os.path.basename(argument) if os.path.isabs(argument) else argument
 
 
 def write_text(path: Path, text: str) -> None:
