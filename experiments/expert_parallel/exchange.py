@@ -53,7 +53,10 @@ SHAPES = (
 )
 
 
-def record(name: str, shape: str, ms: float, reference: str = "none", reference_ms: float | None = None, **more: Any):
+def record(
+    name: str, shape: str, ms: float, reference: str = "none", reference_ms: float | None = None, **more: Any
+) -> dict[str, Any]:
+    """One record of results.json; more are facts next to the time."""
     speedup = None if reference_ms is None else reference_ms / ms
     names = dict(name=name, shape=shape, value=ms, unit="ms", reference=reference)
     return names | dict(reference_value=reference_ms, speedup=speedup) | more
