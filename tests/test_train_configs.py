@@ -60,6 +60,7 @@ def test_config_builds(dry_run, config: Path):
     assert "converters fp8_flow_moe" in output
     assert ranks in output
     assert experts in output
+    assert re.search(r"^memory    activations [\d.]+ GiB, peak about [\d.]+ GiB (at|in) ", output, re.MULTILINE)
 
 
 def test_own_flavor_of_the_how_to_builds(dry_run, tmp_path: Path):

@@ -39,6 +39,7 @@ TESTS = {
     "kernels/": ["test_kernels_compile.py"],
     "torchtitan/nan_watch": ["test_nan_watch.py"],
     "torchtitan/dry_run": ["test_train_configs.py"],
+    "torchtitan/memory": ["test_memory.py"],
     "torchtitan/cpu": ["test_versions.py", "test_compat.py", "test_cpu_training.py"],
     "torchtitan/": [
         "test_converter.py",

@@ -3,7 +3,7 @@
 Loads the TOML file as torchtitan does, then repeats the steps of its ``Trainer`` up to the allocation of memory: model
 on the meta device, converters, pipeline split, and tensor, expert and data parallelism. It runs as one rank of a fake
 process group of the real size. The degrees, dims and batch sizes of a config that passes fit together. It takes seconds
-and needs no GPU.
+and needs no GPU. The peak of memory that it prints is an estimate (:mod:`titan_fp8moe.torchtitan.memory`).
 
     python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_671b.toml --rank 100
     python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_16b.toml --world-size 64 --training.seq_len 8192
@@ -31,6 +31,7 @@ from torchtitan.tools import utils
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.first_hour import check_corpus
 from titan_fp8moe.torchtitan.job_checks import expert_layout
+from titan_fp8moe.torchtitan.memory import estimate
 
 # Parameter, gradient and Adam's two moments, all in training.dtype.
 _TENSORS_PER_PARAMETER = 4
@@ -148,6 +149,11 @@ def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, part
         f"batch     {sequences} sequences of {training.seq_len} tokens, {accumulation} times per step",
         f"rank {rank:<4} {local:,} parameters, {gib:.1f} GiB with gradients and Adam states",
     ]
+    if (memory := estimate(config, dims, parts)) is not None:
+        lines.append(
+            f"memory    activations {memory.activations / 2**30:.1f} GiB, peak about {memory.peak / 2**30:.1f} GiB "
+            f"{memory.where}, if routing is balanced"
+        )
     for part in parts:
         ends = [name for name in ("tok_embeddings", "norm", "output") if getattr(part, name) is not None]
         lines.append(f"          layers {', '.join(_layers(part))}{' with ' if ends else ''}{', '.join(ends)}")

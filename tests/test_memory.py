@@ -1,0 +1,195 @@
+"""The dry run's estimate of memory: against the peaks that were measured, and what each setting changes."""
+
+import json
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import nn
+
+from tests.jobs import make_config, make_dims
+from titan_fp8moe.torchtitan.memory import Estimate, estimate
+
+ROOT = Path(__file__).parent.parent
+THROUGHPUT = "experiments/throughput/train.toml"
+GIB = 2**30
+TOLERANCE = 0.1
+BF16_SHARED = "--fp8_flow_moe.filter_fqns=shared_experts"
+
+
+class Measured(NamedTuple):
+    """A run of experiments/throughput/train.py and what it reserved at most."""
+
+    gpus: int
+    layers: int
+    overrides: tuple[str, ...]
+    gib: float
+
+
+def parse(record: dict[str, Any]) -> Iterator[Measured]:
+    """The FP8 run of a record, and its reference where that is bf16 or FP8 with the defaults."""
+    shape = record["shape"]
+    layers, gpus = (int(re.search(rf"(\d+) {what}", shape)[1]) for what in ("layers", "GPU"))
+    attention = "sdpa" if "sdpa" in shape else "flex"
+    overrides = {
+        "--model.flavor": f"16B_{layers}_layers_{attention}",
+        "--training.local_batch_size": "4",
+        "--parallelism.expert_parallel_degree": str(gpus),
+    }
+    if batch := re.search(r"local batch (\d+)", shape):
+        overrides["--training.local_batch_size"] = batch[1]
+    for setting in re.findall(r"[\w.]+=\w+", shape):
+        name, _, value = setting.partition("=")
+        overrides[f"--{name}"] = value
+    common = tuple(f"{name}={value}" for name, value in overrides.items())
+    options = re.sub(r"^train_16b|fp8_flow:?|memory", "", record["name"]).split()
+    defaults = ["--model.converters=fp8_flow_moe"]
+    if record["date"] < "2026-11-24" and not record["name"].endswith("memory"):
+        defaults.append(BF16_SHARED)  # these runs are older than FP8 shared experts
+    fp8 = [*defaults, *(f"--fp8_flow_moe.{option}" for option in options)]
+    yield Measured(gpus, layers, (*common, *fp8), record["value"])
+    if record["reference"] in ("bf16", "fp8_flow"):
+        reference = defaults if record["reference"] == "fp8_flow" else ()
+        yield Measured(gpus, layers, (*common, *reference), record["reference_value"])
+
+
+def measured() -> list[Measured]:
+    """The records of peaks from 2026-11-22 on, with balanced routing. Commits up to ``ea40a46`` needed more memory: 12
+    layers 70.7 GiB instead of 59.8."""
+    records = json.loads((ROOT / "experiments/throughput/results.json").read_text())
+    found = {}
+    for record in records:
+        named = record["name"].startswith("train_16b") and record["unit"] == "GiB reserved"
+        if named and record["date"] >= "2026-11-22" and record["commit"] != "ea40a46":
+            if re.match("train_16b (bf16|torchao)", record["name"]) or "model routing" in record["shape"]:
+                continue
+            for run in parse(record):
+                found[run[:3]] = run
+    return list(found.values())
+
+
+# Of docs/results.md. The quickstart, in bf16 and FP8; the largest local batches of 27 layers on 4 GPUs of 139 GiB.
+QUICKSTART = [("--fp8_flow_moe.filter_fqns=layers", 37.5), ("--fp8_flow_moe.recompute=activation", 33.2)]
+LARGEST = [(13, "save_h=bf16"), (18, "save_h=fp8"), (23, "recompute=experts")]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., Estimate]]:
+    """The estimate for rank ``rank`` of a job of the throughput experiment. Each needs its own process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["experiments.throughput.setting", "titan_fp8moe.torchtitan.dry_run"])
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        yield lambda *overrides, gpus=1, rank=0, file=THROUGHPUT: pool.submit(
+            _estimate, file, gpus, rank, overrides
+        ).result(timeout=120)
+
+
+def _estimate(file: str, gpus: int, rank: int, overrides: tuple[str, ...]) -> Estimate:
+    from torchtitan.config import ConfigManager
+
+    import experiments.throughput.setting  # noqa: F401  registers the flavors
+    from titan_fp8moe.torchtitan import dry_run
+    from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
+
+    Fp8FlowMoEConverter.trains_here = False
+    config = ConfigManager().parse_args([f"--job.config_file={ROOT / file}", "--model.name=deepseek_v3", *overrides])
+    dims, _, parts = dry_run.build(config, rank, gpus)
+    found = estimate(config, dims, parts)
+    assert found is not None
+    return found
+
+
+FP8 = ("--model.flavor=16B_6_layers_sdpa", "--model.converters=fp8_flow_moe", "--training.local_batch_size=4")
+
+
+@pytest.mark.parametrize("case", measured(), ids=lambda case: f"{case.gpus}-{case.layers}-{case.gib}")
+def test_peaks_are_those_measured(run, case: Measured):
+    found = run(*case.overrides, gpus=case.gpus).peak / GIB
+    assert abs(found / case.gib - 1) < TOLERANCE, f"estimated {found:.1f} GiB, measured {case.gib}"
+
+
+@pytest.mark.parametrize(("setting", "gib"), QUICKSTART)
+def test_peaks_without_checkpointing(run, setting: str, gib: float):
+    found = run(setting, file="train_configs/deepseek_v3_16b_short.toml").peak / GIB
+    assert abs(found / gib - 1) < TOLERANCE, f"estimated {found:.1f} GiB, measured {gib}"
+
+
+@pytest.mark.parametrize(("batch", "setting"), LARGEST)
+def test_largest_local_batch_fits(run, batch: int, setting: str):
+    """An H200 has 139 GiB."""
+    shape = "--model.flavor=16B_27_layers_flex", "--model.converters=fp8_flow_moe", BF16_SHARED
+    overrides = *shape, "--parallelism.expert_parallel_degree=4", f"--fp8_flow_moe.{setting}"
+    found = run(*overrides, f"--training.local_batch_size={batch}", gpus=4).peak / GIB
+    assert (1 - TOLERANCE) * 139 < found < 139
+
+
+def test_records_of_both_precisions_are_found():
+    cases = measured()
+    assert len(cases) > 15
+    assert {case.gpus for case in cases} == {1, 2, 4}
+    assert {"--model.converters=fp8_flow_moe" in case.overrides for case in cases} == {True, False}
+
+
+def test_activations_follow_the_local_batch(run):
+    small, large = run(*FP8), run(*FP8[:-1], "--training.local_batch_size=8")
+    assert large.activations == pytest.approx(2 * small.activations, rel=0.02)
+    assert large.peak - small.peak > 0.5 * small.activations
+
+
+@pytest.mark.parametrize(
+    ("more", "fewer"),
+    [
+        ("--activation_checkpoint.mode=none", "--activation_checkpoint.mode=selective"),
+        ("--activation_checkpoint.mode=selective", "--activation_checkpoint.mode=full"),
+        ("--activation_checkpoint.selective_ac_option=2", "--activation_checkpoint.selective_ac_option=1"),
+        ("--fp8_flow_moe.recompute=none", "--fp8_flow_moe.recompute=activation"),
+        ("--fp8_flow_moe.recompute=activation", "--fp8_flow_moe.recompute=experts"),
+        ("--fp8_flow_moe.save_h=bf16", "--fp8_flow_moe.save_h=fp8"),
+    ],
+)
+def test_settings_that_keep_less(run, more: str, fewer: str):
+    assert run(*FP8, fewer).activations < run(*FP8, more).activations
+
+
+def test_every_second_product_is_kept(run):
+    """Of wq (2048 -> 3072), wkv_a, wkv_b (512 -> 4096) and wo in bf16, 6 layers, 4 x 4096 tokens."""
+    recomputed = "--activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=attention.w"
+    assert run(*FP8).activations - run(*FP8, recomputed).activations == 2 * (3072 + 4096) * 6 * 4 * 4096
+
+
+@pytest.mark.parametrize(
+    ("setting", "gib"),
+    [
+        # 2 bytes of 1.2 B experts' and FFNs' parameters, and no quantized copy of one layer in the backward.
+        ("--fp8_flow_moe.cache_weights", 1),
+        ("--training.global_batch_size=8", 2),  # gradients of the first microbatch are there at the loss
+        ("--compile.components=model", 4),  # an eager loss: 12 bytes per logit instead of 4
+    ],
+)
+def test_settings_that_raise_the_peak(run, setting: str, gib: float):
+    large = FP8[0].replace("6_layers", "3_layers"), *FP8[1:]
+    assert run(*large, setting).peak > run(*large).peak + gib * GIB
+
+
+def test_tensor_parallelism_divides_activations(run):
+    eager = *FP8, "--compile.no_enable"
+    one, two = run(*eager), run(*eager, "--parallelism.tensor_parallel_degree=2", gpus=4)  # with two ranks of FSDP
+    assert two.activations == pytest.approx(one.activations / 2, rel=0.05)
+
+
+def test_early_pipeline_stages_hold_more_microbatches(run):
+    pipeline = "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"
+    first, last = (run(*FP8, *pipeline, gpus=2, rank=rank) for rank in (0, 1))
+    gpipe = run(*FP8, *pipeline[:1], "--parallelism.pipeline_parallel_schedule=GPipe", gpus=2)
+    assert first.activations == pytest.approx(2 * last.activations, rel=0.4)
+    assert gpipe.activations == pytest.approx(2 * first.activations, rel=0.02)  # four microbatches, not two
+
+
+def test_other_blocks_are_not_estimated():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": nn.Linear(8, 8)})
+    assert estimate(make_config(), make_dims(), [model]) is None
