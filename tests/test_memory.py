@@ -28,6 +28,7 @@ class Measured(NamedTuple):
     layers: int
     overrides: tuple[str, ...]
     gib: float
+    date: str
 
 
 def parse(record: dict[str, Any]) -> Iterator[Measured]:
@@ -35,8 +36,10 @@ def parse(record: dict[str, Any]) -> Iterator[Measured]:
     shape = record["shape"]
     layers, gpus = (int(re.search(rf"(\d+) {what}", shape)[1]) for what in ("layers", "GPU"))
     attention = "sdpa" if "sdpa" in shape else "flex"
+    model, name = ("qwen3", "30B-A3B") if "qwen3" in record["name"] else ("deepseek_v3", "16B")
     overrides = {
-        "--model.flavor": f"16B_{layers}_layers_{attention}",
+        "--model.name": model,
+        "--model.flavor": f"{name}_{layers}_layers_{attention}",
         "--training.local_batch_size": "4",
         "--parallelism.expert_parallel_degree": str(gpus),
     }
@@ -46,15 +49,15 @@ def parse(record: dict[str, Any]) -> Iterator[Measured]:
         name, _, value = setting.partition("=")
         overrides[f"--{name}"] = value
     common = tuple(f"{name}={value}" for name, value in overrides.items())
-    options = re.sub(r"^train_16b|fp8_flow:?|memory", "", record["name"]).split()
+    options = re.sub(r"^train_(16b|qwen3_30b)|fp8_flow:?|memory", "", record["name"]).split()
     defaults = ["--model.converters=fp8_flow_moe"]
     if record["date"] < "2026-11-24" and not record["name"].endswith("memory"):
         defaults.append(BF16_SHARED)  # these runs are older than FP8 shared experts
     fp8 = [*defaults, *(f"--fp8_flow_moe.{option}" for option in options)]
-    yield Measured(gpus, layers, (*common, *fp8), record["value"])
+    yield Measured(gpus, layers, (*common, *fp8), record["value"], record["date"])
     if record["reference"] in ("bf16", "fp8_flow"):
         reference = defaults if record["reference"] == "fp8_flow" else ()
-        yield Measured(gpus, layers, (*common, *reference), record["reference_value"])
+        yield Measured(gpus, layers, (*common, *reference), record["reference_value"], record["date"])
 
 
 def measured() -> list[Measured]:
@@ -63,13 +66,18 @@ def measured() -> list[Measured]:
     records = json.loads((ROOT / "experiments/throughput/results.json").read_text())
     found = {}
     for record in records:
-        named = record["name"].startswith("train_16b") and record["unit"] == "GiB reserved"
+        named = record["name"].startswith("train_") and record["unit"] == "GiB reserved"
         if named and record["date"] >= "2026-11-22" and record["commit"] != "ea40a46":
             if re.match("train_16b (bf16|torchao)", record["name"]) or "model routing" in record["shape"]:
                 continue
             for run in parse(record):
                 found[run[:3]] = run
     return list(found.values())
+
+
+def cases() -> list[Any]:
+    """All that were measured, the older ones marked slow."""
+    return [pytest.param(run, marks=[pytest.mark.slow] * (run.date < "2026-11-24")) for run in measured()]
 
 
 # Of docs/results.md. The quickstart, in bf16 and FP8; the largest local batches of 27 layers on 4 GPUs of 139 GiB.
@@ -106,7 +114,7 @@ def _estimate(file: str, gpus: int, rank: int, overrides: tuple[str, ...]) -> Es
 FP8 = ("--model.flavor=16B_6_layers_sdpa", "--model.converters=fp8_flow_moe", "--training.local_batch_size=4")
 
 
-@pytest.mark.parametrize("case", measured(), ids=lambda case: f"{case.gpus}-{case.layers}-{case.gib}")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.gpus}-{case.layers}-{case.gib}")
 def test_peaks_are_those_measured(run, case: Measured):
     found = run(*case.overrides, gpus=case.gpus).peak / GIB
     assert abs(found / case.gib - 1) < TOLERANCE, f"estimated {found:.1f} GiB, measured {case.gib}"
@@ -128,10 +136,11 @@ def test_largest_local_batch_fits(run, batch: int, setting: str):
 
 
 def test_records_of_both_precisions_are_found():
-    cases = measured()
-    assert len(cases) > 15
-    assert {case.gpus for case in cases} == {1, 2, 4}
-    assert {"--model.converters=fp8_flow_moe" in case.overrides for case in cases} == {True, False}
+    found = measured()
+    assert len(found) > 15
+    assert {run.gpus for run in found} == {1, 2, 4}
+    assert {"--model.converters=fp8_flow_moe" in run.overrides for run in found} == {True, False}
+    assert any("--model.name=qwen3" in run.overrides for run in found)
 
 
 def test_activations_follow_the_local_batch(run):
