@@ -55,6 +55,9 @@ def calls(M, D, H, E, T=12288):
         yield f"quantize_weight plain {dtype}", quantize.quantize_weight, (pair, True, False)
         yield f"quantize_weight transposed {dtype}", quantize.quantize_weight, (w2, False, True)
         yield f"quantize_weight both {dtype}", quantize.quantize_weight, (pair, True, True)
+        narrow = [meta(E, H - 64, D, dtype=dtype)] * 2, [meta(E, D, H - 64, dtype=dtype)]
+        for part, weights in zip(("rows", "columns"), narrow, strict=True):
+            yield f"quantize_weight padded {part} {dtype}", quantize.quantize_weight, (weights, True, True)
     quantized = [meta(E, H, D, dtype=FP8)] * 2, [meta(E, H // TILE, D // TILE, dtype=E8M0)] * 2
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield f"join_weight {plain} {transposed}", quantize.join_weight, (*quantized, plain, transposed)

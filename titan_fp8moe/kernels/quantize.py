@@ -117,6 +117,17 @@ def load_four(x, stride):
 
 
 @triton.jit
+def _load_four_inside(x, stride, row, num_rows, inside):
+    """As :func:`load_four`; zeros past the last row and where ``inside`` (1, C) is not set."""
+    return (
+        tl.load(x, mask=(row < num_rows) & inside, other=0.0),
+        tl.load(x + stride, mask=(row + 1 < num_rows) & inside, other=0.0),
+        tl.load(x + 2 * stride, mask=(row + 2 < num_rows) & inside, other=0.0),
+        tl.load(x + 3 * stride, mask=(row + 3 < num_rows) & inside, other=0.0),
+    )
+
+
+@triton.jit
 def join_four(x):
     """Joins four tensors, row 4 * r + 2 * a + b at [r, ..., a, b]: neighbouring rows lie side by side in registers."""
     return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
@@ -150,25 +161,30 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "last_num_rows"])  # the kernel assigns to the first
 def _quantize_weight_kernel(
-    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, last_block, q, q_t, scale, N, K,
-    TILE: tl.constexpr,
+    w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
+    q_t, scale, N, K, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (k_block, out_block, e) quantizes one 128x128 block: reads it once, writes it in one or both layouts.
 
-    w, last_w: (E, N_i, K), unit stride along K, concatenated along N; last_w starts at block ``last_block``.
+    w, last_w: (E, num_rows, num_columns), unit stride along the columns, each padded with zeros to whole blocks unless
+        WHOLE, and concatenated along N; last_w starts at block ``last_block``.
     q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
     """
     k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_block = out_block
     if n_block >= last_block:
         n_block -= last_block
-        w, stride_e, stride_n = last_w, last_stride_e, last_stride_n
+        w, stride_e, stride_n, num_rows = last_w, last_stride_e, last_stride_n, last_num_rows
     n = 4 * tl.arange(0, TILE // 4)
     k = k_block * TILE + tl.arange(0, TILE)
     row = (n_block * TILE + n).to(tl.int64)[:, None]
-    rows = load_four(w + e * stride_e + row * stride_n + k[None, :], stride_n)
+    block = w + e * stride_e + row * stride_n + k[None, :]
+    if WHOLE:
+        rows = load_four(block, stride_n)
+    else:
+        rows = _load_four_inside(block, stride_n, row, num_rows, k[None, :] < num_columns)
     x = join_four(rows)
     if x.dtype == tl.bfloat16:
         # amax of the 16-bit patterns: a block widened to fp32 would stay in registers and halve occupancy.
@@ -184,14 +200,6 @@ def _quantize_weight_kernel(
     if q_t is not None:
         store_words(q_t, transposed_words(x.to(tl.float32) * factor), e * K + k[:, None], N, out_block, TILE)
     tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte.to(tl.uint8))
-
-
-def _whole_blocks(w: Tensor) -> Tensor:
-    """The weight in blocks that the kernel can read: itself, or a copy with unit stride along K, padded with zeros."""
-    _, N, K = w.shape
-    if N % TILE or K % TILE:
-        return torch.nn.functional.pad(w, (0, padded(K) - K, 0, padded(N) - N))
-    return w if w.stride(2) == 1 else _copied(w)
 
 
 def _copied(w: Tensor) -> Tensor:
@@ -214,24 +222,23 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
 
     Args:
         weights: (E, N_i, K) bf16 or fp32, any strides; unless the stride along K is 1, it is copied, with one warning.
-            Dims that are no multiples of 128 are padded in a copy.
         plain, transposed: which of the two layouts to write.
 
     Returns:
         q (E, N, K) e4m3, empty unless ``plain``; q_t (E, K, N) e4m3, empty unless ``transposed``; scale
         (E, N // 128, K // 128) e8m0. N is the sum of the padded N_i, K is padded.
     """
-    weights = [_whole_blocks(w) for w in weights]
-    E, _, K = weights[0].shape
-    N = sum(w.shape[1] for w in weights)
-    device = weights[0].device
+    weights = [w if w.stride(2) == 1 else _copied(w) for w in weights]
+    w, last_w = weights[0], weights[-1]
+    E, _, columns = w.shape
+    K, N, device = padded(columns), sum(padded(w.shape[1]) for w in weights), w.device
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
-    w, last_w = weights[0], weights[-1]
     _quantize_weight_kernel[(K // TILE, N // TILE, E)](
-        w, w.stride(0), w.stride(1), last_w, last_w.stride(0), last_w.stride(1), w.shape[1] // TILE,
-        q if plain else None, q_t if transposed else None, scale, N, K, TILE=TILE, num_warps=WEIGHT_WARPS,
+        w, w.stride(0), w.stride(1), w.shape[1], last_w, last_w.stride(0), last_w.stride(1), last_w.shape[1],
+        padded(w.shape[1]) // TILE, columns, q if plain else None, q_t if transposed else None, scale, N, K,
+        WHOLE=columns == K and sum(w.shape[1] for w in weights) == N, TILE=TILE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return q, q_t, scale
 
