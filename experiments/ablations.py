@@ -1,9 +1,9 @@
-"""Compiled PyTorch functions that experiments compare parts of the recipe with."""
+"""Functions that experiments put in place of parts of the recipe, to see what these are worth."""
 
 import torch
 from torch import Tensor
 
-from titan_fp8moe import recipe
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import E8M0, TILE
 
 
@@ -35,6 +35,7 @@ def _requantize(q_MD: Tensor, byte_MG: Tensor, columns: int) -> tuple[Tensor, Te
     return q.view(D, M), byte.view(D // columns, M // TILE).to(torch.uint8)
 
 
+@torch.library.custom_op("experiments::requantized_pair", mutates_args=())
 def requantized_pair(
     x_MD: Tensor,
     x_scale: Tensor,
@@ -51,3 +52,26 @@ def requantized_pair(
     if token_M is not None:
         x_MD, x_scale = recipe.permute_rows(x_MD, x_scale, token_M)
     return *dequantize_transpose_requantize(x_MD, x_scale), *dequantize_transpose_requantize(dy_MN, dy_scale)
+
+
+@requantized_pair.register_fake
+def _(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
+    M, (K, N) = dy_MN.shape[0], (x_MD.shape[1], dy_MN.shape[1])
+    scales = [x_scale.new_empty(columns // TILE, M // TILE) for columns in (K, N)]
+    return x_MD.new_empty(K, M), scales[0], dy_MN.new_empty(N, M), scales[1]
+
+
+_permute_rows = ops.permute_rows
+
+
+def permute_then_copy(
+    q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Stands in for :func:`titan_fp8moe.ops.permute_rows`: one more pass over the rows in expert order.
+
+    Permuting and padding in two launches moves as many bytes, where few rows are padding. Arguments and results are
+    those of the op.
+    """
+    rows = _permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
+    same_M = torch.arange(token_M.shape[0], dtype=torch.int32, device=token_M.device)
+    return _permute_rows(*rows, same_M.unsqueeze(1), same_M, offsets_E)

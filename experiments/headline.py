@@ -1,9 +1,9 @@
-"""Draws the README's picture: tokens/s and memory of bf16, torchao's FP8 experts and this package.
+"""Draws the README's picture from the records of training: tokens/s and memory of bf16 and of this package.
 
-    python -m experiments.headline experiments/headline.json docs/headline.png
+    python -m experiments.headline experiments/throughput/results.json docs/headline.png
 
-The JSON file has a title, where and how the rows were measured, and ``rows``: variant, tokens_per_second, memory_gib.
-The first row is the reference of the ratios. Ours is the last and is drawn in colour.
+The bars are those of the newest run of ``SHAPE``. The first is the reference of the ratios. Ours is the last, in
+colour.
 """
 
 import json
@@ -15,22 +15,44 @@ from matplotlib.axes import Axes
 
 from experiments.pictures import save
 
+TITLE, SHAPE = "DeepSeek-V3 16B, 6 layers", "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU"
+BARS = {
+    "bf16": "bf16, torchtitan",
+    "bf16_whole": "bf16, blocks compiled whole",
+    "torchao": "torchao, FP8 experts",
+    "naive_blockwise": "FP8, a cast around each GEMM",
+}
 PANELS = {
-    "tokens_per_second": ("tokens/s, more is better", "{:,.0f}"),
-    "memory_gib": ("peak memory in GiB, less is better", "{:.1f}"),
+    "train_16b": ("tokens/s, more is better", "{:,.0f}"),
+    "train_16b memory": ("peak memory in GiB, less is better", "{:.1f}"),
 }
 OURS, OTHERS = "#0072B2", "#B0B0B0"
 
 
-def draw_panel(axis: Axes, rows: list[dict], key: str) -> None:
-    """One bar per row, labelled with its value and its ratio to the first row's."""
-    label, number = PANELS[key]
-    values = [row[key] for row in rows]
-    axis.barh(range(len(rows)), values, color=[OTHERS] * (len(rows) - 1) + [OURS])
+def newest(records: list[dict]) -> list[dict]:
+    """The records of ``SHAPE`` that belong to the run of the newest one."""
+    found = [record for record in records if record["shape"] == SHAPE and record["name"] in PANELS]
+    last = max(found, key=lambda record: record["date"])
+    return [record for record in found if all(record[key] == last[key] for key in ("date", "commit", "hardware"))]
+
+
+def bars(run: list[dict], name: str) -> dict[str, float]:
+    """The values of a panel by label, ours last."""
+    references = {r["reference"]: r["reference_value"] for r in run if r["name"] == name}
+    ours = next(r["value"] for r in run if r["name"] == name)
+    return {label: references[key] for key, label in BARS.items() if key in references} | {"FP8, titan_fp8moe": ours}
+
+
+def draw_panel(axis: Axes, run: list[dict], name: str) -> None:
+    """One bar per variant, labelled with its value and its ratio to the first one's."""
+    label, number = PANELS[name]
+    found = bars(run, name)
+    values = [*found.values()]
+    axis.barh(range(len(values)), values, color=[OTHERS] * (len(values) - 1) + [OURS])
     for i, value in enumerate(values):
         ratio = f" ({value / values[0]:.2f}x)" if i else ""
         axis.text(value, i, f" {number.format(value)}{ratio}", va="center", fontsize=10)
-    axis.set_yticks(range(len(rows)), [row["variant"] for row in rows], fontsize=10)
+    axis.set_yticks(range(len(values)), [*found], fontsize=10)
     axis.set_xlim(0, 1.45 * max(values))
     axis.set_xticks([])
     axis.set_title(label, fontsize=10, loc="left")
@@ -38,15 +60,16 @@ def draw_panel(axis: Axes, rows: list[dict], key: str) -> None:
     axis.tick_params(axis="y", length=0)
 
 
-def draw(results: dict, path: Path) -> None:
+def draw(records: list[dict], path: Path) -> None:
     """Writes the picture: tokens/s on the left, memory on the right."""
-    rows = results["rows"]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 0.55 * len(rows) + 0.9), sharey=True, layout="constrained")
-    for axis, key in zip(axes, PANELS, strict=True):
-        draw_panel(axis, rows, key)
+    run = newest(records)
+    count = len(bars(run, "train_16b"))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 0.55 * count + 0.9), sharey=True, layout="constrained")
+    for axis, name in zip(axes, PANELS, strict=True):
+        draw_panel(axis, run, name)
     axes[0].invert_yaxis()  # shared: the first row is on top
-    source = f"{results['hardware']}, commit {results['commit']}, {results['date']}"
-    figure.suptitle(f"{results['title']} ({source})", fontsize=11)
+    source = f"{run[0]['hardware']}, commit {run[0]['commit']}, {run[0]['date']}"
+    figure.suptitle(f"{TITLE} ({source})", fontsize=11)
     save(figure, path, dpi=150)
 
 

@@ -1,13 +1,17 @@
 """The ablations of experiments/ablations.py against the specification."""
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.ablations import dequantize_transpose_requantize, requantized_pair
+from experiments.ablations import dequantize_transpose_requantize, permute_then_copy, requantized_pair
 from titan_fp8moe import ops, recipe
 
+ROOT = Path(__file__).parents[1]
 M, D, N = 384, 256, 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -79,3 +83,39 @@ def test_compiled_is_eager():
         with torch.compiler.set_stance("force_eager"):
             want = dequantize_transpose_requantize(q, scale, columns)
         assert all(torch.equal(g.view(torch.uint8), w.view(torch.uint8)) for g, w in zip(got, want, strict=True))
+
+
+def test_both_stand_in_under_compile(monkeypatch):
+    """They keep the signatures of the ops that they replace, and one graph."""
+    x, offsets_E = quantized_rows(M, D), torch.tensor([M], dtype=torch.int32, device=DEVICE)
+    token_M = torch.randperm(M, device=DEVICE).int()
+    row_TK = token_M.argsort().int().unsqueeze(1)
+
+    def both(q, scale, row_TK, token_M, offsets_E):
+        rows = ops.permute_rows(q, scale, row_TK, token_M, offsets_E)
+        return *rows, *ops.transpose_pair(*rows, *rows, offsets_E, "balanced")
+
+    permuted = ops.permute_rows(*x, row_TK, token_M, offsets_E)
+    monkeypatch.setattr(ops, "permute_rows", permute_then_copy)
+    monkeypatch.setattr(ops, "transpose_pair", requantized_pair)
+    got = torch.compile(both, backend="aot_eager", fullgraph=True)(*x, row_TK, token_M, offsets_E)
+    want = *permuted, *(2 * dequantize_transpose_requantize(*permuted))
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g.view(torch.uint8), w.view(torch.uint8))
+
+
+def test_naive_blockwise():
+    """A product per weight, each near bf16's."""
+    script = """
+import torch
+from torchtitan.models.moe import moe
+import experiments.throughput.setting as setting
+from titan_fp8moe.testing import relative_error
+weights = [torch.randn(4, n, k) * 0.1 for n, k in ((128, 256), (256, 128), (128, 256))]
+x, counts = torch.randn(96, 256), torch.tensor([32, 0, 40, 24])
+want = moe._run_experts_for_loop(*weights, x, counts)
+setting.NaiveBlockwise(None, None).convert(None)
+print(float(relative_error(moe._run_experts_grouped_mm(*weights, x, counts), want)))
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert 0.02 < float(found.stdout) < 0.1, found.stderr

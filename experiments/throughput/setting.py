@@ -5,7 +5,10 @@
 * the model converter ``balanced_random``, which makes every router assign experts at random but balanced,
 * the model converter ``whole_blocks``, which compiles each block as one graph (one expert-parallel rank only),
 * the model converter ``torchao_rowwise``, torchao's fp8 rowwise experts. torchtitan 0.2.2 has one of its own, which
-  imports a name that torchao 0.18 no longer has.
+  imports a name that torchao 0.18 no longer has,
+* the model converter ``naive_blockwise``: torchtitan's experts, whose every grouped GEMM casts its bf16 operands to FP8
+  in 1x128 tiles and 128x128 blocks,
+* the model converters ``requantize`` and ``unfused_permute``, before ``fp8_flow_moe``: experiments/ablations.py.
 
 A process that has come this far has imported everything; it waits for the file that ``$THROUGHPUT_GATE`` names, so that
 the next run can start while the last one has the GPUs. Where ``$THROUGHPUT_TRACE`` is set, rank 0 leaves a trace there.
@@ -19,19 +22,23 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torchao.prototype.moe_training.config import Float8TrainingOpConfig
 from torchao.quantization.quant_api import quantize_
 from torchtitan.config.job_config import Compile
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
+from torchtitan.models.moe import moe as torchtitan_moe
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 
+from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
+from titan_fp8moe import grouped_mm, ops
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
 from titan_fp8moe.torchtitan.compat import fix_selective_checkpointing
 
@@ -73,6 +80,31 @@ class TorchaoRowwise(_Converter):
         quantize_(model, Float8TrainingOpConfig(), filter_fn=lambda module, _: isinstance(module, GroupedExperts))
 
 
+def cast_around_each_gemm(
+    w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
+) -> torch.Tensor:
+    """torchtitan's ``_run_experts_grouped_mm`` with FP8 products."""
+    offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+    w1, w2, w3 = (w.bfloat16().transpose(-2, -1) for w in (w1, w2, w3))
+    h = F.silu(grouped_mm(x.bfloat16(), w1, offs)) * grouped_mm(x.bfloat16(), w3, offs)
+    return grouped_mm(h, w2, offs).type_as(x)
+
+
+class NaiveBlockwise(_Converter):
+    def convert(self, model: nn.Module) -> None:
+        torchtitan_moe._run_experts_grouped_mm = cast_around_each_gemm  # before torchtitan compiles it
+
+
+class Requantize(_Converter):
+    def convert(self, model: nn.Module) -> None:
+        ops.transpose_pair = requantized_pair
+
+
+class UnfusedPermute(_Converter):
+    def convert(self, model: nn.Module) -> None:
+        ops.permute_rows = permute_then_copy
+
+
 class WholeBlocks(_Converter):
     """Makes torchtitan compile every block as one graph, which it leaves to dense blocks."""
 
@@ -89,6 +121,9 @@ class WholeBlocks(_Converter):
 register_model_converter(WholeBlocks, "whole_blocks")
 register_model_converter(BalancedRandom, "balanced_random")
 register_model_converter(TorchaoRowwise, "torchao_rowwise")
+register_model_converter(NaiveBlockwise, "naive_blockwise")
+register_model_converter(Requantize, "requantize")
+register_model_converter(UnfusedPermute, "unfused_permute")
 
 if (trace := os.environ.get("THROUGHPUT_TRACE")) and os.environ.get("RANK") == "0":
     kernel_trace.trace_steps(sys.modules["__main__"].Trainer, trace)

@@ -57,6 +57,9 @@ CONVERTERS = {
     "bf16": [],
     "bf16_whole": ["whole_blocks"],  # its blocks compiled as one graph each
     "torchao": ["torchao_rowwise"],
+    "naive_blockwise": ["naive_blockwise"],  # a cast around each grouped GEMM
+    "requantize": ["requantize", "fp8_flow_moe"],  # ours with dequantize-transpose-requantize
+    "unfused_permute": ["unfused_permute", "fp8_flow_moe"],  # ours with one more pass to pad
     "fp8_flow": ["fp8_flow_moe"],
 }
 ROUTING = {

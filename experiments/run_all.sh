@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Measures every table of the experiments again on one Hopper GPU, and draws their pictures. Its parts take less than nine
+# minutes each, most of them less than five:
+#
+#     bash experiments/run_all.sh                   # the parts that are not done, in order
+#     bash experiments/run_all.sh --limit 540       # begins none that may end later; call again to go on
+#     bash experiments/run_all.sh --only layers_16b train_qwen3
+#     bash experiments/run_all.sh --list            # parts, the seconds each may take, and whether it is done
+#     bash experiments/run_all.sh --deepgemm DIR    # DIR/dg.py runs DeepGEMM's kernels beside ours
+#
+# A part that is done leaves outputs/run_all/PART.done; remove that folder to begin again. Logs lie next to it. Records go
+# to experiments/*/results.json. The convergence study and several GPUs have scripts of their own: convergence/run.sh and
+# expert_parallel/exchange.py.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+done_in=outputs/run_all deepgemm="" limit=1000000 list="" only=""
+while [ $# -gt 0 ]; do
+    case $1 in
+    --deepgemm) deepgemm=$2 && shift 2 ;;
+    --limit) limit=$2 && shift 2 ;;
+    --list) list=1 && shift ;;
+    --only) shift && only="$* " && shift $# ;;
+    *) sed -n '2,13p' "$0" >&2 && exit 2 ;;
+    esac
+done
+
+failed=0
+part() { # name, seconds, command
+    local name=$1 seconds=$2 state=""
+    shift 2
+    [ -n "$only" ] && [[ " $only" != *" $name "* ]] && return
+    [ -e "$done_in/$name.done" ] && state=done
+    [ -n "$list" ] && printf '%-24s %4d s  %s\n' "$name" "$seconds" "$state" && return
+    [ -n "$state" ] && return
+    [ $((SECONDS + seconds)) -gt "$limit" ] && echo "$name: left for the next call" && return
+    echo "$name: $*"
+    if timeout "$seconds" "$@" >"$done_in/$name.log" 2>&1; then
+        touch "$done_in/$name.done"
+    else
+        failed=1 && echo "$name: FAILED, see $done_in/$name.log" && tail -n 3 "$done_in/$name.log"
+    fi
+}
+
+train() { # name, seconds, arguments of train.py
+    part "train_$1" "$2" python3 -m experiments.throughput.train --out experiments/throughput --gpus 1 --seeds 0 \
+        --steps 24 --timeout 170 "${@:3}"
+}
+
+layers() { # name, seconds, arguments of layer.py
+    part "layers_$1" "$2" python3 -m experiments.throughput.layer --out experiments/throughput \
+        --variants bf16 "bf16 whole" fp8 "fp8 with weight quantization" --models "${@:3}"
+}
+
+kernels() { # module, seconds, arguments
+    part "kernels_$1" "$2" python3 -m "experiments.kernels.$1" "${@:3}" --out experiments/kernels/results.json
+}
+
+mkdir -p "$done_in"
+part corpus 60 python3 tools/build_corpus.py --out outputs/corpus --max-bytes 60000000
+
+six=(--layers 6 --attention sdpa)
+train batch4 500 "${six[@]}" --variants fp8_flow bf16 bf16_whole torchao naive_blockwise
+train batch1 400 "${six[@]}" --local-batch 1 --variants fp8_flow bf16 bf16_whole
+train flex 400 --layers 6 --attention flex --variants fp8_flow bf16 bf16_whole
+train settings 400 "${six[@]}" --variants fp8_flow fp8_flow:recompute=experts fp8_flow:save_h=fp8 bf16
+train ablations 400 "${six[@]}" --variants fp8_flow requantize unfused_permute
+train forced 300 "${six[@]}" --routing forced --variants fp8_flow bf16 bf16_whole
+train model 300 "${six[@]}" --routing model --variants fp8_flow bf16 bf16_whole
+train five_layers 300 --layers 5 --attention sdpa --variants fp8_flow bf16_whole
+train full_checkpoints 300 "${six[@]}" --variants fp8_flow bf16 -- --activation_checkpoint.mode=full
+train qwen3 500 --model qwen3_30b --layers 5 --variants fp8_flow bf16 bf16_whole torchao naive_blockwise
+train largest_batch 530 "${six[@]}" --variants fp8_flow bf16 --largest-batch 8 20
+part profile 300 python3 -m experiments.throughput.profile_step --out experiments/throughput --gpus 1 "${six[@]}" \
+    --timeout 170
+part host_time 200 python3 -m experiments.throughput.host_time --out experiments/throughput
+
+layers 16b 400 16B --tokens 16384 8192 4096
+layers 671b 400 671B --experts 64 --tokens 16384 8192 4096
+layers 671b_few_experts 400 671B --experts 8 32 --tokens 16384
+layers kimi_glm 400 Kimi-K2 GLM-4.5-Air --tokens 16384 8192 4096
+layers qwen3 400 Qwen3-235B Qwen3-30B --tokens 16384 8192 4096
+layers v2 300 DeepSeek-V2 --tokens 16384 8192 4096
+
+kernels data_movement 500
+kernels gemm 530 --budget 500
+kernels ffn 500 --layers 0 2 1
+kernels ffn_shared 300
+kernels grouped_mm 250
+if [ -n "$deepgemm" ]; then
+    part deepgemm 200 env OUT="$done_in" python3 "$deepgemm/dg.py"
+elif [ -z "$list$only" ]; then
+    echo "deepgemm: left out; --deepgemm DIR names its kernels"
+fi
+part gemm_range 540 python3 -m experiments.gemm_range.run --out experiments/gemm_range --budget 500
+part exchange 150 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
+part transformers_qwen3 300 python3 -m experiments.transformers.run --out experiments/transformers --budget 200
+part transformers_deepseek 300 python3 -m experiments.transformers.run --out experiments/transformers \
+    --models deepseek_v3 --budget 200
+part numerics_layer 200 python3 -m experiments.numerics.layer --out experiments/numerics
+part numerics_run 500 python3 -m experiments.numerics.run --out experiments/numerics
+
+part plots 60 bash -ec 'python3 -m experiments.throughput.plot experiments/throughput/results.json
+    python3 -m experiments.kernels.plot experiments/kernels/results.json
+    python3 -m experiments.gemm_range.plot experiments/gemm_range/results.json
+    python3 -m experiments.headline experiments/throughput/results.json docs/headline.png'
+exit $failed
