@@ -29,8 +29,9 @@ from titan_fp8moe.testing import write_records
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
 MARGIN = 0.001  # of the loss: the pictures shade it and the tables say who stays within
-RECIPES = ("bf16", "balanced", "scaling_aware", "requantize", "rowwise", "naive")  # requantize: in stored records only
-COLOURS = dict(zip(RECIPES, ("black", "C0", "C2", "C4", "C1", "C3"), strict=True))
+RECIPES = ("bf16", "balanced", "experts_only", "scaling_aware", "requantize", "rowwise", "naive")
+"""``requantize`` is in stored records only."""
+COLOURS = dict(zip(RECIPES, ("black", "C0", "C5", "C2", "C4", "C1", "C3"), strict=True))
 
 
 class Run:
@@ -413,10 +414,12 @@ def draw_finals(records: list[dict], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (branch, stress) = plt.subplots(1, 2, figsize=(11, 3.6), constrained_layout=True)
-    finals = {r["name"].split(":")[0]: r for r in records if r["name"].endswith(": final held-out loss")}
-    for at, (recipe, r) in enumerate(finals.items()):
+    finals = [r for r in records if r["name"].endswith(": final held-out loss")]
+    labels = []
+    for at, r in enumerate(finals):
+        recipe, (flavor, *_, runs) = r["name"].split(":")[0], r["shape"].split(", ")
         branch.errorbar(at, 100 * r["value"], 100 * r["half_width"], fmt="o", color=COLOURS[recipe], capsize=5)
-    labels = [f"{recipe}\n{r['shape'].split(', ')[-1]}" for recipe, r in finals.items()]
+        labels.append(f"{recipe}\n{flavor}\n{runs}")
     branch.set_xticks(range(len(finals)), labels, fontsize=8)
     branch.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
     branch.set_title("branch: % from bf16 of the checkpoint, 95% intervals", fontsize=10)
@@ -491,7 +494,9 @@ def command(run: Run) -> str:
 def stage_of(run: Run) -> str:
     if run.change in ("", "perturbed"):
         return "main"
-    return "branch" if run.change in ("trunk", "resume") else "stress"
+    if run.change not in ("trunk", "resume"):
+        return "stress"
+    return "qwen3" if run.meta["config"]["model"].get("name") == "qwen3_convergence" else "branch"
 
 
 def status(runs: list[Run]) -> None:
@@ -510,7 +515,7 @@ def draw_curves(runs: list[Run], chosen: dict, folder: Path) -> None:
     if scratch := [run for run in runs if stage_of(run) == "main"]:
         draw(scratch, chosen, folder / "scratch.png")
     if resumed := [run for run in runs if run.change == "resume"]:
-        draw(resumed, chosen, folder / "branch.png")
+        draw(resumed, chosen, folder / f"{stage_of(resumed[0])}.png")
     if stressed := [run for run in runs if stage_of(run) == "stress"]:
         draw_stress(stressed, folder / "stress.png")
 

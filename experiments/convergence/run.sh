@@ -4,8 +4,10 @@
 #     bash experiments/convergence/run.sh                  eight runs from scratch: corpus, training, table and picture
 #     bash experiments/convergence/run.sh branch           every recipe from bf16's checkpoints at 2/3 of the schedule
 #     bash experiments/convergence/run.sh stress           what breaks it, 500 steps each
+#     bash experiments/convergence/run.sh qwen3            as branch, 6 layers of Qwen3-30B-A3B: 3.8B parameters; 25 minutes
+#                                                          of an H200, and 48 GB of disk for the checkpoint
 #
-# STAGE is main, branch or stress; none needs another. With a second argument in parts: `start` returns when the corpus is
+# STAGE is main, branch, stress or qwen3; none needs another. With a second argument in parts: `start` returns when the corpus is
 # there and the runs are queued, `status` prints a line per run, `wait` waits for them, `collect` analyses what is there at
 # any time, `stop` ends the runs.
 #
@@ -15,7 +17,7 @@
 # STEPS      of the learning-rate schedule
 # STOP_AFTER steps to run of it
 # GPUS       how many to spread over; 0 trains on the CPU
-# JOBS       runs at a time, the others wait (default 6 per GPU; 1 on the CPU)
+# JOBS       runs at a time, the others wait (default 6 per GPU; 1 on the CPU, and 1 per GPU for qwen3)
 # LIMIT_S    how long to wait; the runs go on after it
 # Arguments after STAGE and action go to train.py, torchtitan overrides included.
 set -euo pipefail
@@ -31,9 +33,8 @@ OUT=${OUT:-experiments/convergence}
 WORK=${WORK:-outputs/convergence}
 RUNS=$WORK/$STAGE
 GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
-JOBS=${JOBS:-$((GPUS > 0 ? 6 * GPUS : 1))}
 LIMIT_S=${LIMIT_S:-86400}
-export STEPS=${STEPS:-3000} STOP_AFTER=${STOP_AFTER:-} WORK RUNS GPUS JOBS
+PER_GPU=6
 case $STAGE in
 main)
     VARIANTS=${VARIANTS:-bf16-s1 bf16-s2 balanced-s1 balanced-s2 scaling_aware-s1 rowwise-s1 naive-s1
@@ -52,9 +53,17 @@ stress)
         bf16-s1-outliers1e5 balanced-s1-outliers1e5 bf16-s1-tiny balanced-s1-tiny}
     STOP_AFTER=${STOP_AFTER:-500}
     ;;
+qwen3)
+    VARIANTS=${VARIANTS:-bf16-s1-resume balanced-s1-resume bf16-s1-resume1 balanced-s1-resume1
+        bf16-s1-resume2 balanced-s1-resume2 bf16-s1-resume3 balanced-s1-resume3}
+    STEPS=${STEPS:-750} PER_GPU=1
+    set -- --model.name qwen3_convergence --model.flavor 30B-A3B_6_layers --training.seq_len 4096 \
+        --training.local_batch_size 4 --optimizer.lr 3e-4 --eval-windows 256 "$@"
+    ;;
 *) echo "unknown stage $STAGE" >&2 && exit 2 ;;
 esac
-export VARIANTS
+JOBS=${JOBS:-$((GPUS > 0 ? PER_GPU * GPUS : 1))}
+export VARIANTS STEPS=${STEPS:-3000} STOP_AFTER=${STOP_AFTER:-} WORK RUNS GPUS JOBS
 
 corpus() {
     [ -f "$WORK/corpus/validation.npy" ] && return
@@ -125,8 +134,8 @@ all)
     ;;
 queue)
     export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=4
-    if [ "$STAGE" = branch ]; then
-        for seed in 1 2; do
+    if [ "$STAGE" = branch ] || [ "$STAGE" = qwen3 ]; then
+        for seed in $(grep -oE 's[0-9]+-resume' <<<"$VARIANTS" | grep -oE '[0-9]+-' | tr -d - | sort -u); do
             [ -f "$RUNS/checkpoint-s$seed.pt" ] || echo "bf16-s$seed-trunk"
         done | queue --eval-every "$STEPS" "$@"
         set -- --eval-every $((STEPS / 6)) "$@"

@@ -2,8 +2,9 @@
 
     python -m experiments.convergence.train RECIPE-sSEED[-CHANGE] --work DIR [options] [torchtitan overrides]
 
-A recipe is bf16, balanced or scaling_aware (FP8-Flow by its weight gradient), rowwise or naive. The seed
-decides initialization and data order. A change is a key of ``CHANGES``; ``resume`` takes a number N > 0 behind it.
+A recipe is bf16, balanced or scaling_aware (FP8-Flow by its weight gradient, all FFNs in FP8), experts_only (balanced,
+with shared experts and dense FFNs in bf16), rowwise or naive. The seed decides initialization and data order. A change
+is a key of ``CHANGES``; ``resume`` takes a number N > 0 behind it.
 
 Everything is written as it happens, so that a run that is cut off can be used as far as it came:
 
@@ -16,6 +17,7 @@ starts again without.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -36,6 +38,7 @@ from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.moe import MoE
+from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
@@ -45,7 +48,11 @@ from experiments.convergence.data import ShuffledWindows, as_batch, windows
 from experiments.convergence.recipes import convert_experts
 from titan_fp8moe.testing import environment
 
-FP8_FLOW = ("balanced", "scaling_aware")
+FP8_FLOW = {  # settings of [fp8_flow_moe]
+    "balanced": {},
+    "scaling_aware": {"wgrad": "scaling_aware"},
+    "experts_only": {"filter_fqns": ["shared_experts", "feed_forward"]},
+}
 RECIPES = ("bf16", *FP8_FLOW, "rowwise", "naive")
 
 CHANGES = {
@@ -64,21 +71,37 @@ LOG_EVERY = 25
 EAGER_STEPS = 8
 CHOICE_TOKENS = 4096
 
-_TINY = deepseekv3_args["tiny"]
+_TINY, _QWEN3 = deepseekv3_args["tiny"], qwen3_args["30B-A3B"]
 FLAVORS = {
-    "0.1B": replace(
-        _TINY,
-        moe_args=replace(_TINY.moe_args, num_experts=32, top_k=4),
-        vocab_size=8192,
-        dim=512,
-        inter_dim=2048,
-        n_layers=8,
-        n_heads=8,
-        kv_lora_rank=256,
-        # Queries, keys and values of one size: any attention kernel takes them.
-        qk_nope_head_dim=32,
-    ),
-    "tiny": replace(_TINY, vocab_size=8192, qk_nope_head_dim=32),
+    "deepseek_v3": {
+        "0.1B": replace(
+            _TINY,
+            moe_args=replace(_TINY.moe_args, num_experts=32, top_k=4),
+            vocab_size=8192,
+            dim=512,
+            inter_dim=2048,
+            n_layers=8,
+            n_heads=8,
+            kv_lora_rank=256,
+            # Queries, keys and values of one size: any attention kernel takes them.
+            qk_nope_head_dim=32,
+        ),
+        "tiny": replace(_TINY, vocab_size=8192, qk_nope_head_dim=32),
+    },
+    "qwen3": {
+        "30B-A3B_6_layers": replace(_QWEN3, n_layers=6, vocab_size=8192),
+        "tiny": replace(
+            _QWEN3,
+            moe_args=replace(_QWEN3.moe_args, num_experts=8, top_k=2),
+            vocab_size=8192,
+            dim=256,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=64,
+            moe_inter_dim=128,
+        ),
+    },
 }
 
 
@@ -153,7 +176,7 @@ class StudyTrainer(Trainer):
             if self.change.startswith("outliers"):
                 model.tok_embeddings.weight[::16, ::128] *= 1e5 if self.change == "outliers1e5" else 1e3
         if self.change == "resume":
-            saved = torch.load(self.state_path, map_location="cpu")
+            saved = torch.load(self.state_path, map_location="cpu", mmap=True)
             model.load_state_dict(saved["model"])
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
@@ -301,6 +324,7 @@ class RouterStatistics:
 
     def __init__(self, moe: MoE):
         self.handle = moe.router.register_forward_hook(self._collect)
+        self.score = torch.sigmoid if moe.router.score_func == "sigmoid" else functools.partial(F.softmax, dim=-1)
         self.counts: Tensor | float = 0.0
         self.entropy: Tensor | float = 0.0
         self.num_tokens = 0
@@ -308,7 +332,7 @@ class RouterStatistics:
 
     def _collect(self, router: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         _, chosen, counts = output
-        scores = torch.sigmoid(router.gate(inputs[0]).float())
+        scores = self.score(router.gate(inputs[0]).float())
         share = scores / scores.sum(-1, keepdim=True)
         self.entropy = self.entropy - (share * share.log()).sum()
         self.counts = self.counts + counts.float()
@@ -344,7 +368,8 @@ def make_config(name: str, args: argparse.Namespace, overrides: list[str]) -> Jo
     config.debug.seed = seed
     config.job.dump_folder = str(args.work / name)
     if recipe in FP8_FLOW:
-        config.fp8_flow_moe.wgrad = recipe
+        for setting, value in FP8_FLOW[recipe].items():
+            setattr(config.fp8_flow_moe, setting, value)
     else:
         config.model.converters = []
     if change == "highlr":
@@ -354,18 +379,19 @@ def make_config(name: str, args: argparse.Namespace, overrides: list[str]) -> Jo
     return config
 
 
-def register_model(args: argparse.Namespace, seed: int) -> None:
+def register_models(args: argparse.Namespace, seed: int) -> None:
     def build_dataloader(job_config: JobConfig, **kwargs) -> ShuffledWindows:
         t = job_config.training
         return ShuffledWindows(args.corpus, "train", t.seq_len, t.local_batch_size, seed)
 
-    spec = replace(
-        get_train_spec("deepseek_v3"),
-        model_args=FLAVORS,
-        build_tokenizer_fn=None,
-        build_dataloader_fn=build_dataloader,
-    )
-    register_train_spec("deepseek_v3_convergence", spec)
+    for name, flavors in FLAVORS.items():
+        spec = replace(
+            get_train_spec(name),
+            model_args=flavors,
+            build_tokenizer_fn=None,
+            build_dataloader_fn=build_dataloader,
+        )
+        register_train_spec(f"{name}_convergence", spec)
 
 
 def main() -> None:
@@ -383,7 +409,7 @@ def main() -> None:
 
     init_logger()
     config = make_config(args.name, args, overrides)
-    register_model(args, config.debug.seed)
+    register_models(args, config.debug.seed)
     # cuDNN's kernels are left out: FlashAttention's are known to be capturable, and every variant has the same.
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     backend = "nccl" if torch.cuda.is_available() else "gloo"
