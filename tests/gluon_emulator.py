@@ -381,9 +381,9 @@ class EmulatedKernel:
 
 
 NEW = {
-    "tma": SimpleNamespace(
-        async_copy_global_to_shared=load_tile, async_copy_shared_to_global=store_part, store_wait=store_wait
-    ),
+    "tma": SimpleNamespace(store_wait=store_wait),
+    "tma_load": load_tile,
+    "tma_store": store_part,
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": fence,

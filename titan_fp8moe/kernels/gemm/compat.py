@@ -1,4 +1,4 @@
-"""Gluon interfaces whose names differ between Triton versions; checked with 3.6.0, 3.7.1 and 3.8.0.
+"""Gluon interfaces whose names differ between Triton versions; checked with 3.6.0 to 3.9.0.
 
 The Hopper GEMMs import these names from here. The import fails if a later version renames them again.
 """
@@ -7,10 +7,15 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
 # Synchronizes the warps of one partition. Triton 3.6 calls it thread_barrier.
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+# TMA copies between global and shared memory. Triton 3.6 and 3.7 have only the long names, 3.9 only the short ones.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 # Private before Triton 3.8.
 _aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate

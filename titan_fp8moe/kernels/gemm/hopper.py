@@ -60,7 +60,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titan_fp8moe.kernels.gemm.compat import aggregate, partition_barrier
+from titan_fp8moe.kernels.gemm.compat import aggregate, partition_barrier, tma_load, tma_store
 
 STAGES = gl.constexpr(4)  # a power of two; 48 KiB each; 35 KiB remain for staging and barriers
 TILE_STAGES = gl.constexpr(2)  # the current tile and the next one
@@ -266,11 +266,9 @@ def _produce_blocks(a_desc, b_desc, rings, block, tile, first, num_blocks):
         mbarrier.expect(full, 2 * 128 * 128, pred=tile.is_wide == 0)
         column = first_column + k * 128
         b_row = tile.b_row
-        tma.async_copy_global_to_shared(a_desc, [tile.a_row, column], full, rings.a.index(stage))
-        tma.async_copy_global_to_shared(b_desc, [b_row, column], full, rings.b.index(2 * stage))
-        tma.async_copy_global_to_shared(
-            b_desc, [b_row + 128, column], full, rings.b.index(2 * stage + 1), pred=tile.is_wide
-        )
+        tma_load(a_desc, [tile.a_row, column], full, rings.a.index(stage))
+        tma_load(b_desc, [b_row, column], full, rings.b.index(2 * stage))
+        tma_load(b_desc, [b_row + 128, column], full, rings.b.index(2 * stage + 1), pred=tile.is_wide)
         block += 1
     return block
 
@@ -385,7 +383,7 @@ def _store(consumer, tile, acc, SLICE: gl.constexpr):
         row += 64 * consumer.NUMBER
         column += 64 * SLICE
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
+    tma_store(out_desc, [row, column], buffer)
 
 
 @gluon.jit
