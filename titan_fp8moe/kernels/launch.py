@@ -5,7 +5,7 @@ launch on binding and specializing the arguments, on its cache lookup, and on as
 addresses. A :class:`Kernel` looks up a shorter key. It then hands addresses to the compiled kernel that Triton returned
 for such arguments before.
 
-Private interfaces of Triton that this file uses were checked with 3.6.0, 3.7.1 and 3.8.0: ``compiled.run``,
+Private interfaces of Triton that this file uses were checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0: ``compiled.run``,
 ``driver.active``, ``knobs.runtime`` and the attributes of ``kernel.params``. The first such launch of a process is
 compared with Triton's own; if they differ, Triton launches everything (:func:`_is_fast`).
 """
@@ -77,7 +77,8 @@ class Kernel:
             return
         if len(args) != self._num_args:
             raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
-        compiled = self.kernel[grid](*map(_readable, args), **constants)
+        # Fused multiply-adds are the default of Triton 3.6 to 3.9, but 3.9 warns that 3.10 will change it.
+        compiled = self.kernel[grid](*map(_readable, args), enable_fp_fusion=True, **constants)
         if compiled is not None:
             names = self._constants
             found = compiled, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names)

@@ -185,6 +185,7 @@ def grouped_mm(
         GROUP_SIZE_M=GROUP_SIZE_M,
         num_warps=8,
         num_stages=STAGES,
+        enable_fp_fusion=True,  # as launch.Kernel
     )
     return out
 
@@ -220,5 +221,6 @@ def grouped_mm_wgrad(
         GROUP_SIZE_M=GROUP_SIZE_M,
         num_warps=8,
         num_stages=WGRAD_STAGES,
+        enable_fp_fusion=True,
     )
     return out
