@@ -1,6 +1,6 @@
-"""Corrects the number formats of Triton's interpreter, so that kernels can be compared bit by bit on a CPU.
+"""Corrects faults of Triton's interpreter, so that kernels can be compared bit by bit on a CPU.
 
-In Triton 3.6 to 3.8 the interpreter is silently wrong where a GPU is not: fp32 -> e4m3 rounds half up, loses the carry,
+In Triton 3.6 to 3.9 the interpreter is silently wrong where a GPU is not: fp32 -> e4m3 rounds half up, loses the carry,
 does not saturate and breaks subnormals; fp32 -> bf16 truncates; e4m3's NaN reads as 480. :func:`correct_conversions`
 replaces the conversions between the formats below by torch's, with the two rules of a GPU's e4m3 cast: finite values
 saturate, NaN is 0x7F.
@@ -46,3 +46,26 @@ def correct_conversions() -> None:
         return original(data, source, target, rounding_mode)
 
     interpreter._convert_float = convert_float
+    _make_masks_boolean()
+
+
+def _make_masks_boolean() -> None:
+    """Triton 3.9's interpreter broadcasts a comparison of scalars to int32, and then refuses it as a mask.
+
+    Before Triton 3.9, masks of descriptors are plain boolean arrays.
+    """
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def boolean(mask):
+        if isinstance(mask, interpreter.TensorHandle):
+            return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
+        return mask
+
+    def masked_load(self, ptrs, mask, *args, **kwargs):
+        return load(self, ptrs, boolean(mask), *args, **kwargs)
+
+    def masked_store(self, ptrs, value, mask, *args, **kwargs):
+        return store(self, ptrs, value, boolean(mask), *args, **kwargs)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
