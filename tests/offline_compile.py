@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from titan_fp8moe.kernels import launch
 
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 NO_DRIVER = SimpleNamespace(
     active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: f"stream {device}")
 )
@@ -91,7 +92,8 @@ def _ptxas(ptx: str, capability: int) -> str:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         target = ["--gpu-name", sm_arch_from_capability(capability)]
-        command = [get_ptxas(capability).path, "-v", *target, path, "-o", path.with_suffix(".cubin")]
+        options = ["--regAllocOptLevel=2"] if TRITON >= (3, 7) else []  # as Triton calls it
+        command = [get_ptxas(capability).path, "-v", *options, *target, path, "-o", path.with_suffix(".cubin")]
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
