@@ -40,7 +40,7 @@ def state(interfaces: tuple[str, ...]) -> list[object]:
 def test_selective_checkpointing_needs_its_interfaces(monkeypatch: pytest.MonkeyPatch, gone: str):
     remove(monkeypatch, gone)
     before = state(compat._UNSHARD)
-    with pytest.raises(RuntimeError, match=f"has no {gone.replace(':', '.')}, which .* install PyTorch 2.11 to 2.14"):
+    with pytest.raises(RuntimeError, match=f"has no {gone.replace(':', '.')}, which .* install PyTorch 2.11 to 2.15"):
         compat.fix_selective_checkpointing.__wrapped__()
     assert state(compat._UNSHARD) == before
 

@@ -207,7 +207,7 @@ def test_token_counts_are_kept_through_an_error():
 
 
 def test_shape_inference_does_not_count(monkeypatch):
-    """Pipelines of PyTorch 2.12 and 2.13 run made-up tokens through a stage at first and after each validation."""
+    """Pipelines of PyTorch 2.12 to 2.15 run made-up tokens through a stage at first and after each validation."""
     monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -8,8 +8,8 @@ import torch
 import triton
 
 TESTED = {
-    "torch": ("2.11", "2.14"),
-    "triton": ("3.6", "3.8"),
+    "torch": ("2.11", "2.15"),
+    "triton": ("3.6", "3.9"),
     "torchtitan": ("0.2.2", "0.2.2"),
     "torchao": ("0.18", "0.18"),
     "transformers": ("5.17", "5.23"),

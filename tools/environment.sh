@@ -46,7 +46,8 @@ if [ -n "$(lacking $modules)" ]; then
     . $venv/bin/activate
     if [ ! -e $venv/complete ] || [ -n "$(lacking $modules)" ]; then
         echo "Installing into $venv ..."
-        python -m pip install --disable-pip-version-check "torch==$torch"
+        # CPU builds of torch leave Triton's version open. run_environments.sh tests the newest.
+        python -m pip install --disable-pip-version-check "torch==$torch" "triton<3.9"
         python -m pip install --disable-pip-version-check -e ".[$extras]"
         touch $venv/complete
     fi

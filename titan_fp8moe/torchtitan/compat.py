@@ -1,4 +1,4 @@
-"""Corrections to PyTorch 2.11 to 2.14 that torchtitan 0.2.2 needs on every device.
+"""Corrections to PyTorch 2.11 to 2.15 that torchtitan 0.2.2 needs on every device.
 
 They reach into PyTorch's private interfaces, all listed here. A correction that misses one of its interfaces raises
 RuntimeError when it is installed, and changes nothing.
@@ -16,7 +16,7 @@ from torchtitan.models.moe.moe import MoE
 
 from titan_fp8moe import statistics
 
-# Private interfaces of PyTorch, as module:attribute. Checked on 2.11.0, 2.12.1, 2.13.0 and 2.14.1.
+# Private interfaces of PyTorch, as module:attribute. Checked on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0.
 _SELECTIVE_MODES = (
     "torch.utils.checkpoint:_CachingTorchDispatchMode",
     "torch.utils.checkpoint:_CachedTorchDispatchMode",
@@ -33,7 +33,7 @@ _UNSHARD = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard",
 )
-# Checked on 2.12.1, 2.13.0 and 2.14.1; 2.11.0 has neither and needs no correction.
+# Checked on 2.12.1, 2.13.0, 2.14.1 and 2.15.0; 2.11.0 has neither and needs no correction.
 _METADATA_INFERENCE = (
     "torch.distributed.pipelining:PipelineStage._forward_metadata_inference",
     "torch.distributed.pipelining:PipelineStage._backward_metadata_inference",
@@ -48,7 +48,7 @@ def _resolve(interface: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"PyTorch {torch.__version__} has no {interface.replace(':', '.')}, which titan_fp8moe.torchtitan.compat "
-            "needs; install PyTorch 2.11 to 2.14"
+            "needs; install PyTorch 2.11 to 2.15"
         ) from error
 
 
@@ -115,7 +115,7 @@ def kept_token_counts(modules: Iterable[nn.Module]) -> Iterator[None]:
 def fix_pipeline_counts() -> None:
     """Keep made-up tokens out of the routers' load balancing and the statistics. Calling again does nothing.
 
-    PyTorch 2.12 to 2.14 run each pipeline stage forward and backward on uninitialized tensors to learn shapes, before
+    PyTorch 2.12 to 2.15 run each pipeline stage forward and backward on uninitialized tensors to learn shapes, before
     the first step and after each validation. The backward repeats the forward of a checkpointed block. The MoE layers
     count these rows as tokens, and the next optimizer step moves expert_bias by the counts. PyTorch 2.11 runs only the
     forward, without gradients, and converted layers then count nothing.
@@ -146,7 +146,7 @@ def remove_fsdp_hooks(module: nn.Module) -> None:
     if None in handles or state._fsdp_param_group is not None:
         raise RuntimeError(
             f"PyTorch {torch.__version__} has other hooks for FSDP than titan_fp8moe.torchtitan.compat knows; install "
-            "PyTorch 2.11 to 2.14"
+            "PyTorch 2.11 to 2.15"
         )
     for handle in handles:
         handle.remove()
