@@ -19,7 +19,7 @@ from tests import test_cpu_training
 from titan_fp8moe import ops, recipe, routed_experts, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.rows import Rows
-from titan_fp8moe.torchtitan.compat import kept_token_counts
+from titan_fp8moe.torchtitan.compat import fix_pipeline_counts, kept_token_counts
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
@@ -208,6 +208,7 @@ def test_token_counts_are_kept_through_an_error():
 
 def test_shape_inference_does_not_count(monkeypatch):
     """Pipelines of PyTorch 2.12 to 2.15 run made-up tokens through a stage at first and after each validation."""
+    fix_pipeline_counts()
     monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
