@@ -19,7 +19,7 @@ MAX_CTAS = 256  # each CTA reads the counts of all
 MAX_BLOCK = 64  # tokens that a CTA handles at a time
 BLOCK_ENTRIES = 2048  # at most, of such a block's (tokens, experts) table
 FILL_BLOCK = 1024  # rows that a CTA marks as padding at a time
-COUNT_BLOCK = 16  # experts whose pairs a CTA adds up at a time
+COUNT_BLOCK = 8  # experts whose pairs a CTA adds up at a time
 NUM_WARPS = 4
 
 
