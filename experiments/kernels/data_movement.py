@@ -77,13 +77,16 @@ def compiled(function: Callable, *args) -> Callable[[], object]:
 
 
 def quantize_case(layer: Layer) -> Case:
+    """With the flag that training has for NaNs."""
     x = randn(layer.R, layer.D)
     q, scale = quantize.quantize_rows(x)
+    flag = torch.zeros(16, dtype=torch.uint8, device="cuda")
     references = {
+        "without a NaN flag": lambda: quantize.quantize_rows(x),
         "torchao": lambda: torchao.triton_fp8_blockwise_act_quant_lhs(x),
         "compiled PyTorch": compiled(recipe.quantize_rows, x),
     }
-    return Case("quantize", size(x, q, scale), lambda: quantize.quantize_rows(x), references)
+    return Case("quantize", size(x, q, scale), lambda: quantize.quantize_rows(x, flag), references)
 
 
 def weight_case(layer: Layer) -> Case:
