@@ -48,11 +48,16 @@ class ExpertLayout(NamedTuple):
 def matching(names: Sequence[str], parts: Sequence[str], *, setting: str) -> list[str]:
     """The names that have one of ``parts`` in them, followed by a dot. Each part must match a name."""
     for part in parts:
-        if not any(part in f"{name}." for name in names):
+        if not any(matches(name, [part]) for name in names):
             raise ValueError(
                 f"fp8_flow_moe.{setting} has {part!r}, which matches none of {', '.join(names)}; correct or remove it"
             )
-    return [name for name in names if any(part in f"{name}." for part in parts)]
+    return [name for name in names if matches(name, parts)]
+
+
+def matches(name: str, parts: Sequence[str]) -> bool:
+    """Whether the name, followed by a dot, has one of ``parts`` in it."""
+    return any(part in f"{name}." for part in parts)
 
 
 def check_experts(layer: str, num_experts: int, expert_shards: int, *, remedy: str) -> None:

@@ -16,6 +16,7 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 
 from titan_fp8moe import dense, moe
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.plan import MOE
 from titan_fp8moe.torchtitan03 import converter
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
@@ -123,8 +124,9 @@ EP2 = set_("parallelism.expert_parallel_degree", 2)
             set_("training.disable_cuda_graphs", False),
             {"cache_weights": True},
             1,
-            "cache_weights works outside of CUD",
+            "cache_weights works outside of CUDA graphs; set training.disable_cuda_graphs = true",
         ),
+        (set_("training.disable_cuda_graphs", False), {"emulate": True}, 1, "emulate works outside of CUDA graphs"),
         (COMPILE, {"cache_weights": True}, 1, "cache_weights works outside of graphs"),
         (COMPILE, {"fp8_all_gather": True}, 1, "fp8_all_gather works outside of graphs"),
         (both(COMPILE, set_("activation_checkpoint", MemoryBudgetAC.Config())), {}, 1, "memory-budget checkpointing"),
@@ -176,13 +178,24 @@ def moe_of(job: Any) -> Any:
 
 def test_cuda_graphs_need_dispatch_without_host_syncs():
     """torchtitan refuses them when it parses; its message goes on with ours."""
-    job = make_job(both(EP2, set_("training.disable_cuda_graphs", False)))
-    with pytest.raises(ValueError, match="disable_cuda_graphs.*reads split sizes on the host too, which.*symmetric"):
+    graphs = set_("training.disable_cuda_graphs", False)
+    job = make_job(graphs)
+    job._validate_cuda_graphs()
+    assert all(part.reason is None for part in convert(job))
+    job = make_job(both(EP2, graphs))
+    with pytest.raises(ValueError, match="disable_cuda_graphs.*reads split sizes on the host too, unless.*symmetric"):
         job._validate_cuda_graphs()
     job.fp8_flow_moe.dispatch = "symmetric"
     job._validate_cuda_graphs()
+    job.fp8_flow_moe.filter_fqns = ["shared_experts"]
+    job._validate_cuda_graphs()
+    assert [part.reason is None for part in convert(job, 2) if part.kind == MOE] == 5 * [True]
+    job._validate_cuda_graphs()  # again, as torchtitan does, of the converted model
     job.fp8_flow_moe.filter_fqns = ["layers.1."]
-    with pytest.raises(ValueError, match="Unsupported token dispatcher"):
+    with pytest.raises(ValueError, match="AllToAll.*filter_fqns leaves layers.1.moe to it; remove"):
+        job._validate_cuda_graphs()
+    PP2(job)
+    with pytest.raises(ValueError, match="do not support pipeline parallelism yet.*disable_cuda_graphs.$"):
         job._validate_cuda_graphs()
 
 

@@ -24,6 +24,12 @@ def compiles_model(job: Any) -> bool:
     return job.compile.enable and "model" in job.compile.components
 
 
+def bf16_layers(job: Any) -> list[str]:
+    """The MoE layers that ``filter_fqns`` leaves to torchtitan. Names that match no layer are an error later."""
+    names = [name for name, *_ in job.model_spec.model.traverse(MoE.Config)] if job.model_spec else []
+    return [name for name in names if checks.matches(name, job.fp8_flow_moe.filter_fqns)]
+
+
 def check_job(job: Any) -> None:
     """The settings of a :class:`~titan_fp8moe.torchtitan03.trainer.Fp8FlowTrainer.Config`, without its model."""
     config: Fp8FlowMoEConfig = job.fp8_flow_moe
@@ -64,7 +70,8 @@ def _check_host_work(job: Any) -> None:
     config: Fp8FlowMoEConfig = job.fp8_flow_moe
     setting = "cache_weights" if config.cache_weights else "statistics_every"
     on_the_host = config.cache_weights or config.statistics_every
-    if on_the_host and not job.training.disable_cuda_graphs:
+    if (on_the_host or config.emulate) and not job.training.disable_cuda_graphs:
+        setting = setting if on_the_host else "emulate"
         raise ValueError(
             f"fp8_flow_moe.{setting} works outside of CUDA graphs; set training.disable_cuda_graphs = true, or leave "
             f"{setting} out"

@@ -19,7 +19,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.nan_watch import NanWatch
 from titan_fp8moe.plan import MOE, SHARED, Part
 from titan_fp8moe.torchtitan03.converter import convert
-from titan_fp8moe.torchtitan03.job_checks import compiles_model
+from titan_fp8moe.torchtitan03.job_checks import bf16_layers, compiles_model
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
 from titan_fp8moe.weights import WeightCache
 
@@ -40,14 +40,22 @@ class Fp8FlowTrainer(Trainer):
 
         def _validate_cuda_graphs(self) -> None:
             # torchtitan looks at dispatchers, of which converted layers only use the mesh.
-            fp8_flow, pipelines = self.fp8_flow_moe, self.parallelism.pipeline_parallel_degree > 1
-            if dispatch.uses_symmetric(fp8_flow) and not fp8_flow.filter_fqns and not pipelines:
+            symmetric, in_bf16 = dispatch.uses_symmetric(self.fp8_flow_moe), bf16_layers(self)
+            pipelines = self.parallelism.pipeline_parallel_degree > 1
+            if symmetric and not in_bf16 and not pipelines:
                 return
             try:
                 Trainer.Config._validate_cuda_graphs(self)
             except ValueError as error:
-                remedy = "" if pipelines else ', which fp8_flow_moe.dispatch = "symmetric" does without'
-                raise ValueError(f"{error} fp8_flow_moe reads split sizes on the host too{remedy}.") from error
+                if pipelines:
+                    raise
+                more = (
+                    f"fp8_flow_moe.filter_fqns leaves {', '.join(in_bf16)} to it; remove them from the list"
+                    if symmetric
+                    else "fp8_flow_moe reads split sizes on the host too, unless expert-parallel ranks share one node "
+                    'and fp8_flow_moe.dispatch = "symmetric"'
+                )
+                raise ValueError(f"{error} {more}.") from error
 
     def __init__(self, config: Config):
         dims = ParallelDims.from_config(config.parallelism, int(os.environ.get("WORLD_SIZE", 1)))
