@@ -1,4 +1,4 @@
-"""What the workers train: DeepSeek-V3's debug model with three layers, the same tokens in every layout."""
+"""What the workers train: debug models with a few layers, the same tokens in every layout."""
 
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ class Case(NamedTuple):
     compiles: bool = False
     steps: int = 1
     accumulates: int = 1
+    model: str = "deepseek_v3"
 
 
 EP2 = {"expert_parallel_degree": 2}
@@ -27,6 +28,8 @@ SYMMETRIC = {"dispatch": "symmetric", "dispatch_capacity": 2}
 LOSSES = {
     "single_20": Case(steps=STEPS),
     "single_20_bf16": Case(None, steps=STEPS),
+    "qwen3_steps": Case(steps=6, model="qwen3"),
+    "qwen3_steps_bf16": Case(None, steps=6, model="qwen3"),
 }
 SINGLE = LOSSES | {
     "single": Case(),
@@ -41,6 +44,7 @@ SINGLE = LOSSES | {
     "single_cached": Case({"cache_weights": True}, accumulates=2),
     "single_statistics": Case({"statistics_every": 2}, steps=3),
     "single_nan": Case(),  # of one weight
+    "qwen3": Case(model="qwen3"),
 }
 TWO_RANKS = {
     "ep2_20": Case(parallelism=EP2, steps=STEPS),
@@ -61,5 +65,6 @@ TWO_RANKS = {
     "fsdp2_fp8_gather": Case({"fp8_all_gather": True}),
     "tp2_routed": Case({}, TP2),
     "pp2": Case({}, PP2),
+    "qwen3_ep2": Case({}, EP2, model="qwen3"),
 }
 CASES = SINGLE | TWO_RANKS

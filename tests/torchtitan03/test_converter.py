@@ -68,6 +68,15 @@ def test_what_is_converted(caplog):
     _check_replaced([part for part in plan if part.reason is None], dict(model.named_modules()))
 
 
+def test_the_configs_of_qwen3():
+    config = ConfigManager().parse_args(["--module", "titan_fp8moe.torchtitan03", "--config", "qwen3_30b_a3b"])
+    before = [(name, tuple(p.shape)) for name, p in build(config).state_dict().items()]
+    config.training.disable_cuda_graphs = True
+    plan = convert(config)
+    assert [(part.kind, part.reason) for part in plan] == 48 * [(MOE, None)]
+    assert [(name, tuple(p.shape)) for name, p in build(config).state_dict().items()] == before
+
+
 def build(job: Any) -> torch.nn.Module:
     with torch.device("meta"):
         return job.model_spec.model.build()

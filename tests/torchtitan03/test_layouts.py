@@ -4,15 +4,18 @@ import pytest
 import torch
 
 from tests.distributed.conftest import WorkerResults
-from tests.torchtitan03.cases import CASES, STEPS
+from tests.torchtitan03.cases import CASES
 from titan_fp8moe.testing import relative_error
 
 TOLERANCE = 1e-2
 # FP8 linears round more values.
 TOLERANCES = {"linears": 0.02}
+QWEN3_TOLERANCE = 0.05  # sums of two ranks round otherwise, and one of 256 tokens chooses another expert
 VARIANTS = "linears", "bf16_parts", "routed"  # tensor parallelism leaves other FFNs in bf16
 GRADIENTS = [
-    name for name, case in CASES.items() if case.steps == 1 and name not in ("single", "single_fp32", "single_nan")
+    name
+    for name, case in CASES.items()
+    if case.steps == 1 and name not in ("single", "single_fp32", "single_nan", "qwen3")
 ]
 
 
@@ -29,9 +32,11 @@ def test_gradients_equal_those_of_one_process(results: WorkerResults, case: str)
         found = errors(results, case, "single_fp32")
         assert max(found.values()) < 0.15, sorted(found.items(), key=lambda item: -item[1])[:3]
         return
-    reference = f"single_{variant}" if variant else "single"
+    reference, tolerance = f"single_{variant}" if variant else "single", TOLERANCES.get(variant, TOLERANCE)
+    if case.startswith("qwen3"):
+        reference, tolerance = "qwen3", QWEN3_TOLERANCE
     found = errors(results, case, reference)
-    assert max(found.values()) < TOLERANCES.get(variant, TOLERANCE), sorted(found.items(), key=lambda i: -i[1])[:3]
+    assert max(found.values()) < tolerance, sorted(found.items(), key=lambda i: -i[1])[:3]
     bias, expected = results.get(case)["expert_bias"], results.get(reference)["expert_bias"]
     assert bias.keys() == expected.keys()
     for name, values in bias.items():
@@ -48,12 +53,15 @@ def test_what_is_quantized(results: WorkerResults):
         assert in_bf16[part] < 0.75 * found[part]
 
 
-@pytest.mark.parametrize("layout", ["single", "ep2", "fsdp2"])
-def test_losses_of_twenty_steps(results: WorkerResults, layout: str):
-    fp8, bf16 = results.get(f"{layout}_20"), results.get(f"{layout}_20_bf16")
-    assert len(fp8["losses"]) == len(bf16["losses"]) == STEPS and fp8["losses"][-1] < fp8["losses"][0] - 0.3
-    assert fp8["losses"] == pytest.approx(bf16["losses"], rel=5e-3)
-    assert fp8["norms"] == pytest.approx(bf16["norms"], rel=0.1)
+@pytest.mark.parametrize(
+    "case, loss, norm",
+    [("single_20", 5e-3, 0.1), ("ep2_20", 5e-3, 0.1), ("fsdp2_20", 5e-3, 0.1), ("qwen3_steps", 5e-4, 0.01)],
+)
+def test_losses_of_some_steps(results: WorkerResults, case: str, loss: float, norm: float):
+    fp8, bf16 = results.get(case), results.get(f"{case}_bf16")
+    assert len(fp8["losses"]) == len(bf16["losses"]) == CASES[case].steps and fp8["losses"][-1] < fp8["losses"][0] - 0.3
+    assert fp8["losses"] == pytest.approx(bf16["losses"], rel=loss)
+    assert fp8["norms"] == pytest.approx(bf16["norms"], rel=norm)
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.compiles])

@@ -1,7 +1,7 @@
-"""torchtitan's config functions for DeepSeek-V3, with the section ``fp8_flow_moe``. ``--config`` names one of them.
+"""torchtitan's config functions for DeepSeek-V3 and Qwen3's MoE models, with the section ``fp8_flow_moe``.
 
-A config function of your own returns ``with_fp8_flow(config)``. Checkpointing is chosen last on the command line:
-``... activation-checkpoint:none``.
+``--config`` names one of them. A config function of your own returns ``with_fp8_flow(config)``. Checkpointing is chosen
+last on the command line: ``... activation-checkpoint:none``.
 """
 
 import functools
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan.config.override import derive
-from torchtitan.models.deepseek_v3 import config_registry as _registry
+from torchtitan.models.deepseek_v3 import config_registry as _deepseek_v3
+from torchtitan.models.qwen3 import config_registry as _qwen3
 from torchtitan.trainer import Trainer
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -30,5 +31,7 @@ def _extended(function: Callable[[], Trainer.Config]) -> Callable[[], Fp8FlowTra
 
 
 globals().update(
-    {name: _extended(function) for name, function in vars(_registry).items() if name.startswith("deepseek_v3")}
+    {name: _extended(function) for name, function in vars(_deepseek_v3).items() if name.startswith("deepseek_v3")}
 )
+# Its other models have no MoE layers.
+globals().update({name: _extended(getattr(_qwen3, name)) for name in ("qwen3_moe_debug", "qwen3_30b_a3b")})
