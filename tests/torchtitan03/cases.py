@@ -6,13 +6,14 @@ SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 4, 20
 
 
 class Case(NamedTuple):
-    """A run. ``fp8`` are the settings of fp8_flow_moe, None trains without, with torchtitan's own trainer. Runs of one
-    step compute in fp32, since layouts would differ by the rounding of every dense layer in bf16."""
+    """A run. ``fp8`` are the settings of fp8_flow_moe, None trains without, with torchtitan's own trainer. ``compiles``
+    is torch.compile's backend. Runs of one step compute in fp32, since layouts would differ by the rounding of every
+    dense layer in bf16."""
 
     fp8: dict[str, Any] | None = {}  # noqa: RUF012  never changed
     parallelism: dict[str, int] = {}  # noqa: RUF012
     checkpointing: str = "none"
-    compiles: bool = False
+    compiles: str = ""
     steps: int = 1
     accumulates: int = 1
     model: str = "deepseek_v3"
@@ -36,8 +37,9 @@ SINGLE = LOSSES | {
     "single_fp32": Case(None),
     "single_selective": Case(checkpointing="selective"),
     "single_full": Case({"recompute": "none"}, checkpointing="full"),
-    "single_compile": Case(compiles=True),
-    "single_compile_selective": Case(compiles=True, checkpointing="selective"),
+    "single_compile": Case(compiles="aot_eager"),
+    "single_compile_selective": Case(compiles="aot_eager", checkpointing="selective"),
+    "single_inductor": Case(compiles="inductor"),
     "single_linears": Case(LINEARS),
     "single_bf16_parts": Case(BF16_PARTS),
     "single_routed": Case({"filter_fqns": ["shared_experts", "feed_forward"]}),
@@ -54,14 +56,14 @@ TWO_RANKS = {
     "ep2": Case({}, EP2),
     "ep2_selective": Case({}, EP2, "selective"),
     "ep2_full": Case({"recompute": "none"}, EP2, "full"),
-    "ep2_compile": Case({}, EP2, compiles=True),
-    "ep2_compile_selective": Case({}, EP2, "selective", compiles=True),
-    "ep2_symmetric_compile": Case(SYMMETRIC, EP2, compiles=True),
+    "ep2_compile": Case({}, EP2, compiles="aot_eager"),
+    "ep2_compile_selective": Case({}, EP2, "selective", compiles="aot_eager"),
+    "ep2_symmetric_compile": Case(SYMMETRIC, EP2, compiles="aot_eager"),
     "ep2_bf16_parts": Case(BF16_PARTS, EP2),
     "ep2_linears": Case(LINEARS, EP2),
     "fsdp2": Case(),
     "fsdp2_selective": Case(checkpointing="selective"),
-    "fsdp2_compile": Case(compiles=True),
+    "fsdp2_compile": Case(compiles="aot_eager"),
     "fsdp2_fp8_gather": Case({"fp8_all_gather": True}),
     "tp2_routed": Case({}, TP2),
     "pp2": Case({}, PP2),

@@ -51,7 +51,7 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
     config.parallelism = dataclasses.replace(config.parallelism, **case.parallelism)
     config.activation_checkpoint = CHECKPOINTING[case.checkpointing]()
     config.compile = dataclasses.replace(
-        config.compile, enable=case.compiles, components=["model"], backend="aot_eager"
+        config.compile, enable=bool(case.compiles), components=["model"], backend=case.compiles or "inductor"
     )
     config.metrics.enable_tensorboard = bool(case.fp8 and case.fp8.get("statistics_every"))
     config.debug.seed = 1
