@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 4, 20
+GLOBAL_BATCH, STEPS = 4, 20
+LONG = 256  # two context-parallel ranks share a sequence in blocks of 128
 
 
 class Case(NamedTuple):
@@ -17,10 +18,13 @@ class Case(NamedTuple):
     steps: int = 1
     accumulates: int = 1
     model: str = "deepseek_v3"
+    seq_len: int = 64
 
 
 EP2 = {"expert_parallel_degree": 2}
 TP2 = {"tensor_parallel_degree": 2}
+CP2 = {"context_parallel_degree": 2}
+HSDP2 = {"data_parallel_replicate_degree": 2}
 PP2 = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}
 LINEARS = {"linear_fqns": ["attention.wo."]}
 BF16_PARTS = {"filter_fqns": ["shared_experts", "layers.2."]}
@@ -45,6 +49,7 @@ SINGLE = LOSSES | {
     "single_routed": Case({"filter_fqns": ["shared_experts", "feed_forward"]}),
     "single_cached": Case({"cache_weights": True}, accumulates=2),
     "single_statistics": Case({"statistics_every": 2}, steps=3),
+    "single_long": Case(seq_len=LONG),
     "single_nan": Case(),  # of one weight
     "qwen3": Case(model="qwen3"),
 }
@@ -67,6 +72,12 @@ TWO_RANKS = {
     "fsdp2_fp8_gather": Case({"fp8_all_gather": True}),
     "tp2_routed": Case({}, TP2),
     "pp2": Case({}, PP2),
+    "cp2_long": Case({}, CP2, seq_len=LONG),
+    "cp2_ep2_long": Case({}, CP2 | EP2, seq_len=LONG),
     "qwen3_ep2": Case({}, EP2, model="qwen3"),
 }
-CASES = SINGLE | TWO_RANKS
+FOUR_RANKS = {
+    "hsdp2_ep2": Case({}, HSDP2 | EP2),
+    "hsdp2_fp8_gather": Case({"fp8_all_gather": True}, HSDP2),
+}
+CASES = SINGLE | TWO_RANKS | FOUR_RANKS

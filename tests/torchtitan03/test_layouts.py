@@ -11,11 +11,11 @@ TOLERANCE = 1e-2
 # FP8 linears round more values.
 TOLERANCES = {"linears": 0.02}
 QWEN3_TOLERANCE = 0.05  # sums of two ranks round otherwise, and one of 256 tokens chooses another expert
-VARIANTS = "linears", "bf16_parts", "routed"  # tensor parallelism leaves other FFNs in bf16
+VARIANTS = "linears", "bf16_parts", "routed", "long"  # tensor parallelism leaves other FFNs in bf16
 GRADIENTS = [
     name
     for name, case in CASES.items()
-    if case.steps == 1 and name not in ("single", "single_fp32", "single_nan", "qwen3")
+    if case.steps == 1 and name not in ("single", "single_fp32", "single_nan", "single_long", "qwen3")
 ]
 
 
@@ -80,6 +80,7 @@ def test_fsdp_gathers_in_fp8(results: WorkerResults):
     want, got = results.get("fsdp2"), results.get("fsdp2_fp8_gather")
     assert got["gathered"] == {"torch.uint8"} and want["gathered"] == {"torch.float32"}
     assert all(torch.equal(got["grads"][name], grad) for name, grad in want["grads"].items())
+    assert results.get("hsdp2_fp8_gather")["gathered"] == {"torch.uint8"}
 
 
 def test_checkpoints_have_the_keys_of_torchtitan(results: WorkerResults):

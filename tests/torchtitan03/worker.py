@@ -24,7 +24,7 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 from tests.distributed.runner import gather, gather_list, plain_name, run_all
-from tests.torchtitan03.cases import CASES, GLOBAL_BATCH, SEQ_LEN, Case
+from tests.torchtitan03.cases import CASES, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts
@@ -38,12 +38,13 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
     make_model, num_layers = MODELS[case.model]
     config = make_model()
     del config.model_spec.model.layers[num_layers:]
-    ranks = dist.get_world_size() if case.parallelism.keys() <= {"expert_parallel_degree"} else 1
+    divided = {"expert_parallel_degree", "data_parallel_replicate_degree"}
+    ranks = dist.get_world_size() if case.parallelism.keys() <= divided else 1
     config.training = dataclasses.replace(
         config.training,
         local_batch_size=GLOBAL_BATCH // ranks // case.accumulates,
         global_batch_size=GLOBAL_BATCH,
-        seq_len=SEQ_LEN,
+        seq_len=case.seq_len,
         steps=case.steps,
         disable_cuda_graphs=True,
         mixed_precision_param="bfloat16" if case.steps > 1 else "float32",
@@ -68,13 +69,14 @@ def batches(trainer: torchtitan.trainer.Trainer):
         mesh = dims.get_mesh("batch")
         rank, ranks = mesh.get_local_rank(), mesh.size()
     config = trainer.config
+    length = config.training.seq_len
     size = config.training.local_batch_size
     if dims.pp_enabled:
         size = config.parallelism.pipeline_parallel_microbatch_size
     while True:
-        tokens = (torch.rand(GLOBAL_BATCH, SEQ_LEN + 1, generator=generator) ** 3 * VOCAB).long()
+        tokens = (torch.rand(GLOBAL_BATCH, length + 1, generator=generator) ** 3 * VOCAB).long()
         for micro in tokens.chunk(ranks)[rank].split(size):
-            positions = torch.arange(SEQ_LEN).expand(micro.shape[0], -1)
+            positions = torch.arange(length).expand(micro.shape[0], -1)
             yield {"input": micro[:, :-1].contiguous(), "positions": positions}, micro[:, 1:].contiguous()
 
 

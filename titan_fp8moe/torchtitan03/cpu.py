@@ -39,7 +39,6 @@ def _dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool, **unused: Any
 ) -> tuple[Tensor, None]:
     """Stands in for flex attention, which has no backward on the CPU."""
-    B, L, device = q.shape[0], q.shape[2], q.device
-    b, i = torch.arange(B, device=device), torch.arange(L, device=device)
-    mask = block_mask.mask_mod(b.view(B, 1, 1, 1), 0, i.view(1, 1, L, 1), i.view(1, 1, 1, L))
+    b, i, j = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[2], k.shape[2]))
+    mask = block_mask.mask_mod(b.view(-1, 1, 1, 1), 0, i.view(-1, 1), j)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
