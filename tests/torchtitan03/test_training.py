@@ -1,5 +1,7 @@
-"""torchtitan 0.3's own command line on two expert-parallel processes: options, validation, a checkpoint, resuming."""
+"""torchtitan 0.3's own command line on two expert-parallel processes: options, validation, a checkpoint, resuming, and
+the export of what it saves."""
 
+import json
 import os
 import re
 import shutil
@@ -22,14 +24,17 @@ OPTIONS = """
 """
 
 
-def train(case_dir: Path, tmp_path: Path) -> str:
+SAVE_IN_HF = ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def train(case_dir: Path, tmp_path: Path, *more: str) -> str:
     data = f"{case_dir}/data"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--role=rank"]
     command += ["--tee=3", "-m", "torchtitan.train", *OPTIONS.split()]
     command += ["--hf_assets_path", f"{case_dir}/tokenizer", "--dump_folder", str(tmp_path)]
-    command += ["--dataloader.dataset_path", data, "--validator.dataloader.dataset_path", data]
-    environment["HF_HOME"] = str(tmp_path / "hf")
+    command += ["--dataloader.dataset_path", data, "--validator.dataloader.dataset_path", data, *more]
+    environment = ENVIRONMENT | {"HF_HOME": str(tmp_path / "hf")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     log = run.stdout + run.stderr
     assert ended_well(run) and "Training completed" in log, log[-5000:]
@@ -40,9 +45,20 @@ def losses(log: str, kind: str = "step") -> list[float]:
     return [float(loss) for loss in re.findall(rf"(?m)^\[rank0\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)]
 
 
-def test_training_resumes(case_dir: Path, tmp_path: Path):
+def export(*args: str | Path) -> str:
+    command = [sys.executable, "-m", "titan_fp8moe.export_fp8", *args]
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return run.stdout + run.stderr
+
+
+def test_training_resumes_and_exports(case_dir: Path, tmp_path: Path):
     log = train(case_dir, tmp_path)
     assert "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears in FP8" in log and "save_h=fp8" in log
     assert len(losses(log)) == 3 and losses(log, "validate step")
     shutil.rmtree(tmp_path / "checkpoint/step-3")
-    assert losses(train(case_dir, tmp_path)) == pytest.approx(losses(log)[2:], rel=1e-4)
+    assert losses(train(case_dir, tmp_path, *SAVE_IN_HF)) == pytest.approx(losses(log)[2:], rel=1e-4)
+    out, steps = tmp_path / "fp8", tmp_path / "checkpoint"
+    assert "let it save with checkpoint.last_save_in_hf" in export(steps / "step-2", out)
+    (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=6, hidden_size=256, n_routed_experts=8)))
+    said = export(steps / "step-3", out, "--assets", tmp_path, "--quantized-from", "bf16", "--verify")
+    assert "120 matrices in FP8 from bf16" in said and "are the checkpoint's, bit for bit" in said, said

@@ -81,7 +81,10 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
     if not is_dcp and not any(source.glob("*.safetensors")):
         raise ValueError(f"{source} has neither .metadata, as torchtitan's checkpoints (step-N) do, nor safetensors")
     if is_dcp and args.config is None:
-        raise ValueError(f"{source} is a checkpoint of torchtitan's: name its TOML file with --config")
+        raise ValueError(
+            f"{source} is a checkpoint of torchtitan's: name its TOML file with --config. A run of torchtitan 0.3 has "
+            "none: let it save with checkpoint.last_save_in_hf, and export that folder"
+        )
     if args.out.resolve() == source.resolve():
         raise ValueError("OUT is SOURCE; choose another folder")
     if args.config is None:
