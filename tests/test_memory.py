@@ -1,5 +1,6 @@
 """The dry run's estimate of memory: against the peaks that were measured, and what each setting changes."""
 
+import functools
 import json
 import multiprocessing
 import re
@@ -91,9 +92,11 @@ def run() -> Iterator[Callable[..., Estimate]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["experiments.throughput.setting", "titan_fp8moe.torchtitan.dry_run"])
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        yield lambda *overrides, gpus=1, rank=0, file=THROUGHPUT: pool.submit(
-            _estimate, file, gpus, rank, overrides
-        ).result(timeout=120)
+        yield functools.cache(
+            lambda *overrides, gpus=1, rank=0, file=THROUGHPUT: pool.submit(
+                _estimate, file, gpus, rank, overrides
+            ).result(timeout=120)
+        )
 
 
 def _estimate(file: str, gpus: int, rank: int, overrides: tuple[str, ...]) -> Estimate:
