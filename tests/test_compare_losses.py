@@ -230,6 +230,7 @@ def wandb_run(tmp_path_factory):
             loss = math.nan if step == 300 else decay(step)
             run.log({LOSS: loss, TOKENS_PER_SECOND: 1000 + step, PEAK_MEMORY: 5.5} | others, step=step)
         run.finish()
+        wandb.teardown()  # its service may hold the end of the file back
     return folder
 
 
