@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures every table of the experiments again on one Hopper GPU, and draws their pictures. Its parts take less than nine
-# minutes each, most of them less than five:
+# Measures every table of the experiments again on one Hopper GPU, and draws their pictures. No part may take more than
+# nine minutes; the script as a whole has not run on a GPU yet:
 #
 #     bash experiments/run_all.sh                   # the parts that are not done, in order
 #     bash experiments/run_all.sh --limit 540       # begins none that may end later; call again to go on
