@@ -44,7 +44,7 @@ part() { # name, seconds, command
 
 train() { # name, seconds, arguments of train.py
     part "train_$1" "$2" python3 -m experiments.throughput.train --out experiments/throughput --gpus 1 --seeds 0 \
-        --steps 24 --timeout 170 "${@:3}"
+        --steps 40 --timeout 170 "${@:3}"
 }
 
 layers() { # name, seconds, arguments of layer.py

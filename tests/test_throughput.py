@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,13 +247,14 @@ def test_one_more_layer():
 
     def record(layers: int, batch: int, ours: float, theirs: float, **fields) -> dict:
         r = dict(name="train_16b", shape=shape.format(layers, batch), value=ours, reference_value=theirs)
-        return r | dict(reference="bf16_whole", unit="tokens/s/GPU") | fields
+        return r | dict(reference="bf16_whole", unit="tokens/s/GPU", hardware=f"GPU of {layers}") | fields
 
     records = [record(5, 4, 1e6 / 10, 1e6 / 14), record(6, 4, 1e6 / 12, 1e6 / 18), record(8, 4, 1e6 / 13, 1e6 / 20)]
     records += [record(6, 1, 1e5, 1e5), record(5, 4, 10, 10, unit="GiB reserved"), record(5, 1, 1, 1, reference="bf16")]
     (found,) = one_more_layer.differences(records)
     assert found["name"] == "train_16b one more layer" and found["shape"] == shape.format("5 to 6", 4)
     assert (found["value"], found["reference_value"], found["speedup"]) == pytest.approx((2, 4, 2))
+    assert found["hardware"] == "GPU of 6"
 
 
 def test_host_time(tmp_path: Path, monkeypatch, capsys):
@@ -296,6 +298,15 @@ def test_what_cannot_be_captured_does_not_end_the_others(monkeypatch):
     times = layer.times_of_graphs(bench, ["bf16", "failed before", "fp8"], failed, 2, 1e-3)
     assert failed == {"bf16 as a CUDA graph": "RuntimeError: operation not permitted when stream is capturing"}
     assert list(times) == ["fp8 as a CUDA graph"] and len(times["fp8 as a CUDA graph"]) == 2
+
+
+def test_times_of_several_processes():
+    """The medians of each process's rounds, for variants that ran in all; all else is the first process's."""
+    first, second = ({"ms": {"fp8": [1.0 * n, 9.0, 2.0 * n]}, "classes": n} for n in (1, 2))
+    second["ms"]["bf16"] = [5.0]
+    assert layer.median_of([first]) is first
+    found = layer.median_of([first, second])
+    assert found == {"ms": {"fp8": [2.0, 4.0]}, "classes": 1, "processes": 2}
 
 
 TINY = variants.Shape("tiny", 6, 64)
@@ -542,18 +553,19 @@ def test_log(tmp_path: Path):
     )
     run = Run.__new__(Run)
     run.variant, run.seed, run.log = "bf16", 0, tmp_path / "log"
-    lines = "".join(line.format(step=step) for step in range(2, 13, 2))
+    lines = "".join(line.format(step=step) for step in range(10, 41, train.LOG_FREQ))
     run.log.write_text(lines + lines.replace("rank0", "rank1").replace("tps: 11", "tps: 99"))
     result = run.result(None)
-    assert result["tokens_per_second"] == [11010, 11012] and result["median_tokens_per_second"] == 11011
-    assert result["steady_steps"] == 4 and result["peak_memory_gib"] == 91.9
-    assert list(result["losses"]) == ["2", "4", "6", "8", "10", "12"] and result["losses"]["2"] == 8.21696
+    assert result["tokens_per_second"] == [11020, 11030, 11040] and result["median_tokens_per_second"] == 11030
+    assert result["steady_steps"] == 30 and result["peak_memory_gib"] == 91.9
+    assert list(result["losses"]) == ["10", "20", "30", "40"] and result["losses"]["10"] == 8.21696
     failed = result | {"seed": 1, "error": "out of memory", "peak_memory_gib": 1}
-    fp8 = result | {"variant": "fp8_flow", "median_tokens_per_second": 22022, "peak_memory_gib": 80.0}
+    fp8 = result | {"variant": "fp8_flow", "median_tokens_per_second": 22060, "peak_memory_gib": 80.0}
     records = train.records([result, failed, fp8], "16b", "shape")
     assert [(r["name"], r["reference"]) for r in records] == [("train_16b", "bf16"), ("train_16b memory", "bf16")]
     assert [r["speedup"] for r in records] == pytest.approx([2.0, 91.9 / 80])
-    assert "| 11,011 (11,010 to 11,012) out of memory |" in train.table([failed], [2])
+    assert "| 11,030 (11,020 to 11,040) out of memory |" in train.table([failed], [10])
+    assert tomllib.loads(Path(train.CONFIG).read_text())["metrics"]["log_freq"] == train.LOG_FREQ
 
 
 def test_bars_of_the_headline():

@@ -300,6 +300,15 @@ class Processes:
         return "\n".join(path.read_text()[-1500:] for path in sorted(self.folder.glob("*.log")))
 
 
+def median_of(results: list[dict]) -> dict:
+    """The result of several processes of a shape: the median time of each, and all else of the first."""
+    if len(results) == 1:
+        return results[0]
+    names = set.intersection(*(set(result["ms"]) for result in results))
+    ms = {name: [statistics.median(r["ms"][name]) for r in results] for name in results[0]["ms"] if name in names}
+    return results[0] | {"ms": ms, "processes": len(results)}
+
+
 def references(name: str) -> list[str]:
     """The bf16 variants that a variant is compared with."""
     kind = next((kind for kind in KINDS if name.endswith(kind)), "")
@@ -339,7 +348,7 @@ def records(result: dict) -> list[dict]:
 
 def show(result: dict) -> None:
     shape, ms = Shape(**result["shape"]), {k: statistics.median(v) for k, v in result["ms"].items()}
-    print(f"\n== {shape}, {result['gpus']} GPU(s)")
+    print(f"\n== {shape}, {result['gpus']} GPU(s), {result.get('processes', 1)} process(es)")
     for name, value in ms.items():
         ratios = [ms[reference] / value if reference in ms else None for reference in references(name)]
         low, high = min(result["ms"][name]), max(result["ms"][name])
@@ -381,7 +390,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--block-ms", type=float, default=80.0, help="length of a variant's turn, at least 5 steps")
-    parser.add_argument("--together", type=int, default=4, help="shapes that compile at the same time")
+    parser.add_argument("--processes", type=int, default=1, help="for each shape; a time is the median of theirs")
+    parser.add_argument("--together", type=int, default=4, help="processes that compile at the same time")
     parser.add_argument("--budget", type=float, default=3600, help="seconds that all of it may take")
     models = [name for name in MODELS if name != "tiny"]
     parser.add_argument("--models", nargs="+", choices=MODELS, default=models, help="tiny is for a CPU")
@@ -399,6 +409,7 @@ def main() -> None:
         for model in args.models
         for experts in args.experts or MODELS[model].experts
         for tokens in args.tokens
+        for _ in range(args.processes)
     ]
     if args.child is not None:
         return child(shapes[0], args)
@@ -406,31 +417,34 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     deadline = begin + args.budget
+    results: dict[Shape, list[dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for first in range(0, len(shapes), args.together):
             if time.monotonic() > deadline:
                 break
             batch = shapes[first : first + args.together]
-            started = {shape: Processes(shape, Path(folder) / str(shape), args) for shape in batch}
-            errors = {}
+            started = [Processes(shape, Path(folder) / str(first + i), args) for i, shape in enumerate(batch)]
+            errors = []
             try:
-                for shape, processes in started.items():
-                    errors[shape] = processes.wait("ready", deadline)
-                    if errors[shape]:
+                for processes in started:
+                    errors.append(processes.wait("ready", deadline))
+                    if errors[-1]:
                         processes.end()  # or what is left of it runs beside the measurements
-                compiled = list(errors.values()).count(None)
-                print(f"compiled {compiled} of {len(started)} shapes, {time.monotonic() - begin:.0f} s", flush=True)
-                for shape, processes in started.items():
-                    error = errors[shape] or processes.measure(deadline)
+                compiled = f"compiled {errors.count(None)} of {len(started)} shapes"
+                print(f"{compiled}, {time.monotonic() - begin:.0f} s", flush=True)
+                for shape, processes, compile_error in zip(batch, started, errors, strict=True):
+                    error = compile_error or processes.measure(deadline)
                     processes.end()
                     if result := processes.result():
+                        results.setdefault(shape, []).append(result)
+                        result = median_of(results[shape])
                         show(result)
                         save(result, args.out)
                     if error:
                         print(f"{shape}: {error}\n{processes.logs()}")
                     print(f"  {time.monotonic() - begin:.0f} s", flush=True)
             finally:
-                for processes in started.values():
+                for processes in started:
                     processes.end()
 
 

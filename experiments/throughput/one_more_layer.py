@@ -32,7 +32,8 @@ def differences(records: list[dict]) -> list[dict]:
             ours, theirs = (1e6 / deep[key] - 1e6 / shallow[key] for key in ("value", "reference_value"))
             r = {"name": f"{name} one more layer", "shape": shape.format(f"{layers - 1} to {layers}"), "value": ours}
             r |= {"unit": "us per token and GPU", "reference": reference, "reference_value": theirs}
-            out.append(r | {"speedup": theirs / ours})
+            measured = {key: deep[key] for key in ("hardware", "versions", "commit", "date") if key in deep}
+            out.append(r | {"speedup": theirs / ours} | measured)
     return out
 
 

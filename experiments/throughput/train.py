@@ -68,7 +68,8 @@ ROUTING = {
     "model": ([], []),
 }
 OUT_OF_MEMORY = "out of memory"
-STEADY = 8  # steps before: compilation, allocator, warm-up of clocks
+LOG_FREQ = 10  # of CONFIG: a logged speed is that of so many steps
+STEADY = 10  # steps before: compilation, allocator, warm-up of clocks
 BATCH_STEPS = 4
 _STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
@@ -193,7 +194,8 @@ def largest_batch(variant: str, args: argparse.Namespace, tried: dict[int, str])
         left = args.begin + args.budget - time.monotonic()
         if left < 0:
             break
-        run = Run(variant, args, 0, f"{variant}_batch{batch}", (f"--training.local_batch_size={batch}",))
+        extra = f"--training.local_batch_size={batch}", "--metrics.log_freq=1"
+        run = Run(variant, args, 0, f"{variant}_batch{batch}", extra)
         run.begin()
         try:
             error = run.wait(min(args.timeout, left))
@@ -280,7 +282,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--attention", choices=("flex", "sdpa"), help="default: the model's; sdpa is cuDNN's on Hopper")
     p.add_argument("--local-batch", type=int, default=4)
     p.add_argument("--routing", choices=ROUTING, default="random")
-    p.add_argument("--steps", type=int, default=30)
+    p.add_argument("--steps", type=int, default=40, help="a multiple of 10")
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
     p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, --name=value, after --")
     return p
@@ -334,7 +336,7 @@ def main() -> None:
     todo = [(variant, seed) for seed in args.seeds for variant in args.variants]
     for result in in_turn(todo, args):
         results = [r for r in results if (r["variant"], r["seed"]) != (result["variant"], result["seed"])] + [result]
-        print(f"\n{shape}\n{table(results, range(args.steps // 5, args.steps + 1, args.steps // 5))}", flush=True)
+        print(f"\n{shape}\n{table(results, range(LOG_FREQ, args.steps + 1, LOG_FREQ))}", flush=True)
         print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
         write_records(args.out / "results.json", records(results, args.model, shape))
