@@ -1,5 +1,6 @@
 """What importing the package says and does: versions that were never tested, and no change before it is needed."""
 
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+import titan_fp8moe.torchtitan
 from titan_fp8moe import cpu_training, versions
 from titan_fp8moe.torchtitan import cpu
 
@@ -36,7 +38,7 @@ ROOT = Path(__file__).parents[1]
     ],
 )
 def test_versions_that_were_never_tested(monkeypatch, package, version, warned):
-    monkeypatch.setattr(versions, "_installed", lambda name: version if name == package else None)
+    monkeypatch.setattr(versions, "installed", lambda name: version if name == package else None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         versions.warn_about_versions("torch", "triton", "torchtitan", "torchao")
@@ -44,10 +46,10 @@ def test_versions_that_were_never_tested(monkeypatch, package, version, warned):
 
 
 def test_installed_versions():
-    assert versions._installed("torch") == torch.__version__ and versions._installed("torchtitan") == "0.2.2"
+    assert versions.installed("torch") == torch.__version__ and versions.installed("torchtitan") == "0.2.2"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "__version__", "2.9.0")
-        assert versions._installed("torch") == "2.9.0"
+        assert versions.installed("torch") == "2.9.0"
 
 
 def test_tested_versions_are_those_that_are_required():
@@ -123,3 +125,10 @@ def test_other_machines_without_a_gpu_do(monkeypatch, caplog, built_for, visible
     with pytest.raises(Reached):
         cpu.enable_cpu_training.__wrapped__()
     assert "torchtitan uses the CPU and gloo in this process" in caplog.text
+
+
+def test_the_other_release_is_refused(monkeypatch):
+    """Before the adapter changes anything, with the name of the one to use."""
+    monkeypatch.setattr(versions, "installed", lambda _: "0.3.0")
+    with pytest.raises(ImportError, match="torchtitan 0.2.2, but 0.3.0 is installed; use titan_fp8moe.torchtitan03"):
+        importlib.reload(titan_fp8moe.torchtitan)

@@ -22,7 +22,7 @@ def warn_about_versions(*packages: str) -> None:
     others = []
     for package in packages:
         first, last = TESTED[package]
-        version = _installed(package)
+        version = installed(package)
         if version is not None and not _parts(first) <= _parts(version, like=first) <= _parts(last):
             others.append(f"{package} {version} (tested: {first if first == last else f'{first} to {last}'})")
     if others:
@@ -33,7 +33,8 @@ def warn_about_versions(*packages: str) -> None:
         )
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package, or None where it is not there."""
     loaded = {"torch": torch, "triton": triton}
     try:
         return loaded[package].__version__ if package in loaded else importlib.metadata.version(package)

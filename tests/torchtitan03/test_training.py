@@ -59,6 +59,8 @@ def test_training_resumes_and_exports(case_dir: Path, tmp_path: Path):
     assert losses(train(case_dir, tmp_path, *SAVE_IN_HF)) == pytest.approx(losses(log)[2:], rel=1e-4)
     out, steps = tmp_path / "fp8", tmp_path / "checkpoint"
     assert "let it save with checkpoint.last_save_in_hf" in export(steps / "step-2", out)
+    said = export(steps / "step-2", out, "--config", "train_configs/debug.toml")
+    assert said.splitlines()[-1].startswith("error: titan_fp8moe.torchtitan is for torchtitan 0.2.2")
     (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=6, hidden_size=256, n_routed_experts=8)))
     said = export(steps / "step-3", out, "--assets", tmp_path, "--quantized-from", "bf16", "--verify")
     assert "120 matrices in FP8 from bf16" in said and "are the checkpoint's, bit for bit" in said, said

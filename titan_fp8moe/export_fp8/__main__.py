@@ -169,7 +169,7 @@ def main() -> None:
             shards.write_config(plan, assets, args.out)
         if args.verify or args.verify_only:
             print(f"verified: {shards.verify(plan, assets, args.out)} tensors are the checkpoint's, bit for bit")
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ImportError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

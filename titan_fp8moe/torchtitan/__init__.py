@@ -14,11 +14,18 @@ from typing import Annotated
 import torch
 import tyro
 
+from titan_fp8moe.versions import installed, warn_about_versions
+
+if (RELEASE := installed("torchtitan") or "").startswith("0.3"):
+    raise ImportError(
+        f"titan_fp8moe.torchtitan is for torchtitan 0.2.2, but {RELEASE} is installed; use titan_fp8moe.torchtitan03, "
+        "or install '.[torchtitan]'"
+    )
+
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import converter as _converter  # noqa: F401  registers fp8_flow_moe
 from titan_fp8moe.torchtitan.cpu import enable_cpu_training
 from titan_fp8moe.torchtitan.flavors import register_flavors
-from titan_fp8moe.versions import warn_about_versions
 
 
 @dataclass

@@ -19,7 +19,6 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -28,13 +27,11 @@ from torchtitan.protocols.model_converter import _registry_model_converter_cls, 
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
+from titan_fp8moe import rank_report
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.first_hour import check_corpus
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.memory import estimate
-
-# Parameter, gradient and Adam's two moments, all in training.dtype.
-_TENSORS_PER_PARAMETER = 4
 
 
 def smallest_world_size(config: JobConfig) -> int:
@@ -138,44 +135,23 @@ def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, part
     training = config.training
     sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
     accumulation = max(training.global_batch_size // sequences, 1)
-    local = sum(_local(param).numel() for part in parts for param in part.parameters())
-    gib = local * _TENSORS_PER_PARAMETER * TORCH_DTYPE_MAP[training.dtype].itemsize / 2**30
     lines = [
         f"model     {config.model.name} {config.model.flavor}, {n_params:,} parameters, "
         f"converters {', '.join(config.model.converters) or 'none'}",
-        f"layout    {dims.world_size} ranks = pp {dims.pp} x dp_replicate {dims.dp_replicate} x "
-        f"dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}",
-        f"          experts: ep {dims.ep} x etp {dims.etp} x fsdp {expert_layout(config, dims).fsdp_shards}",
-        f"batch     {sequences} sequences of {training.seq_len} tokens, {accumulation} times per step",
-        f"rank {rank:<4} {local:,} parameters, {gib:.1f} GiB with gradients and Adam states",
+        *rank_report.describe_layout(dims, dims.etp, expert_layout(config, dims).fsdp_shards),
+        rank_report.describe_batch(sequences, training.seq_len, accumulation),
+        rank_report.describe_parameters(rank, parts, TORCH_DTYPE_MAP[training.dtype].itemsize),
     ]
     if (memory := estimate(config, dims, parts)) is not None:
         lines.append(
             f"memory    activations {memory.activations / 2**30:.1f} GiB, peak about {memory.peak / 2**30:.1f} GiB "
             f"{memory.where}, if routing is balanced"
         )
-    for part in parts:
-        ends = [name for name in ("tok_embeddings", "norm", "output") if getattr(part, name) is not None]
-        lines.append(f"          layers {', '.join(_layers(part))}{' with ' if ends else ''}{', '.join(ends)}")
-    moe_blocks = {
-        name: cast(Any, block)
-        for part in parts
-        for name, block in _layers(part).items()
-        if getattr(block, "moe_enabled", False)
-    }
-    for name, block in list(moe_blocks.items())[:1]:
-        lines.append(f"experts   of layer {name}, {type(block.moe.experts).__name__}:")
-        for key, param in block.moe.experts.named_parameters():
-            lines.append(f"          {key} {tuple(param.shape)}, on this rank {tuple(_local(param).shape)}")
+    lines += rank_report.describe_parts(parts, ("tok_embeddings", "norm", "output"))
+    blocks = [(name, block) for part in cast(list[Any], parts) for name, block in part.layers.items()]
+    for name, block in [(name, block) for name, block in blocks if getattr(block, "moe_enabled", False)][:1]:
+        lines += rank_report.describe_experts(name, block.moe.experts)
     return "\n".join(lines)
-
-
-def _layers(part: nn.Module) -> nn.ModuleDict:
-    return cast(nn.ModuleDict, part.layers)
-
-
-def _local(param: nn.Parameter) -> torch.Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def main() -> None:

@@ -1,0 +1,51 @@
+"""The dry run of torchtitan 0.3 jobs: what a rank holds, and mistakes that it finds."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.conftest import ROOT
+
+DEBUG = ["--config", "deepseek_v3_debugmodel", "--training.disable_cuda_graphs"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "titan_fp8moe.torchtitan03.dry_run", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_rank_of_many(tmp_path):
+    """The second pipeline stage of 671B on 256 ranks, which no machine of tests could allocate, nor its log begin."""
+    degrees = ["--parallelism.expert_parallel_degree=64", "--parallelism.pipeline_parallel_degree=4"]
+    logs = ["--metrics.enable_tensorboard", f"--dump_folder={tmp_path}"]
+    done = run("--config=deepseek_v3_671b", "--rank=100", *degrees, *logs)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line[:10].strip() in DESCRIBED]
+    assert lines[0] == "model     deepseek_v3 671B, 119 parts in FP8"
+    assert lines[1] == "layout    256 ranks = pp 4 x dp_replicate 1 x dp_shard 64 x cp 1 x tp 1"
+    assert lines[2] == "          experts: ep 64 x etp 1 x fsdp 1"
+    assert lines[4].startswith("rank 100  2,") and lines[4].endswith("GiB with gradients and Adam states")
+    assert lines[5] == "          layers 7, 8, 9, 10, 11, 12, 13, 14"
+    assert lines[8] == "          w1_EFD (256, 2048, 7168), on this rank (4, 2048, 7168)"
+    assert not any(tmp_path.iterdir())
+
+
+DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*DEBUG, "--training.global_batch_size=7"], "error: global batch size must be multiple of local batch size"),
+        ([*DEBUG, "--parallelism.expert_parallel_degree=3"], "error: layers.1.moe: 8 experts do not divide over 3"),
+        ([*DEBUG, "--rank=1"], "error: --rank 1: there are 1 ranks"),
+        (["--config=no_such"], "error: Config function 'no_such' not found"),
+        (["--module=deepseek_v3", *DEBUG], "error: deepseek_v3: its config is torchtitan's own; return with_fp8_flow("),
+    ],
+    ids=["batch", "experts", "rank", "config", "bf16"],
+)
+def test_mistakes_end_in_one_sentence(arguments, message):
+    done = run(*arguments)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith(message), last

@@ -1,0 +1,117 @@
+"""Checks a job without its machines: ``python -m titan_fp8moe.torchtitan03.dry_run --config deepseek_v3_16b``.
+
+Runs torchtitan's own ``Trainer`` as one rank of a fake process group of the real size, up to where it would allocate
+the model. The degrees, dims and batch sizes of a job that passes fit together. It takes seconds and needs no GPU. It
+does not estimate what activations take.
+
+    python -m titan_fp8moe.torchtitan03.dry_run --config deepseek_v3_671b --rank 100 --fp8_flow_moe.save_h fp8
+
+Other arguments are those of training; ``--module`` is this package's unless given.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.configs import ParallelismConfig
+from torchtitan.config.manager import ConfigManager
+
+from titan_fp8moe import rank_report
+from titan_fp8moe.torchtitan03.job_checks import expert_layout
+from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
+
+
+class _Allocates(Exception):
+    """torchtitan is about to allocate a part of the model."""
+
+    def __init__(self, part: nn.Module):
+        self.part = part
+
+
+def _to_empty(self: nn.Module, **_: Any) -> None:
+    raise _Allocates(self)
+
+
+@contextlib.contextmanager
+def _nothing_outside() -> Iterator[None]:
+    """Neither memory of a model nor a logger, which would start a run of W&B."""
+    with (
+        patch.object(nn.Module, "to_empty", _to_empty),
+        patch.object(MetricsProcessor, "_build_metric_logger", lambda *_, **__: BaseLogger()),
+    ):
+        yield
+
+
+def smallest_world_size(parallelism: ParallelismConfig) -> int:
+    """Product of the parallel degrees. A ``data_parallel_shard_degree`` of -1 counts as the least that works."""
+    p = parallelism
+    inner, shard = p.context_parallel_degree * p.tensor_parallel_degree, p.data_parallel_shard_degree
+    if shard == -1:
+        shard = p.expert_parallel_degree // math.gcd(p.expert_parallel_degree, inner)
+    return p.data_parallel_replicate_degree * shard * inner * p.pipeline_parallel_degree
+
+
+def build(config: Fp8FlowTrainer.Config, rank: int, world_size: int) -> tuple[Fp8FlowTrainer, list[nn.Module]]:
+    """One rank's trainer, as far as it gets without memory, and its model parts on the meta device.
+
+    Initializes a fake default process group, so it can run once per process.
+    """
+    os.environ |= {"WORLD_SIZE": str(world_size), "NGPU": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
+    config.comm.mode, config.debug.save_config_file = "fake_backend", None
+    trainer = Fp8FlowTrainer.__new__(Fp8FlowTrainer)
+    with _nothing_outside():
+        try:
+            trainer.__init__(config)
+        except _Allocates as reached:
+            return trainer, vars(trainer).get("model_parts", [reached.part])
+    raise RuntimeError("torchtitan's Trainer no longer allocates its model by to_empty, where the dry run ends")
+
+
+def report(trainer: Fp8FlowTrainer, rank: int, parts: list[Any]) -> str:
+    """The layout and what the rank holds, in a few lines."""
+    config, dims = trainer.config, trainer.parallel_dims
+    training, spec = config.training, config.model_spec
+    sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
+    experts = expert_layout(config, dims)
+    lines = [
+        f"model     {spec.name} {spec.flavor}, {len(trainer.plan)} parts in FP8",
+        *rank_report.describe_layout(dims, experts.hidden_dim_shards, experts.fsdp_shards),
+        rank_report.describe_batch(sequences, training.seq_len, trainer.gradient_accumulation_steps),
+        rank_report.describe_parameters(rank, parts, TORCH_DTYPE_MAP[training.dtype].itemsize),
+        *rank_report.describe_parts(parts, ("tok_embeddings", "norm", "lm_head")),
+    ]
+    blocks = [(name, block) for part in parts for name, block in part.layers.items()]
+    for name, block in [(name, block) for name, block in blocks if getattr(block, "moe_enabled", False)][:1]:
+        lines += rank_report.describe_experts(name, block.moe.routed_experts.inner_experts)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--module", default="titan_fp8moe.torchtitan03", help="whose --config; default: %(default)s")
+    parser.add_argument("--world-size", type=int, help="number of ranks; default: the fewest that the degrees allow")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP ranks hold different stages")
+    args, options = parser.parse_known_args()
+    try:
+        config = ConfigManager().parse_args(["--module", args.module, *options])
+        if not isinstance(config, Fp8FlowTrainer.Config):
+            raise ValueError(f"{args.module}: its config is torchtitan's own; return with_fp8_flow(config)")
+        world_size = smallest_world_size(config.parallelism) if args.world_size is None else args.world_size
+        if not 0 <= args.rank < world_size:
+            raise ValueError(f"--rank {args.rank}: there are {world_size} ranks")
+        trainer, parts = build(config, args.rank, world_size)
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    print(report(trainer, args.rank, parts))
+
+
+if __name__ == "__main__":
+    main()
