@@ -76,6 +76,10 @@ part profile 300 python3 -m experiments.throughput.profile_step --out experiment
 part host_time 200 python3 -m experiments.throughput.host_time --out experiments/throughput
 
 layers 16b 400 16B --tokens 16384 8192 4096
+part layers_ablations 400 python3 -m experiments.throughput.layer --out experiments/throughput \
+    --models 16B 671B --experts 64 --tokens 16384 --variants bf16 fp8 "fp8 requantize" "fp8 unfused permute"
+part layers_small 300 python3 -m experiments.throughput.layer --out experiments/throughput \
+    --models 16B --tokens 4096 --processes 5 --together 5
 layers 671b 400 671B --experts 64 --tokens 16384 8192 4096
 layers 671b_few_experts 400 671B --experts 8 32 --tokens 16384
 layers kimi_glm 400 Kimi-K2 GLM-4.5-Air --tokens 16384 8192 4096

@@ -24,7 +24,7 @@ from torchtitan.models.moe import kernels as torchtitan_kernels
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments import headline
+from experiments import ablations, headline
 from experiments.throughput import host_time, layer, one_more_layer, plot, profile_step, train, variants
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
@@ -332,22 +332,32 @@ fill_indices.register_fake(lambda counts, *rest: counts.new_empty(rest[-1], dtyp
 
 def test_variants_of_a_layer(monkeypatch):
     """Each computes the layer; those compiled whole are one graph, compiled once; the weights' quantization is inside
-    one of two that are equal bit for bit."""
+    one of two that are equal bit for bit, and of the ablations one changes the gradients of weights."""
     monkeypatch.setattr(torchtitan_kernels, "fill_indices_cpu", fill_indices)
+    monkeypatch.setattr(ablations, "_requantize", ablations._requantize.__wrapped__)  # here eager, for speed
     names = ["bf16 eager", "bf16 whole", "fp8 with weight quantization", "fp8", "fp8 with bf16 shared experts"]
+    names += variants.ABLATIONS
     chosen, _, missing = layer.choose(TINY, 1, names)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     bench = variants.Bench(TINY, 1, chosen)
     assert not missing and not layer.warm_up(bench)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
     result = next(layer.measure(bench, [], {}, 1, 1e-3))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
     outs = {name: bench.forwards[name]().detach() for name in names}
     errors = {name: relative_error(out, outs["bf16 eager"]) for name, out in outs.items()}
     assert errors["bf16 whole"] < 0.01 < errors["fp8 with bf16 shared experts"] < errors["fp8"] < 0.1
     assert torch.equal(outs["fp8"], outs["fp8 with weight quantization"])
+    grads = {}
+    for name in ("fp8", *variants.ABLATIONS):
+        bench.step(name)
+        grads[name] = [p.grad.clone() for p in bench.first.experts.parameters()]
+    requantized = [relative_error(a, b) for a, b in zip(grads["fp8 requantize"], grads["fp8"], strict=True)]
+    assert all(0 < error < 0.05 for error in requantized)
+    assert all(map(torch.equal, grads["fp8 unfused permute"], grads["fp8"]))
+    assert layer.references("fp8 requantize") == ["bf16", "bf16 whole", "fp8"]
     assert {*result["saved_bytes_per_token"]} == {*names} - {"fp8 with weight quantization"}
 
 

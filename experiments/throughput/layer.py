@@ -42,7 +42,17 @@ import torch
 import torch.distributed as dist
 
 from experiments.throughput import kernel_trace
-from experiments.throughput.variants import CAPTURED, GRAPH, MODELS, VARIANTS, Bench, Shape, Variant, variants
+from experiments.throughput.variants import (
+    ABLATIONS,
+    CAPTURED,
+    GRAPH,
+    MODELS,
+    VARIANTS,
+    Bench,
+    Shape,
+    Variant,
+    variants,
+)
 from titan_fp8moe.testing import exit_on_sigterm, require_gpu, write_records, write_text
 from titan_fp8moe.torchtitan import parallel
 
@@ -212,6 +222,7 @@ def choose(shape: Shape, gpus: int, names: list[str] | None) -> tuple[dict[str, 
     why others are missing."""
     there = variants(shape, gpus)
     if names is None:
+        there = {name: variant for name, variant in there.items() if name not in ABLATIONS}
         return there, [*CAPTURED] if CUDA and gpus == 1 else [], {}
     captured = [name.removesuffix(GRAPH) for name in names if name.endswith(GRAPH)]
     names = list(dict.fromkeys(name.removesuffix(GRAPH) for name in names))
@@ -310,9 +321,9 @@ def median_of(results: list[dict]) -> dict:
 
 
 def references(name: str) -> list[str]:
-    """The bf16 variants that a variant is compared with."""
+    """The variants that a variant is compared with."""
     kind = next((kind for kind in KINDS if name.endswith(kind)), "")
-    return [f"{reference}{kind}" for reference in ("bf16", "bf16 whole")]
+    return [f"{reference}{kind}" for reference in ("bf16", "bf16 whole")] + ["fp8"] * (name in ABLATIONS)
 
 
 def record_name(name: str, title: str = "") -> str:
@@ -398,8 +409,13 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="+", help="per GPU; default: what each model lists")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 8192, 4096], help="per GPU")
     graphs = [name + GRAPH for name in CAPTURED]
-    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, *graphs], metavar="VARIANT",
-                        help=f"of {', '.join(map(repr, [*VARIANTS, *graphs]))}; default: all")  # fmt: skip
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=[*VARIANTS, *graphs],
+        metavar="VARIANT",
+        help=f"of {', '.join(map(repr, [*VARIANTS, *graphs]))}; default: all, without ablations",
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if {*args.models} != {"tiny"}:

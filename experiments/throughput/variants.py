@@ -27,7 +27,9 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
+from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.throughput.routing import BalancedRandomRouter
+from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import routed_experts
 from titan_fp8moe.testing import in_model
@@ -88,13 +90,15 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """How a layer runs. ``forced``: by torchtitan's forced balance, else at random but balanced."""
+    """How a layer runs. ``forced``: by torchtitan's forced balance, else at random but balanced. ``replaced``: the
+    functions in place of some of :mod:`titan_fp8moe.ops`."""
 
     config: Fp8FlowMoEConfig | None = None  # None: bf16
     compiled: str = "whole"
     quantizes_weights: bool = False
     fp8_shared: bool = True
     forced: bool = False
+    replaced: dict[str, Callable[..., Any]] = {}  # noqa: RUF012  never changed
 
 
 FP8 = Variant(Fp8FlowMoEConfig())
@@ -112,9 +116,13 @@ VARIANTS = {
     "bf16 forced balance": Variant(compiled="parts", forced=True),
     "bf16 whole forced balance": Variant(forced=True),
     "fp8 forced balance": FP8._replace(forced=True),
+    "fp8 requantize": FP8._replace(replaced={"transpose_pair": requantized_pair}),
+    "fp8 unfused permute": FP8._replace(replaced={"permute_rows": permute_then_copy}),
     "bf16 eager": Variant(compiled="eager"),
     "fp8 eager": FP8._replace(compiled="eager"),
 }
+ABLATIONS = tuple(name for name, variant in VARIANTS.items() if variant.replaced)
+"""What is measured when asked for, against the default too."""
 CAPTURED = ("bf16", "bf16 whole", "fp8", "fp8 with weight quantization")
 """What is also measured as a CUDA graph, on one GPU."""
 
@@ -147,6 +155,7 @@ class FixedWeights:
 
 
 _EAGER_EXPERTS = moe_module._run_experts_grouped_mm
+_OPS = {name: getattr(ops, name) for variant in VARIANTS.values() for name in variant.replaced}
 
 
 def compile_whole(moe: MoE) -> Callable[[Tensor], Tensor]:
@@ -215,6 +224,7 @@ class Bench:
 
         def forward() -> Tensor:
             moe_module._run_experts_grouped_mm = run_experts
+            vars(ops).update(_OPS | variant.replaced)
             return call(self.x)
 
         return forward
