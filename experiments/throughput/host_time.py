@@ -33,15 +33,15 @@ DEFAULTS = ["bf16", "bf16 whole", "fp8", "fp8 with weight quantization"]
 PARTS = {
     f"{titan_fp8moe.__path__[0]}/kernels": "titan_fp8moe's launches",
     titan_fp8moe.__path__[0]: "titan_fp8moe",
-    "torchtitan": "torchtitan",
-    "torch/_library": "torch's custom ops",
-    "torch/_ops": "torch's custom ops",
-    "torch/_dynamo": "torch.compile",
-    "torch/_functorch": "torch.compile",
-    "torch/_inductor": "torch.compile",
+    "/torchtitan/": "torchtitan",
+    "/torch/_library": "torch's custom ops",
+    "/torch/_ops": "torch's custom ops",
+    "/torch/_dynamo": "torch.compile",
+    "/torch/_functorch": "torch.compile",
+    "/torch/_inductor": "torch.compile",
     "torchinductor": "compiled code",
-    "triton": "Triton",
-    "torch/": "torch's other Python",
+    "/triton/": "Triton",
+    "/torch/": "torch's other Python",
 }
 
 
