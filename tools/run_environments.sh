@@ -2,6 +2,7 @@
 # Runs the tests with each pair of torch and Triton below, oldest first, then those of torchtitan 0.3. A pair has a virtual
 # environment of its own, .venvs/torch..., of up to 7 GB, which its first run creates. Arguments go to pytest: --co -q checks
 # in a minute per environment that all tests can be imported. Prints one line per environment; .venvs/*.log hold the rest.
+# ONLY=2.15.0 runs the pair with that torch, ONLY=torchtitan0.3 the tests of 0.3.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,6 +27,7 @@ run() {  # name, command
 
 mkdir -p .venvs
 for pair in "${PAIRS[@]}"; do
+    [[ $pair = ${ONLY-}* ]] || continue
     read -r torch triton others <<<"$pair"
     name=torch$torch-triton$triton
     if create ".venvs/$name" "torch==$torch" "triton==$triton" ${others:+"$others"} >".venvs/$name.log" 2>&1; then
@@ -34,5 +36,5 @@ for pair in "${PAIRS[@]}"; do
         echo "$name: FAILED to install; see .venvs/$name.log" && failed=1
     fi
 done
-run torchtitan0.3 ./tools/run_tests.sh --torchtitan03 "$@"
+[[ torchtitan0.3 = ${ONLY-}* ]] && run torchtitan0.3 ./tools/run_tests.sh --torchtitan03 "$@"
 exit $failed
