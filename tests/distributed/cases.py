@@ -86,6 +86,7 @@ TWO_RANKS = {
     "ep2_fp8_gather_one_in_bf16": _parallel(4, ep=2, **FP8_GATHER, **ONE_IN_BF16),  # FSDP has one rank, gathers nothing
     "ep2_full_ac": _parallel(4, ep=2, fp8_flow_moe__recompute="none", **FULL_AC),
     "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
+    "ep2_op_ac_one_in_bf16": _parallel(4, ep=2, **ONE_IN_BF16, **OP_AC),  # needs compat
     "ep2_memory_budget": _parallel(4, ep=2, **MEMORY_BUDGET),
     "ep2_accumulate": _parallel(2, ep=2),
     "ep2_accumulate_cached": _parallel(2, ep=2, fp8_flow_moe__cache_weights=True),

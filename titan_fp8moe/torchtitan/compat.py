@@ -67,8 +67,9 @@ def fix_selective_checkpointing() -> None:
     torchtitan makes the routed experts an FSDP module of their own inside the checkpointed block. Selective
     checkpointing matches the ops of the forward and of the recomputation one by one. But FSDP prefetches the experts'
     all-gather outside the block in the forward, and issues it inside the block in the recomputation. The backward then
-    fails: "encountered during backward but not found in storage". With this correction selective checkpointing ignores
-    the profiler's ranges, and does not see the ops with which FSDP unshards. None of them makes an activation.
+    fails: "encountered during backward but not found in storage", on PyTorch 2.13 to 2.15 where a MoE layer stays bf16.
+    With this correction selective checkpointing ignores the profiler's ranges, and does not see the ops with which FSDP
+    unshards. None of them makes an activation.
     """
     modes = tuple(_resolve(mode) for mode in _SELECTIVE_MODES)
     current_mode, without_mode = _resolve(_CURRENT_MODE), _resolve(_WITHOUT_MODE)
