@@ -23,12 +23,13 @@ def dequantize_transpose_requantize(q_MD: Tensor, scale: Tensor, columns: int = 
         qT (D, M) e4m3 and its scale (D // columns, M // 128) e8m0, from the amax of the dequantized values.
     """
     # Inductor has no e8m0 on a CPU: scales pass as bytes.
-    q_t, byte = _requantize(q_MD, scale.view(torch.uint8), columns)
+    q_t, byte = requantize(q_MD, scale.view(torch.uint8), columns)
     return q_t, byte.view(E8M0)
 
 
 @torch.compile
-def _requantize(q_MD: Tensor, byte_MG: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def requantize(q_MD: Tensor, byte_MG: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """:func:`dequantize_transpose_requantize` on bytes in place of scales."""
     M, D = q_MD.shape
     x_DM = recipe.dequantize(q_MD, byte_MG).t().contiguous()
     q, byte = recipe.quantize_tiles(x_DM.view(D // columns, columns, M // TILE, TILE), (1, 3))

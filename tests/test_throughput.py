@@ -334,7 +334,7 @@ def test_variants_of_a_layer(monkeypatch):
     """Each computes the layer; those compiled whole are one graph, compiled once; the weights' quantization is inside
     one of two that are equal bit for bit, and of the ablations one changes the gradients of weights."""
     monkeypatch.setattr(torchtitan_kernels, "fill_indices_cpu", fill_indices)
-    monkeypatch.setattr(ablations, "_requantize", ablations._requantize.__wrapped__)  # here eager, for speed
+    monkeypatch.setattr(ablations, "requantize", ablations.requantize.__wrapped__)  # here eager, for speed
     names = ["bf16 eager", "bf16 whole", "fp8 with weight quantization", "fp8", "fp8 with bf16 shared experts"]
     names += variants.ABLATIONS
     chosen, _, missing = layer.choose(TINY, 1, names)
