@@ -40,7 +40,7 @@ if [ $torchtitan = 0.2.2 ]; then
 else
     data="--hf_assets_path outputs/corpus/tokenizer --dataloader.dataset c4_test --dataloader.dataset_path outputs/corpus/train"
     settings="--config $CONFIG_FILE $data --training.seq_len 256 --training.local_batch_size 4"
-    settings+=" --lr_scheduler.warmup_steps $STEPS"  # after the config's two steps both losses jump, and part
+    settings+=" --lr_scheduler.warmup_steps $STEPS"  # after a shorter warm-up both losses jump, and part
     check() { python3 tools/launch.py python3 -m titan_fp8moe.torchtitan03.dry_run $settings "$@"; }
     run() {
         python3 tools/launch.py torchrun --standalone --nproc_per_node="$NGPU" --local-ranks-filter=0 --role=rank --tee=3 \
