@@ -1,13 +1,17 @@
-"""The statistics of experiments/convergence: what repeated runs allow to conclude."""
+"""The statistics of experiments/convergence: what repeated runs allow to conclude, and what a probe sees."""
 
 import json
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
-from experiments.convergence import analyse
+from experiments.convergence import analyse, drift, probe
 from experiments.convergence.data import ShuffledWindows
+from titan_fp8moe.recipe import MIN_EXPONENT, quantize_rows, to_scale
+from titan_fp8moe.rows import Rows
 
 
 def test_effects_equal_a_two_sample_t_interval():
@@ -49,8 +53,8 @@ def write_run(folder, name, first_step, last_step, loss, evaluated):
     """A log as train.py writes it, with a constant loss, cut off behind the last evaluation."""
     router = {"max_violation": [0.5], "load_entropy": [0.9], "score_entropy": [0.9]}
     config = {"model": {"flavor": "tiny"}}
-    meta = dict(name=name, first_step=first_step, last_step=last_step, steps=last_step, graph=False, experts="",
-                parameters=1, tokens_per_step=8, config=config, environment={})  # fmt: skip
+    meta = dict(name=name, stage="branch", first_step=first_step, last_step=last_step, steps=last_step, graph=False,
+                experts="", parameters=1, tokens_per_step=8, config=config, environment={})  # fmt: skip
     steps = range(first_step + 1, max(evaluated) + 1)
     records = [meta, *({"step": step, "loss": loss, "grad_norm": 1.0, "max_violation": 0.5} for step in steps)]
     records += [
@@ -123,3 +127,59 @@ def test_resumed_windows_continue(tmp_path):
     later.skip = 7
     assert (next(iter(later))[1] == batches[7]).all()
     assert not (next(resumed)[1] == batches[7]).all()
+
+
+def quantized_pair(e_x: torch.Tensor, e_dy: torch.Tensor) -> Iterator[Rows]:
+    """Random operands of 128 columns whose token m has about the sizes 2**e_x[m] and 2**e_dy[m]."""
+    generator = torch.Generator().manual_seed(0)
+    for e in (e_x, e_dy):
+        rows = torch.randn(len(e), 128, generator=generator) * torch.exp2(e.float()).unsqueeze(1)
+        yield Rows(*quantize_rows(rows))
+
+
+def test_gaps_are_of_rows_that_are_large_in_one_operand_alone():
+    """Block 1: alike, and a row of zeros. Block 2: of opposite sizes. Block 3: zeros."""
+    e_x = torch.zeros(384)
+    e_x[::2] = 4
+    e_dy = e_x.clone()
+    e_dy[128:256] = 4 - e_x[128:256]
+    e_x[1], e_x[256:] = -torch.inf, -torch.inf
+    scales = [torch.where(e.isinf(), MIN_EXPONENT, e).int().unsqueeze(1) for e in (e_x, e_dy)]
+    result = probe.gaps(*map(to_scale, scales))
+    assert result["gap"] == 2 and result["largest_gap"] == 4 and result["gap_over_2"] == 0.5
+    assert result["correlation"] == pytest.approx(0, abs=0.01)
+    same = probe.gaps(*(to_scale(scale[:128]) for scale in scales))
+    assert same["largest_gap"] == 0 and same["correlation"] == pytest.approx(1)
+    flat = to_scale(torch.zeros(128, 1, dtype=torch.int32))
+    assert probe.gaps(flat, flat)["correlation"] == 0
+
+
+def test_only_the_balanced_transpose_keeps_anti_correlated_rows():
+    sizes = 6 * torch.randn(384, generator=torch.Generator().manual_seed(0)).round()
+    offsets_E = torch.tensor([128, 128, 384], dtype=torch.int32)  # the second expert is empty
+    errors = probe.transpose_errors(*quantized_pair(sizes, -sizes), offsets_E)
+    assert errors["balanced"] < 0.01 < errors["requantize"]
+    assert errors["scaling_aware"] > 0.01
+    alike = probe.transpose_errors(*quantized_pair(sizes, sizes), offsets_E)
+    assert max(alike.values()) < 0.01
+
+
+def test_drift_is_of_the_first_balanced_run(tmp_path):
+    """Medians, extremes and where they are; a run without probes has none."""
+    for name in ("bf16-s1-resume", "balanced-s1-resume"):
+        write_run(tmp_path, name, 200, 300, 2.0, [200, 300])
+    bf16, balanced = sorted(analyse.read_runs(tmp_path), key=lambda run: run.recipe, reverse=True)
+    assert drift.probed([bf16, balanced]) is None
+    for step, evaluation in balanced.evaluations.items():
+        layers = [{grad: dict.fromkeys(drift.BLOCKS, step + layer) for grad in drift.GRADS} for layer in range(3)]
+        counts = {f"{kind}/{key}": step / 1000 for kind in drift.KINDS for key in drift.STATISTICS}
+        evaluation |= {"transposes": layers, "statistics": counts}
+    assert drift.probed([bf16, balanced]) is balanced
+    records = {record["name"]: record for record in analyse.records([bf16, balanced], [])}
+    gap = records["balanced-s1-resume dW2 gap"]
+    assert (gap["smallest"], gap["value"], gap["largest"]) == (200, 251, 302)
+    flushed = records["balanced-s1-resume dh flushed"]
+    assert (flushed["reference_value"], flushed["value"]) == (0.2, 0.3)
+    assert "| dW2 gap | 251 | 200 | 302 | 300, 3 |" in drift.table(balanced)
+    drift.draw(balanced, tmp_path / "drift.png")
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")

@@ -18,20 +18,21 @@ import json
 import re
 from collections import defaultdict
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from experiments.convergence import drift
 from experiments.pictures import save
 from titan_fp8moe.testing import write_records
 
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
 MARGIN = 0.001  # of the loss: the pictures shade it and the tables say who stays within
-RECIPES = ("bf16", "balanced", "experts_only", "scaling_aware", "requantize", "rowwise", "naive")
-"""``requantize`` is in stored records only."""
-COLOURS = dict(zip(RECIPES, ("black", "C0", "C5", "C2", "C4", "C1", "C3"), strict=True))
+RECIPES = ("bf16", "balanced", "experts_only", "ffns_only", "scaling_aware", "rowwise", "naive")
+COLOURS = dict(zip(RECIPES, ("black", "C0", "C5", "C4", "C2", "C1", "C3"), strict=True))
 
 
 class Run:
@@ -71,11 +72,17 @@ class Run:
         return f"{self.recipe}, seed {self.seed[1:]}{', perturbed' if self.change == 'perturbed' or self.noise else ''}"
 
     def ms_per_step(self) -> float:
-        recent = self.flushes[-9:]
-        if len(recent) < 2:
-            return float("nan")
-        seconds = recent[-1]["seconds"] - recent[0]["seconds"]
-        return 1000 * seconds / (recent[-1]["flushed"] - recent[0]["flushed"])
+        """The median of the intervals between two lines of the log that no evaluation began."""
+        return float(
+            np.median(
+                [
+                    1000 * (end["seconds"] - start["seconds"]) / (end["flushed"] - start["flushed"])
+                    for start, end in pairwise(self.flushes)
+                    if start["flushed"] not in self.evaluations
+                ]
+                or np.nan
+            )
+        )
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -153,7 +160,7 @@ def summarize(runs: list[Run], chosen: dict[str, dict[str, float]]) -> list[dict
             "score_entropy": float(np.mean(evaluation["score_entropy"])),
             "median_grad_norm": float(np.median(run.grad_norm[until])) if until.any() else None,
             "largest_grad_norm": float(run.grad_norm[run.steps >= run.settled()].max(initial=0)),
-            "ms_per_step": run.ms_per_step(),
+            "tokens_per_second": 1000 * run.meta["tokens_per_step"] / run.ms_per_step(),
         }
         if reference is not None:
             deviation, error = held_out_deviation(run, reference, step)
@@ -269,7 +276,7 @@ def format_table(rows: list[dict]) -> str:
         "load entropy",
         "score entropy",
         "gradient norm, median / largest",
-        "ms/step",
+        "tokens/s",
     ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
@@ -288,7 +295,7 @@ def format_table(rows: list[dict]) -> str:
             f"{row['load_entropy']:.4f}",
             f"{row['score_entropy']:.4f}",
             f"{number(row, 'median_grad_norm', '.3f')} / {row['largest_grad_norm']:.2f}",
-            f"{row['ms_per_step']:.0f}",
+            f"{row['tokens_per_second']:,.0f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -452,6 +459,7 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
         "score_entropy": "of the largest possible",
         "median_grad_norm": "",
         "largest_grad_norm": f"after step {SETTLED}",
+        "tokens_per_second": "tokens/s; other runs may have shared the GPU",
     }
     by_name, rows_by_name = {run.name: run for run in runs}, {row["name"]: row for row in rows}
     result = []
@@ -477,6 +485,9 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
                      reference=f"standard deviation of runs of one recipe and checkpoint, {freedom} degrees of freedom",
                      reference_value=deviation, speedup=None)
             )  # fmt: skip
+    if run := drift.probed(runs):
+        common = dict(run.meta["environment"], command=command(run))
+        result += drift.records(run, common | {"shape": f"{shape(run.meta)}, steps to {max(run.evaluations)}"})
     for record in result:  # JSON has no NaN
         record |= {key: str(v) for key, v in record.items() if isinstance(v, float) and not np.isfinite(v)}
     return result
@@ -488,15 +499,7 @@ def shape(meta: dict) -> str:
 
 
 def command(run: Run) -> str:
-    return f"bash experiments/convergence/run.sh {stage_of(run)}"
-
-
-def stage_of(run: Run) -> str:
-    if run.change in ("", "perturbed"):
-        return "main"
-    if run.change not in ("trunk", "resume"):
-        return "stress"
-    return "qwen3" if run.meta["config"]["model"].get("name") == "qwen3_convergence" else "branch"
+    return f"bash experiments/convergence/run.sh {run.meta['stage']}"
 
 
 def status(runs: list[Run]) -> None:
@@ -511,13 +514,15 @@ def status(runs: list[Run]) -> None:
 
 
 def draw_curves(runs: list[Run], chosen: dict, folder: Path) -> None:
-    """A picture for each stage that has runs."""
-    if scratch := [run for run in runs if stage_of(run) == "main"]:
-        draw(scratch, chosen, folder / "scratch.png")
-    if resumed := [run for run in runs if run.change == "resume"]:
-        draw(resumed, chosen, folder / f"{stage_of(resumed[0])}.png")
-    if stressed := [run for run in runs if stage_of(run) == "stress"]:
-        draw_stress(stressed, folder / "stress.png")
+    """A picture of the runs, without trunks, and one of what was probed in the first of them with FP8-Flow."""
+    runs = [run for run in runs if run.change != "trunk"]
+    stage = runs[0].meta["stage"]
+    if stage == "stress":
+        draw_stress(runs, folder / "stress.png")
+    else:
+        draw(runs, chosen, folder / f"{stage}.png")
+    if probed := drift.probed(runs):
+        drift.draw(probed, folder / f"{stage}_drift.png")
 
 
 def main() -> None:
@@ -544,9 +549,13 @@ def main() -> None:
 
 def analyse(runs: list[Run], args: argparse.Namespace) -> None:
     """Prints the tables; with ``--out`` also writes records and draws curves."""
+    if not runs:
+        raise SystemExit(f"{args.runs} has no run that was evaluated after its first step")
     chosen = agreements(args.runs, runs)
     rows = summarize(runs, chosen)
     print(format_table(rows) + "\n" + format_effects(runs))
+    if run := drift.probed(runs):
+        print("\n" + drift.table(run))
     if spread := seed_spread(runs):
         print("Seed spread of the held-out loss: " + ", ".join(f"{r} {v:.3%}" for r, v in spread.items()))
     if args.out is not None:

@@ -1,4 +1,4 @@
-"""The other FP8 recipes of the study, as classes that replace torchtitan's GroupedExperts in place.
+"""The other FP8 recipes of the study, as classes that replace torchtitan's modules in place.
 
 ``rowwise`` calls torchao's differentiable fp8 rowwise grouped GEMM, which is what torchtitan's
 ``quantize.grouped_mm.float8`` runs (that converter itself imports names that torchao 0.18 no longer has). ``naive`` and
@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.models.moe.moe import FeedForward, GroupedExperts
 from torchtitan.models.moe.utils import indices_padding_wrapper, set_token_group_alignment_size_m
+
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
 
 _E4M3_MAX = 448.0
 
@@ -214,6 +217,12 @@ def convert_experts(model: nn.Module, name: str, emulate: bool) -> str:
         else:
             experts.__class__ = TorchaoRowwiseGroupedExperts
     return how
+
+
+def convert_ffns(model: nn.Module) -> None:
+    """Makes shared experts and dense FFNs of ``model`` FP8-Flow's, and leaves the routed experts in bf16."""
+    for ffn in (module for module in model.modules() if type(module) is FeedForward):
+        Fp8FlowFeedForward.convert(ffn, Fp8FlowMoEConfig())
 
 
 def _skip_autotuning() -> None:

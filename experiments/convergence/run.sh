@@ -1,22 +1,21 @@
 #!/usr/bin/env bash
 # The convergence study on the GPUs of this machine:
 #
-#     bash experiments/convergence/run.sh                  eight runs from scratch: corpus, training, table and picture
 #     bash experiments/convergence/run.sh branch           every recipe from bf16's checkpoints at 2/3 of the schedule
+#     bash experiments/convergence/run.sh long             from scratch: bf16 twice and FP8-Flow, 151M tokens each
 #     bash experiments/convergence/run.sh stress           what breaks it, 500 steps each
 #     bash experiments/convergence/run.sh qwen3            as branch, 6 layers of Qwen3-30B-A3B: 3.8B parameters; by estimate
 #                                                          25 minutes of an H200, and 48 GB of disk for the checkpoint
 #
-# STAGE is main, branch, stress or qwen3; none needs another. With a second argument in parts: `start` returns when the corpus is
-# there and the runs are queued, `status` prints a line per run, `wait` waits for them, `collect` analyses what is there at
-# any time, `stop` ends the runs.
+# None needs another. With a second argument in parts: `start` returns when the corpus is there and the runs are queued,
+# `status` prints a line per run, `wait` waits for them, `collect` analyses what is there at any time, `stop` ends the runs.
 #
 # OUT        folder of results.json and the pictures (default: this script's)
 # WORK       corpus, logs and checkpoints (default outputs/convergence)
 # VARIANTS   names as in train.py; branch: added to what is there already, so that replicates can follow
 # STEPS      of the learning-rate schedule
 # STOP_AFTER steps to run of it
-# GPUS       how many to spread over; 0 trains on the CPU
+# GPUS       how many to spread over, those of CUDA_VISIBLE_DEVICES or the first; 0 trains on the CPU
 # JOBS       runs at a time, the others wait (default 6 per GPU; 1 on the CPU, and 1 per GPU for qwen3)
 # LIMIT_S    how long to wait; the runs go on after it
 # Arguments after STAGE and action go to train.py, torchtitan overrides included.
@@ -25,28 +24,32 @@ cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python3 -c "import torch, torchtitan, torchao, tokenizers, matplotlib" 2>/dev/null || . tools/environment.sh
 
-STAGE=${1:-main}
+STAGE=${1:-branch}
 shift || true
 ACTION=all
 case ${1:-} in all | start | status | wait | collect | stop | queue) ACTION=$1 && shift ;; esac # else arguments for train.py
 OUT=${OUT:-experiments/convergence}
 WORK=${WORK:-outputs/convergence}
 RUNS=$WORK/$STAGE
-GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
+CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || true)}
+GPUS=${GPUS:-$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)}
 LIMIT_S=${LIMIT_S:-86400}
 PER_GPU=6
 case $STAGE in
-main)
-    VARIANTS=${VARIANTS:-bf16-s1 bf16-s2 balanced-s1 balanced-s2 scaling_aware-s1 rowwise-s1 naive-s1
-        bf16-s1-perturbed}
+long)
+    VARIANTS=${VARIANTS:-bf16-s1 balanced-s1 bf16-s1-perturbed}
+    STEPS=${STEPS:-4600} PER_GPU=3
+    set -- --training.local_batch_size 32 --eval-every $((STEPS / 10)) "$@"
     ;;
 branch) # bf16 and balanced four times per checkpoint, in the order of what is needed first
     VARIANTS=${VARIANTS:-bf16-s1-resume balanced-s1-resume bf16-s2-resume balanced-s2-resume
         bf16-s1-resume1 balanced-s1-resume1 bf16-s2-resume1 balanced-s2-resume1
-        rowwise-s1-resume naive-s1-resume scaling_aware-s1-resume
+        experts_only-s1-resume ffns_only-s1-resume experts_only-s2-resume ffns_only-s2-resume
         bf16-s1-resume2 balanced-s1-resume2 bf16-s2-resume2 balanced-s2-resume2
-        rowwise-s2-resume naive-s2-resume scaling_aware-s2-resume
-        bf16-s1-resume3 balanced-s1-resume3 bf16-s2-resume3 balanced-s2-resume3}
+        bf16-s1-resume3 balanced-s1-resume3 bf16-s2-resume3 balanced-s2-resume3
+        experts_only-s1-resume1 ffns_only-s1-resume1 experts_only-s2-resume1 ffns_only-s2-resume1
+        scaling_aware-s1-resume rowwise-s1-resume naive-s1-resume
+        scaling_aware-s2-resume rowwise-s2-resume naive-s2-resume}
     ;;
 stress)
     VARIANTS=${VARIANTS:-bf16-s1-highlr balanced-s1-highlr bf16-s1-outliers balanced-s1-outliers
@@ -63,7 +66,7 @@ qwen3)
 *) echo "unknown stage $STAGE" >&2 && exit 2 ;;
 esac
 JOBS=${JOBS:-$((GPUS > 0 ? PER_GPU * GPUS : 1))}
-export VARIANTS STEPS=${STEPS:-3000} STOP_AFTER=${STOP_AFTER:-} WORK RUNS GPUS JOBS
+export VARIANTS STEPS=${STEPS:-3000} STOP_AFTER=${STOP_AFTER:-} WORK RUNS GPUS JOBS CUDA_VISIBLE_DEVICES
 
 corpus() {
     [ -f "$WORK/corpus/validation.npy" ] && return
@@ -76,7 +79,7 @@ train() { # variant, then arguments for train.py; SLOT is its place among the ru
     shift
     rm -rf "${RUNS:?}/$name"
     mkdir -p "$RUNS/$name"
-    [ "$GPUS" -gt 0 ] && export CUDA_VISIBLE_DEVICES=$((SLOT % GPUS))
+    [ "$GPUS" -gt 0 ] && export CUDA_VISIBLE_DEVICES=$(cut -d, -f $((SLOT % GPUS + 1)) <<<"$CUDA_VISIBLE_DEVICES")
     python3 -m experiments.convergence.train "$name" --work "$RUNS" --corpus "$WORK/corpus" \
         ${STOP_AFTER:+--stop-after "$STOP_AFTER"} --training.steps "$STEPS" "$@" >"$RUNS/$name/output.log" 2>&1 ||
         echo "$name ended with exit status $?: see its output.log"
@@ -96,6 +99,7 @@ start() {
     mkdir -p "$RUNS"
     setsid nohup bash experiments/convergence/run.sh "$STAGE" queue "$@" >"$RUNS/queue.log" 2>&1 </dev/null &
     echo $! >"$RUNS/queue.pid"
+    while kill -0 $! 2>/dev/null && ! running; do sleep 0.1; done # until it leads a process group
 }
 
 running() { # the queue is the leader of a process group that its runs belong to

@@ -3,12 +3,13 @@
     python -m experiments.convergence.train RECIPE-sSEED[-CHANGE] --work DIR [options] [torchtitan overrides]
 
 A recipe is bf16, balanced or scaling_aware (FP8-Flow by its weight gradient, all FFNs in FP8), experts_only (balanced,
-with shared experts and dense FFNs in bf16), rowwise or naive. The seed decides initialization and data order. A change
-is a key of ``CHANGES``; ``resume`` takes a number N > 0 behind it.
+with shared experts and dense FFNs in bf16), ffns_only (the reverse), rowwise or naive. The seed decides initialization
+and data order. A change is a key of ``CHANGES``; ``resume`` takes a number N > 0 behind it.
 
 Everything is written as it happens, so that a run that is cut off can be used as far as it came:
 
-    DIR/NAME/log.jsonl          settings; per step loss, gradient norm, load; per evaluation held-out loss and router
+    DIR/NAME/log.jsonl          settings; per step loss, gradient norm, load; per evaluation held-out loss, router and,
+                                if all FFNs are in FP8, statistics and what the transposes do
     DIR/NAME/choices.STEP.npy   experts chosen on a fixed held-out batch, (layers, tokens, top_k) uint8, sorted
 
 After a few steps the step is captured as a CUDA graph: models of this size otherwise wait for the host. The graph's
@@ -44,8 +45,10 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from experiments.convergence import probe
 from experiments.convergence.data import ShuffledWindows, as_batch, windows
-from experiments.convergence.recipes import convert_experts
+from experiments.convergence.recipes import convert_experts, convert_ffns
+from titan_fp8moe import statistics
 from titan_fp8moe.testing import environment
 
 FP8_FLOW = {  # settings of [fp8_flow_moe]
@@ -53,7 +56,7 @@ FP8_FLOW = {  # settings of [fp8_flow_moe]
     "scaling_aware": {"wgrad": "scaling_aware"},
     "experts_only": {"filter_fqns": ["shared_experts", "feed_forward"]},
 }
-RECIPES = ("bf16", *FP8_FLOW, "rowwise", "naive")
+RECIPES = ("bf16", *FP8_FLOW, "ffns_only", "rowwise", "naive")
 
 CHANGES = {
     "": "none",
@@ -123,6 +126,8 @@ class StudyTrainer(Trainer):
         self.experts_run = "torch._grouped_mm, bf16"
         if self.recipe in ("rowwise", "naive"):
             self.experts_run = convert_experts(model, self.recipe, args.emulate)
+        elif self.recipe == "ffns_only":
+            convert_ffns(model)
         elif self.recipe in FP8_FLOW:
             self.experts_run = "titan_fp8moe"
         self.moes: list[MoE] = [module for module in model.modules() if isinstance(module, MoE)]
@@ -153,6 +158,7 @@ class StudyTrainer(Trainer):
         self._write(
             {
                 "name": name,
+                "stage": args.work.name,
                 "recipe": self.recipe,
                 "seed": seed,
                 "change": CHANGES[self.change],
@@ -287,8 +293,25 @@ class StudyTrainer(Trainer):
             record[key] = [statistics[key] for statistics, _ in results]
         choices = torch.stack([chosen for _, chosen in results])
         np.save(self.folder / f"choices.{step}.npy", choices.cpu().numpy())
+        if self.recipe in FP8_FLOW:
+            record |= self._probe()
         record["seconds"] = time.monotonic() - self.start_time
         self._write(record)
+
+    @torch.enable_grad()
+    def _probe(self) -> dict:
+        """A backward of held-out text whose gradients nobody uses: the next step overwrites them."""
+        input_dict, labels = as_batch(self.held_out[: max(CHOICE_TOKENS // self.held_out.shape[1], 1)])
+        tokens = torch.tensor(labels.numel() / self.loss_scale, device=self.device)
+        with probe.looking() as layers:
+            self.forward_backward_step(
+                input_dict={"input": input_dict["input"].to(self.device)},
+                labels=labels.to(self.device),
+                global_valid_tokens=tokens,
+            )
+            counts = statistics.take(self.device)
+        self._reset_counts()
+        return {"statistics": statistics.summarize(counts), "transposes": layers[::-1]}
 
     def _flush(self) -> None:
         if not self.pending:
