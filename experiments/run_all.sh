@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Measures every table of the experiments again on one Hopper GPU, and draws their pictures. No part may take more than
-# nine minutes; the script as a whole has not run on a GPU yet:
+# Measures every table of the experiments again on one Hopper GPU, draws their pictures and writes the tables of the pages.
+# No part may take more than nine minutes; the script as a whole has not run on a GPU yet:
 #
 #     bash experiments/run_all.sh                   # the parts that are not done, in order
 #     bash experiments/run_all.sh --limit 540       # begins none that may end later; call again to go on
 #     bash experiments/run_all.sh --only layers_16b train_qwen3
 #     bash experiments/run_all.sh --list            # parts, the seconds each may take, and whether it is done
-#     bash experiments/run_all.sh --deepgemm DIR    # DIR/dg.py runs DeepGEMM's kernels beside ours
+#     bash experiments/run_all.sh --deepgemm DIR    # with DeepGEMM's compiled kernels, see kernels/deepgemm.py
 #
 # A part that is done leaves outputs/run_all/PART.done; remove that folder to begin again. Logs lie next to it. Records go
 # to experiments/*/results.json. The convergence study and several GPUs have scripts of their own: convergence/run.sh and
@@ -17,7 +17,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 done_in=outputs/run_all deepgemm="" limit=1000000 list="" only=""
 while [ $# -gt 0 ]; do
     case $1 in
-    --deepgemm) deepgemm=$2 && shift 2 ;;
+    --deepgemm) deepgemm=$(realpath "$2") && shift 2 ;;
     --limit) limit=$2 && shift 2 ;;
     --list) list=1 && shift ;;
     --only) shift && only="$* " && shift $# ;;
@@ -63,7 +63,7 @@ six=(--layers 6 --attention sdpa)
 train batch4 500 "${six[@]}" --variants fp8_flow bf16 bf16_whole torchao naive_blockwise
 train batch1 400 "${six[@]}" --local-batch 1 --variants fp8_flow bf16 bf16_whole
 train flex 400 --layers 6 --attention flex --variants fp8_flow bf16 bf16_whole
-train settings 400 "${six[@]}" --variants fp8_flow fp8_flow:recompute=experts fp8_flow:save_h=fp8 bf16
+train settings 400 "${six[@]}" --variants fp8_flow fp8_flow:recompute=experts fp8_flow:save_h=fp8
 train ablations 400 "${six[@]}" --variants fp8_flow requantize unfused_permute
 train forced 300 "${six[@]}" --routing forced --variants fp8_flow bf16 bf16_whole
 train model 300 "${six[@]}" --routing model --variants fp8_flow bf16 bf16_whole
@@ -87,15 +87,16 @@ layers qwen3 400 Qwen3-235B Qwen3-30B --tokens 16384 8192 4096
 layers v2 300 DeepSeek-V2 --tokens 16384 8192 4096
 
 kernels data_movement 500
-kernels gemm 530 --budget 500
+[ -z "$deepgemm$list" ] && echo "DeepGEMM is left out of the GEMMs; --deepgemm DIR names its compiled kernels"
+gemms() { # name, layers
+    part "kernels_gemm_$1" 530 python3 -m experiments.kernels.gemm --layers "${@:2}" --budget 500 \
+        ${deepgemm:+--deepgemm "$deepgemm"} --out experiments/kernels/results.json
+}
+gemms 671b 0 1
+gemms 16b 2 3
 kernels ffn 500 --layers 0 2 1
 kernels ffn_shared 300
 kernels grouped_mm 250
-if [ -n "$deepgemm" ]; then
-    part deepgemm 200 env OUT="$done_in" python3 "$deepgemm/dg.py"
-elif [ -z "$list$only" ]; then
-    echo "deepgemm: left out; --deepgemm DIR names its kernels"
-fi
 part gemm_range 540 python3 -m experiments.gemm_range.run --out experiments/gemm_range --budget 500
 part exchange 150 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
 part transformers_qwen3 300 python3 -m experiments.transformers.run --out experiments/transformers --budget 200
@@ -107,5 +108,6 @@ part numerics_run 500 python3 -m experiments.numerics.run --out experiments/nume
 part plots 60 bash -ec 'python3 -m experiments.throughput.plot experiments/throughput/results.json
     python3 -m experiments.kernels.plot experiments/kernels/results.json
     python3 -m experiments.gemm_range.plot experiments/gemm_range/results.json
-    python3 -m experiments.headline experiments/throughput/results.json docs/headline.png'
+    python3 -m experiments.headline experiments/throughput/results.json docs/headline.png
+    python3 -m experiments.tables'
 exit $failed

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from experiments.kernels import deepgemm
 from titan_fp8moe import testing
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.testing import (
@@ -154,3 +155,9 @@ def test_a_script_without_a_gpu_ends_with_a_sentence():
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: this measures on a GPU, and PyTorch")
+
+
+def test_a_folder_without_deepgemm_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit, match=f"--deepgemm {tmp_path}: No module named 'dg_config'; name a folder with"):
+        deepgemm.load(tmp_path)

@@ -1,6 +1,6 @@
 """Speed of the grouped GEMMs of DeepSeek-V3's layers, next to PyTorch's, on one Hopper GPU.
 
-    python -m experiments.kernels.gemm [--quick] --out experiments/kernels/results.json
+    python -m experiments.kernels.gemm [--quick] [--deepgemm DIR] --out experiments/kernels/results.json
 
 A figure is TFLOP/s of the median time, back to back (where power limits the clocks), after idling, and after idling
 while another kernel occupies 16 SMs, as communication does. All runs start with a cold L2. Groups have 0.7 to 1.3 times
@@ -9,6 +9,8 @@ the average number of rows. :mod:`experiments.gemm_range` measures other numbers
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
 * ``cublas dense fp8``: ``torch._scaled_mm``, one scale per tensor, fast accumulation; one GEMM of the same size.
+* ``deepgemm``: with ``--deepgemm DIR``, see :mod:`experiments.kernels.deepgemm`; not for the two dgrads. Its weight
+  gradients are added to fp32.
 
 Records are written after each GEMM.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experiments.kernels import deepgemm
 from titan_fp8moe import ops, recipe, testing
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 from titan_fp8moe.testing import environment, group_ends, launched, median_ms, write_records
@@ -33,7 +36,7 @@ LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden
     ("16B, 1 rank", 98304, 64, 2048, 1408),
     ("16B, 8 ranks", 98304, 8, 2048, 1408),
 ]
-REFERENCES = ("bf16", "torchao rowwise", "cublas dense fp8")
+REFERENCES = ("bf16", "torchao rowwise", "cublas dense fp8", "deepgemm")
 
 
 @dataclass
@@ -119,17 +122,24 @@ def cells(names: tuple[str, ...], flop: int, times: dict[str, dict[str, float]],
     return "".join(f"{' / '.join(f'{speed:.0f}' for speed in row):>{width}}" for row in speeds)
 
 
-def benchmark_layers(quick: bool) -> Iterator[list[dict]]:
+def add_deepgemm(gemm: Gemm, make: Callable, offsets_E: Tensor) -> None:
+    ours = gemm.candidates["ours"]
+    rival = deepgemm.wgrad if make is wgrad_gemm else deepgemm.forward
+    gemm.candidates["deepgemm"] = rival(gemm.operands, offsets_E, ours)
+
+
+def benchmark_layers(layers: list[int], quick: bool, with_deepgemm: bool) -> Iterator[list[dict]]:
     """The records of one GEMM after another."""
     rounds, rep_ms = (1, 30) if quick else (5, 60)
     names = ("ours", "ours, fp32 out", *REFERENCES)
     print(f"{'TFLOP/s, back to back / idle / busy':34}{'N':>6}{'K':>6}" + "".join(f"{name:>20}" for name in names))
-    for layer, M, E, D, H in LAYERS:
+    for layer, M, E, D, H in (LAYERS[i] for i in layers):
         offsets_E = group_ends(M, E)
         for title, make, N, K in gemms(D, H):
-            times = median_ms(
-                make(M, N, K, offsets_E).candidates, rounds, launched(rep_ms), rounds_with_busy_sms=rounds
-            )
+            gemm = make(M, N, K, offsets_E)
+            if with_deepgemm and not title.startswith("dgrad"):
+                add_deepgemm(gemm, make, offsets_E)
+            times = median_ms(gemm.candidates, rounds, launched(rep_ms), rounds_with_busy_sms=rounds)
             flop = 2 * M * N * K
             print(f"{layer + ', ' + title:34}{N:6}{K:6}" + cells(names, flop, times, 20), flush=True)
             shape = f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}"
@@ -144,14 +154,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round instead of five")
     parser.add_argument("--out", type=Path, help="add the records to this JSON file")
+    parser.add_argument("--layers", type=int, nargs="+", default=[*range(len(LAYERS))], help="of LAYERS, by number")
+    parser.add_argument("--deepgemm", type=Path, metavar="DIR", help="folder of DeepGEMM's compiled kernels")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further GEMM is begun")
     args = parser.parse_args()
     testing.require_gpu()
     setting = environment()
     print(setting["hardware"], setting["versions"])
+    if args.deepgemm:
+        print("DeepGEMM", deepgemm.load(args.deepgemm))
     torch.manual_seed(0)
     deadline = time.monotonic() + args.budget
-    for records in benchmark_layers(args.quick):
+    for records in benchmark_layers(args.layers, args.quick, args.deepgemm is not None):
         if args.out:
             write_records(args.out, records)
         if time.monotonic() > deadline:

@@ -1,0 +1,120 @@
+"""DeepGEMM's grouped GEMMs as candidates of :mod:`experiments.kernels.gemm`, from a folder of compiled kernels.
+
+The folder has, next to ``cubins/``, two modules. ``dg_config`` lists the configurations for a shape, and ``COMMIT``,
+DeepGEMM's. ``dg_driver`` launches them (``is_built``, ``forward_launch``, ``wgrad_launch``). The configuration that is
+fastest back to back competes. Its TMA descriptors are made in advance.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from titan_fp8moe import recipe
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+"""As those of :func:`titan_fp8moe.kernels.gemm.grouped_mm` or ``grouped_mm_wgrad``: a, its scale, b, its scale."""
+
+
+def load(folder: Path) -> str:
+    """Makes the folder's modules importable; returns DeepGEMM's commit.
+
+    Raises:
+        SystemExit: if a module is missing.
+    """
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        import dg_config
+        import dg_driver  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(
+            f"--deepgemm {folder}: {error}; name a folder with dg_config.py, dg_driver.py and cubins/"
+        ) from error
+    return dg_config.COMMIT[:7]
+
+
+def forward(operands: Operands, offsets_E: Tensor, ours: Callable[[], Tensor]) -> Callable[[], None]:
+    """The fastest of DeepGEMM's m-grouped contiguous GEMMs with bf16 output. ``ours`` is what it must equal."""
+    import dg_config
+    import dg_driver
+
+    (a, a_scale, b, b_scale), (M, K), (E, N, _) = operands, operands[0].shape, operands[2].shape
+    rows = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+    inputs = [
+        *(a, _fp32(a_scale).t().contiguous()),
+        *(b, _fp32(b_scale).contiguous()),
+        torch.empty(M, N, device="cuda", dtype=torch.bfloat16),
+        torch.repeat_interleave(torch.arange(E, device="cuda", dtype=torch.int32), rows),
+    ]
+    addresses = [tensor.data_ptr() for tensor in inputs]
+    launches = _built(dg_config.forward_configs(M, E, N, K), lambda c: dg_driver.forward_launch(c, *addresses, 0))
+    return _fastest(launches, inputs, inputs[4], ours, 5e-3)
+
+
+def wgrad(operands: Operands, offsets_E: Tensor, ours: Callable[[], Tensor]) -> Callable[[], None]:
+    """The fastest of its k-grouped contiguous GEMMs, which add to an fp32 output."""
+    import dg_config
+    import dg_driver
+
+    (a, a_scale, b, b_scale), (N, M), (K, _) = operands, operands[0].shape, operands[2].shape
+    E, ends = offsets_E.shape[0], offsets_E.tolist()
+    groups = list(zip([0, *ends], ends, strict=False))
+    rows = [end - start for start, end in groups]
+
+    def by_group(q: Tensor) -> Tensor:
+        return torch.cat([q.view(torch.uint8)[:, start:end].flatten() for start, end in groups])
+
+    def by_row(scale: Tensor) -> Tensor:  # (N // 128, M // 128) -> (M // 128, N)
+        return _fp32(scale).t().repeat_interleave(recipe.TILE, 1).contiguous()
+
+    inputs = [
+        *(by_group(a), by_row(a_scale), by_group(b), by_row(b_scale)),
+        torch.zeros(E, N, K, device="cuda"),
+        torch.tensor(rows, device="cuda", dtype=torch.int32),
+        torch.empty(dg_config.NUM_SMS * 4 * 128, device="cuda", dtype=torch.uint8),
+    ]
+    *addresses, maps = (tensor.data_ptr() for tensor in inputs)
+    launches = _built(
+        dg_config.wgrad_configs(M, E, N, K, max(rows)),
+        lambda c: dg_driver.wgrad_launch(c, *addresses, rows[0], maps, 0),
+    )
+    return _fastest(launches, inputs, inputs[4], ours, 1e-3)
+
+
+def _fp32(scale: Tensor) -> Tensor:
+    return recipe.exp2(recipe.exponent(scale))
+
+
+def _built(configs: list, launch: Callable) -> Iterator:
+    import dg_driver
+
+    return (launch(config) for config in configs if dg_driver.is_built(config))
+
+
+def _fastest(
+    launches: Iterator, inputs: list[Tensor], out: Tensor, ours: Callable[[], Tensor], limit: float
+) -> Callable[[], None]:
+    """Of ``launches``, in bursts; each must write ``out`` as ``ours`` returns it. ``inputs`` are kept alive.
+
+    Raises:
+        RuntimeError: if none is built, or if one is ``limit`` or more from ours.
+    """
+    expected, times = ours().float(), {}
+    for launch in launches:
+
+        def run(launch=launch, inputs=inputs) -> None:
+            launch.launch_config.stream = torch.cuda.current_stream().cuda_stream
+            launch()
+
+        out.zero_()
+        run()
+        apart = float((out.float() - expected).norm() / expected.norm())
+        if not apart < limit:
+            raise RuntimeError(f"DeepGEMM's result is {apart:.1e} from ours")
+        times[run] = triton.testing.do_bench(run, rep=25, return_mode="median")
+    if not times:
+        raise RuntimeError("no kernel of DeepGEMM is compiled for this shape")
+    return min(times, key=times.__getitem__)
