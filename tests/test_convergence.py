@@ -164,17 +164,17 @@ def test_only_the_balanced_transpose_keeps_anti_correlated_rows():
     assert max(alike.values()) < 0.01
 
 
-def test_drift_is_of_the_first_balanced_run(tmp_path):
+def test_drift_is_of_balanced_runs(tmp_path):
     """Medians, extremes and where they are; a run without probes has none."""
     for name in ("bf16-s1-resume", "balanced-s1-resume"):
         write_run(tmp_path, name, 200, 300, 2.0, [200, 300])
     bf16, balanced = sorted(analyse.read_runs(tmp_path), key=lambda run: run.recipe, reverse=True)
-    assert drift.probed([bf16, balanced]) is None
+    assert drift.probed([bf16, balanced]) == []
     for step, evaluation in balanced.evaluations.items():
         layers = [{grad: dict.fromkeys(drift.BLOCKS, step + layer) for grad in drift.GRADS} for layer in range(3)]
         counts = {f"{kind}/{key}": step / 1000 for kind in drift.KINDS for key in drift.STATISTICS}
         evaluation |= {"transposes": layers, "statistics": counts}
-    assert drift.probed([bf16, balanced]) is balanced
+    assert drift.probed([bf16, balanced]) == [balanced]
     records = {record["name"]: record for record in analyse.records([bf16, balanced], [])}
     gap = records["balanced-s1-resume dW2 gap"]
     assert (gap["smallest"], gap["value"], gap["largest"]) == (200, 251, 302)

@@ -338,6 +338,7 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
         evaluated.plot(both, [100 * held_out_deviation(run, reference, step)[0] for step in both], **style)
         same = chosen.get(run.name, {})
         experts.plot([int(s) for s in same], [100 * v for v in same.values()], **style)
+    experts.set_visible(bool(experts.lines))
     spread = seed_spread(runs).get("bf16")
     if spread:
         evaluated.axhspan(-100 * spread, 100 * spread, color="grey", alpha=0.2, label="spread of bf16's two seeds")
@@ -375,18 +376,19 @@ def draw_effects(runs: list[Run], axis) -> None:
     done, finals_by_kind = finals(runs)
     losses = finals_by_kind["held-out loss"]
     cells = [(run.recipe, run.seed) for run in done]
+    recipes = [recipe for recipe in RECIPES if recipe in {run.recipe for run in done}]
     bf16 = {seed: [v for cell, v in zip(cells, losses, strict=True) if cell == ("bf16", seed)] for _, seed in cells}
     for (recipe, seed), loss in zip(cells, losses, strict=True):
         if bf16[seed]:
             marker = {"s1": "o", "s2": "s"}[seed]
             value = 100 * (loss / np.mean(bf16[seed]) - 1)
-            axis.plot(RECIPES.index(recipe), value, marker, color=COLOURS[recipe], alpha=0.5, ms=5)
+            axis.plot(recipes.index(recipe), value, marker, color=COLOURS[recipe], alpha=0.5, ms=5)
     for recipe, (mean, half_width, _) in effects(cells, losses)[2].items():
-        at = RECIPES.index(recipe) + 0.25
+        at = recipes.index(recipe) + 0.25
         axis.errorbar(at, 100 * mean, 100 * half_width, fmt="_", color=COLOURS[recipe], capsize=5, lw=2)
     axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
-    axis.set_xticks(range(len(RECIPES)), RECIPES, fontsize=8)
-    axis.set_xlim(-0.5, len(RECIPES) - 0.5)
+    axis.set_xticks(range(len(recipes)), recipes, fontsize=8)
+    axis.set_xlim(-0.5, len(recipes) - 0.5)
     axis.set_title("final held-out loss: % from bf16's mean of the checkpoint; 95% intervals", fontsize=10)
     axis.grid(alpha=0.3)
 
@@ -485,7 +487,7 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
                      reference=f"standard deviation of runs of one recipe and checkpoint, {freedom} degrees of freedom",
                      reference_value=deviation, speedup=None)
             )  # fmt: skip
-    if run := drift.probed(runs):
+    for run in drift.probed(runs):
         common = dict(run.meta["environment"], command=command(run))
         result += drift.records(run, common | {"shape": f"{shape(run.meta)}, steps to {max(run.evaluations)}"})
     for record in result:  # JSON has no NaN
@@ -521,8 +523,8 @@ def draw_curves(runs: list[Run], chosen: dict, folder: Path) -> None:
         draw_stress(runs, folder / "stress.png")
     else:
         draw(runs, chosen, folder / f"{stage}.png")
-    if probed := drift.probed(runs):
-        drift.draw(probed, folder / f"{stage}_drift.png")
+    for run in drift.probed(runs)[:1]:
+        drift.draw(run, folder / f"{stage}_drift.png")
 
 
 def main() -> None:
@@ -554,7 +556,7 @@ def analyse(runs: list[Run], args: argparse.Namespace) -> None:
     chosen = agreements(args.runs, runs)
     rows = summarize(runs, chosen)
     print(format_table(rows) + "\n" + format_effects(runs))
-    if run := drift.probed(runs):
+    for run in drift.probed(runs)[:1]:
         print("\n" + drift.table(run))
     if spread := seed_spread(runs):
         print("Seed spread of the held-out loss: " + ", ".join(f"{r} {v:.3%}" for r, v in spread.items()))

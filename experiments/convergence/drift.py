@@ -28,9 +28,9 @@ STATISTICS = {
 KINDS = ("x", "a", "dy", "dh")
 
 
-def probed(runs: list["Run"]) -> "Run | None":
-    """The first run with all FFNs in FP8 and the default transposes."""
-    return next((run for run in runs if run.recipe == "balanced" and any(_probes(run))), None)
+def probed(runs: list["Run"]) -> list["Run"]:
+    """The runs with all FFNs in FP8, the default transposes and no noise. The first is the one that is shown."""
+    return [run for run in runs if run.recipe == "balanced" and not run.noise and any(_probes(run))]
 
 
 def _probes(run: "Run") -> dict[int, dict]:
@@ -101,7 +101,8 @@ def draw(run: "Run", path: Path) -> None:
     for axis, (key, unit) in zip((*axes[0], axes[1, 0]), STATISTICS.items(), strict=True):
         for i, kind in enumerate(KINDS):
             axis.plot(steps, over_time(run, kind, key), color=f"C{i}", label=kind)
-        axis.set_title(f"{key}: {unit}", fontsize=9)
+        axis.set_title(key, fontsize=10)
+        axis.set_ylabel(unit, fontsize=8)
         if key in ("underflow", "flushed"):
             axis.set_yscale("symlog", linthresh=1e-5)
     for grad, style in zip(GRADS, ("-", "--"), strict=True):
@@ -111,8 +112,10 @@ def draw(run: "Run", path: Path) -> None:
         for i, mode in enumerate(TRANSPOSES):
             values = by_layer(run, grad, mode)
             axes[1, 2].plot(steps, values.max(1), style, color=f"C{i}", label=f"{grad}, {mode}")
-    axes[1, 1].set_title("blocks whose token scales are anti-correlated by more than 2 binades, %", fontsize=9)
-    axes[1, 2].set_title("relative error of dW from the transpose, largest of the layers", fontsize=9)
+    axes[1, 1].set_title("gap_over_2", fontsize=10)
+    axes[1, 1].set_ylabel("% of blocks with token scales anti-correlated by more than 2 binades", fontsize=8)
+    axes[1, 2].set_title("transposes", fontsize=10)
+    axes[1, 2].set_ylabel("relative error of dW, largest of the layers", fontsize=8)
     axes[1, 2].set_yscale("log")
     for axis in axes.flat:
         axis.set_xlabel("step")
