@@ -233,12 +233,15 @@ def test_host_bound_share():
     """FP8-Flow's against each reference; an idle GPU whose next launch is unknown counts."""
     line = timeline([Kernel("a", 0, 10, -5, 7), Kernel("b", 30, 40, 25, 7), Kernel("c", 45, 50, math.nan, 7)])
     shares = {"bf16": 0.1, "bf16_whole": 0.2, "fp8_flow": host_bound_share(line)}
-    found = profile_step.records(shares, "train_16b: shape")
+    classes = {variant: {"span": 2.0, "grouped GEMM": i} for i, variant in enumerate(shares)}
+    found = profile_step.records(shares, classes, "train_16b: shape")
+    assert [r["classes"]["reference"]["grouped GEMM"] for r in found] == [0, 1]
+    assert all(r["classes"]["ours"]["grouped GEMM"] == 2 for r in found)
     assert [(r["reference"], r["reference_value"], r["unit"]) for r in found] == [
         ("bf16", 0.1, "fraction"), ("bf16_whole", 0.2, "fraction"),
     ]  # fmt: skip
     assert [r["value"] for r in found] == pytest.approx([20 / 50] * 2)
-    assert profile_step.records({"bf16": 0.1}, "") == []
+    assert profile_step.records({"bf16": 0.1}, {}, "") == []
 
 
 def test_one_more_layer():
@@ -259,7 +262,7 @@ def test_one_more_layer():
 
 def test_host_time(tmp_path: Path, monkeypatch, capsys):
     """A whole run on the CPU, where C functions count with the Python that calls them."""
-    options = ["--model", "tiny", "--experts", "6", "--tokens", "64", "--rounds", "1", "--top", "3", "--out"]
+    options = ["--model", "tiny", "--experts", "6", "--tokens", "64", "--rounds", "1", "--top", "20", "--out"]
     monkeypatch.setattr(sys, "argv", ["host_time", *options, str(tmp_path), "--variants", "bf16 eager", "fp8 eager"])
     monkeypatch.setattr(host_time, "LAYERS", 2)
     monkeypatch.setattr(gc, "disable", lambda: None)

@@ -6,7 +6,7 @@
 The runs are train.py's. The traces have kernels and their launches only; they are large and are not kept. Tables, and
 below them all kernels in the order they started, go to ``outputs/throughput``. The records ``host_bound_share`` have
 the fraction of a step in which the GPU has nothing to run and the CPU has not launched anything, FP8-Flow's next to
-each reference's.
+each reference's, and both steps' milliseconds by class of kernel.
 """
 
 import os
@@ -39,11 +39,12 @@ def summary(variant: str, kernels: list[kernel_trace.Kernel], own: dict[str, str
     return "\n".join(lines), "\n".join(["-- ms: start, duration, since its launch; stream; kernel", *every])
 
 
-def records(shares: dict[str, float], shape: str) -> list[dict]:
-    """FP8-Flow's host-bound share, with each reference's."""
+def records(shares: dict[str, float], classes: dict[str, dict[str, float]], shape: str) -> list[dict]:
+    """FP8-Flow's host-bound share and classes of kernels, with each reference's."""
     return [
         dict(name="host_bound_share", shape=shape, value=shares[OURS], unit="fraction", reference=reference,
-             reference_value=share, speedup=None)
+             reference_value=share, speedup=None,
+             classes={"ours": classes[OURS], "reference": classes[reference]})
         for reference, share in shares.items()
         if OURS in shares and reference != OURS
     ]  # fmt: skip
@@ -59,7 +60,7 @@ def main() -> None:
     exit_on_sigterm()
     shape = finish(args, "profile")
     own = kernel_trace.own_kernels()
-    shares = {}
+    shares, classes = {}, {}
     for variant in args.variants:
         trace = args.work / f"{variant}.trace.json"
         os.environ["THROUGHPUT_TRACE"] = str(trace.absolute())
@@ -74,11 +75,14 @@ def main() -> None:
             head, every = summary(run.label, kernels, own)
             print(head, flush=True)
             (args.work / f"{run.label}.txt").write_text(f"{head}\n{every}\n")
-            shares[variant] = kernel_trace.host_bound_share(kernel_trace.timeline(kernels))
+            line, by_class = kernel_trace.timeline(kernels), kernel_trace.by_class(kernels, own)
+            shares[variant] = kernel_trace.host_bound_share(line)
+            parts = {"span": line["span"], "idle": line["idle"]} | {kind: ms for kind, (ms, _) in by_class.items()}
+            classes[variant] = {kind: round(ms / len(TRACED), 3) for kind, ms in parts.items()}
         finally:
             run.end()
             trace.unlink(missing_ok=True)
-    write_records(args.out / "results.json", records(shares, f"train_{args.model}: {shape}"))
+    write_records(args.out / "results.json", records(shares, classes, f"train_{args.model}: {shape}"))
 
 
 if __name__ == "__main__":

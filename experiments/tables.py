@@ -1,0 +1,454 @@
+"""Writes the tables of the pages from the records, so that no figure is copied by hand.
+
+    python -m experiments.tables            # of the README, docs/results.md and pages of experiments
+    python -m experiments.tables --check    # fails if a table is not what the records say
+
+On a page ``<!-- table: NAME -->`` and ``<!-- end -->`` stand around each table; NAME is a function of ``TABLES``. Below
+it are hardware, dates, commits and commands of its records. What was not measured is an empty cell or no row.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from titan_fp8moe.testing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
+
+ROOT = Path(__file__).parents[1]
+PAGES = (
+    *("README.md", "docs/results.md"),
+    *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel")),
+)
+PEERS = ("bf16", "bf16_whole", "torchao", "naive_blockwise")
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
+
+Record = dict
+Row = list[str]
+
+
+class Records:
+    """The records of all experiments, and those that a table used."""
+
+    def __init__(self, records: list[Record]):
+        self.all = records
+        self.used: list[Record] = []
+
+    def of(self, name: str, shape: str) -> dict[str, Record]:
+        """By reference, those of the newest run: others met another machine or another state."""
+        found = [r for r in self.all if r["name"] == name and r["shape"] == shape]
+        newest = max(found, key=lambda r: r["date"], default=None)
+        found = [r for r in found if all(r[key] == newest[key] for key in ("date", "commit", "hardware"))]
+        self.used += found
+        return {r["reference"]: r for r in found}
+
+    def shapes(self, name: str, *references: str, contains: str = "") -> list[str]:
+        """Of the records of that name, each once; if ``references`` are given, those that were compared with one."""
+        found = [r for r in self.all if r["name"] == name and contains in r["shape"]]
+        return list(dict.fromkeys(r["shape"] for r in found if not references or r["reference"] in references))
+
+    def names(self, begin: str) -> list[str]:
+        return list(dict.fromkeys(r["name"] for r in self.all if r["name"].startswith(begin)))
+
+
+def read() -> Records:
+    paths = sorted((ROOT / "experiments").glob("*/results.json"))
+    return Records([record for path in paths for record in json.loads(path.read_text())])
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """Three significant digits, and all digits before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def value(found: dict[str, Record]) -> float:
+    """Ours, of the run that also had bf16 if there is one."""
+    return next(found[reference] for reference in (*PEERS, *found) if reference in found)["value"]
+
+
+def ours(found: dict[str, Record]) -> str:
+    return number(value(found)) if found else ""
+
+
+def cell(found: dict[str, Record], reference: str) -> str:
+    return number(found[reference]["reference_value"]) if reference in found else ""
+
+
+def joined(*cells: str) -> str:
+    return ", ".join(filter(None, cells))
+
+
+def ratios(found: dict[str, Record], *references: str) -> str:
+    """Speedups over the references that were measured, the first one bold."""
+    given = [f"{found[reference]['speedup']:.2f}x" for reference in references if reference in found]
+    return f" ({', '.join([f'**{given[0]}**', *given[1:]])})" if given else ""
+
+
+def markdown(head: Row, rows: list[Row]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in (head, ["---"] * len(head), *rows))
+
+
+def source(used: list[Record]) -> str:
+    """Where the figures of a table come from."""
+
+    def unique(key: Callable[[Record], str]) -> str:
+        return ", ".join(sorted({key(record) for record in used}))
+
+    hardware = unique(lambda r: r["hardware"].replace("1 x ", "one "))
+    commits = unique(lambda r: f"`{r['commit']}`")
+    commands = unique(lambda r: "`" + " ".join(r["command"].split()[:3]) + "`")
+    return f"Measured on {hardware}; {unique(lambda r: r['date'])}; commit {commits}; {commands}."
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def setting(shape: str) -> str:
+    short = shape.removesuffix(", 1 GPU").replace(", random routing", "")
+    return short.replace("activation_checkpoint.mode=full", "full checkpointing")
+
+
+def training(records: Records) -> str:
+    """Tokens/s and GiB of each setting, bf16 and the other ways to FP8 beside ours."""
+    rows = []
+    for name in ("train_16b", "train_16b dispatch=symmetric", "train_qwen3_30b"):
+        for shape in records.shapes(name, "bf16", "bf16_whole"):
+            speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
+            title = joined(setting(shape), name.partition(" ")[2])
+            peers = [joined(cell(speed, peer), cell(memory, peer)) for peer in PEERS]
+            rows.append([title, *peers, joined(ours(speed) + ratios(speed, "bf16", "bf16_whole"), ours(memory))])
+    head = ["tokens/s per GPU, GiB", "bf16 as torchtitan compiles it", "bf16, blocks compiled whole"]
+    return markdown([*head, "torchao FP8 experts", "FP8, a cast around each GEMM", "titan_fp8moe"], rows)
+
+
+def variants(records: Records) -> str:
+    """Our settings and the paper's ablations against the defaults."""
+    rows = []
+    ablations = {"requantize": "dequantize, transpose, requantize", "unfused_permute": "permute, then pad"}
+    for reference, title in ablations.items():
+        for shape in records.shapes("train_16b", reference):
+            speed, memory = records.of("train_16b", shape), records.of("train_16b memory", shape)
+            share = f"{1 / speed[reference]['speedup']:.3f}x"
+            rows.append([title, setting(shape), joined(cell(speed, reference), cell(memory, reference)), share])
+    for name in [name for name in records.names("train_16b ") if re.fullmatch(r"train_16b \S+=\S+", name)]:
+        for shape in records.shapes(name, "fp8_flow"):
+            speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
+            share = f"{speed['fp8_flow']['speedup']:.3f}x"
+            rows.append([f"`{name.split()[1]}`", setting(shape), joined(ours(speed), ours(memory)), share])
+    return markdown(["variant", "setting", "tokens/s per GPU, GiB", "of the defaults' speed"], rows)
+
+
+def largest_batch(records: Records) -> str:
+    suffix, rows = " largest local batch", []
+    for name in [name for name in records.names("train_") if name.endswith(suffix)]:
+        for shape in records.shapes(name):
+            found = records.of(name, shape)
+            rows.append(
+                [joined(setting(shape), *name.removesuffix(suffix).split()[1:]), cell(found, "bf16"), ours(found)]
+            )
+    return markdown(["sequences of 4,096 tokens", "bf16", "titan_fp8moe"], rows)
+
+
+def step(records: Records) -> str:
+    """Milliseconds of a step by class of kernel."""
+    tables = []
+    for shape in records.shapes("host_bound_share"):
+        found = records.of("host_bound_share", shape)
+        first = next(iter(found.values()))
+        classes = [*((r, "reference") for r in found.values()), (first, "ours")]
+        columns = [r.get("classes", {}).get(who, {}) for r, who in classes]
+        shares = [*(r["reference_value"] for r in found.values()), first["value"]]
+        kinds = dict.fromkeys(kind for column in columns for kind in column)
+        rows = [[kind, *(f"{column.get(kind, 0):.1f}" for column in columns)] for kind in kinds]
+        rows.append(["host-bound share", *(f"{share:.1%}" for share in shares)])
+        titles = [
+            f"ms: {setting(shape.partition(': ')[2])}",
+            *(name.replace("_", " ") for name in found),
+            "titan_fp8moe",
+        ]
+        tables.append(markdown(titles, rows))
+    return "\n\n".join(tables)
+
+
+# --- one layer --------------------------------------------------------------------------------------------------------
+
+
+def layer(shape: str) -> str:
+    return shape.removesuffix(", 1 GPU").replace(" per GPU", "")
+
+
+def layers(records: Records) -> str:
+    rows = []
+    graphed = "as a CUDA graph"
+    for name in ("moe_layer", f"moe_layer {graphed}"):
+        suffix = name.removeprefix("moe_layer").replace("a CUDA graph", "CUDA graphs")
+        references = [f"{reference}{name.removeprefix('moe_layer')}" for reference in ("bf16", "bf16 whole")]
+        for shape in records.shapes(name, references[1]):
+            time = records.of(name, shape)
+            row = [layer(shape) + suffix, ", ".join(cell(time, reference) for reference in references)]
+            row += [f"{number(value(time))}{ratios(time, *references)}", "", ""]
+            if name == "moe_layer" and (weights := records.of("moe_layer_with_weights", shape)):
+                row[3] = number(value(weights)) + ratios(weights, *references).replace("**", "")
+            if name == "moe_layer" and (saved := records.of("moe_layer saved", shape)):
+                row[4] = f"{saved['bf16']['reference_value'] / 1024:.0f}, {value(saved) / 1024:.0f}"
+            rows.append(row)
+    head = ["ms, forward and backward", "bf16, compiled whole", "titan_fp8moe", "with quantizing the weights"]
+    return markdown([*head, "KiB saved per token: bf16, ours"], rows)
+
+
+def layer_ablations(records: Records) -> str:
+    """Variants against the defaults of the same run."""
+    rows = []
+    for name in ("moe_layer requantize", "moe_layer unfused permute", "moe_layer with bf16 shared experts"):
+        for shape in records.shapes(name, "bf16"):
+            found, default = records.of(name, shape)["bf16"], records.of("moe_layer", shape)["bf16"]
+            if found["reference_value"] == default["reference_value"]:
+                share = f"{default['value'] / found['value']:.3f}x"
+                rows.append([name.removeprefix("moe_layer "), layer(shape), number(found["value"]), share])
+    return markdown(["variant", "layer", "ms", "of the defaults' speed"], rows)
+
+
+def ffns(records: Records) -> str:
+    """FFNs that see every token, with weights and rows quantized in them; cuBLAS beside them in the record."""
+    rows = []
+    for shape in records.shapes("ffn_shared_with_casts", contains=STATES[0]):
+        found = records.of("ffn_shared_with_casts", shape)
+        rows.append(
+            [
+                shape.removesuffix(f", {STATES[0]}"),
+                cell(found, "bf16, compiled"),
+                f"{number(value(found))}{ratios(found, 'bf16, compiled')}",
+            ]
+        )
+    return markdown(["ms, back to back", "bf16, compiled", "titan_fp8moe"], rows)
+
+
+def transformers(records: Records) -> str:
+    rows = []
+    for name in ("transformers_qwen3", "transformers_deepseek_v3"):
+        for shape in records.shapes(name):
+            for reference, r in records.of(name, shape).items():
+                times = f"{number(r['reference_value'])} ({reference})"
+                rows.append([shape, r["unit"], times, f"{number(r['value'])} ({r['speedup']:.2f}x)"])
+    return markdown(["model", "", "bf16", "`fp8_flow`"], rows)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def gemms(records: Records) -> str:
+    """TFLOP/s by state of the GPU."""
+    rows = []
+    peers = ("bf16", "torchao rowwise", "deepgemm")
+    titles = {"grouped_mm": "", "grouped_mm_wgrad": "", "grouped_mm_wgrad_fp32": ", fp32 output"}
+    for name, title in titles.items():
+        for shape in records.shapes(name, contains=f", {STATES[0]}"):
+            base = shape.removesuffix(f", {STATES[0]}")
+            by_state = [records.of(name, f"{base}, {state}") for state in STATES]
+            ours = " / ".join(f"{value(found):.0f}" for found in by_state if found)
+            others = [
+                " / ".join(f"{found[p]['reference_value']:.0f}" for found in by_state if p in found) for p in peers
+            ]
+            rows.append([base + title, ours, *others])
+    head = [f"TFLOP/s {' / '.join(STATES)}", "titan_fp8moe", "bf16 `_grouped_mm`", "rowwise `_scaled_grouped_mm`"]
+    return markdown([*head, "DeepGEMM"], rows)
+
+
+def deepgemm(records: Records) -> str:
+    """Geometric means of our speed over DeepGEMM's, and the range."""
+    rows = []
+    for name, title in (
+        ("grouped_mm", "forward"),
+        ("grouped_mm_wgrad", "weight gradient"),
+        ("grouped_mm_wgrad_fp32", "weight gradient, fp32 output"),
+    ):
+        for state in STATES:
+            found = [records.of(name, shape).get("deepgemm") for shape in records.shapes(name, contains=f", {state}")]
+            speedups = [r["speedup"] for r in found if r]
+            if speedups:
+                rows.append(
+                    [
+                        title,
+                        state,
+                        f"{statistics.geometric_mean(speedups):.3f}x",
+                        f"{min(speedups):.3f}x to {max(speedups):.3f}x",
+                        f"{sum(s >= 1 for s in speedups)} of {len(speedups)}",
+                    ]
+                )
+    return markdown(["GEMM", "GPU", "over DeepGEMM, geometric mean", "range", "shapes at or above 1"], rows)
+
+
+def gemm_range(records: Records) -> str:
+    """Over all numbers of rows and groups."""
+    rows = []
+    for name in records.names("grouped_mm"):
+        if not name.endswith(" range"):
+            continue
+        by_reference: dict[str, list[float]] = {}
+        for shape in records.shapes(name):
+            for reference, r in records.of(name, shape).items():
+                by_reference.setdefault(reference, []).append(r["speedup"])
+        for reference, speedups in by_reference.items():
+            if reference in ("bf16", "torchao rowwise"):
+                rows.append(
+                    [
+                        name.removesuffix(" range"),
+                        reference,
+                        str(len(speedups)),
+                        f"{statistics.geometric_mean(speedups):.2f}x",
+                        f"{min(speedups):.2f}x to {max(speedups):.2f}x",
+                    ]
+                )
+    return markdown(["GEMM", "over", "measurements", "geometric mean", "range"], rows)
+
+
+def expert_ffn(records: Records) -> str:
+    rows = []
+    for shape in records.shapes("expert_ffn", contains=f", {BACK_TO_BACK}"):
+        base = shape.removesuffix(f", {BACK_TO_BACK}")
+        by_state = [records.of("expert_ffn", f"{base}, {state}") for state in STATES[:2]]
+
+        def each(get: Callable[[dict[str, Record]], str], by_state=by_state) -> str:
+            return " / ".join(get(found) for found in by_state)
+
+        peers = [
+            each(lambda found, peer=peer: cell(found, f"{peer}, compiled")) for peer in ("bf16", "torchao rowwise")
+        ]
+        with_weights = each(lambda found: number(next(iter(found.values()))["with_weight_quantization"]))
+        rows.append([base, each(lambda found: number(value(found))), with_weights, *peers])
+    head = [f"ms, {' / '.join(STATES[:2])}", "titan_fp8moe", "with quantizing the weights", "bf16, compiled"]
+    return markdown([*head, "torchao rowwise, compiled"], rows)
+
+
+def data_movement(records: Records) -> str:
+    """Share of a device copy by kernel and layer."""
+    copies = [r for r in records.all if r["reference"] == "copy" and "rows" in r]
+    columns = list(dict.fromkeys((r["layer"], r["rows"], r["E"]) for r in copies))
+    kernels = list(
+        dict.fromkeys(
+            (r["name"], r["routing"].replace("balanced", "").strip(", "))
+            for r in copies
+            if not r["routing"].startswith("skewed")
+        )
+    )
+    rows = []
+    for name, kind in kernels:
+        shares = []
+        for column in columns:
+            found = [
+                r
+                for r in copies
+                if r["name"] == name
+                and (r["layer"], r["rows"], r["E"]) == column
+                and r["routing"].replace("balanced", "").strip(", ") == kind
+            ]
+            records.used += found[-1:]
+            shares.append(f"{found[-1]['speedup']:.0%}" if found else "")
+        rows.append([f"{name}{kind and ', '}{kind}", *shares])
+    return markdown(
+        ["share of a device copy", *(f"{layer}, {count:,} rows, E {experts}" for layer, count, experts in columns)],
+        rows,
+    )
+
+
+# --- expert parallelism -----------------------------------------------------------------------------------------------
+
+
+def exchange(records: Records) -> str:
+    """Milliseconds of dispatch + permute, and of sum + combine."""
+    rows = []
+    for shape in records.shapes("ep_dispatch"):
+        cells = []
+        for name in ("ep_dispatch", "ep_combine"):
+            paths = records.of(name, shape), records.of(f"{name} dispatch=symmetric", shape)
+            ours = [f"{value(found):.2f} ({found['bf16']['speedup']:.2f}x)" for found in paths]
+            cells.append(f"{paths[0]['bf16']['reference_value']:.2f}, {', '.join(ours)}")
+        rows.append([shape, *cells])
+    return markdown(["ms", "dispatch: bf16, FP8 all-to-all, FP8 symmetric", "combine: the same"], rows)
+
+
+# --- the pages --------------------------------------------------------------------------------------------------------
+
+HEADLINE = {  # a row, the record's name and shape, its unit
+    "DeepSeek-V3 16B, 6 layers": ("train_16b", "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU", "tokens/s"),
+    "8 layers of it over two GPUs, symmetric dispatch": (
+        "train_16b dispatch=symmetric",
+        "16B, 8 layers, sdpa, local batch 4, random routing, 2 GPUs",
+        "tokens/s per GPU",
+    ),
+    "Qwen3-30B-A3B, 5 layers": (
+        "train_qwen3_30b",
+        "Qwen3-30B-A3B, 5 layers, sdpa, local batch 4, random routing, 1 GPU",
+        "tokens/s",
+    ),
+    "MoE layer of Kimi-K2, 48 experts, 8,192 tokens": (
+        "moe_layer",
+        "Kimi-K2, 48 experts per GPU, 8192 tokens, 1 GPU",
+        "ms",
+    ),
+    "MoE layer of GLM-4.5-Air, 128 experts, 8,192 tokens": (
+        "moe_layer",
+        "GLM-4.5-Air, 128 experts per GPU, 8192 tokens, 1 GPU",
+        "ms",
+    ),
+}
+
+
+def headline(records: Records) -> str:
+    rows = []
+    for title, (name, shape, unit) in HEADLINE.items():
+        found = {reference.replace("_", " "): r for reference, r in records.of(name, shape).items()}
+        if found:
+            peers = [cell(found, "bf16"), cell(found, "bf16 whole")]
+            rows.append(
+                [f"{title}, {unit}", *peers, number(value(found)), ratios(found, "bf16", "bf16 whole").strip(" ()")]
+            )
+    return markdown(["", "bf16 as torchtitan compiles it", "bf16, compiled whole", "titan_fp8moe", "speedup"], rows)
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    table.__name__: table
+    for table in (
+        *(headline, training, variants, largest_batch, step, layers, layer_ablations, ffns, transformers),
+        *(gemms, deepgemm, gemm_range, expert_ffn, data_movement, exchange),
+    )
+}
+
+
+def page(text: str, records: Records) -> str:
+    """The page with its tables as the records have them."""
+
+    def table(match: re.Match) -> str:
+        begin, name, end = match.groups()
+        records.used = []
+        body = TABLES[name](records)
+        content = f"{body}\n\n{source(records.used)}" if records.used else "Not measured in this state."
+        return f"{begin}\n{content}\n{end}"
+
+    return MARKED.sub(table, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    records, stale = read(), []
+    for name in PAGES:
+        text = (ROOT / name).read_text()
+        new = page(text, records)
+        if new != text:
+            stale.append(name)
+            if not args.check:
+                (ROOT / name).write_text(new)
+    if args.check and stale:
+        sys.exit(f"{', '.join(stale)}: tables differ from the records; run python -m experiments.tables")
+
+
+if __name__ == "__main__":
+    main()
