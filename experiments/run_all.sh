@@ -97,6 +97,11 @@ gemms 16b 2 3
 kernels ffn 500 --layers 0 2 1
 kernels ffn_shared 300
 kernels grouped_mm 250
+if [ -n "$list" ] || python3 -c "import sonicmoe" 2>/dev/null; then
+    kernels sonicmoe 530 --budget 450
+else
+    echo "SonicMoE is not installed and left out; kernels/sonicmoe.py names its packages"
+fi
 part gemm_range 540 python3 -m experiments.gemm_range.run --out experiments/gemm_range --budget 500
 part exchange 150 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
 part transformers_qwen3 300 python3 -m experiments.transformers.run --out experiments/transformers --budget 200

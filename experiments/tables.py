@@ -214,6 +214,16 @@ def layer_ablations(records: Records) -> str:
     return markdown(["variant", "layer", "ms", "of the defaults' speed"], rows)
 
 
+def sonicmoe(records: Records) -> str:
+    """The routed part of a layer against SonicMoE's bf16 kernels."""
+    rows = []
+    for shape in records.shapes("routed_experts", "sonicmoe", contains=BACK_TO_BACK):
+        found, weights = records.of("routed_experts", shape), records.of("routed_experts_with_weights", shape)
+        row = [layer(shape.removesuffix(f", {BACK_TO_BACK}")), cell(found, "sonicmoe")]
+        rows.append([*row, *(ours(each) + ratios(each, "sonicmoe") for each in (found, weights))])
+    return markdown(["ms, forward and backward", "SonicMoE, bf16", "titan_fp8moe", "with quantizing the weights"], rows)
+
+
 def ffns(records: Records) -> str:
     """FFNs that see every token, with weights and rows quantized in them; cuBLAS beside them in the record."""
     rows = []
@@ -415,7 +425,7 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, variants, largest_batch, step, layers, layer_ablations, ffns, transformers),
+        *(headline, training, variants, largest_batch, step, layers, layer_ablations, sonicmoe, ffns, transformers),
         *(gemms, deepgemm, gemm_range, expert_ffn, data_movement, exchange),
     )
 }

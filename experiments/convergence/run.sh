@@ -4,8 +4,8 @@
 #     bash experiments/convergence/run.sh branch           every recipe from bf16's checkpoints at 2/3 of the schedule
 #     bash experiments/convergence/run.sh long             from scratch: bf16 twice and FP8-Flow, 151M tokens each
 #     bash experiments/convergence/run.sh stress           what breaks it, 500 steps each
-#     bash experiments/convergence/run.sh qwen3            as branch, 6 layers of Qwen3-30B-A3B: 3.8B parameters; by estimate
-#                                                          25 minutes of an H200, and 48 GB of disk for the checkpoint
+#     bash experiments/convergence/run.sh qwen3            as branch, 6 layers of Qwen3-30B-A3B: 3.8B parameters; about 20
+#                                                          minutes of an H200, and 48 GB of disk for the checkpoint
 #
 # None needs another. With a second argument in parts: `start` returns when the corpus is there and the runs are queued,
 # `status` prints a line per run, `wait` waits for them, `collect` analyses what is there at any time, `stop` ends the runs.
