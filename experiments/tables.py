@@ -244,9 +244,12 @@ def transformers(records: Records) -> str:
     for name in ("transformers_qwen3", "transformers_deepseek_v3"):
         for shape in records.shapes(name):
             for reference, r in records.of(name, shape).items():
-                times = f"{number(r['reference_value'])} ({reference})"
-                rows.append([shape, r["unit"], times, f"{number(r['value'])} ({r['speedup']:.2f}x)"])
-    return markdown(["model", "", "bf16", "`fp8_flow`"], rows)
+                bf16, mine = (
+                    f"{v:.3f}" if r["unit"] == "nats" else number(v) for v in (r["reference_value"], r["value"])
+                )
+                speedup = "" if r["unit"] == "nats" else f" ({r['speedup']:.2f}x)"
+                rows.append([f"{shape}, {r['unit']}", f"{bf16} ({reference})", mine + speedup])
+    return markdown(["model, figure", "bf16", "`fp8_flow`"], rows)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
