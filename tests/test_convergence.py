@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.convergence import analyse, drift, probe
+from experiments.convergence import analyse, drift, probe, train
 from experiments.convergence.data import ShuffledWindows
 from titan_fp8moe.recipe import MIN_EXPONENT, quantize_rows, to_scale
 from titan_fp8moe.rows import Rows
@@ -183,3 +183,24 @@ def test_drift_is_of_balanced_runs(tmp_path):
     assert "| dW2 gap | 251 | 200 | 302 | 300, 3 |" in drift.table(balanced)
     drift.draw(balanced, tmp_path / "drift.png")
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "reference"),
+    [
+        ("balanced-s1", ("balanced", "s1", "", ""), "bf16-s1"),
+        ("bf16-s1-again", ("bf16", "s1", "", "-again"), "bf16-s1"),
+        ("bf16-s2-outliers1e5-again", ("bf16", "s2", "outliers1e5", "-again"), "bf16-s2-outliers1e5"),
+        ("experts_only-s1-resume3", ("experts_only", "s1", "resume", "3"), "bf16-s1-resume"),
+    ],
+)
+def test_names_of_runs(tmp_path, name, parts, reference):
+    """A repetition is compared with the run that it repeats; train.py and analyse.py read names alike."""
+    for each in (name, reference):
+        write_run(tmp_path, each, 0, 300, 2.0, [0, 300])
+    runs = {run.name: run for run in analyse.read_runs(tmp_path)}
+    run = runs[name]
+    assert (run.recipe, run.seed, run.change, run.noise) == parts
+    assert analyse.reference_of(run, [*runs.values()]) is runs[reference]
+    recipe, seed, change, noise = parts
+    assert train.parse_name(name) == (recipe, int(seed[1:]), change, int(noise.replace("-again", "1") or 0))

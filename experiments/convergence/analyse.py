@@ -40,9 +40,10 @@ class Run:
 
     def __init__(self, path: Path):
         self.folder, self.name = path.parent, path.parent.name
-        self.recipe, self.seed, *change = self.name.split("-")
-        # resume1, resume2, ... are resume with other noise
-        self.change, self.noise = re.fullmatch(r"(resume|.*?)((?<=resume)\d)?", change[0] if change else "").groups("")
+        # resume1, resume2, ... are resume with other noise, and so is again after any other change
+        parts = re.fullmatch(r"([^-]+)-(s\d+)(?:-(?!again)(resume|[^-]+?)((?<=resume)\d)?)?(-again)?", self.name)
+        self.recipe, self.seed, self.change, noise, again = parts.groups("")
+        self.noise = noise + again
         records = []
         for line in path.read_text().splitlines():
             try:
@@ -69,7 +70,7 @@ class Run:
         return self.meta["first_step"] or SETTLED
 
     def label(self) -> str:
-        return f"{self.recipe}, seed {self.seed[1:]}{', perturbed' if self.change == 'perturbed' or self.noise else ''}"
+        return f"{self.recipe}, seed {self.seed[1:]}{', perturbed' if self.noise else ''}"
 
     def ms_per_step(self) -> float:
         """The median of the intervals between two lines of the log that no evaluation began."""
@@ -94,7 +95,7 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def reference_of(run: Run, runs: list[Run]) -> Run | None:
-    name = f"bf16-{run.seed}-{run.change}" if run.change not in ("", "perturbed") else f"bf16-{run.seed}"
+    name = "-".join(filter(None, ("bf16", run.seed, run.change)))
     return next((other for other in runs if other.name == name and other is not run), None)
 
 
@@ -321,7 +322,7 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(17, 9), constrained_layout=True)
     first, deviation, evaluated, experts, norm, load = axes.flat
     for run in runs:
-        dashed = run.change == "perturbed" or (resumed and run.noise)
+        dashed = bool(run.noise)
         style = {"color": COLOURS[run.recipe], "lw": 0.8 if dashed else 1.3, "label": run.label()}
         style["ls"] = {"s1": "--" if dashed else "-", "s2": ":" if dashed else "-."}[run.seed]
         at = sorted(run.evaluations)
@@ -403,7 +404,7 @@ def draw_stress(runs: list[Run], path: Path) -> None:
     )
     for (loss, deviation, norm), change in zip(axes.T, changes, strict=True):
         for run in (run for run in runs if run.change == change):
-            style = {"color": COLOURS[run.recipe], "lw": 1.2, "label": run.label()}
+            style = {"color": COLOURS[run.recipe], "lw": 1.2, "label": run.label(), "ls": "--" if run.noise else "-"}
             loss.plot(*run.smoothed(run.loss), **style)
             norm.plot(*run.smoothed(run.grad_norm), **style)
             if reference := reference_of(run, runs):
@@ -432,7 +433,7 @@ def draw_finals(records: list[dict], path: Path) -> None:
     branch.set_xticks(range(len(finals)), labels, fontsize=8)
     branch.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
     branch.set_title("branch: % from bf16 of the checkpoint, 95% intervals", fontsize=10)
-    pattern = re.compile(r"balanced-s\d+-(?!resume|perturbed)(\w+) held_out_(deviation|error)")
+    pattern = re.compile(r"balanced-s\d+-(?!resume|again)(\w+) held_out_(deviation|error)")
     stressed: dict[str, dict[str, float]] = defaultdict(dict)
     for r in records:
         if match := pattern.fullmatch(r["name"]):

@@ -37,7 +37,7 @@ LIMIT_S=${LIMIT_S:-86400}
 PER_GPU=6
 case $STAGE in
 long)
-    VARIANTS=${VARIANTS:-bf16-s1 balanced-s1 bf16-s1-perturbed}
+    VARIANTS=${VARIANTS:-bf16-s1 balanced-s1 bf16-s1-again}
     STEPS=${STEPS:-4600} PER_GPU=3
     set -- --training.local_batch_size 32 --eval-every $((STEPS / 10)) "$@"
     ;;
@@ -53,7 +53,8 @@ branch) # bf16 and balanced four times per checkpoint, in the order of what is n
     ;;
 stress)
     VARIANTS=${VARIANTS:-bf16-s1-highlr balanced-s1-highlr bf16-s1-outliers balanced-s1-outliers
-        bf16-s1-outliers1e5 balanced-s1-outliers1e5 bf16-s1-tiny balanced-s1-tiny}
+        bf16-s1-outliers1e5 balanced-s1-outliers1e5 bf16-s1-tiny balanced-s1-tiny
+        bf16-s1-highlr-again bf16-s1-outliers-again bf16-s1-outliers1e5-again bf16-s1-tiny-again}
     STOP_AFTER=${STOP_AFTER:-500}
     ;;
 qwen3)

@@ -1,10 +1,11 @@
 """Trains one variant of the convergence study with torchtitan's Trainer on one GPU (or the CPU).
 
-    python -m experiments.convergence.train RECIPE-sSEED[-CHANGE] --work DIR [options] [torchtitan overrides]
+    python -m experiments.convergence.train RECIPE-sSEED[-CHANGE][-again] --work DIR [options] [torchtitan overrides]
 
 A recipe is bf16, balanced or scaling_aware (FP8-Flow by its weight gradient, all FFNs in FP8), experts_only (balanced,
 with shared experts and dense FFNs in bf16), ffns_only (the reverse), rowwise or naive. The seed decides initialization
-and data order. A change is a key of ``CHANGES``; ``resume`` takes a number N > 0 behind it.
+and data order. A change is a key of ``CHANGES``; ``resume`` takes a number N > 0 behind it. ``again`` multiplies the
+initial weights by 1 + 2**-9 N(0, 1), the size of bf16 rounding: what a run from scratch is worth.
 
 Everything is written as it happens, so that a run that is cut off can be used as far as it came:
 
@@ -64,7 +65,6 @@ CHANGES = {
     "outliers": "embeddings of every 16th token x 1000 in every 128th channel, one per FP8 tile",
     "outliers1e5": "as outliers, x 100,000",
     "tiny": "loss, Adam's eps x 2**-20, no clipping",
-    "perturbed": "initial weights x (1 + 2**-9 N(0, 1)): the size of bf16 rounding",
     "trunk": "none; stops at 2/3 of the schedule and keeps its state for resume",
     "resume": "from bf16's state of the same seed at 2/3, weights and optimizer; with N, weights perturbed by noise N",
 }
@@ -190,7 +190,7 @@ class StudyTrainer(Trainer):
             for scheduler in self.lr_schedulers.schedulers:
                 scheduler.last_epoch = self.step - 1
                 scheduler.step()
-        if self.change == "perturbed" or self.noise:
+        if self.noise:
             generator = torch.Generator(self.device).manual_seed(self.noise)
             with torch.no_grad():
                 for param in model.parameters():
@@ -379,10 +379,12 @@ class RouterStatistics:
 def parse_name(name: str) -> tuple[str, int, str, int]:
     """Recipe, seed, change, and the number of the noise on the weights, 0 for none."""
     changes = "|".join(filter(None, CHANGES))
-    match = re.fullmatch(rf"({'|'.join(RECIPES)})-s(\d+)(?:-({changes})((?<=resume)[1-9])?)?", name)
+    match = re.fullmatch(rf"({'|'.join(RECIPES)})-s(\d+)(?:-({changes})((?<=resume)[1-9])?)?(-again)?", name)
     if match is None:
-        raise SystemExit(f"unknown variant {name}: RECIPE-sSEED[-CHANGE] of {', '.join(RECIPES)}; {', '.join(CHANGES)}")
-    return match[1], int(match[2]), match[3] or "", int(match[4] or 0)
+        raise SystemExit(
+            f"unknown variant {name}: RECIPE-sSEED[-CHANGE][-again] of {', '.join(RECIPES)}; {', '.join(CHANGES)}"
+        )
+    return match[1], int(match[2]), match[3] or "", int(match[4] or match[5] is not None)
 
 
 def make_config(name: str, args: argparse.Namespace, overrides: list[str]) -> JobConfig:
@@ -419,7 +421,7 @@ def register_models(args: argparse.Namespace, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="RECIPE-sSEED[-CHANGE]")
+    parser.add_argument("name", help="RECIPE-sSEED[-CHANGE][-again]")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--corpus", type=Path, required=True, help="corpus with train.npy and validation.npy")
     parser.add_argument("--eval-every", type=int, default=250, help="steps (default: %(default)s)")
