@@ -40,7 +40,7 @@ class Records:
     def of(self, name: str, shape: str) -> dict[str, Record]:
         """By reference, those of the newest run: others met another machine or another state."""
         found = [r for r in self.all if r["name"] == name and r["shape"] == shape]
-        newest = max(found, key=lambda r: r["date"], default=None)
+        newest = max(reversed(found), key=lambda r: r["date"], default=None)  # of one date, what was written last
         found = [r for r in found if all(r[key] == newest[key] for key in ("date", "commit", "hardware"))]
         self.used += found
         return {r["reference"]: r for r in found}

@@ -32,6 +32,7 @@ def test_a_row_is_of_one_run():
     records = tables.Records(
         [
             record("train_16b", SHAPE, 900, "torchao", 450, date="2026-01-01"),
+            record("train_16b", SHAPE, 950, "naive_blockwise", 475) | {"commit": "c1"},
             record("train_16b", SHAPE, 1000, "bf16", 500),
             record("train_16b", SHAPE, 1000, "bf16_whole", 800),
             record("train_16b memory", SHAPE, 10.5, "bf16", 12.25),
