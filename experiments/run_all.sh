@@ -75,9 +75,10 @@ part profile 300 python3 -m experiments.throughput.profile_step --out experiment
     --timeout 170
 part host_time 200 python3 -m experiments.throughput.host_time --out experiments/throughput
 
-layers 16b 400 16B --tokens 16384 8192 4096
+layers 16b 400 16B --tokens 16384 8192 # 4096: layers_small
 part layers_ablations 400 python3 -m experiments.throughput.layer --out experiments/throughput \
-    --models 16B 671B --experts 64 --tokens 16384 --variants bf16 fp8 "fp8 requantize" "fp8 unfused permute"
+    --models 16B 671B --experts 64 --tokens 16384 --variants fp8 "fp8 requantize" "fp8 unfused permute" \
+    "fp8 with bf16 shared experts"
 part layers_small 300 python3 -m experiments.throughput.layer --out experiments/throughput \
     --models 16B --tokens 4096 --processes 5 --together 5
 layers 671b 400 671B --experts 64 --tokens 16384 8192 4096

@@ -323,7 +323,8 @@ def median_of(results: list[dict]) -> dict:
 def references(name: str) -> list[str]:
     """The variants that a variant is compared with."""
     kind = next((kind for kind in KINDS if name.endswith(kind)), "")
-    return [f"{reference}{kind}" for reference in ("bf16", "bf16 whole")] + ["fp8"] * (name in ABLATIONS)
+    of_defaults = name in (*ABLATIONS, "fp8 with bf16 shared experts")
+    return [f"{reference}{kind}" for reference in ("bf16", "bf16 whole")] + ["fp8"] * of_defaults
 
 
 def record_name(name: str, title: str = "") -> str:

@@ -7,8 +7,8 @@
     python -m experiments.throughput.train --out experiments/throughput --gpus 4 --largest-batch 4 20
 
 Every run is a launch of its own, A B C A B C; repeats differ by the seed, within one all variants have the same seed
-and data. Records are written after each run to ``results.json``; logs and every run's figures stay in
-``outputs/throughput``, where later invocations add to them. A variant may set the converter's options:
+and data. Records compare the runs of one invocation and are written after each to ``results.json``; logs and the
+figures of the last invocation stay in ``outputs/throughput``. A variant may set the converter's options:
 ``fp8_flow:recompute=experts,save_h=fp8``.
 
 Overrides of torchtitan's after ``--`` hold for every run; the records carry them in their shape.
@@ -332,10 +332,10 @@ def main() -> None:
     if args.largest_batch:
         return search(args, shape)
     path = args.work / "runs.json"
-    results = json.loads(path.read_text()) if path.exists() else []
+    results: list[dict] = []
     todo = [(variant, seed) for seed in args.seeds for variant in args.variants]
     for result in in_turn(todo, args):
-        results = [r for r in results if (r["variant"], r["seed"]) != (result["variant"], result["seed"])] + [result]
+        results.append(result)
         print(f"\n{shape}\n{table(results, range(LOG_FREQ, args.steps + 1, LOG_FREQ))}", flush=True)
         print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
