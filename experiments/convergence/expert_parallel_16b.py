@@ -4,14 +4,13 @@
     python -m experiments.convergence.expert_parallel_16b --out experiments/convergence [--ranks 2] [--steps 300]
 
 Each run is torchtitan's trainer with four of the 16B model's layers, compiled, one GPU per rank; all have the same seed
-and data. ``fp8_flow`` exchanges tokens with NCCL, ``symmetric`` through symmetric memory. A run that its log says is
-complete is not repeated, so that the script can go on where it was cut off.
+and data. ``fp8_flow`` exchanges tokens with NCCL, ``symmetric`` through symmetric memory. A run that is complete is not
+repeated, so that the script can go on where it was cut off; remove its JSON file to repeat it.
 """
 
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.throughput.train import STEP
 from titan_fp8moe.testing import environment, require_gpu, write_records
 
 CONFIG = "train_configs/deepseek_v3_16b_short.toml"
@@ -29,19 +29,18 @@ VARIANTS = {
     # the router is not trained yet: all tokens of a step may go to one rank
     "symmetric": ["--fp8_flow_moe.dispatch=symmetric", "--fp8_flow_moe.dispatch_capacity={ranks}"],
 }
-STEP = re.compile(r"^\[rank0\].*step: *\d+ +loss: *(\S+) .*memory: *([\d.]+)GiB.* tps: *([\d,]+)", re.MULTILINE)
 WARM = 20  # steps that the speed leaves out
 
 
-def train(variant: str, ranks: int, steps: int) -> None:
-    """Runs a variant; its output goes to RUNS/VARIANT.log.
+def train(variant: str, runs: Path, ranks: int, steps: int) -> None:
+    """Runs a variant. Its output goes to VARIANT.log; once it is complete, VARIANT.json says where it ran.
 
     Raises:
         SystemExit: if it fails.
     """
-    log = RUNS / f"{variant}.log"
+    log = runs / f"{variant}.log"
     command = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", "--role=rank", "--tee=3", "-m"]
-    command += ["torchtitan.train", f"--job.config_file={CONFIG}", f"--job.dump_folder={RUNS / variant}"]
+    command += ["torchtitan.train", f"--job.config_file={CONFIG}", f"--job.dump_folder={runs / variant}"]
     command += [f"--training.steps={steps}", "--metrics.log_freq=1", "--metrics.disable_color_printing"]
     command += ["--debug.seed=0", f"--parallelism.expert_parallel_degree={ranks}"]
     command += [option.format(ranks=ranks) for option in VARIANTS[variant]]
@@ -52,16 +51,15 @@ def train(variant: str, ranks: int, steps: int) -> None:
         )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{variant} ended with exit code {done.returncode}: see {log}")
-    (RUNS / f"{variant}.json").write_text(json.dumps(environment()))
+    (runs / f"{variant}.json").write_text(json.dumps(environment()))
 
 
-def read(variant: str) -> tuple[np.ndarray, float, float]:
+def read(log: Path) -> tuple[np.ndarray, float, float]:
     """The loss of each step, the largest memory in GiB, and the median of tokens/s per GPU."""
-    path = RUNS / f"{variant}.log"
-    steps = STEP.findall(path.read_text()) if path.exists() else []
-    losses = np.array([float(loss) for loss, _, _ in steps])
-    speeds = [float(speed.replace(",", "")) for _, _, speed in steps[WARM:]]
-    return losses, max((float(memory) for _, memory, _ in steps), default=0), statistics.median(speeds or [0])
+    steps = [match.groups() for match in map(STEP.search, log.read_text().splitlines()) if match]
+    _, losses, _, memory, speeds = zip(*steps, strict=True)
+    speed = statistics.median(int(speed.replace(",", "")) for speed in speeds[WARM:])
+    return np.array(losses, dtype=float), max(map(float, memory)), speed
 
 
 def main() -> None:
@@ -70,22 +68,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     args = parser.parse_args()
-    RUNS.mkdir(parents=True, exist_ok=True)
+    runs = RUNS / f"ep{args.ranks}-{args.steps}-steps"
+    runs.mkdir(parents=True, exist_ok=True)
     for variant in VARIANTS:
-        if len(read(variant)[0]) < args.steps:
+        if not (runs / f"{variant}.json").exists():
             require_gpu()
-            train(variant, args.ranks, args.steps)
+            train(variant, runs, args.ranks, args.steps)
     shape = f"16B, 4 layers, 4 x 4096 tokens per GPU, {args.steps} steps, EP {args.ranks}"
     print(f"{shape}: the training loss next to bf16's")
     print(f"{'':12}{'last 50 steps':>15}{'last 10 steps':>15}{'tokens/s/GPU':>14}{'GiB':>8}")
-    reference, records = read("bf16")[0], []
+    reference, records = read(runs / "bf16.log")[0], []
     for variant in VARIANTS:
-        losses, memory, speed = read(variant)
+        losses, memory, speed = read(runs / f"{variant}.log")
         last = {n: losses[-n:].mean() / reference[-n:].mean() - 1 for n in (50, 10)}
         print(f"{variant:12}{last[50]:+15.3%}{last[10]:+15.3%}{speed:14,.0f}{memory:8.1f}")
         if variant != "bf16":
             records.append(
-                json.loads((RUNS / f"{variant}.json").read_text())
+                json.loads((runs / f"{variant}.json").read_text())
                 | dict(name=f"expert_parallel {variant}", shape=shape, value=float(losses[-50:].mean()),
                        unit="nats per token, mean of the last 50 steps", reference="bf16",
                        reference_value=float(reference[-50:].mean()), speedup=None,

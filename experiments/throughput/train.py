@@ -14,7 +14,7 @@ figures of the last invocation stay in ``outputs/throughput``. A variant may set
 Overrides of torchtitan's after ``--`` hold for every run; the records carry them in their shape.
 
 ``--largest-batch LOW HIGH`` looks by bisection, from LOW to HIGH, for the largest local batch of each variant that
-trains ``BATCH_STEPS`` steps; the first of these compiles, and Adam's states exist from the second on. It is found if
+trains ``BATCHSTEPS`` steps; the first of these compiles, and Adam's states exist from the second on. It is found if
 the next larger one was tried and ran out of memory. A run that is out of time ends the search: give it a ``--timeout``
 of two minutes and more, since one that hardly fits is slow.
 """
@@ -70,8 +70,8 @@ ROUTING = {
 OUT_OF_MEMORY = "out of memory"
 LOG_FREQ = 10  # of CONFIG: a logged speed is that of so many steps
 STEADY = 10  # steps before: compilation, allocator, warm-up of clocks
-BATCH_STEPS = 4
-_STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
+BATCHSTEPS = 4
+STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
 
 def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
@@ -139,7 +139,7 @@ class Run:
         shutil.rmtree(self.dump, ignore_errors=True)
 
     def result(self, error: str | None) -> dict:
-        rows = [match.groups() for match in map(_STEP.search, self.log.read_text().splitlines()) if match]
+        rows = [match.groups() for match in map(STEP.search, self.log.read_text().splitlines()) if match]
         steady = [row for row in rows if int(row[0]) > STEADY]
         tokens = [int(row[4].replace(",", "")) for row in steady]
         return {
@@ -156,7 +156,7 @@ class Run:
 
 def how_it_fits(log: str) -> str:
     """Speed in the last steps, and how often the allocator had to give memory back: a run may just fit, and crawl."""
-    steps = [match[5] for match in map(_STEP.search, log.splitlines()) if match]
+    steps = [match[5] for match in map(STEP.search, log.splitlines()) if match]
     retries = re.findall(r"^\[rank0\].* (\d+) CUDA memory allocation retries", log, re.MULTILINE)
     return f"fits, {steps[-1]} tokens/s/GPU, {retries[-1] if retries else 0} allocation retries"
 
@@ -307,7 +307,7 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
 
 def search(args: argparse.Namespace, shape: str) -> None:
     """The largest local batch of each variant; adds to what earlier searches tried."""
-    args.steps = BATCH_STEPS
+    args.steps = BATCHSTEPS
     path = args.work / "largest_batch.json"
     found = {f["variant"]: f for f in json.loads(path.read_text())} if path.exists() else {}
     for variant in args.variants:
