@@ -70,9 +70,9 @@ def permute_then_copy(
 ) -> tuple[Tensor, Tensor]:
     """Stands in for :func:`titan_fp8moe.ops.permute_rows`: one more pass over the rows in expert order.
 
-    Permuting and padding in two launches moves as many bytes, where few rows are padding. Arguments and results are
-    those of the op.
+    Permuting and padding in two launches moves as many bytes, where few rows are padding; the scales, 1 / 128 of them,
+    are transposed in between. Arguments and results are those of the op.
     """
-    rows = _permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
+    q_MD, scale = _permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
     same_M = torch.arange(token_M.shape[0], dtype=torch.int32, device=token_M.device)
-    return _permute_rows(*rows, same_M.unsqueeze(1), same_M, offsets_E)
+    return _permute_rows(q_MD, scale.contiguous(), same_M.unsqueeze(1), same_M, offsets_E)

@@ -63,7 +63,7 @@ def test_expert_routing(generator, name, top_k, unserved_tokens, dtype, views, c
 
 def test_rows_must_be_contiguous(generator):
     ids, scores = randint(generator, 0, 2, 3, 8).t(), randn(generator, 3, 8).t()
-    with pytest.raises(ValueError, match=r"topk_ids_TK needs unit stride along top_k, got strides \(1, 8\)"):
+    with pytest.raises(ValueError, match=r"topk_ids_TK needs unit stride along its rows, got strides \(1, 8\)"):
         routing.expert_routing(ids, scores.contiguous(), 2, 256)
     with pytest.raises(ValueError, match="use topk_scores_TK.contiguous"):
         routing.expert_routing(ids.contiguous(), scores, 2, 256)
@@ -238,6 +238,14 @@ def test_permute_rows(generator, name, from_payload):
     assert_same_bits(got_scale[:end], want_scale[:end])
     assert got_scale.stride() == (1, token_M.shape[0])
     assert (got_q[end:].view(torch.uint8) == 0xA5).all()
+
+
+def test_permute_needs_rows_of_scales(generator):
+    """Scales in expert order are column-major: they cannot be permuted again as they are."""
+    offsets_E, token_M, _, row_TK = make_routing(generator, "nothing", 1, 40)
+    q, scale = fp8_rows(generator, 40, 256), column_major_scale(generator, 40, 256)
+    with pytest.raises(ValueError, match=r"scale needs unit stride along its rows, got strides \(1, 40\)"):
+        permute.permute_rows(q, scale, row_TK, token_M, offsets_E)
 
 
 def test_permute_no_tokens(generator):

@@ -135,13 +135,14 @@ def _counting(check_ids: bool) -> dict[str, int]:
 
 
 def row_stride(name: str, x_TK: Tensor) -> int:
-    """Elements between rows of a (T, K) tensor.
+    """Elements between rows of a (T, K) tensor whose rows may be strided.
 
     Raises:
         ValueError: unless the elements of a row are contiguous.
     """
     if x_TK.shape[1] > 1 and x_TK.stride(1) != 1:
-        raise ValueError(f"{name} needs unit stride along top_k, got strides {x_TK.stride()}; use {name}.contiguous()")
+        strides = x_TK.stride()
+        raise ValueError(f"{name} needs unit stride along its rows, got strides {strides}; use {name}.contiguous()")
     return x_TK.stride(0)
 
 

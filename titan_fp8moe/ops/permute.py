@@ -102,6 +102,9 @@ def permute_rows(
 
     Returns:
         (M, D) e4m3, (M, D // 128) e8m0 column-major; rows from ``offsets_E[-1]`` on are undefined.
+
+    Raises:
+        ValueError: from the kernels, unless q and scale have unit stride along their rows.
     """
     if use_kernels(q_TD):
         return kernels.permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
