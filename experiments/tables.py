@@ -25,6 +25,10 @@ PAGES = (
 PEERS = ("bf16", "bf16_whole", "torchao", "naive_blockwise")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
+PRODUCTS = ("bf16", "torchao rowwise", "ours, FFN of products")
+COPIES = ("copy", "copy of as many bytes")
+ABLATIONS = {"requantize": "dequantize, transpose, requantize", "unfused_permute": "permute, then pad"}
+"""References that ran with the defaults alone, in a run of their own."""
 
 Record = dict
 Row = list[str]
@@ -37,9 +41,11 @@ class Records:
         self.all = records
         self.used: list[Record] = []
 
-    def of(self, name: str, shape: str) -> dict[str, Record]:
-        """By reference, those of the newest run: others met another machine or another state."""
+    def of(self, name: str, shape: str, ablation: str | None = None) -> dict[str, Record]:
+        """By reference, those of the newest run: others met another machine or another state. Without ``ablation``
+        none of :data:`ABLATIONS`, else that one alone."""
         found = [r for r in self.all if r["name"] == name and r["shape"] == shape]
+        found = [r for r in found if (r["reference"] == ablation if ablation else r["reference"] not in ABLATIONS)]
         newest = max(reversed(found), key=lambda r: r["date"], default=None)  # of one date, what was written last
         found = [r for r in found if all(r[key] == newest[key] for key in ("date", "commit", "hardware"))]
         self.used += found
@@ -68,8 +74,7 @@ def number(value: float) -> str:
 
 
 def value(found: dict[str, Record]) -> float:
-    """Ours, of the run that also had bf16 if there is one."""
-    return next(found[reference] for reference in (*PEERS, *found) if reference in found)["value"]
+    return next(iter(found.values()))["value"]
 
 
 def ours(found: dict[str, Record]) -> str:
@@ -110,7 +115,7 @@ def source(used: list[Record]) -> str:
 
 
 def setting(shape: str) -> str:
-    short = shape.removesuffix(", 1 GPU").replace(", random routing", "")
+    short = shape.replace(", 1 GPU", "").replace(", random routing", "")
     return short.replace("activation_checkpoint.mode=full", "full checkpointing")
 
 
@@ -118,7 +123,7 @@ def training(records: Records) -> str:
     """Tokens/s and GiB of each setting, bf16 and the other ways to FP8 beside ours."""
     rows = []
     for name in ("train_16b", "train_16b dispatch=symmetric", "train_qwen3_30b"):
-        for shape in records.shapes(name, "bf16", "bf16_whole"):
+        for shape in records.shapes(name, "bf16"):
             speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
             title = joined(setting(shape), name.partition(" ")[2])
             peers = [joined(cell(speed, peer), cell(memory, peer)) for peer in PEERS]
@@ -130,17 +135,16 @@ def training(records: Records) -> str:
 def variants(records: Records) -> str:
     """Our settings and the paper's ablations against the defaults."""
     rows = []
-    ablations = {"requantize": "dequantize, transpose, requantize", "unfused_permute": "permute, then pad"}
-    for reference, title in ablations.items():
+    for reference, title in ABLATIONS.items():
         for shape in records.shapes("train_16b", reference):
-            speed, memory = records.of("train_16b", shape), records.of("train_16b memory", shape)
+            speed, memory = (records.of(name, shape, reference) for name in ("train_16b", "train_16b memory"))
             share = f"{1 / speed[reference]['speedup']:.3f}x"
             rows.append([title, setting(shape), joined(cell(speed, reference), cell(memory, reference)), share])
     for name in [name for name in records.names("train_16b ") if re.fullmatch(r"train_16b \S+=\S+", name)]:
         for shape in records.shapes(name, "fp8_flow"):
-            speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
-            share = f"{speed['fp8_flow']['speedup']:.3f}x"
-            rows.append([f"`{name.split()[1]}`", setting(shape), joined(ours(speed), ours(memory)), share])
+            speed, memory = records.of(name, shape)["fp8_flow"], records.of(f"{name} memory", shape)
+            cells = joined(number(speed["value"]), ours(memory)), f"{speed['speedup']:.3f}x"
+            rows.append([f"`{name.split()[1]}`", setting(shape), *cells])
     return markdown(["variant", "setting", "tokens/s per GPU, GiB", "of the defaults' speed"], rows)
 
 
@@ -183,13 +187,24 @@ def layer(shape: str) -> str:
     return shape.removesuffix(", 1 GPU").replace(" per GPU", "")
 
 
+def by_model(shapes: list[str]) -> list[str]:
+    """The shapes of a model together, those of more tokens first."""
+    models = list(dict.fromkeys(shape.split(",")[0] for shape in shapes))
+
+    def place(shape: str) -> tuple[int, int, int]:
+        model, experts, tokens = shape.split(", ")[:3]
+        return models.index(model), -int(experts.split()[0]), -int(tokens.split()[0])
+
+    return sorted(shapes, key=place)
+
+
 def layers(records: Records) -> str:
     rows = []
     graphed = "as a CUDA graph"
     for name in ("moe_layer", f"moe_layer {graphed}"):
         suffix = name.removeprefix("moe_layer").replace("a CUDA graph", "CUDA graphs")
         references = [f"{reference}{name.removeprefix('moe_layer')}" for reference in ("bf16", "bf16 whole")]
-        for shape in records.shapes(name, references[1]):
+        for shape in by_model(records.shapes(name, references[1])):
             time = records.of(name, shape)
             row = [layer(shape) + suffix, ", ".join(cell(time, reference) for reference in references)]
             row += [f"{number(value(time))}{ratios(time, *references)}", "", ""]
@@ -338,35 +353,42 @@ def expert_ffn(records: Records) -> str:
     return markdown([*head, "torchao rowwise, compiled"], rows)
 
 
+def products(records: Records) -> str:
+    """One product next to its peers, and an FFN of three of them next to :func:`titan_fp8moe.routed_experts`."""
+    product, ffn, rows = "grouped_mm, product", "grouped_mm, layer", []
+    for shape in records.shapes(product, contains=f", {BACK_TO_BACK}"):
+        base = shape.removesuffix(f", {BACK_TO_BACK}")
+        both = [[records.of(name, f"{base}, {state}") for state in STATES[:2]] for name in (product, ffn)]
+        ours_by_name = [" / ".join(ours(found) for found in by_state) for by_state in both]
+        others = [
+            " / ".join(cell(found, reference) for found in by_state)
+            for by_state, reference in zip((both[0], both[0], both[1]), PRODUCTS, strict=True)
+        ]
+        rows.append([base, ours_by_name[0], *others[:2], ours_by_name[1], others[2]])
+    head = [f"ms, {' / '.join(STATES[:2])}", "titan_fp8moe", "bf16", "torchao FP8 rowwise", "`routed_experts`"]
+    return markdown([*head, "an FFN of products"], rows)
+
+
 def data_movement(records: Records) -> str:
-    """Share of a device copy by kernel and layer."""
-    copies = [r for r in records.all if r["reference"] == "copy" and "rows" in r]
-    columns = list(dict.fromkeys((r["layer"], r["rows"], r["E"]) for r in copies))
-    kernels = list(
-        dict.fromkeys(
-            (r["name"], r["routing"].replace("balanced", "").strip(", "))
-            for r in copies
-            if not r["routing"].startswith("skewed")
-        )
-    )
+    """Share of a device copy by kernel and layer; with few rows also of a copy of as many bytes."""
+    found: dict[tuple[str, str], dict[str, dict[str, Record]]] = {}
+    columns: dict[str, None] = {}
+    for r in records.all:
+        if r["reference"] in COPIES and "rows" in r and not r["routing"].startswith("skewed"):
+            column = f"{r['layer']}, {r['rows']:,} rows, E {r['E']}"
+            kernel = r["name"], r["routing"].removeprefix("balanced")
+            found.setdefault(kernel, {}).setdefault(column, {})[r["reference"]] = r
+            columns[column] = None
     rows = []
-    for name, kind in kernels:
-        shares = []
-        for column in columns:
-            found = [
-                r
-                for r in copies
-                if r["name"] == name
-                and (r["layer"], r["rows"], r["E"]) == column
-                and r["routing"].replace("balanced", "").strip(", ") == kind
-            ]
-            records.used += found[-1:]
-            shares.append(f"{found[-1]['speedup']:.0%}" if found else "")
-        rows.append([f"{name}{kind and ', '}{kind}", *shares])
-    return markdown(
-        ["share of a device copy", *(f"{layer}, {count:,} rows, E {experts}" for layer, count, experts in columns)],
-        rows,
-    )
+    for kernel, by_column in found.items():
+        cells = [by_column.get(column, {}) for column in columns]
+        records.used += [r for cell in cells for r in cell.values()]
+        shares = [
+            ", ".join(f"{r['speedup']:.0%}" for r in cell.values() if r["reference"] == COPIES[0] or r["rows"] < 8192)
+            for cell in cells
+        ]
+        rows.append(["".join(kernel), *shares])
+    return markdown(["share of a device copy", *columns], rows)
 
 
 # --- expert parallelism -----------------------------------------------------------------------------------------------
@@ -428,7 +450,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
         *(headline, training, variants, largest_batch, step, layers, layer_ablations, sonicmoe, ffns, transformers),
-        *(gemms, deepgemm, gemm_range, expert_ffn, data_movement, exchange),
+        *(gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
 }
 

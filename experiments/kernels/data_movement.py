@@ -4,14 +4,16 @@
     python -m experiments.kernels.plot experiments/kernels/results.json
 
 A figure is the fewest bytes that the kernel must move, each input read once and each output written once, divided by
-the median time of ``triton.testing.do_bench``. The upper limit is a device-to-device copy in the same run. Peers do the
-same work with their own layouts and precisions; their figure is the same bytes over their time.
+the median time of ``triton.testing.do_bench``. The upper limit is a device-to-device copy of 1 GiB in the same run; a
+copy that moves as many bytes as the kernel shows what a kernel of that size can reach. Peers do the same work with
+their own layouts and precisions; their figure is the same bytes over their time.
 """
 
 import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +21,11 @@ import triton
 from torch import Tensor
 from torchao.prototype.blockwise_fp8_training import kernels as torchao
 from torchtitan.models.moe import utils as torchtitan
+from torchtitan.models.moe.kernels import generate_permute_indices
 
 from titan_fp8moe import recipe, testing
-from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
+from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
+from titan_fp8moe.kernels import routing as routing_kernels
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.testing import write_records
@@ -89,6 +93,14 @@ def quantize_case(layer: Layer) -> Case:
     return Case("quantize", size(x, q, scale), lambda: quantize.quantize_rows(x, flag), references)
 
 
+def group_case(layer: Layer) -> Case:
+    """The rows of a shared expert or dense FFN: one group, with the scales in both layouts."""
+    x = randn(layer.R, layer.D)
+    moved = size(x, *quantize.quantize_group(x))
+    references = {"compiled PyTorch": compiled(recipe.quantize_group, x)}
+    return Case("quantize_group", moved, lambda: quantize.quantize_group(x), references)
+
+
 def weight_case(layer: Layer) -> Case:
     """Both layouts of gate and up; torchao takes two passes over weights that already are one tensor."""
     w13 = [randn(layer.E, layer.H, layer.D) for _ in range(2)]
@@ -111,8 +123,10 @@ def weight_case(layer: Layer) -> Case:
 
 @dataclass
 class Routing:
-    """Index maps of a layer's rows."""
+    """Choices of the tokens that come to this rank, -1 for another rank's experts, and index maps of their rows."""
 
+    ids_TK: Tensor
+    scores_TK: Tensor
     counts_SE: Tensor
     pair_R: Tensor
     offsets_E: Tensor
@@ -140,9 +154,11 @@ def route(layer: Layer, skewed: bool) -> Routing:
     pair_R = pairs[run.argsort(stable=True)]  # as torchtitan sorts them: by expert, tokens ascending
     counts_SE = torch.bincount(run, minlength=ranks * E).view(ranks, E)
     R, C = pair_R.shape[0], source_C.shape[0]
-    args = (topk_ids_TK[dispatched_T], torch.rand(C, top_k, device=device), E, recipe.row_capacity(R, E))
-    offsets_E, token_M, _, row_TK = routing.expert_routing(*args)
-    return Routing(counts_SE, pair_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
+    ids_TK, scores_TK = topk_ids_TK.where(served, -1)[dispatched_T], torch.rand(C, top_k, device=device)
+    if ranks > 1:
+        ids_TK = ids_TK.int()  # as a payload has them
+    offsets_E, token_M, _, row_TK = routing_kernels.expert_routing(ids_TK, scores_TK, E, recipe.row_capacity(R, E))
+    return Routing(ids_TK, scores_TK, counts_SE, pair_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
 
 
 def live(routing: Routing, *tensors: Tensor) -> int:
@@ -159,17 +175,25 @@ def expert_rows(routing: Routing, width: int) -> tuple[Tensor, Tensor]:
 def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]]:
     """Of x in expert order, and of x in the order of dispatched tokens with the former as reference."""
     x, dy = expert_rows(routing, layer.D), expert_rows(routing, 2 * layer.H)
-    args = (*x, *dy, routing.offsets_E, "balanced")
+    tokens, offsets_E = dispatched(layer, routing)[0], routing.offsets_E
     scales = (layer.D + 2 * layer.H) // TILE * routing.rows // TILE
     written = live(routing, x[0], dy[0]) + scales
-    in_order = lambda: transpose.transpose_pair(*args)  # noqa: E731
-    references = {"compiled PyTorch": compiled(recipe.transpose_pair, *args[:4], "balanced")}
-    yield "", Case("transpose_balanced", live(routing, *x, *dy) + written, in_order, references)
-    tokens = dispatched(layer, routing)[0]
-    by_token = (*tokens, *dy, routing.offsets_E, "balanced", routing.token_M)
-    moved = size(*tokens) + live(routing, *dy, routing.token_M) + written
-    run = lambda: transpose.transpose_pair(*by_token)  # noqa: E731
-    yield ", x by token", Case("transpose_balanced", moved, run, {"in expert order": in_order})
+    gathered = size(*tokens) + live(routing, *dy, routing.token_M) + written
+    for mode in ("balanced", "scaling_aware"):
+        in_order = partial(transpose.transpose_pair, *x, *dy, offsets_E, mode)
+        references = {"compiled PyTorch": compiled(recipe.transpose_pair, *x, *dy, mode)}
+        if mode == "scaling_aware":
+            references["a launch for each operand"] = partial(transpose_each, x, dy, offsets_E)
+        yield "", Case(f"transpose_{mode}", live(routing, *x, *dy) + written, in_order, references)
+        by_token = partial(transpose.transpose_pair, *tokens, *dy, offsets_E, mode, routing.token_M)
+        yield ", x by token", Case(f"transpose_{mode}", gathered, by_token, {"in expert order": in_order})
+
+
+def transpose_each(x: tuple[Tensor, Tensor], dy: tuple[Tensor, Tensor], offsets_E: Tensor) -> None:
+    """The pair in two calls: next to each operand stands one without columns."""
+    none = [t[:, :0].contiguous() for t in x]
+    transpose.transpose_pair(*x, *none, offsets_E, "scaling_aware")
+    transpose.transpose_pair(*none, *dy, offsets_E, "scaling_aware")
 
 
 def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
@@ -185,6 +209,19 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     yield Case("swiglu_backward", moved, lambda: swiglu.swiglu_quantize_backward(*backward), references)
 
 
+def fp8_h_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
+    """SwiGLU as ``save_h = "fp8"`` has it: the forward also quantizes h, the backward reads that."""
+    M = routing.token_M.shape[0]
+    h, d, score = randn(M, 2 * layer.H), randn(M, layer.H), torch.rand(M, device="cuda")
+    forward = partial(swiglu.swiglu_quantize, h, score, routing.offsets_E, False, True)
+    outputs = forward()
+    yield Case("swiglu save_h=fp8", live(routing, h, score, *outputs), forward)
+    backward = partial(
+        swiglu.swiglu_quantize_backward, d, *outputs[2:], score, routing.offsets_E, False, recompute_a=True
+    )
+    yield Case("swiglu_backward save_h=fp8", live(routing, d, *outputs[2:], score, *backward()), backward)
+
+
 def dispatched(layer: Layer, routing: Routing) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Quantized tokens, in a payload if they come from other ranks, and the bf16 tokens."""
     D, (T, top_k) = layer.D, routing.row_TK.shape
@@ -198,6 +235,41 @@ def dispatched(layer: Layer, routing: Routing) -> tuple[tuple[Tensor, Tensor], T
         views[1].view(torch.uint8).copy_(scale.view(torch.uint8))
         q, scale = views[:2]
     return (q, scale), x
+
+
+def routing_case(layer: Layer, routing: Routing) -> Case:
+    """Index maps from choices; without kernels these are a histogram, a sort and torchtitan's kernel for padding."""
+    ids, scores, E = routing.ids_TK, routing.scores_TK, layer.E
+    capacity = routing.token_M.shape[0]
+    run = partial(routing_kernels.expert_routing, ids, scores, E, capacity)
+    offsets_E, token_M, score_M, row_TK = run()
+    references = {}
+    if layer.ranks == 1:
+
+        def torchtitan_routing() -> None:
+            counts = torch.histc(ids.view(-1), bins=E, min=0, max=E)
+            order = torch.argsort(ids.view(-1), stable=True)
+            scores.view(-1)[order]
+            generate_permute_indices(counts, E, 1, capacity, TILE)
+
+        references["torchtitan"] = torchtitan_routing
+    return Case("expert_routing", size(ids, scores, offsets_E, token_M, score_M, row_TK), run, references)
+
+
+def dispatch_cases(layer: Layer) -> Iterator[Case]:
+    """What a rank sends: routing over all ranks, then the payload of values, scales, ids and scores."""
+    T, top_k, D = layer.R // layer.top_k, layer.top_k, layer.D
+    ids = torch.rand(T, layer.E * layer.ranks, device="cuda").topk(top_k).indices
+    x, scores = randn(T, D), torch.rand(T, top_k, device="cuda")
+    route = partial(routing_kernels.dispatch_routing, ids, layer.ranks, layer.E)
+    sent_TK, token_C, counts_N = route()
+    yield Case("dispatch_routing", size(ids, sent_TK, token_C, counts_N), route)
+    token_C = token_C[: int(counts_N[:, 0].sum())]
+    q, scale = quantize.quantize_rows(x)
+    width = (D + 8 * top_k + D // TILE + 15) // 16 * 16
+    pack = partial(permute.pack_dispatch, q, scale, token_C, sent_TK, ids, scores, layer.E, width)
+    moved = size(q, scale, token_C, sent_TK, ids, scores, pack())
+    yield Case("pack_dispatch", moved, pack, {"bf16 rows in PyTorch": lambda: x[token_C]})
 
 
 def permute_case(layer: Layer, routing: Routing) -> Case:
@@ -246,10 +318,28 @@ def unpermute_case(layer: Layer, routing: Routing) -> Case:
     return Case("unpermute", moved, run, references)
 
 
+def gradient_case(layer: Layer, routing: Routing) -> Case:
+    """:func:`unpermute_case` of a backward: with the score gradients."""
+    y, row_TK = randn(routing.token_M.shape[0], layer.D), routing.row_TK
+    ds_M = torch.rand(y.shape[0], device="cuda")
+    if layer.ranks == 1:
+        run = partial(permute.unpermute_gradients, y, ds_M.unsqueeze(1), row_TK, BF16)
+        out = run()
+    else:
+        run = partial(permute.pack_combine, y, ds_M, row_TK, (2 * layer.D + 4 * layer.top_k + 15) // 16 * 16)
+        out = [run()]
+    R = routing.pair_R.shape[0]
+    return Case("unpermute_gradients", size(y[:R], ds_M[:R], row_TK, *out), run)
+
+
 def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
     """The cases of a layer, one at a time in memory, with their routing ("" where it has no effect)."""
     yield "", quantize_case(layer)
+    yield "", group_case(layer)
     yield "", weight_case(layer)
+    if layer.ranks > 1:
+        for case in dispatch_cases(layer):
+            yield "", case
     for skewed in (False, True):
         routing = route(layer, skewed)
         name = "skewed" if skewed else "balanced"
@@ -257,16 +347,20 @@ def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
             yield name + source, case
         for case in swiglu_cases(layer, routing):
             yield name, case
+        for case in fp8_h_cases(layer, routing):
+            yield name, case
+        yield name, routing_case(layer, routing)
         yield name, permute_case(layer, routing)
         yield name, unpermute_case(layer, routing)
+        yield name, gradient_case(layer, routing)
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:
     return moved / triton.testing.do_bench(run, rep=100, return_mode="median") * 1e-6
 
 
-def device_copy() -> float:
-    source, target = (torch.empty(1 << 30, device="cuda", dtype=torch.uint8) for _ in range(2))
+def device_copy(moved: int = 1 << 31) -> float:
+    source, target = (torch.empty(moved // 2, device="cuda", dtype=torch.uint8) for _ in range(2))
     source.random_(0, 256)
     return gb_per_s(2 * size(source), lambda: target.copy_(source))
 
@@ -287,7 +381,7 @@ def main() -> None:
             if args.only not in case.name:
                 continue
             value = gb_per_s(case.bytes, case.run)
-            speeds = {"copy": copy}
+            speeds = {"copy": copy, "copy of as many bytes": device_copy(case.bytes)}
             if not args.no_peers and not distribution.startswith("skewed"):
                 speeds |= {name: gb_per_s(case.bytes, run) for name, run in case.references.items()}
             title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {distribution}"

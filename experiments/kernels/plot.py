@@ -26,24 +26,13 @@ PEERS = {"torchao": "^", "torchtitan": "s", "compiled PyTorch": "o"}
 
 
 def case_of(record: dict) -> tuple[str, int, int]:
-    """(layer, rows, experts), which are fields of a record; older records have them in their shape."""
-    fields = record["shape"] if isinstance(record["shape"], dict) else record
-    return fields["layer"], fields["rows"], fields["E"]
-
-
-def routing_of(record: dict) -> str:
-    return (record["shape"] if isinstance(record["shape"], dict) else record)["routing"]
-
-
-def newest(records: list[dict]) -> list[dict]:
-    """The last record of each kernel, case, routing and reference; records are in the order they were written."""
-    return list({(r["name"], case_of(r), routing_of(r), r["reference"]): r for r in records}.values())
+    return record["layer"], record["rows"], record["E"]
 
 
 def plot_data_movement(records: list[dict], path: Path) -> None:
     """A row for each kernel, a bar for each shape and routing."""
-    records = newest([r for r in records if r["name"] in KERNELS])
-    records = [r for r in records if not routing_of(r).endswith("by token")]  # compared with another of ours
+    records = [r for r in records if r["name"] in KERNELS]
+    records = [r for r in records if not r["routing"].endswith("by token")]  # compared with another of ours
     shapes = list(dict.fromkeys(case_of(r) for r in records))
     figure, axes = plt.subplots(len(KERNELS), 1, figsize=(9, 14), sharex=True, sharey=True, layout="constrained")
     for axis, name in zip(axes, KERNELS, strict=True):
@@ -53,7 +42,7 @@ def plot_data_movement(records: list[dict], path: Path) -> None:
                 continue
             ours = [r for r in here if r["reference"] == "copy"]
             for r, offset in zip(ours, (-0.2, 0.2) if len(ours) == 2 else (0,), strict=True):
-                color = "tab:orange" if routing_of(r) == "skewed" else "tab:blue"
+                color = "tab:orange" if r["routing"] == "skewed" else "tab:blue"
                 axis.bar(i + offset, r["speedup"], 0.4, color=color)
                 axis.text(i + offset, r["speedup"], f"{r['speedup']:.0%}", ha="center", va="bottom", fontsize=7)
             for r in here:

@@ -321,7 +321,8 @@ def main() -> None:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "tools/build_corpus.py", "--out", "outputs/corpus"], cwd=ROOT, check=True)
+    if not (ROOT / "outputs/corpus").exists():
+        subprocess.run([sys.executable, "tools/build_corpus.py", "--out", "outputs/corpus"], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as folder:
         captures, run = train(args.flavor, args.steps, args.statistics_every, folder)
     gc.collect()

@@ -3,8 +3,8 @@
 python -m experiments.throughput.plot experiments/throughput/results.json
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -12,9 +12,10 @@ import matplotlib.pyplot as plt
 from experiments.pictures import save
 
 
-def draw(records: list[dict], path: Path) -> None:
-    """A pair of bars for each shape: the reference's kernels above, ours below, both over the reference's time."""
-    records = [r for r in records if r["name"] == "moe_layer" and r["shape"].endswith("1 GPU") and "classes" in r]
+def draw(records: list[dict], path: Path, tokens: int) -> None:
+    """A pair of bars for each layer: the reference's kernels above, ours below, both over the reference's time."""
+    shape = f", {tokens} tokens, 1 GPU"
+    records = [r for r in records if r["name"] == "moe_layer" and r["shape"].endswith(shape) and "classes" in r]
     records = [*{r["shape"]: r for r in records if r["reference"] != "bf16 whole"}.values()]  # the newest
     labels = list(dict.fromkeys(label for r in records for layer in r["classes"].values() for label in layer))
     colors = dict(zip(labels, plt.get_cmap("tab20").colors, strict=False))
@@ -39,6 +40,13 @@ def draw(records: list[dict], path: Path) -> None:
     save(figure, path)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="JSON file of records")
+    parser.add_argument("--tokens", type=int, default=8192)
+    args = parser.parse_args()
+    draw(json.loads(args.results.read_text()), args.results.with_name("layer.png"), args.tokens)
+
+
 if __name__ == "__main__":
-    source = Path(sys.argv[1])
-    draw(json.loads(source.read_text()), source.with_name("layer.png"))
+    main()
