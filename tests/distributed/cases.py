@@ -1,6 +1,6 @@
 """The parallel layouts that tests/distributed checks against one process, as torchtitan command-line overrides."""
 
-GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 64, 3
+GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 64, 2
 
 BASE = [
     "--job.custom_config_module=titan_fp8moe.torchtitan",

@@ -50,7 +50,7 @@ def test_layout_equals_one_process(results, case):
     expected = max(reference["counted"].values()) * (2 if "ac" in case.split("_") else 1)
     assert set(result["counted"].values()) == {expected}
 
-    # After three optimizer steps the replicas of the router must still be the same numbers.
+    # After two optimizer steps the replicas of the router must still be the same numbers.
     assert all(spread == 0 for spread in result["gate_spread"].values()), result["gate_spread"]
     assert bool(result["gate_spread"]) == ("tp2" in case)
 
