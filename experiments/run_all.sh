@@ -98,6 +98,7 @@ gemms 16b 2 3
 kernels ffn 500 --layers 0 2 1
 kernels ffn_shared 300
 kernels grouped_mm 250
+# Its autotuner compiles for ten minutes with an empty cache: after a timeout call the part again.
 if [ -n "$list" ] || python3 -c "import sonicmoe" 2>/dev/null; then
     kernels sonicmoe 530 --budget 450
 else

@@ -23,7 +23,7 @@ from torch import Tensor
 from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts, workspace
 from titan_fp8moe.kernels import permute, symmetric
 from titan_fp8moe.recipe import FP8
-from titan_fp8moe.testing import graphed, write_records
+from titan_fp8moe.testing import graphed, require_gpu, write_records
 from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
 
 LIMITS = {"local": 50, "processes": 60}  # seconds on one GPU
@@ -403,9 +403,8 @@ def main() -> None:
             print(record, flush=True)
             write_records(args.out, [record])
         return None
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        sys.exit("needs a GPU")
+    require_gpu()
+    gpus, failed = torch.cuda.device_count(), []
     ranks, limits = (4, LIMITS) if gpus == 1 else (min(gpus, 8), LIMITS_SEVERAL)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     env = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if gpus < ranks else dict(os.environ)
@@ -418,6 +417,10 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             code = "out of time"
         print(f"{part}: exit {code} after {time.monotonic() - began:.0f} s", flush=True)
+        if code:
+            failed.append(part)
+    if failed:
+        sys.exit(f"error: failed parts: {', '.join(failed)}")
     return None
 
 

@@ -14,6 +14,7 @@ up to 1024 rows of each, over memory filled with NaN. Records are written after 
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,7 +28,16 @@ from experiments.kernels.gemm import BF16, REFERENCES, cells, forward_gemm, spee
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.testing import AFTER_IDLING, environment, graphed, group_ends, host_ms, median_ms, write_records
+from titan_fp8moe.testing import (
+    AFTER_IDLING,
+    environment,
+    graphed,
+    group_ends,
+    host_ms,
+    median_ms,
+    require_gpu,
+    write_records,
+)
 
 GROUPED = ("bf16", "torchao rowwise")
 SHAPES = [(4096, 7168), (7168, 4096), (2816, 2048), (2048, 1408)]  # N, K
@@ -131,8 +141,8 @@ def cases() -> Iterator[tuple[Callable, int, int, int, int, bool]]:
                     yield make, M, E, N, K, skewed
 
 
-def benchmark() -> Iterator[list[dict]]:
-    """The records of one case after another."""
+def benchmark(failed: list[str]) -> Iterator[list[dict]]:
+    """The records of one case after another; ``failed`` gets the shapes of those that raised."""
     names = ("ours", *REFERENCES)
     print(f"{'TFLOP/s, back to back / after idling':39}" + "".join(f"{name.split()[-1]:>13}" for name in names), end="")
     print("   host µs: ours, bf16, rowwise; error and worst block, bf16 (and fp32)")
@@ -142,7 +152,8 @@ def benchmark() -> Iterator[list[dict]]:
         try:
             times, more = measure_case(make, M, N, K, group_ends(M, E, skewed))
         except Exception as error:  # the other cases can still be measured
-            print(f"{name}: {shape}: {str(error)[:150]}", flush=True)
+            failed.append(f"{name}: {shape}")
+            print(f"{failed[-1]}: {str(error)[:150]}", flush=True)
             continue
         finally:
             torch.cuda.empty_cache()
@@ -205,17 +216,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further GEMM is begun")
     args = parser.parse_args()
+    require_gpu()
     setting = environment()
     print(setting["hardware"], setting["versions"])
     torch.manual_seed(0)
-    records, deadline = [], time.monotonic() + args.budget
-    for new in benchmark():
+    records, failed, deadline = [], [], time.monotonic() + args.budget
+    for new in benchmark(failed):
         records += new
         write_records(args.out / "results.json", new)
         if time.monotonic() > deadline:
             print("out of time")
             break
     print_verdict(records)
+    if failed:
+        sys.exit(f"error: {len(failed)} cases failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from titan_fp8moe import Fp8FlowMoEConfig
-from titan_fp8moe.testing import elapsed_ms, write_records
+from titan_fp8moe.testing import elapsed_ms, require_gpu, write_records
 from titan_fp8moe.transformers import NAME, converted, register
 
 CUDA = torch.cuda.is_available()
@@ -242,6 +242,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--recompute", choices=["none", "activation", "experts"], default="activation")
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
+    if not args.tiny:
+        require_gpu()
     start = time.perf_counter()
     register(Fp8FlowMoEConfig(recompute=args.recompute))
     for name in args.models:
