@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.pictures import save
+from experiments.tables import Records, value
 
 TITLE, SHAPE = "DeepSeek-V3 16B, 6 layers", "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU"
 BARS = {
@@ -29,29 +30,22 @@ PANELS = {
 OURS, OTHERS = "#0072B2", "#B0B0B0"
 
 
-def newest(records: list[dict]) -> list[dict]:
-    """The records of ``SHAPE`` that belong to the run of the newest one."""
-    found = [record for record in records if record["shape"] == SHAPE and record["name"] in PANELS]
-    last = max(found, key=lambda record: record["date"])
-    return [record for record in found if all(record[key] == last[key] for key in ("date", "commit", "hardware"))]
-
-
-def bars(run: list[dict], name: str) -> dict[str, float]:
+def bars(records: Records, name: str) -> dict[str, float]:
     """The values of a panel by label, ours last."""
-    references = {r["reference"]: r["reference_value"] for r in run if r["name"] == name}
-    ours = next(r["value"] for r in run if r["name"] == name)
-    return {label: references[key] for key, label in BARS.items() if key in references} | {"FP8, titan_fp8moe": ours}
+    found = records.of(name, SHAPE)
+    others = {label: found[key]["reference_value"] for key, label in BARS.items() if key in found}
+    return others | {"FP8, titan_fp8moe": value(found)}
 
 
-def draw_panel(axis: Axes, run: list[dict], name: str) -> None:
+def draw_panel(axis: Axes, records: Records, name: str) -> None:
     """One bar per variant, labelled with its value and its ratio to the first one's."""
     label, number = PANELS[name]
-    found = bars(run, name)
+    found = bars(records, name)
     values = [*found.values()]
     axis.barh(range(len(values)), values, color=[OTHERS] * (len(values) - 1) + [OURS])
-    for i, value in enumerate(values):
-        ratio = f" ({value / values[0]:.2f}x)" if i else ""
-        axis.text(value, i, f" {number.format(value)}{ratio}", va="center", fontsize=10)
+    for i, length in enumerate(values):
+        ratio = f" ({length / values[0]:.2f}x)" if i else ""
+        axis.text(length, i, f" {number.format(length)}{ratio}", va="center", fontsize=10)
     axis.set_yticks(range(len(values)), [*found], fontsize=10)
     axis.set_xlim(0, 1.45 * max(values))
     axis.set_xticks([])
@@ -60,19 +54,19 @@ def draw_panel(axis: Axes, run: list[dict], name: str) -> None:
     axis.tick_params(axis="y", length=0)
 
 
-def draw(records: list[dict], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Writes the picture: tokens/s on the left, memory on the right."""
-    run = newest(records)
-    count = len(bars(run, "train_16b"))
+    count = len(bars(records, "train_16b"))
     figure, axes = plt.subplots(1, 2, figsize=(10, 0.55 * count + 0.9), sharey=True, layout="constrained")
     for axis, name in zip(axes, PANELS, strict=True):
-        draw_panel(axis, run, name)
+        draw_panel(axis, records, name)
     axes[0].invert_yaxis()  # shared: the first row is on top
-    source = f"{run[0]['hardware']}, commit {run[0]['commit']}, {run[0]['date']}"
+    first = next(iter(records.of("train_16b", SHAPE).values()))
+    source = f"{first['hardware']}, commit {first['commit']}, {first['date']}"
     figure.suptitle(f"{TITLE} ({source})", fontsize=11)
     save(figure, path, dpi=150)
 
 
 if __name__ == "__main__":
     source, target = map(Path, sys.argv[1:])
-    draw(json.loads(source.read_text()), target)
+    draw(Records(json.loads(source.read_text())), target)

@@ -24,7 +24,7 @@ from torchtitan.models.moe import kernels as torchtitan_kernels
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments import ablations, headline
+from experiments import ablations, headline, tables
 from experiments.throughput import host_time, layer, one_more_layer, plot, profile_step, train, variants
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
@@ -284,9 +284,12 @@ def test_a_variant_that_fails_does_not_end_the_others():
         steps.append(name)
 
     bench = SimpleNamespace(forwards=dict.fromkeys(["bf16", "big", "fp8"]), step=step)
+    bench.x = SimpleNamespace(grad=torch.zeros(1))
     failed = layer.warm_up(bench)
     assert failed == {"big": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."}
     assert list(bench.forwards) == ["bf16", "fp8"] and steps == ["bf16", "bf16", "fp8", "fp8"]
+    bench.x.grad[0] = math.nan
+    assert set(layer.warm_up(bench)) == {"bf16", "fp8"} and not bench.forwards
 
 
 def test_what_cannot_be_captured_does_not_end_the_others(monkeypatch):
@@ -581,11 +584,13 @@ def test_log(tmp_path: Path):
     assert [(r["name"], r["reference"]) for r in records] == [("train_16b", "bf16"), ("train_16b memory", "bf16")]
     assert [r["speedup"] for r in records] == pytest.approx([2.0, 91.9 / 80])
     assert "| 11,030 (11,020 to 11,040) out of memory |" in train.table([failed], [10])
+    run.log.write_text(lines.replace("8.21696", "nan", 2))
+    assert run.result(None)["error"] == "the loss is nan at step 10"
     assert tomllib.loads(Path(train.CONFIG).read_text())["metrics"]["log_freq"] == train.LOG_FREQ
 
 
 def test_bars_of_the_headline():
-    """Of the newest run alone, whose records share date, commit and hardware."""
+    """Of the newest run alone, whose records share date, commit and hardware, and not of an ablation's."""
 
     def record(name: str, value: float, reference: str, reference_value: float, commit: str, date: str) -> dict:
         known = dict(shape=headline.SHAPE, hardware="1 x NVIDIA H200", commit=commit, date=date)
@@ -596,6 +601,7 @@ def test_bars_of_the_headline():
         record("train_16b", 98.0, "bf16_whole", 67.0, "b", "2026-11-24"),
         record("train_16b", 98.0, "bf16", 54.0, "b", "2026-11-24"),
         record("train_16b save_h=fp8", 97.0, "bf16", 54.0, "c", "2026-11-25"),
+        record("train_16b", 96.0, "unfused_permute", 95.0, "c", "2026-11-25"),
     ]
-    found = headline.bars(headline.newest(records), "train_16b")
+    found = headline.bars(tables.Records(records), "train_16b")
     assert list(found.values()) == [54.0, 67.0, 98.0] and list(found)[-1] == "FP8, titan_fp8moe"

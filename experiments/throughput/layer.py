@@ -97,8 +97,8 @@ def warm_up(bench: Bench) -> dict[str, str]:
         try:
             for _ in range(2):
                 bench.step(name)
-            if CUDA:
-                torch.cuda.synchronize()
+            if not bench.x.grad.isfinite().all():
+                raise RuntimeError("the gradient of the input is not finite")
         except Exception as e:
             traceback.print_exc()
             error = _first_line(e)
@@ -435,6 +435,7 @@ def main() -> None:
     begin = time.monotonic()
     deadline = begin + args.budget
     results: dict[Shape, list[dict]] = {}
+    failed = []
     with tempfile.TemporaryDirectory() as folder:
         for first in range(0, len(shapes), args.together):
             if time.monotonic() > deadline:
@@ -458,11 +459,15 @@ def main() -> None:
                         show(result)
                         save(result, args.out)
                     if error:
-                        print(f"{shape}: {error}\n{processes.logs()}")
+                        failed.append(f"{shape}: {error}")
+                        print(f"{failed[-1]}\n{processes.logs()}")
                     print(f"  {time.monotonic() - begin:.0f} s", flush=True)
             finally:
                 for processes in started:
                     processes.end()
+    if failed:
+        sys.exit(f"error: shapes failed: {'; '.join(failed)}")
+    return None
 
 
 if __name__ == "__main__":

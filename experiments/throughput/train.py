@@ -21,6 +21,7 @@ of two minutes and more, since one that hardly fits is slow.
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -142,15 +143,17 @@ class Run:
         rows = [match.groups() for match in map(STEP.search, self.log.read_text().splitlines()) if match]
         steady = [row for row in rows if int(row[0]) > STEADY]
         tokens = [int(row[4].replace(",", "")) for row in steady]
+        losses = {row[0]: float(row[1]) for row in rows}
+        broken = [f"the loss is {loss} at step {step}" for step, loss in losses.items() if not math.isfinite(loss)]
         return {
             "variant": self.variant,
             "seed": self.seed,
-            "error": error,
+            "error": error or next(iter(broken), None),
             "steady_steps": max([int(row[0]) for row in steady], default=STEADY) - STEADY,
             "tokens_per_second": tokens,
             "median_tokens_per_second": statistics.median(tokens) if tokens else None,
             "peak_memory_gib": max((float(row[3]) for row in steady), default=None),
-            "losses": {row[0]: float(row[1]) for row in rows},
+            "losses": losses,
         }
 
 
@@ -171,10 +174,9 @@ def in_turn(todo: list[tuple[str, int]], args: argparse.Namespace) -> Iterator[d
                 waiting.append(Run(variant, args, seed, f"{variant}_{seed}"))
             run = waiting[0]
             run.begin()
-            error = run.wait(min(args.timeout, deadline - time.monotonic()))
-            if error:
-                print(f"{run.label}: {error}\n{run.log.read_text()[-3000:]}", flush=True)
-            result = run.result(error)
+            result = run.result(run.wait(min(args.timeout, deadline - time.monotonic())))
+            if result["error"]:
+                print(f"{run.label}: {result['error']}\n{run.log.read_text()[-3000:]}", flush=True)
             waiting.pop(0).end()
             yield result
             if time.monotonic() > deadline:
@@ -340,6 +342,9 @@ def main() -> None:
         print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
         write_records(args.out / "results.json", records(results, args.model, shape))
+    if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:
+        sys.exit(f"error: runs failed: {'; '.join(failed)}")
+    return None
 
 
 if __name__ == "__main__":
