@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import tables
+from experiments import headline, tables
 
 
 def record(name, shape, value, reference, reference_value, date="2026-01-02", **fields):
@@ -68,3 +68,17 @@ def test_ablations_are_of_one_run_and_deepgemm_is_summarized():
 @pytest.mark.parametrize(("value", "text"), [(123456.7, "123,457"), (98.76, "98.8"), (1.234, "1.23"), (0.5, "0.5")])
 def test_numbers(value, text):
     assert tables.number(value) == text
+
+
+def test_bars_of_the_headline():
+    """Of the newest run with peers, and not of an ablation's, which has others of ours."""
+    shape = headline.SHAPE
+    records = [
+        record("train_16b", shape, 90.0, "torchao", 40.0, "2026-01-01"),
+        record("train_16b", shape, 98.0, "bf16_whole", 67.0),
+        record("train_16b", shape, 98.0, "bf16", 54.0),
+        record("train_16b save_h=fp8", shape, 97.0, "bf16", 54.0, "2026-01-03"),
+        record("train_16b", shape, 96.0, "unfused_permute", 95.0, "2026-01-03"),
+    ]
+    found = headline.bars(tables.Records(records), "train_16b")
+    assert list(found.values()) == [54.0, 67.0, 98.0] and list(found)[-1] == "FP8, titan_fp8moe"

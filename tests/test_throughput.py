@@ -24,7 +24,7 @@ from torchtitan.models.moe import kernels as torchtitan_kernels
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments import ablations, headline, tables
+from experiments import ablations
 from experiments.throughput import host_time, layer, one_more_layer, plot, profile_step, train, variants
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
@@ -587,21 +587,3 @@ def test_log(tmp_path: Path):
     run.log.write_text(lines.replace("8.21696", "nan", 2))
     assert run.result(None)["error"] == "the loss is nan at step 10"
     assert tomllib.loads(Path(train.CONFIG).read_text())["metrics"]["log_freq"] == train.LOG_FREQ
-
-
-def test_bars_of_the_headline():
-    """Of the newest run alone, whose records share date, commit and hardware, and not of an ablation's."""
-
-    def record(name: str, value: float, reference: str, reference_value: float, commit: str, date: str) -> dict:
-        known = dict(shape=headline.SHAPE, hardware="1 x NVIDIA H200", commit=commit, date=date)
-        return dict(name=name, value=value, reference=reference, reference_value=reference_value) | known
-
-    records = [
-        record("train_16b", 90.0, "torchao", 40.0, "a", "2026-11-23"),
-        record("train_16b", 98.0, "bf16_whole", 67.0, "b", "2026-11-24"),
-        record("train_16b", 98.0, "bf16", 54.0, "b", "2026-11-24"),
-        record("train_16b save_h=fp8", 97.0, "bf16", 54.0, "c", "2026-11-25"),
-        record("train_16b", 96.0, "unfused_permute", 95.0, "c", "2026-11-25"),
-    ]
-    found = headline.bars(tables.Records(records), "train_16b")
-    assert list(found.values()) == [54.0, 67.0, 98.0] and list(found)[-1] == "FP8, titan_fp8moe"
