@@ -229,6 +229,7 @@ def _unpermute_sum(
 ) -> None:
     """Launches the kernel. ``ds`` is (M, 1), or (M, K) with a column for each k; ``out_ds`` is (T, K) or wider, with
     zeros behind the K columns."""
+    assert y_MD.stride(1) == 1 and row_TK.is_contiguous() and (addend_RD is None or addend_RD.is_contiguous())
     (T, K), D = row_TK.shape, y_MD.shape[1]
     ds_stride, per_pair = (0, False) if ds is None else (ds.stride(0), ds.shape[1] > 1)
     out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride(0), out_ds.shape[1])
