@@ -6,8 +6,8 @@ The bars are those of the newest run of ``SHAPE``. The first is the reference of
 colour.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -67,6 +67,13 @@ def draw(records: Records, path: Path) -> None:
     save(figure, path, dpi=150)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="JSON file of records")
+    parser.add_argument("picture", type=Path, help="the file to write")
+    args = parser.parse_args()
+    draw(Records(json.loads(args.results.read_text())), args.picture)
+
+
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    draw(Records(json.loads(source.read_text())), target)
+    main()

@@ -5,6 +5,7 @@
 Each layer runs in its own process with an empty Triton cache, as after a fresh install.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -55,16 +56,21 @@ def measure(layer: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layer", choices=LAYERS, help="one layer, in this process and with its cache")
+    layer = parser.parse_args().layer
     testing.require_gpu()
+    if layer is not None:
+        return measure(layer)
     setting = environment()
     print(setting["hardware"], setting["versions"], flush=True)
     failed = False
     for layer in LAYERS:
         with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, "-m", "experiments.kernels.first_step", layer]
+            command = [sys.executable, "-m", "experiments.kernels.first_step", "--layer", layer]
             failed |= subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}).returncode != 0
     sys.exit(failed)
 
 
 if __name__ == "__main__":
-    measure(sys.argv[1]) if len(sys.argv) > 1 else main()
+    main()

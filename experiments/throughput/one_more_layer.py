@@ -10,9 +10,9 @@ Embedding, output, dense layer, loss and most of the optimizer's fixed costs can
 is made of. It has the noise of two runs on top of a much smaller value: compare runs of one machine and one day.
 """
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from titan_fp8moe.testing import write_records
@@ -38,7 +38,9 @@ def differences(records: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="JSON file of records, which gets the new ones")
+    path = parser.parse_args().results
     found = differences(json.loads(path.read_text()))
     for r in found:
         print(
