@@ -26,7 +26,7 @@ from torchtitan.models.moe.kernels import generate_permute_indices
 from titan_fp8moe import recipe, testing
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.kernels import routing as routing_kernels
-from titan_fp8moe.ops.permute import unpack_dispatch
+from titan_fp8moe.ops import pack_combine, pack_dispatch, unpack_dispatch
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.testing import write_records
 
@@ -263,11 +263,10 @@ def dispatch_cases(layer: Layer) -> Iterator[Case]:
     x, scores = randn(T, D), torch.rand(T, top_k, device="cuda")
     route = partial(routing_kernels.dispatch_routing, ids, layer.ranks, layer.E)
     sent_TK, token_C, counts_N = route()
-    yield Case("dispatch_routing", size(ids, sent_TK, token_C, counts_N), route)
     token_C = token_C[: int(counts_N[:, 0].sum())]
+    yield Case("dispatch_routing", size(ids, sent_TK, token_C, counts_N), route)
     q, scale = quantize.quantize_rows(x)
-    width = (D + 8 * top_k + D // TILE + 15) // 16 * 16
-    pack = partial(permute.pack_dispatch, q, scale, token_C, sent_TK, ids, scores, layer.E, width)
+    pack = partial(pack_dispatch, q, scale, token_C, sent_TK, ids, scores, layer.E)
     moved = size(q, scale, token_C, sent_TK, ids, scores, pack())
     yield Case("pack_dispatch", moved, pack, {"bf16 rows in PyTorch": lambda: x[token_C]})
 
@@ -313,7 +312,7 @@ def unpermute_case(layer: Layer, routing: Routing) -> Case:
         if layer.ranks == 1:
             permute.unpermute_sum(y, row_TK, BF16)
         else:
-            permute.pack_combine(y, None, row_TK, 2 * layer.D)
+            pack_combine(y, None, row_TK)
 
     return Case("unpermute", moved, run, references)
 
@@ -326,7 +325,7 @@ def gradient_case(layer: Layer, routing: Routing) -> Case:
         run = partial(permute.unpermute_gradients, y, ds_M.unsqueeze(1), row_TK, BF16)
         out = run()
     else:
-        run = partial(permute.pack_combine, y, ds_M, row_TK, (2 * layer.D + 4 * layer.top_k + 15) // 16 * 16)
+        run = partial(pack_combine, y, ds_M, row_TK)
         out = [run()]
     R = routing.pair_R.shape[0]
     return Case("unpermute_gradients", size(y[:R], ds_M[:R], row_TK, *out), run)
