@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.kernels import deepgemm
+from experiments.gemm_range import run as gemm_range
+from experiments.kernels import deepgemm, gemm
 from titan_fp8moe import testing
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.testing import (
@@ -65,6 +66,14 @@ def test_times_on_a_gpu():
     assert 1.9 < busy < 20
     found = median_ms({"ours": lambda: testing.occupy(1, 1.0)}, 2, testing.launched(20), rounds_with_busy_sms=2)
     assert len(found) == 3 and all(0.9 < ms["ours"] < 10 for ms in found.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [gemm.forward_gemm, gemm.wgrad_gemm])
+def test_a_case_of_gemm_range_is_measured(make):
+    times, more = gemm_range.measure_case(make, 256, 256, 256, group_ends(256, 2))
+    assert all({"ours", "bf16"} <= ms.keys() for ms in times.values())
+    assert more["error"] and all(e < limit for e, limit in zip(more["error"], (2e-3, 2e-4), strict=False))
 
 
 def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):

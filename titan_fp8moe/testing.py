@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -169,14 +169,15 @@ def launched(rep_ms: int) -> Callable[[Callable[[], object]], Callable[[], float
     return timer
 
 
-def graphed(run: Callable[[], object], graph_ms: float = 3.0) -> Callable[[], float]:
+def graphed(run: Callable[[], object], pool: Any = None, graph_ms: float = 3.0) -> Callable[[], float]:
     """A back-to-back timer for what the GPU runs faster than Python launches it, with a warm L2.
 
-    A CUDA graph repeats ``run`` for ``graph_ms``; the timer returns milliseconds per run.
+    A CUDA graph repeats ``run`` for ``graph_ms``; the timer returns milliseconds per run. Graphs of which none runs
+    while another does may share the memory ``pool``, of ``torch.cuda.graph_pool_handle()``.
     """
     runs = max(1, round(graph_ms / after_idling_ms(run, 0)))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for _ in range(runs):
             run()
 

@@ -17,7 +17,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -188,8 +187,8 @@ def measure_case(
     check = wgrad_error if is_wgrad else forward_error
     dtypes = (BF16, torch.float32) if is_wgrad else (BF16,)
     errors, worst_blocks = zip(*(check(gemm.operands, offsets_E, dtype) for dtype in dtypes), strict=True)
-    timer = partial(graphed, pool=torch.cuda.graph_pool_handle())
-    times = median_ms(gemm.candidates, 4, timer, rounds_after_idling=3, idle_s=0.015)
+    pool = torch.cuda.graph_pool_handle()
+    times = median_ms(gemm.candidates, 4, lambda run: graphed(run, pool), rounds_after_idling=3, idle_s=0.015)
     host = {}
     if M <= 8192:
         host = {name: round(host_ms(gemm.candidates[name]) * 1e3, 1) for name in times[AFTER_IDLING]}

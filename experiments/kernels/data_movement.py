@@ -372,10 +372,12 @@ def main() -> None:
     args = parser.parse_args()
     testing.require_gpu()
     torch.manual_seed(0)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # or a peer goes on in eager
     copy = device_copy()
     print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s; peers as speedup over them")
     print(f"{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
     for layer in LAYERS:
+        torch.compiler.reset()
         for distribution, case in cases(layer):
             if args.only not in case.name:
                 continue
