@@ -70,9 +70,9 @@ train model 300 "${six[@]}" --routing model --variants fp8_flow bf16 bf16_whole
 train five_layers 300 --layers 5 --attention sdpa --variants fp8_flow bf16_whole
 train full_checkpoints 300 "${six[@]}" --variants fp8_flow bf16 -- --activation_checkpoint.mode=full
 train qwen3 500 --model qwen3_30b --layers 5 --variants fp8_flow bf16 bf16_whole torchao naive_blockwise
-# Around what the dry run estimates: 30, 40 and 51.
+# Around what the dry run estimates: 30, 44 and 51.
 train largest_batch 300 "${six[@]}" --variants fp8_flow --largest-batch 26 33
-train largest_batch_experts 300 "${six[@]}" --variants fp8_flow:recompute=experts --largest-batch 35 42
+train largest_batch_experts 300 "${six[@]}" --variants fp8_flow:recompute=experts --largest-batch 40 47
 train largest_batch_bf16 530 "${six[@]}" --variants bf16 --largest-batch 40 55
 part profile 300 python3 -m experiments.throughput.profile_step --out experiments/throughput --gpus 1 "${six[@]}" \
     --timeout 170

@@ -158,14 +158,13 @@ def test_checkpointing_by_op_moves_no_token_again(layer):
 
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
 def test_tokens_are_kept_as_they_arrived(layer, recompute):
-    """Not once for each of their experts, unless these are recomputed."""
+    """Not once for each of their experts."""
     layer.experts.config.recompute = recompute
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(torch.randn(2, 8, 128)).sum().backward()
     width = 128 + 2 * (4 + 4) + 16  # two positions and scores, a scale padded to 16 bytes
-    kept = (16, width) if recompute == "activation" else (4 * 128, 128)
-    assert [t.shape for t in saved if t.dtype in (torch.uint8, recipe.FP8)] == [kept]
+    assert [t.shape for t in saved if t.dtype in (torch.uint8, recipe.FP8)] == [(16, width)]
 
 
 @pytest.mark.parametrize("counts, rows", [((129, 0, 71, 0), 384), ((128, 128, 0, 256), 512), ((0, 0, 0, 0), 128)])
@@ -192,7 +191,8 @@ def test_rows_are_for_what_arrives(mesh, monkeypatch, counts, rows):
 @pytest.mark.parametrize("exchanged", [True, False])
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
 def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchanged):
-    """Arrived rows, unless kept, before the first GEMM after them, permuted ones of the forward after GEMM 1."""
+    """Rows in expert order after GEMM 1, in the forward and where the backward repeats it; arrived gradients before the
+    first GEMM after them. Arrived tokens are kept."""
     with pytest.raises(torch._dynamo.exc.Unsupported):  # Python's calls keep their arguments after that
         torch.compile(torch._dynamo.graph_break, backend="eager", fullgraph=True)()
     layer.experts.config.recompute = recompute
@@ -200,9 +200,10 @@ def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchang
     permute, gemm, wgrad = ops.permute_rows, ops.grouped_mm, ops.grouped_mm_wgrad
     again = recompute == "experts"  # GEMM 1 in the backward, before the gradients arrive
     # Of each call which of the rows that arrived are there, and which of those in expert order.
-    forward = [[[not again], [True]], [[not again], [again]]]
-    backward = [[[not again, False], [again, True]]] * 4
-    expected = forward + again * [[[False], [True]]] + backward
+    forward = [[[True], [True]], [[True], [False]]]
+    kept, freed = [True] * (1 + again), [False] * (1 + again)
+    backward = [[[*kept, False], [*freed, True]]] * 4
+    expected = forward + again * [[[True, True], [False, True]]] + backward
     arrived, permuted, calls = [], [], []
 
     def permute_rows(q, *args):

@@ -24,7 +24,7 @@ class Fp8FlowMoEConfig:
     recompute: Literal["none", "activation", "experts"] = "activation"
     """What the backward recomputes. ``none`` keeps the outputs of GEMM 1 and SwiGLU; use it with full activation
     checkpointing, which recomputes the whole layer. ``activation`` recomputes the SwiGLU output, in a kernel that the
-    backward runs anyway. ``experts`` also repeats GEMM 1: it keeps the least memory, and ``save_h`` has no effect."""
+    backward runs anyway. ``experts`` keeps the quantized tokens only and repeats GEMM 1; ``save_h`` has no effect."""
 
     dispatch: Literal["auto", "all_to_all", "symmetric"] = "auto"
     """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.

@@ -49,11 +49,6 @@ class GroupRows(NamedTuple):
     end: Tensor
 
 
-def group_ffn_fields(recompute: str, save_h: str) -> list[str]:
-    """The fields of :class:`SavedFFN` that the backward of a group needs, besides the rows."""
-    return [name for name in saved_ffn_fields(recompute, save_h) if not name.startswith("x_")]
-
-
 def group_ffn(
     rows: GroupRows,
     weights: list[Tensor],
@@ -62,13 +57,13 @@ def group_ffn(
     save_h: str,
     nans: NanFlags,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The FFN's output (R, D) bf16 and the tensors of :func:`group_ffn_fields`.
+    """The FFN's output (R, D) bf16, and of its :class:`SavedFFN` what is not None.
 
     ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.weights.ExpertWeights.pack` of one expert.
     """
     w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
     y, saved = expert_ffn([Rows(rows.q, rows.scale)], w13, w2, one_group(rows.end), False, recompute, save_h, nans)
-    return y, [getattr(saved, name) for name in group_ffn_fields(recompute, save_h)]
+    return y, [t for t in saved if t is not None]
 
 
 def group_ffn_backward(
@@ -80,15 +75,14 @@ def group_ffn_backward(
     nans: NanFlags,
 ) -> ExpertFFNBackward:
     """The backward of :func:`group_ffn`, whose ``tensors`` it takes; ``weights`` are those of one expert."""
-    saved = dict(zip(group_ffn_fields(config.recompute, config.save_h), tensors, strict=True))
-    x: Rows | None = Rows(rows.q, rows.scale)
-    if config.recompute == "experts":
-        x, saved = None, dict(x_q=rows.q, x_scale=rows.scale)
+    fields = saved_ffn_fields(config.recompute, config.save_h)
+    saved = SavedFFN(**dict(zip(fields, tensors, strict=True)))
     if cache is not None:
         _, operands = cache.get(weights)
     else:
-        operands = quantize_weights_transposed(weights, with_w13=x is None)
-    return ExpertFFNBackward(x, SavedFFN(**saved), weights, operands, one_group(rows.end), False, config, nans)
+        operands = quantize_weights_transposed(weights, with_w13=config.recompute == "experts")
+    x, routing = Rows(rows.q, rows.scale), one_group(rows.end)
+    return ExpertFFNBackward(x, saved, weights, operands, routing, False, config, nans)
 
 
 def without_expert_dim(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -108,7 +102,7 @@ def _feed_forward(
     dtype: torch.dtype,
     nan_flags: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output (T, D) in ``dtype``; :class:`GroupRows`; the tensors of :func:`group_ffn_fields`."""
+    """The output (T, D) in ``dtype``; :class:`GroupRows`; :func:`group_ffn`'s tensors."""
     nans = NanFlags.of(nan_flags)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     y, saved = group_ffn(GroupRows(q, scale, end), weights, weight_scales, recompute, save_h, nans)

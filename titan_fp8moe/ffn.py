@@ -27,13 +27,10 @@ class SavedFFN(NamedTuple):
     """What the backward needs of the forward; None for what the settings leave out (:func:`saved_ffn_fields`).
 
     Attributes:
-        x_q, x_scale: the rows in expert order.
         h, h_scale: GEMM 1's output (M, 2H), bf16, or e4m3 with scales.
         a_q, a_scale: GEMM 2's operand.
     """
 
-    x_q: Tensor | None = None
-    x_scale: Tensor | None = None
     h: Tensor | None = None
     h_scale: Tensor | None = None
     a_q: Tensor | None = None
@@ -43,7 +40,7 @@ class SavedFFN(NamedTuple):
 def saved_ffn_fields(recompute: str, save_h: str) -> tuple[str, ...]:
     """The fields of :class:`SavedFFN` that a layer with these settings saves."""
     if recompute == "experts":
-        return "x_q", "x_scale"
+        return ()
     fields = ("h", "h_scale") if save_h == "fp8" else ("h",)
     return (*fields, "a_q", "a_scale") if recompute == "none" else fields
 
@@ -72,11 +69,10 @@ def expert_ffn(
     """
     rows = x.pop()
     h = ops.grouped_mm(*rows, *w13, routing.offsets_E, torch.bfloat16)
-    values = dict(x_q=rows.q, x_scale=rows.scale, h=h)
+    del rows
     fields = saved_ffn_fields(recompute, save_h)
-    saved = {name: values[name] for name in fields if name in values}
-    del rows, values
     keep_fp8_h = "h_scale" in fields
+    saved = dict(h=h) if "h" in fields else {}
     a, a_scale, h_q, h_scale = ops.swiglu_quantize(
         h, routing.score_M, routing.offsets_E, score_before_experts, keep_fp8_h, nans.a
     )
@@ -93,7 +89,7 @@ class ExpertFFNBackward:
 
     Args:
         tokens: the rows that ``x`` was permuted from, one per token, from which the weight gradient's transpose
-            gathers: no token is kept once per expert. None with ``recompute = experts``, which saves x itself.
+            gathers: no token is kept once per expert. With ``recompute = experts`` they are permuted again.
         saved: as returned by the forward. The caller drops its own reference, so that h is freed after its last use.
         weights: as in the forward, not quantized; for the statistics.
         operands: of :func:`titan_fp8moe.weights.quantize_weights_transposed`.
@@ -102,7 +98,7 @@ class ExpertFFNBackward:
 
     def __init__(
         self,
-        tokens: Rows | None,
+        tokens: Rows,
         saved: SavedFFN,
         weights: ExpertWeights[Weight],
         operands: BackwardOperands,
@@ -116,15 +112,12 @@ class ExpertFFNBackward:
         self.w13_t, self.w2_t = operands.w13_t, operands.w2_t
         self.h_scale = saved.h_scale
         self.saved_a = None if saved.a_q is None or saved.a_scale is None else Rows(saved.a_q, saved.a_scale)
-        # The weight gradient's operand, and which of its rows is row m.
-        self.x: Rows
-        self.token_M: Tensor | None
-        if tokens is None:
-            self.x, self.token_M = Rows(cast(Tensor, saved.x_q), cast(Tensor, saved.x_scale)), None
-            w13 = cast(QuantizedWeight, operands.w13)
-            self.h = ops.grouped_mm(*self.x, *w13, routing.offsets_E, torch.bfloat16)
+        self.x = tokens
+        if saved.h is not None:
+            self.h = saved.h
         else:
-            self.x, self.token_M, self.h = tokens, routing.token_M, cast(Tensor, saved.h)
+            w13 = cast(QuantizedWeight, operands.w13)
+            self.h = ops.grouped_mm(*self._x_in_expert_order(), *w13, routing.offsets_E, torch.bfloat16)
 
     def dgrad(self, dy: Rows, with_dx: bool = True) -> tuple[Tensor | None, Tensor]:
         """dx (M, D) bf16, None unless ``with_dx``, and the scores' gradient (M,) fp32, from the quantized gradient of y
@@ -155,7 +148,7 @@ class ExpertFFNBackward:
         offsets_E, mode = self.routing.offsets_E, self.config.wgrad
         dw1 = dw2 = dw3 = None
         if needed[0] or needed[2]:
-            x, token_M = (self._x_in_expert_order(), None) if mode == "bf16" else (self.x, self.token_M)
+            x, token_M = (self._x_in_expert_order(), None) if mode == "bf16" else (self.x, self.routing.token_M)
             shapes = [_shape(w) for w in self.weights.gate_up]
             dw1, *rest = weight_grads(self.dh, x, token_M, offsets_E, mode, dtype, shapes)
             dw3 = rest[0] if rest else None
@@ -173,9 +166,10 @@ class ExpertFFNBackward:
         statistics.record([(x, dh), (a, dy)], weights, self.routing.offsets_E, self.routing.token_M, self.config.wgrad)
 
     def _x_in_expert_order(self) -> Rows:
-        if self.token_M is None:
+        offsets_E, token_M, _, row_TK = self.routing
+        if token_M is None:  # one group
             return self.x
-        return Rows(*ops.permute_rows(*self.x, self.routing.row_TK, self.token_M, self.routing.offsets_E))
+        return Rows(*ops.permute_rows(*self.x, row_TK, token_M, offsets_E))
 
 
 def _shape(weight: Weight) -> torch.Size:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dense import GroupRows, group_ffn, group_ffn_backward, group_ffn_fields, without_expert_dim
+from titan_fp8moe.dense import GroupRows, group_ffn, group_ffn_backward, without_expert_dim
 from titan_fp8moe.dispatch import Dispatch, InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
@@ -235,8 +235,8 @@ class _Saved(NamedTuple):
     Attributes:
         state: of the dispatch, :attr:`titan_fp8moe.dispatch.Dispatch.STATE`.
         routing: of this rank's experts.
-        kept: the rows that arrived, :attr:`titan_fp8moe.dispatch.Dispatch.ROWS`. Empty with ``recompute = experts``,
-            unless the shared experts need them.
+        kept: the rows that arrived, :attr:`titan_fp8moe.dispatch.Dispatch.ROWS`. Without expert parallelism they are
+            the shared experts' too.
         ffn: of the FFN.
     """
 
@@ -249,7 +249,7 @@ class _Saved(NamedTuple):
         return [*self.state, *self.routing, *self.kept, *(t for t in self.ffn if t is not None)]
 
     @classmethod
-    def unpack(cls, tensors: list[Tensor], route: str, keeps_rows: bool, recompute: str, save_h: str) -> "_Saved":
+    def unpack(cls, tensors: list[Tensor], route: str, recompute: str, save_h: str) -> "_Saved":
         kind, remaining = dispatch.kind(route), list(tensors)
 
         def take(count: int) -> list[Tensor]:
@@ -258,14 +258,9 @@ class _Saved(NamedTuple):
             return taken
 
         state, routing = take(len(kind.STATE)), Routing(*take(len(Routing._fields)))
-        kept = take(len(kind.ROWS)) if keeps_rows else []
+        kept = take(len(kind.ROWS))
         fields = saved_ffn_fields(recompute, save_h)
         return cls(state, routing, kept, SavedFFN(**dict(zip(fields, remaining, strict=True))))
-
-
-def _keeps_rows(route: str, has_shared: bool, recompute: str) -> bool:
-    """Whether a forward saves the rows that arrived. Without expert parallelism they are the shared experts' too."""
-    return recompute != "experts" or (has_shared and dispatch.kind(route).local)
 
 
 def _in_expert_order(tokens: Dispatch, rows: Rows, routing: Routing) -> Rows:
@@ -316,8 +311,6 @@ def _routed_experts_forward(
         kept = [q, scale]
     elif has_shared:
         group.insert(0, q)
-    if not _keeps_rows(route, has_shared, recompute):
-        kept = []  # the FFN saves the rows in expert order instead, and nothing is permuted twice
     del q, scale, rows
     y, ffn = expert_ffn(x, w13, w2, routing, score_before_experts, recompute, save_h, nans)
     if tokens.asynchronous:
@@ -392,7 +385,7 @@ def _checksum(*values: Any) -> int:
 
 
 def _ffn_backward(
-    tokens: Rows | None,
+    tokens: Rows,
     saved: SavedFFN,
     weights: ExpertWeights[Tensor],
     routing: Routing,
@@ -403,7 +396,7 @@ def _ffn_backward(
     if layer.cache is not None:
         _, operands = layer.cache.get(weights)
     else:
-        operands = quantize_weights_transposed(readable_weights, with_w13=tokens is None)
+        operands = quantize_weights_transposed(readable_weights, with_w13=layer.config.recompute == "experts")
     return ExpertFFNBackward(
         tokens, saved, readable_weights, operands, routing, layer.score_before_experts, layer.config, nans
     )
@@ -455,15 +448,12 @@ class _RoutedExperts(torch.autograd.Function):
         nans = NanFlags.of(nan_flags)
         D, shared_tensors, local = w1.shape[2], [], dispatch.kind(route).local
         if s1 is not None:
-            count = len(GroupRows._fields) - local + len(group_ffn_fields(config.recompute, config.save_h))
+            count = len(GroupRows._fields) - local + len(saved_ffn_fields(config.recompute, config.save_h))
             tensors, shared_tensors = tensors[:-count], tensors[-count:]
-        keeps_rows = _keeps_rows(route, ctx.has_shared, config.recompute)
-        state, routing, kept, saved = _Saved.unpack(tensors, route, keeps_rows, config.recompute, config.save_h)
+        state, routing, kept, saved = _Saved.unpack(tensors, route, config.recompute, config.save_h)
         tokens = dispatch.resume(state, route)
         needs_dx, needs_ds = ctx.needs_input_grad[:2]
-        rows = None
-        if config.recompute != "experts":
-            rows = tokens.arrived_rows(kept, D, routing.row_TK.shape[1])
+        rows = tokens.arrived_rows(kept, D, routing.row_TK.shape[1])
         ffn = _ffn_backward(rows, saved, ExpertWeights(w1, w2, w3), routing, layer, nans)
         shared = None
         if s1 is not None:

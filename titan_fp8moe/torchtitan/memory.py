@@ -360,14 +360,8 @@ class _Activations:
             rows, dispatched = capacities(self.tokens, top_k, self.ep, experts, factor)
             if uses_symmetric(config):
                 self.workspace = Sizes(self.ep, self.tokens, D, top_k, experts).nbytes
-        shared = self.ep == 1 and moe.fp8_shared
         kept = dispatched * 5 * top_k + rows * 2 * FP32  # identifiers, rows and scores of routed pairs
-        if config.recompute == "experts":
-            kept += rows * _quantized(D)
-        else:
-            kept += rows * _saved_h(config, hidden)
-        if config.recompute != "experts" or shared:
-            kept += dispatched * _quantized(D)
+        kept += rows * _saved_h(config, hidden) + dispatched * _quantized(D)
         kept += self.tokens * BF16 * D
         backward = rows * _backward_bytes(config, D, hidden)
         backward += dispatched * 3 * D if self.ep > 1 else 0  # gradients that arrive, and sums that go back
@@ -407,9 +401,9 @@ def _quantized(width: int) -> float:
 
 
 def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
-    """Bytes per row of the fields of :class:`titan_fp8moe.ffn.SavedFFN` that an FFN keeps, the rows left out."""
+    """Bytes per row of the fields of :class:`titan_fp8moe.ffn.SavedFFN` that an FFN keeps."""
     h, fields = 2 * padded(hidden), saved_ffn_fields(config.recompute, config.save_h)
-    sizes = dict(x_q=0, x_scale=0, h=h * BF16, h_scale=h / TILE, a_q=h / 2, a_scale=h / 2 / TILE)
+    sizes = dict(h=h * BF16, h_scale=h / TILE, a_q=h / 2, a_scale=h / 2 / TILE)
     if "h_scale" in fields:
         sizes["h"] = h
     return sum(sizes[name] for name in fields)
