@@ -7,7 +7,7 @@ sees the same data. Every step has other tokens and so another routing; losses a
 What a graph needs of a step:
 
 * Shapes and memory that do not change: new data is copied into the tensors that were captured.
-* No host-device sync: all experts in one process, since expert parallelism reads split sizes on the host.
+* No host-device sync: all experts in one process, or ``dispatch = "symmetric"``. The all-to-all reads split sizes.
 * ``cache_weights`` off: a replay cannot see that the optimizer has changed the weights.
 * An optimizer with ``capturable=True``, which keeps its step count on the GPU.
 """

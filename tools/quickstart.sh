@@ -27,7 +27,7 @@ case $torchtitan-$device in
 0.2.2-cpu) default=train_configs/debug.toml steps=200 ;;
 0.3.0-hopper | 0.3.0-cpu) default=deepseek_v3_debugmodel steps=40 ;;
 *)
-    echo "The FP8 kernels need a Hopper GPU, not $device: CUDA_VISIBLE_DEVICES= $0 trains on the CPU." >&2
+    echo "The quickstart has settings for Hopper GPUs and CPUs, not for $device: CUDA_VISIBLE_DEVICES= $0 trains on the CPU." >&2
     exit 2
     ;;
 esac
