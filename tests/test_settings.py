@@ -28,6 +28,8 @@ WRONG_VALUES = [
     ("emulate", '"yes"', "true or false"),
     ("statistics_every", "-1", "a number of steps, or 0 for never"),
     ("statistics_every", "2.5", "a number of steps, or 0 for never"),
+    ("dispatch_capacity", "0.5", "a number of at least 1"),
+    ("dispatch_capacity", "inf", "a number of at least 1"),
 ]
 
 

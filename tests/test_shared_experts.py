@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torchtitan.models.moe.moe import FeedForward
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer
-from titan_fp8moe import ops
+from titan_fp8moe import moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import apply_experts
 from titan_fp8moe.recipe import group_rows, row_capacity
@@ -130,6 +130,17 @@ def test_saved_bytes(config):
     routing = rows * 8 + T * K * 4 + E * 4
     x = group * (fp8(D) + D // 128) + 4
     assert sum(saved) == routing + x + ffn(H, rows) + ffn(SHARED_H, group)
+
+
+def test_gradients_in_flight_are_freed_with_the_backward(group, monkeypatch):
+    """Not with the loss, which a trainer may hold through the next microbatch."""
+    made, make = [], moe._in_flight
+    monkeypatch.setattr(moe, "_in_flight", lambda device: made.append(make(device)) or made[-1])
+    leaves, ids = make_inputs(64)
+    loss = run(leaves, ids, ep_group=group).square().sum()
+    loss.backward()
+    (in_flight,) = made
+    assert leaves[0].grad is not None and in_flight.shared_dx_RD is in_flight.payload is None
 
 
 def test_checkpointing_by_op_recomputes_nothing(group):

@@ -1,5 +1,6 @@
 """The settings of the recipe: one dataclass for plain PyTorch and for torchtitan's ``[fp8_flow_moe]`` table."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -90,7 +91,7 @@ def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
     if hint is int:
         return type(value) is int and value >= 0, "a number of steps, or 0 for never"
     if hint is float:
-        return type(value) in (int, float) and value >= 1, "a number of at least 1"
+        return type(value) in (int, float) and 1 <= value < math.inf, "a number of at least 1"
     if hint == list[str]:
         # An empty string, which an empty command-line value gives, would match every layer.
         ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)

@@ -468,7 +468,8 @@ class _RoutedExperts(torch.autograd.Function):
             cast_rows = Rows(q[: dout.shape[0]], scale[: dout.shape[0]])
             del q, scale, scale_t
         elif tokens.asynchronous:
-            shared_dx = ctx.in_flight.shared_dx_RD
+            # This node lives as long as the loss; what it holds would add up over the layers.
+            shared_dx, ctx.in_flight.shared_dx_RD = ctx.in_flight.shared_dx_RD, None
         else:
             cast_rows = Rows(*ops.quantize_rows(dout, nans.dy))
         dout_rows = tokens.receive_gradients(cast_rows, ctx.in_flight, routing, D)
