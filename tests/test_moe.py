@@ -153,9 +153,9 @@ def test_saved_bytes(save_h, recompute):
     h = 0 if recompute == "experts" else 2 * 2 * H if save_h == "bf16" else fp8(2 * H)
     operand = fp8(H) if recompute == "none" else 0
     index = 4 + 4  # token and score of each row
-    rows, slots = row_capacity(T * K, E), T * K
-    # Of each slot its row.
-    assert sum(saved) == T * fp8(D) + rows * (h + operand + index) + slots * 4 + E * 4
+    rows, pairs = row_capacity(T * K, E), T * K
+    # Of each pair its row.
+    assert sum(saved) == T * fp8(D) + rows * (h + operand + index) + pairs * 4 + E * 4
     out.sum().backward()
 
 
