@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
+from titan_fp8moe import compat
 from titan_fp8moe.cpu_training import rebind
-from titan_fp8moe.torchtitan import compat
 
 SELECTIVE_CHECKPOINTING = (
     *compat._SELECTIVE_MODES,
@@ -54,21 +53,16 @@ def test_selective_checkpointing_needs_the_profilers_ops(monkeypatch: pytest.Mon
     assert state(compat._UNSHARD) == before
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11 infers shapes in another way")
-@pytest.mark.parametrize("gone", compat._METADATA_INFERENCE)
-def test_pipeline_counts_need_both_methods(monkeypatch: pytest.MonkeyPatch, gone: str):
+SHAPE_INFERENCE = compat._SHAPE_INFERENCE if torch.__version__ < "2.12" else compat._METADATA_INFERENCE
+
+
+@pytest.mark.parametrize("gone", SHAPE_INFERENCE)
+def test_shape_inference_needs_its_methods(monkeypatch: pytest.MonkeyPatch, gone: str):
     remove(monkeypatch, gone)
-    before = state(compat._METADATA_INFERENCE)
+    before = state(SHAPE_INFERENCE)
     with pytest.raises(RuntimeError, match=f"has no {gone.replace(':', '.')}, which"):
-        compat.fix_pipeline_counts.__wrapped__()
-    assert state(compat._METADATA_INFERENCE) == before
-
-
-def test_pipeline_counts_of_older_versions_need_no_correction(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    before = state(compat._METADATA_INFERENCE)
-    compat.fix_pipeline_counts.__wrapped__()
-    assert state(compat._METADATA_INFERENCE) == before
+        compat.fix_shape_inference.__wrapped__()
+    assert state(SHAPE_INFERENCE) == before
 
 
 def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import logging
 import math
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -59,6 +60,20 @@ def test_changes_classes_and_nothing_else():
     after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert list(after) == list(tensors) and all(after[name] is tensors[name] for name in tensors)
     assert {key: (value.shape, value.dtype) for key, value in model.state_dict().items()} == state
+
+
+@pytest.mark.parametrize("flags", [[], ["--fp8_flow_moe.cache_weights"]])
+def test_converted_layers_can_be_pickled(flags):
+    config = make_config(*flags)
+    model = make_model(config, "cpu")
+    with torch.no_grad():
+        model.init_weights()
+    convert(config, model)
+    for layer in (model.layers["0"].feed_forward, model.layers["1"].moe):
+        other = pickle.loads(pickle.dumps(layer))
+        assert [type(module) for module in other.modules()] == [type(module) for module in layer.modules()]
+        for name, param in layer.named_parameters():
+            assert torch.equal(other.get_parameter(name), param), name
 
 
 def test_filter_fqns_leaves_layers_in_bf16(caplog: pytest.LogCaptureFixture):

@@ -136,6 +136,9 @@ def test_inputs_that_do_not_fit_are_refused():
         feed_forward(x[..., :128], ExpertWeights(*weights), DEFAULTS)
     with pytest.raises(ValueError, match=r"the weight is \(176, 256\); both dims must be multiples of 128"):
         linear(x, weights[0], DEFAULTS)
+    many = torch.empty(2**21, D, device="meta")
+    with pytest.raises(ValueError, match="kernels take at most 2097024 rows"):
+        feed_forward(many, ExpertWeights(*weights), DEFAULTS)
     with torch.autocast(DEVICE, torch.float16), pytest.raises(ValueError, match="result would be torch.float16"):
         ffn(leaves())
     with pytest.raises(ValueError, match="result would be torch.float16"):

@@ -123,6 +123,20 @@ def test_linears_have_flags():
     assert flags[:, 0].tolist() == [1, 0, 1, 0]
 
 
+def test_flags_need_no_saved_tensor(group):
+    """Hooks that move saved tensors, to the host for example, give the backward copies of them."""
+    layers = Layers(group)
+    for layer in layers.layers:
+        layer.nan_flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+    x, w = make_layer()[0].requires_grad_(), torch.randn(H, D, device=DEVICE, requires_grad=True)
+    flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        out = linear(layers(x), w, Fp8FlowMoEConfig(), nan_flags=flags)
+    out.backward(torch.full_like(out, float("nan")))
+    for flagged in (flags, *(layer.nan_flags for layer in layers.layers)):
+        assert flagged[2, 0] == 1
+
+
 def test_order_of_a_step():
     """Forward through the layers, x before a; backward from the last, dy before dh. Later stages of a pipeline too."""
     names, orders = ["l0", "l1"], []

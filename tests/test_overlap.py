@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
@@ -144,6 +145,30 @@ def test_gradients_return_if_any_rank_needs_them(layer, monkeypatch, fp8_shared,
     assert backward.names.count("grouped_mm") == 1 + others_need + fp8_shared
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+def test_no_transfer_is_left_where_only_shared_experts_train(layer):
+    layer.fp8_shared = True
+    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
+    params = list(layer.shared_experts.parameters())
+    x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0))
+    want = torch.autograd.grad(layer(x).square().sum(), params)
+    layer.requires_grad_(False)
+    layer.shared_experts.requires_grad_(True)
+    out = layer(x)
+    with Order() as backward:
+        got = torch.autograd.grad(out.square().sum(), params)
+    assert backward.names.count("start") == backward.names.count("wait") == 1
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_flops_of_shared_experts_are_counted(layer):
+    layer.fp8_shared = True
+    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
+    with FlopCounterMode(display=False) as flops:
+        layer(torch.randn(2, 8, 128))
+    counts = {str(op): count for op, count in flops.get_flop_counts()["Global"].items()}
+    assert counts["titan_fp8moe.routed_experts_finish"] == 2 * 128 * 3 * 128 * 128
 
 
 def test_checkpointing_by_op_moves_no_token_again(layer):

@@ -5,13 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 from torch.distributed import fsdp
 from torchtitan.models.llama4.infra import parallelize
-from torchtitan.models.moe.moe import MoE
 
-from titan_fp8moe.torchtitan import compat, parallel
+from titan_fp8moe.torchtitan import parallel
 
 ROOT = Path(__file__).parents[1]
 ROWS = re.findall(r"(?m)^\| (`[\w/]+\.py`[^|]*) \| ([^|]*) \| ([^|]*) \|$", (ROOT / "CONTRIBUTING.md").read_text())
@@ -51,15 +48,3 @@ def test_another_fully_shard_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="fully_shard is not PyTorch's"):
         parallel.install.__wrapped__()
     assert fsdp.fully_shard
-
-
-def test_uncounted_tokens_are_refused():
-    layer, model = object.__new__(MoE), nn.Module()
-    nn.Module.__init__(layer)
-    model.moe = layer
-    with pytest.raises(RuntimeError, match="moe counts no tokens_per_expert"), compat.kept_token_counts([model]):
-        pass
-    layer.register_buffer("tokens_per_expert", torch.ones(2))
-    with compat.kept_token_counts([model]):
-        layer.tokens_per_expert += 1
-    assert torch.equal(layer.tokens_per_expert, torch.ones(2))

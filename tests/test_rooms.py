@@ -19,7 +19,7 @@ LAYERS = [
     {"dispatch", "ffn", "kernel_check", "statistics", "weights"},
     {"dense", "matmul", "moe", "modules"},
     {""},
-    {"checks", "cpu_training", "doctor", "nan_watch", "plan", "rank_report", "testing"},
+    {"checks", "compat", "cpu_training", "doctor", "nan_watch", "plan", "rank_report", "testing"},
     set(ADAPTERS),
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}

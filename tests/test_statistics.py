@@ -17,9 +17,9 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from tests import test_cpu_training
 from titan_fp8moe import ops, recipe, routed_experts, statistics
+from titan_fp8moe.compat import fix_shape_inference, kept_buffers
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.rows import Rows
-from titan_fp8moe.torchtitan.compat import fix_pipeline_counts, kept_token_counts
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
@@ -197,7 +197,7 @@ def test_token_counts_are_kept_through_an_error():
     module.register_buffer("tokens_per_expert", torch.arange(4.0))
 
     def fail():
-        with kept_token_counts([module]):
+        with kept_buffers([module]):
             module.tokens_per_expert.add_(1)
             raise RuntimeError("out of memory")
 
@@ -206,10 +206,15 @@ def test_token_counts_are_kept_through_an_error():
     assert torch.equal(module.tokens_per_expert, torch.arange(4.0))
 
 
-def test_shape_inference_does_not_count(monkeypatch):
-    """Pipelines of PyTorch 2.12 to 2.15 run made-up tokens through a stage at first and after each validation."""
-    fix_pipeline_counts()
+def test_shape_inference_leaves_no_trace(monkeypatch):
+    """Pipelines run made-up tokens through a stage at first and after each validation. They count nowhere, raise no NaN
+    flag, and go to all experts alike."""
+    fix_shape_inference()
     monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
+    made_up = lambda self, meta: torch.full(meta.shape, torch.nan).requires_grad_(meta.requires_grad)  # noqa: E731
+    monkeypatch.setattr(PipelineStage, "_to_tensor", made_up, raising=False)
+    route, routed = ops.expert_routing, []
+    monkeypatch.setattr(ops, "expert_routing", lambda ids, *args: routed.append(ids) or route(ids, *args))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)
@@ -217,6 +222,7 @@ def test_shape_inference_does_not_count(monkeypatch):
         with torch.no_grad():
             moe.init_weights(0.05, torch.device("cpu"))
         Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig())
+        moe.experts.nan_flags = torch.zeros(4, 16, dtype=torch.uint8)
         stage = PipelineStage(nn.Sequential(checkpoint_wrapper(moe)), 0, 1, torch.device("cpu"))
         schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, _: out.sum())
         x = torch.randn(2, 64, 128, requires_grad=True)
@@ -233,6 +239,8 @@ def test_shape_inference_does_not_count(monkeypatch):
     for count in counts:
         rows = count.split(statistics._SIZES, 1)[1][0, 1:].sum()
         assert rows == x.shape[:2].numel() * 2
+    assert not moe.experts.nan_flags.any()
+    assert torch.equal(torch.bincount(routed[0].flatten()), torch.full((4,), 32))
     # Each microbatch once and once more when it is recomputed, in both steps.
     assert moe.tokens_per_expert.sum() == 2 * 2 * x.shape[:2].numel() * 2
 

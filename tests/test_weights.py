@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import CastCounter, make_layer, run
-from titan_fp8moe import ops, routed_experts
+from titan_fp8moe import Fp8FlowLinear, RoutedExperts, ops, routed_experts
 from titan_fp8moe import weights as weights_module
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.moe import apply_experts
@@ -151,6 +151,36 @@ def test_stale_weights_are_freed_before_there_are_others(monkeypatch):
     monkeypatch.setattr(ops, "quantize_weight_both", lambda *w: alive.append(old() is not None) or quantize(*w))
     cache.get(weights)
     assert alive == [False, False]
+
+
+@pytest.mark.parametrize("make", [
+    lambda config: RoutedExperts(2, 128, 128, config=config), lambda config: Fp8FlowLinear(128, 128, config=config)
+], ids=["RoutedExperts", "Fp8FlowLinear"])  # fmt: skip
+def test_loading_a_state_dict_clears_a_modules_cache(make, monkeypatch):
+    """Also where parameters have no versions, as under FSDP."""
+    monkeypatch.setattr(weights_module, "_cache_key", lambda weight: 0)
+    module = make(Fp8FlowMoEConfig(cache_weights=True))
+    tensors = [p.detach() if p.dim() == 3 else p.detach()[None] for p in module.parameters()]
+    quantize = weights_module.quantize_weights_both if len(tensors) == 3 else ops.quantize_weight_both
+    module.cache.get(tensors, quantize)
+    module.load_state_dict(module.state_dict())
+    assert module.cache.operands is None
+
+
+def test_ranks_of_one_seed_draw_different_experts(monkeypatch):
+    """Together they draw what one process does, and are at the same place of the generator then."""
+
+    def draw(group):
+        torch.manual_seed(0)
+        return RoutedExperts(4, 128, 256, ep_group=group), torch.rand(1)
+
+    (whole, next_of_whole), ranks = draw(None), []
+    for rank in range(2):
+        part, next_of_part = draw(types.SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2))
+        assert torch.equal(next_of_part, next_of_whole)
+        ranks.append(part)
+    for name, weight in whole.named_parameters():
+        assert torch.equal(torch.cat([getattr(part, name) for part in ranks]), weight)
 
 
 def test_a_cache_knows_whose_weights_it_has():

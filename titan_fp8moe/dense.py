@@ -18,6 +18,7 @@ from torch import Tensor
 from titan_fp8moe import ops, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields, weight_grads
+from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, padded
@@ -139,15 +140,15 @@ class _FeedForward(torch.autograd.Function):
     def forward(ctx: Any, x_TD, w1, w2, w3, config, cache, dtype, nan_flags):
         operands = forward_operands(one_expert(w1, w2, w3), cache)
         y, *tensors = _feed_forward_op(x_TD, *operands, config.recompute, config.save_h, dtype, nan_flags)
-        ctx.save_for_backward(w1, w2, w3, nan_flags, *tensors)
-        ctx.config, ctx.cache, ctx.x_dtype = config, cache, x_TD.dtype
+        ctx.save_for_backward(w1, w2, w3, *tensors)
+        ctx.config, ctx.cache, ctx.nan_flags, ctx.x_dtype = config, cache, nan_flags, x_TD.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        w1, w2, w3, nan_flags, q, scale, end, *tensors = ctx.saved_tensors
-        weights, nans = one_expert(w1, w2, w3), NanFlags.of(nan_flags)
+        w1, w2, w3, q, scale, end, *tensors = ctx.saved_tensors
+        weights, nans = one_expert(w1, w2, w3), NanFlags.of(ctx.nan_flags)
         ffn = group_ffn_backward(GroupRows(q, scale, end), tensors, weights, ctx.cache, ctx.config, nans)
         del tensors  # h is freed after its last use
         dy_q, _, dy_scale, _ = ops.quantize_group(dy, nans.dy)
@@ -177,7 +178,7 @@ def feed_forward(
         (..., D) in the dtype of ``x``, or in autocast's.
 
     Raises:
-        ValueError: for other shapes and dtypes.
+        ValueError: for other shapes and dtypes, or more rows than the kernels take.
     """
     H, D = weights.w1.shape
     if weights.w3 is None or weights.w3.shape != (H, D) or weights.w2.shape != (D, H) or H % 16:
@@ -192,6 +193,8 @@ def feed_forward(
 def _check_input(x: Tensor, D: int) -> None:
     if x.shape[-1] != D or D % 128:
         raise ValueError(f"x is {tuple(x.shape)} and the weights take {D}; both must be one multiple of 128")
+    if x.numel() // D > MAX_ROWS:
+        raise ValueError(f"x is {tuple(x.shape)}; kernels take at most {MAX_ROWS} rows: use smaller microbatches")
     check_current_device(x)
 
 
@@ -213,15 +216,15 @@ class _Linear(torch.autograd.Function):
         if cache is not None:
             (operand, scale), _ = cache.get((operand,), ops.quantize_weight_both)
         y, *rows = _linear_op(x_TK, operand, scale, dtype, nan_flags)
-        ctx.save_for_backward(w, nan_flags, *rows)
-        ctx.config, ctx.cache, ctx.x_dtype = config, cache, x_TK.dtype
+        ctx.save_for_backward(w, *rows)
+        ctx.config, ctx.cache, ctx.nan_flags, ctx.x_dtype = config, cache, nan_flags, x_TK.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        w, nan_flags, q, scale, end = ctx.saved_tensors
-        dy_q, _, dy_scale, _ = ops.quantize_group(dy, NanFlags.of(nan_flags).dy)
+        w, q, scale, end = ctx.saved_tensors
+        dy_q, _, dy_scale, _ = ops.quantize_group(dy, NanFlags.of(ctx.nan_flags).dy)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             if ctx.cache is not None:
@@ -258,7 +261,7 @@ def linear(
         (..., N) in the dtype of ``x``, or in autocast's.
 
     Raises:
-        ValueError: for other shapes and dtypes.
+        ValueError: for other shapes and dtypes, or more rows than the kernels take.
     """
     N, K = w.shape
     if N % 128:

@@ -46,6 +46,8 @@ class RoutedExperts(Fp8AllGather):
         y = experts(x, ids, scores)
     """
 
+    cache: WeightCache | None
+
     def __init__(
         self,
         num_experts: int,
@@ -74,13 +76,16 @@ class RoutedExperts(Fp8AllGather):
 
     def configure(self, config: Fp8FlowMoEConfig) -> None:
         """Replaces the settings."""
-        self.config, self.cache = config, WeightCache() if config.cache_weights else None
+        self.config = config
+        add_cache(self)
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``."""
+        """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. Ranks of ``ep_group`` with one seed get different experts."""
+        rank, num_ranks = (0, 1) if self.ep_group is None else (self.ep_group.rank(), self.ep_group.size())
         for weight in (self.w1, self.w2, self.w3):
             bound = weight.shape[2] ** -0.5
-            nn.init.uniform_(weight, -bound, bound)
+            for drawn_for in range(num_ranks):  # each rank draws the experts of all, and so keeps the others' seed
+                nn.init.uniform_(weight if drawn_for == rank else torch.empty_like(weight), -bound, bound)
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
         # Before the hooks of the module run, FSDP's among them.
@@ -114,12 +119,16 @@ class RoutedExperts(Fp8AllGather):
 
 
 def add_cache(module: Any) -> None:
-    """Gives a module of torchtitan's, whose ``config`` is set, the weight cache that its settings ask for. Loading a
-    state dict clears it."""
+    """Gives a module, whose ``config`` is set, the weight cache that its settings ask for. Loading a state dict clears
+    it."""
     module.cache = None
     if module.config.cache_weights:
         module.cache = WeightCache()
-        module.register_load_state_dict_post_hook(lambda module, _: module.cache.clear())
+        module.register_load_state_dict_post_hook(_clear_cache)
+
+
+def _clear_cache(module: Any, _: Any) -> None:
+    module.cache.clear()
 
 
 class Fp8FFN(nn.Module):
@@ -194,7 +203,8 @@ class Fp8FlowLinear(nn.Linear):
                 f"in_features = {self.in_features} and out_features = {self.out_features} must be multiples of 128, an "
                 "FP8 tile's width"
             )
-        self.config, self.cache = config, WeightCache() if config.cache_weights else None
+        self.config = config
+        add_cache(self)
 
     def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override] # nn.Linear calls it input
         """(..., K) -> (..., N), in the dtype of ``x`` or autocast's."""

@@ -368,6 +368,12 @@ def _forward_flops(x, scores, weights, weight_scales, topk_ids, *rest: Any, **_:
     )
 
 
+@torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
+def _finish_flops(payload, sent_TK, shared_rows, shared_weights, *_: Any, **__: Any) -> int:
+    """Of the shared experts' GEMMs, padding included."""
+    return sum(2 * shared_rows[0][0] * shape[1] * shape[2] for shape in shared_weights)
+
+
 def _signature(layer: _Layer, x_TD: Tensor, top_k: int, has_shared: bool, needs_grad: Sequence[bool]) -> int:
     """31 bits: what all ranks of an expert-parallel group must have in common, and whether this one needs gradients."""
     config = layer.config
@@ -436,16 +442,17 @@ class _RoutedExperts(torch.autograd.Function):
             in_flight.needs_dx = ctx.needs_input_grad[0]
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(w1, w2, w3, s1, s2, s3, nan_flags, *tensors)
-        ctx.layer, ctx.has_shared, ctx.in_flight, ctx.x_dtype = layer, has_shared, in_flight, x_TD.dtype
+        ctx.save_for_backward(w1, w2, w3, s1, s2, s3, *tensors)
+        # The flags are not saved: hooks of saved tensors may return copies.
+        ctx.layer, ctx.nan_flags, ctx.in_flight, ctx.x_dtype = layer, nan_flags, in_flight, x_TD.dtype
         return (out, *results) if results else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
         layer, config, route = ctx.layer, ctx.layer.config, ctx.layer.route
-        w1, w2, w3, s1, s2, s3, nan_flags, *tensors = ctx.saved_tensors
-        nans = NanFlags.of(nan_flags)
+        w1, w2, w3, s1, s2, s3, *tensors = ctx.saved_tensors
+        nans = NanFlags.of(ctx.nan_flags)
         D, shared_tensors, local = w1.shape[2], [], dispatch.kind(route).local
         if s1 is not None:
             count = len(GroupRows._fields) - local + len(saved_ffn_fields(config.recompute, config.save_h))
@@ -510,15 +517,16 @@ class _FinishCombine(torch.autograd.Function):
         )
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
         payload.untyped_storage().resize_(0)
-        ctx.save_for_backward(s1, s2, s3, nan_flags, *rows, *state, *saved)
-        ctx.layer, ctx.in_flight, ctx.placeholder_dtype = layer, in_flight, placeholder.dtype
+        ctx.save_for_backward(s1, s2, s3, *rows, *state, *saved)
+        ctx.layer, ctx.nan_flags, ctx.in_flight = layer, nan_flags, in_flight
+        ctx.placeholder_dtype = placeholder.dtype
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        s1, s2, s3, nan_flags, *tensors = ctx.saved_tensors
-        nans = NanFlags.of(nan_flags)
+        s1, s2, s3, *tensors = ctx.saved_tensors
+        nans = NanFlags.of(ctx.nan_flags)
         layer, num_state = ctx.layer, len(AllToAllDispatch.STATE)
         rows = None
         if s1 is not None:
@@ -537,6 +545,8 @@ class _FinishCombine(torch.autograd.Function):
             del tensors, rows
             ctx.in_flight.shared_dx_RD, _ = ffn.dgrad(Rows(q, scale_t), ctx.in_flight.needs_dx)
             shared_grads = without_expert_dim(ffn.wgrad(s1.dtype, ctx.needs_input_grad[1:4]))
+        if not ctx.needs_input_grad[0]:  # no other node will take the payload
+            ops.wait(ctx.in_flight.take())
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
         return placeholder, *shared_grads, *[None] * (len(ctx.needs_input_grad) - 4)
 

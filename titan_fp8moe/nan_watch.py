@@ -64,7 +64,8 @@ class NanWatch:
         self.reported = True
         self.logger.warning(
             f"FP8-Flow-MoE: a NaN or Inf showed first in {describe(order, self.names)}, {and_then} earlier checkpoint. "
-            "fp8_flow_moe.filter_fqns leaves the layer in bf16, to see whether FP8 is the cause"
+            "To see whether FP8 is the cause, leave the module in bf16: add it to fp8_flow_moe.filter_fqns, or remove "
+            "it from linear_fqns"
         )
 
 

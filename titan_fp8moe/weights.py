@@ -117,8 +117,8 @@ class WeightCache:
 
     Parameter changes cannot be detected reliably: FSDP's parameters have no version, and writes through ``.data`` do
     not bump it. Therefore every step of a ``torch.optim`` optimizer clears all caches. Other tensors in the weights'
-    place, and a version that has moved, clear this one. Code that changes weights in another way between two
-    microbatches calls :meth:`clear`.
+    place, and a version that has moved, clear this one; so do copies that hooks of saved tensors give the backward.
+    Code that changes weights in another way between two microbatches calls :meth:`clear`.
 
     A sample of the values tells when nothing did. It is compared at a cache's 1st, 2nd, 4th, 8th... use since it was
     filled, so that the comparisons of a step are few and no cache stays stale for long.

@@ -182,8 +182,8 @@ class Workspace:
         return (
             f'dispatch = "symmetric": rank {self.rank} of the expert-parallel group has waited '
             f"{self.timeout_s():.0f} s, the timeout of the process group, for ranks {late}. They have died, raised an "
-            "error, run other layers than this rank, or are slow (then raise the timeout: dist.init_process_group; "
-            "torchtitan: comm.train_timeout_seconds)"
+            "error, run other layers or numbers of tokens than this rank, or are slow (then raise the timeout: "
+            "dist.init_process_group; torchtitan: comm.train_timeout_seconds)"
         )
 
     def check_arrivals(self) -> None:
@@ -255,7 +255,8 @@ def _explain_traps() -> None:
 _mapped: list[tuple[Tensor, Any]] = []
 """Symmetric memory and its handles. A handle's buffers do not keep them, and are unmapped when they are freed."""
 
-_workspaces: dict[str, list[Workspace]] = {}
+# By group, since a later one may get the name of a group that has been destroyed.
+_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = weakref.WeakKeyDictionary()
 _current: dict[str, Workspace] = {}
 
 
@@ -263,13 +264,16 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
     """The workspace in which an exchange begins.
 
     All ranks make it together, at the first exchange of these dims or of more tokens than before. That synchronizes.
+    Ranks have equal numbers of tokens, else one makes a workspace while another exchanges.
 
     Raises:
-        ValueError: for ranks on several nodes, or ranks that disagree on ``sizes``.
+        ValueError: for ranks on several nodes, or ranks that make a workspace of different ``sizes``.
         RuntimeError: while a CUDA graph is captured and a workspace would have to be made; see also
             :meth:`Workspace.begin`.
     """
-    workspaces = _workspaces.setdefault(group_name, [])
+    resolve: Any = distributed_c10d._resolve_process_group
+    group = resolve(group_name)
+    workspaces = _workspaces.setdefault(group, [])
     for workspace in workspaces:
         has = workspace.sizes
         if has.tokens >= sizes.tokens and has._replace(tokens=0) == sizes._replace(tokens=0):
@@ -281,7 +285,7 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
                 "captured; run a step with these sizes first"
             )
         with torch.inference_mode(False):
-            workspace = _create(group_name, sizes, device)
+            workspace = _create(group, sizes, device)
         workspaces.append(workspace)
         workspaces.sort(key=lambda w: w.sizes.tokens)
     workspace.begin()
@@ -297,11 +301,9 @@ def current(group_name: str) -> Workspace:
     return workspace
 
 
-def _create(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
-    resolve: Any = distributed_c10d._resolve_process_group
-    group = resolve(group_name)
+def _create(group: Any, sizes: Sizes, device: torch.device) -> Workspace:
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    path = f"{folder}/titan_fp8moe_{os.getpid()}_{group_name}_{len(_workspaces[group_name])}"
+    path = f"{folder}/titan_fp8moe_{os.getpid()}_{group.group_name}_{len(_workspaces[group])}"
     said: list[Any] = [None] * group.size()
     dist.all_gather_object(said, (socket.gethostname(), sizes, path), group)
     hosts, all_sizes, paths = zip(*said, strict=True)
@@ -310,10 +312,10 @@ def _create(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
             f'dispatch = "symmetric" needs all expert-parallel ranks on one node, got {", ".join(sorted(set(hosts)))}; '
             'use dispatch = "all_to_all", or a smaller expert-parallel degree'
         )
-    sizes = sizes._replace(tokens=max(s.tokens for s in all_sizes))
-    if len({s._replace(tokens=0) for s in all_sizes}) > 1:
+    if len(set(all_sizes)) > 1:
         raise ValueError(
-            f'dispatch = "symmetric": the ranks of a group must have layers of equal sizes, got {all_sizes}'
+            'dispatch = "symmetric": the ranks of a group must have equal numbers of tokens and layers of equal sizes, '
+            f'got {all_sizes}; use dispatch = "all_to_all", or pad the tokens'
         )
     memory = _peer_memory(group, sizes.nbytes, device) if device.type == "cuda" else _shared_files(group, paths, sizes)
     backend = group._get_backend(device)

@@ -55,6 +55,8 @@ PADDED = {"model__flavor": "tiny_padded"}
 LINEARS = {"fp8_flow_moe__linear_fqns": "attention.wo.,output."}
 CP = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "None"}
 SYMMETRIC = {"fp8_flow_moe__dispatch": "symmetric", "fp8_flow_moe__dispatch_capacity": 2}
+# Too little room for a microbatch whose tokens all have experts on one rank.
+LITTLE_ROOM = SYMMETRIC | {"fp8_flow_moe__dispatch_capacity": 1.1}
 PP = {"parallelism__pipeline_parallel_schedule": "1F1B", "parallelism__pipeline_parallel_microbatch_size": 2}
 INTERLEAVED = PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
 FLOAT8_LINEAR = {
@@ -110,7 +112,7 @@ FOUR_RANKS = {
     "tp2_ep2_etp2": _parallel(4, tp=2, ep=2, etp=2),
     "pp2_ep2": _parallel(4, pp=2, ep=2, **PP),
     "pp2_ep2_op_ac": _parallel(4, pp=2, ep=2, **PP, **OP_AC),
-    "pp2_ep2_symmetric_op_ac": _parallel(4, pp=2, ep=2, **SYMMETRIC, **PP, **OP_AC),
+    "pp2_ep2_symmetric_op_ac": _parallel(4, pp=2, ep=2, **LITTLE_ROOM, **PP, **OP_AC),
     "ep2_fsdp2_full_ac": _parallel(2, ep=2, **FULL_AC),
     "ep2_fsdp2_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **OP_AC),
     "ep2_fsdp2_fp8_gather_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **FP8_GATHER, **OP_AC),

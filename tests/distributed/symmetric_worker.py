@@ -227,6 +227,30 @@ def check_unlike_settings(device: torch.device) -> None:
     check("and an error says so", "other settings of fp8_flow_moe" in said)
 
 
+def check_unlike_sizes(device: torch.device) -> None:
+    """Ranks with unequal numbers of tokens get an error where they would make a workspace."""
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5)
+    try:
+        run(make_batch("uniform", 1000 + dist.get_rank(), device=device), config)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    check("with unequal numbers of tokens an error says so", "equal numbers of tokens" in said)
+
+
+def check_later_group(device: torch.device) -> None:
+    """A group of the same name that comes later has a workspace of its own, not that of ranks that may be gone."""
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5)
+    earlier = workspace._workspaces[dist.group.WORLD]
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    batch = make_batch("uniform", device=device)
+    check("a later group of that name", same(run(batch, config), run(batch, Fp8FlowMoEConfig())))
+    later = workspace._workspaces[dist.group.WORLD]
+    check("has its own workspace", len(later) == 1 and later[0] not in earlier)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     device = device_of_this_rank()
@@ -242,6 +266,9 @@ def main() -> None:
         check_graph(device)
     check_overflow(device)
     check_unlike_settings(device)
+    check_unlike_sizes(device)
+    if device.type == "cpu":
+        check_later_group(device)
     dist.barrier()
     os._exit(0) if device.type == "cuda" else dist.destroy_process_group()
 

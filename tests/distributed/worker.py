@@ -24,6 +24,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
@@ -152,6 +153,19 @@ def gather_context(attentions: list[nn.Module], mesh: DeviceMesh, kind: str) -> 
         attention.forward = forward
 
 
+def infer_from_zeros() -> None:
+    """Pipeline stages infer shapes from uninitialized memory: here from rows that every router sends to one place."""
+    to_tensor = getattr(PipelineStage, "_to_tensor", None)  # zeros on PyTorch 2.11
+    if to_tensor is None:
+        return
+
+    def zeros(self: PipelineStage, arg: torch.Tensor | object) -> torch.Tensor:
+        tensor = to_tensor(self, arg)
+        return tensor if isinstance(arg, torch.Tensor) else torch.zeros_like(tensor, requires_grad=tensor.requires_grad)
+
+    PipelineStage._to_tensor = zeros
+
+
 def buffers_to(device: torch.device, model: nn.Module) -> None:
     for module in model.modules():
         module._buffers |= {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
@@ -184,6 +198,7 @@ def run(case: str, out: Path) -> dict:
 def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    infer_from_zeros()
     deepseek_v3_parallelize.apply_cp_to_attention_module = gather_context
     tiny = deepseekv3_args["tiny"]
     deepseekv3_args["tiny_padded"] = replace(tiny, moe_args=replace(tiny.moe_args), inter_dim=480, moe_inter_dim=288)

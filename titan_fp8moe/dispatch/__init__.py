@@ -7,6 +7,10 @@ ranks. :func:`begin` makes one for a forward, :func:`resume` for its backward.
 A *route* is the choice among them as a string, which an op can take: of :func:`route`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,9 +20,10 @@ from titan_fp8moe.dispatch.base import Dispatch, InFlight
 from titan_fp8moe.dispatch.local import LocalDispatch
 from titan_fp8moe.dispatch.symmetric import SymmetricDispatch
 
-__all__ = ["Dispatch", "InFlight", "begin", "finish_combine", "kind", "resume", "route", "uses_symmetric"]
+__all__ = ["Dispatch", "InFlight", "begin", "evenly", "finish_combine", "kind", "resume", "route", "uses_symmetric"]
 
 _SYMMETRIC = "symmetric"
+_evenly = False
 
 
 def uses_symmetric(config: Fp8FlowMoEConfig) -> bool:
@@ -42,6 +47,18 @@ def kind(route: str) -> type[Dispatch]:
     return AllToAllDispatch if route else LocalDispatch
 
 
+@contextmanager
+def evenly() -> Iterator[None]:
+    """Forwards inside this context send their tokens to all experts alike, whatever the router chose: for tokens that
+    are made up, all of which it may send to one rank."""
+    global _evenly
+    outer, _evenly = _evenly, True
+    try:
+        yield
+    finally:
+        _evenly = outer
+
+
 def begin(
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
@@ -62,6 +79,9 @@ def begin(
         signature: 31 bits that differ between ranks if their settings do.
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
     """
+    if _evenly:
+        pairs = torch.arange(topk_ids_TK.numel(), device=topk_ids_TK.device).view(topk_ids_TK.shape)
+        topk_ids_TK = torch.where(topk_ids_TK < 0, -1, pairs % (num_local * num_ranks)).to(topk_ids_TK.dtype)
     if not route:
         return LocalDispatch((topk_ids_TK, topk_scores_TK, num_local), check_ids)
     args = topk_ids_TK, topk_scores_TK, num_local

@@ -1,8 +1,8 @@
 """The experts are spread over the ranks of one node, which read and write each other's memory.
 
 Tokens and sums are those of :mod:`titan_fp8moe.dispatch.all_to_all`, and so are the results, bit for bit. But a rank
-pulls its tokens straight to expert order, and the host neither waits nor learns how many come. Buffers therefore have
-room for ``dispatch_capacity`` times what uniform routing brings, if other ranks have as many tokens as this one.
+pulls its tokens straight to expert order, and the host neither waits nor learns how many come. All ranks have equally
+many tokens, and buffers have room for ``dispatch_capacity`` times what uniform routing brings.
 :func:`titan_fp8moe.workspace.check_room` raises if that did not suffice. A layer's exchange ends within its forward,
 and within its backward.
 """

@@ -21,11 +21,11 @@ from torchtitan.protocols.model_converter import (
 )
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import checks, dense, dispatch, moe, ops
+from titan_fp8moe import checks, compat, dense, dispatch, moe, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.modules import Fp8FlowLinear
 from titan_fp8moe.plan import DENSE, LINEAR, MOE, SHARED, Part, describe
-from titan_fp8moe.torchtitan import compat, compiling, first_hour, job_checks, nan_watch, parallel
+from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, nan_watch, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
 from titan_fp8moe.weights import WeightCache
@@ -160,7 +160,7 @@ def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
     """What converted layers need of the process: parallel styles, checkpointing, compilation, kernels, statistics."""
     _log_changes()
     compat.fix_selective_checkpointing()
-    compat.fix_pipeline_counts()
+    compat.fix_shape_inference()
     parallel.install()
     for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
         module._op_sac_save_list.update(_SAVED_OPS)
@@ -175,7 +175,7 @@ def _log_changes() -> None:
     logger.info(
         "FP8-Flow-MoE changes in this process: torchtitan's TensorParallel, ExpertParallel, ExpertTensorParallel, "
         "ReordererSequenceParallel, fully_shard, apply_compile and should_log; PyTorch's selective checkpointing, "
-        "FSDP's unshard, and pipeline stages' shape inference (titan_fp8moe/torchtitan/compat.py says why)"
+        "FSDP's unshard, and pipeline stages' shape inference (titan_fp8moe/compat.py says why)"
     )
 
 

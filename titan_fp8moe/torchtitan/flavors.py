@@ -12,7 +12,8 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-from titan_fp8moe.torchtitan.compat import kept_token_counts
+from titan_fp8moe import workspace
+from titan_fp8moe.compat import kept_buffers
 
 
 @functools.cache
@@ -86,5 +87,6 @@ class MoEValidator(Validator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         # The forward of bf16 layers counts tokens per expert in eval mode too, and the next optimizer step moves
         # expert_bias by the counts.
-        with kept_token_counts(model_parts):
+        with kept_buffers(model_parts):
             super().validate(model_parts, step)
+        workspace.check_room()

@@ -86,7 +86,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
 
 
 class Fp8FlowFeedForward(Fp8FFN):
-    """torchtitan's FeedForward in FP8. Subclasses in :data:`FEED_FORWARDS` also inherit from torchtitan's classes."""
+    """torchtitan's FeedForward in FP8. The subclasses also inherit from one of torchtitan's classes each."""
 
     @staticmethod
     def convert(ffn: nn.Module, config: Fp8FlowMoEConfig) -> None:
@@ -105,9 +105,22 @@ class Fp8FlowFeedForward(Fp8FFN):
         return out.redistribute(placements=(Shard(1),)).to_local()
 
 
+class Fp8FlowMoEFeedForward(Fp8FlowFeedForward, FeedForward):
+    """deepseek_v3's, and the shared experts of every model."""
+
+
+class Fp8FlowLlama4FeedForward(Fp8FlowFeedForward, Llama4FeedForward):
+    """llama4's."""
+
+
+class Fp8FlowQwen3FeedForward(Fp8FlowFeedForward, Qwen3FeedForward):
+    """qwen3's."""
+
+
 FEED_FORWARDS: dict[type[nn.Module], type[nn.Module]] = {
-    base: type("Fp8FlowFeedForward", (Fp8FlowFeedForward, base), {"__doc__": Fp8FlowFeedForward.__doc__})
-    for base in (FeedForward, Llama4FeedForward, Qwen3FeedForward)
+    FeedForward: Fp8FlowMoEFeedForward,
+    Llama4FeedForward: Fp8FlowLlama4FeedForward,
+    Qwen3FeedForward: Fp8FlowQwen3FeedForward,
 }
 """The converted class of each FFN class of torchtitan."""
 

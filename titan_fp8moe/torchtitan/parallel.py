@@ -21,7 +21,7 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
 from titan_fp8moe import dispatch
-from titan_fp8moe.torchtitan.compat import remove_fsdp_hooks
+from titan_fp8moe.compat import remove_fsdp_hooks
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts
 
 # Over which meshes a style spreads experts, and each expert.

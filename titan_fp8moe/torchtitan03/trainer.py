@@ -14,7 +14,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import dispatch, statistics
+from titan_fp8moe import compat, dispatch, statistics
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.nan_watch import NanWatch
 from titan_fp8moe.plan import MOE, SHARED, Part
@@ -66,6 +66,7 @@ class Fp8FlowTrainer(Trainer):
                 "FP8-Flow-MoE: MoE blocks run eagerly: the all-to-all breaks graphs, and a checkpointed block cannot "
                 'be in pieces. Choose activation-checkpoint:none, or fp8_flow_moe.dispatch = "symmetric"'
             )
+        compat.fix_shape_inference()
         with _graph_breaks_in_experts() if breaks else contextlib.nullcontext():
             super().__init__(config)
         modules = {_plain(name): module for part in self.model_parts for name, module in part.named_modules()}

@@ -1,4 +1,4 @@
-"""Corrections to PyTorch 2.11 to 2.15 that torchtitan 0.2.2 needs on every device.
+"""Corrections to PyTorch 2.11 to 2.15 that both torchtitan adapters need, on every device.
 
 They reach into PyTorch's private interfaces, all listed here. A correction that misses one of its interfaces raises
 RuntimeError when it is installed, and changes nothing.
@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.models.moe.moe import MoE
 
-from titan_fp8moe import statistics
+from titan_fp8moe import dispatch, statistics
 
 # Private interfaces of PyTorch, as module:attribute. Checked on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0.
 _SELECTIVE_MODES = (
@@ -33,11 +32,12 @@ _UNSHARD = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard",
 )
-# Checked on 2.12.1, 2.13.0, 2.14.1 and 2.15.0; 2.11.0 has neither and needs no correction.
+# Of 2.12.1, 2.13.0, 2.14.1 and 2.15.0, and of 2.11.0.
 _METADATA_INFERENCE = (
     "torch.distributed.pipelining:PipelineStage._forward_metadata_inference",
     "torch.distributed.pipelining:PipelineStage._backward_metadata_inference",
 )
+_SHAPE_INFERENCE = ("torch.distributed.pipelining:PipelineStage._shape_inference",)
 # Of the state of an FSDP module, torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState.
 _HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
 
@@ -47,7 +47,7 @@ def _resolve(interface: str) -> Any:
         return pkgutil.resolve_name(interface)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"PyTorch {torch.__version__} has no {interface.replace(':', '.')}, which titan_fp8moe.torchtitan.compat "
+            f"PyTorch {torch.__version__} has no {interface.replace(':', '.')}, which titan_fp8moe.compat "
             "needs; install PyTorch 2.11 to 2.15"
         ) from error
 
@@ -91,48 +91,40 @@ def fix_selective_checkpointing() -> None:
 
 
 @contextmanager
-def kept_token_counts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores the token counts of these modules' routers at the end, so that load balancing ignores the context.
-
-    Raises:
-        RuntimeError: a MoE layer has no such counts, as in another version of torchtitan.
-    """
-    counts = []
-    for name, part in (pair for module in modules for pair in module.named_modules()):
-        count = getattr(part, "tokens_per_expert", None)
-        if count is not None:
-            counts.append(count)
-        elif isinstance(part, MoE):
-            raise RuntimeError(f"{name} counts no tokens_per_expert; install torchtitan 0.2.2")
-    saved = [count.clone() for count in counts]
+def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restores these modules' buffers at the end, the routers' token counts among them, and their NaN flags."""
+    parts: list[Any] = [part for module in modules for part in module.modules()]
+    kept = [part.nan_flags for part in parts if getattr(part, "nan_flags", None) is not None]
+    kept += [buffer for part in parts for buffer in part.buffers(recurse=False)]
+    saved = [tensor.clone() for tensor in kept]
     try:
         yield
     finally:
-        for count, value in zip(counts, saved, strict=True):
-            count.copy_(value)
+        with torch.no_grad():
+            for tensor, value in zip(kept, saved, strict=True):
+                if not torch.equal(tensor, value):  # autograd may have saved another, and would object to a copy
+                    tensor.copy_(value)
 
 
 @functools.cache
-def fix_pipeline_counts() -> None:
-    """Keep made-up tokens out of the routers' load balancing and the statistics. Calling again does nothing.
+def fix_shape_inference() -> None:
+    """Let pipeline stages infer shapes without a trace. Calling again does nothing.
 
-    PyTorch 2.12 to 2.15 run each pipeline stage forward and backward on uninitialized tensors to learn shapes, before
-    the first step and after each validation. The backward repeats the forward of a checkpointed block. The MoE layers
-    count these rows as tokens, and the next optimizer step moves expert_bias by the counts. PyTorch 2.11 runs only the
-    forward, without gradients, and converted layers then count nothing.
+    To learn shapes, each stage runs on zeros (PyTorch 2.11) or uninitialized memory, before the first step and after
+    each validation. PyTorch 2.12 to 2.15 run the backward too, which repeats the forward of a checkpointed block. The
+    MoE layers would count these rows as tokens, by which the next optimizer step moves expert_bias. They would find
+    NaNs, and their router would send equal rows to one rank, which may have no room for all of them.
     """
-    if torch.__version__ < "2.12":
-        return
 
-    def keeping_counts(method: Callable[..., Any]) -> Callable[..., Any]:
+    def without_a_trace(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with statistics.paused(), kept_token_counts([self.submod]):
+            with statistics.paused(), dispatch.evenly(), kept_buffers([self.submod]):
                 return method(self, *args, **kwargs)
 
         return wrapper
 
-    _replace(_METADATA_INFERENCE, keeping_counts)
+    _replace(_SHAPE_INFERENCE if torch.__version__ < "2.12" else _METADATA_INFERENCE, without_a_trace)
 
 
 def remove_fsdp_hooks(module: nn.Module) -> None:
@@ -146,7 +138,7 @@ def remove_fsdp_hooks(module: nn.Module) -> None:
     handles: list[Any] = [getattr(state, name, None) for name in _HOOK_HANDLES]
     if None in handles or state._fsdp_param_group is not None:
         raise RuntimeError(
-            f"PyTorch {torch.__version__} has other hooks for FSDP than titan_fp8moe.torchtitan.compat knows; install "
+            f"PyTorch {torch.__version__} has other hooks for FSDP than titan_fp8moe.compat knows; install "
             "PyTorch 2.11 to 2.15"
         )
     for handle in handles:
