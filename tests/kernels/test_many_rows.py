@@ -174,7 +174,7 @@ def test_strided_choices(interpreted_axes, generator, device):
     assert_same_bits(got_counts, counts_N)
 
     token_C = token_C[: int(counts_N[:, 0].sum())]
-    interpreted_axes |= {0: [0], 1: range(-(-token_C.shape[0] // permute.PACK_ROWS))}
+    interpreted_axes[0] = range(-(-token_C.shape[0] // permute.PACK_ROWS) + -(-tokens // permute.TOKENS))  # all
     q, scale = fp8_rows(generator, tokens, 128), column_major_scale(generator, tokens, 128).contiguous()
     args = (q, scale, token_C, sent_TK, ids, scores, experts)
     want = ops.pack_dispatch(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
@@ -187,6 +187,8 @@ def test_payloads(interpreted_axes, generator, device):
     sent_TK, score = index.unsqueeze(1), randn(generator, M, 1)
     q, scale = fp8_rows(generator, TILE, D), column_major_scale(generator, TILE, D).contiguous()
     width = ops.pack_dispatch(q, scale, index[:0], sent_TK, sent_TK, score, 2 * M).shape[1]
+    tails, values = M // permute.PACK_ROWS, TILE // permute.TOKENS * -(-D // permute.COLUMNS)
+    interpreted_axes[0] = [*range(tails - TILE // permute.PACK_ROWS, tails), *range(-values, 0)]
     payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, sent_TK, sent_TK, score, 2 * M, width)
     want = q, scale, sent_TK[LAST], score[LAST]
     for got, w in zip(ops.unpack_dispatch(payload, D, 1), want, strict=True):

@@ -14,9 +14,9 @@ from titan_fp8moe.kernels.routing import row_stride
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
 from titan_fp8moe.recipe import E8M0, TILE
 
-TOKENS, COLUMNS = 16, 256  # tokens, and bytes of each, that a CTA of the permutation keeps in registers
+TOKENS, COLUMNS = 16, 256  # tokens, and bytes of each, that a CTA reads once and keeps in registers
 WARPS = 8
-PACK_ROWS, PACK_COLUMNS = 32, 1024  # rows and bytes of a dispatch payload that a CTA writes
+PACK_ROWS = 32  # rows of a dispatch payload whose tails a CTA writes
 SUM_COLUMNS = 1024  # columns of a token that a CTA sums
 SUM_WARPS = 4
 
@@ -41,13 +41,18 @@ def _place_scales(scale, scale_stride, row, token, out, out_scale, M, D: tl.cons
 
 
 @triton.jit
-def _place_values(q, q_stride, row_TK, token, column, out, T, K: tl.constexpr, D: tl.constexpr):
+def _place_values(cta, q, q_stride, row_TK, out, T, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+                  TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Copies COLUMNS bytes of TOKENS tokens to each token's rows of ``out``, which lie WIDTH bytes apart."""
+    blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    token = cta // blocks * TOKENS + tl.arange(0, TOKENS)
+    column = cta % blocks * COLUMNS + tl.arange(0, COLUMNS)
     mask = (token < T)[:, None] & (column < D)[None, :]
     at = token.to(tl.int64)[:, None] * q_stride + column[None, :]
     values = tl.load(q + at, mask=mask, other=0, eviction_policy="evict_first")
     for k in tl.static_range(K):
         row = tl.load(row_TK + token * K + k, mask=token < T, other=-1).to(tl.int64)
-        tl.store(out + row[:, None] * D + column[None, :], values, mask=(row >= 0)[:, None] & (column < D)[None, :])
+        tl.store(out + row[:, None] * WIDTH + column[None, :], values, mask=(row >= 0)[:, None] & (column < D)[None, :])
 
 
 @Kernel
@@ -69,11 +74,7 @@ def _permute_kernel(
             token = tl.load(token_M + row).to(tl.int64)
             _place_scales(scale, scale_stride, row, token, out, out_scale, M, D, ROWS, COLUMNS, PAD_TILES)
     else:
-        cta -= M // ROWS
-        blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
-        token = cta // blocks * TOKENS + tl.arange(0, TOKENS)
-        column = cta % blocks * COLUMNS + tl.arange(0, COLUMNS)
-        _place_values(q, q_stride, row_TK, token, column, out, T, K, D)
+        _place_values(cta - M // ROWS, q, q_stride, row_TK, out, T, K, D, D, TOKENS, COLUMNS)
 
 
 def permute_rows(
@@ -110,39 +111,39 @@ def _byte_of(word, column):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["ids_stride", "scores_stride", "C"])
+@triton.jit(do_not_specialize=["ids_stride", "scores_stride", "T", "C"])
 def _pack_dispatch_kernel(
-    q, scale, token_C, sent_TK, ids, ids_stride, scores, scores_stride, payload, C, NUM_LOCAL: tl.constexpr,
-    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    q, scale, token_C, sent_TK, ids, ids_stride, scores, scores_stride, payload, T, C, NUM_LOCAL: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """CTA (column block, row block) copies values. The first column block also writes the tail, the bytes that follow
-    a row's D values: ids and scores, unless they are None, and scales."""
+    """The first CTAs write tails, the bytes that follow a row's D values: ids and scores, unless they are None, and
+    scales. Each other CTA writes COLUMNS bytes of TOKENS tokens, as in :func:`_permute_kernel`."""
     q = q.to(tl.pointer_type(tl.uint8))
-    c = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = (c < C)[:, None]
-    to = payload + c.to(tl.int64)[:, None] * WIDTH
-    token = tl.load(token_C + c, mask=c < C, other=0).to(tl.int64)[:, None]
-    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    mask = inside & (column < D)
-    tl.store(to + column, tl.load(q + token * D + column, mask=mask, other=0), mask=mask)
+    cta, tail_ctas = tl.program_id(0), tl.cdiv(C, ROWS)
+    if cta >= tail_ctas:
+        _place_values(cta - tail_ctas, q, D, sent_TK, payload, T, K, D, WIDTH, TOKENS, COLUMNS)
+        return
 
-    if tl.program_id(0) == 0:
-        tail = tl.arange(0, TAIL)[None, :]
-        WORDS: tl.constexpr = 0 if ids is None else 2 * K
-        tile = tail - 4 * WORDS
-        has_scale = inside & (tile >= 0) & (tile < D // 128)
-        byte = tl.load(scale + token * (D // 128) + tile, mask=has_scale, other=0).to(tl.int32)
-        if ids is not None:
-            is_id, is_word, k = tail < 4 * K, inside & (tail < 4 * WORDS), tail // 4 % K
-            carrier = tl.load(sent_TK + token * K + k, mask=is_word, other=-1)
-            served = is_word & ((carrier == c[:, None]) | (carrier == -2 - c[:, None]))
-            expert = tl.load(ids + token * ids_stride + k, mask=served & is_id, other=0).to(tl.int32)
-            score = tl.load(scores + token * scores_stride + k, mask=served & (is_id == 0), other=0.0)
-            local_id = tl.where(served, expert % NUM_LOCAL, -1)
-            word = tl.where(is_id, local_id, score.to(tl.int32, bitcast=True))
-            byte = tl.where(is_word, _byte_of(word, tail), byte)
-        tl.store(to + D + tail, byte.to(tl.uint8), mask=inside & (tail < WIDTH - D))
+    c = cta * ROWS + tl.arange(0, ROWS)
+    inside = (c < C)[:, None]
+    token = tl.load(token_C + c, mask=c < C, other=0).to(tl.int64)[:, None]
+    tail = tl.arange(0, TAIL)[None, :]
+    WORDS: tl.constexpr = 0 if ids is None else 2 * K
+    tile = tail - 4 * WORDS
+    has_scale = inside & (tile >= 0) & (tile < D // 128)
+    byte = tl.load(scale + token * (D // 128) + tile, mask=has_scale, other=0).to(tl.int32)
+    if ids is not None:
+        is_id, is_word, k = tail < 4 * K, inside & (tail < 4 * WORDS), tail // 4 % K
+        carrier = tl.load(sent_TK + token * K + k, mask=is_word, other=-1)
+        served = is_word & ((carrier == c[:, None]) | (carrier == -2 - c[:, None]))
+        expert = tl.load(ids + token * ids_stride + k, mask=served & is_id, other=0).to(tl.int32)
+        score = tl.load(scores + token * scores_stride + k, mask=served & (is_id == 0), other=0.0)
+        local_id = tl.where(served, expert % NUM_LOCAL, -1)
+        word = tl.where(is_id, local_id, score.to(tl.int32, bitcast=True))
+        byte = tl.where(is_word, _byte_of(word, tail), byte)
+    to = payload + c.to(tl.int64)[:, None] * WIDTH + D
+    tl.store(to + tail, byte.to(tl.uint8), mask=inside & (tail < WIDTH - D))
 
 
 def pack_dispatch(
@@ -157,17 +158,17 @@ def pack_dispatch(
 ) -> Tensor:
     """The dispatch payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_dispatch`."""
     assert q_TD.is_contiguous() and scale.is_contiguous()
-    C, D = token_C.shape[0], q_TD.shape[1]
+    (T, D), C = q_TD.shape, token_C.shape[0]
     ids_stride = scores_stride = 0
     if topk_ids_TK is not None and topk_scores_TK is not None:
         ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
         scores_stride = row_stride("topk_scores_TK", topk_scores_TK)
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
     if C:
-        _pack_dispatch_kernel[(cdiv(D, PACK_COLUMNS), cdiv(C, PACK_ROWS))](
-            q_TD, scale, token_C, sent_TK, topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, payload, C,
-            NUM_LOCAL=num_local, K=sent_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), ROWS=PACK_ROWS,
-            COLUMNS=PACK_COLUMNS, num_warps=WARPS,
+        _pack_dispatch_kernel[(cdiv(C, PACK_ROWS) + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
+            q_TD, scale, token_C, sent_TK, topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, payload, T, C,
+            NUM_LOCAL=num_local, K=sent_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), TOKENS=TOKENS,
+            ROWS=PACK_ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return payload
 

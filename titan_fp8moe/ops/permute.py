@@ -192,7 +192,7 @@ def pack_dispatch(
 
     Args:
         q_TD: (T, D) e4m3; scale: (T, D // 128) e8m0 row-major.
-        token_C, sent_TK: of :func:`dispatch_routing`; token_C cut to the C dispatched tokens.
+        token_C, sent_TK: of :func:`dispatch_routing`; token_C cut to the C dispatched tokens, all that sent_TK names.
         topk_ids_TK, topk_scores_TK: as in :func:`expert_routing`, with ids of all ranks' experts; None in a backward.
         num_local: experts on each rank.
 
