@@ -34,13 +34,18 @@ def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr, nan_flag=None
 
 
 @triton.jit
-def _load_tiles(x, scale, row, tile, M, D, TILE: tl.constexpr):
-    """Loads tile column ``tile`` of x (M, D) as fp32 (ROWS, 128); x is bf16, or e4m3 with column-major scales."""
+def _load_tiles(x, byte, row, tile, D, TILE: tl.constexpr):
+    """Loads tile column ``tile`` of x (M, D) as fp32 (ROWS, 128); x is bf16, or e4m3 whose scale bytes are ``byte``."""
     values = tl.load(x + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :]).to(tl.float32)
-    if scale is not None:
-        byte = tl.load(scale + tile * M + row).to(tl.int32)
-        values *= (byte << 23).to(tl.float32, bitcast=True)[:, None]
+    if byte is not None:
+        values *= (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
     return values
+
+
+@triton.jit
+def _load_scales(scale, row, tile, H, M, TILE: tl.constexpr):
+    """Loads the scale bytes (ROWS,) of gate and up for tile column ``tile``; ``scale`` is column-major."""
+    return tl.load(scale + tile * M + row), tl.load(scale + (tile + H // TILE) * M + row)
 
 
 @Kernel
@@ -55,8 +60,8 @@ def _swiglu_kernel(
         return
     row = first + tl.arange(0, ROWS)
     up_tile = tile + H // TILE
-    g = _load_tiles(h, None, row, tile, M, 2 * H, TILE)
-    u = _load_tiles(h, None, row, up_tile, M, 2 * H, TILE)
+    g = _load_tiles(h, None, row, tile, 2 * H, TILE)
+    u = _load_tiles(h, None, row, up_tile, 2 * H, TILE)
     if h_q is not None:
         _store_tiles(h_q, h_scale, g, row, tile, M, 2 * H, TILE)
         _store_tiles(h_q, h_scale, u, row, up_tile, M, 2 * H, TILE)
@@ -109,11 +114,16 @@ def _swiglu_backward_kernel(
     row = first + tl.arange(0, ROWS)
     s = 1.0 if score is None else tl.load(score + row)[:, None]
     ds_row = tl.zeros((ROWS,), tl.float32)
+    # Scales are loaded one tile ahead by hand: Triton does not pipeline loads of single bytes.
+    next_g_byte, next_u_byte = (None, None) if h_scale is None else _load_scales(h_scale, row, 0, H, M, TILE)
     for tile in tl.range(H // TILE, num_stages=STAGES):
         up_tile = tile + H // TILE
-        da = _load_tiles(d, None, row, tile, M, H, TILE)
-        h_g = _load_tiles(h, h_scale, row, tile, M, 2 * H, TILE)
-        h_u = _load_tiles(h, h_scale, row, up_tile, M, 2 * H, TILE)
+        g_byte, u_byte = next_g_byte, next_u_byte
+        if h_scale is not None:
+            next_g_byte, next_u_byte = _load_scales(h_scale, row, tl.minimum(tile + 1, H // TILE - 1), H, M, TILE)
+        da = _load_tiles(d, None, row, tile, H, TILE)
+        h_g = _load_tiles(h, g_byte, row, tile, 2 * H, TILE)
+        h_u = _load_tiles(h, u_byte, row, up_tile, 2 * H, TILE)
         if SCORE_FIRST:
             g, u = s * h_g, s * h_u
         else:
