@@ -20,7 +20,7 @@ from titan_fp8moe.testing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "docs/results.md"),
-    *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel")),
+    *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel", "transformers")),
 )
 PEERS = ("bf16", "bf16_whole", "torchao", "naive_blockwise")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -128,7 +128,7 @@ def training(records: Records) -> str:
             title = joined(setting(shape), name.partition(" ")[2])
             peers = [joined(cell(speed, peer), cell(memory, peer)) for peer in PEERS]
             rows.append([title, *peers, joined(ours(speed) + ratios(speed, "bf16", "bf16_whole"), ours(memory))])
-    head = ["tokens/s per GPU, GiB", "bf16 as torchtitan compiles it", "bf16, blocks compiled whole"]
+    head = ["tokens/s per GPU, GiB reserved", "bf16 as torchtitan compiles it", "bf16, blocks compiled whole"]
     return markdown([*head, "torchao FP8 experts", "FP8, a cast around each GEMM", "titan_fp8moe"], rows)
 
 
@@ -145,7 +145,7 @@ def variants(records: Records) -> str:
             speed, memory = records.of(name, shape)["fp8_flow"], records.of(f"{name} memory", shape)
             cells = joined(number(speed["value"]), ours(memory)), f"{speed['speedup']:.3f}x"
             rows.append([f"`{name.split()[1]}`", setting(shape), *cells])
-    return markdown(["variant", "setting", "tokens/s per GPU, GiB", "of the defaults' speed"], rows)
+    return markdown(["variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed"], rows)
 
 
 def largest_batch(records: Records) -> str:
@@ -253,10 +253,21 @@ def ffns(records: Records) -> str:
     return markdown(["ms, back to back", "bf16, compiled", "titan_fp8moe"], rows)
 
 
+ONE_TOKEN = "forward of one token"
+
+
 def transformers(records: Records) -> str:
+    return _transformers(records, lambda shape: ONE_TOKEN not in shape)
+
+
+def transformers_token(records: Records) -> str:
+    return _transformers(records, lambda shape: ONE_TOKEN in shape)
+
+
+def _transformers(records: Records, chosen: Callable[[str], bool]) -> str:
     rows = []
     for name in ("transformers_qwen3", "transformers_deepseek_v3"):
-        for shape in records.shapes(name):
+        for shape in filter(chosen, records.shapes(name)):
             for reference, r in records.of(name, shape).items():
                 bf16, mine = (
                     f"{v:.3f}" if r["unit"] == "nats" else number(v) for v in (r["reference_value"], r["value"])
@@ -451,8 +462,8 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, variants, largest_batch, step, layers, layer_ablations, sonicmoe, ffns, transformers),
-        *(gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
+        *(headline, training, variants, largest_batch, step, layers, layer_ablations, sonicmoe, ffns),
+        *(transformers, transformers_token, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
 }
 

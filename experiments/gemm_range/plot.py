@@ -15,14 +15,24 @@ from titan_fp8moe.testing import AFTER_IDLING, BACK_TO_BACK
 GEMMS = {"ours": "o", "torchao rowwise": "s", "bf16": "^", "cublas dense fp8": "_"}
 
 
+def _sizes(record: dict) -> list[int]:
+    """Rows, groups, N and K."""
+    return [int(part.split(" ")[-1]) for part in record["shape"].split(", ")[:4]]
+
+
+def _order(record: dict) -> tuple:
+    """M-grouped GEMMs first, then by N and K; balanced cases first, then by rows and groups."""
+    rows, groups, N, K = _sizes(record)
+    return "wgrad" in record["name"], N, K, "skewed" in record["shape"], rows, groups
+
+
 def plot(records: list[dict], path: Path) -> None:
     """A column for each state of the GPU, a row for each GEMM."""
     panels: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    for r in records:
-        parts = r["shape"].split(", ")
-        rows, groups, N, K = (part.split(" ")[-1] for part in parts[:4])
+    for r in sorted(records, key=_order):
+        parts, (rows, groups, N, K) = r["shape"].split(", "), _sizes(r)
         kind = "weight gradient" if "wgrad" in r["name"] else "m-grouped"
-        case = f"{int(rows) // 1024}k/{groups}{' s' if 'skewed' in parts else ''}"
+        case = f"{rows // 1024}k/{groups}{' s' if 'skewed' in parts else ''}"
         panel = panels.setdefault((f"{kind}, N {N}, K {K}", parts[-1]), {}).setdefault(case, {})
         panel |= {"ours": r["value"], r["reference"]: r["reference_value"]}
         if "cublas_dense" in r:
@@ -42,7 +52,7 @@ def plot(records: list[dict], path: Path) -> None:
             axis.tick_params("x", rotation=90, labelsize=7)
             axis.set_ylim(0, 1650)
         axes[i][0].set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=7, loc="lower right")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(GEMMS))
     figure.supxlabel("thousand rows / groups (s: skewed)")
     save(figure, path)
 
