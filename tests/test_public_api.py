@@ -119,6 +119,10 @@ def test_flops_are_counted():
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         routed_experts(x, *weights, ids, scores)
     assert counter.get_total_flops() == 2 * recipe.row_capacity(T * K, E) * 3 * H * D
+    w1, w2, w3 = weights
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as padded:
+        routed_experts(x, w1[:, :112], w2[:, :, :112], w3[:, :112], ids, scores)
+    assert padded.get_total_flops() == counter.get_total_flops()
 
 
 def test_public_names():

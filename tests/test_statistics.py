@@ -239,6 +239,7 @@ def test_shape_inference_leaves_no_trace(monkeypatch):
     for count in counts:
         rows = count.split(statistics._SIZES, 1)[1][0, 1:].sum()
         assert rows == x.shape[:2].numel() * 2
+        assert not count.split(statistics._SIZES, 1)[3].any()  # tiles of NaN
     assert not moe.experts.nan_flags.any()
     assert torch.equal(torch.bincount(routed[0].flatten()), torch.full((4,), 32))
     # Each microbatch once and once more when it is recomputed, in both steps.

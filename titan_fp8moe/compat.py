@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, statistics
 
@@ -94,15 +95,18 @@ def fix_selective_checkpointing() -> None:
 def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores these modules' buffers at the end, the routers' token counts among them, and their NaN flags."""
     parts: list[Any] = [part for module in modules for part in module.modules()]
-    kept = [part.nan_flags for part in parts if getattr(part, "nan_flags", None) is not None]
-    kept += [buffer for part in parts for buffer in part.buffers(recurse=False)]
-    saved = [tensor.clone() for tensor in kept]
+    flags = [part.nan_flags for part in parts if getattr(part, "nan_flags", None) is not None]
+    buffers = [buffer for part in parts for buffer in part.buffers(recurse=False)]
+    # Of a DTensor its local part: nothing here may communicate, since stages have different buffers.
+    buffers = [buffer._local_tensor if isinstance(buffer, DTensor) else buffer for buffer in buffers]
+    saved = [(tensor, None, tensor.clone()) for tensor in flags]  # kernels move no version
+    saved += [(tensor, tensor._version, tensor.clone()) for tensor in buffers]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in zip(kept, saved, strict=True):
-                if not torch.equal(tensor, value):  # autograd may have saved another, and would object to a copy
+            for tensor, version, value in saved:
+                if version != tensor._version:  # autograd may have saved another buffer, and would object to a copy
                     tensor.copy_(value)
 
 

@@ -81,11 +81,13 @@ class RoutedExperts(Fp8AllGather):
 
     def reset_parameters(self) -> None:
         """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. Ranks of ``ep_group`` with one seed get different experts."""
-        rank, num_ranks = (0, 1) if self.ep_group is None else (self.ep_group.rank(), self.ep_group.size())
+        generator = None
+        if self.ep_group is not None and not self.w1.is_meta:
+            seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
+            generator = torch.Generator(self.w1.device).manual_seed(seed + self.ep_group.rank())
         for weight in (self.w1, self.w2, self.w3):
             bound = weight.shape[2] ** -0.5
-            for drawn_for in range(num_ranks):  # each rank draws the experts of all, and so keeps the others' seed
-                nn.init.uniform_(weight if drawn_for == rank else torch.empty_like(weight), -bound, bound)
+            nn.init.uniform_(weight, -bound, bound, generator)
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
         # Before the hooks of the module run, FSDP's among them.
@@ -121,14 +123,14 @@ class RoutedExperts(Fp8AllGather):
 def add_cache(module: Any) -> None:
     """Gives a module, whose ``config`` is set, the weight cache that its settings ask for. Loading a state dict clears
     it."""
-    module.cache = None
-    if module.config.cache_weights:
-        module.cache = WeightCache()
+    if "cache" not in vars(module):
         module.register_load_state_dict_post_hook(_clear_cache)
+    module.cache = WeightCache() if module.config.cache_weights else None
 
 
 def _clear_cache(module: Any, _: Any) -> None:
-    module.cache.clear()
+    if module.cache is not None:
+        module.cache.clear()
 
 
 class Fp8FFN(nn.Module):

@@ -35,7 +35,7 @@ from titan_fp8moe.dispatch import Dispatch, InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
 from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
-from titan_fp8moe.recipe import group_rows, row_capacity
+from titan_fp8moe.recipe import group_rows, padded, row_capacity
 from titan_fp8moe.rows import NanFlags, Routing, Rows
 from titan_fp8moe.weights import (
     ExpertWeights,
@@ -363,15 +363,18 @@ def _forward_flops(x, scores, weights, weight_scales, topk_ids, *rest: Any, **_:
     """Of all GEMMs, for as many rows as the buffers hold without expert parallelism, padding included."""
     (T, K), E, shared = topk_ids, weights[0][0], rest[-2]
     rows = row_capacity(T * K, E), group_rows(T)
-    return 2 * sum(
-        m * shape[1] * shape[2] for m, shapes in zip(rows, (weights, shared), strict=True) for shape in shapes
-    )
+    return sum(_flops(m, shapes) for m, shapes in zip(rows, (weights, shared), strict=True))
+
+
+def _flops(rows: int, shapes: list[torch.Size]) -> int:
+    """Of one product with each weight (E, N, K), whose padding counts."""
+    return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
 def _finish_flops(payload, sent_TK, shared_rows, shared_weights, *_: Any, **__: Any) -> int:
     """Of the shared experts' GEMMs, padding included."""
-    return sum(2 * shared_rows[0][0] * shape[1] * shape[2] for shape in shared_weights)
+    return _flops(shared_rows[0][0], shared_weights) if shared_weights else 0
 
 
 def _signature(layer: _Layer, x_TD: Tensor, top_k: int, has_shared: bool, needs_grad: Sequence[bool]) -> int:

@@ -12,7 +12,7 @@ class Case(NamedTuple):
     dense layer in bf16."""
 
     fp8: dict[str, Any] | None = {}  # noqa: RUF012  never changed
-    parallelism: dict[str, int] = {}  # noqa: RUF012
+    parallelism: dict[str, Any] = {}  # noqa: RUF012
     checkpointing: str = "none"
     compiles: str = ""
     steps: int = 1
@@ -79,5 +79,6 @@ TWO_RANKS = {
 FOUR_RANKS = {
     "hsdp2_ep2": Case({}, HSDP2 | EP2),
     "hsdp2_fp8_gather": Case({"fp8_all_gather": True}, HSDP2),
+    "pp2_tp2_routed": Case({}, PP2 | TP2 | {"spmd_backend": "partial_dtensor"}),  # with buffers that are DTensors
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
