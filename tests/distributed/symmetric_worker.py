@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -187,6 +188,15 @@ def check_checkpointing(device: torch.device) -> None:
     )
 
 
+def message_of(kind: type[Exception], call: Callable, *args) -> str:
+    """What the error of this call says; nothing without one."""
+    try:
+        call(*args)
+    except kind as error:
+        return str(error)
+    return ""
+
+
 def check_overflow(device: torch.device) -> None:
     """Loud before the optimizer changes a weight, on all ranks."""
     config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=1)
@@ -196,11 +206,7 @@ def check_overflow(device: torch.device) -> None:
     out = routed_experts(x, w, *weights[1:3], ids, scores, config=config, ep_group=dist.group.WORLD)
     out.backward(dout)
     check("without room the output is NaN", bool(out.isnan().all()))
-    try:
-        optimizer.step()
-        said = ""
-    except RuntimeError as error:
-        said = str(error)
+    said = message_of(RuntimeError, optimizer.step)
     check("the optimizer's step raises", "larger dispatch_capacity" in said and "needed " in said)
     check("no weight has changed", torch.equal(w, before))
     workspace.check_room()
@@ -219,22 +225,14 @@ def check_unlike_settings(device: torch.device) -> None:
         "with unlike settings the output is NaN",
         bool(run(make_batch("uniform", device=device), config)[0].isnan().all()),
     )
-    try:
-        workspace.check_room()
-        said = ""
-    except RuntimeError as error:
-        said = str(error)
+    said = message_of(RuntimeError, workspace.check_room)
     check("and an error says so", "other settings of fp8_flow_moe" in said)
 
 
 def check_unlike_sizes(device: torch.device) -> None:
     """Ranks with unequal numbers of tokens get an error where they would make a workspace."""
     config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5)
-    try:
-        run(make_batch("uniform", 1000 + dist.get_rank(), device=device), config)
-        said = ""
-    except ValueError as error:
-        said = str(error)
+    said = message_of(ValueError, run, make_batch("uniform", 1000 + dist.get_rank(), device=device), config)
     check("with unequal numbers of tokens an error says so", "equal numbers of tokens" in said)
 
 
