@@ -14,6 +14,7 @@ from torch import nn
 from torchtitan.components.validate import Validator
 
 from tests.distributed.conftest import ended_well
+from titan_fp8moe import workspace
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 
 ROOT = Path(__file__).parent.parent
@@ -122,3 +123,15 @@ def test_validation_leaves_load_balancing_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Validator, "validate", count_tokens)
     MoEValidator.validate(object.__new__(MoEValidator), [model], step=1)
     assert torch.equal(model.moe.tokens_per_expert, torch.arange(8.0))
+
+
+def test_validation_without_room_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """After the last step no optimizer would say so."""
+
+    def overflow() -> None:
+        raise RuntimeError("a larger dispatch_capacity")
+
+    monkeypatch.setattr(Validator, "validate", lambda *_, **__: None)
+    monkeypatch.setattr(workspace, "check_room", overflow)
+    with pytest.raises(RuntimeError, match="larger dispatch_capacity"):
+        MoEValidator.validate(object.__new__(MoEValidator), [nn.Module()], step=1)

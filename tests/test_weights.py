@@ -170,7 +170,7 @@ def test_loading_a_state_dict_clears_a_modules_cache(make, monkeypatch):
         module.load_state_dict(module.state_dict())
 
 
-def test_ranks_of_one_seed_draw_different_experts(monkeypatch):
+def test_ranks_of_one_seed_draw_different_experts():
     """They are at the same place of the common generator then."""
 
     def draw(group):

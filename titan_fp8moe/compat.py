@@ -1,4 +1,4 @@
-"""Corrections to PyTorch 2.11 to 2.15 that both torchtitan adapters need, on every device.
+"""Corrections to PyTorch 2.11 to 2.15 that torchtitan needs on every device.
 
 They reach into PyTorch's private interfaces, all listed here. A correction that misses one of its interfaces raises
 RuntimeError when it is installed, and changes nothing.
