@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_fp8moe import dense, moe, routed_experts, testing
+from titan_fp8moe import routed_experts, testing
+from titan_fp8moe.layer import experts, group
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,9 +29,9 @@ class CastCounter(TorchDispatchMode):
     """Counts ops by name, and casts to fp8 outside of this package's ops. Looks into the ops that are a forward."""
 
     _FORWARDS: ClassVar = {
-        torch.ops.titan_fp8moe.routed_experts_forward.default: moe._routed_experts_forward,
-        torch.ops.titan_fp8moe.feed_forward.default: dense._feed_forward,
-        torch.ops.titan_fp8moe.linear.default: dense._linear,
+        torch.ops.titan_fp8moe.routed_experts_forward.default: experts._routed_experts_forward,
+        torch.ops.titan_fp8moe.feed_forward.default: group._feed_forward,
+        torch.ops.titan_fp8moe.linear.default: group._linear,
     }
 
     def __init__(self):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
 from titan_fp8moe.ops.permute import unpack_combine, unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE
-from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
 
 
 def make_workspaces(sizes: Sizes, device: str = "cpu") -> list[Workspace]:
@@ -61,8 +61,8 @@ def stand_in(x: Tensor, x_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exchange_all(impl, workspaces: list[Workspace], tokens: list[Tokens], factor: float) -> list[Exchanged]:
-    """A forward's exchange and a backward's of all ranks, with ``impl``: titan_fp8moe.exchange or its kernels. Each
-    step runs on all ranks before the next begins."""
+    """A forward's exchange and a backward's of all ranks, with ``impl``: titan_fp8moe.dispatch.symmetric.exchange or
+    its kernels. Each step runs on all ranks before the next begins."""
     sizes, ranks = workspaces[0].sizes, range(len(workspaces))
     N, T, K = sizes.num_ranks, tokens[0].ids.shape[0], sizes.top_k
     M, C = capacities(T, K, N, sizes.num_local, factor)

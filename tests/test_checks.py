@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from titan_fp8moe import checks
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
+from titan_fp8moe.trainer import preflight
 
 
 def refused(message: str | None) -> contextlib.AbstractContextManager:
@@ -20,7 +20,7 @@ def refused(message: str | None) -> contextlib.AbstractContextManager:
 
 
 def test_torchtitan_is_not_imported():
-    code = "import sys, titan_fp8moe.checks; sys.exit('torchtitan' in sys.modules)"
+    code = "import sys, titan_fp8moe.trainer.preflight; sys.exit('torchtitan' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -68,7 +68,7 @@ LAYERS = ["layers.1.moe", "layers.2.moe", "layers.11.moe"]
     ],
 )
 def test_matching_names(parts: list[str], names: list[str]):
-    assert checks.matching(LAYERS, parts, setting="filter_fqns") == names
+    assert preflight.matching(LAYERS, parts, setting="filter_fqns") == names
 
 
 def test_filter_that_matches_nothing():
@@ -76,7 +76,7 @@ def test_filter_that_matches_nothing():
         "fp8_flow_moe.filter_fqns has 'layers.3.', which matches none of layers.1.moe, layers.2.moe, "
         "layers.11.moe; correct or remove it"
     ):
-        checks.matching(LAYERS, ["layers.1.", "layers.3."], setting="filter_fqns")
+        preflight.matching(LAYERS, ["layers.1.", "layers.3."], setting="filter_fqns")
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_linears_are_whole_tiles(shape: tuple[int, int], shards: int, fits: bool
         "128 on each; remove it from the list"
     )
     with refused(None if fits else message):
-        checks.check_linear("wq", *shape, shards)
+        preflight.check_linear("wq", *shape, shards)
 
 
 @pytest.mark.parametrize(("experts", "shards", "fits"), [(8, 1, True), (8, 4, True), (8, 3, False), (8, 16, False)])
 def test_experts_divide_over_ranks(experts: int, shards: int, fits: bool):
     message = f"moe: {experts} experts do not divide over {shards} expert-parallel ranks; set EP"
     with refused(None if fits else message):
-        checks.check_experts("moe", experts, shards, remedy="set EP")
+        preflight.check_experts("moe", experts, shards, remedy="set EP")
 
 
 @pytest.mark.parametrize(("shards", "fsdp", "fits"), [(2, 4, True), (1, 8, True), (2, 3, False), (2, 8, False)])
@@ -105,14 +105,14 @@ def test_whole_experts(shards: int, fsdp: int, fits: bool):
         f"{shards} expert-parallel x {fsdp} FSDP ranks; set it to false, or replicate"
     )
     with refused(None if fits else message):
-        checks.check_fp8_all_gather("moe", 8, 256, shards, fsdp, remedy="replicate")
+        preflight.check_fp8_all_gather("moe", 8, 256, shards, fsdp, remedy="replicate")
 
 
 def test_fp8_gather_of_padded_weights():
     with refused(
         "moe: fp8_flow_moe.fp8_all_gather needs a hidden dim of multiples of 128 on each rank, got 704; set it to false"
     ):
-        checks.check_fp8_all_gather("moe", 8, 704, 1, 2, remedy="replicate")
+        preflight.check_fp8_all_gather("moe", 8, 704, 1, 2, remedy="replicate")
 
 
 @pytest.mark.parametrize(
@@ -145,24 +145,24 @@ def test_fp8_gather_of_padded_weights():
 )
 def test_dims_are_whole_tiles(dim: int, hidden_dim: int, shards: int, message: str | None):
     with refused(message):
-        checks.check_dims("moe", dim, hidden_dim, shards, remedy="set TP")
+        preflight.check_dims("moe", dim, hidden_dim, shards, remedy="set TP")
 
 
 def test_rows_of_a_rank():
-    checks.check_rows("moe", MAX_ROWS // 4, 4, remedy="send less")
+    preflight.check_rows("moe", MAX_ROWS // 4, 4, remedy="send less")
     tokens = MAX_ROWS // 4 + 1
     with refused(
         f"moe: {tokens} tokens of a microbatch have {4 * tokens} rows for their top-4 experts, but a rank can have "
         f"{MAX_ROWS}; send less"
     ):
-        checks.check_rows("moe", tokens, 4, remedy="send less")
+        preflight.check_rows("moe", tokens, 4, remedy="send less")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float64"])
 def test_dtypes(dtype: str):
     message = f"fp8_flow_moe quantizes bf16 or fp32, but DTYPE = {dtype!r}; set it to one of them"
     with refused(message if dtype in ("float16", "float64") else None):
-        checks.check_dtype(dtype, setting="DTYPE")
+        preflight.check_dtype(dtype, setting="DTYPE")
 
 
 @pytest.mark.parametrize("conflicting", [False, True])
@@ -170,13 +170,13 @@ def test_dtypes(dtype: str):
     ("check", "setting", "message"),
     [
         (
-            checks.check_optimizer,
+            preflight.check_optimizer,
             {"cache_weights": True},
             "fp8_flow_moe.cache_weights keeps quantized weights for a whole step, but with OTHER each microbatch "
             "changes the weights; set one of the two to false",
         ),
         (
-            checks.check_offload,
+            preflight.check_offload,
             {"fp8_all_gather": True},
             "fp8_flow_moe.fp8_all_gather quantizes shards where they are stored, but OTHER stores them on the CPU; set "
             "one of the two to false",
@@ -190,15 +190,15 @@ def test_conflicts_with_the_trainer(check, setting: dict, message: str, conflict
 
 
 def test_statistics_need_a_logger():
-    checks.check_logging(Fp8FlowMoEConfig(), False, remedy="log")
-    checks.check_logging(Fp8FlowMoEConfig(statistics_every=10), True, remedy="log")
+    preflight.check_logging(Fp8FlowMoEConfig(), False, remedy="log")
+    preflight.check_logging(Fp8FlowMoEConfig(statistics_every=10), True, remedy="log")
     with refused("fp8_flow_moe.statistics_every = 10, but nothing logs the statistics; log, or set it to 0"):
-        checks.check_logging(Fp8FlowMoEConfig(statistics_every=10), False, remedy="log")
+        preflight.check_logging(Fp8FlowMoEConfig(statistics_every=10), False, remedy="log")
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "1f1b", "Interleaved1F1B", "GPipe", "LoopedBFS"])
 def test_pipeline_schedules(schedule: str):
-    checks.check_pipeline_schedule(schedule, setting="SCHEDULE")
+    preflight.check_pipeline_schedule(schedule, setting="SCHEDULE")
 
 
 @pytest.mark.parametrize(
@@ -209,14 +209,14 @@ def test_pipeline_schedules_that_may_split_the_backward(schedule: str):
         f"SCHEDULE = {schedule!r} may split the backward, but fp8_flow_moe computes input and weight gradients "
         "together; use 1F1B, Interleaved1F1B, GPipe or LoopedBFS instead"
     ):
-        checks.check_pipeline_schedule(schedule, setting="SCHEDULE")
+        preflight.check_pipeline_schedule(schedule, setting="SCHEDULE")
 
 
 @pytest.mark.parametrize("built_for", ["13.0", None])
 def test_lost_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, built_for: str | None):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    assert checks.check_hardware(emulate=False) == "plain PyTorch reference on the CPU"
+    assert preflight.check_hardware(emulate=False) == "plain PyTorch reference on the CPU"
     assert ("built for CUDA but finds no GPU" in caplog.text) == bool(built_for)
 
 
@@ -235,7 +235,7 @@ def test_lost_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     ],
 )
 def test_warnings(caplog: pytest.LogCaptureFixture, settings: dict, fsdp_shards: int, warning: str | None):
-    checks.warn_about_settings(Fp8FlowMoEConfig(**settings), fsdp_shards)
+    preflight.warn_about_settings(Fp8FlowMoEConfig(**settings), fsdp_shards)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == bool(warning) and (not warning or f"fp8_flow_moe.{warning}" in warnings[0])
 
@@ -244,7 +244,9 @@ def test_symmetric_dispatch_needs_one_node(caplog: pytest.LogCaptureFixture):
     symmetric = Fp8FlowMoEConfig(dispatch="symmetric")
 
     def check(config: Fp8FlowMoEConfig, ranks: int, local_ranks: int | None) -> None:
-        checks.check_dispatch(config, checks.ExpertLayout(ranks, 1, 1, 64), local_ranks, remedy="lower the degree")
+        preflight.check_dispatch(
+            config, preflight.ExpertLayout(ranks, 1, 1, 64), local_ranks, remedy="lower the degree"
+        )
 
     check(symmetric, 8, 8)
     check(symmetric, 16, None)

@@ -8,8 +8,8 @@ import torch
 from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
-from titan_fp8moe import compat
-from titan_fp8moe.cpu_training import rebind
+from titan_fp8moe.trainer import compat
+from titan_fp8moe.trainer.cpu import rebind
 
 SELECTIVE_CHECKPOINTING = (
     *compat._SELECTIVE_MODES,

@@ -20,9 +20,9 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
-from titan_fp8moe import kernel_check, weights
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.ops import backend
+from titan_fp8moe.layer import weights
+from titan_fp8moe.ops import backend, self_check
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
@@ -306,9 +306,9 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[in
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    monkeypatch.setattr(kernel_check.triton, "__version__", "3.6.0")
-    monkeypatch.setattr(kernel_check, "self_check", lambda: ["grouped_mm"])
-    monkeypatch.setattr(backend, "_gate", kernel_check.require_checked)
+    monkeypatch.setattr(self_check.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(self_check, "self_check", lambda: ["grouped_mm"])
+    monkeypatch.setattr(backend, "_gate", self_check.require_checked)
 
 
 @pytest.mark.parametrize(("name", "capability"), [("Ampere", (8, 0)), ("Ada", (8, 9)), ("Blackwell", (10, 0))])

@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan.components.validate import Validator
 
 from tests.distributed.conftest import ended_well
-from titan_fp8moe import workspace
+from titan_fp8moe.dispatch.symmetric import workspace
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 
 ROOT = Path(__file__).parent.parent

@@ -10,8 +10,8 @@ import torch
 from tests.distributed.conftest import ROOT
 from tests.layer import make_layer, run
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
-from titan_fp8moe.moe import apply_experts
-from titan_fp8moe.weights import ExpertWeights, WeightCache
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.weights import ExpertWeights, WeightCache
 
 
 def test_example():

@@ -10,12 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.layer import DEVICE, CastCounter, make_layer
 from tests.layer import run as run_layer
-from titan_fp8moe import Fp8FlowLinear, statistics
+from titan_fp8moe import SAVED_OPS, Fp8FlowLinear
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dense import SAVED_OPS, feed_forward, linear
+from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.weights import ExpertWeights, WeightCache
 from titan_fp8moe.recipe import group_rows
 from titan_fp8moe.testing import relative_error
-from titan_fp8moe.weights import ExpertWeights, WeightCache
 
 D, H = 256, 176  # H is padded to 256
 DEFAULTS = Fp8FlowMoEConfig()

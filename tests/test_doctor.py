@@ -5,9 +5,10 @@ import logging
 import pytest
 import torch
 
-from titan_fp8moe import checks, doctor, kernel_check, ops
-from titan_fp8moe.kernel_check import Case
-from titan_fp8moe.ops import backend
+from titan_fp8moe import doctor, ops
+from titan_fp8moe.ops import backend, self_check
+from titan_fp8moe.ops.self_check import Case
+from titan_fp8moe.trainer import preflight
 
 HOPPER = (9, 0), "2.11", "3.6"
 
@@ -23,9 +24,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU")
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch, "__version__", f"{where[1]}.0+cu130")
-        monkeypatch.setattr(kernel_check.triton, "__version__", f"{where[2]}.0")
-        monkeypatch.setattr(kernel_check, "self_check", lambda: checked.append(backend._gate) or [*wrong])
-        monkeypatch.setattr(backend, "_gate", kernel_check.require_checked)
+        monkeypatch.setattr(self_check.triton, "__version__", f"{where[2]}.0")
+        monkeypatch.setattr(self_check, "self_check", lambda: checked.append(backend._gate) or [*wrong])
+        monkeypatch.setattr(backend, "_gate", self_check.require_checked)
         monkeypatch.setattr(backend, "_emulating", False)
         return checked
 
@@ -41,14 +42,14 @@ class OnGpu:
 def test_tested_combinations_run_at_once(gpu, caplog):
     checked = gpu()
     assert backend.use_kernels(OnGpu()) and not checked and backend._gate is None
-    assert checks.check_hardware(emulate=False) == "Triton kernels on GPU" and not caplog.text
+    assert preflight.check_hardware(emulate=False) == "Triton kernels on GPU" and not caplog.text
 
 
 @pytest.mark.parametrize("where", [((9, 0), "2.13", "3.6"), ((9, 0), "2.11", "3.8"), ((12, 0), "2.11", "3.6")])
 def test_others_are_compared_once(gpu, caplog, where):
     checked = gpu(where)
     with caplog.at_level(logging.WARNING):
-        assert checks.check_hardware(emulate=False) == "Triton kernels on GPU"
+        assert preflight.check_hardware(emulate=False) == "Triton kernels on GPU"
         assert backend.use_kernels(OnGpu())
     assert checked == [None]  # once, and kernels could run meanwhile
     assert f"never tested on GPU ({where[0][0]}.0) with PyTorch {where[1]} and Triton {where[2]}" in caplog.text
@@ -62,10 +63,10 @@ def test_kernels_that_differ_never_run(gpu):
         with pytest.raises(RuntimeError, match=r"grouped_mm, transpose_pair; please report .*titan_fp8moe.doctor"):
             backend.use_kernels(OnGpu())
         with pytest.raises(RuntimeError, match="differ from the specification"):
-            checks.check_hardware(emulate=False)
+            preflight.check_hardware(emulate=False)
     assert len(checked) == 4
     ops.emulate(True)
-    assert not backend.use_kernels(OnGpu()) and checks.check_hardware(emulate=True).endswith("(emulate)")
+    assert not backend.use_kernels(OnGpu()) and preflight.check_hardware(emulate=True).endswith("(emulate)")
 
 
 @pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((9, 0), "6.4")])
@@ -77,37 +78,37 @@ def test_gpus_without_the_format_are_refused(gpu, capability, hip):
     assert not checked
 
 
-@pytest.mark.parametrize("case", kernel_check._cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", self_check._cases(), ids=lambda case: case.name)
 def test_one_wrong_element_is_found(monkeypatch, case):
     """In any result of any op; where an exponential is allowed its last bit, two codes."""
-    run = kernel_check._run
-    assert kernel_check._agrees(case, "cpu")
+    run = self_check._run
+    assert self_check._agrees(case, "cpu")
     for index in range(len(run(case, "cpu"))):
 
         def spoiled(case: Case, device: str, index: int = index) -> list[torch.Tensor]:
             results = run(case, "cpu")
             if device == "cuda":
                 spoil = results[index] = results[index].clone(memory_format=torch.contiguous_format)
-                bits = kernel_check._bits(spoil).view(-1)
+                bits = self_check._bits(spoil).view(-1)
                 bits[-3:] ^= 2 if case.nearly and spoil.dtype.itemsize == 1 else 1 << (14 if case.nearly else 0)
             return results
 
-        monkeypatch.setattr(kernel_check, "_run", spoiled)
-        assert not kernel_check._agrees(case, "cuda"), index
+        monkeypatch.setattr(self_check, "_run", spoiled)
+        assert not self_check._agrees(case, "cuda"), index
 
 
 def test_the_reference_is_not_compared_with_itself(gpu):
-    self_check = kernel_check.self_check
+    compare = self_check.self_check
     gpu()
     ops.emulate(True)
     with pytest.raises(RuntimeError, match="has turned them off"):
-        self_check()
+        compare()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_without_a_gpu(capsys):
     with pytest.raises(RuntimeError, match="there is no GPU"):
-        kernel_check.self_check()
+        self_check.self_check()
     assert doctor.main() == 0
     said = capsys.readouterr().out
     why = "for CUDA, but its driver finds no GPU" if torch.version.cuda else "without CUDA"

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.ranks import all_to_all, assert_equal, exchange_all, make_tokens, make_workspaces
-from titan_fp8moe import exchange, recipe
-from titan_fp8moe.workspace import ROWS, TOKENS, Sizes, capacities
+from titan_fp8moe import recipe
+from titan_fp8moe.dispatch.symmetric import exchange
+from titan_fp8moe.dispatch.symmetric.workspace import ROWS, TOKENS, Sizes, capacities
 
 
 def random_ids(T, K, experts):

@@ -6,11 +6,12 @@ import re
 import pytest
 import torch
 
-from titan_fp8moe.kernels import permute, quantize, routing, swiglu, symmetric, transpose
+from titan_fp8moe.dispatch.symmetric import kernels
+from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capacities
+from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES
-from titan_fp8moe.workspace import Sizes, Workspace, capacities
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
@@ -116,19 +117,19 @@ def symmetric_calls(N, D, E, T):
     token_M, offsets_E = meta(M, dtype=INT32), meta(E, dtype=INT32)
     for ids in (ids_TK, ids_TK.int()):
         pairs = ids, meta(T, TOP_K, dtype=FP32)
-        yield f"publish {ids.dtype}", symmetric.publish, (at, q, scale, pairs, sent)
-    yield "publish gradients", symmetric.publish, (at, q, scale, None, None)
-    yield "arrive", symmetric.arrive, (at, 1)
-    yield "wait", symmetric.wait, (at, 1)
-    yield "plan", symmetric.plan, (at,)
-    yield "pull_pairs", symmetric.pull_pairs, (at, plan, C)
-    yield "pull_scales", symmetric.pull_scales, (at, plan, token_C)
+        yield f"publish {ids.dtype}", kernels.publish, (at, q, scale, pairs, sent)
+    yield "publish gradients", kernels.publish, (at, q, scale, None, None)
+    yield "arrive", kernels.arrive, (at, 1)
+    yield "wait", kernels.wait, (at, 1)
+    yield "plan", kernels.plan, (at,)
+    yield "pull_pairs", kernels.pull_pairs, (at, plan, C)
+    yield "pull_scales", kernels.pull_scales, (at, plan, token_C)
     for keep in (True, False):
         args = at, plan, token_C, row_CK, token_M, meta(C, D // TILE, dtype=E8M0), offsets_E, keep
-        yield f"pull_rows {keep}", symmetric.pull_rows, args
+        yield f"pull_rows {keep}", kernels.pull_rows, args
     for ds in (None, meta(M, dtype=FP32)):
         args = at, plan, meta(M, D, dtype=BF16), ds, row_CK, meta(C, TOP_K, dtype=torch.uint8)
-        yield f"push_sums {ds is None}", symmetric.push_sums, args
+        yield f"push_sums {ds is None}", kernels.push_sums, args
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -12,14 +12,16 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
-from titan_fp8moe import RoutedExperts, dense, dispatch, grouped_mm, matmul, moe, ops, routed_experts
+from titan_fp8moe import RoutedExperts, dispatch, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dense import feed_forward, linear
+from titan_fp8moe.layer import experts, group
+from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.nn import grouped_mm
 from titan_fp8moe.ops import backend
 from titan_fp8moe.recipe import TRANSPOSE_MODES, row_capacity
 from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
-from titan_fp8moe.weights import ExpertWeights
 
 ALL_MODES = [
     Fp8FlowMoEConfig(wgrad=wgrad, save_h=save_h, recompute=recompute)
@@ -366,7 +368,7 @@ def test_bf16_scores_warn_once():
     compiled = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
     module = RoutedExperts(E, D, H, device=DEVICE)
     for layer in (routed_experts, compiled, lambda x, w1, w2, w3, *pairs: module(x, *pairs)):
-        moe._warn_once.cache_clear()
+        experts._warn_once.cache_clear()
         with pytest.warns(UserWarning, match="compute them in fp32.*in the module that calls titan_fp8moe") as caught:
             got = [layer(x, *weights, chosen, scores.bfloat16()) for _ in range(2)]
         assert len(caught) == 1
@@ -378,13 +380,13 @@ def test_routing_tensors_reach_the_op_contiguous(monkeypatch):
     """The kernels read a row of choices as one piece of memory."""
     x, scores, chosen, weights = make_layer()
     want = routed_experts(x, *weights, chosen, scores)
-    op, seen = moe._forward_op, []
+    op, seen = experts._forward_op, []
 
     def record(*args):
         seen.extend(arg for arg in args if isinstance(arg, torch.Tensor) and arg.shape == chosen.shape)
         return op(*args)
 
-    monkeypatch.setattr(moe, "_forward_op", record)
+    monkeypatch.setattr(experts, "_forward_op", record)
     views = (t.t().contiguous().t() for t in (chosen, scores))
     assert torch.equal(routed_experts(x, *weights, *views), want)
     assert len(seen) == 2 and all(t.is_contiguous() for t in seen)
@@ -402,10 +404,10 @@ def test_another_than_the_current_device_is_refused(monkeypatch):
     there.device = torch.device("cuda", 0)
     backend.check_current_device(there)
     checked = []
-    for module in (moe, matmul, dense):
+    for module in (experts, grouped_mm, group):
         monkeypatch.setattr(module, "check_current_device", checked.append)
     routed_experts(x, *weights, chosen, scores)
-    grouped_mm(x.bfloat16(), weights[0].mT, torch.tensor([T] * E, dtype=torch.int32, device=DEVICE))
+    grouped_mm.grouped_mm(x.bfloat16(), weights[0].mT, torch.tensor([T] * E, dtype=torch.int32, device=DEVICE))
     feed_forward(x, ExpertWeights(*(w[0] for w in weights)), Fp8FlowMoEConfig())
     linear(x, weights[0][0], Fp8FlowMoEConfig())
     assert [tuple(t.shape) for t in checked] == [(T, D)] * 4
@@ -516,7 +518,7 @@ def test_ids_that_are_no_experts_are_refused(wrong):
             call()
     if abs(wrong) < 2**31:
         config = Fp8FlowMoEConfig()
-        got = moe.apply_experts(x, ExpertWeights(*weights), chosen, scores, config=config)
+        got = experts.apply_experts(x, ExpertWeights(*weights), chosen, scores, config=config)
         assert torch.equal(got, want)
 
 

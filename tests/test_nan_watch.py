@@ -11,12 +11,12 @@ from torchtitan.components.metrics import MetricsProcessor
 
 from tests.layer import DEVICE, D, H, make_layer
 from titan_fp8moe import Fp8FlowMoEConfig
-from titan_fp8moe import nan_watch as core
-from titan_fp8moe.dense import feed_forward, linear
-from titan_fp8moe.moe import apply_experts
-from titan_fp8moe.nan_watch import NOBODY, describe, first_seen
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.torchtitan import nan_watch
-from titan_fp8moe.weights import ExpertWeights
+from titan_fp8moe.trainer import nan_watch as core
+from titan_fp8moe.trainer.nan_watch import NOBODY, describe, first_seen
 
 NAMES = ["layers.0.feed_forward", "layers.1.moe", "layers.2.moe"]
 

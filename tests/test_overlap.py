@@ -17,10 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from titan_fp8moe import moe, ops, recipe, routed_experts
+from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
+from titan_fp8moe.layer import experts
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -79,7 +80,7 @@ def in_flight(monkeypatch):
         carriers.add(carrier := InFlight(device))
         return carrier
 
-    monkeypatch.setattr(moe, "_in_flight", make)
+    monkeypatch.setattr(experts, "_in_flight", make)
     return lambda: [carrier for carrier in carriers if carrier.payload is not None]
 
 
@@ -284,7 +285,7 @@ def test_a_stream_that_meanwhile_leaves_behind_is_refused(layer, monkeypatch):
     """Both nodes of the layer must run on one stream; the streams here are made up."""
     current = ["a"]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device, name=current[0]))
-    monkeypatch.setattr(moe, "_in_flight", lambda device: InFlight(torch.device("cuda")))
+    monkeypatch.setattr(experts, "_in_flight", lambda device: InFlight(torch.device("cuda")))
     layer(torch.randn(2, 8, 128))
     layer.shared_experts.register_forward_hook(lambda *_: current.insert(0, "b"))
     with pytest.raises(RuntimeError, match="let meanwhile.. restore the current stream"):
@@ -337,13 +338,13 @@ def test_an_error_in_between_leaves_nothing(layer, in_flight):
 
 def test_a_combined_payload_is_freed(layer, monkeypatch):
     """Per-op checkpointing keeps the forward op's results, but not the memory of the payload among them."""
-    payloads, finish = [], moe._finish_op
+    payloads, finish = [], experts._finish_op
 
     def watched(payload, *args):
         payloads.append(payload)
         return finish(payload, *args)
 
-    monkeypatch.setattr(moe, "_finish_op", watched)
+    monkeypatch.setattr(experts, "_finish_op", watched)
     contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
     out = checkpoint(layer, torch.randn(2, 8, 128), use_reentrant=False, context_fn=contexts)
     assert len(payloads) == 1 and payloads[0].untyped_storage().size() == 0

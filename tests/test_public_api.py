@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import titan_fp8moe
 from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, D, E, H, K, T, make_layer
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, moe, ops, recipe, routed_experts
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, ops, recipe, routed_experts
+from titan_fp8moe.layer import experts
 
 EXAMPLE = str(ROOT / "examples/plain_pytorch.py")
 
@@ -87,8 +88,8 @@ def test_scores_stay_fp32_under_fsdp(mesh, monkeypatch, inner):
     for module in (block, block.experts):
         if isinstance(module, torch.distributed.fsdp.FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-    op = moe._forward_op
-    monkeypatch.setattr(moe, "_forward_op", lambda *args: seen.append([a.dtype for a in args[:2]]) or op(*args))
+    op = experts._forward_op
+    monkeypatch.setattr(experts, "_forward_op", lambda *args: seen.append([a.dtype for a in args[:2]]) or op(*args))
     block(torch.randn(16, D)).sum().backward()
     assert seen == [[torch.bfloat16, torch.float32]]
     assert block.experts.w1.grad.to_local().any() and block.router.weight.grad.to_local().any()

@@ -14,12 +14,13 @@ ROOT = Path(__file__).parents[1]
 ADAPTERS = ("export_fp8", "torchao", "torchtitan", "torchtitan03", "transformers")
 # Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
 LAYERS = [
-    {"config", "exchange", "recipe", "rows", "versions", "workspace"},
+    {"config", "recipe", "rows", "versions"},
     {"kernels", "ops"},
-    {"dispatch", "ffn", "kernel_check", "statistics", "weights"},
-    {"dense", "matmul", "moe", "modules"},
+    {"dispatch"},
+    {"layer"},
+    {"nn"},
     {""},
-    {"checks", "compat", "cpu_training", "doctor", "nan_watch", "plan", "rank_report", "testing"},
+    {"doctor", "testing", "trainer"},
     set(ADAPTERS),
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}

@@ -10,14 +10,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torchtitan.models.moe.moe import FeedForward
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer
-from titan_fp8moe import moe, ops
+from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.layer import experts
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.weights import ExpertWeights, WeightCache
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.modules import why_not_fp8
-from titan_fp8moe.weights import ExpertWeights, WeightCache
 
 SHARED_H = 256
 SETTINGS = [
@@ -134,8 +135,8 @@ def test_saved_bytes(config):
 
 def test_gradients_in_flight_are_freed_with_the_backward(group, monkeypatch):
     """Not with the loss, which a trainer may hold through the next microbatch."""
-    made, make = [], moe._in_flight
-    monkeypatch.setattr(moe, "_in_flight", lambda device: made.append(make(device)) or made[-1])
+    made, make = [], experts._in_flight
+    monkeypatch.setattr(experts, "_in_flight", lambda device: made.append(make(device)) or made[-1])
     leaves, ids = make_inputs(64)
     loss = run(leaves, ids, ep_group=group).square().sum()
     loss.backward()

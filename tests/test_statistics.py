@@ -16,13 +16,14 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from tests import test_cpu_training
-from titan_fp8moe import ops, recipe, routed_experts, statistics
-from titan_fp8moe.compat import fix_shape_inference, kept_buffers
+from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.layer import statistics
 from titan_fp8moe.rows import Rows
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.torchtitan.statistics import log_statistics
+from titan_fp8moe.trainer.compat import fix_shape_inference, kept_buffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 corpus = test_cpu_training.corpus

@@ -12,8 +12,9 @@ import torch
 from packaging.requirements import Requirement
 
 import titan_fp8moe.torchtitan
-from titan_fp8moe import cpu_training, versions
+from titan_fp8moe import versions
 from titan_fp8moe.torchtitan import cpu
+from titan_fp8moe.trainer import cpu as trainer_cpu
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,8 +100,8 @@ def test_an_import_changes_nothing(change, said):
 def test_a_gpu_without_a_driver_does_not_train_on_the_cpu(monkeypatch, built_for, visible, has_gpu):
     """On a node of a GPU job it would wait for the others with another backend."""
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    monkeypatch.setattr(cpu_training, "_has_nvidia_gpu", lambda: has_gpu)
-    monkeypatch.setattr(cpu_training, "_cpu_device_module", pytest.fail)
+    monkeypatch.setattr(trainer_cpu, "_has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(trainer_cpu, "_cpu_device_module", pytest.fail)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -117,8 +118,8 @@ def test_other_machines_without_a_gpu_do(monkeypatch, caplog, built_for, visible
         raise Reached
 
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    monkeypatch.setattr(cpu_training, "_has_nvidia_gpu", lambda: has_gpu)
-    monkeypatch.setattr(cpu_training, "_cpu_device_module", reached)
+    monkeypatch.setattr(trainer_cpu, "_has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(trainer_cpu, "_cpu_device_module", reached)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

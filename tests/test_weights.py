@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.layer import CastCounter, make_layer, run
 from titan_fp8moe import Fp8FlowLinear, RoutedExperts, ops, routed_experts
-from titan_fp8moe import weights as weights_module
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.layer import weights as weights_module
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.weights import ExpertWeights, Fp8GatheredWeight, WeightCache
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
-from titan_fp8moe.weights import ExpertWeights, Fp8GatheredWeight, WeightCache
 
 
 def test_changed_weights_are_seen():

@@ -6,20 +6,25 @@ torchtitan's models, ``titan_fp8moe.transformers`` serves those of Transformers.
 """
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.kernel_check import self_check
-from titan_fp8moe.matmul import grouped_mm
-from titan_fp8moe.modules import Fp8FlowLinear, RoutedExperts
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.dispatch.symmetric.workspace import check_room
+from titan_fp8moe.layer.experts import SAVED_OPS, routed_experts
+from titan_fp8moe.layer.weights import WeightCache
+from titan_fp8moe.nn.grouped_mm import grouped_mm
+from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
+from titan_fp8moe.ops.self_check import self_check
 from titan_fp8moe.versions import warn_about_versions
 
 warn_about_versions("torch", "triton")
 
 __version__ = "0.2.0"
 __all__ = [
+    "SAVED_OPS",
     "Fp8FlowLinear",
     "Fp8FlowMoEConfig",
     "RoutedExperts",
+    "WeightCache",
     "__version__",
+    "check_room",
     "grouped_mm",
     "routed_experts",
     "self_check",

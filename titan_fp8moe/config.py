@@ -41,7 +41,7 @@ class Fp8FlowMoEConfig:
     """Quantize the experts' weights once per optimizer step, not in the forward and backward of each microbatch. This
     pays with gradient accumulation or pipeline parallelism. It takes 2 bytes per expert parameter, which FSDP does not
     shard. The step of a ``torch.optim`` optimizer clears the cache. If you change weights in another way between two
-    microbatches, call ``titan_fp8moe.weights.WeightCache.clear_all()``. Experts that train on stale weights raise
+    microbatches, call ``titan_fp8moe.WeightCache.clear_all()``. Experts that train on stale weights raise
     RuntimeError a few microbatches later. CUDA graphs exclude it."""
 
     fp8_all_gather: bool = False

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from titan_fp8moe import __version__, kernel_check, ops, routed_experts
+from titan_fp8moe import __version__, ops, routed_experts
+from titan_fp8moe.ops import self_check
 from titan_fp8moe.testing import after_idling_ms, environment, make_layer
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 4096, 2048, 1408, 64, 6  # of DeepSeek-V3 16B's layers
@@ -28,14 +29,14 @@ def main() -> int:
         built = "is built for CUDA, but its driver finds no GPU" if torch.version.cuda else "is built without CUDA"
         print(f"kernels      not run: PyTorch {built}. Layers run the slow reference on the CPU")
         return 0
-    where = kernel_check.combination()
+    where = self_check.combination()
     (major, minor), torch_version, triton_version = where
-    tested = "the tests have run on" if where in kernel_check.TESTED else "NOT among those that the tests have run on:"
+    tested = "the tests have run on" if where in self_check.TESTED else "NOT among those that the tests have run on:"
     print(f"combination  {tested} compute capability {major}.{minor}, PyTorch {torch_version}, Triton {triton_version}")
-    if reason := kernel_check.why_no_kernels():
+    if reason := self_check.why_no_kernels():
         print(f"kernels      not run: {reason}")
         return 1
-    wrong = kernel_check.self_check()
+    wrong = self_check.self_check()
     print(f"kernels      {'differ: ' + ', '.join(wrong) if wrong else 'agree with the specification'}")
     if wrong:
         return 1

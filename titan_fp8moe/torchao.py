@@ -20,10 +20,11 @@ from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from titan_fp8moe import checks, ops
-from titan_fp8moe.checks import ExpertLayout
+from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.modules import Fp8FlowLinear, RoutedExperts
+from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
+from titan_fp8moe.trainer import preflight
+from titan_fp8moe.trainer.preflight import ExpertLayout
 from titan_fp8moe.versions import warn_about_versions
 
 warn_about_versions("torchao", "torchtitan")
@@ -84,7 +85,7 @@ def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
     if config.statistics_every:
         raise ValueError("statistics_every has no effect with quantize_, as nothing logs the statistics; set it to 0")
     convert = _conversion(module)
-    checks.check_hardware(config.emulate)
+    preflight.check_hardware(config.emulate)
     ops.emulate(config.emulate)
     convert(module, config)
     return module

@@ -7,7 +7,8 @@
     # or, with a model at hand: model.set_experts_implementation("fp8_flow")
 
 The registry hands a function the module of a layer's experts, its tokens and the router's choice. The functions here
-pass them to :func:`titan_fp8moe.moe.apply_experts`. The fused ``gate_up_proj`` (E, 2H, D) is its ``w1`` as it is.
+pass them to :func:`titan_fp8moe.layer.experts.apply_experts`. The fused ``gate_up_proj`` (E, 2H, D) is its ``w1`` as
+it is.
 """
 
 import functools
@@ -20,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_fp8moe import checks, ops
+from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.trainer import preflight
 from titan_fp8moe.versions import warn_about_versions
-from titan_fp8moe.weights import ExpertWeights
 
 warn_about_versions("transformers")
 
@@ -79,7 +81,7 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     for name in (field.name for field in fields(config) if field.name not in _SETTINGS):
         if getattr(config, name) != getattr(default, name):
             raise ValueError(f"{name} has no effect on Transformers models; leave it out of the config")
-    checks.check_hardware(config.emulate)
+    preflight.check_hardware(config.emulate)
     ops.emulate(config.emulate)
     for registry in _REGISTRIES:
         forward = functools.partial(_experts_forward, registry=registry, config=config, keep=unsupported == "keep")

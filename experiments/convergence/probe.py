@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from experiments.ablations import requantized_pair
-from titan_fp8moe import ops, recipe, statistics
+from titan_fp8moe import ops, recipe
+from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.recipe import MIN_EXPONENT, TILE
 from titan_fp8moe.rows import Rows
-from titan_fp8moe.statistics import Operand
 
 TRANSPOSES = ("balanced", "scaling_aware", "requantize")
 
@@ -26,7 +27,7 @@ def looking() -> Iterator[list[dict]]:
 
     Yields a list that gets an entry for each layer of routed experts, in the order of the backward: ``dW1,3`` and
     ``dW2``, each with the gaps of its blocks (:func:`gaps`) and the transposes' errors (:func:`transpose_errors`). What
-    :mod:`titan_fp8moe.statistics` counted meanwhile is for :func:`titan_fp8moe.statistics.take`.
+    :mod:`titan_fp8moe.layer.statistics` counted meanwhile is for :func:`titan_fp8moe.layer.statistics.take`.
     """
     layers: list[dict] = []
     record = statistics.record

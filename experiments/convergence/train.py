@@ -49,7 +49,7 @@ import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from experiments.convergence import probe
 from experiments.convergence.data import ShuffledWindows, as_batch, windows
 from experiments.convergence.recipes import convert_experts, convert_ffns
-from titan_fp8moe import statistics
+from titan_fp8moe.layer import statistics
 from titan_fp8moe.testing import environment
 
 FP8_FLOW = {  # settings of [fp8_flow_moe]

@@ -10,8 +10,8 @@ port for each GPU, less 10%.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
 from titan_fp8moe.recipe import row_capacity
-from titan_fp8moe.workspace import Sizes, capacities
 
 PEER_READ, NCCL, COPY, INFINIBAND = 362e9, 301e9, 4.24e12, 45e9  # bytes per second
 NODE = 8  # GPUs that NVLink connects

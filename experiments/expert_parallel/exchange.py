@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts, workspace
-from titan_fp8moe.kernels import permute, symmetric
+from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts
+from titan_fp8moe.dispatch.symmetric import kernels, workspace
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
+from titan_fp8moe.kernels import permute
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.testing import graphed, require_gpu, write_records
-from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
 
 LIMITS = {"local": 50, "processes": 60}  # seconds on one GPU
 LIMITS_SEVERAL = {"local": 50, "processes": 480}
@@ -89,8 +90,8 @@ class LocalRanks:
             sent_TK, token_C, counts_N = ops.dispatch_routing(ids, num_ranks, shape.E)
             self.sent.append(sent_TK)
             self.published = q, scale, (ids, torch.rand(shape.T, shape.K, device=DEVICE)), (token_C, counts_N, (M, C))
-            symmetric.publish(at, *self.published)
-            symmetric.arrive(at, DISPATCH)
+            kernels.publish(at, *self.published)
+            kernels.arrive(at, DISPATCH)
         self.at = self.ranks[0]
         self.route()
         self.pull()
@@ -98,24 +99,24 @@ class LocalRanks:
         assert not int(self.at.overflow)
 
     def route(self) -> None:
-        self.plan = symmetric.plan(self.at)
-        ids_CK, scores_CK, self.pair_CK, self.token_C = symmetric.pull_pairs(self.at, self.plan, self.C)
+        self.plan = kernels.plan(self.at)
+        ids_CK, scores_CK, self.pair_CK, self.token_C = kernels.pull_pairs(self.at, self.plan, self.C)
         self.offsets_E, self.token_M, _, self.row_CK = ops.expert_routing(ids_CK, scores_CK, self.shape.E, self.M)
 
     def pull(self, keep: bool = True) -> None:
-        scale = symmetric.pull_scales(self.at, self.plan, self.token_C)
-        symmetric.pull_rows(
+        scale = kernels.pull_scales(self.at, self.plan, self.token_C)
+        kernels.pull_rows(
             self.at, self.plan, self.token_C, self.row_CK, self.token_M, scale, self.offsets_E, keep
         )  # fmt: skip
 
     def push(self) -> None:
-        symmetric.push_sums(self.at, self.plan, self.y, None, self.row_CK, self.pair_CK)
+        kernels.push_sums(self.at, self.plan, self.y, None, self.row_CK, self.pair_CK)
 
     def sum(self) -> None:
         permute.unpermute_sum(self.at.view("sums"), self.sent[0], torch.bfloat16)
 
     def publish(self) -> None:
-        symmetric.publish(self.at, *self.published)
+        kernels.publish(self.at, *self.published)
 
 
 def local() -> Iterator[dict[str, Any]]:
@@ -129,10 +130,10 @@ def local() -> Iterator[dict[str, Any]]:
         for name in ("publish", "route", "pull", "push", "sum"):
             yield record(f"ep_kernel {name}", where, graphed(getattr(ranks, name))(), **moved)
         for ctas in (132, 64, 32, 16):
-            symmetric.MAX_CTAS = ctas
+            kernels.MAX_CTAS = ctas
             for name in ("pull", "push"):
                 yield record(f"ep_kernel {name} {ctas} CTAs", where, graphed(getattr(ranks, name))(), **moved)
-            symmetric.MAX_CTAS = None
+            kernels.MAX_CTAS = None
         del ranks
 
 
@@ -288,25 +289,25 @@ def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], None]
     state: dict[str, Any] = {}
 
     def dispatch() -> None:
-        symmetric.publish(at, q, scale, (layer.ids, layer.scores.detach()), (token_C, counts_N, (M, C)))
-        symmetric.arrive(at, DISPATCH)
-        symmetric.wait(at, DISPATCH)
-        plan = symmetric.plan(at)
-        ids_CK, scores_CK, pair_CK, arrived_C = symmetric.pull_pairs(at, plan, C)
+        kernels.publish(at, q, scale, (layer.ids, layer.scores.detach()), (token_C, counts_N, (M, C)))
+        kernels.arrive(at, DISPATCH)
+        kernels.wait(at, DISPATCH)
+        plan = kernels.plan(at)
+        ids_CK, scores_CK, pair_CK, arrived_C = kernels.pull_pairs(at, plan, C)
         offsets_E, token_M, _, row_CK = ops.expert_routing(ids_CK, scores_CK, shape.E, M)
-        token_scale = symmetric.pull_scales(at, plan, arrived_C)
-        symmetric.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, True)
-        symmetric.arrive(at, COMBINE)  # ends the exchange: nobody publishes before all have pulled
-        symmetric.wait(at, COMBINE)
+        token_scale = kernels.pull_scales(at, plan, arrived_C)
+        kernels.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, True)
+        kernels.arrive(at, COMBINE)  # ends the exchange: nobody publishes before all have pulled
+        kernels.wait(at, COMBINE)
         state.update(plan=plan, pair_CK=pair_CK, row_CK=row_CK)
 
     dispatch()
     y = torch.randn(M, shape.D, device=DEVICE, dtype=torch.bfloat16)
 
     def combine() -> None:
-        symmetric.push_sums(at, state["plan"], y, None, state["row_CK"], state["pair_CK"])
-        symmetric.arrive(at, COMBINE)
-        symmetric.wait(at, COMBINE)
+        kernels.push_sums(at, state["plan"], y, None, state["row_CK"], state["pair_CK"])
+        kernels.arrive(at, COMBINE)
+        kernels.wait(at, COMBINE)
         permute.unpermute_sum(at.view("sums"), sent_TK, torch.bfloat16)
 
     remote = state["plan"][0].diff()

@@ -2,10 +2,10 @@
 
     python -m experiments.kernels.ffn [--layers 0 1 2 3] --out experiments/kernels/results.json
 
-"ours" is :mod:`titan_fp8moe.ffn`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score, transposes
-and all six GEMMs, with weights quantized beforehand. The row below it quantizes weights in the forward and again in the
-backward, as training does. The row after that casts all M rows in both directions, where the layer casts each token
-once. References take bf16 rows, apply no score, and compute dx and the three weight gradients by autograd:
+"ours" is :mod:`titan_fp8moe.layer.ffn`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score,
+transposes and all six GEMMs, with weights quantized beforehand. The row below it quantizes weights in the forward and
+again in the backward, as training does. The row after that casts all M rows in both directions, where the layer casts
+each token once. References take bf16 rows, apply no score, and compute dx and the three weight gradients by autograd:
 
 * ``bf16``: three ``torch._grouped_mm`` and SwiGLU, eager and compiled.
 * ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, compiled; casts included.
@@ -28,10 +28,10 @@ from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_m
 from experiments.kernels.gemm import LAYERS
 from titan_fp8moe import ops, recipe, testing
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.ffn import ExpertFFNBackward, expert_ffn
+from titan_fp8moe.layer.ffn import ExpertFFNBackward, expert_ffn
+from titan_fp8moe.layer.weights import ExpertWeights, WeightCache, quantize_weights, quantize_weights_transposed
 from titan_fp8moe.rows import Routing, Rows
 from titan_fp8moe.testing import BACK_TO_BACK, environment, group_ends, launched, median_ms, write_records
-from titan_fp8moe.weights import ExpertWeights, WeightCache, quantize_weights, quantize_weights_transposed
 
 BF16 = torch.bfloat16
 

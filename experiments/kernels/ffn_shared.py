@@ -2,10 +2,10 @@
 
     python -m experiments.kernels.ffn_shared [--ffns "16B shared"] [--tokens 16384] --out OUT.json
 
-Such are DeepSeek's shared experts and dense FFNs. "ours" is :mod:`titan_fp8moe.ffn` with one group of rows, from fp8
-rows and fp8 gradient rows, as where routed experts need the same rows. "ours, with casts" also quantizes x and dy, as a
-dense FFN must. Both quantize the weights in the forward and again in the backward. The reference takes bf16 rows and
-computes dx and the three weight gradients by autograd, compiled as one graph.
+Such are DeepSeek's shared experts and dense FFNs. "ours" is :mod:`titan_fp8moe.layer.ffn` with one group of rows, from
+fp8 rows and fp8 gradient rows, as where routed experts need the same rows. "ours, with casts" also quantizes x and dy,
+as a dense FFN must. Both quantize the weights in the forward and again in the backward. The reference takes bf16 rows
+and computes dx and the three weight gradients by autograd, compiled as one graph.
 
 Milliseconds back to back and after idling, see :func:`titan_fp8moe.testing.median_ms`. The roofline's speedup is the
 speed of cuBLAS's FP8 GEMM over its bf16 GEMM, both of 8192x8192x8192, in the same state and run. Records are written
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from titan_fp8moe import ops, testing
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.ffn import ExpertFFNBackward, expert_ffn
+from titan_fp8moe.layer.ffn import ExpertFFNBackward, expert_ffn
+from titan_fp8moe.layer.weights import ExpertWeights, quantize_weights, quantize_weights_transposed
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.rows import Rows, one_group
 from titan_fp8moe.testing import environment, launched, median_ms, write_records
-from titan_fp8moe.weights import ExpertWeights, quantize_weights, quantize_weights_transposed
 
 BF16 = torch.bfloat16
 FFNS = {  # model dim, hidden dim

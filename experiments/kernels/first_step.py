@@ -16,7 +16,7 @@ import torch
 import triton
 
 from titan_fp8moe import testing
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.layer.experts import routed_experts
 from titan_fp8moe.testing import environment
 
 LAYERS = {  # D model dim, H expert hidden dim, E experts, top_k, dtype of the weights

@@ -24,6 +24,7 @@ from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_m
 
 from experiments.kernels.ffn import by_autograd, compiled
 from titan_fp8moe import grouped_mm, routed_experts, testing
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.testing import (
     BACK_TO_BACK,
     environment,
@@ -33,7 +34,6 @@ from titan_fp8moe.testing import (
     relative_error,
     write_records,
 )
-from titan_fp8moe.weights import ExpertWeights
 
 BF16 = torch.bfloat16
 SHAPES = [  # name, M rows, E experts, D model dim, H expert hidden dim, top-k

@@ -10,7 +10,7 @@ import torch
 
 from titan_fp8moe import ops, recipe, testing
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.layer.experts import routed_experts
 from titan_fp8moe.ops import QuantizedWeight
 
 SHAPES = [  # N, K, rows of each group

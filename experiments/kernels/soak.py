@@ -19,9 +19,9 @@ from titan_fp8moe import Fp8FlowMoEConfig, ops
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.gemm import forward, wgrad
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.moe import apply_experts
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.testing import make_layer, relative_error, require_gpu
-from titan_fp8moe.weights import ExpertWeights
 
 # bf16 rounding of the GEMMs' results and the codes that it moves: 0.0035 on average. Few rows vary more.
 LIMIT, LIMIT_OF_FEW = 0.01, 0.03

@@ -17,7 +17,7 @@ import torch
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.layer.experts import routed_experts
 from titan_fp8moe.testing import environment, make_layer, moe_layer, relative_error, write_records
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")

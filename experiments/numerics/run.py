@@ -33,8 +33,8 @@ from torch import Tensor
 from experiments.ablations import requantized_pair
 from experiments.pictures import save
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.layer.statistics import SHIFTS
 from titan_fp8moe.recipe import FP8, FP8_MAX, TILE, row_capacity
-from titan_fp8moe.statistics import SHIFTS
 from titan_fp8moe.testing import environment, write_records, write_text
 
 ROOT = Path(__file__).parents[2]

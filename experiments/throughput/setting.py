@@ -39,8 +39,8 @@ from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.throughput import kernel_trace
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import grouped_mm, ops
-from titan_fp8moe.compat import fix_selective_checkpointing
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
+from titan_fp8moe.trainer.compat import fix_selective_checkpointing
 
 fix_selective_checkpointing()  # bf16 needs it too, and no converter installs it there
 

@@ -8,9 +8,9 @@ A variant is torchtitan's ``MoE``, as it is or converted, compiled in one of thr
 
 Under expert parallelism the host reads split sizes in the layer, so nothing compiles whole: FP8-Flow goes by parts too.
 
-Compiled whole, a layer cannot use :class:`titan_fp8moe.weights.WeightCache`, which looks for changed weights outside
-graphs. Variants whose weights are quantized beforehand read them from :class:`FixedWeights` instead, in the same graph
-as the variant that quantizes them at every step: the two differ by the quantization alone.
+Compiled whole, a layer cannot use :class:`titan_fp8moe.layer.weights.WeightCache`, which looks for changed weights
+outside graphs. Variants whose weights are quantized beforehand read them from :class:`FixedWeights` instead, in the
+same graph as the variant that quantizes them at every step: the two differ by the quantization alone.
 """
 
 import itertools
@@ -31,11 +31,11 @@ from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.moe import routed_experts
+from titan_fp8moe.layer.experts import routed_experts
+from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, QuantizedWeight, WeightCache
 from titan_fp8moe.testing import in_model
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
-from titan_fp8moe.weights import BackwardOperands, ExpertWeights, QuantizedWeight, WeightCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

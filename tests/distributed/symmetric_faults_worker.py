@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_fp8moe import Fp8FlowMoEConfig, exchange, routed_experts
-from titan_fp8moe.kernels import symmetric
+from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
+from titan_fp8moe.dispatch.symmetric import exchange, kernels
 
 TIMEOUT = 5  # seconds a rank may be late
 SETUP = 120
@@ -39,7 +39,7 @@ def layer(device: str) -> torch.Tensor:
 
 def inject(how: str, device: str, timeout: int) -> None:
     """Makes this rank fail instead of arriving for the combine of the next layer."""
-    impl = symmetric if device == "cuda" else exchange
+    impl = kernels if device == "cuda" else exchange
     arrive = impl.arrive
 
     def fault(workspace, channel):

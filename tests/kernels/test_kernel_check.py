@@ -5,9 +5,10 @@ import sys
 import torch
 
 from tests.kernels.conftest import INTERPRETED
-from titan_fp8moe import kernel_check
-from titan_fp8moe.kernels import launch, symmetric
+from titan_fp8moe.dispatch.symmetric import kernels as symmetric_kernels
+from titan_fp8moe.kernels import launch
 from titan_fp8moe.kernels.launch import Kernel, _probe_kernel
+from titan_fp8moe.ops import self_check
 
 
 def test_the_probe_stores_its_arguments(device):
@@ -20,7 +21,7 @@ def test_every_kernel_is_run_and_agrees(monkeypatch):
     launched, launch_kernel = set(), Kernel._launch
     monkeypatch.setattr(Kernel, "_launch", lambda k, *args, **kw: launched.add(k) or launch_kernel(k, *args, **kw))
     if INTERPRETED:
-        on, run = [], kernel_check._run
+        on, run = [], self_check._run
         for name in ("grouped_mm", "permute", "quantize", "swiglu", "transpose"):
             monkeypatch.setattr(sys.modules[f"titan_fp8moe.ops.{name}"], "use_kernels", lambda x: bool(on))
 
@@ -28,11 +29,13 @@ def test_every_kernel_is_run_and_agrees(monkeypatch):
             on[:] = [True] * (device == "cuda")
             return run(case, "cpu")
 
-        monkeypatch.setattr(kernel_check, "_run", run_here)
+        monkeypatch.setattr(self_check, "_run", run_here)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kernel_check.self_check() == []
-    modules = [module for name, module in sys.modules.items() if name.startswith("titan_fp8moe.kernels.")]
-    modules.remove(symmetric)  # other ranks take part in them
+    assert self_check.self_check() == []
+    modules = [
+        module for name, module in sys.modules.items() if ".kernels" in name and name.startswith("titan_fp8moe.")
+    ]
+    modules.remove(symmetric_kernels)  # other ranks take part in them
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     absent = {kernel.kernel.__name__ for kernel in kernels - launched - {_probe_kernel}}
     assert absent == ({"grouped_mm_hopper_kernel", "wgrad_hopper_kernel"} if INTERPRETED else set())

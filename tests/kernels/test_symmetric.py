@@ -6,9 +6,8 @@ import torch
 
 from tests.kernels.compare import assert_same_bits
 from tests.ranks import all_to_all, assert_equal, exchange_all, make_tokens, make_workspaces
-from titan_fp8moe import exchange
-from titan_fp8moe.kernels import symmetric
-from titan_fp8moe.workspace import LATE, ROWS, TOKENS, Sizes
+from titan_fp8moe.dispatch.symmetric import exchange, kernels
+from titan_fp8moe.dispatch.symmetric.workspace import LATE, ROWS, TOKENS, Sizes
 
 CASES = {  # ranks, tokens, dim, top_k, experts of a rank, how many experts can be chosen
     "two ranks": (2, 70, 256, 3, 2, 4),
@@ -34,9 +33,9 @@ def test_exchange_equals_the_all_to_all_path(generator, device, name, monkeypatc
     sizes = Sizes(N, T + 5, D, K, E)  # room for more tokens than there are
     workspaces = make_workspaces(sizes, device)
     for ctas in (3, None) if name in ("two ranks", "one token") else (None,):
-        monkeypatch.setattr(symmetric, "MAX_CTAS", ctas)  # with 3 CTAs, each handles several tiles
+        monkeypatch.setattr(kernels, "MAX_CTAS", ctas)  # with 3 CTAs, each handles several tiles
         tokens = [make_tokens(sizes, make_ids(generator, T, K, experts)) for _ in range(N)]
-        assert_equal(exchange_all(symmetric, workspaces, tokens, N), all_to_all(tokens, E))
+        assert_equal(exchange_all(kernels, workspaces, tokens, N), all_to_all(tokens, E))
     assert not any(at.report.any() or at.overflow.any() for at in workspaces)
 
 
@@ -45,13 +44,13 @@ def test_without_room_as_in_plain_pytorch(generator, device):
     fits, too_many = torch.tensor([[0, 1], [2, 3]]).repeat(50, 1), torch.tensor([[0, 1]]).repeat(100, 1)
     workspaces = make_workspaces(sizes, device)
     for ids in (too_many, fits):  # and from then on
-        results = exchange_all(symmetric, workspaces, [make_tokens(sizes, ids.to(device)) for _ in range(2)], 1)
+        results = exchange_all(kernels, workspaces, [make_tokens(sizes, ids.to(device)) for _ in range(2)], 1)
         for at, result in zip(workspaces, results, strict=True):
             assert result.out.isnan().all() and result.grad.isnan().all()
             assert at.report[[ROWS, TOKENS]].tolist() == [[512, 0], [200, 0]]
 
 
-@pytest.mark.parametrize("impl", [exchange, symmetric])
+@pytest.mark.parametrize("impl", [exchange, kernels])
 def test_plan_and_pairs(generator, device, impl):
     """From first principles: whose tokens arrive, in which order, with which pairs."""
     N, T, D, K, E = 3, 30, 128, 2, 2
@@ -75,11 +74,11 @@ def test_plan_and_pairs(generator, device, impl):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel that waits too long traps")
 def test_late_rank_is_reported(device, monkeypatch):
-    monkeypatch.setattr(symmetric, "INTERPRETED_SPINS", 20)
+    monkeypatch.setattr(kernels, "INTERPRETED_SPINS", 20)
     workspaces = make_workspaces(Sizes(3, 4, 128, 1, 1), device)
     for at in workspaces[:2]:
-        symmetric.arrive(at, 0)
-    symmetric.wait(workspaces[0], 0)
+        kernels.arrive(at, 0)
+    kernels.wait(workspaces[0], 0)
     assert workspaces[0].report[LATE].tolist() == [0, 0, 1]
     with pytest.raises(RuntimeError, match=r"for ranks \[2\]"):
         workspaces[0].check_arrivals()

@@ -1,8 +1,8 @@
 """How tokens travel to the ranks of their experts and back.
 
 :class:`~titan_fp8moe.dispatch.base.Dispatch` is the interface. :mod:`~titan_fp8moe.dispatch.local` serves a process
-that holds all experts, :mod:`~titan_fp8moe.dispatch.all_to_all` and :mod:`~titan_fp8moe.dispatch.symmetric` a group of
-ranks. :func:`begin` makes one for a forward, :func:`resume` for its backward.
+that holds all experts, :mod:`~titan_fp8moe.dispatch.all_to_all` and :mod:`~titan_fp8moe.dispatch.symmetric.dispatch` a
+group of ranks. :func:`begin` makes one for a forward, :func:`resume` for its backward.
 
 A *route* is the choice among them as a string, which an op can take: of :func:`route`.
 """
@@ -18,7 +18,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch, finish_combine
 from titan_fp8moe.dispatch.base import Dispatch, InFlight
 from titan_fp8moe.dispatch.local import LocalDispatch
-from titan_fp8moe.dispatch.symmetric import SymmetricDispatch
+from titan_fp8moe.dispatch.symmetric.dispatch import SymmetricDispatch
 
 __all__ = ["Dispatch", "InFlight", "begin", "evenly", "finish_combine", "kind", "resume", "route", "uses_symmetric"]
 

@@ -4,7 +4,7 @@ The functions exported here run the op, or its implementation directly when nobo
 On a GPU an op runs its Triton kernel, elsewhere :mod:`titan_fp8moe.recipe`. Each op has a fake for torch.compile.
 
 No op has a gradient, because autograd would cast the gradient of an FP8 tensor to FP8. The layer's autograd functions
-(:mod:`titan_fp8moe.moe`) call them. DTensors never reach them: the modules pass local tensors.
+(:mod:`titan_fp8moe.layer.experts`) call them. DTensors never reach them: the modules pass local tensors.
 """
 
 from titan_fp8moe.ops.all_to_all import start_all_to_all, wait
@@ -30,12 +30,6 @@ from titan_fp8moe.ops.quantize import (
     quantize_weight_transposed,
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
-from titan_fp8moe.ops.symmetric import (
-    symmetric_dispatch,
-    symmetric_dispatch_gradients,
-    symmetric_finish_combine,
-    symmetric_start_combine,
-)
 from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
@@ -56,10 +50,6 @@ __all__ = [
     "start_all_to_all",
     "swiglu_quantize",
     "swiglu_quantize_backward",
-    "symmetric_dispatch",
-    "symmetric_dispatch_gradients",
-    "symmetric_finish_combine",
-    "symmetric_start_combine",
     "transpose_pair",
     "unpack_combine",
     "unpack_dispatch",

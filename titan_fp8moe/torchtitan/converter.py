@@ -21,20 +21,21 @@ from torchtitan.protocols.model_converter import (
 )
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import checks, compat, dense, dispatch, moe, ops
+from titan_fp8moe import SAVED_OPS, dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.modules import Fp8FlowLinear
-from titan_fp8moe.plan import DENSE, LINEAR, MOE, SHARED, Part, describe
+from titan_fp8moe.layer.weights import WeightCache
+from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, nan_watch, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
-from titan_fp8moe.weights import WeightCache
+from titan_fp8moe.trainer import compat, preflight
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Part, describe
 
 NAME = "fp8_flow_moe"
 
 # What per-op activation checkpointing keeps. The routed experts save little and recompute by themselves. The router's
 # choice is kept so that the recomputation routes exactly as the forward did.
-_SAVED_OPS = (*moe.SAVED_OPS, *dense.SAVED_OPS, torch.ops.aten.topk.default)
+_SAVED_OPS = (*SAVED_OPS, torch.ops.aten.topk.default)
 
 
 class Fp8FlowMoEConverter(ModelConverter):
@@ -59,9 +60,9 @@ class Fp8FlowMoEConverter(ModelConverter):
         fsdp_ranks, training = self.layout.fsdp_shards * parallel_dims.dp_replicate, job_config.training
         self.fsdp_has_work = fsdp_ranks > 1 or training.enable_cpu_offload or training.dtype != "float32"
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
-        checks.warn_about_settings(self.config, self.layout.fsdp_shards)
+        preflight.warn_about_settings(self.config, self.layout.fsdp_shards)
         local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if self.trains_here else None
-        checks.check_dispatch(
+        preflight.check_dispatch(
             self.config,
             self.layout,
             None if local_ranks is None else int(local_ranks),
@@ -111,7 +112,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         kinds = dict.fromkeys(layers, MOE)
         kinds |= {f"{name}.{SHARED}": SHARED for name, layer in layers.items() if layer.shared_experts is not None}
         kinds |= {name: DENSE for name in modules if name.split(".")[-1] == DENSE}
-        filtered = checks.matching([*kinds], self.config.filter_fqns, setting="filter_fqns")
+        filtered = preflight.matching([*kinds], self.config.filter_fqns, setting="filter_fqns")
         plan = []
         for name, kind in kinds.items():
             reason = f"{NAME}.filter_fqns" if name in filtered else None
@@ -135,10 +136,10 @@ class Fp8FlowMoEConverter(ModelConverter):
             raise ValueError(
                 f"{NAME}.linear_fqns and model.converters' quantize.linear both convert linears; keep one of them"
             )
-        chosen = checks.matching([*linears], self.config.linear_fqns, setting="linear_fqns")
+        chosen = preflight.matching([*linears], self.config.linear_fqns, setting="linear_fqns")
         for name in chosen:
             out_features, in_features = linears[name].weight.shape
-            checks.check_linear(name, out_features, in_features, self.tensor_shards)
+            preflight.check_linear(name, out_features, in_features, self.tensor_shards)
         return [Part(name, LINEAR, linears[name], None) for name in chosen]
 
     def _why_not_fp8(self, ffn: nn.Module) -> str | None:
@@ -149,7 +150,7 @@ class Fp8FlowMoEConverter(ModelConverter):
     def _check_hardware(self) -> str:
         if not self.trains_here:
             return "dry run"
-        return checks.check_hardware(self.config.emulate)
+        return preflight.check_hardware(self.config.emulate)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""
@@ -175,7 +176,7 @@ def _log_changes() -> None:
     logger.info(
         "FP8-Flow-MoE changes in this process: torchtitan's TensorParallel, ExpertParallel, ExpertTensorParallel, "
         "ReordererSequenceParallel, fully_shard, apply_compile and should_log; PyTorch's selective checkpointing, "
-        "FSDP's unshard, and pipeline stages' shape inference (titan_fp8moe/compat.py says why)"
+        "FSDP's unshard, and pipeline stages' shape inference (titan_fp8moe/trainer/compat.py says why)"
     )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
 from torchtitan.models.moe import kernels
 
-from titan_fp8moe.cpu_training import disable_gradient_division, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import disable_gradient_division, rebind, use_cpu
 
 
 @functools.cache

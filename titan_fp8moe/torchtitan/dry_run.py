@@ -27,11 +27,11 @@ from torchtitan.protocols.model_converter import _registry_model_converter_cls, 
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
-from titan_fp8moe import rank_report
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.first_hour import check_corpus
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.memory import estimate
+from titan_fp8moe.trainer import rank_report
 
 
 def smallest_world_size(config: JobConfig) -> int:

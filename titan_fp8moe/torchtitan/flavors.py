@@ -12,8 +12,8 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-from titan_fp8moe import workspace
-from titan_fp8moe.compat import kept_buffers
+from titan_fp8moe.dispatch.symmetric import workspace
+from titan_fp8moe.trainer.compat import kept_buffers
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Checks of a torchtitan 0.2.2 job: :mod:`titan_fp8moe.checks` under torchtitan's names, and limits of its own.
+"""Checks of a torchtitan 0.2.2 job: :mod:`titan_fp8moe.trainer.preflight` under torchtitan's names, and limits of its
+own.
 
 All of them run before anything is converted or allocated. Each raises ValueError with the setting to change.
 """
@@ -9,9 +10,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenReorderer
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import checks
-from titan_fp8moe.checks import ExpertLayout
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.trainer import preflight
+from titan_fp8moe.trainer.preflight import ExpertLayout
 
 
 def check_job(job: JobConfig) -> None:
@@ -23,19 +24,19 @@ def check_job(job: JobConfig) -> None:
             "fp8_flow_moe: titan_fp8moe.config.Fp8FlowMoEConfig, and import titan_fp8moe.torchtitan in it"
         )
     config, metrics = job.fp8_flow_moe, job.metrics
-    checks.check_logging(
+    preflight.check_logging(
         config,
         metrics.enable_tensorboard or metrics.enable_wandb,
         remedy="set metrics.enable_tensorboard or metrics.enable_wandb",
     )
-    checks.check_optimizer(config, job.optimizer.early_step_in_backward, setting="optimizer.early_step_in_backward")
-    checks.check_offload(config, job.training.enable_cpu_offload, setting="training.enable_cpu_offload")
-    checks.check_dtype(job.training.dtype, setting="training.dtype")
-    checks.check_dtype(job.training.mixed_precision_param, setting="training.mixed_precision_param")
+    preflight.check_optimizer(config, job.optimizer.early_step_in_backward, setting="optimizer.early_step_in_backward")
+    preflight.check_offload(config, job.training.enable_cpu_offload, setting="training.enable_cpu_offload")
+    preflight.check_dtype(job.training.dtype, setting="training.dtype")
+    preflight.check_dtype(job.training.mixed_precision_param, setting="training.mixed_precision_param")
     if job.parallelism.pipeline_parallel_degree > 1:
         has_csv = bool(job.parallelism.pipeline_parallel_schedule_csv)
         name = "pipeline_parallel_schedule_csv" if has_csv else "pipeline_parallel_schedule"
-        checks.check_pipeline_schedule(getattr(job.parallelism, name), setting=f"parallelism.{name}")
+        preflight.check_pipeline_schedule(getattr(job.parallelism, name), setting=f"parallelism.{name}")
     _check_converters(job.model.converters)
     compiles = job.compile.enable and "model" in job.compile.components
     if config.linear_fqns and compiles and (config.cache_weights or config.statistics_every):
@@ -122,15 +123,15 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
     remedy = "set parallelism.expert_tensor_parallel_degree = 1"
     if layout.expert_shards == 1:
         remedy = f"lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and {remedy}"
-    checks.check_dims(name, dim, hidden_dim, layout.hidden_dim_shards, remedy=remedy)
-    checks.check_experts(
+    preflight.check_dims(name, dim, hidden_dim, layout.hidden_dim_shards, remedy=remedy)
+    preflight.check_experts(
         name,
         num_experts,
         layout.expert_shards,
         remedy="choose a parallelism.expert_parallel_degree that divides them",
     )
     if config.fp8_all_gather:
-        checks.check_fp8_all_gather(
+        preflight.check_fp8_all_gather(
             name,
             num_experts,
             hidden_dim // layout.hidden_dim_shards,
@@ -138,7 +139,7 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
             layout.fsdp_shards,
             remedy="raise parallelism.data_parallel_replicate_degree until they do",
         )
-    checks.check_rows(
+    preflight.check_rows(
         name,
         layout.tokens,
         layer.router.top_k,

@@ -32,12 +32,12 @@ from torchtitan.models.moe.moe import MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import uses_symmetric
-from titan_fp8moe.ffn import saved_ffn_fields
-from titan_fp8moe.modules import Fp8FlowLinear
+from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
+from titan_fp8moe.layer.ffn import saved_ffn_fields
+from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowGroupedExperts, Fp8FlowMoE
-from titan_fp8moe.workspace import Sizes, capacities
 
 BF16, FP32 = torch.bfloat16.itemsize, torch.float32.itemsize
 
@@ -333,7 +333,7 @@ class _Activations:
         return Part(size * (4 * hidden + D), size * kept, size * 4 * hidden)
 
     def _group(self, config: Fp8FlowMoEConfig, D: int, hidden: int, with_rows: bool, with_result: bool) -> Part:
-        """An FP8 FFN of every token: :mod:`titan_fp8moe.dense`."""
+        """An FP8 FFN of every token: :mod:`titan_fp8moe.layer.group`."""
         rows = group_rows(self.tokens)
         kept = rows * (with_rows * _quantized(D) + _saved_h(config, hidden))
         kept += self.tokens * BF16 * D * with_result
@@ -349,7 +349,8 @@ class _Activations:
         return routed if moe.shared_experts is None else _add(routed, self._dense(moe.shared_experts, products))
 
     def _fp8_moe(self, moe: Any, products: set[nn.Module]) -> Part:
-        """The op of :mod:`titan_fp8moe.moe` and what it saves: dispatched tokens, GEMM 1's result, row maps."""
+        """The op of :mod:`titan_fp8moe.layer.experts` and what it saves: dispatched tokens, GEMM 1's result, row
+        maps."""
         config, top_k = moe.experts.config, moe.router.top_k
         experts, hidden, D = moe.experts.w1.shape
         experts //= self.ep
@@ -401,7 +402,7 @@ def _quantized(width: int) -> float:
 
 
 def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
-    """Bytes per row of the fields of :class:`titan_fp8moe.ffn.SavedFFN` that an FFN keeps."""
+    """Bytes per row of the fields of :class:`titan_fp8moe.layer.ffn.SavedFFN` that an FFN keeps."""
     h, fields = 2 * padded(hidden), saved_ffn_fields(config.recompute, config.save_h)
     sizes = dict(h=h * BF16, h_scale=h / TILE, a_q=h / 2, a_scale=h / 2 / TILE)
     if "h_scale" in fields:

@@ -15,11 +15,11 @@ from torchtitan.models.llama4.model.model import FeedForward as Llama4FeedForwar
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
-from titan_fp8moe.checks import why_not_fp8_dims
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache
-from titan_fp8moe.moe import apply_experts
-from titan_fp8moe.weights import ExpertWeights, Fp8AllGather, WeightCache
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.weights import ExpertWeights, Fp8AllGather, WeightCache
+from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache
+from titan_fp8moe.trainer.preflight import why_not_fp8_dims
 
 
 class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):

@@ -1,4 +1,4 @@
-"""Lets torchtitan's metrics look at the flags of :mod:`titan_fp8moe.nan_watch` after each step."""
+"""Lets torchtitan's metrics look at the flags of :mod:`titan_fp8moe.trainer.nan_watch` after each step."""
 
 import functools
 from typing import cast
@@ -8,7 +8,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe.nan_watch import NanWatch
+from titan_fp8moe.trainer.nan_watch import NanWatch
 
 _watching: list[NanWatch] = []
 

@@ -21,8 +21,8 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
 from titan_fp8moe import dispatch
-from titan_fp8moe.compat import remove_fsdp_hooks
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts
+from titan_fp8moe.trainer.compat import remove_fsdp_hooks
 
 # Over which meshes a style spreads experts, and each expert.
 _MESHES: dict[type[ParallelStyle], Callable[[DeviceMesh], tuple[DeviceMesh | None, DeviceMesh | None]]] = {

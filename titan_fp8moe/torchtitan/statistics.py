@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import utils
 
-from titan_fp8moe import statistics
+from titan_fp8moe.layer import statistics
 
 
 @functools.cache
 def log_statistics() -> None:
-    """Make torchtitan log :mod:`titan_fp8moe.statistics` every ``fp8_flow_moe.statistics_every`` steps.
+    """Make torchtitan log :mod:`titan_fp8moe.layer.statistics` every ``fp8_flow_moe.statistics_every`` steps.
 
     It extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged.
     Calling again does nothing.

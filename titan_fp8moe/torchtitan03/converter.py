@@ -12,10 +12,8 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import checks, dense, dispatch, moe, ops
+from titan_fp8moe import SAVED_OPS, dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.plan import DENSE, LINEAR, SHARED, Part, describe
-from titan_fp8moe.plan import MOE as MOE_LAYER
 from titan_fp8moe.torchtitan03 import job_checks
 from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowFeedForward,
@@ -24,6 +22,9 @@ from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowMoE,
     Fp8FlowRoutedExperts,
 )
+from titan_fp8moe.trainer import preflight
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, SHARED, Part, describe
+from titan_fp8moe.trainer.plan import MOE as MOE_LAYER
 
 
 class _Place:
@@ -51,9 +52,9 @@ def convert(job: Any, dims: ParallelDims) -> list[Part]:
     job_checks.check_job(job)
     config: Fp8FlowMoEConfig = job.fp8_flow_moe
     layout = job_checks.expert_layout(job, dims)
-    checks.warn_about_settings(config, layout.fsdp_shards)
+    preflight.warn_about_settings(config, layout.fsdp_shards)
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE")
-    checks.check_dispatch(
+    preflight.check_dispatch(
         config,
         layout,
         None if local_ranks is None else int(local_ranks),
@@ -61,7 +62,7 @@ def convert(job: Any, dims: ParallelDims) -> list[Part]:
     )
     plan = _plan(job.model_spec.model, config, layout, dims.tp)
     fp8 = {part.name: part for part in plan if part.reason is None}
-    backend = checks.check_hardware(config.emulate) if fp8 else "nothing to convert"
+    backend = preflight.check_hardware(config.emulate) if fp8 else "nothing to convert"
     for part in fp8.values():
         part.module.replace(_converted(part, config, dims.tp, f"{part.name}.{SHARED}" in fp8))
     if fp8:
@@ -75,7 +76,7 @@ def convert(job: Any, dims: ParallelDims) -> list[Part]:
     return plan
 
 
-def _plan(model: Any, config: Fp8FlowMoEConfig, layout: checks.ExpertLayout, tp: int) -> list[Part]:
+def _plan(model: Any, config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, tp: int) -> list[Part]:
     """Every config that could become FP8, and why some do not. Checks all of them; changes nothing."""
     places = {name: _Place(cfg, parent, key) for name, cfg, parent, key in model.traverse(MoE.Config)}
     if not places:
@@ -89,7 +90,7 @@ def _plan(model: Any, config: Fp8FlowMoEConfig, layout: checks.ExpertLayout, tp:
     for name, cfg, parent, key in model.traverse(FeedForward.Config):
         if name.split(".")[-1] == DENSE:
             places[name], kinds[name] = _Place(cfg, parent, key), DENSE
-    filtered = checks.matching([*kinds], config.filter_fqns, setting="filter_fqns")
+    filtered = preflight.matching([*kinds], config.filter_fqns, setting="filter_fqns")
     plan = []
     for name, kind in kinds.items():
         reason = "fp8_flow_moe.filter_fqns" if name in filtered else None
@@ -115,7 +116,7 @@ def _plan_linears(model: Any, config: Fp8FlowMoEConfig, others: list[str], tp: i
         for name, cfg, parent, key in model.traverse(Linear.Config)
         if not any(name.startswith(f"{other}.") for other in others)
     }
-    chosen = checks.matching([*places], config.linear_fqns, setting="linear_fqns")
+    chosen = preflight.matching([*places], config.linear_fqns, setting="linear_fqns")
     for name in chosen:
         linear = places[name].config
         if type(linear) is not Linear.Config or linear.bias:
@@ -123,7 +124,7 @@ def _plan_linears(model: Any, config: Fp8FlowMoEConfig, others: list[str], tp: i
                 f"fp8_flow_moe.linear_fqns: {name} is a {type(linear).__qualname__}, bias {linear.bias}, no plain "
                 "Linear without a bias; remove it from the list"
             )
-        checks.check_linear(name, linear.out_features, linear.in_features, 1)
+        preflight.check_linear(name, linear.out_features, linear.in_features, 1)
     return [Part(name, LINEAR, places[name], None) for name in chosen]
 
 
@@ -133,7 +134,7 @@ def _why_not_fp8(ffn: FeedForward.Config, tp: int) -> str | None:
         return f"{type(ffn).__qualname__} of {', '.join(type(w).__qualname__ for w in linears)}"
     if tp > 1:
         return "tensor parallelism of FFNs is FP8 with torchtitan 0.2.2 only"
-    return checks.why_not_fp8_dims(ffn.w1.in_features, ffn.w1.out_features, tp)
+    return preflight.why_not_fp8_dims(ffn.w1.in_features, ffn.w1.out_features, tp)
 
 
 def _converted(part: Part, config: Fp8FlowMoEConfig, tp: int, fp8_shared: bool) -> Any:
@@ -160,7 +161,7 @@ class Fp8FlowSelectiveAC(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set:
-        return super().get_save_ops() | {*moe.SAVED_OPS, *dense.SAVED_OPS}
+        return super().get_save_ops() | set(SAVED_OPS)
 
 
 def _saving_ops(policy: Any) -> Any:
@@ -169,6 +170,6 @@ def _saving_ops(policy: Any) -> Any:
     if isinstance(policy, SelectiveAC.Config):
         logger.warning(
             f"FP8-Flow-MoE: {type(policy).__qualname__} is a checkpointing policy of its own: let its get_save_ops "
-            "return titan_fp8moe.moe.SAVED_OPS and titan_fp8moe.dense.SAVED_OPS too, or the experts are recomputed"
+            "return titan_fp8moe.SAVED_OPS too, or the experts are recomputed"
         )
     return policy

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.distributed import fsdp
 from torchtitan.models.common import attention, token_dispatcher
 
-from titan_fp8moe.cpu_training import disable_gradient_division, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import disable_gradient_division, rebind, use_cpu
 
 
 @functools.cache

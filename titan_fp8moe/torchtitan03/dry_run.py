@@ -24,9 +24,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
 
-from titan_fp8moe import rank_report
 from titan_fp8moe.torchtitan03.job_checks import expert_layout
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
+from titan_fp8moe.trainer import rank_report
 
 
 class _Allocates(Exception):

@@ -1,4 +1,5 @@
-"""Checks of a torchtitan 0.3.0 job: :mod:`titan_fp8moe.checks` under torchtitan's names, and limits of its own.
+"""Checks of a torchtitan 0.3.0 job: :mod:`titan_fp8moe.trainer.preflight` under torchtitan's names, and limits of its
+own.
 
 All of them run before anything is converted or allocated. Each raises ValueError with the setting to change.
 """
@@ -11,9 +12,9 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from titan_fp8moe import checks
-from titan_fp8moe.checks import ExpertLayout
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.trainer import preflight
+from titan_fp8moe.trainer.preflight import ExpertLayout
 
 # The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else.
 _KNOWN = (MoE.Config, TokenChoiceTopKRouter.Config, RoutedExperts.Config, GroupedExperts.Config)
@@ -27,21 +28,21 @@ def compiles_model(job: Any) -> bool:
 def bf16_layers(job: Any) -> list[str]:
     """The MoE layers that ``filter_fqns`` leaves to torchtitan. Names that match no layer are an error later."""
     names = [name for name, *_ in job.model_spec.model.traverse(MoE.Config)] if job.model_spec else []
-    return [name for name in names if checks.matches(name, job.fp8_flow_moe.filter_fqns)]
+    return [name for name in names if preflight.matches(name, job.fp8_flow_moe.filter_fqns)]
 
 
 def check_job(job: Any) -> None:
     """The settings of a :class:`~titan_fp8moe.torchtitan03.trainer.Fp8FlowTrainer.Config`, without its model."""
     config: Fp8FlowMoEConfig = job.fp8_flow_moe
     training: TrainingConfig = job.training
-    checks.check_logging(
+    preflight.check_logging(
         config,
         job.metrics.enable_tensorboard or job.metrics.enable_wandb,
         remedy="set metrics.enable_tensorboard or metrics.enable_wandb",
     )
-    checks.check_offload(config, training.enable_cpu_offload, setting="training.enable_cpu_offload")
-    checks.check_dtype(training.dtype, setting="training.dtype")
-    checks.check_dtype(training.mixed_precision_param, setting="training.mixed_precision_param")
+    preflight.check_offload(config, training.enable_cpu_offload, setting="training.enable_cpu_offload")
+    preflight.check_dtype(training.dtype, setting="training.dtype")
+    preflight.check_dtype(training.mixed_precision_param, setting="training.mixed_precision_param")
     _check_parallelism(job.parallelism)
     _check_host_work(job)
     if job.debug.spmd_typechecking:
@@ -57,7 +58,7 @@ def _check_parallelism(parallelism: ParallelismConfig) -> None:
     if parallelism.pipeline_parallel_degree > 1:
         has_csv = bool(parallelism.pipeline_parallel_schedule_csv)
         name = "pipeline_parallel_schedule_csv" if has_csv else "pipeline_parallel_schedule"
-        checks.check_pipeline_schedule(str(getattr(parallelism, name)), setting=f"parallelism.{name}")
+        preflight.check_pipeline_schedule(str(getattr(parallelism, name)), setting=f"parallelism.{name}")
     if parallelism.spmd_backend == "full_dtensor":
         raise ValueError(
             "fp8_flow_moe computes on plain tensors, but parallelism.spmd_backend = 'full_dtensor' passes DTensors; "
@@ -123,15 +124,15 @@ def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: 
             "config with the standard dispatcher, or leave the layer in bf16 with fp8_flow_moe.filter_fqns"
         )
     remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
-    checks.check_dims(name, experts.dim, experts.hidden_dim, layout.hidden_dim_shards, remedy=remedy)
-    checks.check_experts(
+    preflight.check_dims(name, experts.dim, experts.hidden_dim, layout.hidden_dim_shards, remedy=remedy)
+    preflight.check_experts(
         name,
         experts.num_experts,
         layout.expert_shards,
         remedy="choose a parallelism.expert_parallel_degree that divides them",
     )
     if config.fp8_all_gather:
-        checks.check_fp8_all_gather(
+        preflight.check_fp8_all_gather(
             name,
             experts.num_experts,
             experts.hidden_dim // layout.hidden_dim_shards,
@@ -140,4 +141,4 @@ def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: 
             remedy="raise parallelism.data_parallel_replicate_degree until they do",
         )
     remedy = "lower training.local_batch_size or training.seq_len"
-    checks.check_rows(name, layout.tokens, layer.router.top_k, remedy=remedy)
+    preflight.check_rows(name, layout.tokens, layer.router.top_k, remedy=remedy)

@@ -18,9 +18,9 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.modules import Fp8FFN, Fp8FlowLinear, add_cache
-from titan_fp8moe.moe import apply_experts
-from titan_fp8moe.weights import ExpertWeights, Fp8AllGather
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.weights import ExpertWeights, Fp8AllGather
+from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache
 
 # Mesh dims over which FSDP does not gather, but may shard a parameter too.
 _NOT_FSDP = {"ep", "tp", "pp", "dp_replicate"}

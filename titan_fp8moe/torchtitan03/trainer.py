@@ -14,14 +14,16 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import compat, dispatch, statistics
+from titan_fp8moe import dispatch
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.nan_watch import NanWatch
-from titan_fp8moe.plan import MOE, SHARED, Part
+from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.weights import WeightCache
 from titan_fp8moe.torchtitan03.converter import convert
 from titan_fp8moe.torchtitan03.job_checks import bf16_layers, compiles_model
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
-from titan_fp8moe.weights import WeightCache
+from titan_fp8moe.trainer import compat
+from titan_fp8moe.trainer.nan_watch import NanWatch
+from titan_fp8moe.trainer.plan import MOE, SHARED, Part
 
 _CONVERTED = (Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE)
 

@@ -30,14 +30,11 @@ from torch import Tensor
 
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dense import GroupRows, group_ffn, group_ffn_backward, without_expert_dim
 from titan_fp8moe.dispatch import Dispatch, InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
-from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
-from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
-from titan_fp8moe.recipe import group_rows, padded, row_capacity
-from titan_fp8moe.rows import NanFlags, Routing, Rows
-from titan_fp8moe.weights import (
+from titan_fp8moe.layer.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
+from titan_fp8moe.layer.group import FORWARD_OPS, GroupRows, group_ffn, group_ffn_backward, without_expert_dim
+from titan_fp8moe.layer.weights import (
     ExpertWeights,
     WeightCache,
     forward_operands,
@@ -46,6 +43,9 @@ from titan_fp8moe.weights import (
     quantize_weights_transposed,
     readable,
 )
+from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
+from titan_fp8moe.recipe import group_rows, padded, row_capacity
+from titan_fp8moe.rows import NanFlags, Routing, Rows
 
 _DEFAULTS = Fp8FlowMoEConfig()  # made here: torch.compile cannot trace its checks
 
@@ -88,7 +88,8 @@ def routed_experts(
     Raises:
         ValueError: for shapes, dtypes, devices or numbers of rows that the kernels cannot take.
         RuntimeError: with ``dispatch = "symmetric"``, if a rank is later than the timeout of ``ep_group``, or if two
-            layers are in flight. Too little room shows later: :func:`titan_fp8moe.workspace.check_room`.
+            layers are in flight. Too little room shows later:
+            :func:`titan_fp8moe.check_room`.
 
     Example::
 
@@ -289,7 +290,7 @@ def _routed_experts_forward(
 ) -> list[Tensor]:
     """The forward of a layer, up to the start of the combine.
 
-    ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.weights.ExpertWeights.pack`, and so are the shared
+    ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.layer.weights.ExpertWeights.pack`, and so are the shared
     experts', which are only read where the dispatch is not asynchronous.
 
     Returns:
@@ -354,8 +355,8 @@ _forward_op.register_fake(_routed_experts_forward)
 _finish_op = custom_op(_routed_experts_finish)
 _finish_op.register_fake(_routed_experts_finish)
 
-SAVED_OPS = (_forward_op.op, _finish_op.op)
-"""The ops that per-op activation checkpointing must keep: both or neither."""
+SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
+"""The ops that per-op activation checkpointing must keep; of the first two, both or neither."""
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)

@@ -178,7 +178,7 @@ def check_hardware(emulate: bool) -> str:
     """What the ops run on, for logs. The machine must have kernels that work or no GPU, unless ``emulate`` is set.
 
     Raises:
-        ValueError, RuntimeError: of :func:`titan_fp8moe.kernel_check.require_checked`.
+        ValueError, RuntimeError: of :func:`titan_fp8moe.ops.self_check.require_checked`.
     """
     if not torch.cuda.is_available():
         if torch.version.cuda:

@@ -4,7 +4,7 @@
     backward  dy --quantize--> fp8 --GEMMs--> dx, dW
 
 :func:`feed_forward` and :func:`linear` quantize their input and their output's gradient themselves, once each. The
-shared experts of a MoE layer read what is quantized for the routed ones: :mod:`titan_fp8moe.moe` calls
+shared experts of a MoE layer read what is quantized for the routed ones: :mod:`titan_fp8moe.layer.experts` calls
 :func:`group_ffn` and :func:`group_ffn_backward` with these rows.
 """
 
@@ -15,16 +15,13 @@ import torch
 import torch.utils.flop_counter
 from torch import Tensor
 
-from titan_fp8moe import ops, statistics
+from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields, weight_grads
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
-from titan_fp8moe.recipe import group_rows, padded
-from titan_fp8moe.rows import NanFlags, Rows, one_group
-from titan_fp8moe.statistics import Operand
-from titan_fp8moe.weights import (
+from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields, weight_grads
+from titan_fp8moe.layer.statistics import Operand
+from titan_fp8moe.layer.weights import (
     ExpertWeights,
     WeightCache,
     forward_operands,
@@ -32,6 +29,10 @@ from titan_fp8moe.weights import (
     quantize_weights,
     quantize_weights_transposed,
 )
+from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
+from titan_fp8moe.recipe import group_rows, padded
+from titan_fp8moe.rows import NanFlags, Rows, one_group
 
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ def group_ffn(
 ) -> tuple[Tensor, list[Tensor]]:
     """The FFN's output (R, D) bf16, and of its :class:`SavedFFN` what is not None.
 
-    ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.weights.ExpertWeights.pack` of one expert.
+    ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.layer.weights.ExpertWeights.pack` of one expert.
     """
     w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
     y, saved = expert_ffn([Rows(rows.q, rows.scale)], w13, w2, one_group(rows.end), False, recompute, save_h, nans)
@@ -119,16 +120,15 @@ def _linear(
     return [ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]], q, scale, end]
 
 
-# One op holds a whole forward, for per-op activation checkpointing, as in titan_fp8moe.moe.
+# One op holds a whole forward, for per-op activation checkpointing, as in titan_fp8moe.layer.experts.
 _feed_forward_op, _linear_op = custom_op(_feed_forward), custom_op(_linear)
 _feed_forward_op.register_fake(_feed_forward)
 _linear_op.register_fake(_linear)
 
-SAVED_OPS = (_feed_forward_op.op, _linear_op.op)
-"""The ops that per-op activation checkpointing should keep."""
+FORWARD_OPS = (_feed_forward_op.op, _linear_op.op)
 
 
-@torch.utils.flop_counter.register_flop_formula([op.overloadpacket for op in SAVED_OPS])
+@torch.utils.flop_counter.register_flop_formula([op.overloadpacket for op in FORWARD_OPS])
 def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
     """Of all GEMMs, padding included."""
     shapes = [weights] if isinstance(weights, torch.Size) else weights

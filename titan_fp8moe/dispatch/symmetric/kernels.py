@@ -1,4 +1,5 @@
-"""Kernels of :mod:`titan_fp8moe.exchange`: tokens travel through memory that GPUs share, without the host.
+"""Kernels of :mod:`titan_fp8moe.dispatch.symmetric.exchange`: tokens travel through memory that GPUs share, without
+the host.
 
 Kernels reach another rank's memory by its address, which they read from ``addresses``. Only the one warp of
 ``_wait_kernel`` ever waits for another rank. Work is split by source or destination rank, and ranks take the others in
@@ -14,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from titan_fp8moe.dispatch.symmetric.workspace import LATE, ROWS, TOKENS, UNLIKE, Workspace
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.permute import _place_scales
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
 from titan_fp8moe.recipe import E8M0, FP8, TILE
-from titan_fp8moe.workspace import LATE, ROWS, TOKENS, UNLIKE, Workspace
 
 COPY_BYTES, COPY_CTAS = 16384, 256
 PAIR_BLOCK = 64  # tokens whose pairs or scales a CTA pulls
@@ -79,7 +80,7 @@ def publish(
     pairs: tuple[Tensor, Tensor] | None,
     sent: tuple[Tensor, Tensor, tuple[int, int]] | None,
 ) -> None:
-    """See :func:`titan_fp8moe.exchange.publish`. All tensors are contiguous."""
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.publish`. All tensors are contiguous."""
     (T, D), K = q_TD.shape, workspace.sizes.top_k
     ids, scores = (None, None) if pairs is None else pairs
     token_C, counts_N, (M, C) = (None, None, (0, 0)) if sent is None else sent
@@ -105,7 +106,7 @@ def _arrive_kernel(addresses, arrivals, channel, rank, N: tl.constexpr, PAD_N: t
 
 
 def arrive(workspace: Workspace, channel: int) -> None:
-    """See :func:`titan_fp8moe.exchange.arrive`."""
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.arrive`."""
     N = workspace.sizes.num_ranks
     _arrive_kernel[(1,)](
         workspace.addresses, workspace.offset("arrivals"), channel, workspace.rank, N=N, PAD_N=next_power_of_2(N),
@@ -152,7 +153,8 @@ def _wait_kernel(
 
 
 def wait(workspace: Workspace, channel: int) -> None:
-    """See :func:`titan_fp8moe.exchange.wait`. After the timeout the kernel traps: the next CUDA call raises."""
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.wait`. After the timeout the kernel traps: the next CUDA
+    call raises."""
     N, interpreted = workspace.sizes.num_ranks, not workspace.memory.is_cuda and not workspace.memory.is_meta
     _wait_kernel[(1,)](
         workspace.view("arrivals"), workspace.rounds, workspace.addresses, channel, int(workspace.timeout_s() * 1e9),
@@ -198,7 +200,7 @@ def _plan_kernel(
 
 
 def plan(workspace: Workspace) -> Tensor:
-    """See :func:`titan_fp8moe.exchange.plan`."""
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.plan`."""
     N, E = workspace.sizes.num_ranks, workspace.sizes.num_local
     out = torch.empty(2, N + 1, dtype=torch.int32, device=workspace.memory.device)
     _plan_kernel[(N,)](
@@ -243,7 +245,7 @@ def _pull_pairs_kernel(
 
 
 def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`titan_fp8moe.exchange.pull_pairs`."""
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_pairs`."""
     sizes, device = workspace.sizes, plan.device
     ids_CK = torch.full((C, sizes.top_k), -1, dtype=torch.int32, device=device)
     scores_CK = torch.empty(C, sizes.top_k, dtype=torch.float32, device=device)
@@ -274,7 +276,7 @@ def _pull_scales_kernel(
 
 
 def pull_scales(workspace: Workspace, plan: Tensor, token_C: Tensor) -> Tensor:
-    """See :func:`titan_fp8moe.exchange.pull_scales`."""
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_scales`."""
     sizes, tiles = workspace.sizes, workspace.sizes.dim // TILE
     out = torch.empty(token_C.shape[0], tiles, dtype=E8M0, device=plan.device)
     _pull_scales_kernel[(sizes.num_ranks * cdiv(sizes.tokens, PAIR_BLOCK),)](
@@ -374,7 +376,8 @@ def pull_rows(
     workspace: Workspace, plan: Tensor, token_C: Tensor, row_CK: Tensor, token_M: Tensor, scale: Tensor,
     offsets_E: Tensor, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See :func:`titan_fp8moe.exchange.pull_rows`; leaves rows from ``offsets_E[-1]`` on unwritten."""
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_rows`; leaves rows from ``offsets_E[-1]`` on
+    unwritten."""
     sizes, M, C, device = workspace.sizes, token_M.shape[0], token_C.shape[0], plan.device
     D = sizes.dim
     out = torch.empty(M, D, dtype=FP8, device=device)
@@ -460,8 +463,8 @@ def _push_sums_kernel(
 def push_sums(
     workspace: Workspace, plan: Tensor, y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, pair_CK: Tensor
 ) -> None:
-    """See :func:`titan_fp8moe.exchange.push_sums`. Score gradients of pairs that this rank does not serve are not
-    written, and not read by the token's rank."""
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.push_sums`. Score gradients of pairs that this rank does not
+    serve are not written, and not read by the token's rank."""
     ctas, items, constants = _work(workspace, PUSH if MAX_CTAS is None else FEW_PUSH)
     _push_sums_kernel[(ctas,)](
         workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,

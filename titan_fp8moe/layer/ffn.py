@@ -5,8 +5,8 @@
     dW1, dW3 = dh^T x and dW2 = dy^T a, from transposes that stay in FP8; the transpose of x gathers its rows
 
 Rows arrive quantized, and the only quantization here is fused into SwiGLU. Nothing here knows of autograd or of ranks:
-:mod:`titan_fp8moe.moe` makes one autograd function of this file and of the dispatch. What does not depend on the rows
-comes in calls of its own, so that it can run while tokens travel.
+:mod:`titan_fp8moe.layer.experts` makes one autograd function of this file and of the dispatch. What does not depend on
+the rows comes in calls of its own, so that it can run while tokens travel.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from titan_fp8moe import ops, recipe, statistics
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.statistics import Operand
+from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, Weight
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, Rows
-from titan_fp8moe.statistics import Operand
-from titan_fp8moe.weights import BackwardOperands, ExpertWeights, Weight
 
 
 class SavedFFN(NamedTuple):
@@ -92,7 +93,7 @@ class ExpertFFNBackward:
             gathers: no token is kept once per expert. With ``recompute = experts`` they are permuted again.
         saved: as returned by the forward. The caller drops its own reference, so that h is freed after its last use.
         weights: as in the forward, not quantized; for the statistics.
-        operands: of :func:`titan_fp8moe.weights.quantize_weights_transposed`.
+        operands: of :func:`titan_fp8moe.layer.weights.quantize_weights_transposed`.
         routing, score_before_experts, config, nans: as in the forward.
     """
 

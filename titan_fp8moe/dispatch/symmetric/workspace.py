@@ -1,8 +1,9 @@
 """Memory that the expert-parallel ranks of one node share: its layout, its owners, and what they report.
 
 Each rank has a workspace of equal size, which all ranks can address: peer memory over NVLink on GPUs, shared files on a
-CPU. :mod:`titan_fp8moe.exchange` describes what is written there and when. A workspace serves all layers of its sizes,
-since a layer's exchange ends before the next begins. It lives as long as its group: CUDA graphs hold its addresses.
+CPU. :mod:`titan_fp8moe.dispatch.symmetric.exchange` describes what is written there and when. A workspace serves all
+layers of its sizes, since a layer's exchange ends before the next begins. It lives as long as its group: CUDA graphs
+hold its addresses.
 
 Private interfaces of PyTorch that this file uses are in CONTRIBUTING.md's table. A backend's ``options._timeout`` was
 checked with 2.13, symmetric memory with 2.11.

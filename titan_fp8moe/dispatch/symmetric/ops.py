@@ -1,4 +1,5 @@
-"""Ops that move tokens through memory that ranks share; :mod:`titan_fp8moe.exchange` describes the steps.
+"""Ops that move tokens through memory that ranks share; :mod:`titan_fp8moe.dispatch.symmetric.exchange` describes the
+steps.
 
 An exchange is a dispatch, a start and a finish of the combine, in this order on all ranks. To PyTorch the ops are
 functional: what they return is ordinary memory. A result of each is an argument of the next, so that nothing that
@@ -10,12 +11,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from titan_fp8moe import exchange, workspace
-from titan_fp8moe.kernels import symmetric as kernels
+from titan_fp8moe.dispatch.symmetric import exchange, kernels, workspace
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, capacities
 from titan_fp8moe.ops.backend import custom_op, use_kernels
 from titan_fp8moe.ops.permute import expert_routing, unpermute_gradients, unpermute_sum
 from titan_fp8moe.recipe import FP8, TILE
-from titan_fp8moe.workspace import COMBINE, DISPATCH, Sizes, capacities
 
 
 def _impl(x: Tensor) -> ModuleType:
@@ -40,15 +40,15 @@ def symmetric_dispatch(
         topk_ids_TK, topk_scores_TK: (T, K) int32 or int64, and fp32.
         token_C, counts_N: of :func:`titan_fp8moe.ops.dispatch_routing`.
         capacity: room, as a multiple of what uniform routing needs; see
-            :func:`titan_fp8moe.workspace.capacities` for M and C.
+            :func:`titan_fp8moe.dispatch.symmetric.workspace.capacities` for M and C.
         group_name: of the expert-parallel process group.
 
     Returns:
         rows (M, D) e4m3 in expert order and their scales (M, D // 128) e8m0, column-major; tokens (C, D) e4m3 and
         their scales (C, D // 128) e8m0; the routing of :func:`titan_fp8moe.ops.expert_routing`: offsets_E, token_M,
         score_M and row_CK, with a token's rows before its -1; plan (2, N + 1) int32, arrived_C (C,) int32 and pair_CK
-        (C, K) uint8, which are ``token_C`` and ``pair_CK`` of :func:`titan_fp8moe.exchange.pull_pairs`. Without room,
-        no row arrives.
+        (C, K) uint8, which are ``token_C`` and ``pair_CK`` of
+        :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_pairs`. Without room, no row arrives.
 
     Raises:
         ValueError: when the workspace is made, for ranks on several nodes or of unequal sizes.

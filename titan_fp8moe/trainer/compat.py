@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_fp8moe import dispatch, statistics
+from titan_fp8moe import dispatch
+from titan_fp8moe.layer import statistics
 
 # Private interfaces of PyTorch, as module:attribute. Checked on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0.
 _SELECTIVE_MODES = (
@@ -48,7 +49,7 @@ def _resolve(interface: str) -> Any:
         return pkgutil.resolve_name(interface)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"PyTorch {torch.__version__} has no {interface.replace(':', '.')}, which titan_fp8moe.compat "
+            f"PyTorch {torch.__version__} has no {interface.replace(':', '.')}, which titan_fp8moe.trainer.compat "
             "needs; install PyTorch 2.11 to 2.15"
         ) from error
 
@@ -142,7 +143,7 @@ def remove_fsdp_hooks(module: nn.Module) -> None:
     handles: list[Any] = [getattr(state, name, None) for name in _HOOK_HANDLES]
     if None in handles or state._fsdp_param_group is not None:
         raise RuntimeError(
-            f"PyTorch {torch.__version__} has other hooks for FSDP than titan_fp8moe.compat knows; install "
+            f"PyTorch {torch.__version__} has other hooks for FSDP than titan_fp8moe.trainer.compat knows; install "
             "PyTorch 2.11 to 2.15"
         )
     for handle in handles:

@@ -183,7 +183,7 @@ class WeightCache:
             raise RuntimeError(
                 "weights have changed since fp8_flow_moe.cache_weights quantized them, and no step of an optimizer "
                 "of torch.optim was seen: the layer trains on stale weights; call "
-                "titan_fp8moe.weights.WeightCache.clear_all() after each optimizer step, or set cache_weights to "
+                "titan_fp8moe.WeightCache.clear_all() after each optimizer step, or set cache_weights to "
                 "false"
             )
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dense import feed_forward, linear
-from titan_fp8moe.moe import apply_experts
-from titan_fp8moe.weights import ExpertWeights, Fp8AllGather, WeightCache
+from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.weights import ExpertWeights, Fp8AllGather, WeightCache
 
 
 class KeepDtype:

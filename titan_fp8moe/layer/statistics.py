@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.layer.weights import Weight
 from titan_fp8moe.recipe import FP8, FP8_NAN, TILE
 from titan_fp8moe.rows import Rows
-from titan_fp8moe.weights import Weight
 
 KINDS = ("x", "a", "dy", "dh", "w")
 SHIFTS = {"0": (0, 0), "1-3": (1, 3), "4-7": (4, 7), "8-14": (8, 14), "15+": (15, 20)}

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, ROWS, TOKENS, UNLIKE, Workspace, raise_late
 from titan_fp8moe.recipe import E8M0, FP8, TILE
-from titan_fp8moe.workspace import COMBINE, DISPATCH, ROWS, TOKENS, UNLIKE, Workspace, raise_late
 
 __all__ = ["COMBINE", "DISPATCH"]
 
@@ -82,7 +82,7 @@ def plan(workspace: Workspace) -> Tensor:
     """Where this rank's tokens are, from the published counts. Also finds out whether every rank has room for its own.
 
     Without room, or with different settings of two ranks, all ranks alike set
-    :attr:`titan_fp8moe.workspace.Workspace.overflow`.
+    :attr:`titan_fp8moe.dispatch.symmetric.workspace.Workspace.overflow`.
 
     Returns:
         (2, N + 1) int32. First row: the number of the first token that comes from each rank, then of all. Second row:

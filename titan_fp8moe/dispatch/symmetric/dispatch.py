@@ -3,8 +3,8 @@
 Tokens and sums are those of :mod:`titan_fp8moe.dispatch.all_to_all`, and so are the results, bit for bit. But a rank
 pulls its tokens straight to expert order, and the host neither waits nor learns how many come. All ranks have equally
 many tokens, and buffers have room for ``dispatch_capacity`` times what uniform routing brings.
-:func:`titan_fp8moe.workspace.check_room` raises if that did not suffice. A layer's exchange ends within its forward,
-and within its backward.
+:func:`titan_fp8moe.check_room` raises if that did not suffice. A layer's exchange ends
+within its forward, and within its backward.
 """
 
 from typing import ClassVar, cast
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import Arrived, InFlight, check_rows
+from titan_fp8moe.dispatch.symmetric import ops as symmetric_ops
+from titan_fp8moe.dispatch.symmetric.workspace import capacities
 from titan_fp8moe.rows import Routing, Rows
-from titan_fp8moe.workspace import capacities
 
 
 class SymmetricDispatch:
@@ -24,7 +25,7 @@ class SymmetricDispatch:
 
     Attributes:
         sent_TK: of :func:`titan_fp8moe.recipe.dispatch_routing`.
-        plan, arrived_C, pair_CK: of :func:`titan_fp8moe.ops.symmetric_dispatch`.
+        plan, arrived_C, pair_CK: of :func:`titan_fp8moe.symmetric_ops.symmetric_dispatch`.
     """
 
     STATE: ClassVar = ("sent_TK", "plan", "arrived_C", "pair_CK")
@@ -77,8 +78,10 @@ class SymmetricDispatch:
 
     def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
         topk_ids_TK, topk_scores_TK, capacity = self.pairs
-        x, x_scale, token_q, token_scale, *routing, self.plan, self.arrived_C, self.pair_CK = ops.symmetric_dispatch(
-            q, scale, topk_ids_TK, topk_scores_TK, self.token_C, self.counts_N, capacity, self.group_name
+        x, x_scale, token_q, token_scale, *routing, self.plan, self.arrived_C, self.pair_CK = (
+            symmetric_ops.symmetric_dispatch(
+                q, scale, topk_ids_TK, topk_scores_TK, self.token_C, self.counts_N, capacity, self.group_name
+            )
         )
         return Arrived(Rows(x, x_scale), Routing(*routing), [token_q, token_scale])
 
@@ -89,12 +92,16 @@ class SymmetricDispatch:
         return self._return(self.started, y_MD.shape[1], dtype, addend_RD, False)[0]
 
     def _send_back(self, y_MD: Tensor, ds_M: Tensor | None, routing: Routing) -> Tensor:
-        return ops.symmetric_start_combine(y_MD, ds_M, routing.row_TK, self.pair_CK, self.plan, self.group_name)
+        return symmetric_ops.symmetric_start_combine(
+            y_MD, ds_M, routing.row_TK, self.pair_CK, self.plan, self.group_name
+        )
 
     def _return(
         self, started: Tensor, D: int, dtype: torch.dtype, addend_RD: Tensor | None, with_gradients: bool
     ) -> tuple[Tensor, Tensor]:
-        return ops.symmetric_finish_combine(started, self.sent_TK, D, dtype, addend_RD, with_gradients, self.group_name)
+        return symmetric_ops.symmetric_finish_combine(
+            started, self.sent_TK, D, dtype, addend_RD, with_gradients, self.group_name
+        )
 
     # --- backward ---
 
@@ -105,7 +112,7 @@ class SymmetricDispatch:
     def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, routing: Routing, D: int) -> Rows:
         q, scale = cast(Rows, dout)
         return Rows(
-            *ops.symmetric_dispatch_gradients(
+            *symmetric_ops.symmetric_dispatch_gradients(
                 q, scale, self.plan, self.arrived_C, routing.row_TK, routing.token_M, routing.offsets_E, self.group_name
             )
         )
