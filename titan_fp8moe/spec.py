@@ -1,0 +1,45 @@
+"""Describes an expert and its backward as frozen values, which go from the settings through the ops to the kernels.
+
+An op of PyTorch takes tensors, numbers and strings, so a value crosses an op as the string of ``encode``.
+"""
+
+import functools
+from typing import NamedTuple
+
+
+class ExpertSpec(NamedTuple):
+    """What an expert computes: W2 (activation(W1 x, W3 x)), times the router's score.
+
+    Attributes:
+        activation: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`.
+        score_before_experts: multiply the experts' input, not their output, by the score.
+    """
+
+    activation: str = "swiglu"
+    score_before_experts: bool = False
+
+    def encode(self) -> str:
+        return f"{self.activation}:{int(self.score_before_experts)}"
+
+    @classmethod
+    @functools.cache
+    def decode(cls, text: str) -> "ExpertSpec":
+        activation, score_before_experts = text.split(":")
+        return cls(activation, score_before_experts == "1")
+
+
+class BackwardSpec(NamedTuple):
+    """What a layer keeps for its backward, and how that computes weight gradients; the settings of the same names in
+    :class:`titan_fp8moe.config.Fp8FlowMoEConfig`."""
+
+    recompute: str = "activation"
+    save_h: str = "bf16"
+    wgrad: str = "balanced"
+
+    def encode(self) -> str:
+        return ":".join(self)
+
+    @classmethod
+    @functools.cache
+    def decode(cls, text: str) -> "BackwardSpec":
+        return cls(*text.split(":"))
