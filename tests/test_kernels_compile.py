@@ -1,17 +1,20 @@
 """Every data-movement kernel compiles for sm_90 at the sizes of both models, without spills."""
 
+import itertools
 import os
 import re
 
 import pytest
 import torch
 
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.dispatch.symmetric import kernels
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capacities
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES
+from titan_fp8moe.spec import ExpertSpec
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
@@ -68,18 +71,19 @@ def calls(M, D, H, E, T=12288):
             args = (*x, *rows(M, 2 * H), offsets_E, mode, index_M)
             yield f"transpose w13 {mode} {x[0].stride(0)}", transpose.transpose_pair, args
         yield f"transpose w2 {mode}", transpose.transpose_pair, (*rows(M, H), *rows(M, D), offsets_E, mode)
-    for first in (False, True):
+    for activation, first in itertools.product(ACTIVATIONS, (False, True)):
+        spec = ExpertSpec(activation, first)
         for keep_h in (False, True):
-            yield f"swiglu {first} {keep_h}", swiglu.swiglu_quantize, (h, score_M, offsets_E, first, keep_h, flag)
+            yield f"{spec.encode()} {keep_h}", swiglu.swiglu_quantize, (h, score_M, offsets_E, spec, keep_h, flag)
         for kept in ((h, None), rows(M, 2 * H)):
             for again in (False, True):
-                args = (d, *kept, score_M, offsets_E, first, again, flag)
-                yield f"swiglu backward {first} {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
+                args = (d, *kept, score_M, offsets_E, spec, again, flag)
+                yield f"{spec.encode()} backward {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
     for keep_h in (False, True):
-        yield f"swiglu, no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], False, keep_h)
+        yield f"no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], ExpertSpec(), keep_h)
     for kept in ((h, None), rows(M, 2 * H)):
-        args = (d, *kept, None, offsets_E[:1], False, True)
-        yield f"swiglu backward, no router {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
+        args = (d, *kept, None, offsets_E[:1], ExpertSpec(), True)
+        yield f"no router, backward {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     for ranks, experts in ((1, E), (32, E), (64, 4), (256, 1)):
         name = f"{ranks} x {experts}"
         yield f"routing {name}", routing.expert_routing, (ids_TK, scores_TK, ranks * experts, M + TILE * E, True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_fp8moe import ops, recipe, routed_experts
+from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.spec import ExpertSpec
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
@@ -53,10 +56,11 @@ def cases():
     yield "unpermute_gradients", (torch.randn(M, D, dtype=BF16), torch.rand(M, 1), row_TK, BF16)
     C = token_C.shape[0]
     yield "unpermute_gradients", (torch.randn(C, D, dtype=BF16), torch.rand(C, K), sent_TK, FP32)
-    for first in (False, True):
-        yield "swiglu_quantize", (h, score_M, offsets_E, first, first)
-        yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, first, True)
-        yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, first, False)
+    for activation, first in itertools.product(ACTIVATIONS, (False, True)):
+        spec = ExpertSpec(activation, first).encode()
+        yield "swiglu_quantize", (h, score_M, offsets_E, spec, first)
+        yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, spec, True)
+        yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, spec, False)
     for mode in recipe.TRANSPOSE_MODES:
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
         yield "transpose_pair", (*tokens, *dy, offsets_E, mode, token_M)
@@ -143,6 +147,8 @@ def test_flops_of_gemms_are_those_of_the_buffer(used):
 
 
 def test_compiles_as_one_graph():
+    spec = ExpertSpec().encode()
+
     def forward_and_back(x, w1, w3, w2, d, topk_ids_TK, topk_scores_TK):
         q, scale = ops.quantize_rows(x)
         capacity = recipe.row_capacity(T * K, E)
@@ -150,11 +156,11 @@ def test_compiles_as_one_graph():
         q, scale = ops.permute_rows(q, scale, row_TK, token_M, offsets_E)
         w13, w2 = ops.quantize_weight(w1, w3), ops.quantize_weight(w2)
         h = ops.grouped_mm(q, scale, *w13, offsets_E, BF16)
-        a, a_scale, _, _ = ops.swiglu_quantize(h, score_M, offsets_E, False, False)
+        a, a_scale, _, _ = ops.swiglu_quantize(h, score_M, offsets_E, spec, False)
         y = ops.grouped_mm(a, a_scale, *w2, offsets_E, BF16)
         y = ops.unpermute_sum(y, row_TK, FP32)
         da = d.repeat_interleave(M // T + 1, 0)[:M]
-        dh, dh_scale, _, _, ds = ops.swiglu_quantize_backward(da, h, None, score_M, offsets_E, False, True)
+        dh, dh_scale, _, _, ds = ops.swiglu_quantize_backward(da, h, None, score_M, offsets_E, spec, True)
         operands = ops.transpose_pair(q, scale, dh, dh_scale, offsets_E, "balanced")
         return y, ds, ops.grouped_mm_wgrad(*operands[2:], *operands[:2], offsets_E, FP32)
 

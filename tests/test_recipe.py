@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.spec import ExpertSpec
 
 FP32 = torch.float32
 settings.register_profile("recipe", deadline=None, max_examples=60)
@@ -223,22 +225,48 @@ def test_balanced_is_exact_without_subnormals():
     assert torch.equal(weight_gradient(*operands, "balanced"), want)
 
 
-# --- SwiGLU -----------------------------------------------------------------------------------------------------------
+# --- activation -------------------------------------------------------------------------------------------------------
+
+
+def values(*shape):
+    """Moderate, small and large ones."""
+    return torch.randn(shape, dtype=torch.float64) * 2.0 ** torch.randint(-6, 4, shape)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_backward_is_the_gradient(activation):
+    forward, backward, *_ = ACTIVATIONS[activation]
+    g, u = (values(1000).requires_grad_() for _ in range(2))
+    dout = values(1000)
+    want = torch.autograd.grad(forward(g, u), (g, u), dout)
+    torch.testing.assert_close(backward(g.detach(), u.detach(), dout), want, rtol=1e-12, atol=1e-14)
+
+
+def test_swiglu_is_silu_times_up():
+    g, u = values(1000), values(1000)
+    torch.testing.assert_close(ACTIVATIONS["swiglu"].forward(g, u), torch.nn.functional.silu(g) * u)
+
+
+def test_unknown_activation():
+    with pytest.raises(ValueError, match="activation is 'gelu'; set it to one of 'swiglu'"):
+        ExpertSpec.decode(ExpertSpec("gelu").encode())
 
 
 @pytest.mark.parametrize("score_before_experts", [False, True])
-def test_swiglu_backward_is_the_gradient(score_before_experts):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_operand_and_gradients(activation, score_before_experts):
+    """The recipe's forward and backward against autograd in float64."""
+    spec, act = ExpertSpec(activation, score_before_experts), ACTIVATIONS[activation].forward
     M, H = 64, 256
     h = torch.randn(M, 2 * H).bfloat16()
     d, score = torch.randn(M, H).bfloat16(), torch.rand(M)
     h64, score64 = h.double().requires_grad_(), score.double().requires_grad_()
     g, u = h64.chunk(2, 1)
     s = score64.unsqueeze(1)
-    silu = torch.nn.functional.silu
-    operand = silu(s * g) * (s * u) if score_before_experts else silu(g) * u * s
+    operand = act(s * g, s * u) if score_before_experts else act(g, u) * s
     operand.backward(d.double())
-    dh, dh_scale, q, q_scale, ds = recipe.swiglu_quantize_backward(d, h, score, score_before_experts)
-    forward = recipe.swiglu_quantize(h, score, score_before_experts)
+    dh, dh_scale, q, q_scale, ds = recipe.swiglu_quantize_backward(d, h, score, spec)
+    forward = recipe.swiglu_quantize(h, score, spec)
     for got, want in ((recipe.dequantize(dh, dh_scale), h64.grad), (recipe.dequantize(*forward), operand)):
         tile = want.abs().unflatten(1, (-1, 128)).amax(2, keepdim=True)
         # Half an ulp of e4m3: 2**-4 relative, at least 2**-10 in units of a scale that is at most amax / 224.

@@ -29,6 +29,9 @@ each rank that serves it.
 import torch
 from torch import Tensor
 
+from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.spec import ExpertSpec
+
 FP8 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
 TILE = 128
@@ -248,14 +251,14 @@ def _transpose_shifted(q_MD: Tensor, e_MG: Tensor) -> tuple[Tensor, Tensor]:
     return q.view(torch.uint8).t().contiguous().view(FP8), to_scale(e_block.t().contiguous())
 
 
-# --- SwiGLU -----------------------------------------------------------------------------------------------------------
+# --- activation -------------------------------------------------------------------------------------------------------
 
 
-def swiglu_quantize(h_M2H: Tensor, score_M: Tensor | None, score_before_experts: bool) -> tuple[Tensor, Tensor]:
-    """GEMM 2's quantized operand ``silu(g) * u * s``, computed in fp32, with h = [g | u].
+def swiglu_quantize(h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
+    """GEMM 2's quantized operand ``act(g, u) * s``, computed in fp32, with h = [g | u]; SwiGLU's act is silu(g) * u.
 
-    ``score_before_experts`` multiplies the experts' input by the score. GEMM 1 is linear, so the score is applied to h
-    instead: ``silu(s * g) * (s * u)``.
+    ``spec.score_before_experts`` multiplies the experts' input by the score. GEMM 1 is linear, so the score is applied
+    to h instead: ``act(s * g, s * u)``.
 
     Args:
         h_M2H: (M, 2H) bf16 or fp32, gate then up.
@@ -266,11 +269,10 @@ def swiglu_quantize(h_M2H: Tensor, score_M: Tensor | None, score_before_experts:
     """
     g, u = h_M2H.float().chunk(2, dim=1)
     s = _scores(score_M, h_M2H)
-    # The backward recomputes the operand with the same expression: F.silu may differ by an ulp, and then by a code.
-    if score_before_experts:
+    if spec.score_before_experts:
         g, u = s * g, s * u
-    out = g * torch.sigmoid(g) * u
-    q, scale = quantize_rows(out if score_before_experts else out * s)
+    out = ACTIVATIONS[spec.activation].forward(g, u)
+    q, scale = quantize_rows(out if spec.score_before_experts else out * s)
     return q, column_major(scale)
 
 
@@ -280,16 +282,16 @@ def _scores(score_M: Tensor | None, like: Tensor) -> Tensor:
 
 
 def swiglu_quantize_backward(
-    d_MH: Tensor, h_M2H: Tensor, score_M: Tensor | None, score_before_experts: bool
+    d_MH: Tensor, h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Backward of :func:`swiglu_quantize`; also recomputes the operand, for the weight gradient of GEMM 2.
 
-    With a = silu(g) * u the operand is s * a, so ds = <d, a> and da = s * d. With ``score_before_experts`` and
+    With a = act(g, u) the operand is s * a, so ds = <d, a> and da = s * d. With ``spec.score_before_experts`` and
     h' = s * h: ds = <dh', h> and dh = s * dh'.
 
     Args:
         d_MH: (M, H) bf16 or fp32, the gradient of the operand before its quantization.
-        h_M2H, score_M, score_before_experts: as in the forward.
+        h_M2H, score_M, spec: as in the forward.
 
     Returns:
         dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, the operand (M, H) e4m3, its scale (M, H // 128) e8m0, and
@@ -297,21 +299,17 @@ def swiglu_quantize_backward(
     """
     g, u = h_M2H.float().chunk(2, dim=1)
     d, s = d_MH.float(), _scores(score_M, d_MH)
-    if score_before_experts:
+    if spec.score_before_experts:
         g, u = s * g, s * u
-    sigmoid = torch.sigmoid(g)
-    silu = g * sigmoid
-    da = d if score_before_experts else s * d
-    dg = da * u * (sigmoid * (1 + g * (1 - sigmoid)))
-    du = da * silu
-    if score_before_experts:
-        h = h_M2H.float()
-        ds = (torch.cat([dg, du], 1) * h).sum(1)
+    activation = ACTIVATIONS[spec.activation]
+    operand = activation.forward(g, u)
+    dg, du = activation.backward(g, u, d if spec.score_before_experts else s * d)
+    if spec.score_before_experts:
+        ds = (torch.cat([dg, du], 1) * h_M2H.float()).sum(1)
         dg, du = s * dg, s * du
-        operand = silu * u
     else:
-        ds = (d * (silu * u)).sum(1)
-        operand = silu * u * s
+        ds = (d * operand).sum(1)
+        operand = operand * s
     dh, dh_scale = quantize_rows(torch.cat([dg, du], 1))
     q, scale = quantize_rows(operand)
     return dh, column_major(dh_scale), q, column_major(scale), ds

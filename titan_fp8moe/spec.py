@@ -6,6 +6,8 @@ An op of PyTorch takes tensors, numbers and strings, so a value crosses an op as
 import functools
 from typing import NamedTuple
 
+from titan_fp8moe.activations import ACTIVATIONS
+
 
 class ExpertSpec(NamedTuple):
     """What an expert computes: W2 (activation(W1 x, W3 x)), times the router's score.
@@ -24,7 +26,10 @@ class ExpertSpec(NamedTuple):
     @classmethod
     @functools.cache
     def decode(cls, text: str) -> "ExpertSpec":
+        """Inverts :meth:`encode`; raises ValueError for an unknown activation."""
         activation, score_before_experts = text.split(":")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; set it to one of {', '.join(map(repr, ACTIVATIONS))}")
         return cls(activation, score_before_experts == "1")
 
 

@@ -28,9 +28,11 @@ from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.kernels import routing as routing_kernels
 from titan_fp8moe.ops import pack_combine, pack_dispatch, unpack_dispatch
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.testing import write_records
 
 BF16 = torch.bfloat16
+SWIGLU = ExpertSpec()
 
 
 @dataclass
@@ -199,13 +201,13 @@ def transpose_each(x: tuple[Tensor, Tensor], dy: tuple[Tensor, Tensor], offsets_
 def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     M = routing.token_M.shape[0]
     h, d, score = randn(M, 2 * layer.H), randn(M, layer.H), torch.rand(M, device="cuda")
-    args = (h, score, routing.offsets_E, False, False)
+    args = (h, score, routing.offsets_E, SWIGLU, False)
     moved = live(routing, h, score, *swiglu.swiglu_quantize(*args)[:2])
-    references = {"compiled PyTorch": compiled(recipe.swiglu_quantize, h, score, False)}
+    references = {"compiled PyTorch": compiled(recipe.swiglu_quantize, h, score, SWIGLU)}
     yield Case("swiglu", moved, lambda: swiglu.swiglu_quantize(*args), references)
-    backward = (d, h, None, score, routing.offsets_E, False, True)
+    backward = (d, h, None, score, routing.offsets_E, SWIGLU, True)
     moved = live(routing, d, h, score, *swiglu.swiglu_quantize_backward(*backward))
-    references = {"compiled PyTorch": compiled(recipe.swiglu_quantize_backward, d, h, score, False)}
+    references = {"compiled PyTorch": compiled(recipe.swiglu_quantize_backward, d, h, score, SWIGLU)}
     yield Case("swiglu_backward", moved, lambda: swiglu.swiglu_quantize_backward(*backward), references)
 
 
@@ -213,11 +215,11 @@ def fp8_h_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     """SwiGLU as ``save_h = "fp8"`` has it: the forward also quantizes h, the backward reads that."""
     M = routing.token_M.shape[0]
     h, d, score = randn(M, 2 * layer.H), randn(M, layer.H), torch.rand(M, device="cuda")
-    forward = partial(swiglu.swiglu_quantize, h, score, routing.offsets_E, False, True)
+    forward = partial(swiglu.swiglu_quantize, h, score, routing.offsets_E, SWIGLU, True)
     outputs = forward()
     yield Case("swiglu save_h=fp8", live(routing, h, score, *outputs), forward)
     backward = partial(
-        swiglu.swiglu_quantize_backward, d, *outputs[2:], score, routing.offsets_E, False, recompute_a=True
+        swiglu.swiglu_quantize_backward, d, *outputs[2:], score, routing.offsets_E, SWIGLU, recompute_a=True
     )
     yield Case("swiglu_backward save_h=fp8", live(routing, d, *outputs[2:], score, *backward()), backward)
 

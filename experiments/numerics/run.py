@@ -35,6 +35,7 @@ from experiments.pictures import save
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.layer.statistics import SHIFTS
 from titan_fp8moe.recipe import FP8, FP8_MAX, TILE, row_capacity
+from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.testing import environment, write_records, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -210,10 +211,11 @@ def analyse(c: Capture) -> dict[str, float]:
     w1, w2, w3 = c.weights
     x, dy = quantize_rows(x_MD), quantize_rows(dy_MD)
     h = ops.grouped_mm(*x, *ops.quantize_weight(w1, w3), offsets_E, torch.bfloat16)
-    a = ops.swiglu_quantize(h, score_M, offsets_E, False, False)[:2]
+    spec = ExpertSpec().encode()
+    a = ops.swiglu_quantize(h, score_M, offsets_E, spec, False)[:2]
     y = ops.grouped_mm(*a, *ops.quantize_weight(w2), offsets_E, torch.bfloat16)
     d = ops.grouped_mm(*dy, *ops.quantize_weight_transposed(w2), offsets_E, torch.bfloat16)
-    dh = ops.swiglu_quantize_backward(d, h, None, score_M, offsets_E, False, False)[:2]
+    dh = ops.swiglu_quantize_backward(d, h, None, score_M, offsets_E, spec, False)[:2]
     dx = ops.grouped_mm(*dh, *ops.quantize_weight_transposed(w1, w3), offsets_E, torch.bfloat16)
     dw13, dw2 = ({mode: weight_gradient(*pair, offsets_E, mode) for mode in TRANSPOSES} for pair in ((dh, x), (dy, a)))
 

@@ -5,7 +5,11 @@ import torch
 
 from tests.kernels.compare import assert_same_bits, offsets, randint, randn
 from titan_fp8moe import recipe
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels import swiglu
+from titan_fp8moe.spec import ExpertSpec
+
+SPECS = [ExpertSpec(activation, first) for activation in ACTIVATIONS for first in (False, True)]
 
 
 def assert_nearly_same(q, scale, want, want_scale):
@@ -44,23 +48,23 @@ def test_nan_flags(generator, special):
         put_non_finite(h, d)
     forward, backward = torch.zeros(2, 16, dtype=torch.uint8, device=h.device)
     offsets_E = offsets(0, end, device=h.device)
-    swiglu.swiglu_quantize(h, score, offsets_E, False, True, forward)
-    swiglu.swiglu_quantize_backward(d, h, None, score, offsets_E, False, True, backward)
+    swiglu.swiglu_quantize(h, score, offsets_E, ExpertSpec(), True, forward)
+    swiglu.swiglu_quantize_backward(d, h, None, score, offsets_E, ExpertSpec(), True, backward)
     for flag in (forward, backward):
         assert flag.tolist() == [int(special)] + [0] * 15
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("score_before_experts", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
 @pytest.mark.parametrize("keep_h", [False, True])
-def test_forward(generator, score_before_experts, keep_h, special):
+def test_forward(generator, spec, keep_h, special):
     M, H, end = 256, 384, 128
     h, d, score = inputs(generator, M, H)
     if special:
         put_non_finite(h, d)
     offsets_E = offsets(0, end, end, device=h.device)
-    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, score_before_experts, keep_h)
-    want = recipe.swiglu_quantize(h[:end], score[:end], score_before_experts)
+    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, keep_h)
+    want = recipe.swiglu_quantize(h[:end], score[:end], spec)
     assert_nearly_same(q[:end].contiguous(), recipe.column_major(scale[:end]), *want)
     assert scale.stride() == (1, M)
     assert (q[end:].view(torch.uint8) == 0xA5).all(), "rows past the last group were written"
@@ -74,9 +78,9 @@ def test_forward(generator, score_before_experts, keep_h, special):
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("score_before_experts", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
 @pytest.mark.parametrize("fp8_h", [False, True])
-def test_backward(generator, score_before_experts, fp8_h, special):
+def test_backward(generator, spec, fp8_h, special):
     M, H, end = 256, 384, 128
     h, d, score = inputs(generator, M, H)
     if special:
@@ -88,10 +92,10 @@ def test_backward(generator, score_before_experts, fp8_h, special):
     offsets_E = offsets(end, device=h.device)
 
     def run(recompute_a=True):
-        return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, score_before_experts, recompute_a)
+        return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, spec, recompute_a)
 
     dh, dh_scale, q, q_scale, ds = run()
-    want = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], score_before_experts)
+    want = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], spec)
     assert_nearly_same(dh[:end].contiguous(), recipe.column_major(dh_scale[:end]), *want[:2])
     assert_nearly_same(q[:end].contiguous(), recipe.column_major(q_scale[:end]), *want[2:4])
     assert dh_scale.stride() == q_scale.stride() == (1, M)
@@ -117,8 +121,8 @@ def test_without_a_router(generator, fp8_h):
     h, d, _ = inputs(generator, M, H)
     ones, end = torch.ones(M, device=h.device), offsets(M, device=h.device)
     for a, b in zip(
-        swiglu.swiglu_quantize(h, None, end, False, fp8_h),
-        swiglu.swiglu_quantize(h, ones, end, False, fp8_h),
+        swiglu.swiglu_quantize(h, None, end, ExpertSpec(), fp8_h),
+        swiglu.swiglu_quantize(h, ones, end, ExpertSpec(), fp8_h),
         strict=True,
     ):
         assert_same_bits(a, b)
@@ -126,8 +130,8 @@ def test_without_a_router(generator, fp8_h):
     if fp8_h:
         q, scale = recipe.quantize_rows(h)
         kept = q, recipe.column_major(scale)
-    *got, ds = swiglu.swiglu_quantize_backward(d, *kept, None, end, False, True)
-    *want, _ = swiglu.swiglu_quantize_backward(d, *kept, ones, end, False, True)
+    *got, ds = swiglu.swiglu_quantize_backward(d, *kept, None, end, ExpertSpec(), True)
+    *want, _ = swiglu.swiglu_quantize_backward(d, *kept, ones, end, ExpertSpec(), True)
     assert ds.numel() == 0
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)

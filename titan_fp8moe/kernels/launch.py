@@ -35,6 +35,10 @@ class Kernel:
     Parameters that are no ``constexpr`` come first and are passed by position. ``constexpr`` parameters and options
     such as ``num_warps`` are passed by name. Scales arrive as uint8, since Triton has no name for their dtype, e8m0.
 
+    Args:
+        bound: ``constexpr`` parameters that every launch shares. They are not part of the cache key, so a
+            ``triton.jit`` function, whose hash is slow, costs a launch nothing here.
+
     Attributes:
         kernel: the decorated kernel. In Triton's interpreter every launch calls it.
 
@@ -42,8 +46,8 @@ class Kernel:
         TypeError: a ``constexpr`` parameter comes before another one.
     """
 
-    def __init__(self, kernel: KernelInterface):
-        self.kernel = kernel
+    def __init__(self, kernel: KernelInterface, **bound: Any):
+        self.kernel, self._bound = kernel, bound
         self._compiled: dict[tuple, tuple[Any, Any, Any, tuple]] = {}
         if not isinstance(kernel, JITFunction):
             return
@@ -59,7 +63,7 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if not isinstance(self.kernel, JITFunction):
-            self.kernel[grid](*map(_readable, args), **constants)
+            self.kernel[grid](*map(_readable, args), **constants, **self._bound)
             return
         active = driver.active
         device = active.get_current_device()
@@ -78,6 +82,7 @@ class Kernel:
         if len(args) != self._num_args:
             raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
         # Fused multiply-adds are the default of Triton 3.6 to 3.9, but 3.9 warns that 3.10 will change it.
+        constants |= self._bound
         compiled = self.kernel[grid](*map(_readable, args), enable_fp_fusion=True, **constants)
         if compiled is not None:
             names = self._constants

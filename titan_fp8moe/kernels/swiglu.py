@@ -1,13 +1,20 @@
-"""Kernels that fuse SwiGLU, the router's score and quantization, forward and backward; fp32 inside."""
+"""Kernels that fuse the activation, the router's score and quantization, forward and backward; fp32 inside.
+
+The activation is an entry of :data:`titan_fp8moe.activations.ACTIVATIONS`, of which a kernel inlines the functions.
+"""
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import quantize_tiles
 from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major
+from titan_fp8moe.spec import ExpertSpec
 
 # Rows per CTA. It divides 128, so no CTA straddles offsets_E[-1], and the scales of 32 rows are one 32-byte sector of a
 # column. (M is a multiple of 128, so a new M never specializes a kernel anew.)
@@ -48,11 +55,10 @@ def _load_scales(scale, row, tile, H, M, TILE: tl.constexpr):
     return tl.load(scale + tile * M + row), tl.load(scale + (tile + H // TILE) * M + row)
 
 
-@Kernel
 @triton.jit
 def _swiglu_kernel(
     h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H,
-    E: tl.constexpr, SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    E: tl.constexpr, FORWARD: tl.constexpr, SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized."""
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
@@ -68,17 +74,22 @@ def _swiglu_kernel(
     s = 1.0 if score is None else tl.load(score + row)[:, None]
     if SCORE_FIRST:
         g, u = s * g, s * u
-    out = g * tl.sigmoid(g) * u
+    out = FORWARD(g, u)
     if not SCORE_FIRST:
         out *= s
     _store_tiles(q, q_scale, out, row, tile, M, H, TILE, nan_flag)
+
+
+@functools.cache
+def _forward(activation: str) -> Kernel:
+    return Kernel(_swiglu_kernel, FORWARD=ACTIVATIONS[activation].forward_triton)
 
 
 def swiglu_quantize(
     h_M2H: Tensor,
     score_M: Tensor | None,
     offsets_E: Tensor,
-    score_before_experts: bool,
+    spec: ExpertSpec,
     keep_h: bool,
     nan_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,19 +101,19 @@ def swiglu_quantize(
     M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
     q, q_scale = _rows(h_M2H, M, H)
     h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
-    _swiglu_kernel[(H // TILE, M // ROWS)](
+    _forward(spec.activation)[(H // TILE, M // ROWS)](
         h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, nan_flag,
         M, H,
-        E=offsets_E.shape[0], SCORE_FIRST=score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
+        E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return q, q_scale, h_q, h_scale
 
 
-@Kernel
 @triton.jit
 def _swiglu_backward_kernel(
     d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, H: tl.constexpr, E: tl.constexpr,
-    SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    FORWARD: tl.constexpr, BACKWARD: tl.constexpr, SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes whole rows, so that the order in which ds is summed is fixed. Without ``score`` there is no ds.
 
@@ -128,15 +139,12 @@ def _swiglu_backward_kernel(
             g, u = s * h_g, s * h_u
         else:
             g, u = h_g, h_u
-        sigmoid = tl.sigmoid(g)
-        silu = g * sigmoid
-        out = silu * u
+        out = FORWARD(g, u)
         if not SCORE_FIRST:
             ds_row += tl.sum(da * out, axis=1)
             out *= s
             da *= s
-        dg = da * u * (sigmoid * (1 + g * (1 - sigmoid)))
-        du = da * silu
+        dg, du = BACKWARD(g, u, da)
         if SCORE_FIRST:
             ds_row += tl.sum(dg * h_g + du * h_u, axis=1)
             dg *= s
@@ -149,13 +157,19 @@ def _swiglu_backward_kernel(
         tl.store(ds + row, ds_row)
 
 
+@functools.cache
+def _backward(activation: str) -> Kernel:
+    entry = ACTIVATIONS[activation]
+    return Kernel(_swiglu_backward_kernel, FORWARD=entry.forward_triton, BACKWARD=entry.backward_triton)
+
+
 def swiglu_quantize_backward(
     d_MH: Tensor,
     h_M2H: Tensor,
     h_scale: Tensor | None,
     score_M: Tensor | None,
     offsets_E: Tensor,
-    score_before_experts: bool,
+    spec: ExpertSpec,
     recompute_a: bool,
     nan_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -169,10 +183,10 @@ def swiglu_quantize_backward(
     dh, dh_scale = _rows(d_MH, M, 2 * H)
     q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
-    _swiglu_backward_kernel[(M // BACKWARD_ROWS,)](
+    _backward(spec.activation)[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, nan_flag, M, H=H,
-        E=offsets_E.shape[0], SCORE_FIRST=score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS, TILE=TILE,
-        num_warps=BACKWARD_WARPS,
+        E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
+        TILE=TILE, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return dh, dh_scale, q, q_scale, ds

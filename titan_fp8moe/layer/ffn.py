@@ -22,6 +22,7 @@ from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, Weight
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, Rows
+from titan_fp8moe.spec import ExpertSpec
 
 
 class SavedFFN(NamedTuple):
@@ -75,7 +76,12 @@ def expert_ffn(
     keep_fp8_h = "h_scale" in fields
     saved = dict(h=h) if "h" in fields else {}
     a, a_scale, h_q, h_scale = ops.swiglu_quantize(
-        h, routing.score_M, routing.offsets_E, score_before_experts, keep_fp8_h, nans.a
+        h,
+        routing.score_M,
+        routing.offsets_E,
+        ExpertSpec(score_before_experts=score_before_experts).encode(),
+        keep_fp8_h,
+        nans.a,
     )
     del h
     if keep_fp8_h:
@@ -131,7 +137,7 @@ class ExpertFFNBackward:
             self.h_scale,
             self.routing.score_M,
             offsets_E,
-            self.score_before_experts,
+            ExpertSpec(score_before_experts=self.score_before_experts).encode(),
             self.saved_a is None,
             self.nans.dh,
         )

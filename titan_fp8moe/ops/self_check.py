@@ -8,6 +8,7 @@ Quantization and data movement must agree bit for bit. So must the GEMMs, whose 
 order of summation gives the same sums. SwiGLU may differ by the last bit of an exponential.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ import triton
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.spec import ExpertSpec
 
 logger = logging.getLogger(__name__)
 
@@ -171,11 +174,12 @@ def _movement(randn: Callable[..., Tensor], ids_TK: Tensor, scores_TK: Tensor) -
 
 def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator[Case]:
     h, d, score_M = randn(M, 2 * H).bfloat16(), randn(M, H).bfloat16(), randn(M).sigmoid()
-    for first in (False, True):
-        args = h, score_M, offsets_E, first, first
-        yield Case(f"swiglu_quantize {first}", ops.swiglu_quantize, args, nearly=True)
-        args = d, h, None, score_M, offsets_E, first, True
-        yield Case(f"swiglu_quantize_backward {first}", ops.swiglu_quantize_backward, args, nearly=True)
+    for activation, first in itertools.product(ACTIVATIONS, (False, True)):
+        spec = ExpertSpec(activation, first).encode()
+        args = h, score_M, offsets_E, spec, first
+        yield Case(f"swiglu_quantize {spec}", ops.swiglu_quantize, args, nearly=True)
+        args = d, h, None, score_M, offsets_E, spec, True
+        yield Case(f"swiglu_quantize_backward {spec}", ops.swiglu_quantize_backward, args, nearly=True)
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""SwiGLU, the router's score and quantization in one op, forward and backward."""
+"""The activation, the router's score and quantization in one op, forward and backward."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,7 @@ from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu as kernels
 from titan_fp8moe.ops.backend import custom_op, note_nan, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.spec import ExpertSpec
 
 
 def _fake_rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
@@ -22,7 +23,7 @@ def swiglu_quantize(
     h_M2H: Tensor,
     score_M: Tensor | None,
     offsets_E: Tensor,
-    score_before_experts: bool,
+    spec: str,
     keep_h: bool,
     nan_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,6 +33,7 @@ def swiglu_quantize(
         h_M2H: (M, 2H) bf16, gate then up.
         score_M: (M,) fp32, or None where there is no router.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
+        spec: an encoded :class:`titan_fp8moe.spec.ExpertSpec`.
         keep_h: whether to also quantize h, for a backward that saves it in fp8.
         nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`.
 
@@ -39,9 +41,10 @@ def swiglu_quantize(
         q (M, H) e4m3, its scale (M, H // 128) e8m0, h (M, 2H) e4m3, its scale (M, 2H // 128) e8m0; the last two are
         empty unless ``keep_h``. Scales are column-major.
     """
+    expert = ExpertSpec.decode(spec)
     if use_kernels(h_M2H):
-        return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, score_before_experts, keep_h, nan_flag)
-    q, scale = recipe.swiglu_quantize(h_M2H, score_M, score_before_experts)
+        return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag)
+    q, scale = recipe.swiglu_quantize(h_M2H, score_M, expert)
     note_nan(q, nan_flag)
     if keep_h:
         h_q, h_scale = recipe.quantize_rows(h_M2H)
@@ -50,7 +53,7 @@ def swiglu_quantize(
 
 
 @swiglu_quantize.register_fake
-def _(h_M2H, score_M, offsets_E, score_before_experts, keep_h, nan_flag=None):
+def _(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None):
     M, H2 = h_M2H.shape
     h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
     return *_fake_rows(h_M2H, M, H2 // 2), *h
@@ -63,7 +66,7 @@ def swiglu_quantize_backward(
     h_scale: Tensor | None,
     score_M: Tensor | None,
     offsets_E: Tensor,
-    score_before_experts: bool,
+    spec: str,
     recompute_a: bool,
     nan_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -74,6 +77,7 @@ def swiglu_quantize_backward(
         h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0.
         score_M: (M,) fp32, or None where there is no router.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
+        spec: as in the forward.
         recompute_a: whether to also return GEMM 2's operand, for a backward that did not save it.
         nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`; for dh.
 
@@ -81,12 +85,11 @@ def swiglu_quantize_backward(
         dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, GEMM 2's operand (M, H) e4m3, its scale (M, H // 128) e8m0,
         ds (M,) fp32. The operand is empty unless ``recompute_a``, ds without ``score_M``. Scales are column-major.
     """
+    expert = ExpertSpec.decode(spec)
     if use_kernels(d_MH):
-        return kernels.swiglu_quantize_backward(
-            d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a, nan_flag
-        )
+        return kernels.swiglu_quantize_backward(d_MH, h_M2H, h_scale, score_M, offsets_E, expert, recompute_a, nan_flag)
     h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
-    dh, dh_scale, a, a_scale, ds = recipe.swiglu_quantize_backward(d_MH, h, score_M, score_before_experts)
+    dh, dh_scale, a, a_scale, ds = recipe.swiglu_quantize_backward(d_MH, h, score_M, expert)
     note_nan(dh, nan_flag)
     if not recompute_a:
         a, a_scale = a.new_empty(0), a_scale.new_empty(0)
@@ -94,7 +97,7 @@ def swiglu_quantize_backward(
 
 
 @swiglu_quantize_backward.register_fake
-def _(d_MH, h_M2H, h_scale, score_M, offsets_E, score_before_experts, recompute_a, nan_flag=None):
+def _(d_MH, h_M2H, h_scale, score_M, offsets_E, spec, recompute_a, nan_flag=None):
     M, H = d_MH.shape
     a = _fake_rows(d_MH, M, H) if recompute_a else _no_rows(d_MH)
     ds = d_MH.new_empty(0 if score_M is None else M, dtype=torch.float32)
