@@ -5,8 +5,9 @@ import sys
 import torch
 
 from tests.kernels.conftest import INTERPRETED
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.dispatch.symmetric import kernels as symmetric_kernels
-from titan_fp8moe.kernels import launch
+from titan_fp8moe.kernels import launch, swiglu
 from titan_fp8moe.kernels.launch import Kernel, _probe_kernel
 from titan_fp8moe.ops import self_check
 
@@ -37,5 +38,6 @@ def test_every_kernel_is_run_and_agrees(monkeypatch):
     ]
     modules.remove(symmetric_kernels)  # other ranks take part in them
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
+    kernels |= {kernel(name) for name in ACTIVATIONS for kernel in (swiglu._forward, swiglu._backward)}
     absent = {kernel.kernel.__name__ for kernel in kernels - launched - {_probe_kernel}}
     assert absent == ({"grouped_mm_hopper_kernel", "wgrad_hopper_kernel"} if INTERPRETED else set())
