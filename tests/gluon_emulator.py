@@ -272,7 +272,7 @@ def load_tile(desc: Descriptor, place: list, barrier: Barrier, smem: Shared, pre
     barrier.complete(TILE * TILE)
 
 
-def store_part(desc: Descriptor, place: list, buffer: Shared) -> None:
+def store_slice(desc: Descriptor, place: list, buffer: Shared) -> None:
     assert not thread.unfenced, "TMA may not see what was stored: fence_async_shared is missing"
     row, column = map(int, place)
     out = desc.matrix[row : row + 64, column : column + 64]
@@ -383,7 +383,7 @@ class EmulatedKernel:
 NEW = {
     "tma": SimpleNamespace(store_wait=store_wait),
     "tma_load": load_tile,
-    "tma_store": store_part,
+    "tma_store": store_slice,
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": fence,

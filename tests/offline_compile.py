@@ -44,7 +44,7 @@ class Compiled:
     registers: int
     stack: int  # bytes per thread of local memory
     spills: int  # bytes per thread stored and loaded
-    shared: int  # bytes per program
+    shared: int  # bytes per CTA
     warnings: list[str]  # of ptxas, such as C7514: WGMMAs serialized
     asm: dict[str, Any] = field(repr=False)
 

@@ -181,7 +181,7 @@ def test_other_numbers_of_tokens_compile_nothing_new(model):
 
 
 def test_vector_access():
-    """Rows move in 16-byte pieces: divisibility is not lost on the way from a launch to the kernel."""
+    """Rows move 16 bytes at a time: divisibility is not lost on the way from a launch to the kernel."""
     M, D, H, E = MODELS["16B"]
     for name, function, args in calls(M, D, H, E):
         for launch in record_launches(function, *args):

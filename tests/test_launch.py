@@ -82,12 +82,12 @@ def test_one_key_is_one_compiled_kernel(data):
 
 
 class Compiled:
-    """What Triton was asked for, and what launches of the kernel that it compiled were given."""
+    """Records calls of Triton's JIT, and the arguments of launches of the kernel that it compiled."""
 
     function, packed_metadata = "function", "metadata"
 
     def __init__(self):
-        self.asked, self.launched, self.launched_by_triton = [], [], []
+        self.jit_calls, self.launched, self.launched_by_triton = [], [], []
 
     def run(self, *args):
         self.launched.append(args)
@@ -100,11 +100,11 @@ class Compiled:
 def recorded(monkeypatch):
     record = Compiled()
 
-    def ask(kernel, *args, grid, warmup, **constants):
-        record.asked.append((args, constants))
+    def run(kernel, *args, grid, warmup, **constants):
+        record.jit_calls.append((args, constants))
         return record
 
-    monkeypatch.setattr(jit.JITFunction, "run", ask)
+    monkeypatch.setattr(jit.JITFunction, "run", run)
     monkeypatch.setattr(launch, "driver", NO_DRIVER)
     monkeypatch.setattr(three, "_compiled", {})
     monkeypatch.setattr(launch, "_fast", True)
@@ -118,17 +118,17 @@ def args(n=16, m=3, x=BUFFER, y=BUFFER):
 
 def test_what_was_compiled_is_launched_with_all_arguments_in_order(recorded):
     three[(5,)](*args(), SIZE=1, FLAG=True, num_warps=4)
-    assert len(recorded.asked) == 1 and not recorded.launched  # Triton launches what it compiles
+    assert len(recorded.jit_calls) == 1 and not recorded.launched  # Triton launches what it compiles
     again = args(n=32, m=2**20)
     three[(7, 2)](*again, num_warps=4, SIZE=1, FLAG=True)
     three[(7, 2)](*again, SIZE=1, FLAG=True, num_warps=4)
-    assert len(recorded.asked) == 2  # the second names its options in another order
+    assert len(recorded.jit_calls) == 2  # the second names its options in another order
     addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in again]
     assert recorded.launched == [(7, 2, 1, "stream 0", "function", "metadata", None, None, None, *addresses, 1, True)]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_are_told_of_every_launch(recorded, hook):
+def test_hooks_are_called_at_every_launch(recorded, hook):
     three[(5,)](*args(), SIZE=1, FLAG=True)
     chain = getattr(triton.knobs.runtime, hook)
     chain.add(print)
@@ -148,7 +148,7 @@ def test_hooks_that_are_no_chain_are_left_to_triton(recorded, monkeypatch, hook,
     assert recorded.launched_by_triton == [((5, 1, 1), (*again, 1, True))] and not recorded.launched
 
 
-# Triton refuses memory that the GPU cannot read, where it is asked.
+# Triton's JIT rejects memory that the GPU cannot read.
 ELSEWHERE = SimpleNamespace(dtype=BUFFER.dtype, data_ptr=BUFFER.data_ptr, get_device=lambda: BUFFER.get_device() + 1)
 
 
@@ -159,33 +159,33 @@ ELSEWHERE = SimpleNamespace(dtype=BUFFER.dtype, data_ptr=BUFFER.data_ptr, get_de
         dict(y=None), dict(x=ELSEWHERE),
     ],
 )  # fmt: skip
-def test_what_triton_specializes_on_is_asked_for_again(recorded, changed):
+def test_arguments_that_triton_specializes_on_go_through_the_jit_again(recorded, changed):
     three[(1,)](*args(), SIZE=1, FLAG=True)
     three[(1,)](*args(**changed), SIZE=1, FLAG=True)
-    assert len(recorded.asked) == 2
+    assert len(recorded.jit_calls) == 2
 
 
 @pytest.mark.parametrize("changed", [dict(SIZE=2), dict(FLAG=False), dict(num_warps=8)])
-def test_constants_and_options_are_asked_for_again(recorded, changed):
+def test_constants_and_options_go_through_the_jit_again(recorded, changed):
     three[(1,)](*args(), **dict(SIZE=1, FLAG=True, num_warps=4))
     three[(1,)](*args(), **dict(SIZE=1, FLAG=True, num_warps=4) | changed)
-    assert len(recorded.asked) == 2
+    assert len(recorded.jit_calls) == 2
 
 
 def test_another_device_has_its_own(recorded, monkeypatch):
     three[(1,)](*args(), SIZE=1, FLAG=True)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 1)))
     three[(1,)](*args(), SIZE=1, FLAG=True)
-    assert len(recorded.asked) == 2
+    assert len(recorded.jit_calls) == 2
 
 
 def test_scales_arrive_as_bytes(recorded):
     three[(1,)](*args(), SIZE=1, FLAG=True)
-    ((passed, _),) = recorded.asked
+    ((passed, _),) = recorded.jit_calls
     assert passed[2].dtype == torch.uint8
 
 
-def test_arguments_that_do_not_fit_are_told(recorded):
+def test_wrong_arguments_raise(recorded):
     with pytest.raises(TypeError, match="three takes 6 positional arguments, got 5"):
         three[(1,)](*args()[:5], m=3, SIZE=1, FLAG=True)
 
@@ -206,7 +206,7 @@ def test_a_launcher_that_has_changed_is_left_to_triton(recorded, monkeypatch, pr
         three[(5,)](*args(), SIZE=1, FLAG=True)
     for _ in range(2):
         three[(5,)](*args(), SIZE=1, FLAG=True)
-    assert len(recorded.asked) == 4 and not recorded.launched
+    assert len(recorded.jit_calls) == 4 and not recorded.launched
 
 
 def test_the_launcher_is_compared_once(recorded, monkeypatch):
@@ -217,11 +217,11 @@ def test_the_launcher_is_compared_once(recorded, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     for _ in range(2):
         three[(5,)](*args(), SIZE=1, FLAG=True)
-    assert not probe.called and len(recorded.asked) == 2
+    assert not probe.called and len(recorded.jit_calls) == 2
     capturing[0] = False
     for _ in range(3):
         three[(5,)](*args(), SIZE=1, FLAG=True)
-    assert probe.call_count == 2 and len(recorded.asked) == 2 and len(recorded.launched) == 3
+    assert probe.call_count == 2 and len(recorded.jit_calls) == 2 and len(recorded.launched) == 3
 
 
 @pytest.mark.gpu

@@ -94,7 +94,7 @@ def test_nothing_but_kernels(monkeypatch, request, layer, recompute, exchanged):
     request.getfixturevalue("on_kernels")
     work, exchanges = DeviceWork(), ["all_to_all_single", "wait_tensor"]
     if not INTERPRETED:
-        run(layer, Fp8FlowMoEConfig())  # a process's first GEMM on a GPU makes the counters of pieces
+        run(layer, Fp8FlowMoEConfig())  # a process's first GEMM on a GPU makes the tile counters
     config = Fp8FlowMoEConfig(recompute=recompute, save_h="fp8")
     run(layer, config, work, request.getfixturevalue("group") if exchanged else None)
     assert work.names == ([*exchanges, "stack", "to", *4 * exchanges] if exchanged else [])

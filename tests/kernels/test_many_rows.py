@@ -1,6 +1,6 @@
 """Data movement of 2**20 rows: offsets exceed 31 bits. Only the last rows and columns hold numbers and are compared.
 
-On a CPU only the programs at the ends of each launch are interpreted, and memory that none of them touches costs
+On a CPU only the CTAs at the ends of each launch are interpreted, and memory that none of them touches costs
 nothing.
 """
 
@@ -20,7 +20,7 @@ LAST = slice(-TILE, None)
 
 @pytest.fixture
 def interpreted_axes(monkeypatch) -> dict[int, list[int]]:
-    """Programs to interpret along the axes of a grid, negative ones from its end; without an entry the last 4."""
+    """CTAs to interpret along the axes of a grid, negative ones from its end; without an entry the last 4."""
     axes = {}
     monkeypatch.undo()  # poisoned memory is memory in use
     if INTERPRETED:
@@ -32,14 +32,14 @@ def interpreted_axes(monkeypatch) -> dict[int, list[int]]:
         def launch_ends(self, *args, **kwargs):
             whole = (*self.grid, 1, 1)[:3]
             assert max(whole[1:]) <= 65535, whole
-            programs = [axes.get(axis, range(max(n - 4, 0), n)) for axis, n in enumerate(whole)]
+            ctas = [axes.get(axis, range(max(n - 4, 0), n)) for axis, n in enumerate(whole)]
             monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda *_: set_dim(*whole))
             monkeypatch.setattr(
                 interpreter_builder,
                 "set_grid_idx",
-                lambda *index: set_index(*(p[i] % n for p, i, n in zip(programs, index, whole, strict=True))),
+                lambda *index: set_index(*(p[i] % n for p, i, n in zip(ctas, index, whole, strict=True))),
             )
-            self.grid = tuple(map(len, programs))
+            self.grid = tuple(map(len, ctas))
             launch(self, *args, **kwargs)
 
         monkeypatch.setattr(GridExecutor, "__call__", launch_ends)

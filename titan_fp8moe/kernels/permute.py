@@ -49,8 +49,10 @@ def _place_values(cta, q, q_stride, row_TK, out, T, K: tl.constexpr, D: tl.const
     column = cta % blocks * COLUMNS + tl.arange(0, COLUMNS)
     mask = (token < T)[:, None] & (column < D)[None, :]
     at = token.to(tl.int64)[:, None] * q_stride + column[None, :]
+    # No other CTA reads these bytes, so L2 may drop them first.
     values = tl.load(q + at, mask=mask, other=0, eviction_policy="evict_first")
     for k in tl.static_range(K):
+        # Negative for a pair without a row, and in sent_TK for further pairs on a rank, which gets the token once.
         row = tl.load(row_TK + token * K + k, mask=token < T, other=-1).to(tl.int64)
         tl.store(out + row[:, None] * WIDTH + column[None, :], values, mask=(row >= 0)[:, None] & (column < D)[None, :])
 
@@ -106,7 +108,7 @@ def permute_rows(
 
 @triton.jit
 def _byte_of(word, column):
-    """Byte ``column % 4``, little-endian, of int32 ``word``."""
+    """Byte ``column % 4``, little-endian, of int32 ``word``. The mask drops the sign bits that >> shifts in."""
     return (word >> (8 * (column & 3))) & 0xFF
 
 
@@ -135,6 +137,8 @@ def _pack_dispatch_kernel(
     byte = tl.load(scale + token * (D // 128) + tile, mask=has_scale, other=0).to(tl.int32)
     if ids is not None:
         is_id, is_word, k = tail < 4 * K, inside & (tail < 4 * WORDS), tail // 4 % K
+        # A token's row for a rank has all K words. A pair is in the row that sent_TK names, as c or, for a further pair
+        # on that rank, as -2 - c. The other pairs' words are id -1 and score 0.
         carrier = tl.load(sent_TK + token * K + k, mask=is_word, other=-1)
         served = is_word & ((carrier == c[:, None]) | (carrier == -2 - c[:, None]))
         expert = tl.load(ids + token * ids_stride + k, mask=served & is_id, other=0).to(tl.int32)
@@ -212,6 +216,7 @@ def _unpermute_sum_kernel(
         if tl.program_id(0) % blocks == 0:
             word = tl.arange(0, PAD_WORDS)
             row_of = tl.load(row_TK + token * K + word, mask=word < K, other=-1).to(tl.int64)
+            # -2 - c stands for row c, which has been added already but holds this pair's gradient too.
             at = tl.where(row_of < -1, -2 - row_of, row_of) * DS_STRIDE
             if DS_PER_PAIR:
                 at += word
@@ -271,6 +276,6 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int) 
     C, D = row_CK.shape[0], y_MD.shape[1]
     payload = torch.empty(C, width, dtype=torch.uint8, device=y_MD.device)
     ds, out_ds = (None, None) if ds_M is None else (ds_M.unsqueeze(1), payload.view(torch.float32)[:, D // 2 :])
-    # Of a dispatched token's top_k pairs, this rank serves one or two.
+    # This rank serves one or two of a dispatched token's top_k pairs.
     _unpermute_sum(y_MD, ds, row_CK, None, payload.view(y_MD.dtype), out_ds, few=True)
     return payload

@@ -34,6 +34,8 @@ def scale_of_amax(bits):
 
     The factor is NaN for a tile that holds a NaN or Inf: every product is then NaN, and its e4m3 code 0x7F.
     """
+    # 448 is 1.75 * 2**8: the sum carries into the exponent field exactly where amax's fraction exceeds 1.75. The
+    # largest finite amax has byte 247, so the factor's exponent field, 254 - byte, is at least 7: it is normal.
     finite = bits < 0x7F800000
     byte = ((tl.where(finite, bits, 0) + 0x1FFFFF) >> 23) - 8
     byte = tl.minimum(tl.maximum(byte, 1), 254)
@@ -48,6 +50,7 @@ def quantize_tiles(x, nan_flag):
     bits = tl.max(abs_bits(x), axis=1)
     byte, factor = scale_of_amax(bits)
     if nan_flag is not None:
+        # Threads and CTAs may store at once, but all store 1.
         tl.store(nan_flag + tl.zeros_like(bits), 1, mask=bits >= 0x7F800000)
     return (x * factor[:, None]).to(tl.float8e4nv), byte.to(tl.uint8)
 
@@ -74,7 +77,7 @@ def _quantize_group_kernel(
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     values, byte = quantize_tiles(tl.load(x + at, mask=(tile < num_tiles)[:, None], other=0.0).to(tl.float32), nan_flag)
-    mask = tile < R * G
+    mask = tile < R * G  # also tiles past x: they were read as zeros
     tl.store(q + at, values, mask=mask[:, None])
     tl.store(scale + tile, byte, mask=mask)
     tl.store(scale_t + tile % G * R + tile // G, byte, mask=mask)
@@ -149,6 +152,7 @@ def transposed_words(x):
 @triton.jit
 def _words_of_bytes(byte):
     """Packs uint8 (R, C, 2, 2) into words and transposes them; returns int32 (C, R)."""
+    # A sum of bytes in different positions has no carries. The first row gets the lowest byte, the first in memory.
     shift = 16 * tl.arange(0, 2)[:, None] + 8 * tl.arange(0, 2)[None, :]
     return tl.trans(tl.sum(tl.sum(byte.to(tl.int32) << shift[None, None, :, :], axis=3), axis=2))
 
@@ -156,6 +160,7 @@ def _words_of_bytes(byte):
 @triton.jit
 def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
     """Stores ``transposed_words`` of a block to columns block * 128..(block + 1) * 128 of ``row`` (128, 1) of q_t."""
+    # As words: a row of q_t is a multiple of 128 bytes, so 4 divides its stride and every word is aligned.
     column = block * (TILE // 4) + tl.arange(0, TILE // 4)
     tl.store(q_t.to(tl.pointer_type(tl.int32)) + row * (stride // 4) + column[None, :], words)
 
@@ -187,7 +192,8 @@ def _quantize_weight_kernel(
         rows = _load_four_inside(block, stride_n, row, num_rows, k[None, :] < num_columns)
     x = join_four(rows)
     if x.dtype == tl.bfloat16:
-        # amax of the 16-bit patterns: a block widened to fp32 would stay in registers and halve occupancy.
+        # amax of the 16-bit patterns: a block widened to fp32 would stay in registers and halve occupancy. A bf16 is
+        # the upper half of an fp32, so the order is the same and << 16 gives the fp32 pattern.
         bits = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
     else:
         bits = tl.max(abs_bits(x))

@@ -100,6 +100,7 @@ def _count_kernel(
     if token_counts is not None:
         tl.store(token_counts + cta * PAD_N + n, dispatched)
     if token_M is not None:
+        # The second launch writes the pairs' rows over these: kernels of a stream run one after the other.
         for first in range(cta * FILL_BLOCK, M, tl.num_programs(0) * FILL_BLOCK):
             row = first + tl.arange(0, FILL_BLOCK)
             tl.store(token_M + row, -1, mask=row < M)
@@ -158,20 +159,23 @@ def _place_rows_kernel(
     """Writes the row of each pair of ``blocks * BLOCK`` tokens over the padding that the first launch left there."""
     cta, e = tl.program_id(0), tl.arange(0, PAD)
     total, before = _sum_counts(pair_counts, cta, ctas, PAD)
+    # Every CTA computes all groups' ends from the same counts, so none waits for another.
     padded = (total + TILE - 1) // TILE * TILE
     end = tl.cumsum(padded, axis=0)
     tl.store(offsets_E + e, end, mask=(e < EXPERTS) & (cta == 0))
 
+    # The group's first row, plus the expert's pairs in the CTAs before this one.
     next_row = end - padded + before
     for block in range(cta * blocks, (cta + 1) * blocks):
         token = block * BLOCK + tl.arange(0, BLOCK)
         hits = _expert_hits(ids, ids_stride, token, T, e, K, EXPERTS, BLOCK, PAD)
+        # An exclusive sum: the row of each token's first pair with each expert, in the order of tokens.
         row_of = next_row[None, :] + tl.cumsum(hits, axis=0) - hits
         next_row += tl.sum(hits, axis=0)
         for k in tl.static_range(K):
             expert = _load_ids(ids, ids_stride, token, k, T, EXPERTS)
             here = (expert[:, None] == e[None, :]).to(tl.int32)
-            row = tl.sum(row_of * here, axis=1)
+            row = tl.sum(row_of * here, axis=1)  # picks one entry; 0 without an expert, which `served` masks
             row_of += here  # for a token that chose this expert again
             served = expert >= 0
             score = tl.load(scores + token.to(tl.int64) * scores_stride + k, mask=served, other=0.0)
@@ -231,8 +235,10 @@ def _place_dispatched_kernel(
     for first in range(cta * COUNT_BLOCK, EXPERTS, ctas * COUNT_BLOCK):
         row, e = tl.arange(0, MAX_CTAS)[:, None], first + tl.arange(0, COUNT_BLOCK)
         pairs = tl.load(pair_counts + row * PAD + e[None, :], mask=(row < ctas) & (e < EXPERTS)[None, :], other=0)
+        # Entry (e // E, 1 + e % E) of a matrix of 3 + E columns.
         tl.store(counts_N + e + 3 * (e // E) + 1, tl.sum(pairs, axis=0), mask=e < EXPERTS)
 
+    # Dispatched tokens are numbered by rank, then by token.
     next_c = tl.cumsum(total, axis=0) - total + before
     for block in range(cta * blocks, (cta + 1) * blocks):
         token = block * BLOCK + tl.arange(0, BLOCK)
@@ -245,7 +251,7 @@ def _place_dispatched_kernel(
             served, sent = expert >= 0, tl.sum(sent_to * to, axis=1)
             sent_to = tl.where((to > 0) & (sent_to >= 0), -2 - sent_to, sent_to)  # for further pairs on that rank
             tl.store(sent_TK + token * K + k, tl.where(served, sent, -1), mask=token < T)
-            tl.store(token_C + sent, token, mask=served & (sent >= 0))
+            tl.store(token_C + sent, token, mask=served & (sent >= 0))  # once, by the first pair on that rank
 
 
 def dispatch_routing(

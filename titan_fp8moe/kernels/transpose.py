@@ -50,6 +50,8 @@ def _balance_exponent_kernel(
     x_row = row if token_M is None else tl.load(token_M + row).to(tl.int64)
     e_x = _row_exponent(x_scale, X_STRIDE_M, x_stride_g, x_row, X_TILES, X_PAD)
     e_dy = _row_exponent(dy_scale, dy_stride_m, dy_stride_g, row, DY_TILES, DY_PAD)
+    # Both bytes have the same bias, so their difference is the exponents'. -1024 is even and below every difference: a
+    # block without a row that counts has parity 0. In two's complement & 1 and >> 1 hold for negative numbers too.
     difference = e_x - e_dy
     parity = tl.max(tl.where((e_x > 1) & (e_dy > 1), difference, -1024), axis=0) & 1
     tl.store(balance + row, (difference - parity) >> 1)
@@ -62,7 +64,7 @@ def _gather(x, stride, row, padding):
 
 @triton.jit
 def _gather_four(x, stride, row, padding):
-    """``load_four`` for rows given as four tensors; row -1 reads as ``padding``."""
+    """``load_four`` for row indices in four tensors; row -1 reads as ``padding``."""
     return (
         _gather(x, stride, row[0], padding), _gather(x, stride, row[1], padding),
         _gather(x, stride, row[2], padding), _gather(x, stride, row[3], padding),
@@ -77,6 +79,7 @@ def _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE:
 
     Returns e4m3 values (32, 128, 2, 2), int32 scale bytes (32, 2, 2), and the block's rows 0, 4, 8, ... (32,).
     """
+    # Rows 4r .. 4r + 3 are loaded as four tensors. A thread then holds four rows of a column, which make a word.
     row = m_block * TILE + 4 * tl.arange(0, TILE // 4)
     column = g * TILE + tl.arange(0, TILE)
     if token_M is None:
@@ -96,12 +99,14 @@ def _shift_block(q, stride, scale, stride_m, stride_g, token_M, balance, SIGN: t
     """Transposes one 128x128 block to the largest scale of its rows, after adding SIGN * balance to their exponents."""
     values, byte, row = _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE)
     if balance is not None:
+        # x loses what dy gains, so their product keeps its scale. The sum may be less than 1, hence int32.
         byte += SIGN * join_four(load_four(balance + row, 1))
     block_byte = tl.maximum(tl.max(byte), 1)
-    # fp16 suffices. It holds e4m3 times 2**shift exactly down to 2**-24, and values up to 2**-10, which e4m3 rounds to
-    # zero, do not rise above it. 2**-20 sends every value to zero.
+    # No byte exceeds the block's, so no shift is positive. fp16 suffices. It holds e4m3 times 2**shift exactly down to
+    # 2**-24. Values up to 2**-10, which e4m3 rounds to zero, do not rise above it. 2**-20 sends every value to zero.
     factor = ((tl.maximum(byte - block_byte, -20) + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
     words = transposed_words(values.to(tl.float16) * factor[:, None, :, :])
+    # Row d of the result begins at d * M, which may exceed 31 bits.
     d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
     store_words(qT, words, d[:, None], M, m_block, TILE)
     tl.store(scaleT + g * (M // TILE) + m_block, block_byte.to(tl.uint8))
@@ -118,6 +123,7 @@ def _shift_pair_kernel(
     CTAs that run at the same time are neighbours along m, so together they write long runs of the result's rows.
     """
     m_block, g = tl.program_id(0), tl.program_id(1)
+    # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
     if m_block * TILE >= tl.load(offsets_E + E - 1):
         return
     if g < D // TILE:
@@ -144,7 +150,7 @@ def transpose_pair(
         x_MD, dy_MN: (M, D) and (M, N) e4m3, row-major.
         x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0, any strides; column-major is fast.
         offsets_E: (E,) int32; columns of the results at and past its last entry are left unwritten.
-        token_M: (M,) int32 or None. If given, x is (T, D) with unit stride along D and its scale (T, D // 128); a
+        token_M: (M,) int32 or None. With it, x is (T, D) with unit stride along D and its scale (T, D // 128); a
             token's row is read once for each of its experts.
 
     Returns:

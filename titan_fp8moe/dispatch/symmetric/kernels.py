@@ -101,6 +101,8 @@ def publish(
 def _arrive_kernel(addresses, arrivals, channel, rank, N: tl.constexpr, PAD_N: tl.constexpr):
     """Who acquires this rank's count sees what earlier kernels of this stream have written."""
     n = tl.arange(0, PAD_N)
+    # This kernel starts after the stream's earlier ones, so it has observed their writes. A release at system scope
+    # publishes those too, not only its own. A rank has a counter for each rank that arrives.
     address = tl.load(addresses + n, mask=n < N, other=0) + arrivals + (channel * N + rank) * 4
     tl.atomic_add(address.to(tl.pointer_type(tl.int32)), 1, mask=n < N, sem="release", scope="sys")
 
@@ -116,7 +118,10 @@ def arrive(workspace: Workspace, channel: int) -> None:
 
 @triton.jit
 def _arrivals(at, wanted, in_group):
+    # Adds 0: Triton has acquire for atomics only. It pairs with _arrive_kernel's release. The stream's next kernels
+    # start after this one, so they read what the other ranks had written before they arrived.
     seen = tl.atomic_add(at, 0, mask=in_group, sem="acquire", scope="sys")
+    # Negative while a rank is missing; 0 in the lanes past the last rank.
     return tl.where(in_group, seen - wanted, 0)
 
 
@@ -146,10 +151,11 @@ def _wait_kernel(
         report = tl.load(addresses + N).to(tl.pointer_type(tl.int32))
         tl.store(report + LATE * N + n, 1, mask=missing < 0)
         if not SPINS:
+            # The report lies in the host's memory. It has to arrive there before the trap ends the context.
             tl.inline_asm_elementwise(
                 "membar.sys; trap; mov.b32 $0, $1;", "=r,r", [channel], dtype=tl.int32, is_pure=False, pack=1
             )
-    tl.store(rounds + channel, wanted)
+    tl.store(rounds + channel, wanted)  # on the device, so that a captured graph counts its replays
 
 
 def wait(workspace: Workspace, channel: int) -> None:
@@ -181,6 +187,8 @@ def _plan_kernel(
     arriving = tl.sum(tokens)
     room = _peer(addresses, r, capacity, tl.int32)
     report = tl.load(addresses + N).to(tl.pointer_type(tl.int32))
+    # Every rank computes all ranks' rows from the same counts. So all find the same overflow without another exchange.
+    # CTAs may store to `overflow` at once, but all store 1.
     if (rows > tl.load(room)) | (arriving > tl.load(room + 1)):
         tl.store(overflow, 1)
         tl.store(report + ROWS * N + r, rows)
@@ -191,12 +199,14 @@ def _plan_kernel(
         tl.store(overflow, 1)
         tl.store(report + UNLIKE * N + r, 1)
     if r == rank:
+        # Arrived tokens are sorted by source. A source lists its tokens by destination rank, so this rank's begin after
+        # those for the ranks before it.
         first = tl.cumsum(tokens, axis=0) - tokens
         tl.store(plan + n, first, mask=n < N)
         tl.store(plan + N, arriving)
         before = tl.load(table[:, None] + n[None, :] * WIDTH, mask=(n < N)[:, None] & (n < rank)[None, :], other=0)
         tl.store(plan + N + 1 + n, tl.sum(before, axis=1), mask=n < N)
-        tl.store(plan + 2 * N + 1, 0)
+        tl.store(plan + 2 * N + 1, 0)  # the second row's last entry, which nobody reads
 
 
 def plan(workspace: Workspace) -> Tensor:
@@ -213,8 +223,8 @@ def plan(workspace: Workspace) -> Tensor:
 
 @triton.jit
 def _arriving(plan, overflow, peer, N: tl.constexpr):
-    """Of the tokens that come from ``peer``: the first one's number here, its place in the source's list, and how many
-    come."""
+    """The first token that comes from ``peer``, as numbered here and in the source's list, and how many come."""
+    # None after an overflow: nothing is then read from others or written to them.
     first, end = tl.load(plan + peer), tl.load(plan + peer + 1)
     return first, tl.load(plan + N + 1 + peer), tl.where(tl.load(overflow) > 0, 0, end - first)
 
@@ -237,6 +247,7 @@ def _pull_pairs_kernel(
     pair, mask = token.to(tl.int64)[:, None] * K + k, inside[:, None] & (k < K)
     local = tl.load(_peer(addresses, peer, ids_at, tl.int32) + pair, mask=mask, other=-1) - rank * E
     score = tl.load(_peer(addresses, peer, scores_at, tl.float32) + pair, mask=mask, other=0.0)
+    # Pairs of other ranks' experts are left out. A cumulative sum moves the others to the front, in the order of k.
     served = mask & (local >= 0) & (local < E)
     to = (first + i).to(tl.int64)[:, None] * K + tl.cumsum(served.to(tl.int32), axis=1) - 1
     tl.store(ids_CK + to, local, mask=served)
@@ -450,6 +461,7 @@ def _push_sums_kernel(
                 column = first_column + block * COLUMNS + tl.arange(0, COLUMNS)
                 total = _sum_of_rows(y, row_CK, c, inside, most, column, K, D, TOKENS, COLUMNS)
                 tl.store(to + column[None, :], total.to(tl.bfloat16), mask=inside[:, None] & (column < D)[None, :])
+            # Plain stores to another rank's memory. The arrive that follows in this stream publishes them.
             if ds is not None:  # noqa: SIM102  decided when the kernel is compiled
                 if first_column == 0:
                     j = tl.arange(0, PAD_K)[None, :]

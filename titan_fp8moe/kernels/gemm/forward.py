@@ -28,6 +28,7 @@ def _expert_of(offsets_E, m, E: gl.constexpr):
     lane = gl.arange(0, 32, layout=layout)
     count = gl.zeros([32], gl.int32, layout)
     for first in range(0, E, 32):
+        # Lanes past the last group read an end that no row reaches. Groups without rows end where the one before does.
         end = gl.load(offsets_E + first + lane, mask=first + lane < E, other=2**31 - 1)
         count += (end <= m).to(gl.int32)
     return gl.sum(count, 0)
@@ -57,6 +58,7 @@ class TileScheduler:
 
     @gluon.jit
     def create(problem):
+        # Rows in use, which only the device knows. The tensors have more.
         num_rows = gl.load(problem.offsets_E + problem.E - 1) // 128
         num_tiles = num_rows * ((problem.N + 255) // 256)
         num_split = 0
@@ -73,7 +75,8 @@ class TileScheduler:
         m = row * 128
         n = column * 256 + half * 128
         expert = _expert_of(self.problem.offsets_E, m, self.problem.E)
-        b_row = expert * N + n
+        b_row = expert * N + n  # b's descriptor sees all experts as one matrix
+        # A half is a tile of 128 columns, and so is a whole tile in the last column of an odd number.
         is_wide = (is_half == 0) & (n + 256 <= N)
         return WorkTile(
             is_wide=is_wide,
@@ -91,6 +94,7 @@ class TileScheduler:
         a_scale, a_strides, b_scale, b_strides = scales
         a_stride_m, a_stride_k = a_strides
         b_stride_e, b_stride_n, b_stride_k = b_strides
+        # A consumer's thread holds two rows of a slice, and loads the scales of those only: the slice's own layout.
         a_pointer = a_scale + (tile.row + 64 * CONSUMER) * a_stride_m
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, SLICE_LAYOUT))
         b_pointer = b_scale + tile.expert * b_stride_e + tile.column // 128 * b_stride_n
@@ -99,6 +103,7 @@ class TileScheduler:
 
 @gluon.jit
 def _produce(a_desc, b_desc, rings, tile_counter, problem):
+    # The counter answers while the scheduler reads the group ends.
     fetched = hopper.fetch_next_tile(tile_counter)
     hopper.produce(a_desc, b_desc, rings, TileScheduler.create(problem), tile_counter, fetched)
 
@@ -106,13 +111,15 @@ def _produce(a_desc, b_desc, rings, tile_counter, problem):
 @gluon.jit
 def _consume(rings, output, scales, problem, CONSUMER: gl.constexpr):
     scheduler = TileScheduler.create(problem)
-    runtime_false = scheduler.num_tiles < 0
+    runtime_false = scheduler.num_tiles < 0  # comes from memory, so the compiler cannot know it
+    # Without rows there is no tile to look up. The producer still fetches, so that the counter is reset.
     if scheduler.num_tiles > 0:
         hopper.consume(rings, output, scheduler, scales, runtime_false, CONSUMER)
 
 
-# Strides and alignments that depend on the number of rows must not recompile the kernel at every step. The other
-# strides are compile-time constants, which saves instructions in every block.
+# Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, and for a pointer that is aligned. Strides
+# and alignments that depend on the number of rows must not do that from step to step. (A tile counter is any element
+# of an int32 array.) The other strides are compile-time constants, which saves instructions in every block.
 @Kernel
 @gluon.jit(
     do_not_specialize=["a_scale_stride_k"], do_not_specialize_on_alignment=["a_scale", "b_scale", "tile_counter"]

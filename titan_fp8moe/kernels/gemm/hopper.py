@@ -13,26 +13,64 @@ those SMs start late, with all of their tiles: with 16 of an H200's 132 SMs held
 with static tiles also seem to drift apart in a long GEMM and to lose what they share in L2: weight gradients of very
 long groups took up to 11% longer.
 
-**Partitions.** A CTA has three, which synchronize through mbarriers only:
+**Partitions.** A CTA has three, which synchronize through mbarriers only. A *block* is 128 of the contraction dim::
 
-* The *producer*, one warp, takes work tiles. For each block of 128 along the contraction dim it starts the TMA loads.
-* Two *consumers*, one warpgroup each, compute the upper and the lower 64 rows of the tile.
+                       tile counter, in global memory
+                                    | fetch_next_tile (atomic add)
+    +-------------------------------v--------------------------------+
+    | producer: worker partition 1, 1 warp, 24 registers a thread    |
+    +---------+------------------------------------------+-----------+
+              | TMA loads                                | publish_tile
+    +---------v---------------------------+  +-----------v-----------+
+    | operands, STAGES = 4 x 48 KiB       |  | TILE_STAGES = 2       |
+    | a: 128x128, b: 2 x 128x128          |  | indices of work tiles |
+    | barriers full[4], empty[4]          |  | tile_full, tile_empty |
+    +---------+----------------+----------+  +-----+-----------+-----+
+              | a's 0..63, b   | a's 64..127, b    |           | _look_up
+    +---------v----------------v-------------------v-----------v-----+
+    | consumer 0: default partition  | consumer 1: worker partition 0|
+    | 4 warps, 240 registers         | 4 warps, 240 registers        |
+    +---------+----------------------+---------------+---------------+
+              | 16 KiB of staging                    | 16 KiB of staging
+              +------ TMA stores of 64x64 slices ----+----> result
 
-**Rings.** Operands pass through a ring of ``STAGES`` stages. TMA completes ``full[stage]`` when the stage's bytes have
-arrived. Both consumers arrive at ``empty[stage]`` when they have read them. The producer runs ahead over tile
-boundaries: a tile's first operands arrive while the tile before it is being stored. The indices of work tiles pass
-through a second ring, of ``TILE_STAGES`` stages, with the barriers ``tile_full`` and ``tile_empty``.
+**Barriers.** A consumer's four warps meet before one of its threads arrives, so a consumer counts once::
+
+    barrier       count  arrivals                               who waits, for which parity in round r of the ring
+    full[s]         1    producer's expect, and the TMA bytes   consumers, r % 2, before the stage's first WGMMA
+    empty[s]        2    each consumer, its WGMMAs have read    producer, (r + 1) % 2, before it loads the stage
+    tile_full[s]    1    producer, the index is stored          consumers, r % 2, in _look_up
+    tile_empty[s]   2    each consumer, it has read the index   producer, (r + 1) % 2, in publish_tile
+
+Block b of a CTA, counted over all of its tiles, uses stage b % STAGES in round b // STAGES. An mbarrier's phase before
+the first counts as complete with parity 1, so the producer's first round does not wait.
+
+**Life of a work tile.**
+
+1. The producer fetches its index while the last blocks of the tile before are loading, and publishes it.
+2. The producer loads its blocks as stages become empty. It runs ahead over tile boundaries.
+3. A consumer looks it up, with the scales of its first block, before the last block of the tile before.
+4. Its first product, slice 0 of its first block, starts in that last block.
+5. Each further block starts its products, promotes them, and starts the next block's slice 0.
+6. Its last block stores each slice once it is complete. TMA empties the staging while the next tile is computed.
 
 **Promotion.** Scales make an FP8 GEMM hard to feed. Each block's product has to leave the tensor cores, be multiplied
 by its factor and be added to the accumulator. The ordinary instructions for that take a quarter of the product's time.
 A consumer therefore works on *slices* of 64 columns, four in a wide tile, with two partial products in registers. It
-promotes one while the tensor cores compute the other. It starts slice 0 of the next block before it promotes slice 3 of
-this one, also across tiles. A consumer starts that product before it knows what the next tile is. A tile without
-blocks (an expert without rows) and the end therefore get a block whose product is not used.
+promotes one while the tensor cores compute the other::
 
-Accumulators take 128 registers per thread and partials 64, so consumers get 240 registers and the producer 24. With
-one partial of 128 columns each, the consumers would cover for each other's promotion. Those partials need as many
-registers and read less shared memory, but were 10 to 20% slower on an H200.
+    tensor cores   ..0 |  | 1 ..... 2 ..... 3 ..... 0 of the next block
+    partial             p0  p1      p0      p1      p0
+    promotion             acc0 += p0  acc1 += p1  acc2 += p0  acc3 += p1
+
+The gap after slice 0 is ptxas's condition in :func:`_compute_block`; the other consumer's products fill it. A consumer
+starts the next block's slice 0 before it knows what the next tile is. A tile without blocks (an expert without rows)
+and the end therefore get a block whose product is not used.
+
+**Registers.** A 64x64 slice of fp32 takes 32 registers of each of 128 threads. Four accumulators take 128 and two
+partials 64. That leaves 48 of a consumer's 240 for scales and addresses, and no room to copy a partial. With one
+partial of 128 columns each, the consumers would cover for each other's promotion. It takes as many registers and reads
+less shared memory, but was 10 to 20% slower on an H200.
 
 Narrow tiles run the same code with two slices.
 
@@ -66,7 +104,8 @@ STAGES = gl.constexpr(4)  # a power of two; 48 KiB each; 35 KiB remain for stagi
 TILE_STAGES = gl.constexpr(2)  # the current tile and the next one
 # Accumulators and partials of a consumer: 64x64 in one warpgroup's WGMMA layout.
 SLICE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-# A launch has 3 warpgroups (the producer's warp takes one up) of 168 registers per thread = 240 + 240 + 24.
+# The launch has 3 warpgroups, since the producer's warp takes one up, and 128 * 3 * 168 of the SM's 65,536 registers.
+# The partitions then share these anew: 240 + 240 + 24 = 3 * 168. The default partition gets what the workers leave.
 LAUNCH_OPTIONS = {"num_warps": 4, "maxnreg": 168}
 WORKER_WARPS = gl.constexpr([4, 1])
 WORKER_REGISTERS = gl.constexpr([240, 24])
@@ -131,8 +170,8 @@ def split_tail(num_tiles):
 
     The wave must have room for all halves. Otherwise some CTA gets two, which take longer than a wide tile.
     """
-    rest = num_tiles % gl.num_programs(0)
-    return gl.where(2 * rest <= gl.num_programs(0), rest, 0)
+    last_wave = num_tiles % gl.num_programs(0)
+    return gl.where(2 * last_wave <= gl.num_programs(0), last_wave, 0)
 
 
 @gluon.jit
@@ -156,7 +195,8 @@ def tile_position(tile, num_rows, num_columns, group_size_m):
     Tiles that are computed at the same time should form a square, so that CTAs find each other's operands in L2.
     """
     first_row = tile // (group_size_m * num_columns) * group_size_m
-    height = gl.minimum(num_rows - first_row, group_size_m)
+    height = gl.minimum(num_rows - first_row, group_size_m)  # the last group may be lower
+    # Down a column of the group first: its CTAs share a strip of B, and the next column reads the same strips of A.
     tile -= first_row * num_columns
     return first_row + tile % height, tile // height
 
@@ -171,6 +211,7 @@ def allocate(a_desc, b_desc, out_desc):
     b = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, 128, 128], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # The producer arrives once per use. A consumer arrives once for its 128 threads, so "empty" counts consumers.
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), 1)
         mbarrier.init(empty.index(stage), 2)
@@ -180,7 +221,9 @@ def allocate(a_desc, b_desc, out_desc):
     for stage in gl.static_range(TILE_STAGES):
         mbarrier.init(tile_full.index(stage), 1)
         mbarrier.init(tile_empty.index(stage), 2)
+    # TMA completes barriers through the async proxy, which sees their initialization only after this fence.
     fence_async_shared()
+    # Four stages of operands leave no room to stage a whole tile: a consumer stores it slice by slice.
     buffers: gl.constexpr = 32 // out_desc.dtype.primitive_bitwidth
     staging = gl.allocate_shared_memory(out_desc.dtype, [2 * buffers, 64, 64], out_desc.layout)
     return Rings(a, b, full, empty, tile_indices, tile_full, tile_empty), Output(out_desc, staging)
@@ -208,6 +251,8 @@ def _lanes():
 @gluon.jit
 def fetch_next_tile(tile_counter):
     """Starts fetching the index of the CTA's next work tile. Only :func:`publish_tile` waits for the answer from L2."""
+    # A tensor of which one lane counts, not a scalar: Triton would pass a scalar's result to the other lanes at once,
+    # and so wait for it here. Relaxed, since CTAs exchange nothing but the count.
     lanes = _lanes()
     ones = gl.full([32], 1, gl.int32, lanes.type.layout)
     return gl.atomic_add(tile_counter + gl.zeros_like(lanes), ones, mask=lanes == 0, sem="relaxed")
@@ -221,11 +266,12 @@ def publish_tile(rings, iteration, tile_counter, fetched, num_tiles):
     """
     index = gl.sum(gl.where(_lanes() == 0, fetched, 0), 0)
     if index == num_tiles + gl.num_programs(0) - 1:
-        gl.store(tile_counter, 0)
+        gl.store(tile_counter, 0)  # no CTA adds to it any more; the launch's end makes it visible to the next launch
     stage = iteration % TILE_STAGES
+    # Until both consumers have read the index that lies there, of two tiles ago.
     mbarrier.wait(rings.tile_empty.index(stage), (iteration // TILE_STAGES & 1) ^ 1)
     rings.tile_indices.index(stage).store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(rings.tile_full.index(stage))
+    mbarrier.arrive(rings.tile_full.index(stage))  # releases the store: consumers acquire it by their wait
     return index
 
 
@@ -244,12 +290,15 @@ def produce(a_desc, b_desc, rings, scheduler, tile_counter, fetched):
         tile = scheduler.locate(index)
         if tile.num_k_blocks == 0:
             block = _produce_unused_block(rings, block)
+        # The index is fetched 8 blocks before the tile's end, but after its first 5. The first tile's fifth block waits
+        # for a stage that the consumers release.
         head = gl.maximum(gl.minimum(tile.num_k_blocks, STAGES + 1), tile.num_k_blocks - 2 * STAGES)
         block = _produce_blocks(a_desc, b_desc, rings, block, tile, 0, head)
         fetched = fetch_next_tile(tile_counter)
         block = _produce_blocks(a_desc, b_desc, rings, block, tile, head, tile.num_k_blocks - head)
         iteration += 1
         index = publish_tile(rings, iteration, tile_counter, fetched, scheduler.num_tiles)
+    # The consumers have started, or will start, a product after their last tile. They wait for this block.
     _produce_unused_block(rings, block)
 
 
@@ -259,13 +308,17 @@ def _produce_blocks(a_desc, b_desc, rings, block, tile, first, num_blocks):
     first_column = tile.first_column + first * 128
     for k in range(num_blocks):
         stage = _stage(block)
-        # In the first round all stages are empty: the phase before a barrier's first counts as complete.
+        # In the first round all stages are empty: the phase before a barrier's first counts as complete. No fence is
+        # needed before the loads, as WGMMA reads and TMA writes use the same proxy, and the consumers' reads are over.
         mbarrier.wait(rings.empty.index(stage), _phase(block) ^ 1)
         full = rings.full.index(stage)
+        # Bytes are expected before a load can deliver any. Their number has to be a constant, hence two calls, of which
+        # one arrives.
         mbarrier.expect(full, 3 * 128 * 128, pred=tile.is_wide)
         mbarrier.expect(full, 2 * 128 * 128, pred=tile.is_wide == 0)
         column = first_column + k * 128
         b_row = tile.b_row
+        # B comes in two boxes of 128 rows, of which a narrow tile loads one: no descriptor of another size is needed.
         tma_load(a_desc, [tile.a_row, column], full, rings.a.index(stage))
         tma_load(b_desc, [b_row, column], full, rings.b.index(2 * stage))
         tma_load(b_desc, [b_row + 128, column], full, rings.b.index(2 * stage + 1), pred=tile.is_wide)
@@ -277,7 +330,7 @@ def _produce_blocks(a_desc, b_desc, rings, block, tile, first, num_blocks):
 def _produce_unused_block(rings, block):
     """Hands over a stage with arbitrary content, for a block whose product is not used."""
     mbarrier.wait(rings.empty.index(_stage(block)), _phase(block) ^ 1)
-    mbarrier.arrive(rings.full.index(_stage(block)))
+    mbarrier.arrive(rings.full.index(_stage(block)))  # without expected bytes, this completes the phase
     return block + 1
 
 
@@ -286,7 +339,7 @@ def _produce_unused_block(rings, block):
 
 @aggregate
 class Consumer:
-    """What a consumer uses for all tiles."""
+    """Values that a consumer uses for all tiles."""
 
     rings: gl.tuple
     output: gl.tuple
@@ -312,6 +365,7 @@ def _look_up(consumer, iteration):
     stage = iteration % TILE_STAGES
     mbarrier.wait(rings.tile_full.index(stage), iteration // TILE_STAGES & 1)
     index = gl.sum(rings.tile_indices.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    # Triton lets the consumer's warps meet before the arrival, so all of them have read the index.
     mbarrier.arrive(rings.tile_empty.index(stage))
     # Past the last tile there is nothing to look up, but the loads need a valid address.
     tile = consumer.scheduler.locate(gl.minimum(index, consumer.scheduler.num_tiles - 1))
@@ -329,6 +383,7 @@ def _load_byte(pointer):
 def _load_scales(pointers, is_wide):
     a = _load_byte(pointers.a)
     b0 = _load_byte(pointers.b)
+    # A narrow tile may have no second 128 columns. It loads the first one's scale again.
     return ScaleBytes(a, b0, _load_byte(pointers.b + pointers.b_half * is_wide.to(gl.int32)))
 
 
@@ -345,6 +400,7 @@ def _start(consumer, stage, partial, SLICE: gl.constexpr):
     ``use_acc`` is false, but only at run time. With a constant the WGMMA's result would be a new value next to the old
     one, and partials would take twice the registers.
     """
+    # FP8 WGMMAs take both operands with the contraction dim fastest, as TMA has stored them. Slices are views.
     a = consumer.rings.a.index(stage).slice(64 * consumer.NUMBER, 64)
     b = consumer.rings.b.index(2 * stage + SLICE // 2).slice(SLICE % 2 * 64, 64)
     return warpgroup_mma(a, b.permute((1, 0)), partial, use_acc=consumer.runtime_false, is_async=True)
@@ -353,12 +409,14 @@ def _start(consumer, stage, partial, SLICE: gl.constexpr):
 @gluon.jit
 def _start_next(consumer, block, partial):
     """Starts slice 0 of the block after ``block``, once its operands have arrived."""
+    # TMA's writes are visible to WGMMA once the barrier completes: both use the async proxy, so there is no fence.
     mbarrier.wait(consumer.rings.full.index(_stage(block + 1)), _phase(block + 1))
     return _start(consumer, _stage(block + 1), partial, 0)
 
 
 @gluon.jit
 def _promote(acc, partial, factor):
+    # The factor is a power of two: within fp32's range the product is exact, and only the sum rounds.
     acc += partial * factor[:, None]
     # This emits no instruction, but LLVM does not move volatile code. Without it these sums sink below the WGMMA that
     # overwrites ``partial``. LLVM then copies ``partial``, which takes more registers than there are.
@@ -372,8 +430,11 @@ def _store(consumer, tile, acc, SLICE: gl.constexpr):
     row = tile.row
     column = tile.column
     buffers: gl.constexpr = 32 // out_desc.dtype.primitive_bitwidth
+    # A tile has an even number of slices, so two buffers alternate over tile boundaries too. The only store that may
+    # still read then is the other buffer's.
     buffer = consumer.output.staging.index(consumer.NUMBER * buffers + SLICE % buffers)
     tma.store_wait(buffers - 1)  # until the last store from this buffer has read it
+    # bf16 goes to shared memory by STSM, fp32 by plain stores with twice the bytes.
     if consumer.scheduler.TRANSPOSED:
         buffer.permute((1, 0)).store(acc.to(out_desc.dtype))
         row += 64 * SLICE
@@ -382,7 +443,7 @@ def _store(consumer, tile, acc, SLICE: gl.constexpr):
         buffer.store(acc.to(out_desc.dtype))
         row += 64 * consumer.NUMBER
         column += 64 * SLICE
-    fence_async_shared()
+    fence_async_shared()  # ordinary stores have filled the buffer, and TMA reads it through the async proxy
     tma_store(out_desc, [row, column], buffer)
 
 
@@ -404,18 +465,24 @@ def _compute_block(consumer, tile, block, scale_bytes, partials, accs, NUM_SLICE
     """
     p0, p1 = partials
     acc0, acc1, acc2, acc3 = accs
+    # Rows of A have a scale each, 128 columns share one of B. So two slices share a factor.
     factor0 = _power_of_two(scale_bytes.a) * _power_of_two(scale_bytes.b0)
     factor1 = _power_of_two(scale_bytes.a) * _power_of_two(scale_bytes.b1)
     stage = _stage(block)
 
     # ptxas follows one WGMMA over the loop's back edge, not two. Slice 0 must be complete before slice 1 is started, or
     # ptxas serializes every WGMMA (C7514). The other consumer's WGMMAs fill the gap.
+    #
+    # A wait takes a partial and returns it (deps). Sums that read the returned one cannot move above the wait, and its
+    # registers stay the WGMMA's until then. wait(1) leaves the later of two WGMMAs in flight: they complete in order.
     p0 = warpgroup_mma_wait(0, deps=[p0])
     p1 = _start(consumer, stage, p1, 1)
     acc0 = _promote(acc0, p0, factor0)
     if NUM_SLICES == 4:
+        # p0 is free only now. Its old value goes in and is ignored (see _start), so the new one has its registers.
         p0 = _start(consumer, stage, p0, 2)
     if IS_LAST:
+        # Always after the next WGMMA has started, so that the tensor cores work while registers go to staging.
         _store(consumer, tile, acc0, 0)
     if NUM_SLICES == 4:
         p1 = warpgroup_mma_wait(1, deps=[p1])
@@ -431,6 +498,8 @@ def _compute_block(consumer, tile, block, scale_bytes, partials, accs, NUM_SLICE
         acc2 = _promote(acc2, p0, factor1)
     p0 = _start_next(consumer, block, p0)
     p1 = warpgroup_mma_wait(1, deps=[p1])
+    # The block's last WGMMA has read its operands: TMA may refill the stage during the promotion. Only p0 remains in
+    # flight, over the back edge or into the next tile.
     mbarrier.arrive(consumer.rings.empty.index(stage))
     if NUM_SLICES == 4:
         if IS_LAST:
@@ -457,6 +526,8 @@ def _compute_tile(consumer, current, num_k_blocks, iteration, block, partial, NU
     a_pointers = pointers.a
     b_pointer = pointers.b
     scale_bytes = current.scale_bytes
+    # Accumulators are registers of their own, never a WGMMA's: the tensor cores would add up without scales, and with
+    # about 14 bits.
     zero = gl.zeros([64, 64], gl.float32, SLICE_LAYOUT)
     accs = (zero, zero, zero, zero)
     partials = (partial, zero)
@@ -466,7 +537,8 @@ def _compute_tile(consumer, current, num_k_blocks, iteration, block, partial, NU
     for _ in range(num_k_blocks - 1):
         a_pointers += pointers.a_step
         b_pointer += pointers.b_step
-        # Loaded a block ahead: a scale takes as long from memory as the block's product.
+        # Loaded a block ahead: a scale takes as long from memory as the block's product. Loads after the first WGMMA
+        # were up to 4% slower. The last block has no next one, which would lie past the end of the scales.
         next_a = _load_byte(a_pointers)
         next_b0 = _load_byte(b_pointer)
         next_b1 = next_b0
@@ -475,9 +547,10 @@ def _compute_tile(consumer, current, num_k_blocks, iteration, block, partial, NU
         partials, accs = _compute_block(consumer, current.tile, block, scale_bytes, partials, accs, NUM_SLICES, False)
         scale_bytes = ScaleBytes(next_a, next_b0, next_b1)
         block += 1
+    # The next tile's index and scales come from memory during this tile's last products, not between the tiles.
     following = _look_up(consumer, iteration)
     partials, accs = _compute_block(consumer, current.tile, block, scale_bytes, partials, accs, NUM_SLICES, True)
-    return block + 1, partials[0], following
+    return block + 1, partials[0], following  # partials[1] is promoted
 
 
 @gluon.jit
@@ -501,9 +574,11 @@ def consume(rings, output, scheduler, scales, runtime_false, CONSUMER: gl.conste
     block = 0
     iteration = 0
     current = _look_up(consumer, iteration)
+    # Every tile, the first too, begins with its slice 0 in flight.
     partial = _start_next(consumer, -1, gl.zeros([64, 64], gl.float32, SLICE_LAYOUT))
     while current.tile_index < scheduler.num_tiles:
         iteration += 1
+        # The forward's number of blocks is a constant. Its loops then need no case of a tile without blocks.
         if scheduler.NUM_K_BLOCKS is None:
             num_k_blocks = current.tile.num_k_blocks
             is_empty = num_k_blocks == 0
@@ -520,5 +595,6 @@ def consume(rings, output, scheduler, scales, runtime_false, CONSUMER: gl.conste
         else:
             block, partial, following = _compute_tile(consumer, current, num_k_blocks, iteration, block, partial, 2)
         current = following
+    # The unused block's product still reads shared memory, and so do the last stores. The CTA must not end before them.
     warpgroup_mma_wait(0, deps=[partial])
     tma.store_wait(0)

@@ -1,6 +1,6 @@
 """Launch arguments of the Hopper GEMMs: TMA descriptors, tile counters and grid sizes; and which GPU is a Hopper.
 
-:mod:`.forward` and :mod:`.wgrad` take them from here at every launch, so the host's time counts.
+:mod:`.forward` and :mod:`.wgrad` take them from here at every launch, so their CPU time counts.
 """
 
 import functools
@@ -70,8 +70,8 @@ def _layout(dtype: torch.dtype, block: int) -> gl.NVMMASharedLayout:
 
 @functools.cache
 def _descriptor_fields(dtype: torch.dtype, block: int) -> dict[str, Any] | None:
-    """What descriptors of this kind have in common. None, with a warning, if more than base, shape and strides depends
-    on the tensor: Triton's constructor then makes them all."""
+    """Fields that descriptors of this kind have in common. None, with a warning, if more than base, shape and strides
+    depends on the tensor: Triton's constructor then makes them all."""
     examples = [torch.empty(rows, 2 * block, dtype=dtype, device="cpu") for rows in (block, 3 * block)]
     made = [vars(TensorDescriptor.from_tensor(x, [block, block], _layout(dtype, block))) for x in examples]
     common = [{k: v for k, v in fields.items() if k not in ("base", "shape", "strides")} for fields in made]
@@ -80,7 +80,7 @@ def _descriptor_fields(dtype: torch.dtype, block: int) -> dict[str, Any] | None:
         return common[0]
     warnings.warn(
         f"TMA descriptors of Triton {triton.__version__} have fields that titan_fp8moe does not know: Triton's "
-        "constructor makes them, which takes more host time",
+        "constructor makes them, which takes more CPU time",
         stacklevel=2,
     )
     return None

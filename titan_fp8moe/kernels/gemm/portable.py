@@ -10,7 +10,7 @@ added to an fp32 accumulator in registers. This promotion applies the scales and
 cores sum fp8 products with about 14 bits.
 
 **Experts.** Every expert's group is a multiple of 128 rows, so a tile of rows belongs to one expert. The kernel reads
-which one from the group ends in device memory. The host never learns how many rows an expert has.
+which one from the group ends in device memory. The CPU need not know how many rows an expert has.
 
 **Range.** A product's factor, 2**(e_a + e_b), is an fp32 number, exact down to 2**-149. A factor that underflows
 belongs to a result below the smallest normal number. It overflows, to Inf, only where the largest values of the two
