@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import routed_experts, testing
 from titan_fp8moe.layer import experts, group
+from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.spec import ExpertSpec
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,6 +25,15 @@ def run(x, scores, chosen, weights, dout, config, score_before=False):
     out = routed_experts(leaves[0], *leaves[2:], chosen, leaves[1], config=config, score_before_experts=score_before)
     out.backward(dout)
     return [out.detach(), *[leaf.grad for leaf in leaves]]
+
+
+def apply_layer(
+    x, weights, ids, scores, *, config, score_before_experts=False, meanwhile=None, shared=None, nan_flags=None, **layer
+):
+    """:func:`titan_fp8moe.layer.experts.apply_experts`, which modules call; ``layer``: other fields of Layer."""
+    layer = Layer(config, expert=ExpertSpec(score_before_experts=score_before_experts), **layer)
+    options = dict(meanwhile=meanwhile, shared=shared, nan_flags=nan_flags)
+    return apply_experts(x, weights, ids, scores, layer, **options)
 
 
 class CastCounter(TorchDispatchMode):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.distributed.conftest import ROOT
-from tests.layer import make_layer, run
+from tests.layer import apply_layer, make_layer, run
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
-from titan_fp8moe.layer.experts import apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights, WeightCache
+from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.weights import ExpertWeights
 
 
 def test_example():
@@ -63,7 +63,7 @@ def cached_layer():
     x, scores, chosen, params = make_layer()
     for w in params:
         w.requires_grad_()
-    return lambda cache: apply_experts(
+    return lambda cache: apply_layer(
         x, ExpertWeights(*params), chosen, scores, config=Fp8FlowMoEConfig(cache_weights=True), cache=cache
     )
 

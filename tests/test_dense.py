@@ -13,8 +13,9 @@ from tests.layer import run as run_layer
 from titan_fp8moe import SAVED_OPS, Fp8FlowLinear
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.weights import ExpertWeights, WeightCache
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import group_rows
 from titan_fp8moe.testing import relative_error
 

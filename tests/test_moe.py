@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer, run
+from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer, run
 from titan_fp8moe import RoutedExperts, dispatch, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import experts, group
@@ -68,7 +68,12 @@ def test_recompute_modes_agree():
 def test_what_is_kept_is_not_recomputed(recompute, monkeypatch):
     """GEMM 2's operand; GEMM 1 is counted in test_two_explicit_casts."""
     op, recomputed = ops.swiglu_quantize_backward, []
-    monkeypatch.setattr(ops, "swiglu_quantize_backward", lambda *args: recomputed.append(args[6]) or op(*args))
+
+    def record(*args, recompute_a, **options):
+        recomputed.append(recompute_a)
+        return op(*args, recompute_a=recompute_a, **options)
+
+    monkeypatch.setattr(ops, "swiglu_quantize_backward", record)
     x, scores, chosen, weights = make_layer()
     run(x, scores, chosen, weights, torch.randn_like(x), Fp8FlowMoEConfig(recompute=recompute))
     assert recomputed == [recompute != "none"]
@@ -221,9 +226,9 @@ def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, rec
     def watch(name, position):
         op = getattr(ops, name)
 
-        def wrapper(*args):
+        def wrapper(*args, **options):
             read[name] = weakref.ref(args[position])
-            return op(*args)
+            return op(*args, **options)
 
         monkeypatch.setattr(ops, name, wrapper)
 
@@ -501,7 +506,7 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
 @pytest.mark.parametrize("wrong", [E, E + 1, -2, 2**31 - 1, 2**31, 2**40, -(2**31)])
 @pytest.mark.skipif(DEVICE == "cuda", reason="see test_wrong_experts_end_in_an_assertion")
 def test_ids_that_are_no_experts_are_refused(wrong):
-    """By what the public can call. -1 is none, and ``apply_experts`` takes all others for -1, too."""
+    """By what the public can call. -1 is none, and ``apply_layer`` takes all others for -1, too."""
     x, scores, chosen, weights = make_layer()
     module = RoutedExperts(E, D, H)
     ignored = chosen.clone()
@@ -518,7 +523,7 @@ def test_ids_that_are_no_experts_are_refused(wrong):
             call()
     if abs(wrong) < 2**31:
         config = Fp8FlowMoEConfig()
-        got = experts.apply_experts(x, ExpertWeights(*weights), chosen, scores, config=config)
+        got = apply_layer(x, ExpertWeights(*weights), chosen, scores, config=config, check_ids=False)
         assert torch.equal(got, want)
 
 

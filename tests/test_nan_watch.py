@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 
-from tests.layer import DEVICE, D, H, make_layer
+from tests.layer import DEVICE, D, H, apply_layer, make_layer
 from titan_fp8moe import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import apply_experts
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.torchtitan import nan_watch
@@ -44,7 +43,7 @@ class Layers(nn.Module):
         x = feed_forward(x, self.shared[0], self.config, nan_flags=flags[0])
         for i, shared in ((1, None), (2, self.shared[2])):
             options = dict(config=self.config, ep_group=self.group, shared=shared, nan_flags=flags[i])
-            x = apply_experts(x, self.weights[i], self.ids, self.scores, **options)
+            x = apply_layer(x, self.weights[i], self.ids, self.scores, **options)
         return x
 
 
@@ -158,7 +157,7 @@ def test_a_compiled_layer_has_flags():
 
     class Layer(nn.Module):
         def forward(self, x):
-            return apply_experts(x, ExpertWeights(*weights), ids, scores, config=config, nan_flags=self.nan_flags)
+            return apply_layer(x, ExpertWeights(*weights), ids, scores, config=config, nan_flags=self.nan_flags)
 
     layers = [Layer() for _ in range(3)]
     for layer in layers:

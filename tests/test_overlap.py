@@ -19,9 +19,9 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dispatch import InFlight
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.layer import experts
+from titan_fp8moe.layer.experts import InFlight
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -81,7 +81,7 @@ def in_flight(monkeypatch):
         return carrier
 
     monkeypatch.setattr(experts, "_in_flight", make)
-    return lambda: [carrier for carrier in carriers if carrier.payload is not None]
+    return lambda: [carrier for carrier in carriers if carrier.pending is not None]
 
 
 def gradients(run, layer):
@@ -131,7 +131,7 @@ def test_gradients_return_if_any_rank_needs_them(layer, monkeypatch, fp8_shared,
     agree = AllToAllDispatch._agree
 
     def with_needs_of_others(self, *args):
-        self.counts[1, :, -1] |= others_need
+        self.state.counts[1, :, -1] |= others_need
         agree(self, *args)
 
     monkeypatch.setattr(AllToAllDispatch, "_agree", with_needs_of_others)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torchtitan.models.moe.moe import FeedForward
 
-from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer
+from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import experts
-from titan_fp8moe.layer.experts import apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights, WeightCache
+from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -36,7 +36,7 @@ def make_inputs(tokens=T, dtype=torch.float32):
 
 def run(leaves, ids, config=None, **kwargs):
     weights, shared = ExpertWeights(*leaves[2:5]), ExpertWeights(*leaves[5:])
-    return apply_experts(leaves[0], weights, ids, leaves[1], config=config or SETTINGS[1], shared=shared, **kwargs)
+    return apply_layer(leaves[0], weights, ids, leaves[1], config=config or SETTINGS[1], shared=shared, **kwargs)
 
 
 def results(leaves, out, dout):
@@ -141,7 +141,7 @@ def test_gradients_in_flight_are_freed_with_the_backward(group, monkeypatch):
     loss = run(leaves, ids, ep_group=group).square().sum()
     loss.backward()
     (in_flight,) = made
-    assert leaves[0].grad is not None and in_flight.shared_dx_RD is in_flight.payload is None
+    assert leaves[0].grad is not None and in_flight.shared_dx_RD is in_flight.pending is None
 
 
 def test_checkpointing_by_op_recomputes_nothing(group):

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import CastCounter, make_layer, run
+from tests.layer import CastCounter, apply_layer, make_layer, run
 from titan_fp8moe import Fp8FlowLinear, RoutedExperts, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer import weights as weights_module
-from titan_fp8moe.layer.experts import apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights, Fp8GatheredWeight, WeightCache
+from titan_fp8moe.layer import cache as cache_module
+from titan_fp8moe.layer import fp8_gather
+from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
+from titan_fp8moe.layer.weights import ExpertWeights, both_operands
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 
 
@@ -96,14 +98,14 @@ def test_weights_gathered_elsewhere_are_not_taken_for_these():
     here, elsewhere = (
         [t.view(torch.uint8) for t in ts] for ts in (weight.quantized, map(torch.clone, weight.quantized))
     )
-    weights_module._post_all_gather(here, None, weight.dtype, out=weight)
+    fp8_gather._post_all_gather(here, None, weight.dtype, out=weight)
     with pytest.raises(RuntimeError, match="other memory.*fp8_flow_moe.fp8_all_gather = false"):
-        weights_module._post_all_gather(elsewhere, None, weight.dtype, out=weight)
+        fp8_gather._post_all_gather(elsewhere, None, weight.dtype, out=weight)
 
 
 def test_parameters_to_be_gathered_can_be_copied_and_saved():
     shard = torch.randn(2, 128, 128)
-    weights_module.gather_in_fp8(types.SimpleNamespace(_local_tensor=shard))
+    fp8_gather.gather_in_fp8(types.SimpleNamespace(_local_tensor=shard))
     mesh_and_policy = [None] * 5
     (q, scale), _ = shard.fsdp_pre_all_gather(*mesh_and_policy)
     want = ops.quantize_weight(shard)
@@ -125,7 +127,7 @@ def test_microbatches_share_quantized_weights(recompute):
 
     def gradients(cache):
         with CastCounter() as counter:
-            out = apply_experts(x, ExpertWeights(*weights), chosen, leaves[1], config=config, cache=cache)
+            out = apply_layer(x, ExpertWeights(*weights), chosen, leaves[1], config=config, cache=cache)
             return torch.autograd.grad(out.square().sum(), leaves), counter.ops["quantize_weight"]
 
     want, _ = gradients(None)
@@ -136,7 +138,7 @@ def test_microbatches_share_quantized_weights(recompute):
             assert torch.equal(a, b)
     with torch.no_grad():
         weights[1].mul_(0.5)
-        apply_experts(x, ExpertWeights(*weights), chosen, scores, config=config, cache=cache)
+        apply_layer(x, ExpertWeights(*weights), chosen, scores, config=config, cache=cache)
     want, _ = gradients(None)
     got, count = gradients(cache)
     assert count == 2 and torch.equal(got[0], want[0])
@@ -158,10 +160,10 @@ def test_stale_weights_are_freed_before_there_are_others(monkeypatch):
 ], ids=["RoutedExperts", "Fp8FlowLinear"])  # fmt: skip
 def test_loading_a_state_dict_clears_a_modules_cache(make, monkeypatch):
     """Also where parameters have no versions, as under FSDP."""
-    monkeypatch.setattr(weights_module, "_cache_key", lambda weight: 0)
+    monkeypatch.setattr(cache_module, "_cache_key", lambda weight: 0)
     module = make(Fp8FlowMoEConfig(cache_weights=True))
     tensors = [p.detach() if p.dim() == 3 else p.detach()[None] for p in module.parameters()]
-    quantize = weights_module.quantize_weights_both if len(tensors) == 3 else ops.quantize_weight_both
+    quantize = both_operands if len(tensors) == 3 else ops.quantize_weight_both
     module.cache.get(tensors, quantize)
     module.load_state_dict(module.state_dict())
     assert module.cache.operands is None
@@ -190,14 +192,14 @@ def test_a_cache_knows_whose_weights_it_has():
     cache = WeightCache()
     for _ in range(3):
         weights = ExpertWeights(*make_layer()[-1])
-        (w13, w2, _), _ = cache.get(weights)
+        (w13, w2), _ = cache.get(weights)
         assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2).q.view(torch.uint8))
         del weights, w13, w2
     both = [torch.stack(pair) for pair in zip(make_layer()[-1], make_layer()[-1], strict=True)]
     views = [ExpertWeights(*(w[i] for w in both)) for i in range(2)]  # two layers' weights in one storage
     views.append(ExpertWeights(*(w.view(w.mT.shape) for w in views[1])))  # and others in the same place
     for weights in views:
-        (_, w2, _), _ = cache.get(weights)
+        (_, w2), _ = cache.get(weights)
         assert torch.equal(w2.q.view(torch.uint8), ops.quantize_weight(weights.w2).q.view(torch.uint8))
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert isinstance(other, WeightCache) and other.operands is None
@@ -208,11 +210,11 @@ def test_a_cache_tells_views_of_one_storage_apart():
     storage = torch.randn(3, 128, 128)
     first = storage[:2]
     others = [storage[1:], storage[:1], first.mT, first.view(torch.int32), first[:, :, ::1][:, :64]]
-    keys = [weights_module._cache_key(w) for w in (first, *others)]
+    keys = [cache_module._cache_key(w) for w in (first, *others)]
     assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
-    assert weights_module._cache_key(storage[:2]) == keys[0]
+    assert cache_module._cache_key(storage[:2]) == keys[0]
     storage.add_(1)
-    assert weights_module._cache_key(storage[:2]) != keys[0]
+    assert cache_module._cache_key(storage[:2]) != keys[0]
 
 
 def test_a_cache_under_compile():
@@ -221,7 +223,7 @@ def test_a_cache_under_compile():
     weights, cache, config = ExpertWeights(*map(torch.nn.Parameter, weights)), WeightCache(), Fp8FlowMoEConfig()
 
     def layer(x):
-        return apply_experts(x, weights, chosen, scores, config=config, cache=cache)
+        return apply_layer(x, weights, chosen, scores, config=config, cache=cache)
 
     compiled = torch.compile(layer, backend="aot_eager")
     for _ in range(2):
@@ -243,7 +245,7 @@ def test_stale_weights_are_noticed(microbatches, dtype):
     def steps(cache, count, update):
         for step in range(count):
             for _ in range(microbatches):
-                apply_experts(x, weights, chosen, scores, config=config, cache=cache).sum().backward()
+                apply_layer(x, weights, chosen, scores, config=config, cache=cache).sum().backward()
                 if x.is_cuda:
                     torch.cuda.synchronize()
             for w in weights:
@@ -260,12 +262,12 @@ def test_stale_weights_are_noticed(microbatches, dtype):
 
 def test_samples_are_of_every_expert_and_weight():
     for weights in ([w.clone() for w in make_layer()[-1]], [w.mT.contiguous().mT for w in make_layer()[-1]]):
-        before = weights_module._sample(weights)
+        before = cache_module._sample(weights)
         for i, w in enumerate(weights):
             for e in range(w.shape[0]):
                 changed = [v.clone() for v in weights]
                 changed[i][e] *= -1
-                share = (weights_module._sample(changed) != before).float().mean()
+                share = (cache_module._sample(changed) != before).float().mean()
                 assert 0.5 < share * len(weights) * w.shape[0] < 1.5
 
 
@@ -292,7 +294,7 @@ def test_a_captured_optimizer_is_noticed():
         optimizer.step()
     with pytest.raises(RuntimeError, match="stale weights"):  # noqa: PT012
         for _ in range(6):
-            apply_experts(x, weights, chosen, scores, config=Fp8FlowMoEConfig(), cache=cache)
+            apply_layer(x, weights, chosen, scores, config=Fp8FlowMoEConfig(), cache=cache)
             torch.cuda.synchronize()
             graph.replay()
 

@@ -2,7 +2,19 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+import torch.distributed as dist
+
+from titan_fp8moe import dispatch as dispatch_backends
+from titan_fp8moe.dispatch import Dispatch, Route
+from titan_fp8moe.spec import BackwardSpec
+
+_REMOTE = tuple(name for name in dispatch_backends.BACKENDS if name != "local")
+if TYPE_CHECKING:
+    DispatchName = str
+else:
+    DispatchName = Literal[("auto", *_REMOTE)]
 
 
 @dataclass
@@ -27,7 +39,7 @@ class Fp8FlowMoEConfig:
     checkpointing, which recomputes the whole layer. ``activation`` recomputes the SwiGLU output, in a kernel that the
     backward runs anyway. ``experts`` keeps the quantized tokens only and repeats GEMM 1; ``save_h`` has no effect."""
 
-    dispatch: Literal["auto", "all_to_all", "symmetric"] = "auto"
+    dispatch: DispatchName = "auto"
     """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.
     ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so that a layer can be
     part of a compiled graph and of a CUDA graph, but its buffers have a fixed size. ``auto`` is ``all_to_all``."""
@@ -65,6 +77,23 @@ class Fp8FlowMoEConfig:
     emulate: bool = False
     """Run the plain PyTorch reference on a GPU that the kernels do not support: AMD's, or compute capability below 8.9.
     It is slow, and applies to the whole process. In plain PyTorch call :func:`titan_fp8moe.ops.emulate` instead."""
+
+    @property
+    def backward(self) -> BackwardSpec:
+        """What a layer keeps for its backward, and how that computes weight gradients."""
+        return BackwardSpec(self.recompute, self.save_h, self.wgrad)
+
+    @property
+    def backend(self) -> type[Dispatch]:
+        """The dispatch of a layer whose experts are spread over ranks."""
+        return dispatch_backends.BACKENDS[self._backend_name()]
+
+    def route(self, ep_group: dist.ProcessGroup | None) -> Route:
+        """The route of a layer whose experts are spread over the group, or are all here."""
+        return dispatch_backends.route(self._backend_name(), self.dispatch_capacity, ep_group)
+
+    def _backend_name(self) -> str:
+        return dispatch_backends.AUTO if self.dispatch == "auto" else self.dispatch
 
     def describe(self) -> str:
         """The settings of a converted module in one line, for logs: all that do not select modules."""

@@ -1,4 +1,4 @@
-"""What the layer's parts hand each other: quantized rows, and the map that brings them to expert order."""
+"""Records that the layer's parts hand each other: quantized rows, and the map that brings them to expert order."""
 
 from typing import NamedTuple, cast
 
@@ -10,6 +10,20 @@ class Rows(NamedTuple):
 
     q: Tensor
     scale: Tensor
+
+
+class GroupRows(NamedTuple):
+    """Tokens as one group of rows, for an FFN that serves every token.
+
+    Attributes:
+        q: (R, D) e4m3, R the number of tokens padded to a multiple of 128.
+        scale: (R, D // 128) e8m0, column-major.
+        end: (1,) int32, R.
+    """
+
+    q: Tensor
+    scale: Tensor
+    end: Tensor
 
 
 class Routing(NamedTuple):

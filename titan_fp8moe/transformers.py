@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.trainer import preflight
@@ -134,11 +134,12 @@ def _experts_forward(
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
+    layer = Layer(config, check_ids=False)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return apply_experts(hidden_states, weights, top_k_index, scores, config=config)
+        return apply_experts(hidden_states, weights, top_k_index, scores, layer)
     with torch.cuda.device(device):  # device_map spreads layers over GPUs; autograd switches to them by itself
-        return apply_experts(hidden_states, weights, top_k_index, scores, config=config)
+        return apply_experts(hidden_states, weights, top_k_index, scores, layer)
 
 
 def _why_not(experts: Any) -> str | None:

@@ -28,8 +28,9 @@ from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_m
 from experiments.kernels.gemm import LAYERS
 from titan_fp8moe import ops, recipe, testing
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.ffn import ExpertFFNBackward, expert_ffn
-from titan_fp8moe.layer.weights import ExpertWeights, WeightCache, quantize_weights, quantize_weights_transposed
+from titan_fp8moe.layer.weights import ExpertWeights, quantize_weights, quantize_weights_transposed
 from titan_fp8moe.rows import Routing, Rows
 from titan_fp8moe.testing import BACK_TO_BACK, environment, group_ends, launched, median_ms, write_records
 

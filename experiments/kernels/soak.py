@@ -19,8 +19,9 @@ from titan_fp8moe import Fp8FlowMoEConfig, ops
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.gemm import forward, wgrad
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer import experts as moe
 from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.testing import make_layer, relative_error, require_gpu
 
 # bf16 rounding of the GEMMs' results and the codes that it moves: 0.0035 on average. Few rows vary more.
@@ -84,9 +85,9 @@ def inputs(layer: Layer, tokens: int, device: str) -> tuple[list[Tensor], Tensor
 def step(layer: Layer, leaves: list[Tensor], ids: Tensor, dout: Tensor) -> list[Tensor]:
     """Output and gradients."""
     x, scores, *weights = leaves
-    options = dict(config=layer.config, score_before_experts=layer.score_before, check_ids=True)
+    options = moe.Layer(layer.config, expert=ExpertSpec(score_before_experts=layer.score_before))
     shared = ExpertWeights(*weights[3:]) if layer.shared else None
-    out = apply_experts(x, ExpertWeights(*weights[:3]), ids, scores, shared=shared, **options)
+    out = moe.apply_experts(x, ExpertWeights(*weights[:3]), ids, scores, options, shared=shared)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

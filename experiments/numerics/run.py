@@ -106,8 +106,8 @@ def train(flavor: str, steps: int, every: int, folder: str) -> tuple[list[Captur
     captures_of_step: list[Capture] = []
     apply_experts = modules.apply_experts
 
-    def capturing(x_TD, weights, topk_ids_TK, topk_scores_TK, *, meanwhile, **settings):
-        out = apply_experts(x_TD, weights, topk_ids_TK, topk_scores_TK, **settings)
+    def capturing(x_TD, weights, topk_ids_TK, topk_scores_TK, layer, *, meanwhile, **settings):
+        out = apply_experts(x_TD, weights, topk_ids_TK, topk_scores_TK, layer, **settings)
         if trainer.step in wanted and torch.is_grad_enabled():
             tensors = [t.detach().clone() for t in (x_TD, *weights, topk_scores_TK, topk_ids_TK)]
             name = f"step {trainer.step}, MoE layer {len(captures_of_step) + 1}"

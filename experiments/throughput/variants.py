@@ -31,8 +31,9 @@ from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import routed_experts
-from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, QuantizedWeight, WeightCache
+from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, ForwardOperands
 from titan_fp8moe.testing import in_model
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -145,7 +146,7 @@ class FixedWeights:
         local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
         self.operands = WeightCache().get(ExpertWeights(*(w.detach() for w in local)))
 
-    def get(self, _: ExpertWeights[Tensor]) -> tuple[ExpertWeights[QuantizedWeight], BackwardOperands]:
+    def get(self, _: ExpertWeights[Tensor]) -> tuple[ForwardOperands, BackwardOperands]:
         return self.operands
 
     def storages(self) -> set[int]:

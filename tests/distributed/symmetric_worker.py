@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.distributed.rows_worker import check
+from tests.layer import apply_layer
 from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import workspace
-from titan_fp8moe.layer import experts
 from titan_fp8moe.layer.weights import ExpertWeights
 
 D, H, EXPERTS, TOP_K, TOKENS = 256, 128, 8, 3, 70
@@ -71,7 +71,7 @@ def run(batch, config: Fp8FlowMoEConfig, shared: bool = False, before: bool = Fa
     if shared:
         options["shared"] = ExpertWeights(*leaves[5:])
     args = leaves[0], ExpertWeights(*leaves[2:5]), ids, leaves[1]
-    out = (call or experts.apply_experts)(*args, **options)
+    out = (call or apply_layer)(*args, **options)
     out.backward(dout)
     return [out.detach(), *[leaf.grad for leaf in leaves]]
 
@@ -79,7 +79,7 @@ def run(batch, config: Fp8FlowMoEConfig, shared: bool = False, before: bool = Fa
 def with_frozen_input(frozen: bool, x, weights, ids, scores, **options) -> torch.Tensor:
     if frozen:
         x, scores = x.detach(), scores.detach()
-    return experts.apply_experts(x, weights, ids, scores, **options)
+    return apply_layer(x, weights, ids, scores, **options)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -108,7 +108,7 @@ def check_routings(routings: int, device: torch.device) -> None:
     batch = make_batch("uniform", 3, 4, 64 * ranks, device=device)
     want = run(batch, Fp8FlowMoEConfig())
     with torch.inference_mode():  # makes the workspace
-        run_forward = functools.partial(experts.apply_experts, config=default, ep_group=dist.group.WORLD)
+        run_forward = functools.partial(apply_layer, config=default, ep_group=dist.group.WORLD)
         out = run_forward(batch[0], ExpertWeights(*batch[3][:3]), batch[2], batch[1])
     check("inference", torch.equal(out, want[0]))
     check("more experts than tokens", same(run(batch, default), want))
@@ -142,9 +142,7 @@ def check_graph(device: torch.device) -> None:
     def step() -> list[torch.Tensor]:
         def layer(x: torch.Tensor) -> torch.Tensor:
             args = x, ExpertWeights(*leaves[2:5]), ids, leaves[1]
-            return experts.apply_experts(
-                *args, config=config, ep_group=dist.group.WORLD, shared=ExpertWeights(*leaves[5:])
-            )
+            return apply_layer(*args, config=config, ep_group=dist.group.WORLD, shared=ExpertWeights(*leaves[5:]))
 
         out = layer(layer(leaves[0]))
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -174,16 +172,14 @@ def check_checkpointing(device: torch.device) -> None:
         return layer(layer(x, weights, ids, scores, **options) + x, weights, ids, scores, **options)
 
     def nested(x, weights, ids, scores, **options):
-        inner = functools.partial(experts.apply_experts, x, weights, ids, scores, **options)
-        return experts.apply_experts(x, weights, ids, scores, meanwhile=inner, **options)
+        inner = functools.partial(apply_layer, x, weights, ids, scores, **options)
+        return apply_layer(x, weights, ids, scores, meanwhile=inner, **options)
 
     variants = {
-        "full checkpointing": functools.partial(checkpoint, experts.apply_experts, use_reentrant=False),
-        "per-op checkpointing": functools.partial(
-            checkpoint, experts.apply_experts, use_reentrant=False, context_fn=per_op
-        ),
+        "full checkpointing": functools.partial(checkpoint, apply_layer, use_reentrant=False),
+        "per-op checkpointing": functools.partial(checkpoint, apply_layer, use_reentrant=False, context_fn=per_op),
     }
-    want = run(batch, Fp8FlowMoEConfig(), call=functools.partial(two_layers, experts.apply_experts))
+    want = run(batch, Fp8FlowMoEConfig(), call=functools.partial(two_layers, apply_layer))
     for name, layer in variants.items():
         check(name, same(run(batch, config, call=functools.partial(two_layers, layer)), want))
     check(

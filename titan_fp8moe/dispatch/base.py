@@ -1,126 +1,158 @@
-"""The interface of a dispatch, and what its implementations share.
+"""The interface of a dispatch: how tokens reach the ranks of their experts, and how sums come back.
 
-A forward calls ``dispatch`` and ``start_combine``; a backward ``receive_gradients``, ``start_return`` and
-``finish_return``. Between a start and its finish the layer computes what does not depend on the rows. An asynchronous
-dispatch also has ``send_gradients``, with which the backward begins, and :func:`finish_combine`, with which the forward
-ends: they run in autograd nodes of their own, so that work of the caller overlaps with the transfers.
+Four verbs serve both directions. In a forward tokens go and sums of outputs come back; in a backward gradients of the
+output go, and gradients of tokens and scores come back::
+
+    send ──► receive ── experts ──► send_back ──► finish
+
+``send`` and ``send_back`` start a transfer and return a :class:`Pending`, which ``receive`` and ``finish`` complete.
+Between the two the layer computes what does not depend on the rows in flight.
+
+A new backend is one file with a class like :class:`Dispatch`, and a line in :data:`titan_fp8moe.dispatch.BACKENDS`.
 """
 
+import functools
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from titan_fp8moe import ops
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.rows import Routing, Rows
 
 
-class Arrived(NamedTuple):
-    """Tokens at the rank of their experts.
+class Route(NamedTuple):
+    """Over which ranks a layer's tokens travel, and how; by default they stay.
 
     Attributes:
-        rows: one quantized row per token, not yet in expert order; with :attr:`Dispatch.permutes` in expert order.
-        routing: of the local experts.
-        kept: the tensors of one row per token, named by :attr:`Dispatch.ROWS`.
+        backend: a key of :data:`titan_fp8moe.dispatch.BACKENDS`.
+        num_ranks: ranks that share the experts.
+        capacity: room of a bounded backend, as a multiple of what uniform routing needs.
+        group_name: of the process group.
     """
 
-    rows: Rows
-    routing: Routing
-    kept: list[Tensor]
+    backend: str = "local"
+    num_ranks: int = 1
+    capacity: float = 1.0
+    group_name: str = ""
+
+    def encode(self) -> str:
+        """The route as a string, which an op can take."""
+        return f"{self.backend}:{self.num_ranks}:{self.capacity}:{self.group_name}"
+
+    @classmethod
+    @functools.cache
+    def decode(cls, text: str) -> "Route":
+        backend, num_ranks, capacity, group_name = text.split(":", 3)
+        return cls(backend, int(num_ranks), float(capacity), group_name)
+
+
+class Pairs(NamedTuple):
+    """The router's choice: ``topk_ids_TK`` (T, K) int32 or int64 with -1 for none, ``topk_scores_TK`` (T, K) fp32, and
+    ``num_local``, the experts of this rank."""
+
+    topk_ids_TK: Tensor
+    topk_scores_TK: Tensor
+    num_local: int
+
+
+class Pending(NamedTuple):
+    """A transfer that has been started, or the tensors themselves where they stay.
+
+    Attributes:
+        rows: the payload in flight, or rows that stay; None for gradients of tokens that nobody needs.
+        extra: what goes with rows that stay: scales of quantized rows, or gradients of scores.
+        with_gradients: whether gradients of scores come back too.
+    """
+
+    rows: Tensor | None
+    extra: Tensor | None = None
+    with_gradients: bool = False
+
+
+class Returned(NamedTuple):
+    """``rows_TD`` (T, D), the tokens' sums or gradients, None if nobody needs them; ``ds_TK`` (T, K) fp32, the scores'
+    gradients in a backward."""
+
+    rows_TD: Tensor | None
+    ds_TK: Tensor | None = None
 
 
 class Dispatch(Protocol):
     """Movement of one layer's tokens, in its forward or in its backward.
 
     Attributes:
-        STATE: names of the tensors of :meth:`state`, from which a backward's dispatch is made.
-        ROWS: names of the tensors of :attr:`Arrived.kept`.
-        asynchronous: whether :meth:`start_combine` returns a payload in flight instead of the output.
-        permutes: whether rows arrive in expert order, in :meth:`dispatch` and :meth:`receive_gradients`.
-        local: whether the tokens that arrive are this rank's, which shared experts can read too.
-        gradients_needed: of a dispatch between ranks, whether any rank needs gradients of its input or scores. Else no
-            rank calls :meth:`start_return`.
+        State: the record of tensors that a forward keeps, and from which its backward's dispatch is resumed.
+        Tokens: the record of one row per token that arrived, of which the weight gradients are made.
+        description: for logs.
+        travels: whether tokens leave the rank. Where not, nothing is in flight, and arriving tokens are the rank's own.
+        overlaps: whether a forward ends in an autograd node of its own, so that the caller's work runs meanwhile.
+        syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs.
+        single_node: whether all ranks must be on one node.
+        bounded: whether buffers have a fixed size; :func:`titan_fp8moe.check_room` then raises if it did not suffice.
+        state, routing, kept: of the experts of this rank; in a forward, after :meth:`receive`.
     """
 
-    STATE: ClassVar[tuple[str, ...]]
-    ROWS: ClassVar[tuple[str, ...]]
-    asynchronous: ClassVar[bool]
-    permutes: ClassVar[bool]
-    local: ClassVar[bool]
-    gradients_needed: bool
+    State: ClassVar[type]
+    Tokens: ClassVar[type]
+    description: ClassVar[str]
+    travels: ClassVar[bool]
+    overlaps: ClassVar[bool]
+    syncs_host: ClassVar[bool]
+    single_node: ClassVar[bool]
+    bounded: ClassVar[bool]
 
-    def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
-        """Brings quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""
+    state: Any
+    routing: Routing
+    kept: Any
+
+    @classmethod
+    def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "Dispatch":
+        """Starts a forward's dispatch.
+
+        Args:
+            signature: 31 bits that differ between ranks if their settings do.
+            check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
+        """
         ...
 
-    def state(self) -> list[Tensor]:
-        """After :meth:`dispatch`: what a backward needs of it."""
+    @classmethod
+    def resume(cls, state: Any, routing: Routing | None, route: Route, dim: int) -> "Dispatch":
+        """Continues a forward's dispatch from its ``state``: in its backward with the forward's ``routing``, or to
+        finish the forward without one. ``dim`` is D."""
         ...
 
-    def before_combine(self, y_MD: Tensor, routing: Routing) -> None:
-        """Of a dispatch that is not asynchronous: what can begin before the shared experts' output is known, which
-        :meth:`start_combine` adds."""
+    def send(self, rows: Rows) -> Pending:
+        """Starts to bring quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""
         ...
 
-    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
-        """Sums rows (M, D) bf16 over each token's local experts. Returns the output (T, D), with ``addend_RD`` added,
-        or a payload in flight; its ``addend_RD`` is an argument of :func:`finish_combine`."""
+    def receive(self, pending: Pending) -> Rows:
+        """The rows of this rank's experts, (M, D) in expert order."""
         ...
 
     @staticmethod
-    def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
-        """One row per token that arrived in the forward, from :attr:`Arrived.kept`."""
+    def kept_rows(kept: Any, dim: int, top_k: int) -> Rows:
+        """One quantized row per token that arrived in the forward, from its ``kept``."""
         ...
 
-    def receive_gradients(self, dout: Rows | None, in_flight: "InFlight | None", routing: Routing, D: int) -> Rows:
-        """The quantized gradient of the output, in the form of the forward's :attr:`Arrived.rows`. ``dout`` is that of
-        this rank's tokens, or None where it is in flight."""
+    def returns_gradients(self, needs_dx: bool) -> bool:
+        """Whether a backward must compute gradients of tokens, which this rank does or does not need."""
         ...
 
-    def start_return(
-        self, dx_MD: Tensor | None, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> Any:
-        """Starts to return the rows' gradients: of the input, (M, D) bf16, and of the scores, (M,) fp32. The first is
-        None where nobody needs it, which a dispatch between ranks does not allow."""
+    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:
+        """Starts to return rows (M, D) bf16, and in a backward the gradients of their scores (M,) fp32. Each token's
+        rows are summed in fp32."""
         ...
 
-    def finish_return(
-        self, pending: Any, D: int, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
-        """The tokens' gradients, (T, D) in ``dtype`` or None as the rows', and the scores', (T, K) fp32. ``addend_RD``
-        is added to the tokens' gradients here, unless :meth:`start_return` has done so."""
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
+        """Each token's sum over its experts and its row of ``addend_RD``, in fp32 and rounded to ``dtype`` once."""
         ...
 
 
-class InFlight:
-    """Carries what the autograd node that begins the backward has for the node that ends it: the payload in flight, and
-    the shared experts' input gradient if that node needs it (``needs_dx``).
-
-    The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
-    """
-
-    stream: "torch.cuda.Stream | None"
-    needs_dx: bool = True
-    payload: Tensor | None = None
-    shared_dx_RD: Tensor | None = None
-
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def check_stream(self) -> None:
-        """Raises RuntimeError where another stream is current than when the layer began. Autograd knows nothing of the
-        payloads, and so would not let one stream wait for the other, in either direction."""
-        if self.stream is not None and self.stream != torch.cuda.current_stream(self.stream.device):
-            raise RuntimeError(
-                "the CUDA stream has changed while tokens travelled; let meanwhile() restore the current stream "
-                "(with torch.cuda.stream(...)) before it returns"
-            )
-
-    def take(self) -> Tensor:
-        payload, self.payload = self.payload, None
-        if payload is None:
-            raise RuntimeError("the experts' backward ran without the dispatch of its gradients; was it run twice?")
-        return payload
+def in_expert_order(rows: Rows, routing: Routing) -> Rows:
+    """Rows of one per token as (M, D) in expert order."""
+    return Rows(*ops.permute_rows(*rows, routing.row_TK, routing.token_M, routing.offsets_E))
 
 
 def check_rows(who: str, rows: int, capacity: int, num_experts: int, num_sent: int = 0) -> None:

@@ -1,65 +1,79 @@
 """All experts are in this process: tokens stay where they are, and no host-device sync is needed."""
 
-from typing import ClassVar, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
-from titan_fp8moe.dispatch.base import Arrived, InFlight, check_rows
+from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, check_rows, in_expert_order
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.rows import Routing, Rows
 
 
+class State(NamedTuple):
+    """Nothing: the routing says all."""
+
+
 class LocalDispatch:
-    """See :class:`titan_fp8moe.dispatch.base.Dispatch`. A backward's dispatch needs no routed pairs."""
+    """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
-    STATE: ClassVar = ()
-    ROWS: ClassVar = ("token_q", "token_scale")
-    asynchronous: ClassVar = False
-    permutes: ClassVar = False
-    local: ClassVar = True
-    gradients_needed: bool = True
+    State: ClassVar = State
+    Tokens: ClassVar = Rows
+    description: ClassVar = "none"
+    travels: ClassVar = False
+    overlaps: ClassVar = False
+    syncs_host: ClassVar = False
+    single_node: ClassVar = False
+    bounded: ClassVar = False
 
-    pairs: tuple[Tensor, Tensor, int]  # in a forward
+    state: State = State()
+    routing: Routing
+    kept: Rows
+    pairs: Pairs | None = None  # in a forward, as is the next
+    check_ids: bool
 
-    def __init__(self, pairs: tuple[Tensor, Tensor, int] | None = None, check_ids: bool = False):
-        """``pairs``: topk_ids_TK, topk_scores_TK and the number of experts."""
-        self.check_ids = check_ids
-        if pairs is not None:
-            self.pairs = pairs
+    @classmethod
+    def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "LocalDispatch":
+        self = cls()
+        self.pairs, self.check_ids = pairs, check_ids
+        return self
 
-    def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
-        topk_ids_TK, topk_scores_TK, E = self.pairs
-        capacity = row_capacity(topk_ids_TK.numel(), E)
-        check_rows("this rank", topk_ids_TK.numel(), capacity, E)
-        routing = Routing(*ops.expert_routing(topk_ids_TK, topk_scores_TK, E, capacity, self.check_ids))
-        return Arrived(Rows(q, scale), routing, [q, scale])
+    @classmethod
+    def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "LocalDispatch":
+        self = cls()
+        self.routing = cast(Routing, routing)
+        return self
 
-    def state(self) -> list[Tensor]:
-        return []
+    def send(self, rows: Rows) -> Pending:
+        return Pending(*rows)
 
-    def before_combine(self, y_MD: Tensor, routing: Routing) -> None:
-        pass
-
-    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
-        return ops.unpermute_sum(y_MD, routing.row_TK, dtype, addend_RD)
+    def receive(self, pending: Pending) -> Rows:
+        rows = Rows(cast(Tensor, pending.rows), cast(Tensor, pending.extra))
+        if self.pairs is not None:
+            ids_TK, scores_TK, E = self.pairs
+            capacity = row_capacity(ids_TK.numel(), E)
+            check_rows("this rank", ids_TK.numel(), capacity, E)
+            self.routing = Routing(*ops.expert_routing(ids_TK, scores_TK, E, capacity, self.check_ids))
+            self.kept = rows
+        return in_expert_order(rows, self.routing)
 
     @staticmethod
-    def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
-        return Rows(*kept)
+    def kept_rows(kept: Rows, dim: int, top_k: int) -> Rows:
+        return kept
 
-    def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, routing: Routing, D: int) -> Rows:
-        return cast(Rows, dout)
+    def returns_gradients(self, needs_dx: bool) -> bool:
+        return needs_dx
 
-    def start_return(
-        self, dx_MD: Tensor | None, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
-        if dx_MD is None:
-            return None, ds_M[routing.row_TK.clamp(min=0)].masked_fill(routing.row_TK < 0, 0)
-        return ops.unpermute_gradients(dx_MD, ds_M.unsqueeze(1), routing.row_TK, dtype, addend_RD)
+    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:
+        return Pending(y_MD, ds_M, with_gradients=ds_M is not None)
 
-    def finish_return(
-        self, pending: tuple[Tensor | None, Tensor], D: int, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
-        return pending
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
+        rows_MD, ds_M, with_gradients = pending
+        row_TK = self.routing.row_TK
+        if not with_gradients:
+            return Returned(ops.unpermute_sum(cast(Tensor, rows_MD), row_TK, dtype, addend_RD))
+        ds_M = cast(Tensor, ds_M)
+        if rows_MD is None:
+            return Returned(None, ds_M[row_TK.clamp(min=0)].masked_fill(row_TK < 0, 0))
+        return Returned(*ops.unpermute_gradients(rows_MD, ds_M.unsqueeze(1), row_TK, dtype, addend_RD))

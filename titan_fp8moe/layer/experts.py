@@ -1,27 +1,39 @@
-"""The experts of one MoE layer as an autograd function: cast, dispatch, expert FFN, combine.
+"""One MoE layer: the autograd functions that cast, dispatch, run the expert FFN and combine.
 
-    forward   x --quantize--> fp8 --dispatch--> permute --expert FFN--> sum --combine, bf16--> sum
-    backward  dy --quantize--> fp8 --dispatch--> permute --FFN backward--> sum --combine, bf16--> sum
+    forward   x --quantize--> fp8 --send, receive--> expert FFN --send_back, finish, bf16--> sum
+    backward  dy --quantize--> fp8 --send, receive--> FFN backward --send_back, finish, bf16--> sum
 
-The two quantizations are the recipe's two explicit casts. A token is quantized once, before it is replicated to its
-experts. In the backward its gradient is the same for all its experts, so it is quantized once as well.
+The two quantizations are the recipe's two casts. A token is quantized once, before it is replicated to its experts. In
+the backward its gradient is the same for all its experts, so it is quantized once as well.
 
-It is one function for two reasons. Autograd casts the gradient of an fp8 tensor to fp8, so no fp8 tensor may cross an
-autograd edge. And everything that reads the expert weights then happens between FSDP's hooks of the experts module.
+**Why one function.** Autograd casts the gradient of an fp8 tensor to fp8, so no fp8 tensor may cross an autograd edge.
+And FSDP frees and refills the weights around the module that owns them, so all that reads them happens in its call.
+
+**Who looks at it.** Autograd sees :class:`_RoutedExperts`, and with a dispatch that overlaps also :class:`_Finish`.
+FSDP sees the module's call; the parameters are saved, never a quantized copy. Per-op checkpointing sees one op per
+function (:data:`SAVED_OPS`), keeps its results, and so repeats no transfer and no GEMM. torch.compile traces both
+directions into its graph, unless the dispatch syncs with the host.
+
+**What is saved**, by name (:mod:`titan_fp8moe.layer.saved`)::
+
+    x --quantize--> q, scale --send, receive--> rows --GEMM 1--> h ------activation------> a --GEMM 2--> y --> out
+                    |                           |                |                         |
+                    |              routing, state, tokens       ffn.h, ffn.h_scale        ffn.a_q, ffn.a_scale
+                    +-- shared_rows --GEMM 1--> shared_ffn.h ...
 
 Shared experts, which serve every token, are an FFN with one group of rows. They read the rows that are quantized for
 the routed experts, and their results join the same sums.
 
-With an asynchronous dispatch (:mod:`titan_fp8moe.dispatch`) a second autograd function ends the combine and, in the
-backward, begins the dispatch. The shared experts run in it, and ``meanwhile`` runs between the two, in both directions.
-The weight gradients run while the backward's combine travels.
+A dispatch that overlaps ends its forward in a second function, which begins its backward. The shared experts run there,
+and ``meanwhile`` runs between the two functions, in both directions. The weight gradients run while the backward's
+``send_back`` travels. :class:`InFlight` carries what the second function has for the first.
 """
 
 import functools
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -30,24 +42,36 @@ from torch import Tensor
 
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dispatch import Dispatch, InFlight
-from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
-from titan_fp8moe.layer.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields
-from titan_fp8moe.layer.group import FORWARD_OPS, GroupRows, group_ffn, group_ffn_backward, without_expert_dim
-from titan_fp8moe.layer.weights import (
-    ExpertWeights,
-    WeightCache,
-    forward_operands,
-    one_expert,
-    quantize_weights,
-    quantize_weights_transposed,
-    readable,
-)
+from titan_fp8moe.dispatch import Pairs
+from titan_fp8moe.dispatch.base import Pending, Returned
+from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
+from titan_fp8moe.layer.ffn import FFN, HiddenGradients
+from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
+from titan_fp8moe.layer.saved import LayerSpec, Saved, layout
+from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights, forward_operands, one_expert, without_expert_dim
 from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
-from titan_fp8moe.recipe import group_rows, padded, row_capacity
-from titan_fp8moe.rows import NanFlags, Routing, Rows
+from titan_fp8moe.recipe import group_rows, row_capacity
+from titan_fp8moe.rows import GroupRows, NanFlags, Rows
+from titan_fp8moe.spec import ExpertSpec
 
 _DEFAULTS = Fp8FlowMoEConfig()  # made here: torch.compile cannot trace its checks
+
+
+class Layer(NamedTuple):
+    """How to apply a layer, apart from its tensors.
+
+    Attributes:
+        ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
+        cache, shared_cache: of the routed and the shared experts' weights; not used where gradients are off.
+        check_ids: refuse ids that are no expert's; else they count as -1.
+    """
+
+    config: Fp8FlowMoEConfig
+    ep_group: dist.ProcessGroup | None = None
+    expert: ExpertSpec = ExpertSpec()
+    cache: WeightCache | None = None
+    shared_cache: WeightCache | None = None
+    check_ids: bool = True
 
 
 def routed_experts(
@@ -96,17 +120,9 @@ def routed_experts(
         scores, ids = router(x).softmax(-1).topk(2)
         y = routed_experts(x, w1, w2, w3, ids, scores, meanwhile=lambda: shared_expert(x))
     """
-    return apply_experts(
-        x,
-        ExpertWeights(w1, w2, w3),
-        topk_ids,
-        topk_scores,
-        config=config or _DEFAULTS,
-        ep_group=ep_group,
-        score_before_experts=score_before_experts,
-        meanwhile=meanwhile,
-        check_ids=True,
-    )
+    expert = ExpertSpec(score_before_experts=score_before_experts)
+    layer = Layer(config or _DEFAULTS, ep_group, expert)
+    return apply_experts(x, ExpertWeights(w1, w2, w3), topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
 
 def apply_experts(
@@ -114,50 +130,37 @@ def apply_experts(
     weights: ExpertWeights[Tensor],
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
+    layer: Layer,
     *,
-    config: Fp8FlowMoEConfig,
-    ep_group: dist.ProcessGroup | None = None,
-    score_before_experts: bool = False,
     meanwhile: Callable[[], Tensor] | None = None,
-    cache: WeightCache | None = None,
     shared: ExpertWeights[Tensor] | None = None,
-    shared_cache: WeightCache | None = None,
-    check_ids: bool = False,
     nan_flags: Tensor | None = None,
 ) -> Tensor:
-    """:func:`routed_experts` for modules: takes their weight caches, which it uses unless gradients are off, and shared
-    experts. Ids that are no expert's count as -1 unless ``check_ids``.
+    """:func:`routed_experts` for modules.
 
-    ``shared`` are the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It reads the rows that
-    are quantized for the routed experts, in both directions, and adds to their sums. ``nan_flags``: the tensor of
-    :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
+    Args:
+        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It reads the rows that are
+            quantized for the routed experts, in both directions, and adds to their sums.
+        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
     """
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
-    num_ranks = 1 if ep_group is None else ep_group.size()
     _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK)
-    topk_ids_TK, topk_scores_TK = topk_ids_TK.contiguous(), topk_scores_TK.contiguous()
-    layer = _Layer(
-        route=dispatch.route(config, ep_group),
-        num_ranks=num_ranks,
-        score_before_experts=score_before_experts,
-        config=config,
-        cache=cache if torch.is_grad_enabled() else None,
-        shared_cache=shared_cache if torch.is_grad_enabled() else None,
-        check_ids=check_ids,
+    config, grad = layer.config, torch.is_grad_enabled()
+    spec = LayerSpec(config.route(layer.ep_group), layer.expert, config.backward, shared is not None, layer.check_ids)
+    call = _Call(spec, layer.cache if grad else None, layer.shared_cache if grad else None)
+    inputs = Inputs(
+        x_TD, topk_scores_TK.contiguous(), topk_ids_TK.contiguous(), nan_flags, weights, shared or NO_WEIGHTS
     )
-    has_shared, none = shared is not None, (None,) * 3
-    if not dispatch.kind(layer.route).asynchronous:
-        args = *weights, *(shared or none), topk_ids_TK, nan_flags, layer, has_shared, None
-        out = _RoutedExperts.apply(x_TD, topk_scores_TK, *args)
+    if not spec.dispatch.overlaps:
+        out = _RoutedExperts.apply(*inputs.flatten(), call, None)
         return out if meanwhile is None else out + meanwhile()
     in_flight = _in_flight(x_TD.device)
-    args = *weights, *none, topk_ids_TK, nan_flags, layer, has_shared, in_flight
-    placeholder, payload, *tensors = _start_eagerly(x_TD, topk_scores_TK, *args)
+    placeholder, payload, *handed = _start_eagerly(*inputs._replace(shared=NO_WEIGHTS).flatten(), call, in_flight)
     extra = None if meanwhile is None else meanwhile()
-    args = *(shared or none), payload, nan_flags, layer, in_flight, x_TD.shape[1], x_TD.dtype
-    out = _finish_eagerly(placeholder, *args, *tensors)
+    end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
+    out = _finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
     return out if extra is None else out + extra
 
 
@@ -214,140 +217,95 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
     check_current_device(x_TD)
 
 
-# --- the op -----------------------------------------------------------------------------------------------------------
+# --- the ops ----------------------------------------------------------------------------------------------------------
 
-
-class _Layer(NamedTuple):
-    """What an application of the layer is besides its tensors. ``route`` is of :func:`titan_fp8moe.dispatch.route`; the
-    caches are of the routed and the shared experts."""
-
-    route: str
-    num_ranks: int
-    score_before_experts: bool
-    config: Fp8FlowMoEConfig
-    cache: WeightCache | None
-    shared_cache: WeightCache | None
-    check_ids: bool
-
-
-class _Saved(NamedTuple):
-    """What a forward saves for the routed experts' backward, with the number of tensors of each part.
-
-    Attributes:
-        state: of the dispatch, :attr:`titan_fp8moe.dispatch.Dispatch.STATE`.
-        routing: of this rank's experts.
-        kept: the rows that arrived, :attr:`titan_fp8moe.dispatch.Dispatch.ROWS`. Without expert parallelism they are
-            the shared experts' too.
-        ffn: of the FFN.
-    """
-
-    state: list[Tensor]
-    routing: Routing
-    kept: list[Tensor]
-    ffn: SavedFFN
-
-    def pack(self) -> list[Tensor]:
-        return [*self.state, *self.routing, *self.kept, *(t for t in self.ffn if t is not None)]
-
-    @classmethod
-    def unpack(cls, tensors: list[Tensor], route: str, recompute: str, save_h: str) -> "_Saved":
-        kind, remaining = dispatch.kind(route), list(tensors)
-
-        def take(count: int) -> list[Tensor]:
-            taken = remaining[:count]
-            del remaining[:count]
-            return taken
-
-        state, routing = take(len(kind.STATE)), Routing(*take(len(Routing._fields)))
-        kept = take(len(kind.ROWS))
-        fields = saved_ffn_fields(recompute, save_h)
-        return cls(state, routing, kept, SavedFFN(**dict(zip(fields, remaining, strict=True))))
-
-
-def _in_expert_order(tokens: Dispatch, rows: Rows, routing: Routing) -> Rows:
-    if tokens.permutes:
-        return rows
-    return Rows(*ops.permute_rows(*rows, routing.row_TK, routing.token_M, routing.offsets_E))
+# Parts of Saved: results of the forward's op, those that the second function takes from it, and results of its own op.
+_EXPERTS = ("state", "routing", "tokens", "ffn")
+_WHOLE = (*_EXPERTS, "shared_rows", "shared_ffn")
+_STARTED = (*_EXPERTS, "shared_rows")
+_HANDED = ("state", "shared_rows")
+_FINISHED = ("shared_ffn",)
 
 
 def _routed_experts_forward(
     x_TD: Tensor,
     topk_scores_TK: Tensor,
-    weights: list[Tensor],
-    weight_scales: list[Tensor],
     topk_ids_TK: Tensor,
-    route: str,
-    num_ranks: int,
-    signature: int,
-    check_ids: bool,
-    score_before_experts: bool,
-    recompute: str,
-    save_h: str,
+    weights: list[Tensor | None],
+    shared_weights: list[Tensor | None],
     nan_flags: Tensor | None,
-    has_shared: bool,
-    shared_weights: list[Tensor],
-    shared_scales: list[Tensor],
+    layer: str,
+    signature: int,
 ) -> list[Tensor]:
-    """The forward of a layer, up to the start of the combine.
+    """The forward of a layer; with a dispatch that overlaps up to the start of its return.
 
-    ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.layer.weights.ExpertWeights.pack`, and so are the shared
-    experts', which are only read where the dispatch is not asynchronous.
+    Args:
+        weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
+        layer: of :meth:`LayerSpec.encode`.
+        signature: of :func:`_signature`.
 
     Returns:
-        The output; :meth:`_Saved.pack`; with shared experts the scale and end of :class:`GroupRows` and
-        :func:`group_ffn`'s tensors. With an asynchronous dispatch instead: a placeholder of the output's
-        gradient; the payload in flight; with shared experts their rows; :meth:`_Saved.pack`.
+        The output and :data:`_WHOLE`. With a dispatch that overlaps instead: a placeholder of the output's gradient,
+        the payload in flight, and :data:`_STARTED`.
     """
-    tokens = dispatch.begin(topk_ids_TK, topk_scores_TK, weights[0].shape[0], route, num_ranks, signature, check_ids)
-    nans, group = NanFlags.of(nan_flags), []
-    if has_shared:
-        q, scale, *group = ops.quantize_group(x_TD, nans.x)
+    spec, nans = LayerSpec.decode(layer), NanFlags.of(nan_flags)
+    T, E = x_TD.shape[0], cast(Tensor, weights[0]).shape[0]
+    pairs = Pairs(topk_ids_TK, topk_scores_TK, E)
+    tokens = dispatch.begin(pairs, spec.route, signature, spec.check_ids)
+    group = None
+    if spec.shared:
+        q, scale, scale_t, end = ops.quantize_group(x_TD, nans.x)
+        group = GroupRows(q, scale_t, end)
     else:
         q, scale = ops.quantize_rows(x_TD, nans.x)
-    w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
-    T = x_TD.shape[0]
-    rows, routing, kept = tokens.dispatch(q[:T], scale[:T])
-    x = [_in_expert_order(tokens, rows, routing)]
-    if has_shared and tokens.local:
-        kept = [q, scale]
-    elif has_shared:
-        group.insert(0, q)
-    del q, scale, rows
-    y, ffn = expert_ffn(x, w13, w2, routing, score_before_experts, recompute, save_h, nans)
-    if tokens.asynchronous:
-        payload = tokens.start_combine(y, routing, x_TD.dtype, None)
-        return [x_TD.new_empty(0), payload, *group, *_Saved(tokens.state(), routing, kept, ffn).pack()]
-    tokens.before_combine(y, routing)
-    shared_y, shared = None, []
-    if has_shared:
-        shared_rows = GroupRows(*(kept[:1] if tokens.local else []), *group)
-        shared_y, shared = group_ffn(shared_rows, shared_weights, shared_scales, recompute, save_h, nans)
-    out = tokens.start_combine(y, routing, x_TD.dtype, shared_y)
-    return [out, *_Saved(tokens.state(), routing, kept, ffn).pack(), *group, *shared]
+    w13, w2 = forward_operands(ExpertWeights.unpack(weights))
+    rows = tokens.receive(tokens.send(Rows(q[:T], scale[:T])))
+    # Where tokens stay, shared experts read the same rows, of which there are R.
+    kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
+    del q, scale
+    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans)
+    h = ffn.product(rows, w13)
+    del rows
+    a, saved_ffn = ffn.activate(h)
+    del h
+    pending = tokens.send_back(ffn.product(a, w2))
+    saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn)
+    if group is not None:
+        saved = saved._replace(shared_rows=group)
+    if tokens.overlaps:
+        return [x_TD.new_empty(0), cast(Tensor, pending.rows), *saved.pack(layout(spec, *_STARTED))]
+    shared_y = None
+    if group is not None:
+        shared_y, shared_ffn = group_ffn(group_of(group, spec.expert, spec.backward, nans), group, shared_weights)
+        saved = saved._replace(shared_ffn=shared_ffn)
+    out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
+    return [out, *saved.pack(layout(spec, *_WHOLE))]
 
 
 def _routed_experts_finish(
     payload: Tensor,
-    sent_TK: Tensor,
-    shared_rows: list[Tensor],
-    shared_weights: list[Tensor],
-    shared_scales: list[Tensor],
-    D: int,
-    dtype: torch.dtype,
-    recompute: str,
-    save_h: str,
+    handed: list[Tensor],
+    shared_weights: list[Tensor | None],
     nan_flags: Tensor | None,
+    layer: str,
+    dim: int,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The layer's output (T, D), once the payload in flight has arrived. Any shared experts run meanwhile; what their
-    backward needs follows the output."""
-    shared_y, shared = None, []
-    if shared_rows:
-        nans = NanFlags.of(nan_flags)
-        shared_y, shared = group_ffn(GroupRows(*shared_rows), shared_weights, shared_scales, recompute, save_h, nans)
-    return [dispatch.finish_combine(payload, sent_TK, D, dtype, shared_y), *shared]
+    """The layer's output (T, D), once the payload in flight has arrived, and :data:`_FINISHED`. Any shared experts run
+    meanwhile. ``handed``: :data:`_HANDED` of the forward."""
+    spec = LayerSpec.decode(layer)
+    saved, shared_y = Saved.unpack(layout(spec, *_HANDED), handed), None
+    if spec.shared:
+        rows = saved.rows_of_shared
+        ffn = group_of(rows, spec.expert, spec.backward, NanFlags.of(nan_flags))
+        shared_y, shared_ffn = group_ffn(ffn, rows, shared_weights)
+        saved = saved._replace(shared_ffn=shared_ffn)
+    tokens = spec.dispatch.resume(saved.state, None, spec.route, dim)
+    out = cast(Tensor, tokens.finish(Pending(payload), dtype, shared_y).rows_TD)
+    return [out, *saved.pack(layout(spec, *_FINISHED))]
 
 
-# One op holds the whole forward (two with an asynchronous dispatch), for per-op activation checkpointing: it keeps the
+# One op holds the whole forward (two with a dispatch that overlaps), for per-op activation checkpointing: it keeps the
 # results, and a recomputed block neither dispatches nor multiplies again. `recompute` decides what the backward
 # recomputes.
 _forward_op = custom_op(_routed_experts_forward)
@@ -360,30 +318,23 @@ SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
-def _forward_flops(x, scores, weights, weight_scales, topk_ids, *rest: Any, **_: Any) -> int:
+def _forward_flops(x, scores, topk_ids, weights, shared_weights, *_: Any, **__: Any) -> int:
     """Of all GEMMs, for as many rows as the buffers hold without expert parallelism, padding included."""
-    (T, K), E, shared = topk_ids, weights[0][0], rest[-2]
-    rows = row_capacity(T * K, E), group_rows(T)
-    return sum(_flops(m, shapes) for m, shapes in zip(rows, (weights, shared), strict=True))
-
-
-def _flops(rows: int, shapes: list[torch.Size]) -> int:
-    """Of one product with each weight (E, N, K), whose padding counts."""
-    return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
+    (T, K), E = topk_ids, weights[0][0]
+    return product_flops(row_capacity(T * K, E), weights) + product_flops(group_rows(T), shared_weights)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
-def _finish_flops(payload, sent_TK, shared_rows, shared_weights, *_: Any, **__: Any) -> int:
-    """Of the shared experts' GEMMs, padding included."""
-    return _flops(shared_rows[0][0], shared_weights) if shared_weights else 0
+def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
+    """Of the shared experts' GEMMs, padding included. Their q comes first among the last three tensors handed."""
+    return product_flops(handed[-3][0], shared_weights) if shared_weights else 0
 
 
-def _signature(layer: _Layer, x_TD: Tensor, top_k: int, has_shared: bool, needs_grad: Sequence[bool]) -> int:
+def _signature(spec: LayerSpec, inputs: "Inputs", needs: "Inputs") -> int:
     """31 bits: what all ranks of an expert-parallel group must have in common, and whether this one needs gradients."""
-    config = layer.config
-    settings = config.wgrad, config.save_h, config.recompute, layer.score_before_experts, has_shared
-    common = _checksum(x_TD.shape[1], x_TD.dtype, top_k, *settings) >> 2
-    return common << 1 | any(needs_grad[:2])  # GRADIENTS_NEEDED
+    x, top_k, shared = inputs.x, inputs.topk_ids.shape[1], spec.shared
+    common = _checksum(x.shape[1], x.dtype, top_k, *spec.backward, *spec.expert, shared) >> 2
+    return common << 1 | bool(needs.x or needs.topk_scores)  # GRADIENTS_NEEDED
 
 
 @torch.compiler.assume_constant_result
@@ -394,168 +345,239 @@ def _checksum(*values: Any) -> int:
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-def _ffn_backward(
-    tokens: Rows,
-    saved: SavedFFN,
-    weights: ExpertWeights[Tensor],
-    routing: Routing,
-    layer: _Layer,
-    nans: NanFlags,
-) -> ExpertFFNBackward:
-    readable_weights = readable(weights)
-    if layer.cache is not None:
-        _, operands = layer.cache.get(weights)
-    else:
-        operands = quantize_weights_transposed(readable_weights, with_w13=layer.config.recompute == "experts")
-    return ExpertFFNBackward(
-        tokens, saved, readable_weights, operands, routing, layer.score_before_experts, layer.config, nans
-    )
+class _Call(NamedTuple):
+    """The arguments of both autograd functions that are no tensors. Caches are None where gradients are off."""
+
+    spec: LayerSpec
+    cache: WeightCache | None
+    shared_cache: WeightCache | None
+
+
+class Inputs(NamedTuple):
+    """The first arguments of :class:`_RoutedExperts`, or one value for each: its gradient, or whether it needs one."""
+
+    x: Any = None
+    topk_scores: Any = None
+    topk_ids: Any = None
+    nan_flags: Any = None
+    weights: ExpertWeights[Any] = NO_WEIGHTS
+    shared: ExpertWeights[Any] = NO_WEIGHTS
+
+    def flatten(self) -> tuple[Any, ...]:
+        return (*self[:-2], *self.weights, *self.shared)
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> "Inputs":
+        """The inverse of :meth:`flatten`; further values are ignored."""
+        return cls(*_with_weights(values, len(cls._fields) - 2, 2))
+
+
+class FinishInputs(NamedTuple):
+    """As :class:`Inputs`, of :class:`_Finish`."""
+
+    placeholder: Any = None
+    payload: Any = None
+    nan_flags: Any = None
+    shared: ExpertWeights[Any] = NO_WEIGHTS
+
+    def flatten(self) -> tuple[Any, ...]:
+        return (*self[:-1], *self.shared)
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> "FinishInputs":
+        return cls(*_with_weights(values, len(cls._fields) - 1, 1))
+
+
+def _with_weights(values: Sequence[Any], singles: int, groups: int) -> list[Any]:
+    """The first ``singles`` values, then ``groups`` of :class:`ExpertWeights`."""
+    size = len(ExpertWeights._fields)
+    starts = [singles + size * group for group in range(groups)]
+    return [*values[:singles], *(ExpertWeights(*values[start : start + size]) for start in starts)]
+
+
+class InFlight:
+    """Carries what the autograd node that begins the backward has for the node that ends it: the transfer in flight,
+    and the shared experts' input gradient if that node needs it (``needs_dx``).
+
+    The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
+    """
+
+    stream: "torch.cuda.Stream | None"
+    needs_dx: bool = True
+    pending: Pending | None = None
+    shared_dx_RD: Tensor | None = None
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def check_stream(self) -> None:
+        """Raises RuntimeError where another stream is current than when the layer began. Autograd knows nothing of the
+        payloads, and so would not let one stream wait for the other, in either direction."""
+        if self.stream is not None and self.stream != torch.cuda.current_stream(self.stream.device):
+            raise RuntimeError(
+                "the CUDA stream has changed while tokens travelled; let meanwhile() restore the current stream "
+                "(with torch.cuda.stream(...)) before it returns"
+            )
+
+    def take(self) -> Pending:
+        pending, self.pending = self.pending, None
+        if pending is None:
+            raise RuntimeError("the experts' backward ran without the dispatch of its gradients; was it run twice?")
+        return pending
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_TD, topk_scores_TK, w1, w2, w3, s1, s2, s3, topk_ids_TK, nan_flags, layer, has_shared, in_flight
-    ):
-        route, num_ranks, score_before_experts, config, cache, shared_cache, check_ids = layer
-        kind, num_rows = dispatch.kind(route), len(GroupRows._fields)
-        shared = ([], []) if s1 is None else forward_operands(one_expert(s1, s2, s3), shared_cache)
-        out, *tensors = _forward_op(
-            x_TD,
-            topk_scores_TK,
-            *forward_operands(ExpertWeights(w1, w2, w3), cache),
-            topk_ids_TK,
-            route,
-            num_ranks,
-            _signature(layer, x_TD, topk_scores_TK.shape[1], has_shared, ctx.needs_input_grad) if route else 0,
-            check_ids,
-            score_before_experts,
-            config.recompute,
-            config.save_h,
-            nan_flags,
-            has_shared,
-            *shared,
+    def forward(ctx: Any, *args: Any):
+        *tensors, call, in_flight = args
+        inputs, needs, spec = Inputs.of(tensors), Inputs.of(ctx.needs_input_grad), call.spec
+        has_shared = inputs.shared.w1 is not None
+        out, *results = _forward_op(
+            inputs.x,
+            inputs.topk_scores,
+            inputs.topk_ids,
+            packed_weights(inputs.weights, call.cache),
+            packed_weights(one_expert(inputs.shared), call.shared_cache) if has_shared else [],
+            inputs.nan_flags,
+            spec.encode(),
+            _signature(spec, inputs, needs) if spec.dispatch.travels else 0,
         )
-        results = []  # of an asynchronous dispatch: what the node that ends the combine needs
-        if kind.asynchronous:
-            count = 1 + (num_rows if has_shared else 0)
-            results, tensors = tensors[:count], tensors[count:]
-            results += tensors[: len(kind.STATE)]
-            ctx.mark_non_differentiable(*results)
+        handed, parts = [], _WHOLE
+        if spec.dispatch.overlaps:
+            payload, *results = results
+            saved, parts = Saved.unpack(layout(spec, *_STARTED), results), _EXPERTS
+            handed = [payload, *saved.pack(layout(spec, *_HANDED))]
+            results = saved.pack(layout(spec, *_EXPERTS))
+            ctx.mark_non_differentiable(*handed)
             ctx.set_materialize_grads(False)  # no zeros for those
-            in_flight.needs_dx = ctx.needs_input_grad[0]
+            in_flight.needs_dx = needs.x
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(w1, w2, w3, s1, s2, s3, *tensors)
+        ctx.save_for_backward(*inputs.weights, *inputs.shared, *results)
         # The flags are not saved: hooks of saved tensors may return copies.
-        ctx.layer, ctx.nan_flags, ctx.in_flight, ctx.x_dtype = layer, nan_flags, in_flight, x_TD.dtype
-        return (out, *results) if results else out
+        ctx.call, ctx.parts, ctx.nan_flags, ctx.in_flight = call, parts, inputs.nan_flags, in_flight
+        ctx.x_dtype = inputs.x.dtype
+        return (out, *handed) if handed else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
-        layer, config, route = ctx.layer, ctx.layer.config, ctx.layer.route
-        w1, w2, w3, s1, s2, s3, *tensors = ctx.saved_tensors
+        call, spec, needs = ctx.call, ctx.call.spec, Inputs.of(ctx.needs_input_grad)
         nans = NanFlags.of(ctx.nan_flags)
-        D, shared_tensors, local = w1.shape[2], [], dispatch.kind(route).local
-        if s1 is not None:
-            count = len(GroupRows._fields) - local + len(saved_ffn_fields(config.recompute, config.save_h))
-            tensors, shared_tensors = tensors[:-count], tensors[-count:]
-        state, routing, kept, saved = _Saved.unpack(tensors, route, config.recompute, config.save_h)
-        tokens = dispatch.resume(state, route)
-        needs_dx, needs_ds = ctx.needs_input_grad[:2]
-        rows = tokens.arrived_rows(kept, D, routing.row_TK.shape[1])
-        ffn = _ffn_backward(rows, saved, ExpertWeights(w1, w2, w3), routing, layer, nans)
+        saved = Saved.unpack(layout(spec, "weights", "shared_weights", *ctx.parts), ctx.saved_tensors)
+        weights, routing, dim = saved.weights, saved.routing, saved.weights.w1.shape[2]
+        tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
+        x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
+        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans), saved.ffn
+        w13, w13_t, w2_t = cached_backward_operands(weights, call.cache, spec.backward)
+        saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
+        del w13
         shared = None
-        if s1 is not None:
-            q, scale, end, *shared_tensors = (kept[:1] if local else []) + shared_tensors
-            shared_rows, weights = GroupRows(q, scale, end), one_expert(s1, s2, s3)
-            shared = group_ffn_backward(shared_rows, shared_tensors, weights, layer.shared_cache, config, nans)
-        del tensors, saved, shared_tensors  # h is freed after its last use, also where checkpointing has kept it
-        cast_rows, shared_dx = None, None
-        if shared is not None:
-            q, scale, scale_t, _end = ops.quantize_group(dout, nans.dy)
-            shared_dx, _ds = shared.dgrad(Rows(q, scale_t), needs_dx)
-            cast_rows = Rows(q[: dout.shape[0]], scale[: dout.shape[0]])
-            del q, scale, scale_t
-        elif tokens.asynchronous:
+        if spec.dispatch.overlaps:
             # This node lives as long as the loss; what it holds would add up over the layers.
             shared_dx, ctx.in_flight.shared_dx_RD = ctx.in_flight.shared_dx_RD, None
+            pending = ctx.in_flight.take()
         else:
-            cast_rows = Rows(*ops.quantize_rows(dout, nans.dy))
-        dout_rows = tokens.receive_gradients(cast_rows, ctx.in_flight, routing, D)
-        dy = _in_expert_order(tokens, dout_rows, routing)
-        del cast_rows, dout_rows
-        # Ranks that exchange gradients do so all or none.
-        with_dx = needs_dx if local else tokens.gradients_needed
-        dx_M, ds_M = ffn.dgrad(dy, with_dx)
-        pending = None
-        if with_dx or needs_ds:
-            pending = tokens.start_return(dx_M, ds_M, routing, ctx.x_dtype, shared_dx)
+            dout_rows, group_dy = _cast_gradient(dout, spec.shared, nans)
+            if group_dy is not None:
+                shared = _shared_backward(saved, call, group_dy, needs.x, nans)
+            shared_dx = None if shared is None else shared.dx_RD
+            pending = tokens.send(dout_rows)
+            del dout_rows, group_dy
+        del saved
+        dy = tokens.receive(pending)
+        del pending
+        grads = ffn.hidden_gradients(dy, saved_ffn, w2_t)
+        del dy, saved_ffn, w2_t  # h is freed after its last use, also where checkpointing has kept it
+        with_dx = tokens.returns_gradients(needs.x)
+        dx_M = ffn.product(grads.dh, w13_t) if with_dx else None
+        del w13_t
+        pending, returned = None, Returned(None)
+        if with_dx or needs.topk_scores:
+            pending = tokens.send_back(dx_M, grads.ds_M)
         del dx_M
-        weight_grads = ffn.wgrad(w1.dtype, ctx.needs_input_grad[2:5])
-        shared_grads = [None] * 3
-        if shared is not None:
-            shared_grads = without_expert_dim(shared.wgrad(s1.dtype, ctx.needs_input_grad[5:8]))
-        dx_TD = ds_TK = None
+        if pending is not None and not tokens.travels:  # the rows are freed before weight gradients are made
+            returned, pending = tokens.finish(pending, ctx.x_dtype, shared_dx), None
+        dw = ffn.weight_grads(x, grads, weights, needs.weights)
+        shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
         if pending is not None:
-            dx_TD, ds_TK = tokens.finish_return(pending, D, ctx.x_dtype, shared_dx)
-        return dx_TD, ds_TK, *weight_grads, *shared_grads, *[None] * 5
+            returned = tokens.finish(pending, ctx.x_dtype, shared_dx)
+        return *Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw).flatten(), None, None
 
 
-class _FinishCombine(torch.autograd.Function):
-    """The end of the forward's combine; in the backward, the start of the dispatch of the output's gradient. The shared
-    experts run here in both directions, while tokens travel."""
+def _cast_gradient(dout_TD: Tensor, shared: bool, nans: NanFlags) -> tuple[Rows, Rows | None]:
+    """The layer's second cast: the rows to send, and for shared experts the same as one group."""
+    if not shared:
+        return Rows(*ops.quantize_rows(dout_TD, nans.dy)), None
+    q, scale, scale_t, _ = ops.quantize_group(dout_TD, nans.dy)
+    T = dout_TD.shape[0]
+    return Rows(q[:T], scale[:T]), Rows(q, scale_t)
+
+
+class _SharedBackward(NamedTuple):
+    """The shared experts' backward up to the gradients of their weights, which can wait."""
+
+    ffn: FFN
+    x: Rows
+    weights: ExpertWeights[Tensor]
+    dx_RD: Tensor | None
+    grads: HiddenGradients
+
+    def weight_grads(self, needed: ExpertWeights[Any]) -> ExpertWeights[Any]:
+        return without_expert_dim(self.ffn.weight_grads(self.x, self.grads, self.weights, needed))
+
+
+def _shared_backward(saved: Saved, call: _Call, dy: Rows, with_dx: bool, nans: NanFlags) -> _SharedBackward:
+    spec, rows = call.spec, saved.rows_of_shared
+    weights = one_expert(saved.shared_weights)
+    ffn = group_of(rows, spec.expert, spec.backward, nans)
+    operands = cached_backward_operands(weights, call.shared_cache, spec.backward)
+    dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
+    return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, grads)
+
+
+class _Finish(torch.autograd.Function):
+    """The end of a forward whose dispatch overlaps; in the backward, the start of the dispatch of the output's
+    gradient. The shared experts run here in both directions, while tokens travel."""
 
     @staticmethod
-    def forward(ctx: Any, placeholder, s1, s2, s3, payload, nan_flags, layer, in_flight, D, dtype, *tensors):
+    def forward(ctx: Any, *args: Any):
+        *tensors, call, in_flight, dim, dtype = args
         in_flight.check_stream()
-        has_shared, config = s1 is not None, layer.config
-        rows = list(tensors[: len(GroupRows._fields)]) if has_shared else []
-        state = tensors[len(rows) :]
-        weights = ([], [])
-        if has_shared:
-            weights = forward_operands(one_expert(s1, s2, s3), layer.shared_cache)
-        out, *saved = _finish_op(
-            payload, state[0], rows, *weights, D, dtype, config.recompute, config.save_h, nan_flags
-        )
+        inputs, spec = FinishInputs.of(tensors), call.spec
+        handed = tensors[len(inputs.flatten()) :]
+        shared = packed_weights(one_expert(inputs.shared), call.shared_cache) if spec.shared else []
+        out, *results = _finish_op(inputs.payload, handed, shared, inputs.nan_flags, spec.encode(), dim, dtype)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
-        payload.untyped_storage().resize_(0)
-        ctx.save_for_backward(s1, s2, s3, *rows, *state, *saved)
-        ctx.layer, ctx.nan_flags, ctx.in_flight = layer, nan_flags, in_flight
-        ctx.placeholder_dtype = placeholder.dtype
+        inputs.payload.untyped_storage().resize_(0)
+        ctx.save_for_backward(*inputs.shared, *handed, *results)
+        ctx.call, ctx.in_flight, ctx.nan_flags = call, in_flight, inputs.nan_flags
+        ctx.placeholder_dtype, ctx.dim = inputs.placeholder.dtype, dim
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        s1, s2, s3, *tensors = ctx.saved_tensors
-        nans = NanFlags.of(ctx.nan_flags)
-        layer, num_state = ctx.layer, len(AllToAllDispatch.STATE)
-        rows = None
-        if s1 is not None:
-            count = len(GroupRows._fields)
-            rows, tensors = GroupRows(*tensors[:count]), tensors[count:]
-        tokens = AllToAllDispatch.resume(tensors[:num_state], layer.route)
-        if rows is None:
-            tokens.send_gradients(*ops.quantize_rows(dout_TD, nans.dy), ctx.in_flight)
-            shared_grads = [None] * 3
-        else:
-            q, scale, scale_t, _ = ops.quantize_group(dout_TD, nans.dy)
-            T = dout_TD.shape[0]
-            tokens.send_gradients(q[:T], scale[:T], ctx.in_flight)
-            weights, cache = one_expert(s1, s2, s3), layer.shared_cache
-            ffn = group_ffn_backward(rows, tensors[num_state:], weights, cache, layer.config, nans)
-            del tensors, rows
-            ctx.in_flight.shared_dx_RD, _ = ffn.dgrad(Rows(q, scale_t), ctx.in_flight.needs_dx)
-            shared_grads = without_expert_dim(ffn.wgrad(s1.dtype, ctx.needs_input_grad[1:4]))
-        if not ctx.needs_input_grad[0]:  # no other node will take the payload
-            ops.wait(ctx.in_flight.take())
+        call, spec, in_flight = ctx.call, ctx.call.spec, ctx.in_flight
+        needs, nans = FinishInputs.of(ctx.needs_input_grad), NanFlags.of(ctx.nan_flags)
+        saved = Saved.unpack(layout(spec, "shared_weights", *_HANDED, *_FINISHED), ctx.saved_tensors)
+        tokens = spec.dispatch.resume(saved.state, None, spec.route, ctx.dim)
+        dout_rows, group_dy = _cast_gradient(dout_TD, spec.shared, nans)
+        in_flight.pending = tokens.send(dout_rows)
+        shared_dw = NO_WEIGHTS
+        if group_dy is not None:
+            shared = _shared_backward(saved, call, group_dy, in_flight.needs_dx, nans)
+            del saved
+            in_flight.shared_dx_RD = shared.dx_RD
+            shared_dw = shared.weight_grads(needs.shared)
+        if not needs.placeholder:  # no other node will take the payload
+            ops.wait(cast(Tensor, in_flight.take().rows))
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
-        return placeholder, *shared_grads, *[None] * (len(ctx.needs_input_grad) - 4)
+        grads = FinishInputs(placeholder, shared=shared_dw).flatten()
+        return *grads, *(None for _ in ctx.needs_input_grad[len(grads) :])
 
 
 # Under torch.compile the two would lie in graphs that know nothing of each other, and the split sizes are data.
 _start_eagerly = torch.compiler.disable(_RoutedExperts.apply)
-_finish_eagerly = torch.compiler.disable(_FinishCombine.apply)
+_finish_eagerly = torch.compiler.disable(_Finish.apply)
 _in_flight = torch.compiler.disable(InFlight)

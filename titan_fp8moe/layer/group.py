@@ -4,12 +4,12 @@
     backward  dy --quantize--> fp8 --GEMMs--> dx, dW
 
 :func:`feed_forward` and :func:`linear` quantize their input and their output's gradient themselves, once each. The
-shared experts of a MoE layer read what is quantized for the routed ones: :mod:`titan_fp8moe.layer.experts` calls
-:func:`group_ffn` and :func:`group_ffn_backward` with these rows.
+shared experts of a MoE layer read the rows that are quantized for the routed ones: :mod:`titan_fp8moe.layer.experts`
+calls :func:`group_ffn` and :func:`group_dgrad` with these rows.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.flop_counter
@@ -19,77 +19,39 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.layer.ffn import ExpertFFNBackward, SavedFFN, expert_ffn, saved_ffn_fields, weight_grads
+from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
+from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, saved_fields, weight_grads
 from titan_fp8moe.layer.statistics import Operand
-from titan_fp8moe.layer.weights import (
-    ExpertWeights,
-    WeightCache,
-    forward_operands,
-    one_expert,
-    quantize_weights,
-    quantize_weights_transposed,
-)
+from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, forward_operands, one_expert, without_expert_dim
 from titan_fp8moe.ops import QuantizedWeight
 from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, padded
-from titan_fp8moe.rows import NanFlags, Rows, one_group
+from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
 
-class GroupRows(NamedTuple):
-    """Tokens as one group of rows.
-
-    Attributes:
-        q: (R, D) e4m3, R the number of tokens padded to a multiple of 128.
-        scale: (R, D // 128) e8m0, column-major.
-        end: (1,) int32, R.
-    """
-
-    q: Tensor
-    scale: Tensor
-    end: Tensor
+def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: NanFlags) -> FFN:
+    """The FFN of these rows, which have no router."""
+    return FFN(expert._replace(score_before_experts=False), backward, one_group(rows.end), nans)
 
 
-def group_ffn(
-    rows: GroupRows,
-    weights: list[Tensor],
-    weight_scales: list[Tensor],
-    recompute: str,
-    save_h: str,
-    nans: NanFlags,
-) -> tuple[Tensor, list[Tensor]]:
-    """The FFN's output (R, D) bf16, and of its :class:`SavedFFN` what is not None.
-
-    ``weights`` and ``weight_scales`` are :meth:`titan_fp8moe.layer.weights.ExpertWeights.pack` of one expert.
-    """
-    w13, w2, _ = quantize_weights(ExpertWeights.unpack(weights, weight_scales))
-    y, saved = expert_ffn([Rows(rows.q, rows.scale)], w13, w2, one_group(rows.end), False, recompute, save_h, nans)
-    return y, [t for t in saved if t is not None]
+def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN]:
+    """The FFN's output (R, D) bf16. ``weights``: packed, of one expert."""
+    w13, w2 = forward_operands(ExpertWeights.unpack(weights))
+    a, saved = ffn.activate(ffn.product(Rows(rows.q, rows.scale), w13))
+    return ffn.product(a, w2), saved
 
 
-def group_ffn_backward(
-    rows: GroupRows,
-    tensors: list[Tensor],
-    weights: ExpertWeights[Tensor],
-    cache: WeightCache | None,
-    config: Fp8FlowMoEConfig,
-    nans: NanFlags,
-) -> ExpertFFNBackward:
-    """The backward of :func:`group_ffn`, whose ``tensors`` it takes; ``weights`` are those of one expert."""
-    fields = saved_ffn_fields(config.recompute, config.save_h)
-    saved = SavedFFN(**dict(zip(fields, tensors, strict=True)))
-    if cache is not None:
-        _, operands = cache.get(weights)
-    else:
-        operands = quantize_weights_transposed(weights, with_w13=config.recompute == "experts")
-    x, routing = Rows(rows.q, rows.scale), one_group(rows.end)
-    return ExpertFFNBackward(x, saved, weights, operands, routing, False, config, nans)
-
-
-def without_expert_dim(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients (1, N, K) of one expert as those of its matrices (N, K)."""
-    return [None if grad is None else grad.squeeze(0) for grad in grads]
+def group_dgrad(
+    ffn: FFN, rows: GroupRows, saved: SavedFFN, dy: Rows, operands: BackwardOperands, with_dx: bool
+) -> tuple[Tensor | None, HiddenGradients]:
+    """The gradient of the rows (R, D) bf16, None unless ``with_dx``, and the operands of the weights' gradients."""
+    w13, w13_t, w2_t = operands
+    saved = ffn.with_hidden(saved, Rows(rows.q, rows.scale), w13)
+    grads = ffn.hidden_gradients(dy, saved, w2_t)
+    return ffn.product(grads.dh, w13_t) if with_dx else None, grads
 
 
 # --- FFN --------------------------------------------------------------------------------------------------------------
@@ -97,18 +59,18 @@ def without_expert_dim(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _feed_forward(
     x_TD: Tensor,
-    weights: list[Tensor],
-    weight_scales: list[Tensor],
-    recompute: str,
-    save_h: str,
+    weights: list[Tensor | None],
+    expert: str,
+    backward: str,
     dtype: torch.dtype,
     nan_flags: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output (T, D) in ``dtype``; :class:`GroupRows`; :func:`group_ffn`'s tensors."""
+    """The output (T, D) in ``dtype``; :class:`GroupRows`; the fields of :class:`SavedFFN` that there are."""
     nans = NanFlags.of(nan_flags)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
-    y, saved = group_ffn(GroupRows(q, scale, end), weights, weight_scales, recompute, save_h, nans)
-    return [y[: x_TD.shape[0]].to(dtype), q, scale, end, *saved]
+    rows, spec = GroupRows(q, scale, end), BackwardSpec.decode(backward)
+    y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans), rows, weights)
+    return [y[: x_TD.shape[0]].to(dtype), *rows, *(getattr(saved, name) for name in saved_fields(spec))]
 
 
 def _linear(
@@ -128,18 +90,24 @@ _linear_op.register_fake(_linear)
 FORWARD_OPS = (_feed_forward_op.op, _linear_op.op)
 
 
+def product_flops(rows: int, weights: Sequence[torch.Size | None]) -> int:
+    """FLOPs of the product of ``rows`` rows with each of the packed weights (E, N, K), whose padding counts."""
+    shapes = [shape for shape in weights[: len(ExpertWeights._fields)] if shape is not None]
+    return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
+
+
 @torch.utils.flop_counter.register_flop_formula([op.overloadpacket for op in FORWARD_OPS])
 def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
     """Of all GEMMs, padding included."""
     shapes = [weights] if isinstance(weights, torch.Size) else weights
-    return sum(2 * group_rows(x_shape[0]) * padded(shape[1]) * padded(shape[2]) for shape in shapes)
+    return product_flops(group_rows(x_shape[0]), shapes)
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD, w1, w2, w3, config, cache, dtype, nan_flags):
-        operands = forward_operands(one_expert(w1, w2, w3), cache)
-        y, *tensors = _feed_forward_op(x_TD, *operands, config.recompute, config.save_h, dtype, nan_flags)
+    def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, config, cache, dtype):
+        weights, expert = packed_weights(one_expert(ExpertWeights(w1, w2, w3)), cache), ExpertSpec().encode()
+        y, *tensors = _feed_forward_op(x_TD, weights, expert, config.backward.encode(), dtype, nan_flags)
         ctx.save_for_backward(w1, w2, w3, *tensors)
         ctx.config, ctx.cache, ctx.nan_flags, ctx.x_dtype = config, cache, nan_flags, x_TD.dtype
         return y
@@ -148,13 +116,20 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
         w1, w2, w3, q, scale, end, *tensors = ctx.saved_tensors
-        weights, nans = one_expert(w1, w2, w3), NanFlags.of(ctx.nan_flags)
-        ffn = group_ffn_backward(GroupRows(q, scale, end), tensors, weights, ctx.cache, ctx.config, nans)
-        del tensors  # h is freed after its last use
+        rows, backward, nans = GroupRows(q, scale, end), ctx.config.backward, NanFlags.of(ctx.nan_flags)
+        weights = one_expert(ExpertWeights(w1, w2, w3))
+        ffn, x = group_of(rows, ExpertSpec(), backward, nans), Rows(q, scale)
+        saved = SavedFFN(**dict(zip(saved_fields(backward), tensors, strict=True)))
+        w13, w13_t, w2_t = cached_backward_operands(weights, ctx.cache, backward)
+        saved = ffn.with_hidden(saved, x, w13)
+        del tensors
         dy_q, _, dy_scale, _ = ops.quantize_group(dy, nans.dy)
-        dx, _ = ffn.dgrad(Rows(dy_q, dy_scale), ctx.needs_input_grad[0])
-        dx = None if dx is None else dx[: dy.shape[0]].to(ctx.x_dtype)
-        return dx, *without_expert_dim(ffn.wgrad(w1.dtype, ctx.needs_input_grad[1:4])), *[None] * 4
+        grads = ffn.hidden_gradients(Rows(dy_q, dy_scale), saved, w2_t)
+        del saved, w2_t  # h is freed after its last use
+        needs_dx, *needs_dw = ctx.needs_input_grad[: 1 + len(weights)]
+        dx = ffn.product(grads.dh, w13_t)[: dy.shape[0]].to(ctx.x_dtype) if needs_dx else None
+        dw = without_expert_dim(ffn.weight_grads(x, grads, weights, ExpertWeights(*needs_dw)))
+        return dx, *dw, None, None, None, None
 
 
 def feed_forward(
@@ -186,7 +161,7 @@ def feed_forward(
         raise ValueError(f"w1 and w3 must be (H, D) and w2 (D, H), H a multiple of 16; got {shapes}")
     _check_input(x, D)
     cache = cache if torch.is_grad_enabled() else None
-    out = _FeedForward.apply(x.reshape(-1, D), *weights, config, cache, _result_dtype(x), nan_flags)
+    out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, config, cache, _result_dtype(x))
     return out.view(x.shape)
 
 
@@ -233,13 +208,13 @@ class _Linear(torch.autograd.Function):
                 w_t, w_t_scale = ops.quantize_weight_transposed(w.unsqueeze(0))
             dx = ops.grouped_mm(dy_q, dy_scale, w_t, w_t_scale, end, ctx.x_dtype)[: dy.shape[0]]
         if ctx.needs_input_grad[1]:
-            rows, shape = (Rows(dy_q, dy_scale), Rows(q, scale)), torch.Size((1, *w.shape))
-            (dw,) = weight_grads(*rows, None, end, ctx.config.wgrad, w.dtype, [shape])
+            operands = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)
+            (dw,) = weight_grads(operands, ctx.config.wgrad, w.dtype, [torch.Size((1, *w.shape))])
             dw = dw.squeeze(0)
         if statistics.collecting():
             operands = Operand("x", Rows(q, scale), 1, w.shape[1]), Operand("dy", Rows(dy_q, dy_scale), 1, w.shape[0])
             statistics.record([operands], [(w.unsqueeze(0),)], end, None, ctx.config.wgrad)
-        return dx, dw, *[None] * 4
+        return dx, dw, None, None, None, None
 
 
 def linear(

@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import apply_experts
+from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.weights import ExpertWeights, Fp8AllGather, WeightCache
+from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.spec import ExpertSpec
 
 
 class KeepDtype:
@@ -107,12 +110,8 @@ class RoutedExperts(Fp8AllGather):
             ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3)),
             topk_ids,
             topk_scores.tensor,
-            config=self.config,
-            ep_group=self.ep_group,
-            score_before_experts=self.score_before_experts,
+            Layer(self.config, self.ep_group, ExpertSpec(score_before_experts=self.score_before_experts), self.cache),
             meanwhile=meanwhile,
-            cache=self.cache,
-            check_ids=True,
         )
 
     def extra_repr(self) -> str:

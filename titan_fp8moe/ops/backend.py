@@ -4,6 +4,7 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -44,14 +45,17 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
     _library.impl(name, function, "CompositeExplicitAutograd")
     op = getattr(torch.ops.titan_fp8moe, name).default
     untyped: Callable[..., Any] = function
+    first_name = next(iter(inspect.signature(function).parameters))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if args and not (kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
-            first = args[0][0] if isinstance(args[0], list) else args[0]
+        if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+            first = args[0] if args else kwargs[first_name]
+            if isinstance(first, list):
+                first = first[0]
             # DTensors and other subclasses must meet the op: they handle or refuse it.
             if type(first) in _ORDINARY and not first.is_meta:
-                return untyped(*args)
+                return untyped(*args, **kwargs)
         return op(*args, **kwargs)
 
     defined = cast(CustomOp[P, R_co], call)

@@ -22,7 +22,6 @@ from torchtitan.models.llama4.model.model import TransformerBlock as Llama4Block
 from torchtitan.models.qwen3.model.model import TransformerBlock as Qwen3Block
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import dispatch
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 
@@ -40,7 +39,7 @@ def why_eager(block: Any) -> str | None:
         ffn = block.feed_forward
         return _why_settings_need_eager(ffn.config) if isinstance(ffn, Fp8FlowFeedForward) else None
     experts = block.moe.experts
-    if experts.ep_mesh is not None and not dispatch.uses_symmetric(experts.config):
+    if experts.ep_mesh is not None and experts.config.backend.syncs_host:
         return "expert parallelism reads split sizes on the host"
     if experts.ep_mesh is not None and experts.in_fsdp:
         return "FSDP's hooks on the experts"

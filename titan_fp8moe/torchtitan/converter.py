@@ -21,9 +21,9 @@ from torchtitan.protocols.model_converter import (
 )
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import SAVED_OPS, dispatch, ops
+from titan_fp8moe import SAVED_OPS, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.weights import WeightCache
+from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, nan_watch, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
@@ -97,7 +97,7 @@ class Fp8FlowMoEConverter(ModelConverter):
             nan_watch.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
         way = ""
         if self.layout.expert_shards > 1:
-            way = f"dispatch over {'symmetric memory' if dispatch.uses_symmetric(self.config) else 'all-to-all'}; "
+            way = f"dispatch over {self.config.backend.description}; "
         for line in describe(plan, f"{backend}; {way}{self.config.describe()}"):
             logger.info(line)
 

@@ -31,9 +31,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dispatch import uses_symmetric
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
-from titan_fp8moe.layer.ffn import saved_ffn_fields
+from titan_fp8moe.layer.ffn import saved_fields
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
@@ -357,9 +356,9 @@ class _Activations:
         if self.ep == 1:
             rows, dispatched = row_capacity(self.tokens * top_k, experts), self.tokens
         else:
-            factor = config.dispatch_capacity if uses_symmetric(config) else 1.0
+            factor = config.dispatch_capacity if config.backend.bounded else 1.0
             rows, dispatched = capacities(self.tokens, top_k, self.ep, experts, factor)
-            if uses_symmetric(config):
+            if config.backend.bounded:
                 self.workspace = Sizes(self.ep, self.tokens, D, top_k, experts).nbytes
         kept = dispatched * 5 * top_k + rows * 2 * FP32  # identifiers, rows and scores of routed pairs
         kept += rows * _saved_h(config, hidden) + dispatched * _quantized(D)
@@ -403,7 +402,7 @@ def _quantized(width: int) -> float:
 
 def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
     """Bytes per row of the fields of :class:`titan_fp8moe.layer.ffn.SavedFFN` that an FFN keeps."""
-    h, fields = 2 * padded(hidden), saved_ffn_fields(config.recompute, config.save_h)
+    h, fields = 2 * padded(hidden), saved_fields(config.backward)
     sizes = dict(h=h * BF16, h_scale=h / TILE, a_q=h / 2, a_scale=h / 2 / TILE)
     if "h_scale" in fields:
         sizes["h"] = h

@@ -16,9 +16,12 @@ from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights, Fp8AllGather, WeightCache
+from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.fp8_gather import Fp8AllGather
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache
+from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
 
 
@@ -64,19 +67,21 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
                 "these experts have been sharded by a parallel style that fp8_flow_moe does not know; use torchtitan's "
                 "TensorParallel, ExpertParallel or ExpertTensorParallel (torchtitan.distributed.expert_parallel)"
             )
+        layer = Layer(
+            self.config,
+            None if self.ep_mesh is None else self.ep_mesh.get_group(),
+            ExpertSpec(score_before_experts=self.score_before_experts),
+            self.cache,
+            None if shared is None else shared.cache,
+        )
         return apply_experts(
             x_TD,
             ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3)),
             topk_ids_TK,
             topk_scores_TK.tensor,
-            config=self.config,
-            ep_group=None if self.ep_mesh is None else self.ep_mesh.get_group(),
-            score_before_experts=self.score_before_experts,
+            layer,
             meanwhile=meanwhile,
-            cache=self.cache,
             shared=None if shared is None else shared.matrices(),
-            shared_cache=None if shared is None else shared.cache,
-            check_ids=True,
             nan_flags=self.nan_flags,
         )
 

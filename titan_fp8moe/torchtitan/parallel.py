@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
-from titan_fp8moe import dispatch
 from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts
 from titan_fp8moe.trainer.compat import remove_fsdp_hooks
 
@@ -83,7 +82,7 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     experts = [m for m in inside if gathers and isinstance(m, Fp8FlowGroupedExperts) and m.config.fp8_all_gather]
     before = [m.w1 for m in experts]
     sharded = fsdp.fully_shard(module, mesh=mesh, **kwargs)
-    if left_alone and dispatch.uses_symmetric(cast(Fp8FlowGroupedExperts, module).config):
+    if left_alone and not cast(Fp8FlowGroupedExperts, module).config.backend.syncs_host:
         remove_fsdp_hooks(cast(nn.Module, module))  # they have nothing to do, and would break a compiled block
     for m, w1 in zip(experts, before, strict=True):
         if m.w1 is not w1:

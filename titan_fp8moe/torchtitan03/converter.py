@@ -12,7 +12,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import SAVED_OPS, dispatch, ops
+from titan_fp8moe import SAVED_OPS, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks
 from titan_fp8moe.torchtitan03.modules import (
@@ -70,7 +70,7 @@ def convert(job: Any, dims: ParallelDims) -> list[Part]:
         job.activation_checkpoint = _saving_ops(job.activation_checkpoint)
     way = ""
     if layout.expert_shards > 1:
-        way = f"dispatch over {'symmetric memory' if dispatch.uses_symmetric(config) else 'all-to-all'}; "
+        way = f"dispatch over {config.backend.description}; "
     for line in describe(plan, f"{backend}; {way}{config.describe()}"):
         logger.info(line)
     return plan

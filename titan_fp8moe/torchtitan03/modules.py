@@ -18,8 +18,9 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights, Fp8AllGather
+from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.fp8_gather import Fp8AllGather
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache
 
 # Mesh dims over which FSDP does not gather, but may shard a parameter too.
@@ -88,18 +89,20 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         B, _, D = x_BLD.shape
         K = topk_scores_BLK.shape[-1]
         experts, mesh = self.inner_experts, getattr(self.token_dispatcher, "ep_mesh", None)
+        layer = Layer(
+            self.config,
+            None if mesh is None else mesh.get_group(),
+            cache=self.cache,
+            shared_cache=None if shared is None else shared.cache,
+        )
         out = apply_experts(
             x_BLD.reshape(-1, D),
             ExpertWeights(*experts.local_weights(experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)),
             topk_expert_ids_BLK.reshape(-1, K),
             topk_scores_BLK.reshape(-1, K).float(),  # fp32 but on CPUs, whose autocast lacks it
-            config=self.config,
-            ep_group=None if mesh is None else mesh.get_group(),
+            layer,
             meanwhile=meanwhile,
-            cache=self.cache,
             shared=None if shared is None else shared.matrices(),
-            shared_cache=None if shared is None else shared.cache,
-            check_ids=True,
             nan_flags=self.nan_flags,
         )
         return out.view(B, -1, D)

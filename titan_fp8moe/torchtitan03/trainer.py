@@ -14,10 +14,9 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import dispatch
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.layer.weights import WeightCache
+from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.torchtitan03.converter import convert
 from titan_fp8moe.torchtitan03.job_checks import bf16_layers, compiles_model
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
@@ -42,9 +41,9 @@ class Fp8FlowTrainer(Trainer):
 
         def _validate_cuda_graphs(self) -> None:
             # torchtitan looks at dispatchers, of which converted layers only use the mesh.
-            symmetric, in_bf16 = dispatch.uses_symmetric(self.fp8_flow_moe), bf16_layers(self)
+            in_graphs, in_bf16 = not self.fp8_flow_moe.backend.syncs_host, bf16_layers(self)
             pipelines = self.parallelism.pipeline_parallel_degree > 1
-            if symmetric and not in_bf16 and not pipelines:
+            if in_graphs and not in_bf16 and not pipelines:
                 return
             try:
                 Trainer.Config._validate_cuda_graphs(self)
@@ -53,7 +52,7 @@ class Fp8FlowTrainer(Trainer):
                     raise
                 more = (
                     f"fp8_flow_moe.filter_fqns leaves {', '.join(in_bf16)} to it; remove them from the list"
-                    if symmetric
+                    if in_graphs
                     else "fp8_flow_moe reads split sizes on the host too, unless expert-parallel ranks share one node "
                     'and fp8_flow_moe.dispatch = "symmetric"'
                 )
@@ -62,7 +61,7 @@ class Fp8FlowTrainer(Trainer):
     def __init__(self, config: Config):
         dims = ParallelDims.from_config(config.parallelism, int(os.environ.get("WORLD_SIZE", 1)))
         self.plan = [part for part in convert(config, dims) if part.reason is None]
-        breaks = dims.ep > 1 and not dispatch.uses_symmetric(config.fp8_flow_moe)
+        breaks = dims.ep > 1 and config.fp8_flow_moe.backend.syncs_host
         if breaks and compiles_model(config) and config.activation_checkpoint is not None:
             logger.warning(
                 "FP8-Flow-MoE: MoE blocks run eagerly: the all-to-all breaks graphs, and a checkpointed block cannot "

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dispatch import uses_symmetric
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.backend import pass_gate
 from titan_fp8moe.recipe import TILE
@@ -192,16 +191,17 @@ def check_hardware(emulate: bool) -> str:
 
 
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout, local_ranks: int | None, *, remedy: str) -> None:
-    """Ranks that exchange tokens over symmetric memory must be on one node, which has ``local_ranks`` unless None."""
-    if not uses_symmetric(config):
+    """A backend may need all ranks of a group on one node, which has ``local_ranks`` unless None."""
+    if not config.backend.single_node:
         return
     ranks = layout.expert_shards * layout.hidden_dim_shards
     if layout.expert_shards == 1:
-        logger.warning('fp8_flow_moe.dispatch = "symmetric" has no effect without expert parallelism')
+        logger.warning(f'fp8_flow_moe.dispatch = "{config.dispatch}" has no effect without expert parallelism')
     elif local_ranks is not None and ranks > local_ranks:
         raise ValueError(
-            f'fp8_flow_moe.dispatch = "symmetric" needs all expert-parallel ranks on one node, but {ranks} ranks share '
-            f'the experts and a node has {local_ranks}; {remedy}, or set fp8_flow_moe.dispatch = "all_to_all"'
+            f'fp8_flow_moe.dispatch = "{config.dispatch}" needs all expert-parallel ranks on one node, but {ranks} '
+            f"ranks share the experts and a node has {local_ranks}; {remedy}, or set "
+            'fp8_flow_moe.dispatch = "all_to_all"'
         )
 
 

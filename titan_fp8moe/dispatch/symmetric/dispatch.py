@@ -3,126 +3,119 @@
 Tokens and sums are those of :mod:`titan_fp8moe.dispatch.all_to_all`, and so are the results, bit for bit. But a rank
 pulls its tokens straight to expert order, and the host neither waits nor learns how many come. All ranks have equally
 many tokens, and buffers have room for ``dispatch_capacity`` times what uniform routing brings.
-:func:`titan_fp8moe.check_room` raises if that did not suffice. A layer's exchange ends
-within its forward, and within its backward.
+:func:`titan_fp8moe.check_room` raises if that did not suffice. A layer's exchange ends within its forward, and within
+its backward.
 """
 
-from typing import ClassVar, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
-from titan_fp8moe.dispatch.base import Arrived, InFlight, check_rows
-from titan_fp8moe.dispatch.symmetric import ops as symmetric_ops
+from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, check_rows
+from titan_fp8moe.dispatch.symmetric.ops import (
+    symmetric_dispatch,
+    symmetric_dispatch_gradients,
+    symmetric_finish_combine,
+    symmetric_start_combine,
+)
 from titan_fp8moe.dispatch.symmetric.workspace import capacities
 from titan_fp8moe.rows import Routing, Rows
 
 
-class SymmetricDispatch:
-    """See :class:`titan_fp8moe.dispatch.base.Dispatch`. Made by :meth:`begin` in a forward, :meth:`resume` in a
-    backward.
+class State(NamedTuple):
+    """``sent_TK`` of :func:`titan_fp8moe.recipe.dispatch_routing`; ``plan``, ``arrived_C`` and ``pair_CK`` of
+    :func:`titan_fp8moe.dispatch.symmetric.ops.symmetric_dispatch`."""
 
-    Attributes:
-        sent_TK: of :func:`titan_fp8moe.recipe.dispatch_routing`.
-        plan, arrived_C, pair_CK: of :func:`titan_fp8moe.symmetric_ops.symmetric_dispatch`.
-    """
-
-    STATE: ClassVar = ("sent_TK", "plan", "arrived_C", "pair_CK")
-    ROWS: ClassVar = ("token_q", "token_scale")
-    asynchronous: ClassVar = False
-    permutes: ClassVar = True
-    local: ClassVar = False
-    gradients_needed: bool = True  # or not: ranks that do not learn it always exchange gradients
-
-    pairs: tuple[Tensor, Tensor, float]  # in a forward, as are the next three
-    token_C: Tensor
-    counts_N: Tensor
-    started: Tensor
+    sent_TK: Tensor
     plan: Tensor
     arrived_C: Tensor
     pair_CK: Tensor
 
-    def __init__(self, sent_TK: Tensor, group_name: str):
-        self.sent_TK, self.group_name = sent_TK, group_name
+
+class Sent(NamedTuple):
+    """A forward before it has received: the router's choice, and all of ``dispatch_routing``."""
+
+    pairs: Pairs
+    sent_TK: Tensor
+    token_C: Tensor
+    counts_N: Tensor
+
+
+class SymmetricDispatch:
+    """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
+
+    State: ClassVar = State
+    Tokens: ClassVar = Rows
+    description: ClassVar = "symmetric memory"
+    travels: ClassVar = True
+    overlaps: ClassVar = False
+    syncs_host: ClassVar = False
+    single_node: ClassVar = True
+    bounded: ClassVar = True
+
+    state: State
+    routing: Routing
+    kept: Rows
+    dim: int
+    sent: Sent | None = None  # in a forward
+
+    def __init__(self, route: Route):
+        self.route = route
 
     @classmethod
-    def begin(
-        cls,
-        topk_ids_TK: Tensor,
-        topk_scores_TK: Tensor,
-        num_local: int,
-        group_name: str,
-        num_ranks: int,
-        signature: int,
-        check_ids: bool,
-        capacity: float,
-    ) -> "SymmetricDispatch":
-        (T, K), P = topk_ids_TK.shape, topk_ids_TK.shape[0] * min(topk_ids_TK.shape[1], num_ranks)
-        check_rows("this rank", T * K, capacities(T, K, num_ranks, num_local, capacity)[0], num_local, P)
-        sent_TK, token_C, counts_N = ops.dispatch_routing(topk_ids_TK, num_ranks, num_local, signature, check_ids)
-        self = cls(sent_TK, group_name)
-        self.pairs, self.token_C, self.counts_N = (topk_ids_TK, topk_scores_TK, capacity), token_C, counts_N
+    def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "SymmetricDispatch":
+        (T, K), N, E = pairs.topk_ids_TK.shape, route.num_ranks, pairs.num_local
+        check_rows("this rank", T * K, capacities(T, K, N, E, route.capacity)[0], E, T * min(K, N))
+        self = cls(route)
+        self.sent = Sent(pairs, *ops.dispatch_routing(pairs.topk_ids_TK, N, E, signature, check_ids))
         return self
 
     @classmethod
-    def resume(cls, state: list[Tensor], group_name: str) -> "SymmetricDispatch":
-        self = cls(state[0], group_name)
-        self.plan, self.arrived_C, self.pair_CK = state[1:]
+    def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "SymmetricDispatch":
+        self = cls(route)
+        self.state, self.routing, self.dim = state, cast(Routing, routing), dim
         return self
 
-    def state(self) -> list[Tensor]:
-        return [self.sent_TK, self.plan, self.arrived_C, self.pair_CK]
+    # --- to the experts ---
 
-    # --- forward ---
+    def send(self, rows: Rows) -> Pending:
+        """Nothing yet: an exchange is one op, up to its rows."""
+        return Pending(*rows)
 
-    def dispatch(self, q: Tensor, scale: Tensor) -> Arrived:
-        topk_ids_TK, topk_scores_TK, capacity = self.pairs
-        x, x_scale, token_q, token_scale, *routing, self.plan, self.arrived_C, self.pair_CK = (
-            symmetric_ops.symmetric_dispatch(
-                q, scale, topk_ids_TK, topk_scores_TK, self.token_C, self.counts_N, capacity, self.group_name
-            )
+    def receive(self, pending: Pending) -> Rows:
+        q, scale, name = cast(Tensor, pending.rows), cast(Tensor, pending.extra), self.route.group_name
+        if self.sent is None:
+            routing, (_, plan, arrived_C, _) = self.routing, self.state
+            args = plan, arrived_C, routing.row_TK, routing.token_M, routing.offsets_E, name
+            return Rows(*symmetric_dispatch_gradients(q, scale, *args))
+        (ids_TK, scores_TK, _), sent_TK, token_C, counts_N = self.sent
+        x, x_scale, token_q, token_scale, *routing, plan, arrived_C, pair_CK = symmetric_dispatch(
+            q, scale, ids_TK, scores_TK, token_C, counts_N, self.route.capacity, name
         )
-        return Arrived(Rows(x, x_scale), Routing(*routing), [token_q, token_scale])
-
-    def before_combine(self, y_MD: Tensor, routing: Routing) -> None:
-        self.started = self._send_back(y_MD, None, routing)
-
-    def start_combine(self, y_MD: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None) -> Tensor:
-        return self._return(self.started, y_MD.shape[1], dtype, addend_RD, False)[0]
-
-    def _send_back(self, y_MD: Tensor, ds_M: Tensor | None, routing: Routing) -> Tensor:
-        return symmetric_ops.symmetric_start_combine(
-            y_MD, ds_M, routing.row_TK, self.pair_CK, self.plan, self.group_name
-        )
-
-    def _return(
-        self, started: Tensor, D: int, dtype: torch.dtype, addend_RD: Tensor | None, with_gradients: bool
-    ) -> tuple[Tensor, Tensor]:
-        return symmetric_ops.symmetric_finish_combine(
-            started, self.sent_TK, D, dtype, addend_RD, with_gradients, self.group_name
-        )
-
-    # --- backward ---
+        self.state, self.dim = State(sent_TK, plan, arrived_C, pair_CK), q.shape[1]
+        self.routing, self.kept = Routing(*routing), Rows(token_q, token_scale)
+        return Rows(x, x_scale)
 
     @staticmethod
-    def arrived_rows(kept: list[Tensor], D: int, top_k: int) -> Rows:
-        return Rows(*kept)
+    def kept_rows(kept: Rows, dim: int, top_k: int) -> Rows:
+        return kept
 
-    def receive_gradients(self, dout: Rows | None, in_flight: InFlight | None, routing: Routing, D: int) -> Rows:
-        q, scale = cast(Rows, dout)
-        return Rows(
-            *symmetric_ops.symmetric_dispatch_gradients(
-                q, scale, self.plan, self.arrived_C, routing.row_TK, routing.token_M, routing.offsets_E, self.group_name
-            )
+    # --- and back ---
+
+    def returns_gradients(self, needs_dx: bool) -> bool:
+        """Ranks do not learn whether others need gradients, so they always exchange them."""
+        return True
+
+    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:
+        _, plan, _, pair_CK = self.state
+        args = self.routing.row_TK, pair_CK, plan, self.route.group_name
+        return Pending(symmetric_start_combine(cast(Tensor, y_MD), ds_M, *args), with_gradients=ds_M is not None)
+
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
+        started, with_gradients = cast(Tensor, pending.rows), pending.with_gradients
+        rows, ds = symmetric_finish_combine(
+            started, self.state.sent_TK, self.dim, dtype, addend_RD, with_gradients, self.route.group_name
         )
-
-    def start_return(
-        self, dx_MD: Tensor | None, ds_M: Tensor, routing: Routing, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> Tensor:
-        return self._send_back(cast(Tensor, dx_MD), ds_M, routing)
-
-    def finish_return(
-        self, pending: Tensor, D: int, dtype: torch.dtype, addend_RD: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return self._return(pending, D, dtype, addend_RD, True)
+        return Returned(rows, ds if with_gradients else None)

@@ -1,0 +1,134 @@
+"""FSDP's all-gather of the experts' weights in FP8.
+
+FSDP2 asks a parameter's local tensor for what to gather, and what to make of it, where that tensor has the methods
+fsdp_pre_all_gather and fsdp_post_all_gather (torch.distributed.fsdp, all-gather extensions; torchao's float8 linears
+use them too). Each rank quantizes the experts of its shard. A 128x128 block travels as 16384 e4m3 values and a scale
+byte: half of bf16's bytes on the wire and while the weights are whole. A block must lie on one rank, so FSDP has to
+shard whole experts: along dim 0, evenly.
+"""
+
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_fp8moe import ops
+from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.recipe import E8M0, FP8
+
+# What FSDP, nn.Parameter and DTensor call on a whole parameter.
+_ALIASES = {getattr(torch.ops.aten, name).default for name in ("alias", "as_strided", "detach", "view")}
+
+
+class Fp8GatheredWeight(Tensor):
+    """A weight (E, N, K) that FSDP gathered in FP8: what autograd takes for the parameter, in its gradient's dtype.
+
+    It holds no values in that dtype, so every operator but an alias of the whole raises NotImplementedError.
+
+    Attributes:
+        quantized: the values, in memory that FSDP frees and fills.
+    """
+
+    quantized: QuantizedWeight
+
+    @staticmethod
+    def __new__(cls, quantized: QuantizedWeight, dtype: torch.dtype) -> "Fp8GatheredWeight":
+        q = quantized.q
+        self = Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
+        self.quantized = quantized
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override] # as torch prescribes
+
+    @classmethod
+    # pyrefly: ignore[bad-override] # in PyTorch's stub, a method that binds func
+    def __torch_dispatch__(cls, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
+        weight, *arguments = args
+        whole = [weight.shape, weight.stride(), 0]
+        got = [tuple(a) if isinstance(a, list | tuple) else a or 0 for a in arguments]
+        if func in _ALIASES and not kwargs and got == whole[: len(got)]:
+            return cls(weight.quantized, weight.dtype)
+        raise NotImplementedError(
+            f"{func}: only the experts read weights that were gathered in FP8; use the sharded parameters for anything "
+            "else, or set fp8_flow_moe.fp8_all_gather = false"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Fp8GatheredWeight({tuple(self.shape)}, {self.dtype})"
+
+
+class Fp8AllGather(nn.Module):
+    """Mixin of a module of experts whose parameters FSDP may gather in FP8."""
+
+    gathers_fp8: bool = False
+
+    def gather_in_fp8(self) -> None:
+        """Lets FSDP gather the parameters in FP8. Call it after ``fully_shard``, which must have sharded them along
+        dim 0."""
+        self.gathers_fp8 = True
+        for param in self.parameters():
+            gather_in_fp8(cast(DTensor, param))  # a DTensor since fully_shard
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Fp8AllGather":
+        super()._apply(*args, **kwargs)
+        if self.gathers_fp8:  # the parameters' local tensors are new ones, as when they leave the meta device
+            self.gather_in_fp8()
+        return self
+
+    def local_weights(self, *params: nn.Parameter) -> list[Tensor]:
+        """The parameters as this rank's plain tensors.
+
+        Raises:
+            RuntimeError: if FSDP was to gather them in FP8 and has not.
+        """
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in params]
+        if self.gathers_fp8 and not isinstance(weights[0], Fp8GatheredWeight):
+            raise RuntimeError(
+                "FSDP has not gathered the experts' weights in FP8: their tensors were replaced after fully_shard; "
+                "load into the parameters as they are (no assign=True), or set fp8_flow_moe.fp8_all_gather = false"
+            )
+        return weights
+
+
+def gather_in_fp8(param: DTensor) -> None:
+    """Lets FSDP gather ``param``, sharded by experts, in FP8. Repeat it when the local tensor is replaced."""
+    local: Any = param._local_tensor  # FSDP looks at this tensor; to_local() may return a view of it
+    local.fsdp_pre_all_gather = _PreAllGather(local)
+    local.fsdp_post_all_gather = _post_all_gather
+
+
+class _PreAllGather:
+    """FSDP's method of a shard; it does not keep the shard alive. A copy of the shard, also a pickled one, gets a copy
+    without a shard: FSDP does not gather copies."""
+
+    def __init__(self, shard: Tensor | None = None):
+        self.shard = (lambda: None) if shard is None else weakref.ref(shard)
+
+    def __reduce__(self) -> tuple:
+        return _PreAllGather, ()
+
+    def __call__(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, Tensor], None]:
+        if (shard := self.shard()) is None:
+            raise RuntimeError("this is a copy of a parameter that FSDP gathers in FP8, which FSDP cannot gather")
+        q, scale = ops.quantize_weight(shard)
+        return (q.view(torch.uint8), scale.view(torch.uint8)), None
+
+
+def _post_all_gather(
+    gathered: tuple[Tensor, Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+) -> tuple[Tensor, tuple] | None:
+    q, scale = gathered
+    if out is None:
+        # FSDP frees what it gathers into; nothing else is allocated here.
+        return Fp8GatheredWeight(QuantizedWeight(q.view(FP8), scale.view(E8M0)), dtype), ()
+    weight = cast(Fp8GatheredWeight, out._local_tensor if isinstance(out, DTensor) else out)
+    if weight.quantized.q.data_ptr() != q.data_ptr():
+        raise RuntimeError(
+            "FSDP has gathered expert weights into other memory than the time before, which this version of PyTorch is "
+            "not expected to do; set fp8_flow_moe.fp8_all_gather = false"
+        )
+    return None

@@ -1,0 +1,115 @@
+"""The tensors that autograd keeps of a layer, as one record.
+
+Ops and autograd take and return flat lists of tensors. The record's parts are named, and :func:`layout` says, from the
+layer's specification alone, which fields of them there are and in which order. Packing and unpacking are one loop each,
+so a new field is a new field of a record, and nothing else::
+
+    weights, shared_weights   the parameters, not quantized: FSDP refills them before the backward
+    state                     of the dispatch, from which the backward's is resumed
+    routing                   offsets_E, token_M, score_M, row_TK
+    tokens                    one quantized row per token that arrived, or its payload
+    ffn                       h [h_scale] [a_q a_scale], nothing with recompute = "experts"
+    shared_rows               this rank's tokens as one group; without expert parallelism their q is that of ``tokens``
+    shared_ffn                as ffn, of the shared experts
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
+from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
+from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.rows import GroupRows, Routing
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec
+
+
+class LayerSpec(NamedTuple):
+    """A layer apart from its tensors.
+
+    Attributes:
+        shared: whether shared experts read the rows that are quantized for the routed ones.
+        check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
+    """
+
+    route: Route
+    expert: ExpertSpec
+    backward: BackwardSpec
+    shared: bool
+    check_ids: bool
+
+    @property
+    def dispatch(self) -> type[Dispatch]:
+        return BACKENDS[self.route.backend]
+
+    def encode(self) -> str:
+        """The specification as a string, which an op can take."""
+        flags = f"{int(self.shared)}{int(self.check_ids)}"
+        return f"{self.expert.encode()}|{self.backward.encode()}|{flags}|{self.route.encode()}"
+
+    @classmethod
+    @functools.cache
+    def decode(cls, text: str) -> "LayerSpec":
+        expert, backward, flags, route = text.split("|", 3)
+        shared, check_ids = (flag == "1" for flag in flags)
+        return cls(Route.decode(route), ExpertSpec.decode(expert), BackwardSpec.decode(backward), shared, check_ids)
+
+
+Layout = list[tuple[str, type, tuple[str, ...]]]
+"""Parts of :class:`Saved` in order: name, record, and which fields of the record there are."""
+
+
+def layout(spec: LayerSpec, *parts: str) -> Layout:
+    """The layout of these parts of a layer's :class:`Saved`."""
+    kind = spec.dispatch
+    own_rows = () if kind.travels else ("q",)  # of shared experts, without rows of their own
+    shared_rows = tuple(name for name in GroupRows._fields if name not in own_rows) if spec.shared else ()
+    ffn = saved_fields(spec.backward)
+    fields: dict[str, tuple[type, tuple[str, ...]]] = {
+        "weights": (ExpertWeights, ExpertWeights._fields),
+        "shared_weights": (ExpertWeights, ExpertWeights._fields),
+        "state": (kind.State, kind.State._fields),
+        "routing": (Routing, Routing._fields),
+        "tokens": (kind.Tokens, kind.Tokens._fields),
+        "ffn": (SavedFFN, ffn),
+        "shared_rows": (GroupRows, shared_rows),
+        "shared_ffn": (SavedFFN, ffn if spec.shared else ()),
+    }
+    return [(part, *fields[part]) for part in parts]
+
+
+_ABSENT: Any = None
+
+
+class Saved(NamedTuple):
+    """See the top of the file. Parts that are not there are None, and so are fields."""
+
+    weights: ExpertWeights[Any] = _ABSENT
+    shared_weights: ExpertWeights[Any] = _ABSENT
+    state: Any = _ABSENT
+    routing: Routing = _ABSENT
+    tokens: Any = _ABSENT
+    ffn: SavedFFN = _ABSENT
+    shared_rows: GroupRows = _ABSENT
+    shared_ffn: SavedFFN = _ABSENT
+
+    @property
+    def rows_of_shared(self) -> GroupRows:
+        """``shared_rows``, also where they share their q with ``tokens``."""
+        rows = self.shared_rows
+        return rows if rows.q is not None else rows._replace(q=self.tokens.q)
+
+    def pack(self, layout: Layout) -> list[Any]:
+        return [getattr(getattr(self, part), field) for part, _, fields in layout for field in fields]
+
+    @classmethod
+    def unpack(cls, layout: Layout, tensors: Sequence[Tensor | None]) -> "Saved":
+        """The inverse of :meth:`pack`."""
+        parts, rest = {}, list(tensors)
+        for part, record, fields in layout:
+            parts[part] = record(**dict.fromkeys(record._fields) | dict(zip(fields, rest, strict=False)))
+            rest = rest[len(fields) :]
+        assert not rest
+        return cls(**parts)
