@@ -1,9 +1,9 @@
-"""Draws the README's picture from the records of training: tokens/s and memory of bf16 and of this package.
+"""Draws the README's picture: tokens/s of bf16 and of this package, and tokens/s over memory as the batch grows.
 
-    python -m experiments.headline experiments/throughput/results.json docs/headline.png
+    python -m experiments.headline experiments/throughput docs/headline.png
 
-The bars are those of the newest run of ``SHAPE``. The first is the reference of the ratios. Ours is the last, in
-colour.
+The bars are those of the newest run of ``SHAPE`` in ``results.json``. The ratios are over the strongest bf16, ours is
+the last, in colour. The curves are the sweep's, of the cards in ``sweep.json``; without that file there are none.
 """
 
 import argparse
@@ -14,65 +14,84 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.pictures import save
-from experiments.tables import Records, value
+from experiments.tables import BF16, PEERS, Records, best, value
 
-TITLE, SHAPE = "DeepSeek-V3 16B, 6 layers", "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU"
-BARS = {
-    "bf16": "bf16, torchtitan",
-    "bf16_whole": "bf16, blocks compiled whole",
-    "torchao": "torchao, FP8 experts",
-    "naive_blockwise": "FP8, a cast around each GEMM",
-}
-PANELS = {
-    "train_16b": ("tokens/s, more is better", "{:,.0f}"),
-    "train_16b memory": ("peak memory in GiB, less is better", "{:.1f}"),
-}
-OURS, OTHERS = "#0072B2", "#B0B0B0"
+TITLE, MODEL = "DeepSeek-V3 16B, 6 layers", "16B, 6 layers"
+NAME, SHAPE = "train_16b", f"{MODEL}, sdpa, local batch 4, random routing, 1 GPU"
+LABEL, OURS, OTHERS = "FP8, titan_fp8moe", "#0072B2", "#B0B0B0"
 
 
-def bars(records: Records, name: str) -> dict[str, float]:
-    """The values of a panel by label, ours last."""
-    found = records.of(name, SHAPE)
-    others = {label: found[key]["reference_value"] for key, label in BARS.items() if key in found}
-    return others | {"FP8, titan_fp8moe": value(found)}
+def bars(records: Records) -> tuple[dict[str, float], float]:
+    """Tokens/s by label, ours last, and the strongest bf16's."""
+    found = records.of(NAME, SHAPE)
+    peers = {title: best(found, names) for title, names in PEERS.items()}
+    others = {title: found[peer]["reference_value"] for title, peer in peers.items() if peer}
+    strongest = max(found[peer]["reference_value"] for peer in (best(found, names) for names in BF16) if peer)
+    return others | {LABEL: value(found)}, strongest
 
 
-def draw_panel(axis: Axes, records: Records, name: str) -> None:
-    """One bar per variant, labelled with its value and its ratio to the first one's."""
-    label, number = PANELS[name]
-    found = bars(records, name)
+def draw_bars(axis: Axes, found: dict[str, float], strongest: float) -> None:
+    """One bar per variant, labelled with its value and its ratio to the strongest bf16's."""
     values = [*found.values()]
     axis.barh(range(len(values)), values, color=[OTHERS] * (len(values) - 1) + [OURS])
     for i, length in enumerate(values):
-        ratio = f" ({length / values[0]:.2f}x)" if i else ""
-        axis.text(length, i, f" {number.format(length)}{ratio}", va="center", fontsize=10)
+        axis.text(length, i, f" {length:,.0f} ({length / strongest:.2f}x)", va="center", fontsize=10)
     axis.set_yticks(range(len(values)), [*found], fontsize=10)
+    axis.invert_yaxis()
     axis.set_xlim(0, 1.45 * max(values))
     axis.set_xticks([])
-    axis.set_title(label, fontsize=10, loc="left")
+    axis.set_title("tokens/s, local batch 4", fontsize=10, loc="left")
     axis.spines[["top", "right", "bottom"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
 
 
-def draw(records: Records, path: Path) -> None:
-    """Writes the picture: tokens/s on the left, memory on the right."""
-    count = len(bars(records, "train_16b"))
-    figure, axes = plt.subplots(1, 2, figsize=(10, 0.55 * count + 0.9), sharey=True, layout="constrained")
-    for axis, name in zip(axes, PANELS, strict=True):
-        draw_panel(axis, records, name)
-    axes[0].invert_yaxis()  # shared: the first row is on top
-    first = next(iter(records.of("train_16b", SHAPE).values()))
-    source = f"{first['hardware']}, commit {first['commit']}, {first['date']}"
-    figure.suptitle(f"{TITLE} ({source})", fontsize=11)
+def curves(points: list[dict]) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """By card and variant, memory and tokens/s of the local batches that fit, smallest first."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for p in sorted(points, key=lambda p: p["local_batch"]):
+        if p["shape"].startswith(MODEL) and not p["error"]:
+            key = p["shape"].rpartition(", ")[2], p["variant"]
+            found.setdefault(key, []).append((p["memory_gib"], p["tokens_per_second"]))
+    return found
+
+
+def draw_curves(axis: Axes, found: dict[tuple[str, str], list[tuple[float, float]]]) -> None:
+    cards = list(dict.fromkeys(card for card, _ in found))
+    styles = list(dict.fromkeys(variant for _, variant in found))
+    for (card, variant), line in found.items():
+        label = f"{variant.replace(':checkpointing=', ', ').replace(':', ', ')}, {card}"
+        style = f"-{'osv^Dx*'[styles.index(variant) % 7]}"
+        alpha = 1 - 0.5 * cards.index(card) / len(cards)
+        color = OURS if variant.startswith("fp8") else OTHERS
+        axis.plot(*zip(*line, strict=True), style, color=color, alpha=alpha, markersize=4, label=label)
+    axis.set_title("tokens/s over GiB reserved, as the local batch grows", fontsize=10, loc="left")
+    axis.legend(fontsize=6)
+
+
+def draw(records: Records, points: list[dict], path: Path) -> None:
+    """Writes the picture."""
+    found, strongest = bars(records)
+    lines = curves(points)
+    size = (12 if lines else 6, max(0.55 * len(found) + 0.9, 3.5 if lines else 0))
+    figure, axes = plt.subplots(1, 1 + bool(lines), figsize=size, layout="constrained", squeeze=False)
+    draw_bars(axes[0, 0], found, strongest)
+    if lines:
+        draw_curves(axes[0, 1], lines)
+    first = next(iter(records.of(NAME, SHAPE).values()))
+    figure.suptitle(f"{TITLE} ({first['hardware']}, commit {first['commit']}, {first['date']})", fontsize=11)
     save(figure, path, dpi=150)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON file of records")
+    parser.add_argument("folder", type=Path, help="of results.json and sweep.json")
     parser.add_argument("picture", type=Path, help="the file to write")
     args = parser.parse_args()
-    draw(Records(json.loads(args.results.read_text())), args.picture)
+    records, points = (
+        json.loads(path.read_text()) if path.exists() else []
+        for path in (args.folder / "results.json", args.folder / "sweep.json")
+    )
+    draw(Records(records), points, args.picture)
 
 
 if __name__ == "__main__":

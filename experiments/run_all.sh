@@ -118,6 +118,6 @@ part numerics_run 500 python3 -m experiments.numerics.run --out experiments/nume
 part plots 60 bash -ec 'python3 -m experiments.throughput.plot experiments/throughput/results.json
     python3 -m experiments.kernels.plot experiments/kernels/results.json
     python3 -m experiments.gemm_range.plot experiments/gemm_range/results.json
-    python3 -m experiments.headline experiments/throughput/results.json docs/headline.png
+    python3 -m experiments.headline experiments/throughput docs/headline.png
     python3 -m experiments.tables'
 exit $failed

@@ -22,7 +22,14 @@ PAGES = (
     *("README.md", "docs/results.md"),
     *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel", "transformers")),
 )
-PEERS = ("bf16", "bf16_whole", "torchao", "naive_blockwise")
+PEERS = {  # titles of columns, and the references of which each shows the best
+    "bf16 as torchtitan compiles it": ("bf16",),
+    "bf16, blocks compiled whole": ("bf16_whole",),
+    "bf16, fused": ("bf16_fused",),
+    "torchao FP8 experts": ("torchao", "torchao_whole"),
+    "FP8, a cast around each GEMM": ("naive_blockwise", "naive_whole"),
+}
+BF16 = [*PEERS.values()][:3]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
 PRODUCTS = ("bf16", "torchao rowwise", "ours, FFN of products")
@@ -85,6 +92,18 @@ def cell(found: dict[str, Record], reference: str) -> str:
     return number(found[reference]["reference_value"]) if reference in found else ""
 
 
+def best(found: dict[str, Record], names: tuple[str, ...]) -> str:
+    """The fastest reference of these names, with whatever options; empty where none was measured."""
+    of_names = {key: r["reference_value"] for key, r in found.items() if key.partition(":")[0] in names}
+    return max(of_names, key=of_names.__getitem__, default="")
+
+
+def spread(found: dict[str, Record]) -> str:
+    """The largest spread of the repetitions of ours and of the references."""
+    spreads = [max(r["spread"].values()) for r in found.values() if "spread" in r]
+    return f"{max(spreads):.1%}" if spreads else ""
+
+
 def joined(*cells: str) -> str:
     return ", ".join(filter(None, cells))
 
@@ -96,7 +115,10 @@ def ratios(found: dict[str, Record], *references: str) -> str:
 
 
 def markdown(head: Row, rows: list[Row]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in (head, ["---"] * len(head), *rows))
+    """Without the columns of which nothing was measured."""
+    used = [i for i in range(len(head)) if not rows or any(row[i] for row in rows)]
+    lines = ([row[i] for i in used] for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(f"| {' | '.join(line)} |".replace("  ", " ") for line in lines)
 
 
 def source(used: list[Record]) -> str:
@@ -126,10 +148,12 @@ def training(records: Records) -> str:
         for shape in records.shapes(name, "bf16"):
             speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
             title = joined(setting(shape), name.partition(" ")[2])
-            peers = [joined(cell(speed, peer), cell(memory, peer)) for peer in PEERS]
-            rows.append([title, *peers, joined(ours(speed) + ratios(speed, "bf16", "bf16_whole"), ours(memory))])
-    head = ["tokens/s per GPU, GiB reserved", "bf16 as torchtitan compiles it", "bf16, blocks compiled whole"]
-    return markdown([*head, "torchao FP8 experts", "FP8, a cast around each GEMM", "titan_fp8moe"], rows)
+            peers = [best(speed, names) for names in PEERS.values()]
+            options = [peer.partition(":")[2].replace("checkpointing=", "") for peer in peers]
+            cells = [joined(cell(speed, p), cell(memory, p), o) for p, o in zip(peers, options, strict=True)]
+            mine = joined(ours(speed) + ratios(speed, *(best(speed, names) for names in BF16)), ours(memory))
+            rows.append([title, *cells, mine, spread(speed)])
+    return markdown(["tokens/s per GPU, GiB reserved", *PEERS, "titan_fp8moe", "spread"], rows)
 
 
 def variants(records: Records) -> str:
@@ -157,6 +181,22 @@ def largest_batch(records: Records) -> str:
                 [joined(setting(shape), *name.removesuffix(suffix).split()[1:]), cell(found, "bf16"), ours(found)]
             )
     return markdown(["sequences of 4,096 tokens", "bf16", "titan_fp8moe"], rows)
+
+
+def sweep(records: Records) -> str:
+    """The fastest point of each precision on a card, over local batch and checkpointing."""
+    rows = []
+    for name in [name for name in records.names("train_") if name.endswith(" fastest")]:
+        for shape in records.shapes(name):
+            (found,) = records.of(name, shape).values()
+            points = [found["points"][who] for who in ("reference", "ours")]
+            cells = [
+                f"{number(p['tokens_per_second'])}, {p['memory_gib']:.1f} (local batch {p['local_batch']}, "
+                f"{p['variant'].partition(':')[2] or 'defaults'})"
+                for p in points
+            ]
+            rows.append([setting(shape), *cells, f"**{found['speedup']:.2f}x**"])
+    return markdown(["highest tokens/s, GiB reserved", "bf16, fused", "titan_fp8moe", "speedup"], rows)
 
 
 def step(records: Records) -> str:
@@ -238,6 +278,18 @@ def sonicmoe(records: Records) -> str:
     return markdown(["ms, forward and backward", "SonicMoE, bf16", "titan_fp8moe", "with quantizing the weights"], rows)
 
 
+def routed_vs_fused_bf16(records: Records) -> str:
+    """Routed experts against the strongest bf16, weights quantized in each direction and beforehand."""
+    rows = []
+    for shape in records.shapes("routed_vs_fused_bf16", contains=BACK_TO_BACK):
+        found = records.of("routed_vs_fused_bf16", shape)
+        cached = number(next(iter(found.values()))["weights_cached"])
+        mine = number(value(found)) + ratios(found, "bf16 fused")
+        rows.append([shape.removesuffix(f", {BACK_TO_BACK}"), cell(found, "bf16 fused"), mine, cached])
+    head = ["ms, forward and backward", "bf16, fused", "titan_fp8moe", "without quantizing the weights"]
+    return markdown(head, rows)
+
+
 def ffns(records: Records) -> str:
     """FFNs that see every token, with weights and rows quantized in them; cuBLAS beside them in the record."""
     rows = []
@@ -299,14 +351,16 @@ def gemms(records: Records) -> str:
 
 
 def deepgemm(records: Records) -> str:
-    """Geometric means of our speed over DeepGEMM's, and the range."""
+    """Geometric means of our speed over DeepGEMM's, and the range. Its kernels are compiled for all SMs: the state with
+    busy ones is left out."""
     rows = []
     for name, title in (
         ("grouped_mm", "forward"),
-        ("grouped_mm_wgrad", "weight gradient"),
-        ("grouped_mm_wgrad_fp32", "weight gradient, fp32 output"),
+        ("grouped_mm_wgrad", "weight gradient to bf16, DeepGEMM's added to fp32"),
+        ("grouped_mm_wgrad_fp32", "weight gradient to fp32, DeepGEMM's added to it"),
+        ("grouped_mm_wgrad_added", "weight gradient added to fp32 by both"),
     ):
-        for state in STATES:
+        for state in STATES[:2]:
             found = [records.of(name, shape).get("deepgemm") for shape in records.shapes(name, contains=f", {state}")]
             speedups = [r["speedup"] for r in found if r]
             if speedups:
@@ -435,12 +489,12 @@ HEADLINE = {  # a row, the record's name and shape, its unit
         "tokens/s",
     ),
     "MoE layer of Kimi-K2, 48 experts, 8,192 tokens": (
-        "moe_layer",
+        "moe_layer_with_weights",
         "Kimi-K2, 48 experts per GPU, 8192 tokens, 1 GPU",
         "ms",
     ),
     "MoE layer of GLM-4.5-Air, 128 experts, 8,192 tokens": (
-        "moe_layer",
+        "moe_layer_with_weights",
         "GLM-4.5-Air, 128 experts per GPU, 8192 tokens, 1 GPU",
         "ms",
     ),
@@ -448,21 +502,26 @@ HEADLINE = {  # a row, the record's name and shape, its unit
 
 
 def headline(records: Records) -> str:
+    """Bold is the speedup over the strongest bf16 that was measured."""
     rows = []
     for title, (name, shape, unit) in HEADLINE.items():
-        found = {reference.replace("_", " "): r for reference, r in records.of(name, shape).items()}
+        found = {reference.replace(" ", "_"): r for reference, r in records.of(name, shape).items()}
         if found:
-            peers = [cell(found, "bf16"), cell(found, "bf16 whole")]
-            rows.append(
-                [f"{title}, {unit}", *peers, number(value(found)), ratios(found, "bf16", "bf16 whole").strip(" ()")]
-            )
-    return markdown(["", "bf16 as torchtitan compiles it", "bf16, compiled whole", "titan_fp8moe", "speedup"], rows)
+            peers = [best(found, names) for names in BF16]
+            speedups = [found[peer]["speedup"] for peer in peers if peer]
+            marks = ["**" if speedup == min(speedups) else "" for speedup in speedups]
+            shown = ", ".join(f"{m}{speedup:.2f}x{m}" for m, speedup in zip(marks, speedups, strict=True))
+            cells = [*(cell(found, peer) for peer in peers), number(value(found)), shown]
+            rows.append([f"{title}, {unit}", *cells, spread(found)])
+    head = ["bf16 as torchtitan compiles it", "bf16, compiled whole", "bf16, fused", "titan_fp8moe", "speedup"]
+    return markdown(["", *head, "spread"], rows)
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, variants, largest_batch, step, layers, layer_ablations, sonicmoe, ffns),
+        *(headline, training, variants, sweep, largest_batch, step, layers, layer_ablations, sonicmoe, ffns),
+        routed_vs_fused_bf16,
         *(transformers, transformers_token, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
 }

@@ -149,7 +149,7 @@ GPU_SCRIPTS = sorted(
     path
     for folder in ("kernels", "throughput", "gemm_range", "transformers", "expert_parallel")
     for path in (Path(__file__).parents[1] / "experiments" / folder).glob("*.py")
-    if "__main__" in path.read_text() and path.stem not in ("plot", "setting", "one_more_layer", "calculate")
+    if "__main__" in path.read_text() and path.stem not in ("plot", "setting", "calculate")
 )
 
 

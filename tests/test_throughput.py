@@ -1,6 +1,5 @@
 """The parts of experiments/throughput that decide what its numbers mean, and what is left when something fails."""
 
-import argparse
 import functools
 import gc
 import gzip
@@ -21,11 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 from torchtitan.models.moe import kernels as torchtitan_kernels
+from torchtitan.models.moe.moe import MoE
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments import ablations
-from experiments.throughput import host_time, layer, one_more_layer, plot, profile_step, train, variants
+from experiments import ablations, provenance
+from experiments.throughput import fused_bf16, host_time, layer, plot, profile_step, sweep, train, variants
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
     TRACED,
@@ -93,13 +93,13 @@ def test_every_kernel_of_the_package_has_its_class():
     own, found = own_kernels(), kernels_of_the_package()
     assert own.keys() == found.keys()
     parts = {
+        "dispatch.symmetric": "communication",
         "kernels.gemm": "grouped GEMM",
         "kernels.launch": "other pointwise",
         "kernels.permute": "permute, pack, unpermute",
         "kernels.quantize": "quantize",
         "kernels.routing": "permute, pack, unpermute",
         "kernels.swiglu": "SwiGLU",
-        "kernels.symmetric": "communication",
         "kernels.transpose": "transpose",
     }
     by_module = {name: next(part for part in parts if f"{part}." in f"{module}.") for name, module in found.items()}
@@ -244,22 +244,6 @@ def test_host_bound_share():
     assert profile_step.records({"bf16": 0.1}, {}, "") == []
 
 
-def test_one_more_layer():
-    """Compares steps per variant and reference; other settings and depths further apart have no difference."""
-    shape = "16B, {} layers, sdpa, local batch {}, random routing, 1 GPU"
-
-    def record(layers: int, batch: int, ours: float, theirs: float, **fields) -> dict:
-        r = dict(name="train_16b", shape=shape.format(layers, batch), value=ours, reference_value=theirs)
-        return r | dict(reference="bf16_whole", unit="tokens/s/GPU", hardware=f"GPU of {layers}") | fields
-
-    records = [record(5, 4, 1e6 / 10, 1e6 / 14), record(6, 4, 1e6 / 12, 1e6 / 18), record(8, 4, 1e6 / 13, 1e6 / 20)]
-    records += [record(6, 1, 1e5, 1e5), record(5, 4, 10, 10, unit="GiB reserved"), record(5, 1, 1, 1, reference="bf16")]
-    (found,) = one_more_layer.differences(records)
-    assert found["name"] == "train_16b one more layer" and found["shape"] == shape.format("5 to 6", 4)
-    assert (found["value"], found["reference_value"], found["speedup"]) == pytest.approx((2, 4, 2))
-    assert found["hardware"] == "GPU of 6"
-
-
 def test_host_time(tmp_path: Path, monkeypatch, capsys):
     """A whole run on the CPU, where C functions count with the Python that calls them."""
     options = ["--model", "tiny", "--experts", "6", "--tokens", "64", "--rounds", "1", "--top", "20", "--out"]
@@ -341,7 +325,8 @@ def test_variants_of_a_layer(monkeypatch):
     one of two that are equal bit for bit, and of the ablations one changes the gradients of weights."""
     monkeypatch.setattr(torchtitan_kernels, "fill_indices_cpu", fill_indices)
     monkeypatch.setattr(ablations, "requantize", ablations.requantize.__wrapped__)  # here eager, for speed
-    names = ["bf16 eager", "bf16 whole", "fp8 with weight quantization", "fp8", "fp8 with bf16 shared experts"]
+    names = ["bf16 eager", "bf16 whole", "bf16 fused", "fp8 with weight quantization", "fp8"]
+    names += ["fp8 with bf16 shared experts"]
     names += variants.ABLATIONS
     chosen, _, missing = layer.choose(TINY, 1, names)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -349,13 +334,23 @@ def test_variants_of_a_layer(monkeypatch):
     torch.manual_seed(0)
     bench = variants.Bench(TINY, 1, chosen)
     assert not missing and not layer.warm_up(bench)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 7
     result = next(layer.measure(bench, [], {}, 1, 1e-3))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 7
     outs = {name: bench.forwards[name]().detach() for name in names}
     errors = {name: relative_error(out, outs["bf16 eager"]) for name, out in outs.items()}
-    assert errors["bf16 whole"] < 0.01 < errors["fp8 with bf16 shared experts"] < errors["fp8"] < 0.1
+    assert (
+        max(errors["bf16 whole"], errors["bf16 fused"])
+        < 0.01
+        < errors["fp8 with bf16 shared experts"]
+        < errors["fp8"]
+        < 0.1
+    )
     assert torch.equal(outs["fp8"], outs["fp8 with weight quantization"])
+    for name in names:  # each step is one forward
+        bench.first.tokens_per_expert.zero_()
+        bench.step(name)
+        assert bench.first.tokens_per_expert.sum() == TINY.tokens * variants.MODELS["tiny"].top_k, name
     grads = {}
     for name in ("fp8", *variants.ABLATIONS):
         bench.step(name)
@@ -363,16 +358,44 @@ def test_variants_of_a_layer(monkeypatch):
     requantized = [relative_error(a, b) for a, b in zip(grads["fp8 requantize"], grads["fp8"], strict=True)]
     assert all(0 < error < 0.05 for error in requantized)
     assert all(map(torch.equal, grads["fp8 unfused permute"], grads["fp8"]))
-    assert layer.references("fp8 requantize") == ["bf16", "bf16 whole", "fp8"]
+    assert layer.references("fp8 requantize") == [*layer.REFERENCES, "fp8"]
     assert {*result["saved_bytes_per_token"]} == {*names} - {"fp8 with weight quantization"}
+
+
+@pytest.mark.parametrize("amp", [True, False], ids=["autocast of fp32", "bf16"])
+def test_fused_experts_are_torchtitans(amp):
+    """The strongest bf16 computes torchtitan's layer and all of its gradients, in one graph."""
+    torch.manual_seed(0)
+    arguments = variants.Shape("tiny", 6, 64).moe_args(1)
+    arguments._debug_force_load_balance = False  # groups of many sizes
+    moe = MoE(arguments, 256, 128)
+    with torch.no_grad():
+        moe.init_weights(0.02, torch.device("cpu"))
+    moe = moe if amp else moe.bfloat16()
+    x = torch.randn(2, 32, 256, dtype=moe.experts.w1.dtype).requires_grad_()
+    leaves, dout = {"x": x} | dict(moe.named_parameters()), torch.randn_like(x)
+
+    def step(call: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            out = call(x)
+        return {"out": out.detach()} | dict(zip(leaves, torch.autograd.grad(out, leaves.values(), dout), strict=True))
+
+    want = step(moe)
+    moe.__class__ = fused_bf16.FusedMoE
+    got = step(torch.compile(moe, fullgraph=True, backend="aot_eager"))
+    assert max(relative_error(got[name], tensor) for name, tensor in want.items()) < 0.01
+    assert {name: tensor.dtype for name, tensor in got.items()} == {name: t.dtype for name, t in want.items()}
 
 
 def test_variants_of_a_shape():
     """Nothing compiles whole under expert parallelism, and a layer without shared experts has one variant less."""
     shape = variants.Shape("Qwen3-30B", 128, 4096)
-    chosen, captured, missing = layer.choose(shape, 2, ["bf16 whole", "fp8", "fp8 with bf16 shared experts"])
-    assert [(name, v.compiled) for name, v in chosen.items()] == [("fp8", "parts")]
-    assert not captured and missing.keys() == {"bf16 whole", "fp8 with bf16 shared experts"}
+    names = ["bf16", "bf16 whole", "bf16 fp32 bmm", "fp8", "fp8 with bf16 shared experts"]
+    chosen, captured, missing = layer.choose(shape, 2, names)
+    assert [(name, v.compiled, v.autocast) for name, v in chosen.items()] == [
+        ("bf16", "parts", False), ("fp8", "parts", False)
+    ]  # fmt: skip
+    assert not captured and missing.keys() == {*names} - {"bf16", "fp8"}
     chosen, captured, _ = layer.choose(shape, 1, ["fp8 as a CUDA graph", "bf16"])
     assert [(name, v.compiled) for name, v in chosen.items()] == [("fp8", "whole"), ("bf16", "parts")]
     assert captured == ["fp8"] and shape.moe_args(2).num_experts == 256
@@ -405,9 +428,9 @@ def test_what_is_known_of_a_layer_is_kept(tmp_path: Path, capsys):
 def profiled_result(gpus: int) -> dict:
     classes = {name: {"grouped GEMM": (6.0, 9), "copy": (3.0, 4)} for name in ("bf16", "bf16 whole")}
     classes["fp8"] = {"grouped GEMM": (4.0, 7)}
-    ms = {"bf16": [10.0], "bf16 whole": [9.0], "fp8": [5.0], "fp8 with weight quantization": [8.0]}
-    ms |= {"fp8 recompute=none": [4.0], "bf16 as a CUDA graph": [7.0], "fp8 as a CUDA graph": [2.0]}
-    saved = {"bf16": 8.0, "fp8": 4.0, "fp8 recompute=none": 6.0}
+    ms = {"bf16": [10.0, 30.0, 8.0], "bf16 whole": [9.0], "fp8": [4.0, 5.0, 6.0], "fp8 with weight quantization": [8.0]}
+    ms |= {"fp8 requantize": [4.0], "bf16 as a CUDA graph": [7.0], "fp8 as a CUDA graph": [2.0]}
+    saved = {"bf16": 8.0, "fp8": 4.0, "fp8 requantize": 6.0}
     return partial_result() | dict(gpus=gpus, ms=ms, classes=classes, saved_bytes_per_token=saved)
 
 
@@ -419,11 +442,13 @@ def test_names_of_layer_records():
         ("moe_layer", "bf16 whole"): 1.8,
         ("moe_layer_with_weights", "bf16"): 1.25,
         ("moe_layer_with_weights", "bf16 whole"): 1.125,
-        ("moe_layer recompute=none", "bf16"): 2.5,
-        ("moe_layer recompute=none", "bf16 whole"): 2.25,
+        ("moe_layer requantize", "bf16"): 2.5,
+        ("moe_layer requantize", "bf16 whole"): 2.25,
+        ("moe_layer requantize", "fp8"): 1.25,
         ("moe_layer as a CUDA graph", "bf16 as a CUDA graph"): 3.5,
         ("moe_layer saved", "bf16"): 2.0,
-        ("moe_layer saved recompute=none", "bf16"): pytest.approx(4 / 3),
+        ("moe_layer saved requantize", "bf16"): pytest.approx(4 / 3),
+        ("moe_layer saved requantize", "fp8"): pytest.approx(2 / 3),
     }
     assert [r["reference"] for r in found if "classes" in r] == ["bf16", "bf16 whole"]
 
@@ -485,40 +510,90 @@ def test_end_of_a_run(tmp_path: Path, log, program, answer):
     run.process.wait()
 
 
-@pytest.mark.parametrize("fitting", range(3, 14))
-def test_largest_batch(monkeypatch, tmp_path, fitting):
-    log = tmp_path / "log"
-    step = "[rank0]:[titan] step:  {} loss:  8.2  grad_norm:  1.2  memory: 136.70GiB(97.78%)  tps: {}  tflops: 1\n"
-    retries = "[rank0]:[titan] - WARNING - {} CUDA memory allocation retries.\n"
-    log.write_text(retries.format(2) + step.format(2, "9,338") + retries.format(6) + step.format(4, "8,569"))
+def climb(fitting: int, first: int) -> dict[int, bool]:
+    """What a curve tries, where so many sequences fit."""
+    fits = {}
+    while batch := sweep.next_batch(fits, first):
+        assert batch not in fits and len(fits) < 12
+        fits[batch] = batch <= fitting
+    return fits
 
-    class FakeRun:
-        def __init__(self, variant, args, seed, label, extra):
-            self.batch = int(extra[0].split("=")[1])
-            self.log = log
 
-        def begin(self):
-            pass
+@pytest.mark.parametrize("fitting", [1, 3, 4, 30, 48, 100])
+def test_the_sweep_finds_the_largest_batch(fitting):
+    fits = climb(fitting, 4)
+    largest = max(batch for batch, fitted in fits.items() if fitted)
+    assert largest <= fitting <= largest + largest // 16
+    assert not any(climb(0, 4).values())
 
-        def wait(self, timeout):
-            return None if self.batch <= fitting else train.OUT_OF_MEMORY
 
-        def end(self):
-            pass
+def point(variant: str, batch: int, speed: float | None, error: str | None = None) -> dict:
+    return dict(variant=variant, local_batch=batch, tokens_per_second=speed, memory_gib=10.0 * batch, error=error)
 
-    monkeypatch.setattr(train, "Run", FakeRun)
-    args = argparse.Namespace(largest_batch=(4, 12), begin=time.monotonic(), budget=100, timeout=1)
-    found = train.largest_batch("bf16", args, {})
-    assert found["largest"] == (min(fitting, 12) if fitting >= 4 else 0) and len(found["tried"]) <= 4
-    assert found["found"] == (4 <= fitting < 12)  # else it is below the first, or perhaps above the last
-    said = {batch: "fits, 8,569 tokens/s/GPU, 6 allocation retries" for batch in found["tried"] if batch <= fitting}
-    assert found["tried"] == dict.fromkeys(found["tried"], train.OUT_OF_MEMORY) | said
-    args.budget = -1
-    assert not train.largest_batch("bf16", args, {})["found"]
-    earlier = {13: "fits, 1 tokens/s/GPU, 0 allocation retries", 14: train.OUT_OF_MEMORY}
-    assert train.largest_batch("bf16", args, earlier) == {
-        "variant": "bf16", "largest": 13, "found": True, "tried": earlier
-    }  # fmt: skip
+
+def test_what_a_sweep_has_left_and_says():
+    """Curves go on where they ended; one that failed does not. The fastest point and the largest batch differ."""
+    points = [point("bf16_fused:a", 4, 50.0), point("bf16_fused:b", 4, 40.0), point("bf16_fused:b", 8, 45.0)]
+    points += [
+        point("bf16_fused:a", 8, None, train.OUT_OF_MEMORY),
+        point("fp8_flow", 4, 90.0),
+        point("fp8_flow", 6, 80.0),
+    ]
+    points += [point("fp8_flow:c", 4, None, "ended with exit code 1")]
+    left = sweep.todo(points, ["bf16_fused:a", "bf16_fused:b", "fp8_flow", "fp8_flow:c", "fp8_flow:d"], 4)
+    assert left == [("bf16_fused:a", 6), ("bf16_fused:b", 16), ("fp8_flow", 12), ("fp8_flow:d", 4)]
+    found = sweep.records(points, "16b", "shape")
+    assert [(r["name"], r["value"], r["reference_value"], r["speedup"]) for r in found] == [
+        ("train_16b fastest", 90.0, 50.0, 1.8), ("train_16b largest local batch", 6, 8, 0.75),
+    ]  # fmt: skip
+    assert found[0]["points"]["reference"]["variant"] == "bf16_fused:a"
+    assert sweep.records(points[:4], "16b", "shape") == []
+
+
+def test_a_point_of_a_sweep(tmp_path: Path, monkeypatch):
+    """Median of the steps after the warm-up; a run without memory has no speed."""
+    step = "[rank0]:[titan] step: {:2}  loss:  8.2  grad_norm:  1.2  memory: {}GiB(97.78%)  tps: {}  tflops: 1\n"
+    log = "".join(step.format(n, 60 + n, speed) for n, speed in ((2, 1), (6, 5), (8, "9,300"), (10, 800), (12, 900)))
+    log += "[rank0]:[titan] - WARNING - 6 CUDA memory allocation retries.\n"
+    monkeypatch.setattr(sweep, "Run", lambda *_: stub_run(tmp_path, log))
+    monkeypatch.setattr(Run, "begin", lambda self: None)
+    monkeypatch.setattr(Run, "end", lambda self: self.process.kill() or self.process.wait())
+    found = sweep.measure("fp8_flow", 8, None, 5)
+    assert (found["tokens_per_second"], found["memory_gib"], found["allocation_retries"]) == (900, 72, 6)
+    log = f"{log[: log.index('step: 12')]}\n[rank0]:torch.OutOfMemoryError: CUDA out of memory."
+    found = sweep.measure("fp8_flow", 8, None, 5)
+    assert found["error"] == train.OUT_OF_MEMORY and found["tokens_per_second"] is None
+
+
+def test_each_repetition_has_an_order_of_its_own():
+    variants = [*"abcdef"]
+    runs = train.drawn(variants, [0, 1, 2])
+    orders = [[variant for variant, seed in runs if seed == n] for n in range(3)]
+    assert all(sorted(order) == variants for order in orders) and [seed for _, seed in runs[::6]] == [0, 1, 2]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_checkpointing_of_a_variant():
+    args = train.parser("").parse_args(["--out", "o", "--layers", "6", "--attention", "sdpa"])
+    found = {mode: train.overrides(f"bf16_fused:checkpointing={mode}", args, 0) for mode in train.CHECKPOINTING}
+    assert "--model.converters=balanced_random,save_grouped_mm,fused_bf16,whole_blocks" in found["saved"]
+    assert [flag for flag in found["none"] if "check" in flag] == ["--activation_checkpoint.mode=none"]
+    assert [flag for flag in found["full"] if "check" in flag] == ["--activation_checkpoint.mode=full"]
+    ours = train.overrides("fp8_flow:checkpointing=none,save_h=fp8", args, 0)
+    assert "--fp8_flow_moe.save_h=fp8" in ours and not any("fp8_flow_moe.checkpointing" in flag for flag in ours)
+    for variant in ("bf17", "bf16:checkpointing=some"):
+        with pytest.raises(SystemExit, match=f"no variant {variant}"):
+            train.overrides(variant, args, 0)
+
+
+def test_records_come_from_a_commit(monkeypatch):
+    for commit, trial in (("c1", False), ("c1+", True)):
+        monkeypatch.setattr(provenance, "commit", lambda commit=commit: commit)
+        provenance.require_commit(trial)
+    for commit, message in (("c1+", "files differ from commit c1; commit them"), (None, "there is no checkout")):
+        monkeypatch.setattr(provenance, "commit", lambda commit=commit: commit)
+        with pytest.raises(SystemExit, match=message):
+            provenance.require_commit(False)
 
 
 def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
@@ -531,17 +606,27 @@ def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
     assert shape == "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU, training.seq_len=8192"
     assert args.work.is_dir() and args.work.parent == tmp_path
     assert "--model.flavor=16B_6_layers_sdpa" in train.overrides("bf16", args, 0)
-    speeds = {"bf16": 10.0, "fp8_flow": 20.0, "fp8_flow:save_h=fp8,recompute=none": 16.0, "torchao": 8.0}
+    speeds = {"bf16": 10.0, "fp8_flow": 20.0, "fp8_flow:save_h=fp8,recompute=none": 16.0}
+    speeds["torchao:checkpointing=none"] = 8.0
     results = [dict(variant=v, error=None, median_tokens_per_second=s, peak_memory_gib=None) for v, s in speeds.items()]
     option = "train_qwen3_30b save_h=fp8 recompute=none"
     assert [(r["name"], r["reference"], r["speedup"]) for r in train.records(results, "qwen3_30b", shape)] == [
-        ("train_qwen3_30b", "bf16", 2.0), ("train_qwen3_30b", "torchao", 2.5),
-        (option, "bf16", 1.6), (option, "torchao", 2.0), (option, "fp8_flow", 0.8),
+        ("train_qwen3_30b", "bf16", 2.0), ("train_qwen3_30b", "torchao:checkpointing=none", 2.5),
+        (option, "bf16", 1.6), (option, "fp8_flow", 0.8), (option, "torchao:checkpointing=none", 2.0),
     ]  # fmt: skip
-    found = [dict(variant=v, largest=n, found=True) for v, n in (("bf16", 4), ("fp8_flow:save_h=fp8", 6))]
-    assert [(r["name"], r["speedup"]) for r in train.batch_records(found, "16b", shape)] == [
-        ("train_16b save_h=fp8 largest local batch", 1.5)
+
+
+def test_training_records_of_three_repetitions():
+    """Medians of known speeds, and of each the largest less the smallest."""
+    results = [
+        dict(variant=variant, error=None, median_tokens_per_second=speed * scale, peak_memory_gib=gib * scale)
+        for variant, speed, gib in (("bf16", 100.0, 50.0), ("fp8_flow", 150.0, 40.0))
+        for scale in (1.0, 1.4, 0.9)
     ]
+    speed, memory = train.records(results, "16b", "shape")
+    assert (speed["value"], speed["reference_value"], speed["speedup"]) == (150, 100, 1.5)
+    assert (memory["value"], memory["reference_value"], memory["speedup"]) == (40, 50, 1.25)
+    assert speed["spread"] == {"ours": pytest.approx(0.5), "reference": pytest.approx(0.5)}
 
 
 def test_flavors_of_the_setting():
@@ -583,6 +668,7 @@ def test_log(tmp_path: Path):
     records = train.records([result, failed, fp8], "16b", "shape")
     assert [(r["name"], r["reference"]) for r in records] == [("train_16b", "bf16"), ("train_16b memory", "bf16")]
     assert [r["speedup"] for r in records] == pytest.approx([2.0, 91.9 / 80])
+    assert "spread" not in records[0]
     assert "| 11,030 (11,020 to 11,040) out of memory |" in train.table([failed], [10])
     run.log.write_text(lines.replace("8.21696", "nan", 2))
     assert run.result(None)["error"] == "the loss is nan at step 10"

@@ -9,6 +9,8 @@ path in FP8 and to bf16 rows as torchtitan moves them, in less than nine minutes
 
 import argparse
 import os
+import random
+import statistics
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.provenance import add_trial, require_commit
 from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts
 from titan_fp8moe.dispatch.symmetric import kernels, workspace
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
@@ -249,15 +252,25 @@ def slowest_ms(run: Callable[[], object], repeats: int = 10) -> float:
     return max(times)
 
 
+def in_turn(runs: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median of :func:`slowest_ms`, in an order drawn anew for each round, the same on all ranks."""
+    draw, times = random.Random(0), {name: [] for name in runs}
+    for _ in range(rounds):
+        for name in draw.sample(list(runs), len(runs)):
+            times[name].append(slowest_ms(runs[name]))
+    return {name: statistics.median(ms) for name, ms in times.items()}
+
+
 class Bf16Rows:
     """What torchtitan's expert parallelism moves: a bf16 row for each routed pair, sorted by expert, sent and permuted.
-    Split sizes are known beforehand, so that no wait for them is in the times."""
+    Its combine scatters the rows and multiplies them by the scores in fp32, as torchtitan's MoE does under FSDP. Split
+    sizes are known beforehand, so that no wait for them is in the times."""
 
     def __init__(self, layer: Layer, E: int):
         N, K = dist.get_world_size(), layer.ids.shape[1]
-        self.x = layer.x.detach()
-        order = layer.ids.flatten().argsort(stable=True)
-        self.token = order // K
+        self.x, self.scores = layer.x.detach(), layer.scores.detach()
+        self.order = layer.ids.flatten().argsort(stable=True)
+        self.token = self.order // K
         self.counts = torch.bincount(layer.ids.flatten(), minlength=N * E).view(N, E)
         received = torch.empty_like(self.counts)
         dist.all_to_all_single(received, self.counts)
@@ -275,7 +288,10 @@ class Bf16Rows:
         arrived = torch.empty_like(self.rows).index_copy_(0, self.permutation, self.rows)
         back = self.x.new_empty(sum(self.send), self.x.shape[1])
         dist.all_to_all_single(back, arrived, self.send, self.receive)
-        return torch.zeros_like(self.x).index_add_(0, self.token, back)
+        unsorted = torch.zeros_like(back)
+        unsorted[self.order] = back
+        rows_TKD = unsorted.view(*self.scores.shape, -1).float()
+        return torch.bmm(self.scores.unsqueeze(1), rows_TKD).squeeze(1).to(self.x.dtype)
 
 
 def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], None]]:
@@ -356,9 +372,10 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
             others = {"all_to_all": all_to_all_phases(layer, shape)}
             bf16 = Bf16Rows(layer, shape.E)
             others["bf16"] = {"dispatch": bf16.dispatch, "combine": bf16.combine}
-            ms = {f"{phase} symmetric": slowest_ms(phases[phase]) for phase in ("dispatch", "combine")}
+            runs = {f"{phase} symmetric": phases[phase] for phase in ("dispatch", "combine")}
             for name, functions in others.items():
-                ms |= {f"{phase} {name}": slowest_ms(function) for phase, function in functions.items()}
+                runs |= {f"{phase} {name}": function for phase, function in functions.items()}
+            ms = in_turn(runs)
             where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
             remote = dict(remote_tokens=phases["remote"]())
             for phase in ("dispatch", "combine"):
@@ -367,11 +384,11 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
                 for reference in ("all_to_all", "bf16"):
                     name = f"ep_{phase} dispatch=symmetric"
                     yield record(name, where, mine, reference, ms[f"{phase} {reference}"], **remote)
-            del layer, phases, others, bf16
+            del layer, phases, others, bf16, runs
             torch.cuda.empty_cache()
     for shape in SHAPES:
         if shape.name == "16B":
-            ms = {d: slowest_ms(Layer(shape, dispatch=d).step) for d in ("all_to_all", "symmetric")}
+            ms = in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
             where = f"{shape}, {dist.get_world_size()} GPUs"
             yield record("ep_routed_experts dispatch=symmetric", where, ms["symmetric"], "all_to_all", ms["all_to_all"])
 
@@ -396,6 +413,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="records are added to this file")
     parser.add_argument("--part", choices=[*LIMITS], help="one part only, in this process")
+    add_trial(parser)
     args = parser.parse_args()
     if args.part == "processes" and "RANK" in os.environ:
         return processes(args.out)
@@ -405,6 +423,7 @@ def main() -> None:
             write_records(args.out, [record])
         return None
     require_gpu()
+    require_commit(args.trial)
     gpus, failed = torch.cuda.device_count(), []
     ranks, limits = (4, LIMITS) if gpus == 1 else (min(gpus, 8), LIMITS_SEVERAL)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -5,18 +5,18 @@
 "ours" is :mod:`titan_fp8moe.layer.ffn`, forward and backward: from fp8 rows and fp8 gradient rows, SwiGLU, score,
 transposes and all six GEMMs, with weights quantized beforehand. The row below it quantizes weights in the forward and
 again in the backward, as training does. The row after that casts all M rows in both directions, where the layer casts
-each token once. References take bf16 rows, apply no score, and compute dx and the three weight gradients by autograd:
+each token once. References take bf16 rows, apply no score and hold gate and up as one weight; compiled, they compute dx
+and the weight gradients by autograd:
 
-* ``bf16``: three ``torch._grouped_mm`` and SwiGLU, eager and compiled.
-* ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, compiled; casts included.
+* ``bf16``: two ``torch._grouped_mm`` and SwiGLU.
+* ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, casts included.
 
-Milliseconds back to back and after idling, see :func:`titan_fp8moe.testing.median_ms`. Then the time of each of our
-kernels. Records are written after each layer.
+Milliseconds back to back and after idling, see :func:`titan_fp8moe.testing.median_ms`. Records are written after each
+layer.
 """
 
 import argparse
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -64,22 +64,25 @@ def ours(
     return run
 
 
-def bf16_ffn(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offsets_E: Tensor) -> Tensor:
-    h = torch.nn.functional.silu(torch._grouped_mm(x, w1.transpose(1, 2), offs=offsets_E))
-    h = h * torch._grouped_mm(x, w3.transpose(1, 2), offs=offsets_E)
-    return torch._grouped_mm(h, w2.transpose(1, 2), offs=offsets_E)
+def fused_ffn(product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable:
+    """An FFN of two such products of rows and transposed weights."""
+
+    def ffn(x: Tensor, w13: Tensor, w2: Tensor, offsets_E: Tensor) -> Tensor:
+        gate, up = product(x, w13.transpose(1, 2), offsets_E).chunk(2, 1)
+        return product(torch.nn.functional.silu(gate) * up, w2.transpose(1, 2), offsets_E)
+
+    return ffn
 
 
-def torchao_ffn(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offsets_E: Tensor) -> Tensor:
-    def mm(a, w):
-        return _to_fp8_rowwise_then_scaled_grouped_mm(
-            a, w.transpose(1, 2), offsets_E, pad_token_groups_for_grouped_mm=False
-        )
-
-    return mm(torch.nn.functional.silu(mm(x, w1)) * mm(x, w3), w2)
+def bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return torch._grouped_mm(x, w, offs=offs)
 
 
-def by_autograd(ffn: Callable, x: Tensor, dy: Tensor, weights: ExpertWeights, offsets_E: Tensor) -> Callable:
+def torchao(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return _to_fp8_rowwise_then_scaled_grouped_mm(x, w, offs, pad_token_groups_for_grouped_mm=False)
+
+
+def by_autograd(ffn: Callable, x: Tensor, dy: Tensor, weights: list[Tensor], offsets_E: Tensor) -> Callable:
     leaves = [t.detach().requires_grad_() for t in (x, *weights)]
     return lambda: torch.autograd.grad(ffn(*leaves, offsets_E), leaves, dy)
 
@@ -91,22 +94,6 @@ def compiled(ffn: Callable) -> Callable:
 
 def cast_both(x: Tensor, dy: Tensor) -> tuple:
     return ops.quantize_rows(x), ops.quantize_rows(dy)
-
-
-def kernel_times(run: Callable, runs: int = 5) -> dict[str, tuple[int, float]]:
-    """Launches and milliseconds of each kernel in one run."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(runs):
-            run()
-        torch.cuda.synchronize()
-    found = defaultdict(lambda: [0, 0.0])
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name][0] += 1
-            found[event.name][1] += event.device_time * 1e-3
-    return {
-        name: (count // runs, ms / runs) for name, (count, ms) in sorted(found.items(), key=lambda item: -item[1][1])
-    }
 
 
 def main() -> None:
@@ -129,14 +116,13 @@ def main() -> None:
         shapes = (E, H, D), (E, D, H), (E, H, D)
         weights = ExpertWeights(*(torch.randn(shape, device="cuda", dtype=BF16) * 0.02 for shape in shapes))
         inputs = x, dy, weights, group_ends(M, E)
-        run = ours(*inputs)
+        fused = x, dy, [torch.cat((weights.w1, weights.w3), 1), weights.w2], inputs[3]
         candidates = {
             "ours": ours(*inputs, WeightCache()),
-            "ours, weights quantized": run,
+            "ours, weights quantized": ours(*inputs),
             "two row casts": partial(cast_both, x, dy),
-            "bf16": by_autograd(bf16_ffn, *inputs),
-            "bf16, compiled": by_autograd(compiled(bf16_ffn), *inputs),
-            "torchao rowwise, compiled": by_autograd(compiled(torchao_ffn), *inputs),
+            "bf16, compiled": by_autograd(compiled(fused_ffn(bf16)), *fused),
+            "torchao rowwise, compiled": by_autograd(compiled(fused_ffn(torchao)), *fused),
         }
         times = median_ms(candidates, 5, launched(100))
         print(f"\n{layer}: M {M}, E {E}, D {D}, H {H}; ms back to back, after idling")
@@ -159,10 +145,7 @@ def main() -> None:
                 )
         if args.out:
             write_records(args.out, records)
-        print("  by kernel, launches and ms:")
-        for name, (count, ms) in kernel_times(run).items():
-            print(f"  {name[:60]:60}{count:4}{ms:8.3f}", flush=True)
-        del run, candidates
+        del candidates, fused
         torch.cuda.empty_cache()
 
 

@@ -3,14 +3,16 @@
     python -m experiments.kernels.gemm [--quick] [--deepgemm DIR] --out experiments/kernels/results.json
 
 A figure is TFLOP/s of the median time, back to back (where power limits the clocks), after idling, and after idling
-while another kernel occupies 16 SMs, as communication does. All runs start with a cold L2. Groups have 0.7 to 1.3 times
+while another kernel occupies 16 SMs, as communication does. PyTorch's GEMMs then also run with PyTorch's SM carveout of
+16, and the faster of both counts. All runs start with a cold L2. Groups have 0.7 to 1.3 times
 the average number of rows. :mod:`experiments.gemm_range` measures other numbers of rows and groups. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
 * ``cublas dense fp8``: ``torch._scaled_mm``, one scale per tensor, fast accumulation; one GEMM of the same size.
-* ``deepgemm``: with ``--deepgemm DIR``, see :mod:`experiments.kernels.deepgemm`; not for the two dgrads. Its weight
-  gradients are added to fp32.
+* ``deepgemm``: with ``--deepgemm DIR``, see :mod:`experiments.kernels.deepgemm`; not for the two dgrads, and not with
+  busy SMs, since its kernels are compiled for all of them. It adds weight gradients to fp32, so it is compared with
+  ours to fp32 and a second launch that adds them.
 
 Records are written after each GEMM.
 """
@@ -27,7 +29,7 @@ from torch import Tensor
 from experiments.kernels import deepgemm
 from titan_fp8moe import ops, recipe, testing
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
-from titan_fp8moe.testing import environment, group_ends, launched, median_ms, write_records
+from titan_fp8moe.testing import BUSY_SMS, WITH_BUSY_SMS, environment, group_ends, launched, median_ms, write_records
 
 BF16 = torch.bfloat16
 LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden dim
@@ -36,7 +38,8 @@ LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden
     ("16B, 1 rank", 98304, 64, 2048, 1408),
     ("16B, 8 ranks", 98304, 8, 2048, 1408),
 ]
-REFERENCES = ("bf16", "torchao rowwise", "cublas dense fp8", "deepgemm")
+CARVED_OUT, CARVEOUT = ("bf16", "torchao rowwise", "cublas dense fp8"), ", carveout"
+REFERENCES = (*CARVED_OUT, "deepgemm")
 
 
 @dataclass
@@ -95,10 +98,45 @@ def gemms(D: int, H: int) -> list[tuple[str, Callable, int, int]]:
     ]
 
 
+def carved_out(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same on all but ``BUSY_SMS`` of the SMs, for PyTorch's own GEMMs."""
+
+    def with_carveout() -> Tensor:
+        torch._C._set_sm_carveout_experimental(BUSY_SMS)
+        try:
+            return run()
+        finally:
+            torch._C._set_sm_carveout_experimental(None)
+
+    return with_carveout
+
+
+def add_carveouts(candidates: dict[str, Callable]) -> None:
+    for name in CARVED_OUT:
+        candidates[name + CARVEOUT] = carved_out(candidates[name])
+
+
+def fastest(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """``times`` with each peer's faster one with busy SMs, of those with and without a carveout."""
+    return {
+        state: {
+            name: min(ms, by_name.get(name + CARVEOUT, ms)) if state == WITH_BUSY_SMS else ms
+            for name, ms in by_name.items()
+            if not name.endswith(CARVEOUT) and (name, state) != ("deepgemm", WITH_BUSY_SMS)
+        }
+        for state, by_name in times.items()
+    }
+
+
 def speed_records(
-    name: str, shape: str, flop: int, times: dict[str, dict[str, float]], ours: str = "ours"
+    name: str,
+    shape: str,
+    flop: int,
+    times: dict[str, dict[str, float]],
+    ours: str = "ours",
+    references: tuple[str, ...] = REFERENCES,
 ) -> list[dict]:
-    """A record of candidate ``ours`` for each state and each of ``REFERENCES`` that ran."""
+    """A record of candidate ``ours`` for each state and each of ``references`` that ran."""
     tflops = {state: {who: flop / ms * 1e-9 for who, ms in by_name.items()} for state, by_name in times.items()}
     return [
         {
@@ -111,7 +149,7 @@ def speed_records(
             "speedup": round(speed[ours] / speed[reference], 3),
         }
         for state, speed in tflops.items()
-        for reference in REFERENCES
+        for reference in references
         if reference in speed
     ]
 
@@ -126,12 +164,16 @@ def add_deepgemm(gemm: Gemm, make: Callable, offsets_E: Tensor) -> None:
     ours = gemm.candidates["ours"]
     rival = deepgemm.wgrad if make is wgrad_gemm else deepgemm.forward
     gemm.candidates["deepgemm"] = rival(gemm.operands, offsets_E, ours)
+    if make is wgrad_gemm:
+        fp32 = gemm.candidates["ours, fp32 out"]
+        total = torch.zeros_like(fp32())
+        gemm.candidates["ours, added to fp32"] = lambda: total.add_(fp32())
 
 
 def benchmark_layers(layers: list[int], quick: bool, with_deepgemm: bool) -> Iterator[list[dict]]:
     """The records of one GEMM after another."""
     rounds, rep_ms = (1, 30) if quick else (5, 60)
-    names = ("ours", "ours, fp32 out", *REFERENCES)
+    names = ("ours", "ours, fp32 out", "ours, added to fp32", *REFERENCES)
     print(f"{'TFLOP/s, back to back / idle / busy':34}{'N':>6}{'K':>6}" + "".join(f"{name:>20}" for name in names))
     for layer, M, E, D, H in (LAYERS[i] for i in layers):
         offsets_E = group_ends(M, E)
@@ -139,13 +181,17 @@ def benchmark_layers(layers: list[int], quick: bool, with_deepgemm: bool) -> Ite
             gemm = make(M, N, K, offsets_E)
             if with_deepgemm and not title.startswith("dgrad"):
                 add_deepgemm(gemm, make, offsets_E)
-            times = median_ms(gemm.candidates, rounds, launched(rep_ms), rounds_with_busy_sms=rounds)
+            add_carveouts(gemm.candidates)
+            times = fastest(median_ms(gemm.candidates, rounds, launched(rep_ms), rounds_with_busy_sms=rounds))
             flop = 2 * M * N * K
             print(f"{layer + ', ' + title:34}{N:6}{K:6}" + cells(names, flop, times, 20), flush=True)
             shape = f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}"
             if make is wgrad_gemm:
-                yield speed_records("grouped_mm_wgrad", shape, flop, times)
-                yield speed_records("grouped_mm_wgrad_fp32", shape, flop, times, "ours, fp32 out")
+                yield speed_records("grouped_mm_wgrad", shape, flop, times, references=CARVED_OUT)
+                yield speed_records("grouped_mm_wgrad_fp32", shape, flop, times, "ours, fp32 out", CARVED_OUT)
+                if with_deepgemm:
+                    added = "ours, added to fp32"
+                    yield speed_records("grouped_mm_wgrad_added", shape, flop, times, added, ("deepgemm",))
             else:
                 yield speed_records("grouped_mm", shape, flop, times)
 

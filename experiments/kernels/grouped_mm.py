@@ -20,11 +20,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
-from experiments.kernels.ffn import by_autograd, compiled
+from experiments.kernels.ffn import bf16, by_autograd, compiled, torchao
 from titan_fp8moe import grouped_mm, routed_experts, testing
-from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.testing import (
     BACK_TO_BACK,
     environment,
@@ -41,14 +39,6 @@ SHAPES = [  # name, M rows, E experts, D model dim, H expert hidden dim, top-k
     ("16B, 1 rank", 98304, 64, 2048, 1408, 6),
     ("Qwen3-30B-A3B", 131072, 128, 2048, 768, 8),
 ]
-
-
-def bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    return torch._grouped_mm(x, w, offs=offs)
-
-
-def torchao(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    return _to_fp8_rowwise_then_scaled_grouped_mm(x, w, offs, pad_token_groups_for_grouped_mm=False)
 
 
 def step(product: Callable, x: Tensor, w: Tensor, offs: Tensor, dy: Tensor) -> Callable:
@@ -91,7 +81,7 @@ def layer(M: int, E: int, D: int, H: int, top_k: int) -> dict[str, Callable]:
     drows = dout.repeat(top_k, 1)
     return {
         "ours": lambda: torch.autograd.grad(routed_experts(*leaves, ids, scores), leaves, dout),
-        "ours, FFN of products": by_autograd(ffn, rows, drows, ExpertWeights(*weights), group_ends(M, E)),
+        "ours, FFN of products": by_autograd(ffn, rows, drows, weights, group_ends(M, E)),
     }
 
 

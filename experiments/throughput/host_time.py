@@ -13,6 +13,7 @@ import cProfile
 import functools
 import gc
 import pstats
+import random
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -116,8 +117,8 @@ def main() -> None:
     runs = {name: functools.partial(layers, name) for name in bench.forwards}
     times = {name: [] for name in runs}
     for _ in range(args.rounds):
-        for name, run in runs.items():
-            times[name].append(layer.elapsed(run, 1, lead=1) / LAYERS)
+        for name in random.sample(list(runs), len(runs)):
+            times[name].append(layer.elapsed(runs[name], 1, lead=1) / LAYERS)
     ms = {name: statistics.median(values) for name, values in times.items()}
     for name, run in runs.items():
         trace = layer.profile(functools.partial(bench.step, name))

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from triton.runtime.jit import JITFunction
 
+import titan_fp8moe.dispatch
 import titan_fp8moe.kernels
 from titan_fp8moe.kernels import launch
 
@@ -35,16 +36,16 @@ _CLASSES = [
     (_COPIES, r"Memcpy|Memset|[cC]opy|[fF]ill|Cat|zeros|_cat_"),
     ("other pointwise", r"elementwise|reduce_kernel"),
 ]  # fmt: skip
-# Kernels of this package, by the module or package in titan_fp8moe.kernels that defines them.
+# Kernels of this package, by the module or package in it that defines them.
 _OWN_CLASSES = {
-    "gemm": "grouped GEMM",
-    "launch": "other pointwise",  # once per process
-    "permute": "permute, pack, unpermute",
-    "quantize": "quantize",
-    "routing": "permute, pack, unpermute",
-    "swiglu": "SwiGLU",
-    "symmetric": "communication",
-    "transpose": "transpose",
+    "dispatch.symmetric": "communication",
+    "kernels.gemm": "grouped GEMM",
+    "kernels.launch": "other pointwise",  # once per process
+    "kernels.permute": "permute, pack, unpermute",
+    "kernels.quantize": "quantize",
+    "kernels.routing": "permute, pack, unpermute",
+    "kernels.swiglu": "SwiGLU",
+    "kernels.transpose": "transpose",
 }
 
 
@@ -55,13 +56,14 @@ def own_kernels() -> dict[str, str]:
         ValueError: for kernels in a module that has no class in ``_OWN_CLASSES``.
     """
     names = {}
-    root = titan_fp8moe.kernels
-    for info in pkgutil.walk_packages(root.__path__, f"{root.__name__}."):
+    roots = titan_fp8moe.kernels, titan_fp8moe.dispatch
+    packages = [pkgutil.walk_packages(root.__path__, f"{root.__name__}.") for root in roots]
+    for info in itertools.chain(*packages):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             value = value.kernel if isinstance(value, launch.Kernel) else value
             if isinstance(value, JITFunction) and value.__module__ == module.__name__:
-                child = info.name.removeprefix(f"{root.__name__}.").split(".")[0]
+                child = ".".join(info.name.split(".")[1:3])
                 if child not in _OWN_CLASSES:
                     raise ValueError(f"{info.name} defines {name}, but {__name__}._OWN_CLASSES has no {child!r}")
                 names[name] = _OWN_CLASSES[child]

@@ -3,12 +3,12 @@
     python -m experiments.throughput.layer --out experiments/throughput            # one GPU
     python -m experiments.throughput.layer --out experiments/throughput --gpus 2   # experts over two
     python -m experiments.throughput.layer --out experiments/throughput --models 671B --experts 64 --tokens 16384 \
-        --variants bf16 "bf16 whole" fp8 "fp8 with weight quantization"            # less than a minute
+        --variants bf16 "bf16 fused" fp8 "fp8 with weight quantization"            # less than a minute
 
 The layers are torchtitan's ``MoE`` with the same bf16 parameters; :mod:`experiments.throughput.variants` has the models
-and the variants. Router, shared experts and combine are inside the time. FP8-Flow is compared with two references, both
-bf16: ``bf16``, parallelized and compiled by torchtitan's functions, and ``bf16 whole``, the same layer as one graph.
-On one GPU FP8-Flow's layer is one graph too, as in training.
+and the variants. Router, shared experts and combine are inside the time. References are bf16: ``bf16`` is parallelized
+and compiled by torchtitan's functions, ``bf16 whole`` is the same layer as one graph, ``bf16 fused`` the strongest one,
+and ``bf16 fp32 bmm`` what torchtitan runs under FSDP. On one GPU FP8-Flow's layer is one graph too, as in training.
 
 Variants take turns in blocks of back-to-back steps, in an order drawn anew for each round. The record ``moe_layer``
 leaves FSDP and the quantization of weights out; ``moe_layer_with_weights`` quantizes them in every forward and
@@ -41,6 +41,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from experiments.provenance import add_trial, require_commit
 from experiments.throughput import kernel_trace
 from experiments.throughput.variants import (
     ABLATIONS,
@@ -58,10 +59,11 @@ from titan_fp8moe.torchtitan import parallel
 
 WORK = Path("outputs/throughput")
 CUDA = torch.cuda.is_available()
-PROFILED = ("bf16", "bf16 whole", "fp8")
+PROFILED = ("bf16", "bf16 whole", "bf16 fused", "fp8")
 PROFILED_STEPS = 3
 MIN_STEPS = 5  # of a variant's turn
-KINDS = (" eager", " forced balance", GRAPH)  # whose references are of the same kind
+KINDS = (" eager", GRAPH)  # whose references are of the same kind
+REFERENCES = ("bf16", "bf16 whole", "bf16 fused", "bf16 fp32 bmm")
 
 
 def synchronize() -> None:
@@ -197,10 +199,8 @@ def measure(bench: Bench, captured: list[str], failed: dict[str, str], rounds: i
     steps = {name: functools.partial(bench.step, name) for name in bench.forwards}
     with torch._dynamo.config.patch(error_on_recompile=True):  # or compilation would be inside the times
         result["ms"] = times_in_turn(steps, rounds, block_ms)
-    saved = [name for name in bench.forwards if "forced" not in name and "quantization" not in name]
+    saved = [name for name in bench.forwards if "quantization" not in name]
     result["saved_bytes_per_token"] = {name: bench.saved_bytes(name) / bench.shape.tokens for name in saved}
-    if CUDA:
-        result["peak_bytes"] = {name: bench.peak_bytes(name) for name in saved}
     yield result
     names = [name for name in PROFILED if name in bench.forwards]
     traces = {name: profile(lambda: bench.step(name)) for name in names}  # noqa: B023
@@ -324,7 +324,7 @@ def references(name: str) -> list[str]:
     """The variants that a variant is compared with."""
     kind = next((kind for kind in KINDS if name.endswith(kind)), "")
     of_defaults = name in (*ABLATIONS, "fp8 with bf16 shared experts")
-    return [f"{reference}{kind}" for reference in ("bf16", "bf16 whole")] + ["fp8"] * of_defaults
+    return [f"{reference}{kind}" for reference in REFERENCES] + ["fp8"] * of_defaults
 
 
 def record_name(name: str, title: str = "") -> str:
@@ -342,7 +342,6 @@ def records(result: dict) -> list[dict]:
     for values, unit, title in (
         (ms, "ms forward + backward", ""),
         (result.get("saved_bytes_per_token", {}), "bytes per token", "saved"),
-        (result.get("peak_bytes", {}), "bytes beyond parameters, gradients and input", "peak"),
     ):
         for name in (name for name in values if name.startswith("fp8")):
             for reference in (reference for reference in references(name) if reference in values):
@@ -365,12 +364,10 @@ def show(result: dict) -> None:
         ratios = [ms[reference] / value if reference in ms else None for reference in references(name)]
         low, high = min(result["ms"][name]), max(result["ms"][name])
         saved = result["saved_bytes_per_token"].get(name)
-        peak = result.get("peak_bytes", {}).get(name)
         print(
             f"{name:42} {value:8.3f} ms ({low:.3f} to {high:.3f})"
             + "".join("" if ratio is None else f" {ratio:5.2f}x" for ratio in ratios)
             + (f"  saved {saved / 1024:6.1f} KiB/token" if saved else "")
-            + (f"  peak {peak / 2**30:5.2f} GiB" if peak else "")
         )
     for name, error in result["failed"].items():
         print(f"{name:42} {error}")
@@ -417,6 +414,7 @@ def main() -> None:
         metavar="VARIANT",
         help=f"of {', '.join(map(repr, [*VARIANTS, *graphs]))}; default: all, without ablations",
     )
+    add_trial(parser)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if {*args.models} != {"tiny"}:
@@ -430,6 +428,8 @@ def main() -> None:
     ]
     if args.child is not None:
         return child(shapes[0], args)
+    if {*args.models} != {"tiny"}:
+        require_commit(args.trial)
     exit_on_sigterm()
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()

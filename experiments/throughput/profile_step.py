@@ -11,6 +11,7 @@ each reference's, and both steps' milliseconds by class of kernel.
 
 import os
 
+from experiments.provenance import require_commit
 from experiments.throughput import kernel_trace
 from experiments.throughput.kernel_trace import TRACE_WRITTEN, TRACED
 from experiments.throughput.train import CONVERTERS, Run, finish, parser
@@ -55,6 +56,7 @@ def main() -> None:
     p.add_argument("--variants", nargs="+", help=f"of {', '.join(CONVERTERS)}; bf16_whole needs --gpus 1")
     args = p.parse_args()
     testing.require_gpu()
+    require_commit(args.trial)
     args.variants = args.variants or [name for name in VARIANTS if args.gpus == 1 or name != "bf16_whole"]
     args.steps = TRACED.stop
     exit_on_sigterm()

@@ -4,6 +4,9 @@
   ``30B-A3B_<n>_layers_<attention>`` of qwen3; attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU,
 * the model converter ``balanced_random``, which makes every router assign experts at random but balanced,
 * the model converter ``whole_blocks``, which compiles each block as one graph (one expert-parallel rank only),
+* the model converter ``fused_bf16``: the strongest bf16, experiments/throughput/fused_bf16.py,
+* the model converter ``save_grouped_mm``, which adds bf16's grouped GEMM to what per-op checkpointing keeps, as
+  ``fp8_flow_moe`` adds the FP8 layer's operators,
 * the model converter ``torchao_rowwise``, torchao's fp8 rowwise experts. torchtitan 0.2.2 has one of its own, which
   imports a name that torchao 0.18 no longer has,
 * the model converter ``naive_blockwise``: torchtitan's experts, whose every grouped GEMM casts its bf16 operands to FP8
@@ -37,6 +40,7 @@ from torchtitan.protocols.model_converter import ModelConverter, register_model_
 
 from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.throughput import kernel_trace
+from experiments.throughput.fused_bf16 import FusedMoE
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import grouped_mm, ops
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
@@ -72,6 +76,19 @@ class BalancedRandom(_Converter):
             if isinstance(module, MoE):
                 module.router.__class__ = BalancedRandomRouter
                 module.router._debug_force_load_balance = True
+
+
+class FusedBf16(_Converter):
+    def convert(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.__class__ = FusedMoE
+
+
+class SaveGroupedMM(_Converter):
+    def convert(self, model: nn.Module) -> None:
+        for parallelize in (deepseek_v3_parallelize, qwen3_parallelize):
+            parallelize._op_sac_save_list.add(torch.ops.aten._grouped_mm.default)
 
 
 class TorchaoRowwise(_Converter):
@@ -119,6 +136,8 @@ class WholeBlocks(_Converter):
 
 
 register_model_converter(WholeBlocks, "whole_blocks")
+register_model_converter(FusedBf16, "fused_bf16")
+register_model_converter(SaveGroupedMM, "save_grouped_mm")
 register_model_converter(BalancedRandom, "balanced_random")
 register_model_converter(TorchaoRowwise, "torchao_rowwise")
 register_model_converter(NaiveBlockwise, "naive_blockwise")

@@ -1,28 +1,25 @@
-"""Tokens per second and memory of models in bf16, with torchao's fp8 rowwise experts and in FP8-Flow, in turn.
+"""Tokens per second and memory of models in bf16, with other FP8 experts and in FP8-Flow, in turn.
 
     python tools/build_corpus.py --out outputs/corpus
     python -m experiments.throughput.train --out experiments/throughput --gpus 4                # the whole 16B model
     python -m experiments.throughput.train --out experiments/throughput --gpus 1 --layers 6     # what fits on one H200
     python -m experiments.throughput.train --out experiments/throughput --gpus 1 --model qwen3_30b --layers 5
-    python -m experiments.throughput.train --out experiments/throughput --gpus 4 --largest-batch 4 20
 
-Every run is a launch of its own, A B C A B C; repeats differ by the seed, within one all variants have the same seed
-and data. Records compare the runs of one invocation and are written after each to ``results.json``; logs and the
-figures of the last invocation stay in ``outputs/throughput``. A variant may set the converter's options:
-``fp8_flow:recompute=experts,save_h=fp8``.
+Every run is a launch of its own. Repetitions differ by the seed; within one all variants have the same seed and data,
+and an order that is drawn anew. Records compare the runs of one invocation, hold the spread of its repetitions and are
+written after each to ``results.json``; logs and the figures of the last invocation stay in ``outputs/throughput``.
 
-Overrides of torchtitan's after ``--`` hold for every run; the records carry them in their shape.
-
-``--largest-batch LOW HIGH`` looks by bisection, from LOW to HIGH, for the largest local batch of each variant that
-trains ``BATCHSTEPS`` steps; the first of these compiles, and Adam's states exist from the second on. It is found if
-the next larger one was tried and ran out of memory. A run that is out of time ends the search: give it a ``--timeout``
-of two minutes and more, since one that hardly fits is slow.
+A variant may set the converter's options, ``fp8_flow:recompute=experts,save_h=fp8``, and ``checkpointing``:
+``bf16_fused:checkpointing=saved``. That is torchtitan's per op unless it is ``saved`` (per op, and ``_grouped_mm`` kept
+too), ``none`` or ``full``. Overrides of torchtitan's after ``--`` hold for every run; the records carry them in their
+shape. How much fits is :mod:`experiments.throughput.sweep`'s question.
 """
 
 import argparse
 import json
 import math
 import os
+import random
 import re
 import shutil
 import statistics
@@ -33,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.provenance import add_trial, require_commit
 from titan_fp8moe import testing
 from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
 
@@ -57,8 +55,11 @@ MODELS = {
 CONVERTERS = {
     "bf16": [],
     "bf16_whole": ["whole_blocks"],  # its blocks compiled as one graph each
+    "bf16_fused": ["fused_bf16", "whole_blocks"],
     "torchao": ["torchao_rowwise"],
+    "torchao_whole": ["torchao_rowwise", "whole_blocks"],
     "naive_blockwise": ["naive_blockwise"],  # a cast around each grouped GEMM
+    "naive_whole": ["naive_blockwise", "whole_blocks"],
     "requantize": ["requantize", "fp8_flow_moe"],  # ours with dequantize-transpose-requantize
     "unfused_permute": ["unfused_permute", "fp8_flow_moe"],  # ours with one more pass to pad
     "fp8_flow": ["fp8_flow_moe"],
@@ -68,17 +69,37 @@ ROUTING = {
     "forced": ([], ["--debug.moe_force_load_balance"]),
     "model": ([], []),
 }
+CHECKPOINTING = {
+    "saved": (["save_grouped_mm"], []),
+    "none": ([], ["--activation_checkpoint.mode=none"]),
+    "full": ([], ["--activation_checkpoint.mode=full"]),
+}
 OUT_OF_MEMORY = "out of memory"
 LOG_FREQ = 10  # of CONFIG: a logged speed is that of so many steps
 STEADY = 10  # steps before: compilation, allocator, warm-up of clocks
-BATCHSTEPS = 4
 STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
 
-def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
-    """torchtitan's command line for a variant, ``name`` or ``name:option=value,...`` with options of [fp8_flow_moe]."""
+def parse(variant: str) -> tuple[str, dict[str, str]]:
+    """``name`` or ``name:option=value,...``.
+
+    Raises:
+        SystemExit: for a name or a checkpointing that there is not.
+    """
     name, _, options = variant.partition(":")
+    found = dict(option.split("=", 1) for option in options.split(",") if option)
+    if name not in CONVERTERS or found.get("checkpointing", "saved") not in CHECKPOINTING:
+        choice = f"{', '.join(CONVERTERS)}, with checkpointing={' | '.join(CHECKPOINTING)} or none of these"
+        sys.exit(f"error: no variant {variant}; choose of {choice}")
+    return name, found
+
+
+def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
+    """torchtitan's command line for a variant."""
+    name, options = parse(variant)
     converters, flags = ROUTING[args.routing]
+    more, checkpointing = CHECKPOINTING.get(options.pop("checkpointing", ""), ([], []))
+    converters = [*converters, *more, *CONVERTERS[name]]
     flags = [
         f"--model.name={MODELS[args.model].name}",
         f"--model.flavor={MODELS[args.model].flavor}_{args.layers}_layers_{args.attention}",
@@ -87,11 +108,12 @@ def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
         f"--training.steps={args.steps}",
         f"--debug.seed={seed}",
         *flags,
-        *(f"--fp8_flow_moe.{option}" for option in options.split(",") if option),
+        *checkpointing,
+        *(f"--fp8_flow_moe.{option}={value}" for option, value in options.items()),
         *args.overrides,
     ]
-    if converters + CONVERTERS[name]:
-        flags.append(f"--model.converters={','.join(converters + CONVERTERS[name])}")
+    if converters:
+        flags.append(f"--model.converters={','.join(converters)}")
     return flags
 
 
@@ -157,13 +179,6 @@ class Run:
         }
 
 
-def how_it_fits(log: str) -> str:
-    """Speed in the last steps, and how often the allocator had to give memory back: a run may just fit, and crawl."""
-    steps = [match[5] for match in map(STEP.search, log.splitlines()) if match]
-    retries = re.findall(r"^\[rank0\].* (\d+) CUDA memory allocation retries", log, re.MULTILINE)
-    return f"fits, {steps[-1]} tokens/s/GPU, {retries[-1] if retries else 0} allocation retries"
-
-
 def in_turn(todo: list[tuple[str, int]], args: argparse.Namespace) -> Iterator[dict]:
     """Results of runs of (variant, seed), one after another; the next one's imports go on during each."""
     deadline = args.begin + args.budget
@@ -187,34 +202,9 @@ def in_turn(todo: list[tuple[str, int]], args: argparse.Namespace) -> Iterator[d
             run.end()
 
 
-def largest_batch(variant: str, args: argparse.Namespace, tried: dict[int, str]) -> dict:
-    """Bisects the local batches from the first to the last that are given; ``tried`` is what earlier searches tried."""
-    low, high = args.largest_batch
-    tried = dict(tried)
-    while low <= high:
-        batch = (low + high) // 2
-        left = args.begin + args.budget - time.monotonic()
-        if left < 0:
-            break
-        extra = f"--training.local_batch_size={batch}", "--metrics.log_freq=1"
-        run = Run(variant, args, 0, f"{variant}_batch{batch}", extra)
-        run.begin()
-        try:
-            error = run.wait(min(args.timeout, left))
-            tried[batch] = error or how_it_fits(run.log.read_text())
-            print(f"{variant}, local batch {batch}: {tried[batch]}", flush=True)
-            if error not in (None, OUT_OF_MEMORY):
-                print(run.log.read_text()[-3000:], flush=True)
-                break
-        finally:
-            run.end()
-        if error:
-            high = batch - 1
-        else:
-            low = batch + 1
-    fits = max((batch for batch, said in tried.items() if said.startswith("fits")), default=0)
-    found = tried.get(fits + 1) == OUT_OF_MEMORY
-    return {"variant": variant, "largest": fits, "found": found, "tried": dict(sorted(tried.items()))}
+def drawn(variants: list[str], seeds: list[int]) -> list[tuple[str, int]]:
+    """All (variant, seed), a repetition after the other, each in an order of its own."""
+    return [(variant, seed) for seed in seeds for variant in random.Random(seed).sample(variants, len(variants))]
 
 
 def table(results: list[dict], steps: list[int]) -> str:
@@ -241,7 +231,8 @@ def record_name(model: str, variant: str, suffix: str = "") -> str:
 
 
 def records(results: list[dict], model: str, shape: str) -> list[dict]:
-    """Of each FP8-Flow variant, the median of its completed runs against those of the references and the defaults."""
+    """Of each FP8-Flow variant, the median of its completed runs against those of the references and the defaults, and
+    of both the spread: largest less smallest, relative to the median."""
     out = []
     for key, unit, suffix in (
         ("median_tokens_per_second", "tokens/s/GPU", ""),
@@ -252,27 +243,17 @@ def records(results: list[dict], model: str, shape: str) -> list[dict]:
             if r[key] is not None and r["error"] is None:
                 values.setdefault(r["variant"], []).append(r[key])
         median = {variant: statistics.median(v) for variant, v in values.items()}
+        spread = {variant: (max(v) - min(v)) / median[variant] for variant, v in values.items() if len(v) > 1}
         for variant in (name for name in median if name.startswith("fp8_flow")):
-            for reference in [v for v in CONVERTERS if v in median and v != variant]:
+            for reference in [v for v in median if v != variant and not v.startswith("fp8_flow:")]:
                 ratio = median[variant] / median[reference]
-                out.append(
-                    dict(name=record_name(model, variant, suffix), shape=shape, value=median[variant], unit=unit,
+                r = dict(name=record_name(model, variant, suffix), shape=shape, value=median[variant], unit=unit,
                          reference=reference, reference_value=median[reference],
-                         speedup=1 / ratio if suffix else ratio)
-                )  # fmt: skip
+                         speedup=1 / ratio if suffix else ratio)  # fmt: skip
+                if variant in spread and reference in spread:
+                    r |= {"spread": {"ours": spread[variant], "reference": spread[reference]}}
+                out.append(r)
     return out
-
-
-def batch_records(found: list[dict], model: str, shape: str) -> list[dict]:
-    """The largest local batches that were found, against those of the references."""
-    largest = {f["variant"]: f["largest"] for f in found if f["found"] and f["largest"]}
-    return [
-        dict(name=record_name(model, variant, "largest local batch"), shape=shape, value=value, unit="sequences",
-             reference=reference, reference_value=largest[reference], speedup=value / largest[reference])
-        for variant, value in largest.items()
-        for reference in CONVERTERS
-        if variant.startswith("fp8_flow") and reference in largest and reference != variant
-    ]  # fmt: skip
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -286,18 +267,20 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--routing", choices=ROUTING, default="random")
     p.add_argument("--steps", type=int, default=40, help="a multiple of 10")
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
+    add_trial(p)
     p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, --name=value, after --")
     return p
 
 
 def finish(args: argparse.Namespace, prefix: str) -> str:
-    """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have."""
+    """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have. A
+    sweep's has no local batch."""
     model = MODELS[args.model]
     args.layers, args.attention = args.layers or model.layers, args.attention or model.attention
     shape = ", ".join(
         [
             f"{model.label}, {args.layers} layers, {args.attention}",
-            *[f"local batch {args.local_batch}"] * (getattr(args, "largest_batch", None) is None),
+            *[f"local batch {args.local_batch}"] * (prefix != "sweep"),
             f"{args.routing} routing, {args.gpus} GPU{'s' * (args.gpus > 1)}",
             *(setting.removeprefix("--") for setting in args.overrides),  # other settings are other measurements
         ]
@@ -307,36 +290,21 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
     return shape
 
 
-def search(args: argparse.Namespace, shape: str) -> None:
-    """The largest local batch of each variant; adds to what earlier searches tried."""
-    args.steps = BATCHSTEPS
-    path = args.work / "largest_batch.json"
-    found = {f["variant"]: f for f in json.loads(path.read_text())} if path.exists() else {}
-    for variant in args.variants:
-        tried = {int(batch): said for batch, said in found.get(variant, {}).get("tried", {}).items()}
-        found[variant] = largest_batch(variant, args, tried)
-        write_text(path, json.dumps([*found.values()], indent=1) + "\n")
-        write_records(args.out / "results.json", batch_records([*found.values()], args.model, shape))
-
-
 def main() -> None:
     p = parser(__doc__)
-    variants = ["bf16", "torchao", "fp8_flow"]
+    variants = ["bf16", "bf16_whole", "bf16_fused:checkpointing=saved", "fp8_flow"]
     p.add_argument("--variants", nargs="+", default=variants, help=f"of {', '.join(CONVERTERS)}; default: {variants}")
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="a repeat for each")
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
-    p.add_argument("--largest-batch", type=int, nargs=2, metavar=("LOW", "HIGH"), help="search instead of timing")
     args = p.parse_args()
     testing.require_gpu()
+    require_commit(args.trial)
     args.begin = time.monotonic()
     exit_on_sigterm()
     shape = finish(args, "train")
-    if args.largest_batch:
-        return search(args, shape)
     path = args.work / "runs.json"
     results: list[dict] = []
-    todo = [(variant, seed) for seed in args.seeds for variant in args.variants]
-    for result in in_turn(todo, args):
+    for result in in_turn(drawn(args.variants, args.seeds), args):
         results.append(result)
         print(f"\n{shape}\n{table(results, range(LOG_FREQ, args.steps + 1, LOG_FREQ))}", flush=True)
         print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
@@ -344,7 +312,6 @@ def main() -> None:
         write_records(args.out / "results.json", records(results, args.model, shape))
     if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:
         sys.exit(f"error: runs failed: {'; '.join(failed)}")
-    return None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,10 @@ A variant is torchtitan's ``MoE``, as it is or converted, compiled in one of thr
 * ``whole``: one graph, ``torch.compile(fullgraph=True)``, as the converter compiles a block on one GPU;
 * ``eager``.
 
+On one GPU a variant runs under autocast, as torchtitan trains there. Its bmm with the scores is bf16 then; FSDP's mixed
+precision has no autocast and leaves it in fp32, which ``bf16 fp32 bmm`` shows. ``bf16 fused`` is the strongest bf16 of
+:mod:`experiments.throughput.fused_bf16`.
+
 Under expert parallelism the host reads split sizes in the layer, so nothing compiles whole: FP8-Flow goes by parts too.
 
 Compiled whole, a layer cannot use :class:`titan_fp8moe.layer.weights.WeightCache`, which looks for changed weights
@@ -28,6 +32,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
 from experiments.ablations import permute_then_copy, requantized_pair
+from experiments.throughput.fused_bf16 import FusedMoE
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -91,14 +96,14 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """How a layer runs. ``forced``: by torchtitan's forced balance, else at random but balanced. ``replaced``: the
-    functions in place of some of :mod:`titan_fp8moe.ops`."""
+    """How a layer runs. ``replaced``: the functions in place of some of :mod:`titan_fp8moe.ops`."""
 
     config: Fp8FlowMoEConfig | None = None  # None: bf16
     compiled: str = "whole"
     quantizes_weights: bool = False
     fp8_shared: bool = True
-    forced: bool = False
+    fused: bool = False
+    autocast: bool = True
     replaced: dict[str, Callable[..., Any]] = {}  # noqa: RUF012  never changed
 
 
@@ -107,16 +112,11 @@ GRAPH = " as a CUDA graph"
 VARIANTS = {
     "bf16": Variant(compiled="parts"),
     "bf16 whole": Variant(),
+    "bf16 fused": Variant(fused=True),
+    "bf16 fp32 bmm": Variant(compiled="parts", autocast=False),
     "fp8": FP8,
     "fp8 with weight quantization": FP8._replace(quantizes_weights=True),
     "fp8 with bf16 shared experts": FP8._replace(fp8_shared=False),
-    "fp8 save_h=fp8": Variant(Fp8FlowMoEConfig(save_h="fp8")),
-    "fp8 recompute=none": Variant(Fp8FlowMoEConfig(recompute="none")),
-    "fp8 recompute=none save_h=fp8": Variant(Fp8FlowMoEConfig(recompute="none", save_h="fp8")),
-    "fp8 recompute=experts": Variant(Fp8FlowMoEConfig(recompute="experts")),
-    "bf16 forced balance": Variant(compiled="parts", forced=True),
-    "bf16 whole forced balance": Variant(forced=True),
-    "fp8 forced balance": FP8._replace(forced=True),
     "fp8 requantize": FP8._replace(replaced={"transpose_pair": requantized_pair}),
     "fp8 unfused permute": FP8._replace(replaced={"permute_rows": permute_then_copy}),
     "bf16 eager": Variant(compiled="eager"),
@@ -124,7 +124,7 @@ VARIANTS = {
 }
 ABLATIONS = tuple(name for name, variant in VARIANTS.items() if variant.replaced)
 """What is measured when asked for, against the default too."""
-CAPTURED = ("bf16", "bf16 whole", "fp8", "fp8 with weight quantization")
+CAPTURED = ("bf16", "bf16 whole", "bf16 fused", "fp8", "fp8 with weight quantization")
 """What is also measured as a CUDA graph, on one GPU."""
 
 
@@ -134,8 +134,9 @@ def variants(shape: Shape, gpus: int) -> dict[str, Variant]:
     if MODELS[shape.model].shared == 0:
         del found["fp8 with bf16 shared experts"]
     if gpus > 1:
-        found = {name: v for name, v in found.items() if v.config or v.compiled != "whole"}
-        found = {name: v._replace(compiled="parts") if v.compiled == "whole" else v for name, v in found.items()}
+        found = {n: v for n, v in found.items() if v.config or (v.compiled != "whole" and v.autocast)}
+        found = {n: v._replace(compiled="parts") if v.compiled == "whole" else v for n, v in found.items()}
+        found = {n: v._replace(autocast=False) for n, v in found.items()}
     return found
 
 
@@ -178,7 +179,7 @@ class Bench:
     """Variants of one shape's layer, sharing parameters, inputs and gradients."""
 
     def __init__(self, shape: Shape, gpus: int, chosen: dict[str, Variant]):
-        self.shape, self.gpus, self.first = shape, gpus, None
+        self.shape, self.gpus, self.first, self.w13 = shape, gpus, None, None
         self.mesh = init_device_mesh(DEVICE, (gpus,), mesh_dim_names=("ep",)) if gpus > 1 else None
         self.fixed: list[FixedWeights] = []  # of the routed and the shared experts, once a variant needs them
         x_shape = (1, shape.tokens, MODELS[shape.model].D)
@@ -194,8 +195,7 @@ class Bench:
             model = MODELS[self.shape.model]
             moe = MoE(self.shape.moe_args(self.gpus), model.D, model.H)
             torch.set_default_dtype(dtype)
-        if not variant.forced:
-            moe.router.__class__ = BalancedRandomRouter
+        moe.router.__class__ = BalancedRandomRouter
         if variant.config is not None:
             Fp8FlowMoE.convert(moe, variant.config, fp8_shared=variant.fp8_shared and moe.shared_experts is not None)
         if self.mesh is not None:
@@ -207,6 +207,9 @@ class Bench:
             self.first = moe
         for module, other in zip(moe.modules(), self.first.modules(), strict=True):
             module._parameters, module._buffers = other._parameters, other._buffers
+        if variant.fused:
+            moe.__class__, experts = FusedMoE, self.first.experts
+            self.w13 = cast(FusedMoE, moe).w13 = torch.cat((experts.w1, experts.w3), 1).detach().requires_grad_()
         return moe
 
     def _forward(self, moe: MoE, variant: Variant) -> Callable[[], Tensor]:
@@ -226,7 +229,8 @@ class Bench:
         def forward() -> Tensor:
             moe_module._run_experts_grouped_mm = run_experts
             vars(ops).update(_OPS | variant.replaced)
-            return call(self.x)
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=variant.autocast):
+                return call(self.x)
 
         return forward
 
@@ -239,10 +243,12 @@ class Bench:
                 self.fixed += [FixedWeights(*(w.weight.unsqueeze(0) for w in (shared.w1, shared.w2, shared.w3)))]
         return self.fixed
 
+    def parameters(self) -> list[Tensor]:
+        return [*self.first.parameters(), *([] if self.w13 is None else [self.w13])]
+
     def step(self, name: str) -> None:
-        self.x.grad = None
-        for p in self.first.parameters():
-            p.grad = None
+        for leaf in (self.x, *self.parameters()):
+            leaf.grad = None
         self.forwards[name]().backward(self.dout)
 
     def routed_step(self) -> Callable[[], None]:
@@ -268,7 +274,7 @@ class Bench:
 
     def saved_bytes(self, name: str) -> int:
         """Bytes of the storages that the forward keeps for the backward, parameters and their casts left out."""
-        skip = {_storage(t).data_ptr() for t in itertools.chain(self.first.parameters(), self.first.buffers())}
+        skip = {_storage(t).data_ptr() for t in itertools.chain(self.parameters(), self.first.buffers())}
         skip = skip.union(*(fixed.storages() for fixed in self.fixed))
         kept = {}
 
@@ -281,14 +287,6 @@ class Bench:
             out = self.forwards[name]()
         out.backward(self.dout)
         return sum(kept.values())
-
-    def peak_bytes(self, name: str) -> int:
-        """Bytes that a step allocates at its peak, beyond parameters, gradients and input."""
-        self.step(name)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.step(name)
-        return torch.cuda.max_memory_allocated() - before
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage:

@@ -17,6 +17,7 @@ has 32,768 tokens, so that the output layer does not dominate four layers.
 
 import argparse
 import gc
+import random
 import statistics
 import sys
 import sysconfig
@@ -122,8 +123,8 @@ def take_turns(runs: dict[str, Callable[[], object]], rounds: int, times: int) -
             run()
 
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for index in range(rounds):
-        for name in list(runs)[:: 1 if index % 2 else -1]:
+    for _ in range(rounds):
+        for name in random.sample(list(runs), len(runs)):
             found[name].append(milliseconds(lambda run=runs[name]: repeat(run)) / times)
     return {name: statistics.median(ms) for name, ms in found.items()}
 

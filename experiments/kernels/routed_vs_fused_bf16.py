@@ -1,0 +1,89 @@
+"""Routed experts, forward and backward, next to the strongest bf16 in fifteen lines on one Hopper GPU.
+
+    python -m experiments.kernels.routed_vs_fused_bf16 --out experiments/kernels/results.json [--only OLMoE]
+
+Both get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing. The reference
+is :func:`experiments.throughput.fused_bf16.fused_experts`, compiled as one graph, with gate and up as one weight. Ours
+quantizes its weights in each direction, as a step without gradient accumulation does; with weights quantized beforehand
+it is a field of the record. Routing is random: each expert has about the same number of rows.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from experiments.kernels.sonicmoe import Problem, Sizes, Step, check
+from experiments.provenance import add_trial, require_commit
+from experiments.throughput.fused_bf16 import fused_experts
+from titan_fp8moe import testing
+from titan_fp8moe.testing import environment, launched, median_ms, write_records
+
+SHAPES = {  # sizes, tokens
+    "Qwen3-Next, 512 experts": (Sizes(2048, 512, 512, 10), 16384),
+    "Qwen3-Next, 64 experts": (Sizes(2048, 512, 64, 10), 16384),
+    "16B": (Sizes(2048, 1408, 64, 6), 6144),
+    "dots.llm1": (Sizes(4096, 1408, 128, 6), 12288),
+    "GLM-4.6, 40 experts": (Sizes(5120, 1536, 40, 8), 6144),
+    "MiniMax-M2, 64 experts": (Sizes(3072, 1536, 64, 8), 12288),
+    "Mixtral 8x7B": (Sizes(4096, 14336, 8, 2), 8192),
+    "OLMoE": (Sizes(2048, 1024, 64, 8), 16384),
+    "ERNIE-4.5-300B, 8 experts": (Sizes(8192, 3584, 8, 8), 6144),
+}
+OURS, CACHED, FUSED = "ours, weights quantized", "ours", "bf16 fused"
+
+
+def fused(problem: Problem) -> Step:
+    torch._dynamo.reset()
+    experts = torch.compile(fused_experts, fullgraph=True, dynamic=False)
+    w13, w2 = problem.fused_weights()
+    leaves = [problem.x, problem.scores, w13, w2]
+
+    def step() -> list[torch.Tensor]:
+        out = experts(problem.x, w13, w2, problem.ids, problem.scores).to(problem.x.dtype)
+        return [out, *torch.autograd.grad(out, leaves, problem.dout)]
+
+    return step
+
+
+def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
+    return [
+        dict(name="routed_vs_fused_bf16", shape=f"{shape}, {state}", value=ms[OURS], unit="ms forward + backward",
+             reference=FUSED, reference_value=ms[FUSED], speedup=ms[FUSED] / ms[OURS], weights_cached=ms[CACHED])
+        for state, ms in times.items()
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES)
+    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further shape is begun")
+    parser.add_argument("--out", type=Path, required=True, help="add the records to this JSON file")
+    add_trial(parser)
+    args = parser.parse_args()
+    testing.require_gpu()
+    require_commit(args.trial)
+    print(environment()["hardware"], environment()["versions"])
+    torch.manual_seed(0)
+    deadline = time.monotonic() + args.budget
+    for name in args.only:
+        if time.monotonic() > deadline:
+            print(f"out of time before {name}")
+            break
+        sizes, tokens = SHAPES[name]
+        problem = Problem(sizes, tokens)
+        steps = {CACHED: problem.ours(True), OURS: problem.ours(False), FUSED: fused(problem)}
+        apart = check(steps[OURS], steps[FUSED])
+        shape = f"{name}, {tokens} tokens, {tokens * sizes.K // sizes.E} rows per expert"
+        found = records(shape, median_ms(steps, 5, launched(60)))
+        for r in found:
+            times = f"{r['reference_value']:.2f}, {r['value']:.2f} ms ({r['speedup']:.2f}x)"
+            print(f"{r['shape']:80} {times}, {apart:.3f} apart", flush=True)
+        write_records(args.out, found)
+        del problem, steps
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The highest tokens/s of each precision on one card, over local batch and checkpointing, and the largest batch.
+
+    python -m experiments.throughput.sweep --out experiments/throughput --layers 6 --attention sdpa --budget 420
+    python -m experiments.throughput.sweep --out experiments/throughput --model qwen3_30b --layers 5 --budget 420
+
+A point is a training run of ``STEPS`` steps, whose logs after step ``WARM`` count. Along a curve, a precision with its
+checkpointing, the local batch doubles from ``--first`` until memory runs out; then bisection finds the largest batch to
+within a sixteenth. Curves take turns in an order drawn anew. Points go to ``sweep.json`` one by one, and what it has of
+this card is not run again: call the script until it prints "complete". Each call ends within a run of its budget.
+
+``results.json`` gets two records, the fastest point and the largest batch of FP8-Flow against those of bf16.
+"""
+
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from experiments.provenance import require_commit
+from experiments.throughput.train import OUT_OF_MEMORY, STEP, Run, finish, parser
+from titan_fp8moe import testing
+from titan_fp8moe.testing import environment, exit_on_sigterm, write_records, write_text
+
+CURVES = [
+    *(f"bf16_fused:checkpointing={mode}" for mode in ("saved", "none", "full")),
+    "fp8_flow",
+    *(f"fp8_flow:{setting}" for setting in ("checkpointing=none", "checkpointing=full", "recompute=experts")),
+]
+STEPS, WARM = 12, 6
+PRECISIONS = ("bf16", "fp8")
+
+Point = dict
+
+
+def next_batch(fits: dict[int, bool], first: int) -> int | None:
+    """The local batch to try after these, None where the largest is known to within a sixteenth."""
+    largest = max((batch for batch, fitted in fits.items() if fitted), default=0)
+    smallest = min((batch for batch, fitted in fits.items() if not fitted), default=None)
+    if smallest is None:
+        return 2 * largest or first
+    gap = smallest - largest
+    return None if gap <= max(1, largest // 16) else largest + gap // 2
+
+
+def todo(points: list[Point], curves: list[str], first: int) -> list[tuple[str, int]]:
+    """The next point of each curve that is not complete. A run that failed otherwise ends its curve."""
+    found = []
+    for curve in curves:
+        mine = [p for p in points if p["variant"] == curve]
+        batch = next_batch({p["local_batch"]: not p["error"] for p in mine}, first)
+        if batch and all(p["error"] in (None, OUT_OF_MEMORY) for p in mine):
+            found.append((curve, batch))
+    return found
+
+
+def measure(variant: str, batch: int, args, timeout: float) -> Point:
+    extra = f"--training.local_batch_size={batch}", "--metrics.log_freq=2"
+    run = Run(variant, args, 0, f"{variant}_{batch}", extra)
+    try:
+        run.begin()
+        error, log = run.wait(timeout), run.log.read_text()
+    finally:
+        run.end()
+    if error not in (None, OUT_OF_MEMORY):
+        print(log[-2000:], flush=True)
+    logged = [match.groups() for match in map(STEP.search, log.splitlines()) if match]
+    steady = [(float(row[3]), int(row[4].replace(",", ""))) for row in logged if int(row[0]) > WARM and not error]
+    retries = re.findall(r"^\[rank0\].* (\d+) CUDA memory allocation retries", log, re.MULTILINE)
+    return {
+        "variant": variant,
+        "local_batch": batch,
+        "error": error,
+        "tokens_per_second": statistics.median(speed for _, speed in steady) if steady else None,
+        "memory_gib": max((memory for memory, _ in steady), default=None),
+        "allocation_retries": int(retries[-1]) if retries else 0,
+    }
+
+
+def records(points: list[Point], model: str, shape: str) -> list[dict]:
+    """FP8-Flow's fastest point and largest batch against bf16's, once both are known."""
+    fitted = [[p for p in points if p["variant"].startswith(precision) and not p["error"]] for precision in PRECISIONS]
+    if not all(fitted):
+        return []
+    out = []
+    for key, title, unit in (
+        ("tokens_per_second", "fastest", "tokens/s/GPU"),
+        ("local_batch", "largest local batch", "sequences"),
+    ):
+        bf16, ours = (max(found, key=lambda p: p[key]) for found in fitted)
+        out.append(
+            dict(name=f"train_{model} {title}", shape=shape, value=ours[key], unit=unit, reference="bf16",
+                 reference_value=bf16[key], speedup=ours[key] / bf16[key], points={"ours": ours, "reference": bf16})
+        )  # fmt: skip
+    return out
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--variants", nargs="+", default=CURVES, help="curves; default: bf16 fused and FP8-Flow")
+    p.add_argument("--first", type=int, default=4, help="local batch to begin with")
+    p.add_argument("--budget", type=float, default=420, help="seconds after which no further run is begun")
+    p.set_defaults(gpus=1)
+    args = p.parse_args()
+    testing.require_gpu()
+    require_commit(args.trial)
+    exit_on_sigterm()
+    end = time.monotonic() + args.budget
+    args.steps, setting = STEPS, environment()
+    shape = f"{finish(args, 'sweep')}, {setting['hardware'].removeprefix('1 x ')}"
+    path: Path = args.out / "sweep.json"
+    every = json.loads(path.read_text()) if path.exists() else []
+    points = [point for point in every if point["shape"] == shape]
+    while waiting := todo(points, args.variants, args.first):
+        if time.monotonic() > end:
+            break
+        point = measure(*random.choice(waiting), args, args.timeout)
+        print(json.dumps(point), flush=True)
+        for found in (points, every):
+            found.append(point | {"shape": shape} | setting)
+        write_text(path, "[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
+    write_records(args.out / "results.json", records(points, args.model, shape))
+    print("to do: " + ", ".join(f"{curve} {batch}" for curve, batch in waiting) if waiting else "complete")
+    failed = {p["variant"]: p["error"] for p in points if p["error"] not in (None, OUT_OF_MEMORY)}
+    if failed:
+        sys.exit(f"error: curves ended early: {failed}")
+
+
+if __name__ == "__main__":
+    main()
