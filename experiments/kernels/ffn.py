@@ -27,11 +27,11 @@ from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_m
 
 from experiments.kernels.gemm import LAYERS
 from titan_fp8moe import ops, recipe, testing
-from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
-from titan_fp8moe.layer.ffn import ExpertFFNBackward, expert_ffn
-from titan_fp8moe.layer.weights import ExpertWeights, quantize_weights, quantize_weights_transposed
+from titan_fp8moe.layer.ffn import FFN
+from titan_fp8moe.layer.weights import ExpertWeights, backward_operands, forward_operands
 from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 from titan_fp8moe.testing import BACK_TO_BACK, environment, group_ends, launched, median_ms, write_records
 
 BF16 = torch.bfloat16
@@ -40,6 +40,18 @@ BF16 = torch.bfloat16
 def rows(x: Tensor) -> Rows:
     q, scale = ops.quantize_rows(x)
     return Rows(q, recipe.column_major(scale))
+
+
+def forward_backward(
+    ffn: FFN, x: Rows, tokens: Rows, dy: Rows, weights: ExpertWeights, cache: WeightCache | None = None
+) -> tuple[Tensor, Tensor, ExpertWeights]:
+    """y, dx and the gradients of the weights, which are quantized in each direction without a cache."""
+    w13, w2 = forward_operands(weights) if cache is None else cache.get(weights)[0]
+    a, saved = ffn.activate(ffn.product(x, w13))
+    y = ffn.product(a, w2)
+    _, w13_t, w2_t = backward_operands(weights, with_w13=False) if cache is None else cache.get(weights)[1]
+    grads = ffn.hidden_gradients(dy, saved, w2_t)
+    return y, ffn.product(grads.dh, w13_t), ffn.weight_grads(tokens, grads, weights, ExpertWeights(True, True, True))
 
 
 def ours(
@@ -51,15 +63,10 @@ def ours(
     fields = {"offsets_E": offsets_E, "score_M": torch.rand(x.shape[0], device="cuda")}
     fields["token_M"] = torch.arange(x.shape[0], dtype=torch.int32, device="cuda")
     routing = Routing(**dict.fromkeys(Routing._fields) | fields)
-    config = Fp8FlowMoEConfig()
+    ffn = FFN(ExpertSpec(), BackwardSpec(), routing)
 
     def run():
-        forward_weights = quantize_weights(weights) if cache is None else cache.get(weights)[0]
-        w13, w2, _ = forward_weights
-        y, saved = expert_ffn([x_rows], w13, w2, routing, False, config.recompute, config.save_h)
-        operands = quantize_weights_transposed(weights, False) if cache is None else cache.get(weights)[1]
-        backward = ExpertFFNBackward(tokens, saved, weights, operands, routing, False, config)
-        return y, backward.dgrad(dy_rows), backward.wgrad(BF16)
+        return forward_backward(ffn, x_rows, tokens, dy_rows, weights, cache)
 
     return run
 

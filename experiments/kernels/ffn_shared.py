@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.kernels.ffn import forward_backward
 from titan_fp8moe import ops, testing
-from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.ffn import ExpertFFNBackward, expert_ffn
-from titan_fp8moe.layer.weights import ExpertWeights, quantize_weights, quantize_weights_transposed
+from titan_fp8moe.layer.ffn import FFN
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.rows import Rows, one_group
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 from titan_fp8moe.testing import environment, launched, median_ms, write_records
 
 BF16 = torch.bfloat16
@@ -41,18 +42,14 @@ PEAK_SIZE = 8192
 
 def ours(x: Tensor, dy: Tensor, weights: ExpertWeights[Tensor], casts: bool) -> Callable[[], list[Tensor]]:
     """Returns y, dx and the gradients of w1, w2, w3. ``x`` and ``dy`` are quantized in each run only with ``casts``."""
-    config = Fp8FlowMoEConfig()
     beforehand = None if casts else [ops.quantize_group(t) for t in (x, dy)]
 
     def run() -> list[Tensor]:
         q, _, scale, end = ops.quantize_group(x) if beforehand is None else beforehand[0]
-        rows, routing = Rows(q, scale), one_group(end)
-        w13, w2, _ = quantize_weights(weights)
-        y, saved = expert_ffn([rows], w13, w2, routing, False, config.recompute, config.save_h)
+        rows, ffn = Rows(q, scale), FFN(ExpertSpec(), BackwardSpec(), one_group(end))
         q, _, scale, _ = ops.quantize_group(dy) if beforehand is None else beforehand[1]
-        operands = quantize_weights_transposed(weights, False)
-        backward = ExpertFFNBackward(rows, saved, weights, operands, routing, False, config)
-        return [y, backward.dgrad(Rows(q, scale))[0], *backward.wgrad(weights.w1.dtype)]
+        y, dx, dw = forward_backward(ffn, rows, rows, Rows(q, scale), weights)
+        return [y, dx, *dw]
 
     return run
 
