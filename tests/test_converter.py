@@ -21,7 +21,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.layer import weights
+from titan_fp8moe.layer import cache as cache_module
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.ops import backend, self_check
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
@@ -460,7 +461,7 @@ def test_cached_weights_are_never_stale(monkeypatch, change, versions):
     """Two microbatches share the quantized weights, then the weights change as trainers change them. All results equal
     those without the cache, also where parameters have no ``versions``, as under FSDP."""
     if not versions:
-        monkeypatch.setattr(weights, "_cache_key", lambda weight: 0)
+        monkeypatch.setattr(cache_module, "_cache_key", lambda weight: 0)
     tokens = torch.randint(0, 100, (2, 32))
     results = []
     for flags in (["--fp8_flow_moe.cache_weights"], []):
@@ -487,8 +488,8 @@ def test_cached_weights_are_never_stale(monkeypatch, change, versions):
 
 def test_caches_are_cleared_by_any_container_of_optimizers():
     """torchtitan calls the converter after each step, whatever class the optimizers are of."""
-    cache = weights.WeightCache()
-    cache.get(weights.ExpertWeights(*(torch.randn(1, 128, 128) for _ in range(3))))
+    cache = cache_module.WeightCache()
+    cache.get(ExpertWeights(*(torch.randn(1, 128, 128) for _ in range(3))))
     build_model_converters(make_config("--fp8_flow_moe.cache_weights"), make_dims()).post_optimizer_hook([])
     assert cache.operands is None
 

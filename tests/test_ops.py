@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_fp8moe import ops, recipe, routed_experts
+from titan_fp8moe import dispatch, ops, recipe, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.layer.saved import LayerSpec
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
@@ -67,18 +68,24 @@ def cases():
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
     experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (H, D), (D, H))]  # gate, up, down
-    shared = [w[:1].clone() for w in experts]
-    args = (torch.randn(T, D), scores_TK, experts, [], torch.rand(T, E).topk(K).indices, "", 1, 0, True, False)
+    gate, up, down = experts
+    weights, shared = [gate, down, up], [w[:1].clone() for w in (gate, down, up)]
+    flags = torch.zeros(4, 16, dtype=torch.uint8)
     payload = torch.randn(C, D, dtype=BF16).view(torch.uint8)
     q, _, scale, end = recipe.quantize_group(torch.randn(T, D))
+    remote = dispatch.Route("all_to_all", 2, 1.0, "0")
+    state = sent_TK, torch.zeros(C, dtype=INT32), torch.zeros(2, 2, 3 + E, dtype=INT32)
     for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
-        yield "routed_experts_forward", (*args, recompute, save_h, None, False, [], [])
-        yield (
-            "routed_experts_forward",
-            (*args, recompute, save_h, torch.zeros(4, 16, dtype=torch.uint8), True, shared, []),
-        )
-        yield "routed_experts_finish", (payload, sent_TK, [q, scale, end], shared, [], D, FP32, recompute, save_h, None)
-    yield "routed_experts_finish", (payload, sent_TK, [], [], [], D, FP32, "none", "bf16", None)
+        backward = BackwardSpec(recompute, save_h)
+        args = torch.randn(T, D), scores_TK, torch.rand(T, E).topk(K).indices, weights
+        spec = LayerSpec(dispatch.Route(), ExpertSpec(), backward, shared=False, check_ids=True)
+        yield "routed_experts_forward", (*args, [], None, spec.encode(), 0)
+        spec = spec._replace(shared=True)
+        yield "routed_experts_forward", (*args, shared, flags, spec.encode(), 0)
+        spec = spec._replace(route=remote)
+        yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, spec.encode(), D, FP32)
+    spec = spec._replace(shared=False)
+    yield "routed_experts_finish", (payload, [*state], [], None, spec.encode(), D, FP32)
 
 
 @pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])
@@ -97,12 +104,12 @@ class Watcher(TorchDispatchMode):
 
 def test_dispatched_only_where_somebody_watches():
     x, got = torch.randn(4, 128), []
-    for watcher in (contextlib.nullcontext(), Watcher()):
-        with watcher, torch.profiler.profile() as profiler:  # a profiler does not count as one
-            got.append(ops.quantize_rows(x))
-        dispatched = any(event.key == "titan_fp8moe::quantize_rows" for event in profiler.key_averages())
-        assert dispatched == isinstance(watcher, Watcher)
-    got.append(ops.quantize_rows(x_TD=x))
+    for args, options in (((x,), {}), ((), {"x_TD": x})):
+        for watcher in (contextlib.nullcontext(), Watcher()):
+            with watcher, torch.profiler.profile() as profiler:  # a profiler does not count as one
+                got.append(ops.quantize_rows(*args, **options))
+            dispatched = any(event.key == "titan_fp8moe::quantize_rows" for event in profiler.key_averages())
+            assert dispatched == isinstance(watcher, Watcher)
     for direct, *others in zip(*got, strict=True):
         assert all(torch.equal(direct.view(torch.uint8), other.view(torch.uint8)) for other in others)
 

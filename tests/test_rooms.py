@@ -14,9 +14,10 @@ ROOT = Path(__file__).parents[1]
 ADAPTERS = ("export_fp8", "torchao", "torchtitan", "torchtitan03", "transformers")
 # Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
 LAYERS = [
-    {"activations", "config", "recipe", "rows", "spec", "versions"},
+    {"activations", "recipe", "rows", "spec", "versions"},
     {"kernels", "ops"},
     {"dispatch"},
+    {"config"},
     {"layer"},
     {"nn"},
     {""},
