@@ -278,7 +278,7 @@ def test_unknown_properties_of_experts_are_refused(monkeypatch: pytest.MonkeyPat
 def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
     monkeypatch.delitem(sys.modules, "titan_fp8moe.transformers")
-    with pytest.raises(ImportError, match=r"needs Transformers 5, 5.17 or newer: pip install 'titan_fp8moe\["):
+    with pytest.raises(ImportError, match=r"needs Transformers 5, 5.17 or newer: pip install -e '.\[trans"):
         importlib.import_module("titan_fp8moe.transformers")
 
 
