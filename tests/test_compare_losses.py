@@ -111,6 +111,20 @@ def test_reports_every_metric(tmp_path, compare):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_curves_that_coincide_are_both_seen(tmp_path, compare, monkeypatch):
+    """The reference shows on both sides of a run that lies on it, and the legend explains the thin lines."""
+    for name in ("bf16", "fp8"):
+        log_run(tmp_path / name, losses(range(1, 31)))
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    compare("bf16", "fp8")
+    axes = drawn[0].axes[0]
+    widths = {line.get_label(): line.get_linewidth() for line in axes.get_lines()}
+    assert widths["bf16 (reference)"] > 2 * widths["fp8"]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["bf16 (reference)", "fp8", "thin: single steps"]
+
+
 def test_memory_of_devices_without_statistics_is_missing(tmp_path, compare):
     log_run(tmp_path / "a", losses([1, 2]) | {PEAK_MEMORY: {1: -1 / 2**30, 2: -1 / 2**30}})
     log_run(tmp_path / "b", losses([1, 2]) | {PEAK_MEMORY: {1: 0.0}})

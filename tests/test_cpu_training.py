@@ -1,6 +1,7 @@
 """Training through torchtitan's own command line, on CPU processes: the loss falls in bf16 and in FP8."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -12,10 +13,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torchtitan.components.validate import Validator
+from torchtitan.config import ConfigManager
 
 from tests.distributed.conftest import ended_well
+from tests.jobs import make_config, make_model
 from titan_fp8moe.dispatch.symmetric import workspace
 from titan_fp8moe.torchtitan.flavors import MoEValidator
+from titan_fp8moe.trainer import cpu
 
 ROOT = Path(__file__).parent.parent
 STEPS = 10
@@ -99,10 +103,47 @@ def test_loss_falls(corpus: Path, tmp_path: Path, converters: list[str], n_proce
     loss = losses(log)
     assert len(loss) == STEPS
     assert loss[-1] < loss[0] - 2, loss
+    assert ("mixed_precision_param defaults to float32" in log) is not cpu.has_fast_bf16()
     if overrides == VALIDATION:
         validation_loss = losses(log, "validate step")
         assert len(validation_loss) == 3  # after steps 1, 5 and 10
         assert validation_loss[-1] < validation_loss[0] - 2, validation_loss
+
+
+@pytest.mark.parametrize(
+    ("gpu", "launched", "fast", "expected"),
+    [
+        (False, True, False, "float32"),
+        (True, True, False, "bfloat16"),
+        (False, False, False, "bfloat16"),  # a dry run or an export, of a job on GPUs
+        (False, True, True, "bfloat16"),
+    ],
+)
+def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(
+    monkeypatch: pytest.MonkeyPatch, caplog, gpu: bool, launched: bool, fast: bool, expected: str
+):
+    """Unless the job names a precision."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: launched)
+    monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast)
+    cpu.compute_dtype.cache_clear()
+    try:
+        job = ConfigManager().parse_args(["--job.config_file=train_configs/debug.toml"])
+        named = make_config("--training.mixed_precision_param=bfloat16")
+    finally:
+        cpu.compute_dtype.cache_clear()
+    assert (job.training.mixed_precision_param, named.training.mixed_precision_param) == (expected, "bfloat16")
+    assert job.training.seq_len == 256  # the table's other settings are the file's
+    assert caplog.text.count("defaults to float32") == (expected == "float32")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="warned of on machines without a GPU")
+def test_the_missing_grouped_gemm_is_no_news(caplog):
+    with caplog.at_level(logging.WARNING):
+        model = make_model(make_config())
+        logging.warning("other warnings")
+    assert not model.model_args.moe_args.use_grouped_mm
+    assert "grouped mm" not in caplog.text and "other warnings" in caplog.text
 
 
 def test_llama4_validates(corpus: Path, tmp_path: Path):

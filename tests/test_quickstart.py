@@ -1,5 +1,7 @@
-"""What tools/quickstart.sh and tools/run_train.sh show of a run, and how they end when it fails."""
+"""Tests what tools/quickstart.sh and tools/run_train.sh show of a run, and how they end when it fails."""
 
+import os
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ import pytest
 from tools import launch, progress
 
 ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "--tee=3"]
 REPORT = """\
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
@@ -46,8 +49,7 @@ def launched(*command: str) -> subprocess.CompletedProcess:
 
 def test_torchrun_ends_with_the_error_of_a_rank(tmp_path: Path):
     (tmp_path / "script.py").write_text("print('begun')\nraise ValueError('set a to b')\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "--tee=3"]
-    done = launched(*torchrun, str(tmp_path / "script.py"))
+    done = launched(*TORCHRUN, str(tmp_path / "script.py"))
     assert done.returncode == 1
     assert "begun" in done.stdout and "ChildFailedError" in done.stdout
     assert done.stdout.splitlines()[-1] == "error: ValueError: set a to b"
@@ -70,11 +72,11 @@ def test_progress(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     log = ["[rank0]:INFO - FP8-Flow-MoE: 2 layers converted\n", step(1), step(2), step(3), None, step(4), step(5)]
     assert list(progress.shown(log, "bf16", 5)) == [
-        "bf16: FP8-Flow-MoE: 2 layers converted",
-        "bf16: step 1 of 5: loss 8.90000, 9,000 tokens/s, 35.10 GiB",
-        "bf16: step 3 of 5: loss 8.70000, 9,000 tokens/s, 35.10 GiB",
-        "bf16: step 3 of 5, 18 s",
-        "bf16: step 5 of 5: loss 8.50000, 9,000 tokens/s, 35.10 GiB",
+        "bf16: FP8-Flow-MoE: 2 layers converted\n",
+        "bf16: step 1 of 5: loss 8.90000, 9,000 tokens/s, 35.10 GiB\n",
+        "bf16: step 3 of 5: loss 8.70000, 9,000 tokens/s, 35.10 GiB\n",
+        "bf16: step 3 of 5, 18 s\n",
+        "bf16: step 5 of 5: loss 8.50000, 9,000 tokens/s, 35.10 GiB\n",
     ]
 
 
@@ -93,3 +95,54 @@ def test_silence_is_noticed(monkeypatch):
 def test_scripts_are_valid_shell():
     for script in sorted((ROOT / "tools").glob("*.sh")):
         subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+TICKS = """\
+import logging, sys, time
+logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+for tick in range(5):
+    (logging.info if tick % 2 else print)(f"tick {tick}")
+    time.sleep(0.2)
+"""
+
+
+def test_lines_appear_when_they_are_printed(tmp_path: Path):
+    """Through torchrun's pipe and through that of launch.py; both would collect 8 KB."""
+    (tmp_path / "ticks.py").write_text(TICKS)
+    command = [sys.executable, str(ROOT / "tools/launch.py"), *TORCHRUN, str(tmp_path / "ticks.py")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        at = [time.monotonic() for line in process.stdout if "tick" in line]
+    assert process.returncode == 0 and len(at) == 5
+    assert at[-1] - at[0] > 0.4  # at most two of the pauses were lost on a busy machine
+
+
+def test_output_passes_as_it_comes():
+    """A line of silence stands on its own, also where it interrupts another."""
+    chunks = [None, b"..", b"\xc3", None, b"\xbc.\n", None]
+    seen = re.sub(rb"\d+ s", b"0 s", b"".join(progress.passed_on(chunks, "tests")))
+    assert seen == b"tests: 0 s\n..\xc3\ntests: 0 s\n\xbc.\ntests: 0 s\n"
+
+
+def test_progress_leaves_the_command_its_status():
+    command = "(printf begun; printf ' failed' >&2; exit 3)"
+    script = f"set -o pipefail; {command} 2>&1 | {sys.executable} tools/progress.py it"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "begun failed", "")
+
+
+@pytest.mark.parametrize("script", ["run_train.sh", "quickstart.sh"])
+def test_a_wrong_config_file_is_found_before_imports(script: str):
+    """Some 30 seconds of them, on a machine that has not read torch yet."""
+    environment = os.environ | {"CONFIG_FILE": "train_configs/no_such.toml"}
+    command = ["bash", str(ROOT / "tools" / script)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r".*CONFIG_FILE = train_configs/no_such.toml: no such file; .*\n", done.stderr)
+
+
+def test_a_package_index_is_not_asked_for_this_package():
+    """The name is nobody's there."""
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/**/*.py"), *ROOT.glob("tools/*.sh")]:
+        if path != Path(__file__) and ".venv" not in str(path):
+            assert not re.search(r"pip install '?titan.fp8moe", path.read_text()), path

@@ -278,7 +278,7 @@ def test_unknown_properties_of_experts_are_refused(monkeypatch: pytest.MonkeyPat
 def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
     monkeypatch.delitem(sys.modules, "titan_fp8moe.transformers")
-    with pytest.raises(ImportError, match=r"needs Transformers 5, 5.17 or newer: pip install 'titan_fp8moe\["):
+    with pytest.raises(ImportError, match=r"needs Transformers 5, 5.17 or newer: pip install -e '.\[trans"):
         importlib.import_module("titan_fp8moe.transformers")
 
 
@@ -486,5 +486,5 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture):
 def test_example():
     command = [sys.executable, str(ROOT / "examples/finetune_transformers.py"), "--steps", "6", "--tiny"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    match = re.search(r"last loss ([+-][\d.]+)% from bf16", done.stdout)
+    match = re.search(r"last loss ([+-][\d.]+)% from (?:bf16|fp32)", done.stdout)
     assert match and abs(float(match[1])) < 2, done.stdout + done.stderr

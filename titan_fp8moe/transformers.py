@@ -42,7 +42,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install 'titan_fp8moe[transformers]'"
+        "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install -e '.[transformers]' in a checkout"
     ) from error
 
 NAME = "fp8_flow"

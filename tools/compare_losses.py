@@ -311,7 +311,10 @@ def format_table(summaries: dict[str, Summary], reference: str) -> str:
 
 
 def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, tolerance: float, out: Path) -> None:
-    """Draw the losses (faint) and their smoothed curves on top, the deviations from ``runs[0]`` below."""
+    """Draw the losses (faint) and their smoothed curves on top, the deviations from ``runs[0]`` below.
+
+    The reference is a broad line, which shows on both sides of a run that lies on it.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -320,17 +323,18 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
         color = COLORS[(index - 1) % len(COLORS)] if index else REFERENCE_COLOR
         steps = list(run.losses)
         top.plot(steps, list(run.losses.values()), color=color, alpha=0.25, linewidth=0.8)
-        label = run.name if index else f"{run.name} (reference)"
-        top.plot(steps, smoothed_losses(run, steps, window), color=color, linewidth=1.6, label=label)
+        label, width = (run.name, 1.6) if index else (f"{run.name} (reference)", 4.0)
+        top.plot(steps, smoothed_losses(run, steps, window), color=color, linewidth=width, label=label)
         if run.name in deviations:
             deviation = deviations[run.name]
             # No label: the colors are those of the legend above, and a second legend would cover the curves.
             bottom.plot(deviation.steps, 100 * deviation.relative, color=color, linewidth=1.6)
+    top.plot([], [], color=REFERENCE_COLOR, alpha=0.25, linewidth=0.8, label="thin: single steps")
     percent = 100 * tolerance
     bottom.axhspan(-percent, percent, color="#999999", alpha=0.25, linewidth=0, label=f"tolerance ±{percent:.3g}%")
     bottom.axhline(0, color=REFERENCE_COLOR, linewidth=0.8)
     top.set_ylabel("training loss")
-    top.set_title(f"Training loss, mean over {window} steps")
+    top.set_title(f"Training loss; thick: mean over {window} steps")
     bottom.set_ylabel(f"deviation from\n{runs[0].name} (%)")
     bottom.set_xlabel("step")
     for axes in (top, bottom):

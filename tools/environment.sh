@@ -1,5 +1,5 @@
-# Sourced by the other scripts, with the modules that they need: leaves a Python that has these modules, this package and
-# its dependencies first on the PATH.
+# Sourced under `set -o pipefail` by the other scripts, with the modules that they need: leaves a Python that has these
+# modules, this package and its dependencies first on the PATH.
 #
 # That is the current environment if it has them all. Otherwise it is .venv, which this script creates (a minute or two)
 # and completes when modules are missing. A .venv that this script did not create is left untouched.
@@ -15,6 +15,10 @@ case $torchtitan in
     0.2.2) venv=.venv torch=2.13.0 extras=torchtitan,dev own="torchao tomli" ;;
     0.3.0) venv=.venv03 torch=2.14.1 extras=torchtitan03 own=spmd_types ;;
 esac
+
+alive() {  # name: passes output on, and adds a line in ten silent seconds
+    python3 tools/progress.py "$1"
+}
 
 lacking() {  # modules: prints those that python3 does not find, and torchtitan where it is another release
     python3 - "$torchtitan" "$@" <<'EOF'
@@ -47,8 +51,9 @@ if [ -n "$(lacking $modules)" ]; then
     if [ ! -e $venv/complete ] || [ -n "$(lacking $modules)" ]; then
         echo "Installing into $venv ..."
         # CPU builds of torch leave Triton's version open. run_environments.sh tests the newest.
-        python -m pip install --disable-pip-version-check "torch==$torch" "triton<3.9"
-        python -m pip install --disable-pip-version-check -e ".[$extras]"
+        pip="python -m pip install --quiet --disable-pip-version-check"
+        $pip "torch==$torch" "triton<3.9" 2>&1 | alive "installing torch $torch"
+        $pip -e ".[$extras]" 2>&1 | alive "installing the rest"
         touch $venv/complete
     fi
 fi

@@ -13,6 +13,10 @@ set -e
 
 NGPU=${NGPU:-1}
 CONFIG_FILE=${CONFIG_FILE:-train_configs/debug.toml}
+if [ ! -f "$CONFIG_FILE" ]; then
+    echo "error: CONFIG_FILE = $CONFIG_FILE: no such file; train_configs/ has some" >&2
+    exit 2
+fi
 LOG_RANK=${LOG_RANK:-0}
 NNODES=${NNODES:-1}
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-localhost:0}

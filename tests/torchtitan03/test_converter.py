@@ -18,8 +18,10 @@ from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import converter
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
+from titan_fp8moe.torchtitan03.cpu import _grouped_mm
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, _check_replaced, _natural
+from titan_fp8moe.trainer import cpu
 from titan_fp8moe.trainer.plan import MOE
 
 CONFIG = ["--module", "titan_fp8moe.torchtitan03", "--config", "deepseek_v3_debugmodel"]
@@ -42,6 +44,37 @@ def test_options_of_the_command_line():
     assert type(config) is Fp8FlowTrainer.Config and isinstance(config.activation_checkpoint, FullAC.Config)
     assert config.fp8_flow_moe == Fp8FlowMoEConfig(save_h="fp8", filter_fqns=["layers.1.", "shared_experts"])
     assert config.to_dict()["fp8_flow_moe"]["save_h"] == "fp8"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(monkeypatch, fast: bool):
+    """In the configs of torchtitan, unless the command line names a precision."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast)
+    cpu.compute_dtype.cache_clear()
+    try:
+        default = ConfigManager().parse_args(CONFIG)
+        named = ConfigManager().parse_args([*CONFIG, "--training.mixed_precision_param=bfloat16"])
+    finally:
+        cpu.compute_dtype.cache_clear()
+    assert default.training.mixed_precision_param == ("bfloat16" if fast else "float32")
+    assert named.training.mixed_precision_param == "bfloat16"
+
+
+def test_products_in_float32_are_those_of_bf16():
+    """The same operands, and one rounding of the result."""
+    x, w = torch.randn(48, 128).bfloat16().requires_grad_(), torch.randn(3, 64, 128).bfloat16().requires_grad_()
+    offs = torch.tensor([8, 8, 48], dtype=torch.int32)
+    results = []
+    for product in (lambda: _grouped_mm(None, A=x, B_t=w.mT, offs=offs), lambda: torch._grouped_mm(x, w.mT, offs=offs)):
+        y = product()
+        y.float().square().sum().backward()
+        results.append((y, x.grad, w.grad))
+        x.grad = w.grad = None
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.detach().abs().max()))
 
 
 def test_help_explains_the_settings(capsys):

@@ -31,6 +31,15 @@ def test_a_rank_of_many(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_the_quickstarts_model_on_a_gpu():
+    """Layers of the 16B model as they are, of which one GPU holds four."""
+    done = run("--config=deepseek_v3_16b_short")
+    assert done.returncode == 0, done.stderr
+    assert "model     deepseek_v3 16B, 7 parts in FP8" in done.stdout
+    assert "layers 0, 1, 2, 3 with" in done.stdout and "rank 0    1,869,107,200 parameters" in done.stdout
+    assert "w1_EFD (64, 1408, 2048), on this rank (64, 1408, 2048)" in done.stdout
+
+
 DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
 
 

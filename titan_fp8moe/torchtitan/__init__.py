@@ -9,7 +9,7 @@ All other changes to torchtitan and PyTorch wait for a converter that converts s
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -26,6 +26,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import converter as _converter  # noqa: F401  registers fp8_flow_moe
 from titan_fp8moe.torchtitan.cpu import enable_cpu_training
 from titan_fp8moe.torchtitan.flavors import register_flavors
+from titan_fp8moe.trainer.cpu import compute_dtype
 
 
 @dataclass
@@ -53,8 +54,17 @@ class Fp8FlowMoETable(Fp8FlowMoEConfig):
 
 
 @dataclass
+class Training:
+    """A default of torchtitan's ``[training]`` table that depends on the machine."""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = field(default_factory=compute_dtype)
+
+
+@dataclass
 class JobConfig:
     """What this package adds to torchtitan's ``JobConfig``."""
+
+    training: Training = field(default_factory=Training)
 
     fp8_flow_moe: Fp8FlowMoETable = field(default_factory=Fp8FlowMoETable)
     """Settings of the model converter ``fp8_flow_moe``."""

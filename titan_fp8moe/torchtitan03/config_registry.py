@@ -1,13 +1,16 @@
 """torchtitan's config functions for DeepSeek-V3 and Qwen3's MoE models, with the section ``fp8_flow_moe``.
 
 ``--config`` names one of them. A config function of your own returns ``with_fp8_flow(config)``. Checkpointing is chosen
-last on the command line: ``... activation-checkpoint:none``.
+last on the command line: ``... activation-checkpoint:none``. In these configs, unlike in your own, ranks on a CPU that
+is slow in bf16 compute in float32.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive
 from torchtitan.models.deepseek_v3 import config_registry as _deepseek_v3
 from torchtitan.models.qwen3 import config_registry as _qwen3
@@ -15,6 +18,7 @@ from torchtitan.trainer import Trainer
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
+from titan_fp8moe.trainer.cpu import compute_dtype
 
 
 def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None = None) -> Fp8FlowTrainer.Config:
@@ -25,8 +29,28 @@ def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None 
 def _extended(function: Callable[[], Trainer.Config]) -> Callable[[], Fp8FlowTrainer.Config]:
     @functools.wraps(function)
     def config() -> Any:
-        return with_fp8_flow(function())
+        config = with_fp8_flow(function())
+        config.training.mixed_precision_param = compute_dtype()
+        return config
 
+    return config
+
+
+@_extended
+def deepseek_v3_16b_short() -> Any:
+    """Four of the 16B model's layers and a vocabulary of 8,192, which fit one GPU. The quickstart trains it."""
+    config: Any = _deepseek_v3.deepseek_v3_16b()
+    model = config.model_spec.model
+    del model.layers[4:]
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = 8192
+    config.loss.loss_fn.global_vocab_size = 8192
+    config.optimizer = default_adamw(lr=3e-4)
+    config.lr_scheduler = LRSchedulersContainer.Config(
+        warmup_steps=20, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
+    )
+    config.parallelism.expert_parallel_degree = 1
+    config.activation_checkpoint = None
+    config.compile = CompileConfig(enable=True, components=["model", "loss"])
     return config
 
 

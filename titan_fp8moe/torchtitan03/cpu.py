@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.distributed import fsdp
-from torchtitan.models.common import attention, token_dispatcher
+from torchtitan.models.common import attention, moe, token_dispatcher
 
-from titan_fp8moe.trainer.cpu import disable_gradient_division, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import disable_gradient_division, has_fast_bf16, rebind, use_cpu
 
 
 @functools.cache
@@ -23,6 +23,8 @@ def enable_cpu_training() -> None:
     use_cpu()
     _replace(attention.FlexAttention, "_compiled_flex_attn", staticmethod(_dense_attention))
     _replace(attention, "_compiled_create_block_mask", create_block_mask)  # compiling it takes longer than training
+    if not has_fast_bf16():
+        _replace(moe.GroupedExperts, "_grouped_mm", _grouped_mm)
     # The all-to-all of bf16 layers: spmd_types exchanges lists of tensors, which gloo wants all of one size.
     _replace(token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor")
     disable_division = fsdp.disable_fsdp_gradient_division
@@ -33,6 +35,11 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     if not hasattr(owner, name):
         raise RuntimeError(f"torchtitan has no {owner.__name__}.{name} to replace for training on a CPU; install 0.3.0")
     setattr(owner, name, value)
+
+
+def _grouped_mm(self: moe.GroupedExperts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+    """Multiplies in fp32 the operands that torchtitan has rounded to bf16, whatever ``mixed_precision_param`` says."""
+    return torch._grouped_mm(A.float(), B_t.float(), offs=offs).to(A.dtype)
 
 
 def _dense_attention(

@@ -4,6 +4,7 @@ torchtitan assumes an accelerator in a handful of places. The adapters replace e
 what their release needs besides.
 """
 
+import functools
 import logging
 import os
 import resource
@@ -11,9 +12,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ def use_cpu() -> None:
             f"CUDA {torch.version.cuda}; set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     logger.warning("FP8-Flow-MoE: PyTorch finds no GPU, so torchtitan uses the CPU and gloo in this process")
+    # torchtitan warns in every job on a CPU that it has no grouped GEMM.
+    logging.getLogger().addFilter(lambda record: "Failed to use grouped mm" not in str(record.msg))
     # Modules import these names from torchtitan.tools.utils; without an accelerator they stand for CUDA.
     device_module = _cpu_device_module()
     rebind("device_type", "cpu")
@@ -39,6 +43,23 @@ def use_cpu() -> None:
     rebind("get_device_info", lambda: ("cpu", device_module))
     # torchtitan would compute MFU against an A100; infinite peak FLOPS make it 0.
     rebind("get_peak_flops", lambda device_name: float("inf"))
+
+
+def has_fast_bf16() -> bool:
+    """Whether oneDNN multiplies bf16 matrices on this CPU. Without it, bf16 takes ten times as long as fp32."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@functools.cache
+def compute_dtype() -> Literal["bfloat16", "float32"]:
+    """The default of ``training.mixed_precision_param``: float32 in a rank on a CPU without fast bf16.
+
+    torchrun starts the ranks. In other processes, such as a dry run, the default describes a job on GPUs.
+    """
+    if torch.cuda.is_available() or not dist.is_torchelastic_launched() or has_fast_bf16():
+        return "bfloat16"
+    logger.warning("FP8-Flow-MoE: this CPU is slow in bf16, so training.mixed_precision_param defaults to float32")
+    return "float32"
 
 
 def rebind(name: str, value: Any) -> None:
