@@ -27,12 +27,13 @@ BACKENDS: dict[str, type[Dispatch]] = {
 AUTO = "all_to_all"
 """The backend of ``dispatch = "auto"``, until measurements on several GPUs say otherwise."""
 
+_STAYS = Route()
 _evenly = False
 
 
 def route(backend: str, capacity: float, ep_group: dist.ProcessGroup | None) -> Route:
     """The route over a group; without one tokens stay, whatever the backend."""
-    return Route() if ep_group is None else Route(backend, ep_group.size(), capacity, ep_group.group_name)
+    return _STAYS if ep_group is None else Route(backend, ep_group.size(), capacity, ep_group.group_name)
 
 
 @contextmanager

@@ -190,17 +190,14 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
     E, H, D = w1.shape
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"x must be bf16 or fp32, got {x_TD.dtype}; use x.bfloat16()")
-    tensors = [x_TD, topk_ids_TK, topk_scores_TK, *weights.gate_up, w2]
-    if len(devices := {t.device for t in tensors}) > 1:
+    device, dtype, up = x_TD.device, w1.dtype, w1 if w3 is None else w3
+    if not device == topk_ids_TK.device == topk_scores_TK.device == w1.device == w2.device == up.device:
+        devices = {t.device for t in (x_TD, topk_ids_TK, topk_scores_TK, w1, w2, up)}
         raise ValueError(f"x, ids, scores and weights must be on one device, got {', '.join(map(str, devices))}")
+    even = w3 is not None or H % 2 == 0
     if w3 is None:
         H //= 2
-    if (
-        any(w.shape != w1.shape for w in weights.gate_up)
-        or w2.shape != (E, D, H)
-        or len({w.dtype for w in (*weights.gate_up, w2)}) > 1
-        or (w3 is None and w1.shape[1] % 2)
-    ):
+    if not (even and up.shape == w1.shape and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype):
         got = ", ".join("None" if w is None else f"{tuple(w.shape)} {w.dtype}" for w in weights)
         raise ValueError(
             "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None, and w2 (E, D, H), all of one dtype; got " + got
@@ -369,7 +366,13 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[Any]) -> "Inputs":
         """The inverse of :meth:`flatten`; further values are ignored."""
-        return cls(*_with_weights(values, len(cls._fields) - 2, 2))
+        weights, shared = values[_SINGLES:_SHARED], values[_SHARED : _SHARED + _NUM_WEIGHTS]
+        return cls._make([*values[:_SINGLES], ExpertWeights(*weights), ExpertWeights(*shared)])
+
+
+_NUM_WEIGHTS = len(ExpertWeights._fields)
+_SINGLES = len(Inputs._fields) - 2
+_SHARED = _SINGLES + _NUM_WEIGHTS
 
 
 class FinishInputs(NamedTuple):
@@ -385,14 +388,8 @@ class FinishInputs(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "FinishInputs":
-        return cls(*_with_weights(values, len(cls._fields) - 1, 1))
-
-
-def _with_weights(values: Sequence[Any], singles: int, groups: int) -> list[Any]:
-    """The first ``singles`` values, then ``groups`` of :class:`ExpertWeights`."""
-    size = len(ExpertWeights._fields)
-    starts = [singles + size * group for group in range(groups)]
-    return [*values[:singles], *(ExpertWeights(*values[start : start + size]) for start in starts)]
+        singles = len(cls._fields) - 1
+        return cls._make([*values[:singles], ExpertWeights(*values[singles : singles + _NUM_WEIGHTS])])
 
 
 class InFlight:
@@ -430,7 +427,9 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any):
         *tensors, call, in_flight = args
-        inputs, needs, spec = Inputs.of(tensors), Inputs.of(ctx.needs_input_grad), call.spec
+        inputs, spec, signature = Inputs.of(tensors), call.spec, 0
+        if spec.dispatch.travels:
+            signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad))
         has_shared = inputs.shared.w1 is not None
         out, *results = _forward_op(
             inputs.x,
@@ -440,7 +439,7 @@ class _RoutedExperts(torch.autograd.Function):
             packed_weights(one_expert(inputs.shared), call.shared_cache) if has_shared else [],
             inputs.nan_flags,
             spec.encode(),
-            _signature(spec, inputs, needs) if spec.dispatch.travels else 0,
+            signature,
         )
         handed, parts = [], _WHOLE
         if spec.dispatch.overlaps:
@@ -450,7 +449,7 @@ class _RoutedExperts(torch.autograd.Function):
             results = saved.pack(layout(spec, *_EXPERTS))
             ctx.mark_non_differentiable(*handed)
             ctx.set_materialize_grads(False)  # no zeros for those
-            in_flight.needs_dx = needs.x
+            in_flight.needs_dx = Inputs.of(ctx.needs_input_grad).x
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
         ctx.save_for_backward(*inputs.weights, *inputs.shared, *results)

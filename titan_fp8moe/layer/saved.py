@@ -22,6 +22,7 @@ from torch import Tensor
 from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
 from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
 from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.ops.backend import cached_in_eager
 from titan_fp8moe.rows import GroupRows, Routing
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -44,6 +45,7 @@ class LayerSpec(NamedTuple):
     def dispatch(self) -> type[Dispatch]:
         return BACKENDS[self.route.backend]
 
+    @cached_in_eager
     def encode(self) -> str:
         """The specification as a string, which an op can take."""
         flags = f"{int(self.shared)}{int(self.check_ids)}"
@@ -57,17 +59,27 @@ class LayerSpec(NamedTuple):
         return cls(Route.decode(route), ExpertSpec.decode(expert), BackwardSpec.decode(backward), shared, check_ids)
 
 
-Layout = list[tuple[str, type, tuple[str, ...]]]
-"""Parts of :class:`Saved` in order: name, record, and which fields of the record there are."""
+class Layout(NamedTuple):
+    """Which tensors some parts of :class:`Saved` have, and where in a flat list.
+
+    Attributes:
+        names: (part, field) of each tensor, in order.
+        records: for each part of :class:`Saved` its record and where the values of its fields are, -1 for a field that
+            is not there; or None.
+    """
+
+    names: list[tuple[str, str]]
+    records: list[Any]
 
 
+@cached_in_eager
 def layout(spec: LayerSpec, *parts: str) -> Layout:
     """The layout of these parts of a layer's :class:`Saved`."""
     kind = spec.dispatch
     own_rows = () if kind.travels else ("q",)  # of shared experts, without rows of their own
     shared_rows = tuple(name for name in GroupRows._fields if name not in own_rows) if spec.shared else ()
     ffn = saved_fields(spec.backward)
-    fields: dict[str, tuple[type, tuple[str, ...]]] = {
+    fields: dict[str, tuple[Any, tuple[str, ...]]] = {
         "weights": (ExpertWeights, ExpertWeights._fields),
         "shared_weights": (ExpertWeights, ExpertWeights._fields),
         "state": (kind.State, kind.State._fields),
@@ -77,7 +89,14 @@ def layout(spec: LayerSpec, *parts: str) -> Layout:
         "shared_rows": (GroupRows, shared_rows),
         "shared_ffn": (SavedFFN, ffn if spec.shared else ()),
     }
-    return [(part, *fields[part]) for part in parts]
+    names = [(part, field) for part in parts for field in fields[part][1]]
+    place = {name: at for at, name in enumerate(names)}
+    records: list[Any] = []
+    for part in Saved._fields:
+        record = fields[part][0]
+        at = [place.get((part, field), -1) for field in record._fields]
+        records.append((record, at) if part in parts else None)
+    return Layout(names, records)
 
 
 _ABSENT: Any = None
@@ -102,14 +121,11 @@ class Saved(NamedTuple):
         return rows if rows.q is not None else rows._replace(q=self.tokens.q)
 
     def pack(self, layout: Layout) -> list[Any]:
-        return [getattr(getattr(self, part), field) for part, _, fields in layout for field in fields]
+        return [getattr(getattr(self, part), field) for part, field in layout.names]
 
     @classmethod
     def unpack(cls, layout: Layout, tensors: Sequence[Tensor | None]) -> "Saved":
         """The inverse of :meth:`pack`."""
-        parts, rest = {}, list(tensors)
-        for part, record, fields in layout:
-            parts[part] = record(**dict.fromkeys(record._fields) | dict(zip(fields, rest, strict=False)))
-            rest = rest[len(fields) :]
-        assert not rest
-        return cls(**parts)
+        assert len(tensors) == len(layout.names)
+        values = [*tensors, None]  # -1 is a field that is not there
+        return cls(*[entry and entry[0](*[values[at] for at in entry[1]]) for entry in layout.records])

@@ -74,8 +74,10 @@ def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
 
 def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
     """The weights themselves, or the values that FSDP gathered in FP8."""
-    values: Any = (w.quantized if isinstance(w, Fp8GatheredWeight) else w for w in weights)
-    return ExpertWeights(*values)
+    if not isinstance(weights.w1, Fp8GatheredWeight):
+        return cast(ExpertWeights[Weight], weights)
+    values: Any = weights
+    return ExpertWeights(*(w.quantized for w in values))
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------

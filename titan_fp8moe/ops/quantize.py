@@ -1,7 +1,6 @@
 """Quantization ops: 1x128 tiles for activations and gradients, 128x128 blocks for weights."""
 
-from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -99,8 +98,9 @@ def _(weights, plain, transposed):
 def _check_weights(weights: list[Tensor]) -> None:
     if len(weights) > 2:
         raise ValueError(f"quantize_weight: takes one or two weights, got {len(weights)}")
-    alike = all((w.shape[0], w.shape[2], w.dtype) == (v.shape[0], v.shape[2], v.dtype) for v, w in pairwise(weights))
-    if not alike or weights[0].dtype not in (torch.bfloat16, torch.float32):
+    first, last = weights[0], weights[-1]
+    alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
+    if not alike or first.dtype not in (torch.bfloat16, torch.float32):
         got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
         raise ValueError(f"quantize_weight: weights (E, N, K) must share E, K and a dtype, bf16 or fp32; got {got}")
 
@@ -136,7 +136,7 @@ def _operands(weights: tuple[Tensor | QuantizedWeight, ...], plain: bool, transp
         first, *rest = cast(list[QuantizedWeight], list(weights))
         ((last, last_scale),) = rest or [(None, None)]
         return _join_weight(first.q, first.scale, last, last_scale, plain, transposed)
-    tensors = cast(list[Tensor], list(weights))
+    tensors: list[Any] = list(weights)
     _check_weights(tensors)
     return _quantize_weight(tensors, plain, transposed)
 
