@@ -75,7 +75,7 @@ def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
 def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
     """The weights themselves, or the values that FSDP gathered in FP8."""
     if not isinstance(weights.w1, Fp8GatheredWeight):
-        return cast(ExpertWeights[Weight], weights)
+        return cast(Any, weights)
     values: Any = weights
     return ExpertWeights(*(w.quantized for w in values))
 

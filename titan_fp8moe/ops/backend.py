@@ -63,18 +63,6 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
     return defined
 
 
-def cached_in_eager(function: Callable[P, R_co]) -> Callable[P, R_co]:
-    """``functools.cache`` that torch.compile does not see: it traces the function, and would warn of the cache."""
-    cached: Callable[..., Any] = functools.cache(function)
-    untyped: Callable[..., Any] = function
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        return untyped(*args) if torch.compiler.is_compiling() else cached(*args)
-
-    return cast(Callable[P, R_co], call)
-
-
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd function around ops: refuses ``create_graph=True``.
 
