@@ -1,5 +1,6 @@
 """What a user without a trainer meets: the module, the example, determinism."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import titan_fp8moe
 from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, D, E, H, K, T, make_layer
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, ops, recipe, routed_experts
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, ops, recipe, routed_experts, testing
 from titan_fp8moe.layer import experts
 
 EXAMPLE = str(ROOT / "examples/plain_pytorch.py")
@@ -32,6 +33,21 @@ def run_example(*command: str) -> float:
 @pytest.mark.parametrize("arguments", [(), ("--compile",)], ids=["eager", "compiled"])
 def test_example(arguments):
     assert abs(run_example(sys.executable, EXAMPLE, *arguments)) < 0.02
+
+
+def test_gradients_of_the_example():
+    """Adam hides a gradient's size, so the example's losses do not show it."""
+    spec = importlib.util.spec_from_file_location("plain_pytorch", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    models = example.ReferenceMoE(), example.MoE()
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(example.TOKENS, example.DIM)
+    for model in models:
+        model(x).square().mean().backward()
+    for want, got in zip(*(model.parameters() for model in models), strict=True):
+        assert testing.relative_error(got.grad, want.grad) < 0.15
 
 
 def test_example_on_two_processes():
