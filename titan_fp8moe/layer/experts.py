@@ -290,6 +290,11 @@ def _routed_experts_finish(
 ) -> list[Tensor]:
     """The layer's output (T, D), once the payload in flight has arrived, and :data:`_FINISHED`. Any shared experts run
     meanwhile. ``handed``: :data:`_HANDED` of the forward."""
+    if payload.numel() and not payload.untyped_storage().size():  # _Finish has freed it
+        raise RuntimeError(
+            "activation checkpointing kept the result of routed_experts_forward, but not of routed_experts_finish; let "
+            "the policy save all of titan_fp8moe.SAVED_OPS, or neither of the two"
+        )
     spec = LayerSpec.decode(layer)
     saved, shared_y = Saved.unpack(layout(spec, *_HANDED), handed), None
     if spec.shared:
@@ -547,6 +552,9 @@ class _Finish(torch.autograd.Function):
         handed = tensors[len(inputs.flatten()) :]
         shared = packed_weights(one_expert(inputs.shared), call.shared_cache) if spec.shared else []
         out, *results = _finish_op(inputs.payload, handed, shared, inputs.nan_flags, spec.encode(), dim, dtype)
+        if torch._C._len_torch_dispatch_stack():
+            # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
+            ops.wait(inputs.payload)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
         inputs.payload.untyped_storage().resize_(0)
         ctx.save_for_backward(*inputs.shared, *handed, *results)
@@ -559,6 +567,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
         call, spec, in_flight = ctx.call, ctx.call.spec, ctx.in_flight
         needs, nans = FinishInputs.of(ctx.needs_input_grad), NanFlags.of(ctx.nan_flags)
+        experts_node, _ = ctx.next_functions[0]
         saved = Saved.unpack(layout(spec, "shared_weights", *_HANDED, *_FINISHED), ctx.saved_tensors)
         tokens = spec.dispatch.resume(saved.state, None, spec.route, ctx.dim)
         dout_rows, group_dy = _cast_gradient(dout_TD, spec.shared, nans)
@@ -569,8 +578,10 @@ class _Finish(torch.autograd.Function):
             del saved
             in_flight.shared_dx_RD = shared.dx_RD
             shared_dw = shared.weight_grads(needs.shared)
-        if not needs.placeholder:  # no other node will take the payload
-            ops.wait(cast(Tensor, in_flight.take().rows))
+        # needs_input_grad does not tell: torch.autograd.grad may ask for the shared experts' gradients only.
+        if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
+            ops.wait(cast(Tensor, in_flight.take().rows))  # other ranks may need the gradients
+            in_flight.shared_dx_RD = None
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
         grads = FinishInputs(placeholder, shared=shared_dw).flatten()
         return *grads, *(None for _ in ctx.needs_input_grad[len(grads) :])
