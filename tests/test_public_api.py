@@ -1,5 +1,6 @@
 """What a user without a trainer meets: the module, the example, determinism."""
 
+import copy
 import importlib.util
 import os
 import re
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import titan_fp8moe
 from tests.distributed.conftest import ROOT
@@ -109,6 +111,45 @@ def test_scores_stay_fp32_under_fsdp(mesh, monkeypatch, inner):
     block(torch.randn(16, D)).sum().backward()
     assert seen == [[torch.bfloat16, torch.float32]]
     assert block.experts.w1.grad.to_local().any() and block.router.weight.grad.to_local().any()
+
+
+class ScaledExperts(RoutedExperts):
+    def forward(self, x, topk_ids, topk_scores):
+        return super().forward(x, topk_ids, topk_scores * 2.0)
+
+
+def test_forward_takes_plain_tensors():
+    """As checkpoint(experts.forward, ...), subclasses and hooks call it."""
+    x, scores, ids, _ = make_layer()
+    module = ScaledExperts(E, D, H, device=DEVICE)
+    want = routed_experts(x, module.w1, module.w2, module.w3, ids, scores * 2)
+    assert torch.equal(module(x, ids, scores), want)
+    assert torch.equal(checkpoint(module.forward, x, ids, scores, use_reentrant=False), want)
+    handle = module.register_forward_pre_hook(lambda module, args: (*args[:2], args[2] / 2), prepend=True)
+    assert torch.equal(module(x, ids, scores * 2), want)
+    handle.remove()
+    assert torch.equal(copy.deepcopy(module)(x, ids, scores), want)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["hook_first", "fsdp_first"])
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, None], ids=str)
+def test_hooks_and_subclasses_see_fp32_scores_under_fsdp(mesh, monkeypatch, early, param_dtype):
+    module, seen = ScaledExperts(E, D, H), []
+
+    def hook(_, args, kwargs):
+        seen.append([args[0].dtype, args[2].dtype])
+        return (*args[:2], args[2] * 1.0), kwargs
+
+    if early:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    if not early:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    op = experts._forward_op
+    monkeypatch.setattr(experts, "_forward_op", lambda *args: seen.append([a.dtype for a in args[:2]]) or op(*args))
+    scores, ids = torch.rand(16, E).topk(K)
+    module(torch.randn(16, D), ids, topk_scores=scores)
+    assert seen == [[param_dtype or torch.float32, torch.float32]] * 2
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -6,7 +6,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils.hooks import RemovableHandle
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
@@ -93,23 +95,30 @@ class RoutedExperts(Fp8AllGather):
             nn.init.uniform_(weight, -bound, bound, generator)
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
-        # Before the hooks of the module run, FSDP's among them.
-        return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
+        scores = KeepDtype(topk_scores) if isinstance(self, FSDPModule) else topk_scores
+        return super().__call__(x, topk_ids, scores, **kwargs)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        """See ``nn.Module``. The first call registers a hook that unwraps the scores: after FSDP's, which FSDP
+        prepends, and before the others."""
+        if not self._forward_pre_hooks:
+            super().register_forward_pre_hook(_unwrap_scores)
+        return super().register_forward_pre_hook(hook, **options)
 
     def forward(
         self,
         x: Tensor,
         topk_ids: Tensor,
-        topk_scores: KeepDtype,
+        topk_scores: Tensor,
         meanwhile: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors; call the module with plain
-        tensors: x (T, D), topk_ids (T, K), topk_scores (T, K)."""
+        """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
+        topk_scores (T, K)."""
         return apply_experts(
             x,
             ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3)),
             topk_ids,
-            topk_scores.tensor,
+            topk_scores,
             Layer(self.config, self.ep_group, ExpertSpec(score_before_experts=self.score_before_experts), self.cache),
             meanwhile=meanwhile,
         )
@@ -117,6 +126,11 @@ class RoutedExperts(Fp8AllGather):
     def extra_repr(self) -> str:
         experts, hidden_dim, dim = self.w1.shape
         return f"local_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"
+
+
+def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    x, topk_ids, topk_scores = args
+    return x, topk_ids, topk_scores.tensor if isinstance(topk_scores, KeepDtype) else topk_scores
 
 
 def add_cache(module: Any) -> None:
