@@ -221,9 +221,9 @@ class Fp8FlowLinear(nn.Linear):
         self.config = config
         add_cache(self)
 
-    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override] # nn.Linear calls it input
-        """(..., K) -> (..., N), in the dtype of ``x`` or autocast's."""
-        w = self.weight
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., N), in the dtype of ``input`` or autocast's."""
+        x, w = input, self.weight
         if not isinstance(w, DTensor):
             return linear(x, w, self.config, self.cache, self.nan_flags)
         placements, x_grad = w.placements, w.placements  # replicated
