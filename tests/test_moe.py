@@ -503,6 +503,21 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
         routed_experts(*(inputs[name] for name in ("x", "w1", "w2", "w3", "chosen", "scores")))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="nothing waits for the GPU to see that all ids are 0")
+def test_swapped_ids_and_scores_are_refused():
+    """As torch.topk returns them, and with the conversions that get past the dtypes."""
+    x, _, _, weights = make_layer()
+    scores, ids = torch.rand(T, E).topk(K)
+    for args in ((scores, ids), (scores, ids.float()), (scores.long(), ids.float()), (ids, ids)):
+        with pytest.raises(ValueError, match=r"ids and topk_scores seem swapped.*experts take \(ids, scores\)"):
+            routed_experts(x, *weights, *args)
+    zeros, one = torch.zeros_like(ids), [w[:1] for w in weights]
+    for scores in (torch.ones(T, K), torch.zeros(T, K), torch.full((T, K), 2.5), torch.full((T, K), float(E))):
+        routed_experts(x, *weights, zeros, scores)
+    routed_experts(x, *one, zeros, torch.full((T, K), 2.0))
+    routed_experts(x[:0], *weights, zeros[:0], scores[:0])
+
+
 @pytest.mark.parametrize("wrong", [E, E + 1, -2, 2**31 - 1, 2**31, 2**40, -(2**31)])
 @pytest.mark.skipif(DEVICE == "cuda", reason="see test_wrong_experts_end_in_an_assertion")
 def test_ids_that_are_no_experts_are_refused(wrong):

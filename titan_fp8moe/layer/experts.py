@@ -50,6 +50,7 @@ from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_
 from titan_fp8moe.layer.saved import LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights, forward_operands, one_expert, without_expert_dim
 from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
+from titan_fp8moe.ops.permute import SWAPPED
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows
 from titan_fp8moe.spec import ExpertSpec
@@ -207,11 +208,17 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
             "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
             f"gate and up; got D {D} and H {H}"
         )
-    if topk_scores_TK.dtype != torch.float32:
-        raise ValueError(f"topk_scores must be fp32, got {topk_scores_TK.dtype}; use topk_scores.float()")
-    if topk_ids_TK.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids_TK.dtype}; use topk_ids.long()")
+    if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
+        raise ValueError(_why_not_dtypes(topk_ids_TK.dtype, topk_scores_TK.dtype))
     check_current_device(x_TD)
+
+
+def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
+    if ids.is_floating_point or not scores.is_floating_point:
+        return f"{SWAPPED}; got {ids} ids and {scores} scores"
+    if scores != torch.float32:
+        return f"topk_scores must be fp32, got {scores}; use topk_scores.float()"
+    return f"topk_ids must be int32 or int64, got {ids}; use topk_ids.long()"
 
 
 # --- the ops ----------------------------------------------------------------------------------------------------------
