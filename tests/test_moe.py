@@ -405,12 +405,12 @@ def test_another_than_the_current_device_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match="x is on cuda:1, but kernels run on the current device, 0; call torch.cuda.set_"
     ):
-        backend.check_current_device(there)
+        backend.check_caller(there)
     there.device = torch.device("cuda", 0)
-    backend.check_current_device(there)
+    backend.check_caller(there)
     checked = []
     for module in (experts, grouped_mm, group):
-        monkeypatch.setattr(module, "check_current_device", checked.append)
+        monkeypatch.setattr(module, "check_caller", checked.append)
     routed_experts(x, *weights, chosen, scores)
     grouped_mm.grouped_mm(x.bfloat16(), weights[0].mT, torch.tensor([T] * E, dtype=torch.int32, device=DEVICE))
     feed_forward(x, ExpertWeights(*(w[0] for w in weights)), Fp8FlowMoEConfig())

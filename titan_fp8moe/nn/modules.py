@@ -1,6 +1,7 @@
 """The routed experts, and a linear, as modules for any model."""
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils.hooks import RemovableHandle
 
-from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
+from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
@@ -25,6 +27,18 @@ class KeepDtype:
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
+
+
+def _check_arguments(num_experts: int, dim: int, hidden_dim: int, dtype: torch.dtype) -> None:
+    sizes = dict(num_experts=num_experts, dim=dim, hidden_dim=hidden_dim)
+    if wrong := [f"{name} = {size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]:
+        raise ValueError(f"{', '.join(wrong)} must be a positive int")
+    _check_dtype(dtype)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"the weights would be {dtype}; make the module with dtype=torch.bfloat16 or torch.float32")
 
 
 class RoutedExperts(Fp8AllGather):
@@ -42,7 +56,8 @@ class RoutedExperts(Fp8AllGather):
             ``nn.Linear``.
 
     Raises:
-        ValueError: for dims that are no multiples of 128, or experts that do not divide over the ranks.
+        ValueError: for dims that are no multiples of 128, experts that do not divide over the ranks, a dtype that is
+            not bf16 or fp32, or a group that this rank is not in.
 
     Example::
 
@@ -66,6 +81,8 @@ class RoutedExperts(Fp8AllGather):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        _check_arguments(num_experts, dim, hidden_dim, dtype or torch.get_default_dtype())
+        check_member(ep_group)
         num_ranks = 1 if ep_group is None else ep_group.size()
         if num_experts % num_ranks:
             raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
@@ -136,6 +153,7 @@ def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]
 def add_cache(module: Any) -> None:
     """Gives a module, whose ``config`` is set, the weight cache that its settings ask for. Loading a state dict clears
     it."""
+    require_config(module.config)
     if "cache" not in vars(module):
         module.register_load_state_dict_post_hook(_clear_cache)
     module.cache = WeightCache() if module.config.cache_weights else None
@@ -181,7 +199,7 @@ class Fp8FlowLinear(nn.Linear):
             ``Fp8FlowMoEConfig()``.
 
     Raises:
-        ValueError: for other dims.
+        ValueError: for other dims, or a dtype that is not bf16 or fp32.
     """
 
     config: Fp8FlowMoEConfig
@@ -218,6 +236,7 @@ class Fp8FlowLinear(nn.Linear):
                 f"in_features = {self.in_features} and out_features = {self.out_features} must be multiples of 128, an "
                 "FP8 tile's width"
             )
+        _check_dtype(self.weight.dtype)
         self.config = config
         add_cache(self)
 
