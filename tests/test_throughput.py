@@ -78,7 +78,7 @@ def kernels_of_the_package() -> dict[str, str]:
     """Module by name, of every kernel that any module of the package defines; adapters define none."""
     found = {}
     for info in pkgutil.walk_packages(titan_fp8moe.__path__, "titan_fp8moe."):
-        if info.name.split(".")[1] in (*ADAPTERS, "testing"):
+        if info.name.split(".")[1] in (*ADAPTERS, "activations", "testing"):  # kernels inline the activations
             continue
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
