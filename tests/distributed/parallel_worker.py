@@ -218,9 +218,9 @@ def tools(out: Path) -> dict:
     torch.manual_seed(5)
     spread = Model(group).experts
     torch.manual_seed(5)
-    one = Model(ranks_alone()).experts
+    one = Model().experts
     results["seed"] = all(
-        torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(spread.parameters(), one.parameters(), strict=True)
+        torch.equal(a.full_tensor(), b) for a, b in zip(spread.parameters(), one.parameters(), strict=True)
     )
     if dist.get_rank() == dist.get_world_size() - 1:
         buffer = io.BytesIO()
@@ -229,13 +229,14 @@ def tools(out: Path) -> dict:
     dist.broadcast_object_list(messages, src=dist.get_world_size() - 1)
     load = refusal(lambda: torch.load(io.BytesIO(messages[0]), weights_only=False))
     results["another rank's module"] = gather_list(load)[0]
+    copies = torch.optim.swa_utils.AveragedModel(make(group), avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.5))
+    copies.update_parameters(make(group))
+    copies.update_parameters(other)
+    average = (want["experts.w1"] + other.experts.w1.full_tensor()) / 2
+    results["average"] = torch.allclose(copies.module.experts.w1.full_tensor(), average, atol=1e-6)
+    x, _ = data(group)
+    results["copy"] = torch.equal(copy.deepcopy(other)(x), other(x))
     return results
-
-
-def ranks_alone():
-    """A group of this rank alone."""
-    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    return groups[dist.get_rank()]
 
 
 def optimizers(out: Path) -> dict:
@@ -308,6 +309,16 @@ def sharded(out: Path) -> dict:
         results["ddp of half"] = refusal(lambda: distributed_data_parallel(copy.deepcopy(model)))
         fully_shard(model.experts, mesh=mesh["dp"])
         run("both", model)
+        model = make(mesh["ep"])
+        fully_shard(model.experts, mesh=mesh["dp"])
+        model.experts.gather_in_fp8()
+        run("fp8", model)
+        torch.manual_seed(5)
+        one = Model().experts
+        torch.manual_seed(5)
+        nn.Linear(D, EXPERTS, bias=False)
+        model.experts.reset_parameters()
+        results["reset"] = torch.equal(model.experts.w1.full_tensor(), one.w1)
     return results
 
 

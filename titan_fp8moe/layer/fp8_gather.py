@@ -7,7 +7,6 @@ byte: half of bf16's bytes on the wire and while the weights are whole. A block 
 shard whole experts: along dim 0, evenly.
 """
 
-import copy
 import weakref
 from typing import Any, cast
 
@@ -60,34 +59,6 @@ class Fp8GatheredWeight(Tensor):
         return f"Fp8GatheredWeight({tuple(self.shape)}, {self.dtype})"
 
 
-def local_tensors(*weights: Any) -> list[Tensor]:
-    """``to_local()`` of DTensors. For three weights torch's takes 350 microseconds of the host, forward and backward; one
-    autograd function takes 100."""
-    if torch.compiler.is_compiling():
-        return [w.to_local() for w in weights]
-    return list(_ToLocal.apply(*weights))
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *weights: DTensor) -> tuple[Tensor, ...]:
-        ctx.specs = [w._spec for w in weights]
-        ctx.set_materialize_grads(False)
-        return tuple([w._local_tensor.detach() for w in weights])  # new objects: autograd writes to its outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        return tuple([grad if grad is None else _as_weight(grad, spec) for grad, spec in zip(grads, ctx.specs)])
-
-
-def _as_weight(grad: Tensor, spec: Any) -> DTensor:
-    """A gradient placed as its weight is."""
-    meta = spec.tensor_meta
-    if grad.stride() == meta.stride and grad.dtype == meta.dtype:  # always, where whole experts are sharded
-        return DTensor(grad, copy.copy(spec), requires_grad=False)
-    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)
-
-
 class Fp8AllGather(nn.Module):
     """Mixin of a module of experts whose parameters FSDP may gather in FP8."""
 
@@ -112,7 +83,7 @@ class Fp8AllGather(nn.Module):
         Raises:
             RuntimeError: if FSDP was to gather them in FP8 and has not.
         """
-        weights = local_tensors(*params) if isinstance(params[0], DTensor) else list(params)
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in params]
         if self.gathers_fp8 and not isinstance(weights[0], Fp8GatheredWeight):
             raise RuntimeError(
                 "FSDP has not gathered the experts' weights in FP8: their tensors were replaced after fully_shard; "

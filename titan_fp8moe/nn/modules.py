@@ -99,23 +99,25 @@ class RoutedExperts(Fp8AllGather):
         add_cache(self)
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts for any number of ranks of
-        ``ep_group``."""
+        """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts with or without ``ep_group``,
+        for any number of ranks."""
         weights = self.w1, self.w2, self.w3
-        if self.ep_group is None:
+        if self.w1.is_meta:
+            return
+        if self.ep_group is None and isinstance(self.w1, DTensor):  # FSDP's, sharded along any dim
             for weight in weights:
                 nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
-        elif not self.w1.is_meta:
-            seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
-            w1 = cast(DTensor, self.w1)
-            everyone = torch.arange(len(w1), device=w1.device)
-            mine = distribute_tensor(everyone, w1.device_mesh, w1.placements, src_data_rank=None).to_local().tolist()
-            generator = torch.Generator(w1.device)
-            for i, expert in enumerate(mine):
-                generator.manual_seed(seed + expert)
-                for weight in weights:
-                    bound = weight.shape[2] ** -0.5
-                    nn.init.uniform_(cast(DTensor, weight).to_local()[i], -bound, bound, generator)
+            return
+        experts = torch.arange(len(self.w1), device=self.w1.device)
+        if isinstance(self.w1, DTensor):
+            experts = distribute_tensor(experts, self.w1.device_mesh, self.w1.placements, src_data_rank=None).to_local()
+        seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
+        generator = torch.Generator(self.w1.device)
+        local = [w.detach().to_local() if isinstance(w, DTensor) else w.detach() for w in weights]
+        for i, expert in enumerate(experts.tolist()):
+            generator.manual_seed(seed + expert)
+            for weight in local:
+                nn.init.uniform_(weight[i], -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5, generator)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "RoutedExperts":
         super()._apply(*args, **kwargs)
@@ -148,12 +150,18 @@ class RoutedExperts(Fp8AllGather):
         tensors: x (T, D), topk_ids (T, K), topk_scores (T, K)."""
         return apply_experts(
             x,
-            ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3)),
+            self._weights(),
             topk_ids,
             topk_scores.tensor,
             Layer(self.config, self.ep_group, ExpertSpec(score_before_experts=self.score_before_experts), self.cache),
             meanwhile=meanwhile,
         )
+
+    def _weights(self) -> ExpertWeights[Tensor]:
+        weights = self.w1, self.w2, self.w3
+        if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
+            weights = self.local_weights(*weights)
+        return ExpertWeights(*weights)  # the layer reads DTensors faster than to_local() does
 
     def extra_repr(self) -> str:
         experts, hidden_dim, dim = self.w1.shape
