@@ -51,7 +51,7 @@ class ReferenceMoE(MoE):
 
 
 def train(model: nn.Module, x: Tensor, target: Tensor, steps: int, group: dist.ProcessGroup | None) -> list[float]:
-    """Losses of full-batch steps; replicated parameters get the mean of the ranks' gradients, as DDP would give them."""
+    """Losses of full-batch steps; replicated parameters get the mean of the ranks' gradients."""
     ranks = 1 if group is None else group.size()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3), []
     for _ in range(steps):

@@ -43,13 +43,13 @@ part() { # name, seconds, command
 }
 
 train() { # name, seconds, arguments of train.py
-    part "train_$1" "$2" python3 -m experiments.throughput.train --out experiments/throughput --gpus 1 --seeds 0 \
+    part "train_$1" "$2" python3 -m experiments.throughput.train --out experiments/throughput --gpus 1 --seeds 0 --budget 520 \
         --steps 40 --timeout 170 "${@:3}"
 }
 
 layers() { # name, seconds, arguments of layer.py
     part "layers_$1" "$2" python3 -m experiments.throughput.layer --out experiments/throughput \
-        --variants bf16 "bf16 whole" fp8 "fp8 with weight quantization" --models "${@:3}"
+        --variants bf16 "bf16 whole" "bf16 fused" "bf16 fp32 bmm" fp8 "fp8 with weight quantization" --models "${@:3}"
 }
 
 kernels() { # module, seconds, arguments
@@ -60,20 +60,23 @@ mkdir -p "$done_in"
 part corpus 60 python3 tools/build_corpus.py --out outputs/corpus --max-bytes 60000000
 
 six=(--layers 6 --attention sdpa)
-train batch4 500 "${six[@]}" --variants fp8_flow bf16 bf16_whole torchao naive_blockwise
-train batch1 400 "${six[@]}" --local-batch 1 --variants fp8_flow bf16 bf16_whole
+fused=(bf16_fused:checkpointing={saved,none,full})
+train batch4 530 "${six[@]}" --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
+train batch4_fp8 500 "${six[@]}" --variants fp8_flow torchao torchao_whole naive_blockwise naive_whole
+train batch4_checkpointing 500 "${six[@]}" --variants fp8_flow fp8_flow:checkpointing=none bf16:checkpointing=saved "${fused[@]}"
+train batch1 530 "${six[@]}" --local-batch 1 --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 train flex 400 --layers 6 --attention flex --variants fp8_flow bf16 bf16_whole
 train settings 400 "${six[@]}" --variants fp8_flow fp8_flow:recompute=experts fp8_flow:save_h=fp8
 train ablations 400 "${six[@]}" --variants fp8_flow requantize unfused_permute
 train forced 300 "${six[@]}" --routing forced --variants fp8_flow bf16 bf16_whole
 train model 300 "${six[@]}" --routing model --variants fp8_flow bf16 bf16_whole
-train five_layers 300 --layers 5 --attention sdpa --variants fp8_flow bf16_whole
 train full_checkpoints 300 "${six[@]}" --variants fp8_flow bf16 -- --activation_checkpoint.mode=full
-train qwen3 500 --model qwen3_30b --layers 5 --variants fp8_flow bf16 bf16_whole torchao naive_blockwise
-# Around what the dry run estimates: 30, 44 and 51.
-train largest_batch 300 "${six[@]}" --variants fp8_flow --largest-batch 26 33
-train largest_batch_experts 300 "${six[@]}" --variants fp8_flow:recompute=experts --largest-batch 40 47
-train largest_batch_bf16 530 "${six[@]}" --variants bf16 --largest-batch 40 55
+train qwen3 530 --model qwen3_30b --layers 5 --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
+train qwen3_batch1 530 --model qwen3_30b --layers 5 --local-batch 1 --seeds 0 1 --variants fp8_flow bf16_whole "${fused[0]}"
+# A part of the sweep at a time: remove its .done until the log ends with "complete".
+part sweep 530 python3 -m experiments.throughput.sweep --out experiments/throughput "${six[@]}" --budget 420 --timeout 100
+part sweep_qwen3 530 python3 -m experiments.throughput.sweep --out experiments/throughput --model qwen3_30b --layers 5 \
+    --budget 420 --timeout 100
 part profile 300 python3 -m experiments.throughput.profile_step --out experiments/throughput --gpus 1 "${six[@]}" \
     --timeout 170
 part host_time 200 python3 -m experiments.throughput.host_time --out experiments/throughput
@@ -101,6 +104,7 @@ gemms 16b 2 3
 kernels ffn 500 --layers 0 2 1
 kernels ffn_shared 300
 kernels grouped_mm 250
+kernels routed_vs_fused_bf16 530 --budget 450
 # Its autotuner compiles for ten minutes with an empty cache: after a timeout call the part again.
 if [ -n "$list" ] || python3 -c "import sonicmoe" 2>/dev/null; then
     kernels sonicmoe 530 --budget 450

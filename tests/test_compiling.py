@@ -10,6 +10,7 @@ import torch._functorch.config
 from torch import nn
 from torch._dynamo.utils import counters
 from torchtitan.config import ConfigManager
+from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.infra import parallelize
 from torchtitan.protocols.model_converter import build_model_converters
@@ -165,6 +166,29 @@ def test_reasons():
     assert compiling.why_submodules(block) == "tensor parallelism"
     block.moe = nn.Identity()
     assert compiling.why_submodules(block) == "not converted"
+
+
+class ForeignBlock(nn.Module):
+    """Another model's, without ``feed_forward`` and ``moe``."""
+
+    def __init__(self, moe_enabled: bool):
+        super().__init__()
+        self.mlp, self.moe_enabled = nn.Linear(8, 8), moe_enabled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("moe_enabled", [False, True])
+def test_blocks_of_another_model_compile(moe_enabled):
+    """Once something was converted in the process, torchtitan's ``apply_compile`` still takes any model."""
+    make_model(backend="eager")
+    model, x = nn.Module(), torch.randn(2, 8)
+    model.layers = nn.ModuleDict({"0": ForeignBlock(moe_enabled)})
+    want = model.layers["0"](x)
+    before = num_graphs()
+    parallelize.apply_compile(model, Compile(backend="eager"), ep_enabled=True)
+    assert torch.equal(model.layers["0"](x), want) and num_graphs() == before + 1
 
 
 def test_copies_run_their_own_weights():

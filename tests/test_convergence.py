@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,6 +38,20 @@ def test_intervals_cover_the_truth():
         for recipe, effect in analyse.effects(cells, losses)[2].items():
             covered[recipe] += abs(effect.mean - truth[recipe]) <= effect.half_width
     assert all(0.91 < count / 300 < 0.99 for count in covered.values()), covered
+
+
+def test_pairs_share_checkpoint_and_noise():
+    """What a noise does to both recipes cancels; a run without a partner does not count."""
+    cells = [(recipe, "s1", noise) for recipe in ("bf16", "balanced") for noise in ("", "1", "2")] + [
+        ("balanced", "s2", "")
+    ]
+    runs = [SimpleNamespace(recipe=recipe, seed=seed, noise=noise) for recipe, seed, noise in cells]
+    losses = [2.0, 3.0, 4.0, 2.0 * 1.001, 3.0 * 1.002, 4.0 * 1.003, 9.0]
+    effect = analyse.paired(runs, losses, "balanced")
+    assert effect.mean == pytest.approx(0.002) and effect.runs == 3
+    # t of 2 degrees of freedom, 97.5%: 4.303
+    assert effect.half_width == pytest.approx(4.303 * 0.001 / 3**0.5, rel=5e-3)
+    assert analyse.paired(runs[:4], losses[:4], "balanced") is None
 
 
 def test_effects_need_a_repetition():

@@ -8,6 +8,7 @@ import math
 import pickle
 import re
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -273,16 +274,56 @@ def test_experts_are_kept_from_fsdp_only_where_nothing_relies_on_it(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str]
 ):
     config, ignored = make_config(*overrides), []
+    model = convert(config, make_model(config))  # which looks at PyTorch's fully_shard
     monkeypatch.setattr(
         parallel.fsdp, "fully_shard", lambda *args, ignored_params=(), **_: ignored.append(ignored_params)
     )
-    model = convert(config, make_model(config))
     if config.training.dtype == "bfloat16":
         model.bfloat16()
     experts = [m for m in model.modules() if isinstance(m, Fp8FlowGroupedExperts)]
     for m in experts:
         parallel.fully_shard(m, mesh=SimpleNamespace(size=lambda dim=None: 1, ndim=1))
     assert [len(params) for params in ignored] == [0 if overrides else 3] * len(experts) != []
+
+
+class Mesh(NamedTuple):
+    """The sizes of a DeviceMesh: replicas, then shards."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    def size(self, dim: int | None = None) -> int:
+        return math.prod(self.sizes) if dim is None else self.sizes[dim]
+
+
+@pytest.mark.parametrize(("sizes", "gathers"), [((1,), False), ((2,), True), ((2, 1), False), ((1, 2), True)])
+@pytest.mark.parametrize("setting", [True, False])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_experts_are_gathered_in_fp8_where_fsdp_shards_them(monkeypatch, sizes, gathers, setting, as_list):
+    """Over replicas alone FSDP gathers nothing."""
+    config = make_config(*["--fp8_flow_moe.fp8_all_gather"] * setting)
+    model = convert(config, make_model(config))
+    block, gathered = model.layers["1"], []
+    monkeypatch.setattr(Fp8FlowGroupedExperts, "gather_in_fp8", lambda self: gathered.append(self))
+
+    def shard(module, **kwargs):
+        block.moe.experts.w1 = nn.Parameter(block.moe.experts.w1)  # FSDP replaces what it shards
+
+    monkeypatch.setattr(parallel.fsdp, "fully_shard", shard)
+    parallel.fully_shard([model.norm, block] if as_list else block, mesh=Mesh(sizes))
+    assert gathered == [block.moe.experts] * (gathers and setting)
+
+
+def test_experts_that_fsdp_leaves_alone_are_not_gathered_in_fp8(monkeypatch):
+    config, gathered = make_config("--fp8_flow_moe.fp8_all_gather"), []
+    model = convert(config, make_model(config))
+    monkeypatch.setattr(Fp8FlowGroupedExperts, "gather_in_fp8", lambda self: gathered.append(self))
+    monkeypatch.setattr(parallel.fsdp, "fully_shard", lambda *args, **kwargs: None)
+    parallel.fully_shard(model.layers["1"], mesh=Mesh((2,)))
+    assert gathered == []
 
 
 def test_train_spec_can_be_ones_own(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,7 @@
 """Mistakes of a first run get a sentence before training: damaged or foreign checkpoints, and a corpus without text."""
 
+import contextlib
+import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -7,10 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import ConfigManager
+from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import build_model_converters
 
-import titan_fp8moe.torchtitan  # noqa: F401  registers the converter
-from titan_fp8moe.torchtitan.first_hour import check_corpus, check_resumption
+from tests.jobs import CUSTOM_MODULE, cpu_only, make_dims  # noqa: F401
+from titan_fp8moe.torchtitan.first_hour import check_resumption, check_text, check_tokenizer, warn_of_missing_corpus
 
 DIMS = SimpleNamespace(dp_replicate=1, dp_shard=2)
 
@@ -85,12 +88,50 @@ def test_another_number_of_ranks(job):
 def test_corpus_without_text(tmp_path, line, fits):
     (tmp_path / "part.jsonl").write_text(line + "\n")
     for path in (tmp_path, tmp_path / "part.jsonl"):
-        job = ConfigManager().parse_args(["--training.dataset=c4_test", f"--training.dataset_path={path}"])
-        if fits:
-            check_corpus(job)
-        else:
-            with pytest.raises(ValueError, match=r'part.jsonl: its first line is no \{"text".*tools/build_corpus.py'):
-                check_corpus(job)
+        job = ConfigManager().parse_args(
+            [CUSTOM_MODULE, "--training.dataset=c4_test", f"--training.dataset_path={path}"]
+        )
+        message = r'part.jsonl: its first line is no \{"text".*tools/build_corpus.py'
+        for check in (check_text, lambda job: build_model_converters(with_converter(job), make_dims())):
+            with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=message):
+                check(job)
+
+
+def with_converter(job):
+    job.model.converters = ["fp8_flow_moe"]
+    return job
+
+
+@pytest.mark.parametrize("dataset", ["mine", "unknown"])
+def test_corpus_of_ones_own_has_any_fields(tmp_path, monkeypatch, dataset):
+    monkeypatch.setitem(DATASETS, "mine", dataclasses.replace(DATASETS["c4_test"], sample_processor=lambda sample: ""))
+    (tmp_path / "part.jsonl").write_text('{"content": "a"}\n')
+    check_text(ConfigManager().parse_args([f"--training.dataset={dataset}", f"--training.dataset_path={tmp_path}"]))
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_validation_corpus_without_text(tmp_path, validates):
+    (tmp_path / "part.jsonl").write_text("a\n")
+    job = ConfigManager().parse_args(["--validation.dataset=c4_test", f"--validation.dataset_path={tmp_path}"])
+    job.validation.enable = validates
+    with pytest.raises(ValueError, match="its first line is no") if validates else contextlib.nullcontext():
+        check_text(job)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json", "vocab.txt", "config.json", None])
+def test_folder_without_a_tokenizer(tmp_path, caplog, file):
+    job = ConfigManager().parse_args([f"--model.hf_assets_path={tmp_path / 'assets'}"])
+    caplog.clear()
+    if file is None:  # perhaps it is where the job will run
+        check_tokenizer(job)
+        assert "assets': there is no such folder on this machine; name a folder with tokenizer.json" in caplog.text
+        return
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / file).write_text("{}")
+    wrong = pytest.raises(ValueError, match=r"model\.hf_assets_path = .*assets' has no tokenizer\.json; name a folder")
+    with wrong if file == "config.json" else contextlib.nullcontext():
+        check_tokenizer(job)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -104,7 +145,7 @@ def test_corpus_without_text(tmp_path, line, fits):
 )
 def test_missing_corpus(caplog, options, warned):
     with caplog.at_level(logging.WARNING):
-        check_corpus(ConfigManager().parse_args(options))
+        warn_of_missing_corpus(ConfigManager().parse_args(options))
     assert ("on this machine; tools/build_corpus.py" in caplog.text) == warned
 
 

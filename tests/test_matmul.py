@@ -1,10 +1,13 @@
 """The public grouped_mm: its numbers, gradients, groups of every size, layouts, compilation and errors."""
 
+import warnings
+
 import pytest
 import torch
 
 from tests.layer import DEVICE
 from titan_fp8moe import grouped_mm, recipe
+from titan_fp8moe.nn.grouped_mm import _GroupedMM
 from titan_fp8moe.testing import relative_error
 
 K, N = 256, 128
@@ -103,11 +106,31 @@ def test_compiles_into_one_graph():
 
 
 def test_wrong_ends_touch_no_other_memory():
-    """The ends are data: they are not checked, but rows beyond x are never read and no group is negative."""
+    """Where they are not checked, rows beyond x are never read and no group is negative."""
     x, w, _, dy = inputs([3, 200])
     for ends in ([500, 900], [150, 20], [-5, 203]):
-        y, dx, dw = step(x, w, torch.tensor(ends, dtype=torch.int32, device=DEVICE), dy)
+        offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        y, dx, dw = step(x, w, offs, dy, function=_GroupedMM.apply)
         assert y.isfinite().all() and dx.isfinite().all() and dw.isfinite().all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="nothing waits for the GPU")
+def test_counts_in_place_of_ends():
+    x, w, _, _ = inputs([16, 16, 16, 16])
+
+    def call(*offs):
+        return grouped_mm(x, w, torch.tensor(offs, dtype=torch.int32))
+
+    for offs in ([30, 4, 10, 20], [10, 20, 30, 65], [-1, 20, 30, 64]):
+        with pytest.raises(ValueError, match=r"must not decrease.*exceed the 64 rows.*counts\.cumsum\(0"):
+            call(*offs)
+    with pytest.warns(UserWarning, match=r"add up to the 64 rows of x.*counts\.cumsum\(0"):
+        call(16, 16, 16, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(16, 32, 48, 64)
+        call(0, 0, 0, 64)
+        call(1, 2, 3, 4)
 
 
 def test_differentiable_once():

@@ -4,16 +4,26 @@ import functools
 import json
 import multiprocessing
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtitan.models.moe.moe import FeedForward
+from torchtitan.tools.utils import set_default_dtype
 
 from tests.jobs import make_config, make_dims
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan import memory
 from titan_fp8moe.torchtitan.memory import Estimate, estimate
+from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
 
 ROOT = Path(__file__).parent.parent
 THROUGHPUT = "experiments/throughput/train.toml"
@@ -195,6 +205,52 @@ def test_early_pipeline_stages_hold_more_microbatches(run):
     gpipe = run(*FP8, *pipeline[:1], "--parallelism.pipeline_parallel_schedule=GPipe", gpus=2)
     assert first.activations == pytest.approx(2 * last.activations, rel=0.4)
     assert gpipe.activations == pytest.approx(2 * first.activations, rel=0.02)  # four microbatches, not two
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of all storages that ops return, until they are freed. A custom op is one op."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            if (key := storage._cdata) not in known and key not in self.sizes:
+                self.sizes[key] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, key)
+        self.peak = max(self.peak, self.held)
+        return out
+
+    @property
+    def held(self) -> int:
+        return sum(self.sizes.values())
+
+
+@pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 1024), (256, 176)])
+@pytest.mark.parametrize(
+    ("recompute", "save_h"), [("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16")]
+)
+def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str, save_h: str):
+    """Every byte per row, but for scales: many rows, next to which the weights are small, and no memory."""
+    config, T = Fp8FlowMoEConfig(recompute=recompute, save_h=save_h), 2**18
+    with set_default_dtype(torch.bfloat16), FakeTensorMode(), Allocated() as allocated:
+        ffn = FeedForward(D, H)
+        Fp8FlowFeedForward.convert(ffn, config)
+        x, dout = (torch.empty(T, D, dtype=torch.bfloat16, requires_grad=grad) for grad in (True, False))
+        before = allocated.held
+        out = ffn(x)
+        kept = allocated.held - before
+        allocated.peak = 0
+        out.backward(dout)
+        peak = allocated.peak - before - kept
+    counted = memory._Activations.__new__(memory._Activations)
+    counted.tokens = T
+    part = counted._group(config, D, H, with_rows=True, with_result=True)
+    assert kept == pytest.approx(part.everything, rel=0.01)
+    assert peak == pytest.approx(part.backward, rel=0.02)
 
 
 def test_other_blocks_are_not_estimated():

@@ -405,12 +405,12 @@ def test_another_than_the_current_device_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match="x is on cuda:1, but kernels run on the current device, 0; call torch.cuda.set_"
     ):
-        backend.check_current_device(there)
+        backend.check_caller(there)
     there.device = torch.device("cuda", 0)
-    backend.check_current_device(there)
+    backend.check_caller(there)
     checked = []
     for module in (experts, grouped_mm, group):
-        monkeypatch.setattr(module, "check_current_device", checked.append)
+        monkeypatch.setattr(module, "check_caller", checked.append)
     routed_experts(x, *weights, chosen, scores)
     grouped_mm.grouped_mm(x.bfloat16(), weights[0].mT, torch.tensor([T] * E, dtype=torch.int32, device=DEVICE))
     feed_forward(x, ExpertWeights(*(w[0] for w in weights)), Fp8FlowMoEConfig())
@@ -501,6 +501,21 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
     inputs[name] = inputs[name][how] if isinstance(how, slice) else how(inputs[name])
     with pytest.raises(ValueError, match=message):
         routed_experts(*(inputs[name] for name in ("x", "w1", "w2", "w3", "chosen", "scores")))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="nothing waits for the GPU to see that all ids are 0")
+def test_swapped_ids_and_scores_are_refused():
+    """As torch.topk returns them, and with the conversions that get past the dtypes."""
+    x, _, _, weights = make_layer()
+    scores, ids = torch.rand(T, E).topk(K)
+    for args in ((scores, ids), (scores, ids.float()), (scores.long(), ids.float()), (ids, ids)):
+        with pytest.raises(ValueError, match=r"ids and topk_scores seem swapped.*experts take \(ids, scores\)"):
+            routed_experts(x, *weights, *args)
+    zeros, one = torch.zeros_like(ids), [w[:1] for w in weights]
+    for scores in (torch.ones(T, K), torch.zeros(T, K), torch.full((T, K), 2.5), torch.full((T, K), float(E))):
+        routed_experts(x, *weights, zeros, scores)
+    routed_experts(x, *one, zeros, torch.full((T, K), 2.0))
+    routed_experts(x[:0], *weights, zeros[:0], scores[:0])
 
 
 @pytest.mark.parametrize("wrong", [E, E + 1, -2, 2**31 - 1, 2**31, 2**40, -(2**31)])

@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titan_fp8moe import dispatch, ops, recipe, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.dispatch.symmetric import exchange, workspace
 from titan_fp8moe.layer.saved import LayerSpec
+from titan_fp8moe.layer.weights import ForwardOperands
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -66,7 +68,8 @@ def cases():
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
         yield "transpose_pair", (*tokens, *dy, offsets_E, mode, token_M)
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
-    yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32)
+    for parts, columns in ((1, None), (2, None), (1, 144), (2, 144)):
+        yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32, parts, columns)
     experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (H, D), (D, H))]  # gate, up, down
     gate, up, down = experts
     weights, shared = [gate, down, up], [w[:1].clone() for w in (gate, down, up)]
@@ -86,6 +89,66 @@ def cases():
         yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, spec.encode(), D, FP32)
     spec = spec._replace(shared=False)
     yield "routed_experts_finish", (payload, [*state], [], None, spec.encode(), D, FP32)
+    quantized = ForwardOperands(
+        *(ops.QuantizedWeight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
+    )
+    expert = ExpertSpec().encode()
+    for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
+        backward = BackwardSpec(recompute, save_h).encode()
+        yield "feed_forward", (torch.randn(T, D), shared, expert, backward, BF16)
+        yield "feed_forward", (torch.randn(T, D), quantized.pack(), expert, backward, FP32)
+    yield "linear", (torch.randn(T, D), shared[0], None, BF16)
+    yield "linear", (torch.randn(T, D), *recipe.quantize_weight(shared[0]), FP32)
+
+
+def symmetric_cases(group_name: str):
+    """A group of one rank. Each case has what the one before leaves in the workspace."""
+    tokens, ids_TK, scores_TK = (
+        recipe.quantize_rows(torch.randn(T, D)),
+        torch.rand(T, E).topk(K).indices,
+        torch.rand(T, K),
+    )
+    sent_TK, token_C, counts_N = recipe.dispatch_routing(ids_TK, 1, E)
+    dispatched = (*tokens, ids_TK, scores_TK, token_C, counts_N, 1.0, group_name)
+    yield "symmetric_dispatch", dispatched
+    x, _, _, _, offsets_E, token_M, _, row_CK, plan, arrived_C, pair_CK = NAMESPACE.symmetric_dispatch(*dispatched)
+    yield "symmetric_dispatch_gradients", (*tokens, plan, arrived_C, row_CK, token_M, offsets_E, group_name)
+    for ds_M in (None, torch.rand(x.shape[0])):
+        start = (torch.randn(x.shape, dtype=BF16), ds_M, row_CK, pair_CK, plan, group_name)
+        yield "symmetric_start_combine", start
+        for addend in (None, torch.randn(T, D, dtype=BF16)):
+            started = NAMESPACE.symmetric_start_combine(*start)
+            yield "symmetric_finish_combine", (started, sent_TK, D, FP32, addend, ds_M is not None, group_name)
+
+
+@pytest.fixture
+def group_of_one(monkeypatch):
+    """A gloo group of this process, whose exchanges may begin and end as often as opcheck calls an op."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    begin, wait = workspace.Workspace.begin, exchange.wait
+
+    def begin_again(self):
+        self.in_flight = False
+        begin(self)
+
+    def wait_again(at, channel):
+        exchange.arrive(at, channel)
+        wait(at, channel)
+
+    monkeypatch.setattr(workspace.Workspace, "begin", begin_again)
+    monkeypatch.setattr(workspace, "current", lambda name: workspace._current[name])
+    monkeypatch.setattr(exchange, "wait", wait_again)
+    yield torch.distributed.group.WORLD.group_name
+    torch.distributed.destroy_process_group()
+
+
+def test_opcheck_of_symmetric_ops(group_of_one):
+    names = set()
+    for name, args in symmetric_cases(group_of_one):
+        test_opcheck(name, args)
+        names.add(name)
+    defined = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if "titan_fp8moe::" in name}
+    assert names | {name for name, _ in cases()} == defined, "an op without a case"
 
 
 @pytest.mark.parametrize("name, args", [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases())])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,6 +85,13 @@ def in_flight(monkeypatch):
     return lambda: [carrier for carrier in carriers if carrier.pending is not None]
 
 
+@pytest.fixture
+def unwaited():
+    """The number of transfers that the test has started and nobody has waited for."""
+    before = _get_work_registry_size()
+    return lambda: _get_work_registry_size() - before
+
+
 def gradients(run, layer):
     """Gradients of a step, and the order of its operators in forward and backward."""
     x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -96,7 +104,7 @@ def gradients(run, layer):
 
 def test_shared_experts_run_beside_combine_and_dispatch(layer):
     _, forward, backward = gradients(layer, layer)
-    assert forward == ["mm", "experts", "mm", "mm", "mm", "finish"]  # router; shared experts
+    assert forward == ["mm", "experts", "mm", "mm", "mm", "finish", "wait"]  # router; shared experts
     # Two matrix products for each of the three of the shared experts; the router's two come last.
     assert backward == [
         *["start", *["mm"] * 6, "wait"],
@@ -110,7 +118,7 @@ def test_fp8_shared_experts_run_beside_combine_and_dispatch(layer):
     layer.fp8_shared = True
     Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
     grads, forward, backward = gradients(layer, layer)
-    assert forward == ["mm", "experts", "finish"]
+    assert forward == ["mm", "experts", "finish", "wait"]
     assert backward == [
         *["start", "grouped_mm", "grouped_mm", "wgrad", "wgrad", "wait"],
         *["grouped_mm", "grouped_mm", "start", "wgrad", "wgrad", "wait"],
@@ -163,6 +171,21 @@ def test_no_transfer_is_left_where_only_shared_experts_train(layer):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_no_transfer_is_left_where_only_gradients_of_shared_experts_are_asked_for(layer, unwaited):
+    """Unlike needs_input_grad, the graph does not show it."""
+    layer.fp8_shared = True
+    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
+    shared = list(layer.shared_experts.parameters())
+    x = torch.randn(2, 8, 128, requires_grad=True)
+    loss = layer(x).square().sum()
+    got = torch.autograd.grad(loss, shared, retain_graph=True)
+    assert not unwaited()
+    got += torch.autograd.grad(loss, [x, *layer.experts.parameters()], retain_graph=True)
+    assert not unwaited()
+    want = torch.autograd.grad(loss, [*shared, x, *layer.experts.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_flops_of_shared_experts_are_counted(layer):
     layer.fp8_shared = True
     Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
@@ -180,6 +203,21 @@ def test_checkpointing_by_op_moves_no_token_again(layer):
     assert backward.count("start") == 2 and "experts" not in backward
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kept", [[], ["forward"], ["finish"]], ids=str)
+def test_checkpointing_that_keeps_half_a_layer(layer, unwaited, kept):
+    """A policy may name one of the two ops. The repeated forward's transfer is waited for, or the error names both."""
+    saved = [getattr(torch.ops.titan_fp8moe, f"routed_experts_{name}").default for name in kept]
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default, *saved])
+    by_op = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+    if kept == ["forward"]:
+        with pytest.raises(RuntimeError, match="routed_experts_forward.*routed_experts_finish.*SAVED_OPS"):
+            gradients(by_op, layer)
+        return
+    want, got = gradients(layer, layer)[0], gradients(by_op, layer)[0]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert not unwaited()
 
 
 @pytest.mark.parametrize("recompute", ["activation", "experts"])

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from torch.distributed import fsdp
 from torchtitan.models.llama4.infra import parallelize
 
 from titan_fp8moe.torchtitan import parallel
@@ -21,7 +20,7 @@ def test_what_is_listed_exists(name):
 
 
 def test_files_and_versions_are_named():
-    assert len(ROWS) == 17 and len(NAMES) > 15
+    assert len(ROWS) == 18 and len(NAMES) > 15
     for files, _, versions in ROWS:
         for file in re.findall(r"`([\w/.]+)`", files):
             assert (ROOT / "titan_fp8moe" / file).exists() or (ROOT / "titan_fp8moe/torchtitan" / file).exists(), file
@@ -41,10 +40,12 @@ def test_private_names_of_torch_are_listed():
 
 
 def test_another_fully_shard_is_refused(monkeypatch):
-    """FSDP would shard the experts as if they were torchtitan's, silently."""
+    """FSDP would shard the experts as if they were torchtitan's, silently. Nothing is changed before the refusal."""
     monkeypatch.setattr(parallelize, "fully_shard", lambda *args, **kwargs: None)
-    for style in parallel._MESHES:
-        monkeypatch.setattr(style, "_apply", style._apply)
+    styles = [*parallel._MESHES, parallel.expert_parallel.ReordererSequenceParallel]
+    before = [style._apply for style in styles]
+    for style, apply in zip(styles, before, strict=True):
+        monkeypatch.setattr(style, "_apply", apply)
     with pytest.raises(RuntimeError, match="fully_shard is not PyTorch's"):
         parallel.install.__wrapped__()
-    assert fsdp.fully_shard
+    assert [style._apply for style in styles] == before

@@ -1,5 +1,7 @@
 """What a user without a trainer meets: the module, the example, determinism."""
 
+import copy
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,14 +12,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import titan_fp8moe
 from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, D, E, H, K, T, make_layer
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, ops, recipe, routed_experts
+from titan_fp8moe import (
+    Fp8FlowLinear,
+    Fp8FlowMoEConfig,
+    RoutedExperts,
+    grouped_mm,
+    ops,
+    recipe,
+    routed_experts,
+    testing,
+)
 from titan_fp8moe.layer import experts
+from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.weights import ExpertWeights
 
 EXAMPLE = str(ROOT / "examples/plain_pytorch.py")
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 def run_example(*command: str) -> float:
@@ -32,6 +53,21 @@ def run_example(*command: str) -> float:
 @pytest.mark.parametrize("arguments", [(), ("--compile",)], ids=["eager", "compiled"])
 def test_example(arguments):
     assert abs(run_example(sys.executable, EXAMPLE, *arguments)) < 0.02
+
+
+def test_gradients_of_the_example():
+    """Adam hides a gradient's size, so the example's losses do not show it."""
+    spec = importlib.util.spec_from_file_location("plain_pytorch", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    models = example.ReferenceMoE(), example.MoE()
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(example.TOKENS, example.DIM)
+    for model in models:
+        model(x).square().mean().backward()
+    for want, got in zip(*(model.parameters() for model in models), strict=True):
+        assert testing.relative_error(got.grad, want.grad) < 0.15
 
 
 def test_example_on_two_processes():
@@ -52,18 +88,74 @@ def test_module_is_the_function():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((6, 200, H), "dim = 200 and hidden_dim = 128 must be multiples of 128"), ((6, D, 64), "hidden_dim = 64")],
+    [
+        (dict(dim=200), "dim = 200 and hidden_dim = 128 must be multiples of 128"),
+        (dict(hidden_dim=64), "hidden_dim = 64"),
+        (dict(num_experts=0), "num_experts = 0 must be a positive int"),
+        (dict(num_experts=4.0), r"num_experts = 4\.0 must be a positive int"),
+        (dict(dim=0, hidden_dim=0), "dim = 0, hidden_dim = 0 must be a positive int"),
+        (dict(dtype=torch.float16), r"would be torch\.float16; make the module with dtype=torch\.bfloat16"),
+        (dict(config={"wgrad": "bf16"}), r"Fp8FlowMoEConfig, got dict; use Fp8FlowMoEConfig\(\*\*settings\)"),
+        (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "a group that this rank is not in.*device_mesh.get_group"),
+    ],
 )
 def test_module_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
-        RoutedExperts(*arguments)
+        RoutedExperts(**(dict(num_experts=6, dim=D, hidden_dim=H) | arguments))
 
 
-@pytest.fixture
-def mesh(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def test_linear_refuses():
+    with pytest.raises(ValueError, match=r"would be torch\.float16"):
+        Fp8FlowLinear(D, H, dtype=torch.float16)
+    with pytest.raises(ValueError, match="Fp8FlowMoEConfig, got dict"):
+        Fp8FlowLinear(D, H, config={"wgrad": "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(config={"wgrad": "bf16"}), "Fp8FlowMoEConfig, got dict"),
+        (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "a group that this rank is not in"),
+        (dict(meanwhile=lambda: torch.ones(T, 1)), r"x's shape, \(300, 256\), got \(300, 1\)"),
+        (dict(meanwhile=lambda: None), "got None"),
+    ],
+)
+@pytest.mark.parametrize("spread", [False, True])
+def test_function_refuses(mesh, options, message, spread):
+    x, scores, ids, weights = testing.make_layer(T, D, H, E, K, torch.float32, "cpu")
+    group = dict(ep_group=mesh.get_group()) if spread else {}
+    with pytest.raises(ValueError, match=message):
+        routed_experts(x, *weights, ids, scores, **(group | options))
+
+
+def test_batches_are_to_be_flattened():
+    x, scores, ids, weights = make_layer()
+    with pytest.raises(ValueError, match=r"x must be \(T, D\).*flatten the batch dims, as by x\.flatten\(0, -2\)"):
+        routed_experts(x[None], *weights, ids[None], scores[None])
+
+
+def layers():
+    """Whatever has an autograd function, on x (T, D)."""
+    _, scores, ids, weights = make_layer()
+    dense, ends = ExpertWeights(*(w[0] for w in weights)), torch.full((E,), T, dtype=torch.int32, device=DEVICE)
+    return {
+        "experts": lambda x: routed_experts(x, *weights, ids, scores),
+        "linear": Fp8FlowLinear(D, H, device=DEVICE),
+        "ffn": lambda x: feed_forward(x, dense, Fp8FlowMoEConfig()),
+        "grouped_mm": lambda x: grouped_mm(x.bfloat16(), weights[0].transpose(1, 2), ends),
+    }
+
+
+@pytest.mark.parametrize("name", ["experts", "linear", "ffn", "grouped_mm"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_transforms_and_tracing_are_refused(name):
+    """In a sentence of our own: PyTorch's asks for setup_context, or to report a bug."""
+    layer, x = layers()[name], torch.randn(T, D, device=DEVICE)
+    for transform in (lambda: torch.vmap(layer)(x[None]), lambda: torch.func.grad(lambda x: layer(x).sum())(x)):
+        with pytest.raises(RuntimeError, match=r"torch\.func.*use backward\(\) or torch\.autograd\.grad.*flatten"):
+            transform()
+    with pytest.raises(RuntimeError, match=r"torch\.jit cannot trace.*use torch\.export or torch\.compile"):
+        torch.jit.trace(layer, (x,))
 
 
 @pytest.mark.parametrize("inner", [True, False], ids=["experts", "parent"])
@@ -93,6 +185,45 @@ def test_scores_stay_fp32_under_fsdp(mesh, monkeypatch, inner):
     block(torch.randn(16, D)).sum().backward()
     assert seen == [[torch.bfloat16, torch.float32]]
     assert block.experts.w1.grad.to_local().any() and block.router.weight.grad.to_local().any()
+
+
+class ScaledExperts(RoutedExperts):
+    def forward(self, x, topk_ids, topk_scores):
+        return super().forward(x, topk_ids, topk_scores * 2.0)
+
+
+def test_forward_takes_plain_tensors():
+    """As checkpoint(experts.forward, ...), subclasses and hooks call it."""
+    x, scores, ids, _ = make_layer()
+    module = ScaledExperts(E, D, H, device=DEVICE)
+    want = routed_experts(x, module.w1, module.w2, module.w3, ids, scores * 2)
+    assert torch.equal(module(x, ids, scores), want)
+    assert torch.equal(checkpoint(module.forward, x, ids, scores, use_reentrant=False), want)
+    handle = module.register_forward_pre_hook(lambda module, args: (*args[:2], args[2] / 2), prepend=True)
+    assert torch.equal(module(x, ids, scores * 2), want)
+    handle.remove()
+    assert torch.equal(copy.deepcopy(module)(x, ids, scores), want)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["hook_first", "fsdp_first"])
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, None], ids=str)
+def test_hooks_and_subclasses_see_fp32_scores_under_fsdp(mesh, monkeypatch, early, param_dtype):
+    module, seen = ScaledExperts(E, D, H), []
+
+    def hook(_, args, kwargs):
+        seen.append([args[0].dtype, args[2].dtype])
+        return (*args[:2], args[2] * 1.0), kwargs
+
+    if early:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    if not early:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    op = experts._forward_op
+    monkeypatch.setattr(experts, "_forward_op", lambda *args: seen.append([a.dtype for a in args[:2]]) or op(*args))
+    scores, ids = torch.rand(16, E).topk(K)
+    module(torch.randn(16, D), ids, topk_scores=scores)
+    assert seen == [[param_dtype or torch.float32, torch.float32]] * 2
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -3,6 +3,8 @@
 import pytest
 
 from experiments import headline, tables
+from experiments.kernels import routed_vs_fused_bf16
+from experiments.kernels.routed_vs_fused_bf16 import OURS
 
 
 def record(name, shape, value, reference, reference_value, date="2026-01-02", **fields):
@@ -40,7 +42,7 @@ def test_a_row_is_of_one_run():
     )
     page = tables.page("a\n<!-- table: training -->\nold\n<!-- end -->\nb\n", records)
     assert page.splitlines()[0] == "a" and page.splitlines()[-1] == "b" and "old" not in page
-    assert "| 16B, 6 layers, sdpa, local batch 4 | 500, 12.2 | 800 | | | 1,000 (**2.00x**, 1.25x), 10.5 |" in page
+    assert "| 16B, 6 layers, sdpa, local batch 4 | 500, 12.2 | 800 | 1,000 (**2.00x**, 1.25x), 10.5 |" in page
     assert "Measured on one NVIDIA H200; 2026-01-02; commit `c2`; `python -m experiments.a.b`." in page
 
 
@@ -70,15 +72,52 @@ def test_numbers(value, text):
     assert tables.number(value) == text
 
 
-def test_bars_of_the_headline():
-    """Of the newest run with peers, and not of an ablation's, which has others of ours."""
+def sweep_point(card: str, variant: str, batch: int, speed: float | None) -> dict:
+    shape = f"16B, 6 layers, sdpa, random routing, 1 GPU, {card}"
+    error = None if speed else "out of memory"
+    return dict(shape=shape, variant=variant, local_batch=batch, tokens_per_second=speed, memory_gib=batch, error=error)
+
+
+def test_the_picture(tmp_path, monkeypatch):
+    """Bars of the newest run with peers and not of an ablation's, which has others of ours; ratios over the strongest
+    bf16; a curve of each card and variant, without what did not fit."""
     shape = headline.SHAPE
     records = [
         record("train_16b", shape, 90.0, "torchao", 40.0, "2026-01-01"),
         record("train_16b", shape, 98.0, "bf16_whole", 67.0),
-        record("train_16b", shape, 98.0, "bf16", 54.0),
+        record("train_16b", shape, 98.0, "bf16_fused:checkpointing=saved", 70.0),
+        record("train_16b", shape, 98.0, "bf16", 49.0),
         record("train_16b save_h=fp8", shape, 97.0, "bf16", 54.0, "2026-01-03"),
         record("train_16b", shape, 96.0, "unfused_permute", 95.0, "2026-01-03"),
     ]
-    found = headline.bars(tables.Records(records), "train_16b")
-    assert list(found.values()) == [54.0, 67.0, 98.0] and list(found)[-1] == "FP8, titan_fp8moe"
+    points = [sweep_point("H100", "fp8_flow", n, speed) for n, speed in ((8, 90.0), (4, 80.0), (16, None))]
+    points += [sweep_point("H200", "bf16_fused", 4, 60.0)]
+    drawn, lines = [], []
+    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda self, x, y, text, **_: drawn.append(text.strip()))
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda self, x, y, *_, **__: lines.append((x, y)))
+    headline.draw(tables.Records(records), points, tmp_path / "headline.png")
+    assert drawn == ["49 (0.70x)", "67 (0.96x)", "70 (1.00x)", "98 (1.40x)"]
+    assert lines == [((4, 8), (80.0, 90.0)), ((4,), (60.0,))] and (tmp_path / "headline.png").stat().st_size > 0
+
+
+def test_the_headline_is_over_the_strongest_bf16():
+    """The fastest variant of each name; bold is the smallest speedup, and the spread is the largest."""
+    speeds = {"bf16": 50.0, "bf16_whole": 80.0, "bf16_fused": 70.0, "bf16_fused:checkpointing=none": 76.0}
+    spread = {"ours": 0.011, "reference": 0.02}
+    records = [record("train_16b", SHAPE, 100.0, reference, speed) for reference, speed in speeds.items()]
+    records[0]["spread"] = spread
+    row = next(line for line in tables.headline(tables.Records(records)).splitlines() if "16B" in line)
+    assert row.endswith("tokens/s | 50 | 80 | 76 | 100 | 2.00x, **1.25x**, 1.32x | 2.0% |")
+    page = tables.training(tables.Records(records))
+    assert "| 50 | 80 | 76, none | 100 (**2.00x**, 1.25x, 1.32x) | 2.0% |" in page
+
+
+def test_tables_of_sweeps_and_of_routed_experts():
+    points = {who: sweep_point("H100", f"{who}:a", 8, speed) for who, speed in (("ours", 90.0), ("reference", 60.0))}
+    shape = "16B, 6 layers, sdpa, random routing, 1 GPU, H100"
+    found = tables.sweep(tables.Records([record("train_16b fastest", shape, 90.0, "bf16", 60.0, points=points)]))
+    cells = "60, 8.0 (local batch 8, a) | 90, 8.0 (local batch 8, a) | **1.50x**"
+    assert f"| 16B, 6 layers, sdpa, H100 | {cells} |" in found
+    routed = routed_vs_fused_bf16.records("OLMoE", {"back to back": {"ours": 1.5, "bf16 fused": 3.0} | {OURS: 2.0}})
+    found = tables.routed_vs_fused_bf16(tables.Records([record("", "", 1, "", 1) | routed[0]]))
+    assert "| OLMoE | 3 | 2 (**1.50x**) | 1.5 |" in found

@@ -17,6 +17,7 @@ from titan_fp8moe.recipe import TILE
 from titan_fp8moe.testing import (
     AFTER_IDLING,
     BACK_TO_BACK,
+    WITH_BUSY_SMS,
     environment,
     group_ends,
     median_ms,
@@ -66,6 +67,26 @@ def test_times_on_a_gpu():
     assert 1.9 < busy < 20
     found = median_ms({"ours": lambda: testing.occupy(1, 1.0)}, 2, testing.launched(20), rounds_with_busy_sms=2)
     assert len(found) == 3 and all(0.9 < ms["ours"] < 10 for ms in found.values())
+
+
+def test_speed_records_of_known_times():
+    """TFLOP/s, ours over the peer's; with busy SMs a peer's faster one counts, and DeepGEMM has none."""
+    ms = {"ours": 2.0, "bf16": 5.0, "bf16, carveout": 4.0, "deepgemm": 1.0}
+    times = gemm.fastest({BACK_TO_BACK: ms, WITH_BUSY_SMS: ms})
+    found = gemm.speed_records("grouped_mm", "shape", int(1e12), times)
+    assert [(r["shape"], r["reference"], r["value"], r["reference_value"], r["speedup"]) for r in found] == [
+        (f"shape, {BACK_TO_BACK}", "bf16", 500.0, 200.0, 2.5),
+        (f"shape, {BACK_TO_BACK}", "deepgemm", 500.0, 1000.0, 0.5),
+        (f"shape, {WITH_BUSY_SMS}", "bf16", 500.0, 250.0, 2.0),
+    ]
+
+
+def test_a_carveout_is_for_one_run(monkeypatch):
+    set_to = []
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", set_to.append)
+    candidates = {name: lambda: len(set_to) for name in gemm.CARVED_OUT}
+    gemm.add_carveouts(candidates)
+    assert candidates["bf16, carveout"]() == 1 and set_to == [testing.BUSY_SMS, None] and candidates["bf16"]() == 2
 
 
 @pytest.mark.gpu

@@ -11,9 +11,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from torchtitan.config import ConfigManager
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
+from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.dry_run import check_config, main, smallest_world_size
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,7 @@ def _dry_run(path: str, *arguments: str) -> str:
 
 
 def load(path: Path):
-    return ConfigManager().parse_args([f"--job.config_file={path}"])
+    return toml_file.load(str(path))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -100,17 +100,42 @@ def test_tensor_parallel_experts_are_sharded_as_reported(dry_run):
     assert "w1 (8, 256, 256), on this rank (4, 128, 256)" in output
 
 
-@pytest.mark.parametrize(
-    ("line", "broken", "message"),
-    [
-        ('flavor = "tiny"', 'flavor = "tinny"', r"model\.flavor = 'tinny'.*'tiny'"),
-        ('wgrad = "balanced"', 'wgrad = "blanced"', r"wgrad.*blanced"),
-        ('converters = ["fp8_flow_moe"]', 'converters = ["fp8_flow_mo"]', r"'fp8_flow_mo': known are .*'fp8_flow_moe'"),
-        ('dataset = "c4_test"', 'dataset = "c5"', r"training\.dataset = 'c5'.*c4_test"),
-        ('mode = "none"', 'mode = "op"', r"activation_checkpoint\.mode = 'op'.*selective"),
-    ],
-)
-def test_wrong_setting_is_named(tmp_path: Path, line: str, broken: str, message: str):
+MISTAKES = [  # a line of debug.toml, what replaces it, the message
+    ('flavor = "tiny"', 'flavor = "tinny"', r"model\.flavor = 'tinny'.*'tiny'"),
+    ('name = "deepseek_v3"', 'name = "deepseek"', r"model\.name = 'deepseek': torchtitan has \[.*'deepseek_v3'"),
+    ('wgrad = "balanced"', 'wgrad = "blanced"', r"fp8_flow_moe\.wgrad is 'blanced'; set it to one of 'balanced'"),
+    ('converters = ["fp8_flow_moe"]', 'converters = ["fp8_flow_mo"]', r"'fp8_flow_mo': known are .*'fp8_flow_moe'"),
+    ('dataset = "c4_test"', 'dataset = "c5"', r"training\.dataset = 'c5'.*c4_test"),
+    ('mode = "none"', 'mode = "op"', r"broken\.toml: activation_checkpoint\.mode = 'op'; set it to one of .*selective"),
+    ("steps = 100", "steps = ", r"broken\.toml is no TOML file: .*line"),
+    ("steps = 100", "step = 100", r"broken\.toml: training\.step is unknown; did you mean steps\?"),
+    ("steps = 100", "zzz = 100", r"broken\.toml: training\.zzz is unknown; known are dataset, "),
+    ("[training]", "[trainings]", r"broken\.toml: trainings is unknown; did you mean training\?"),
+    ("[job]", "comm = 3\n[job]", r"broken\.toml: comm = 3; set it to a table of settings"),
+    ("steps = 100", 'steps = "100"', r"broken\.toml: training\.steps = '100'; set it to a whole number"),
+    ("steps = 100", "steps = true", r"broken\.toml: training\.steps = True; set it to a whole number"),
+    ("lr = 2e-3", 'lr = "2e-3"', r"broken\.toml: optimizer\.lr = '2e-3'; set it to a number"),
+    ("enable = false", "enable = 0", r"broken\.toml: checkpoint\.enable = 0; set it to true or false"),
+    ('flavor = "tiny"', "flavor = 16", r"broken\.toml: model\.flavor = 16; set it to a string"),
+    ("decay_ratio = 0.8", "decay_ratio = []", r"broken\.toml: lr_scheduler\.decay_ratio = \[\]; set it to a number"),
+    (
+        'save_h = "bf16"',
+        'filter_fqns = "layers.1."',
+        r"fp8_flow_moe\.filter_fqns = 'layers\.1\.'; set it to a list, .*\[",
+    ),
+    (
+        '"titan_fp8moe.torchtitan"',
+        '"titan_fp8moe"',
+        'custom_config_module = "titan_fp8moe" has no JobConfig; set it to',
+    ),
+    ('"titan_fp8moe.torchtitan"', '"titan_fp8"', 'custom_config_module = "titan_fp8" cannot be imported .*correct'),
+    ('custom_config_module = "titan_fp8moe.torchtitan"', "", "fp8_flow_moe is unknown; set job.custom_config_module ="),
+]
+
+
+@pytest.mark.parametrize(("line", "broken", "message"), MISTAKES, ids=lambda text: text[:40])
+def test_mistake_is_named(tmp_path: Path, line: str, broken: str, message: str):
+    """The dry run prints the error alone, as the next test checks."""
     text = (ROOT / "train_configs/debug.toml").read_text()
     assert line in text
     (tmp_path / "broken.toml").write_text(text.replace(line, broken, 1))
@@ -118,15 +143,31 @@ def test_wrong_setting_is_named(tmp_path: Path, line: str, broken: str, message:
         check_config(load(tmp_path / "broken.toml"))
 
 
+def test_deepep_is_refused_before_torchtitan_imports_it(dry_run):
+    with pytest.raises(SystemExit, match=r"^error: .*comm_backend = 'deepep'; set it to \"standard\""):
+        dry_run(ROOT / "train_configs/debug.toml", "--parallelism.expert_parallel_comm_backend=deepep")
+
+
+def test_numbers_and_absent_values_in_toml(tmp_path: Path):
+    """A whole number is a number; settings of ``X | None`` take an X."""
+    (tmp_path / "job.toml").write_text('[optimizer]\nlr = 1\n[training]\ndataset_path = "."\n[checkpoint]\n')
+    job = toml_file.load(str(tmp_path / "job.toml"), ["--optimizer.eps=1"])
+    assert (job.optimizer.lr, job.training.dataset_path, job.optimizer.eps) == (1, ".", 1)
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
-    [("--model.flavor=tinny", r"model\.flavor = 'tinny'"), ("--rank=1", "--rank 1: there are 1 ranks")],
+    [("", r"broken\.toml is no TOML file"), ("--rank=1", "--rank 1: there are 1 ranks")],
 )
-def test_dry_run_ends_with_the_mistake_alone(argument: str, message: str):
-    command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(CONFIGS[0]), argument]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def test_dry_run_ends_with_the_mistake_alone(tmp_path: Path, argument: str, message: str):
+    config = CONFIGS[0]
+    if not argument:
+        config = tmp_path / "broken.toml"
+        config.write_text("[training]\nsteps = ")
+    command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(config)]
+    run = subprocess.run([*command, *argument.split()], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 1
-    assert re.search(f"^error: {message}", run.stderr, re.MULTILINE) and "Traceback" not in run.stderr
+    assert re.search(f"^error: .*{message}", run.stderr, re.MULTILINE) and "Traceback" not in run.stderr
 
 
 def test_dry_run_ignores_the_hardware():

@@ -483,6 +483,14 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "qwen3 eager: left out after 0.0 s; run it with --phases eager" in capsys.readouterr().err
 
 
+def test_records_of_known_times():
+    """Speeds are compared ours over the reference's, times the other way round."""
+    bench = run.Bench.__new__(run.Bench)
+    bench.name, bench.setting = "qwen3", run.MODELS["qwen3"]
+    assert bench.record("eager", 150.0, "grouped_mm", 100.0, "tokens/s")["speedup"] == 1.5
+    assert bench.record("forward of one token", 4.0, "grouped_mm", 6.0, "ms")["speedup"] == 1.5
+
+
 def test_example():
     command = [sys.executable, str(ROOT / "examples/finetune_transformers.py"), "--steps", "6", "--tiny"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

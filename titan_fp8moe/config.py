@@ -113,6 +113,14 @@ class Fp8FlowMoEConfig:
             )
 
 
+def require_config(config: Any) -> None:
+    """Raises ValueError for settings of another type, such as a dict."""
+    if not isinstance(config, Fp8FlowMoEConfig):
+        raise ValueError(
+            f"config must be an Fp8FlowMoEConfig, got {type(config).__name__}; use Fp8FlowMoEConfig(**settings)"
+        )
+
+
 def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
     """Whether ``value`` is valid for a setting of type ``hint``, and what is."""
     if hint is bool:

@@ -238,6 +238,17 @@ def effects(cells: list[tuple[str, str]], losses: list[float]) -> tuple[float, i
     return float(deviation), freedom, result
 
 
+def paired(runs: list[Run], losses: list[float], recipe: str) -> Effect | None:
+    """A recipe's deviation from bf16 over pairs of runs that share checkpoint and noise; None with fewer than two."""
+    by_run = {(run.recipe, run.seed, run.noise): loss for run, loss in zip(runs, losses, strict=True)}
+    pairs = [(loss, by_run.get(("bf16", *key))) for (name, *key), loss in by_run.items() if name == recipe]
+    deviations = np.array([mine / bf16 - 1 for mine, bf16 in pairs if bf16])
+    if len(deviations) < 2:
+        return None
+    error = deviations.std(ddof=1) / len(deviations) ** 0.5
+    return Effect(float(deviations.mean()), float(student_t(len(deviations) - 1) * error), len(deviations))
+
+
 def format_effects(runs: list[Run]) -> str:
     """The second table, empty where nothing was repeated."""
     done, finals_by_kind = finals(runs)
@@ -248,12 +259,14 @@ def format_effects(runs: list[Run]) -> str:
             continue
         lines += ["", f"Final {kind}; runs of one recipe and checkpoint: standard deviation {deviation:.3%} "
                   f"({freedom} degrees of freedom)", "",
-                  f"| recipe | runs | against bf16, 95% interval | difference shown | within {MARGIN:.1%} |",
-                  "|---|---|---|---|---|"]  # fmt: skip
+                  f"| recipe | runs | against bf16, 95% interval | difference shown | within {MARGIN:.1%} | pairs |",
+                  "|---|---|---|---|---|---|"]  # fmt: skip
         for recipe, effect in by_recipe.items():
             interval = f"{effect.mean:+.3%} ± {effect.half_width:.3%}"
             shown = "yes" if abs(effect.mean) > effect.half_width else "no"
-            lines.append(f"| {recipe} | {effect.runs} | {interval} | {shown} | {effect.within_margin()} |")
+            pairs = paired(done, losses, recipe)
+            of_pairs = f"{pairs.mean:+.3%} ± {pairs.half_width:.3%}" if pairs else ""
+            lines.append(f"| {recipe} | {effect.runs} | {interval} | {shown} | {effect.within_margin()} | {of_pairs} |")
     return "\n".join(lines)
 
 

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,7 +185,9 @@ def tools(out: Path) -> dict:
         expected = nn.utils.clip_grad_norm_(both[1].parameters(), 1e-3, norm_type)
         clipped = error(both[0].experts.w2.grad.full_tensor(), both[1].experts.w2.grad)
         same = len({float(n) for n in gather_list(float(got))}) == 1
-        results[f"clip {norm_type}"] = error(got, expected) < 2e-3 and clipped < 2e-3 and same and type(got) is torch.Tensor
+        results[f"clip {norm_type}"] = (
+            error(got, expected) < 2e-3 and clipped < 2e-3 and same and type(got) is torch.Tensor
+        )
     got, expected = (nn.utils.clip_grad_norm_(m.experts.parameters(), 1e9) for m in (model, alone))
     results["torch's clip of experts alone"] = error(got.full_tensor(), expected) < 2e-3
     results["torch's clip of both"] = refusal(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -200,9 +201,7 @@ def tools(out: Path) -> dict:
     state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
     dcp.save(model.state_dict(), checkpoint_id=out / f"weights_{group.size()}")
     dcp.load(state, checkpoint_id=out / f"weights_{group.size()}")
-    results["checkpoint"] = all(
-        torch.equal(whole(v), want[k]) for k, v in state.items()
-    )
+    results["checkpoint"] = all(torch.equal(whole(v), want[k]) for k, v in state.items())
     weights = get_model_state_dict(model, options=WHOLE)
     written = safetensors.torch.load(safetensors.torch.save(weights)) if dist.get_rank() == 0 else {}
     results["whole state dict"] = equal(written)

@@ -13,6 +13,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.trainer import Trainer
 
 from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -244,3 +245,24 @@ def test_cuda_graphs_need_dispatch_without_host_syncs():
 def test_names_in_the_order_of_the_forward():
     names = ["layers.10.moe", "layers.2.moe", "layers.0.feed_forward", "layers.2.attention.wo"]
     assert sorted(names, key=_natural) == [names[i] for i in (2, 3, 1, 0)]
+
+
+def test_own_trainers_are_kept_or_refused():
+    """One that is not this package's would lose its settings and methods silently."""
+
+    class Own(Trainer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(Trainer.Config):
+            mine: int = 7
+
+    class OwnFp8(Fp8FlowTrainer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(Fp8FlowTrainer.Config):
+            mine: int = 7
+
+    with pytest.raises(ValueError, match=r"would replace .*Own\.Config and its trainer .*from .*trainer\.Fp8FlowTr"):
+        with_fp8_flow(derive(deepseek_v3_debugmodel(), Own.Config, mine=42))
+    config = derive(deepseek_v3_debugmodel(), OwnFp8.Config, mine=42)
+    for fp8, save_h in ((Fp8FlowMoEConfig(save_h="fp8"), "fp8"), (None, "fp8")):
+        config = with_fp8_flow(config, fp8)
+        assert (type(config)._owner, config.mine, config.fp8_flow_moe.save_h) == (OwnFp8, 42, save_h)

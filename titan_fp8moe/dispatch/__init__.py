@@ -6,6 +6,7 @@ makes a forward's dispatch. ``BACKENDS[route.backend].resume`` continues it in t
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,19 @@ _evenly = False
 
 def route(backend: str, capacity: float, ep_group: dist.ProcessGroup | None) -> Route:
     """The route over a group; without one tokens stay, whatever the backend."""
-    return _STAYS if ep_group is None else Route(backend, ep_group.size(), capacity, ep_group.group_name)
+    if ep_group is None:
+        return _STAYS
+    check_member(ep_group)
+    return Route(backend, ep_group.size(), capacity, ep_group.group_name)
+
+
+def check_member(ep_group: Any) -> None:
+    """Raises ValueError for what ``new_group`` returns to ranks that are not in the group."""
+    if isinstance(ep_group, int):  # GroupMember.NON_GROUP_MEMBER
+        raise ValueError(
+            f"ep_group is {ep_group}, a group that this rank is not in; keep the group of new_group's calls that has "
+            "this rank, or use dist.new_subgroups or device_mesh.get_group()"
+        )
 
 
 @contextmanager

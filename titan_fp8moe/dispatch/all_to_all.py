@@ -96,10 +96,11 @@ class AllToAllDispatch:
             if self.counts_copied is not None:
                 self.counts_copied.synchronize()  # the layer's one host-device sync
             self._agree()
+            self.state = self.state._replace(token_C=self.state.token_C[: sum(self.splits[0])])
         ids_TK, scores_TK, num_local = self.pairs or (None, None, self.state.counts.shape[2] - 3)
+        sent_TK, token_C, _ = self.state
         send_splits, receive_splits = self.splits
-        token_C = self.state.token_C[: sum(send_splits)]
-        payload = ops.pack_dispatch(*rows, token_C, self.state.sent_TK, ids_TK, scores_TK, num_local)
+        payload = ops.pack_dispatch(*rows, token_C, sent_TK, ids_TK, scores_TK, num_local)
         return Pending(ops.start_all_to_all(payload, receive_splits, send_splits, self.group_name))
 
     def receive(self, pending: Pending) -> Rows:

@@ -42,15 +42,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, ops
-from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import Pairs
 from titan_fp8moe.dispatch.base import Pending, Returned
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
 from titan_fp8moe.layer.saved import LayerSpec, Saved, layout
-from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights, forward_operands, one_expert, place_as, without_expert_dim
-from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
+from titan_fp8moe.layer.weights import (
+    NO_WEIGHTS,
+    ExpertWeights,
+    forward_operands,
+    one_expert,
+    place_as,
+    without_expert_dim,
+)
+from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
+from titan_fp8moe.ops.permute import SWAPPED
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows
 from titan_fp8moe.spec import ExpertSpec
@@ -112,8 +120,8 @@ def routed_experts(
 
     Raises:
         ValueError: for shapes, dtypes, devices or numbers of rows that the kernels cannot take.
-        RuntimeError: with ``dispatch = "symmetric"``, if a rank is later than the timeout of ``ep_group``, or if two
-            layers are in flight. Too little room shows later:
+        RuntimeError: in torch.func's transforms and torch.jit.trace. With ``dispatch = "symmetric"``, if a rank is
+            later than the timeout of ``ep_group``, or if two layers are in flight. Too little room shows later:
             :func:`titan_fp8moe.check_room`.
 
     Example::
@@ -122,6 +130,8 @@ def routed_experts(
         y = routed_experts(x, w1, w2, w3, ids, scores, meanwhile=lambda: shared_expert(x))
     """
     expert = ExpertSpec(score_before_experts=score_before_experts)
+    if config is not None:
+        require_config(config)
     layer = Layer(config or _DEFAULTS, ep_group, expert)
     return apply_experts(x, ExpertWeights(w1, w2, w3), topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
@@ -156,13 +166,21 @@ def apply_experts(
     )
     if not spec.dispatch.overlaps:
         out = _RoutedExperts.apply(*inputs.flatten(), call, None)
-        return out if meanwhile is None else out + meanwhile()
+        return out if meanwhile is None else _add(out, meanwhile())
     in_flight = _in_flight(x_TD.device)
     placeholder, payload, *handed = _start_eagerly(*inputs._replace(shared=NO_WEIGHTS).flatten(), call, in_flight)
     extra = None if meanwhile is None else meanwhile()
     end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
     out = _finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
-    return out if extra is None else out + extra
+    return out if meanwhile is None else _add(out, extra)
+
+
+def _add(out_TD: Tensor, extra_TD: Any) -> Tensor:
+    """The sum with the result of ``meanwhile``, which must not broadcast."""
+    if not isinstance(extra_TD, Tensor) or extra_TD.shape != out_TD.shape:
+        got = tuple(extra_TD.shape) if isinstance(extra_TD, Tensor) else extra_TD
+        raise ValueError(f"meanwhile must return a tensor of x's shape, {tuple(out_TD.shape)}, got {got}")
+    return out_TD + extra_TD
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it when it traces, where it could not trace the warning
@@ -184,9 +202,10 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
     dims = [x_TD.dim(), len(pairs), w1.dim()]
     if dims != [2, 2, 3] or x_TD.shape != (pairs[0], w1.shape[2]) or topk_scores_TK.shape != pairs:
+        flatten = "; flatten the batch dims, as by x.flatten(0, -2)" if x_TD.dim() > 2 else ""
         raise ValueError(
             f"x must be (T, D), topk_ids and topk_scores (T, K), and w1 (E, H, D); got {tuple(x_TD.shape)}, "
-            f"{tuple(pairs)}, {tuple(topk_scores_TK.shape)} and {tuple(w1.shape)}"
+            f"{tuple(pairs)}, {tuple(topk_scores_TK.shape)} and {tuple(w1.shape)}{flatten}"
         )
     E, H, D = w1.shape
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
@@ -208,11 +227,17 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
             "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
             f"gate and up; got D {D} and H {H}"
         )
-    if topk_scores_TK.dtype != torch.float32:
-        raise ValueError(f"topk_scores must be fp32, got {topk_scores_TK.dtype}; use topk_scores.float()")
-    if topk_ids_TK.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids_TK.dtype}; use topk_ids.long()")
-    check_current_device(x_TD)
+    if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
+        raise ValueError(_why_not_dtypes(topk_ids_TK.dtype, topk_scores_TK.dtype))
+    check_caller(x_TD)
+
+
+def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
+    if ids.is_floating_point or not scores.is_floating_point:
+        return f"{SWAPPED}; got {ids} ids and {scores} scores"
+    if scores != torch.float32:
+        return f"topk_scores must be fp32, got {scores}; use topk_scores.float()"
+    return f"topk_ids must be int32 or int64, got {ids}; use topk_ids.long()"
 
 
 # --- the ops ----------------------------------------------------------------------------------------------------------
@@ -291,6 +316,11 @@ def _routed_experts_finish(
 ) -> list[Tensor]:
     """The layer's output (T, D), once the payload in flight has arrived, and :data:`_FINISHED`. Any shared experts run
     meanwhile. ``handed``: :data:`_HANDED` of the forward."""
+    if payload.numel() and not payload.untyped_storage().size():  # _Finish has freed it
+        raise RuntimeError(
+            "activation checkpointing kept the result of routed_experts_forward, but not of routed_experts_finish; let "
+            "the policy save all of titan_fp8moe.SAVED_OPS, or neither of the two"
+        )
     spec = LayerSpec.decode(layer)
     saved, shared_y = Saved.unpack(layout(spec, *_HANDED), handed), None
     if spec.shared:
@@ -555,6 +585,9 @@ class _Finish(torch.autograd.Function):
         handed = tensors[len(inputs.flatten()) :]
         shared = packed_weights(one_expert(inputs.shared), call.shared_cache) if spec.shared else []
         out, *results = _finish_op(inputs.payload, handed, shared, inputs.nan_flags, spec.encode(), dim, dtype)
+        if torch._C._len_torch_dispatch_stack():
+            # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
+            ops.wait(inputs.payload)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
         inputs.payload.untyped_storage().resize_(0)
         ctx.save_for_backward(*inputs.shared, *handed, *results)
@@ -567,6 +600,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
         call, spec, in_flight = ctx.call, ctx.call.spec, ctx.in_flight
         needs, nans = FinishInputs.of(ctx.needs_input_grad), NanFlags.of(ctx.nan_flags)
+        experts_node, _ = ctx.next_functions[0]
         saved = Saved.unpack(layout(spec, "shared_weights", *_HANDED, *_FINISHED), ctx.saved_tensors)
         tokens = spec.dispatch.resume(saved.state, None, spec.route, ctx.dim)
         dout_rows, group_dy = _cast_gradient(dout_TD, spec.shared, nans)
@@ -577,8 +611,10 @@ class _Finish(torch.autograd.Function):
             del saved
             in_flight.shared_dx_RD = shared.dx_RD
             shared_dw = shared.weight_grads(needs.shared)
-        if not needs.placeholder:  # no other node will take the payload
-            ops.wait(cast(Tensor, in_flight.take().rows))
+        # needs_input_grad does not tell: torch.autograd.grad may ask for the shared experts' gradients only.
+        if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
+            ops.wait(cast(Tensor, in_flight.take().rows))  # other ranks may need the gradients
+            in_flight.shared_dx_RD = None
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
         grads = FinishInputs(placeholder, shared=shared_dw).flatten()
         return *grads, *(None for _ in ctx.needs_input_grad[len(grads) :])

@@ -24,7 +24,7 @@ from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, sav
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, forward_operands, one_expert, without_expert_dim
 from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.ops.backend import check_current_device, custom_op, once_differentiable
+from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -170,7 +170,7 @@ def _check_input(x: Tensor, D: int) -> None:
         raise ValueError(f"x is {tuple(x.shape)} and the weights take {D}; both must be one multiple of 128")
     if x.numel() // D > MAX_ROWS:
         raise ValueError(f"x is {tuple(x.shape)}; kernels take at most {MAX_ROWS} rows: use smaller microbatches")
-    check_current_device(x)
+    check_caller(x)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:

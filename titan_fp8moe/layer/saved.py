@@ -17,12 +17,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
 from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.ops.backend import cached_in_eager
 from titan_fp8moe.rows import GroupRows, Routing
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -45,7 +45,6 @@ class LayerSpec(NamedTuple):
     def dispatch(self) -> type[Dispatch]:
         return BACKENDS[self.route.backend]
 
-    @cached_in_eager
     def encode(self) -> str:
         """The specification as a string, which an op can take."""
         flags = f"{int(self.shared)}{int(self.check_ids)}"
@@ -72,9 +71,13 @@ class Layout(NamedTuple):
     records: list[Any]
 
 
-@cached_in_eager
 def layout(spec: LayerSpec, *parts: str) -> Layout:
     """The layout of these parts of a layer's :class:`Saved`."""
+    # torch.compile traces the function itself: it would warn of a cache.
+    return _layout(spec, parts) if torch.compiler.is_compiling() else _cached_layout(spec, parts)
+
+
+def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
     kind = spec.dispatch
     own_rows = () if kind.travels else ("q",)  # of shared experts, without rows of their own
     shared_rows = tuple(name for name in GroupRows._fields if name not in own_rows) if spec.shared else ()
@@ -98,6 +101,8 @@ def layout(spec: LayerSpec, *parts: str) -> Layout:
         records.append((record, at) if part in parts else None)
     return Layout(names, records)
 
+
+_cached_layout = functools.cache(_layout)
 
 _ABSENT: Any = None
 

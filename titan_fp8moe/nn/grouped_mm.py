@@ -7,6 +7,8 @@
 quantizes its result. Here every product casts its own rows, moves them to padded groups, and moves its result back.
 """
 
+import itertools
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
 from titan_fp8moe.ops import QuantizedWeight
-from titan_fp8moe.ops.backend import check_current_device, once_differentiable
+from titan_fp8moe.ops.backend import check_caller, once_differentiable
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.rows import Rows
 
@@ -37,7 +39,9 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
     Raises:
         ValueError: for other shapes, dtypes or devices, DTensors, more rows than the kernels take, or if K or N is no
-            multiple of 128.
+            multiple of 128. On a CPU also for ``offs`` that decrease or exceed M. A GPU does not check them, which
+            would take kernels of its own.
+        RuntimeError: in torch.func's transforms and torch.jit.trace.
 
     Example::
 
@@ -70,7 +74,17 @@ def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
     if any(isinstance(t, DTensor) for t in (x, w, offs)):
         raise ValueError("grouped_mm: x, w and offs must be this rank's plain tensors, got a DTensor; use to_local()")
     check_rows("grouped_mm", x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
-    check_current_device(x)
+    check_caller(x)
+    if type(offs) is Tensor and offs.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_ends(offs.tolist(), x.shape[0])
+
+
+def _check_ends(ends: list[int], num_rows: int) -> None:
+    remedy = "offs are the groups' ends, not their counts; use counts.cumsum(0, dtype=torch.int32)"
+    if any(a > b for a, b in itertools.pairwise([0, *ends, num_rows])):
+        raise ValueError(f"grouped_mm: offs must not decrease and not exceed the {num_rows} rows of x: {remedy}")
+    if ends and ends[-1] < num_rows == sum(ends):  # such ends are valid, and the rows after them count as unused
+        warnings.warn(f"grouped_mm: offs add up to the {num_rows} rows of x; {remedy}", stacklevel=4)
 
 
 def _is_transposed(w: Tensor) -> bool:

@@ -1,15 +1,19 @@
 """The routed experts, and a linear, as modules for any model."""
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
-from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
+from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
@@ -25,6 +29,18 @@ class KeepDtype:
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
+
+
+def _check_arguments(num_experts: int, dim: int, hidden_dim: int, dtype: torch.dtype) -> None:
+    sizes = dict(num_experts=num_experts, dim=dim, hidden_dim=hidden_dim)
+    if wrong := [f"{name} = {size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]:
+        raise ValueError(f"{', '.join(wrong)} must be a positive int")
+    _check_dtype(dtype)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"the weights would be {dtype}; make the module with dtype=torch.bfloat16 or torch.float32")
 
 
 class RoutedExperts(Fp8AllGather):
@@ -48,7 +64,8 @@ class RoutedExperts(Fp8AllGather):
         ep_group: the process group, or None.
 
     Raises:
-        ValueError: for dims that are no multiples of 128, or experts that do not divide over the ranks.
+        ValueError: for dims that are no multiples of 128, experts that do not divide over the ranks, a dtype that is
+            not bf16 or fp32, or a group that this rank is not in.
 
     Example::
 
@@ -73,6 +90,8 @@ class RoutedExperts(Fp8AllGather):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        _check_arguments(num_experts, dim, hidden_dim, dtype or torch.get_default_dtype())
+        check_member(ep_group)
         num_ranks = 1 if ep_group is None else ep_group.size()
         if num_experts % num_ranks:
             raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
@@ -136,23 +155,30 @@ class RoutedExperts(Fp8AllGather):
             refuse_misuse()
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
-        # Before the hooks of the module run, FSDP's among them.
-        return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
+        scores = KeepDtype(topk_scores) if isinstance(self, FSDPModule) else topk_scores
+        return super().__call__(x, topk_ids, scores, **kwargs)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        """See ``nn.Module``. The first call registers a hook that unwraps the scores: after FSDP's, which FSDP
+        prepends, and before the others."""
+        if not self._forward_pre_hooks:
+            super().register_forward_pre_hook(_unwrap_scores)
+        return super().register_forward_pre_hook(hook, **options)
 
     def forward(
         self,
         x: Tensor,
         topk_ids: Tensor,
-        topk_scores: KeepDtype,
+        topk_scores: Tensor,
         meanwhile: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors; call the module with plain
-        tensors: x (T, D), topk_ids (T, K), topk_scores (T, K)."""
+        """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
+        topk_scores (T, K)."""
         return apply_experts(
             x,
             self._weights(),
             topk_ids,
-            topk_scores.tensor,
+            topk_scores,
             Layer(self.config, self.ep_group, ExpertSpec(score_before_experts=self.score_before_experts), self.cache),
             meanwhile=meanwhile,
         )
@@ -169,9 +195,15 @@ class RoutedExperts(Fp8AllGather):
         return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"
 
 
+def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    x, topk_ids, topk_scores = args
+    return x, topk_ids, topk_scores.tensor if isinstance(topk_scores, KeepDtype) else topk_scores
+
+
 def add_cache(module: Any) -> None:
     """Gives a module, whose ``config`` is set, the weight cache that its settings ask for. Loading a state dict clears
     it."""
+    require_config(module.config)
     if "cache" not in vars(module):
         module.register_load_state_dict_post_hook(_clear_cache)
     module.cache = WeightCache() if module.config.cache_weights else None
@@ -190,8 +222,8 @@ def _spread_plain_weights(
             state[prefix + name] = distribute_tensor(plain, *spread_over, src_data_rank=None)
         else:
             lists[-1].append(  # the errors
-                f"{prefix}{name} has the shape {tuple(plain.shape)}, and the experts of all ranks {tuple(weight.shape)}; "
-                "of weights that each rank saved for itself make DTensors before you load them: "
+                f"{prefix}{name} is {tuple(plain.shape)}, and the experts of all ranks are {tuple(weight.shape)}; "
+                "make DTensors of weights that each rank saved for itself, then load them: "
                 "DTensor.from_local(weight, experts.w1.device_mesh, experts.w1.placements)"
             )
 
@@ -236,7 +268,7 @@ class Fp8FlowLinear(nn.Linear):
             ``Fp8FlowMoEConfig()``.
 
     Raises:
-        ValueError: for other dims.
+        ValueError: for other dims, or a dtype that is not bf16 or fp32.
     """
 
     config: Fp8FlowMoEConfig
@@ -273,12 +305,13 @@ class Fp8FlowLinear(nn.Linear):
                 f"in_features = {self.in_features} and out_features = {self.out_features} must be multiples of 128, an "
                 "FP8 tile's width"
             )
+        _check_dtype(self.weight.dtype)
         self.config = config
         add_cache(self)
 
-    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override] # nn.Linear calls it input
-        """(..., K) -> (..., N), in the dtype of ``x`` or autocast's."""
-        w = self.weight
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., N), in the dtype of ``input`` or autocast's."""
+        x, w = input, self.weight
         if not isinstance(w, DTensor):
             return linear(x, w, self.config, self.cache, self.nan_flags)
         placements, x_grad = w.placements, w.placements  # replicated

@@ -63,18 +63,6 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
     return defined
 
 
-def cached_in_eager(function: Callable[P, R_co]) -> Callable[P, R_co]:
-    """``functools.cache`` that torch.compile does not see: it traces the function, and would warn of the cache."""
-    cached: Callable[..., Any] = functools.cache(function)
-    untyped: Callable[..., Any] = function
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        return untyped(*args) if torch.compiler.is_compiling() else cached(*args)
-
-    return cast(Callable[P, R_co], call)
-
-
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd function around ops: refuses ``create_graph=True``.
 
@@ -147,8 +135,21 @@ def pass_gate() -> bool:
     return True
 
 
-def check_current_device(x: torch.Tensor) -> None:
-    """Raises ValueError for a GPU that is not the current one, on which kernels would run."""
+def check_caller(x: torch.Tensor) -> None:
+    """Rejects calls that the layers' autograd functions or kernels cannot serve.
+
+    Raises:
+        RuntimeError: in a transform of torch.func or in torch.jit.trace.
+        ValueError: for a GPU that is not the current one, on which kernels would run.
+    """
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "FP8 layers have no rules for torch.func's transforms (vmap, grad, jacrev, ...); use backward() or "
+                "torch.autograd.grad, and flatten a batch dim into the rows of x"
+            )
+        if torch.jit.is_tracing():
+            raise RuntimeError("torch.jit cannot trace FP8 layers; use torch.export or torch.compile")
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         raise ValueError(
             f"x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "

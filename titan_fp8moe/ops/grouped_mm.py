@@ -80,7 +80,8 @@ def grouped_mm_wgrad(
             "multiple of 16 bytes"
         )
     impl = kernels if use_kernels(aT_NM) else recipe
-    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts, columns)
+    # The recipe returns a view of all columns; graphs are compiled for the fake's strides.
+    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts, columns).contiguous()
 
 
 @grouped_mm_wgrad.register_fake

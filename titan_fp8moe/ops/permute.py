@@ -19,6 +19,19 @@ def _ints(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.int32)
 
 
+# For whoever converts the arguments that an error names, until nothing is refused and all tokens go to expert 0.
+SWAPPED = "topk_ids and topk_scores seem swapped: torch.topk returns (scores, ids), experts take (ids, scores)"
+
+
+def _check_not_swapped(topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int) -> None:
+    """Raises ValueError for scores that are experts' numbers where all ids are 0, as converted scores are."""
+    if not topk_scores_TK.numel() or num_experts == 1 or topk_ids_TK.any():
+        return
+    largest = topk_scores_TK.max()
+    if 1 < largest < num_experts and torch.equal(topk_scores_TK, topk_scores_TK.round()):
+        raise ValueError(f"{SWAPPED}; all ids are 0, and the scores are whole numbers up to {largest:g}")
+
+
 def _check_ids(topk_ids_TK: Tensor, num_experts: int) -> None:
     wrong = topk_ids_TK[(topk_ids_TK < -1) | (topk_ids_TK >= num_experts)]
     if wrong.numel():
@@ -49,6 +62,7 @@ def expert_routing(
         return routing.expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids)
     if check_ids:
         _check_ids(topk_ids_TK, num_experts)
+        _check_not_swapped(topk_ids_TK, topk_scores_TK, num_experts)
     return recipe.expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity)
 
 

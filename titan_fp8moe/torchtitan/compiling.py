@@ -36,7 +36,7 @@ _KNOWN_BLOCKS = (DeepSeekV3Block, Llama4Block, Qwen3Block)
 def why_eager(block: Any) -> str | None:
     """The reason why this block's converted FFN cannot be part of a graph, or None if it can."""
     if not block.moe_enabled:
-        ffn = block.feed_forward
+        ffn = getattr(block, "feed_forward", None)  # other models' blocks have other names
         return _why_settings_need_eager(ffn.config) if isinstance(ffn, Fp8FlowFeedForward) else None
     experts = block.moe.experts
     if experts.ep_mesh is not None and experts.config.backend.syncs_host:
@@ -62,7 +62,7 @@ def _why_settings_need_eager(config: Fp8FlowMoEConfig) -> str | None:
 def why_submodules(block: Any) -> str | None:
     """The reason why this block compiles as torchtitan does it, or None if it is one graph, or one up to its FFN."""
     if block.moe_enabled:
-        if not isinstance(block.moe, Fp8FlowMoE):
+        if not isinstance(getattr(block, "moe", None), Fp8FlowMoE):
             return "not converted"
         if block.moe.experts.tp_mesh is not None or getattr(block.moe.reorderer, "tp_mesh", None) is not None:
             return "tensor parallelism"

@@ -53,6 +53,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         job_checks.check_job(job_config)
         job_checks.check_parallelism(job_config, parallel_dims)
         first_hour.check_resumption(job_config, parallel_dims)
+        first_hour.check_text(job_config)
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.fault_tolerance = job_config.fault_tolerance.enable

@@ -12,23 +12,25 @@ Arguments after the config are torchtitan's own overrides.
 """
 
 import argparse
-import dataclasses
 import os
 import sys
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models import _supported_models
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
+from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
-from titan_fp8moe.torchtitan.first_hour import check_corpus
+from titan_fp8moe.torchtitan.first_hour import check_text, check_tokenizer, warn_of_missing_corpus
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.memory import estimate
 from titan_fp8moe.trainer import rank_report
@@ -47,31 +49,26 @@ def smallest_world_size(config: JobConfig) -> int:
 
 
 def check_config(config: JobConfig) -> None:
-    """Raise ValueError for mistakes that torchtitan only warns about or finds late: choices, flavor, dataset."""
-    _check_choices(config, "")
+    """Raise ValueError for mistakes that torchtitan only warns about or finds late: converters, model, dataset."""
     for name in config.model.converters:
         if name not in _registry_model_converter_cls:
             raise ValueError(
                 f"model.converters has {name!r}: known are {sorted(_registry_model_converter_cls)}; is "
                 "job.custom_config_module set?"
             )
-    flavors = get_train_spec(config.model.name).model_args
+    try:
+        flavors = get_train_spec(config.model.name).model_args
+    except ValueError as error:
+        known = sorted(_supported_models | _supported_experiments)
+        raise ValueError(f"model.name = {config.model.name!r}: torchtitan has {known}") from error
     if config.model.flavor not in flavors:
         raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(flavors)}")
     for section in ("training", *["validation"] * config.validation.enable):
         if (dataset := getattr(config, section).dataset) not in DATASETS:
             raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
-    check_corpus(config)
-
-
-def _check_choices(section: Any, prefix: str) -> None:
-    hints = get_type_hints(type(section))
-    for field in dataclasses.fields(section):
-        value, hint = getattr(section, field.name), hints[field.name]
-        if dataclasses.is_dataclass(value):
-            _check_choices(value, f"{prefix}{field.name}.")
-        elif get_origin(hint) is Literal and value not in get_args(hint):
-            raise ValueError(f"{prefix}{field.name} = {value!r}: must be one of {get_args(hint)}")
+    check_tokenizer(config)
+    warn_of_missing_corpus(config)
+    check_text(config)
 
 
 def make_parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
@@ -94,9 +91,10 @@ def build_model(config: JobConfig, dims: ParallelDims) -> tuple[TrainSpec, BaseM
     spec = get_train_spec(config.model.name)
     model_args = spec.model_args[config.model.flavor]
     model_args.update_from_config(config)
+    converters = build_model_converters(config, dims)  # refuse a job before torchtitan looks for what it would need
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model = spec.model_cls(model_args)
-    build_model_converters(config, dims).convert(model)
+    converters.convert(model)
     return spec, model_args, model
 
 
@@ -162,15 +160,15 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     if not os.path.isfile(args.config):
         parser.error(f"{args.config}: no such file")
-    config = ConfigManager().parse_args([f"--job.config_file={args.config}", *overrides])
     Fp8FlowMoEConverter.trains_here = False
     try:
+        config = toml_file.load(args.config, overrides)
         check_config(config)
         world_size = smallest_world_size(config) if args.world_size is None else args.world_size
         if not 0 <= args.rank < world_size:
             raise ValueError(f"--rank {args.rank}: there are {world_size} ranks")
         print(report(config, args.rank, *build(config, args.rank, world_size)))
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ImportError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

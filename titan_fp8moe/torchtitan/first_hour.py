@@ -1,11 +1,13 @@
-"""Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints and the corpus.
+"""Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints, corpus, tokenizer.
 
-The converter checks the checkpoint that the job would resume from, and the dry run both.
+The converter checks the checkpoint that the job would resume from and the corpus, and the dry run everything.
 """
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.config import JobConfig
@@ -71,28 +73,63 @@ def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
         )
 
 
-def check_corpus(job: JobConfig) -> None:
-    """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a minute.
+def check_tokenizer(job: JobConfig) -> None:
+    """Warns of a tokenizer that is not on this machine.
 
     Raises:
-        ValueError: a corpus without text, which torchtitan notices when it trains.
+        ValueError: the folder is there, without a file of which torchtitan makes a tokenizer.
     """
+    folder = Path(job.model.hf_assets_path)
+    if not folder.is_dir():
+        logger.warning(f"model.hf_assets_path = {str(folder)!r}: there is no such folder on this machine; {_TOKENIZER}")
+    elif not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
+        raise ValueError(f"model.hf_assets_path = {str(folder)!r} has no tokenizer.json; {_TOKENIZER}")
+
+
+def warn_of_missing_corpus(job: JobConfig) -> None:
+    """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a
+    minute."""
+    for section, settings, path in _corpora(job):
+        given = settings.dataset_path
+        is_local = settings.dataset == "c4_test" or (
+            given is not None and (path.is_absolute() or given.startswith("."))
+        )
+        if is_local and not path.exists():
+            logger.warning(f"{section}.dataset_path = {given!r}: there is no {path} on this machine; {_CORPUS}")
+
+
+def check_text(job: JobConfig) -> None:
+    """Raises ValueError for a local corpus without text, which torchtitan notices when it trains."""
+    for _, settings, path in _corpora(job):
+        if DATASETS[settings.dataset.lower()].sample_processor is not DATASETS["c4"].sample_processor:
+            continue  # a dataset of one's own can have other fields
+        for file in [path] if path.suffix == ".jsonl" else sorted(path.glob("*.jsonl"))[:1]:
+            if file.is_file() and not _has_text(first := _first_line(file)):
+                raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_CORPUS}')
+
+
+def _corpora(job: JobConfig) -> Iterator[tuple[str, Any, Path]]:
+    """The section, its settings and the path of each corpus that torchtitan's own loader reads."""
     for section in ("training", *["validation"] * job.validation.enable):
         settings = getattr(job, section)
-        name, given = settings.dataset, settings.dataset_path
-        path = Path(given or DATASETS[name.lower()].path).expanduser()
-        is_local = name == "c4_test" or (given is not None and (path.is_absolute() or given.startswith(".")))
-        if is_local and not path.exists():
-            logger.warning(f"{section}.dataset_path = {given!r}: there is no {path} on this machine; {_HOW}")
-        for file in [path] if path.suffix == ".jsonl" else sorted(path.glob("*.jsonl"))[:1]:
-            with file.open() as lines:
-                first = lines.readline()
-            try:
-                has_text = isinstance(json.loads(first)["text"], str)
-            except (ValueError, KeyError, TypeError):
-                has_text = False
-            if not has_text:
-                raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_HOW}')
+        if (dataset := DATASETS.get(settings.dataset.lower())) is not None:
+            yield section, settings, Path(settings.dataset_path or dataset.path).expanduser()
 
 
-_HOW = "tools/build_corpus.py makes a corpus of text files"
+def _first_line(file: Path) -> str:
+    with file.open(errors="replace") as lines:
+        return lines.readline()
+
+
+def _has_text(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line)["text"], str)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+_CORPUS = "tools/build_corpus.py makes a corpus of text files"
+_TOKENIZER = (
+    "name a folder with tokenizer.json: a downloaded model's, or that of tools/build_corpus.py, which makes one with a "
+    "corpus"
+)

@@ -410,8 +410,13 @@ def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
 
 
 def _backward_bytes(config: Fp8FlowMoEConfig, D: int, hidden: int) -> float:
-    """Bytes per row of an FP8 FFN's backward: dy, a, dh in FP8, the transposes of x and dh, dx in bf16, and h where it
-    is recomputed."""
+    """The most bytes per row that an FP8 FFN's backward holds at a time.
+
+    That is at the weight gradient of GEMM 1: dy, dh and the transposes of x and dh in FP8, dx in bf16. With a
+    recomputed h in bf16 it can be at the activation: dy and dh in FP8, da and h in bf16. GEMM 2's operand comes on top,
+    unless the forward has kept it.
+    """
     H = padded(hidden)
-    recomputed = 2 * H * BF16 if config.recompute == "experts" else 0
-    return 2 * D + H + 2 * 2 * H + D * BF16 + recomputed
+    weight_gradient = D + 2 * H + D + 2 * H + D * BF16
+    activation = D + 2 * H + H * BF16 + 2 * H * BF16 if config.recompute == "experts" else 0
+    return max(weight_gradient, activation) + (H if config.recompute != "none" else 0)

@@ -92,14 +92,18 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
 
 @functools.cache
 def install() -> None:
-    """Changes torchtitan's styles, and gives it this ``fully_shard``. Calling again does nothing."""
-    for style in _MESHES:
-        style._apply = _without_hooks(style)
-    reorderer = expert_parallel.ReordererSequenceParallel
-    reorderer._apply = _recording_mesh(reorderer._apply)
+    """Changes torchtitan's styles, and gives it this ``fully_shard``. Calling again does nothing.
+
+    Raises:
+        RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
+    """
     if llama4_parallelize.fully_shard is not fsdp.fully_shard:  # by another name, or of another package
         raise RuntimeError(
             "torchtitan.models.llama4.infra.parallelize.fully_shard is not PyTorch's, so FSDP cannot be told of FP8 "
             "experts; install torchtitan 0.2.2"
         )
+    for style in _MESHES:
+        style._apply = _without_hooks(style)
+    reorderer = expert_parallel.ReordererSequenceParallel
+    reorderer._apply = _recording_mesh(reorderer._apply)
     llama4_parallelize.fully_shard = fully_shard  # pyrefly: ignore[bad-assignment]

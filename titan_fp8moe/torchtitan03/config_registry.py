@@ -22,7 +22,18 @@ from titan_fp8moe.trainer.cpu import compute_dtype
 
 
 def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None = None) -> Fp8FlowTrainer.Config:
-    """A training config whose model trains in FP8, with all other settings of ``config``."""
+    """A training config whose model trains in FP8, with all other settings of ``config``.
+
+    Raises:
+        ValueError: ``config`` is of a trainer that would lose its own settings and methods.
+    """
+    if isinstance(config, Fp8FlowTrainer.Config):
+        return derive(config, type(config), fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
+    if type(config) is not Trainer.Config:
+        raise ValueError(
+            f"with_fp8_flow would replace {type(config).__qualname__} and its trainer by Fp8FlowTrainer; derive that "
+            "trainer and its Config from titan_fp8moe.torchtitan03.trainer.Fp8FlowTrainer and Fp8FlowTrainer.Config"
+        )
     return derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=fp8_flow_moe or Fp8FlowMoEConfig())
 
 

@@ -1,0 +1,128 @@
+"""Exchanges through shared memory against the all-to-all path, bit for bit, several ranks in one process.
+
+The specification, and its kernels with fewer routings: the interpreter takes seconds for each.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from tests.ranks import all_to_all, assert_equal, exchange_all, make_tokens, make_workspaces
+from titan_fp8moe import ops, recipe
+from titan_fp8moe.dispatch.symmetric import exchange, kernels
+from titan_fp8moe.dispatch.symmetric.workspace import DISPATCH, ROWS, TOKENS, Sizes, capacities
+
+
+@pytest.fixture(params=[exchange, kernels], ids=["specification", "kernels"])
+def impl(request):
+    return request.param
+
+
+def random_ids(T, K, experts):
+    """Distinct experts for each token; sometimes skewed, sometimes with entries of -1."""
+    scores = torch.rand(T, experts)
+    if torch.rand(()) < 0.3:
+        scores[:, : max(experts // 4, 1)] += torch.rand(())
+    ids = scores.topk(K).indices
+    return ids.masked_fill(torch.rand(T, K) < 0.2, -1) if torch.rand(()) < 0.4 else ids
+
+
+def check(impl, device, N, E, T, K, make_ids, D=128, workspaces=None):
+    workspaces = workspaces or make_workspaces(Sizes(N, T, D, K, E), device)
+    tokens = [make_tokens(workspaces[0].sizes, make_ids(n).to(device)) for n in range(N)]
+    assert_equal(exchange_all(impl, workspaces, tokens, N), all_to_all(tokens, E))
+    assert not any(at.report.any() for at in workspaces)
+    return workspaces
+
+
+def test_random_routings(impl, device):
+    """200 of them, of all numbers of ranks; workspaces are used again, also for fewer tokens."""
+    few = impl is kernels and device == "cpu"
+    for N in (2,) if few else range(2, 9):
+        E = int(torch.randint(1, 9, ()))
+        K = int(torch.randint(1, min(6, N * E) + 1, ()))
+        workspaces = make_workspaces(Sizes(N, 40, 128, K, E), device)
+        for _ in range(2 if few else 29):
+            T = int(torch.randint(1, 41, ()))
+            ids = functools.partial(random_ids, T, K, N * E)
+            check(impl, device, N, E, T, K, lambda _, ids=ids: ids(), workspaces=workspaces)
+
+
+@pytest.mark.parametrize("N", [2, 3, 8])
+def test_extreme_routings(N, device):
+    E, T = 4, 20
+    run = functools.partial(check, exchange, device, N)
+    run(E, T, 3, lambda _: torch.randint(0, E, (T, 3)))  # all to rank 0, the others get nothing
+    run(E, T, 3, lambda _: torch.full((T, 3), N * E - 1))  # one expert gets all, three times
+    run(64, 5, 4, lambda _: random_ids(5, 4, N * 64))  # more experts than tokens
+    run(E, T, 2, lambda _: torch.full((T, 2), -1))
+    run(E, T, 1, lambda _: random_ids(T, 1, N * E))
+    run(E, 1, 2, lambda n: torch.tensor([[(n + 1) % N * E, n * E]], dtype=torch.int32))
+    run(E, 300, 2, lambda _: random_ids(300, 2, N * E), D=384)
+    run(E, 0, 2, lambda _: torch.zeros(0, 2, dtype=torch.int64))
+
+
+def test_capacities():
+    """Factor 1 holds uniform routing's average, factor N everything."""
+    for N, T, K, E in ((2, 64, 4, 8), (8, 4096, 8, 32), (4, 1000, 6, 16), (64, 512, 8, 4)):
+        M, C = capacities(T, K, N, E, 1)
+        assert recipe.row_capacity(T * K, E) == M and 0 <= C - N * T * (1 - (1 - 1 / N) ** K) < 1 + N * T / 1000
+        assert capacities(T, K, N, E, N) == (recipe.row_capacity(N * T * K, E), N * T)
+        assert capacities(T, K, N, E, 1000) == capacities(T, K, N, E, N)
+
+
+def test_without_room_everything_is_nan_until_reported(impl, device):
+    """One rank has too many rows for a factor of 1; all ranks find out, in the same exchange."""
+    sizes = Sizes(2, 100, 128, 2, 2)
+    workspaces = make_workspaces(sizes, device)
+    fits, too_many = torch.tensor([[0, 1], [2, 3]]).repeat(50, 1), torch.tensor([[0, 1]]).repeat(100, 1)
+
+    def run(ids):
+        return exchange_all(impl, workspaces, [make_tokens(sizes, ids.to(device)) for _ in range(2)], 1)
+
+    for ids in (too_many, fits):
+        results = run(ids)
+        assert all(r.out.isnan().all() and r.grad.isnan().all() and r.ds.isnan().all() for r in results)
+        assert all(at.report[[ROWS, TOKENS]].tolist() == [[512, 0], [200, 0]] for at in workspaces)
+    for at in workspaces:
+        with pytest.raises(RuntimeError, match="needed 512 rows and 200 dispatched tokens.*larger dispatch_capacity"):
+            at.check_room()
+        at.check_room()
+    assert all(r.out.isfinite().all() and r.grad.isfinite().all() for r in run(fits))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_tokens_fill_the_room_exactly_or_are_too_many(impl, device, more):
+    """The rows fit either way. Only plans: a plan that overlooks it would let the pulls write past their results."""
+    sizes = Sizes(2, 20, 128, 2, 1)
+    workspaces, C = make_workspaces(sizes, device), 30
+    for at, arriving in zip(workspaces, (15, 15 + more), strict=True):
+        ids = torch.tensor([[0, -1]]).repeat(arriving, 1).to(device)
+        tokens = make_tokens(sizes, ids)
+        _, token_C, counts_N = ops.dispatch_routing(ids, 2, 1)
+        impl.publish(at, tokens.q, tokens.scale, (ids, tokens.scores), (token_C, counts_N, (1024, C)))
+        impl.arrive(at, DISPATCH)
+    for at in workspaces:
+        impl.wait(at, DISPATCH)
+        impl.plan(at)
+        assert int(at.overflow) == more
+        assert at.report[[ROWS, TOKENS]].tolist() == [[128 * more, 0], [(C + 1) * more, 0]]
+
+
+def test_late_rank_is_named():
+    workspaces = make_workspaces(Sizes(3, 4, 128, 1, 1))
+    for at in workspaces[:2]:
+        exchange.arrive(at, 0)
+    workspaces[0].timeout_s = lambda: 0.05
+    with pytest.raises(RuntimeError, match=r"rank 0 of the .* group has waited 0 s.* for ranks \[2\]"):
+        exchange.wait(workspaces[0], 0)
+    with pytest.raises(RuntimeError, match=r"ranks \[2\]"):
+        workspaces[0].begin()
+
+
+def test_one_exchange_at_a_time():
+    (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
+    at.begin()
+    with pytest.raises(RuntimeError, match="two layers are in flight"):
+        at.begin()

@@ -1,0 +1,106 @@
+"""Loads a job's TOML file as torchtitan 0.2.2 does, with one sentence for a mistake in it.
+
+torchtitan reads the file, makes dataclasses of its tables and hands them to tyro, which ends in a traceback for a wrong
+name or type. This module compares the file with torchtitan's ``JobConfig`` first.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import types
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.manager import tomllib  # tomli on Python 3.10
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job of a TOML file and of torchtitan's own arguments.
+
+    Raises:
+        ValueError: for a mistake in the file. The message begins with the file and names the setting and the remedy.
+    """
+    with open(path, "rb") as file:
+        try:
+            values = tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no TOML file: {error}") from error
+    args, manager = [f"--job.config_file={path}", *overrides], ConfigManager()
+    try:
+        _check_module(values)
+        check_table(manager._maybe_add_custom_config(args, values), values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return manager.parse_args(args)
+
+
+def _check_module(values: dict[str, Any]) -> None:
+    """The config module can be imported and has torchtitan's extension point."""
+    job = values.get("job")
+    name = job.get("custom_config_module") if isinstance(job, dict) else None
+    if not name or not isinstance(name, str):
+        return
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f'job.custom_config_module = "{name}" cannot be imported ({error}); correct the name, or run from a folder '
+            "in which Python finds it"
+        ) from error
+    if not hasattr(module, "JobConfig"):
+        raise ValueError(
+            f'job.custom_config_module = "{name}" has no JobConfig; set it to "titan_fp8moe.torchtitan", or give your '
+            "module a dataclass JobConfig"
+        )
+
+
+def check_table(config_class: type, values: dict[str, Any], table: str = "") -> None:
+    """Every key and value of a TOML table against a dataclass. ``table`` is its name, with a dot at the end."""
+    hints = get_type_hints(config_class, include_extras=True)
+    known = [field.name for field in dataclasses.fields(config_class)]
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            if name == "fp8_flow_moe":
+                remedy = 'set job.custom_config_module = "titan_fp8moe.torchtitan"'
+            raise ValueError(f"{table}{name} is unknown; {remedy}")
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+            check_table(hint, value, f"{table}{name}.")
+        elif not _fits(value, hint):
+            raise ValueError(f"{table}{name} = {value!r}; set it to {_describe(hint)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a TOML file is one of a field's type."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, args[0])
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
+    if hint is float:
+        return type(value) in (int, float)
+    if hint in (bool, int, str):
+        return type(value) is hint
+    return hint is not types.NoneType and not dataclasses.is_dataclass(hint)
+
+
+def _describe(hint: Any) -> str:
+    """A field's type in words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _describe(args[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(arg) for arg in args if arg is not types.NoneType)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(arg) for arg in args)
+    if origin is list:
+        return f'a list, each item {_describe(args[0])}: ["..."]' if args[0] is str else "a list"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    return names.get(hint, "a table of settings")
