@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from titan_fp8moe import RoutedExperts
+from titan_fp8moe import RoutedExperts, clip_grad_norm_
 
 DIM, HIDDEN_DIM, EXPERTS, TOP_K, TOKENS = 256, 256, 8, 2, 512
 
@@ -56,9 +57,10 @@ def train(model: nn.Module, x: Tensor, target: Tensor, steps: int, group: dist.P
     for _ in range(steps):
         loss = F.mse_loss(model(x), target)
         (loss / ranks).backward()  # a rank's experts sum the gradients of all ranks' tokens
-        for name, param in model.named_parameters():
-            if group is not None and "experts." not in name:
+        for param in model.parameters():
+            if group is not None and not isinstance(param, DTensor):  # the experts are DTensors
                 dist.all_reduce(param.grad, group=group)
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
@@ -87,8 +89,7 @@ def main() -> None:
     torch.manual_seed(0)
     reference = ReferenceMoE().to(device)
     model = MoE(group).to(device)
-    mine = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
-    model.load_state_dict({k: v[mine] if "experts." in k else v for k, v in reference.state_dict().items()})
+    model.load_state_dict(reference.state_dict())  # each rank takes its experts
     x = torch.randn(TOKENS, DIM, device=device)
     target = x @ torch.randn(DIM, DIM, device=device) / DIM**0.5
     tokens = slice(rank * TOKENS // ranks, (rank + 1) * TOKENS // ranks)

@@ -172,18 +172,18 @@ def test_loading_a_state_dict_clears_a_modules_cache(make, monkeypatch):
         module.load_state_dict(module.state_dict())
 
 
-def test_ranks_of_one_seed_draw_different_experts():
-    """They are at the same place of the common generator then."""
+def test_experts_of_one_seed():
+    """They differ, and what is drawn next does not depend on their number."""
 
-    def draw(group):
+    def draw(num_experts):
         torch.manual_seed(0)
-        return RoutedExperts(4, 128, 256, ep_group=group), torch.rand(1)
+        return RoutedExperts(num_experts, 128, 256), torch.rand(1)
 
-    (a, after_a), (b, after_b) = (draw(types.SimpleNamespace(rank=lambda n=n: n, size=lambda: 2)) for n in range(2))
-    assert torch.equal(after_a, after_b)
-    experts = [w.flatten() for part in (a, b) for p in part.parameters() for w in p]
+    (module, after), (_, after_one) = draw(4), draw(1)
+    assert torch.equal(after, after_one)
+    experts = [w.flatten() for p in module.parameters() for w in p]
     assert len({tuple(w[:8].tolist()) for w in experts}) == len(experts) == 12
-    for weight in (a.w1, b.w2):
+    for weight in (module.w1, module.w2):
         assert 0.99 < weight.abs().max() * weight.shape[2] ** 0.5 <= 1
 
 

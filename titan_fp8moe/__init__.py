@@ -11,6 +11,7 @@ from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import SAVED_OPS, routed_experts
 from titan_fp8moe.nn.grouped_mm import grouped_mm
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
+from titan_fp8moe.nn.parallel import clip_grad_norm_, distributed_data_parallel, parameter_groups
 from titan_fp8moe.ops.self_check import self_check
 from titan_fp8moe.versions import warn_about_versions
 
@@ -25,7 +26,10 @@ __all__ = [
     "WeightCache",
     "__version__",
     "check_room",
+    "clip_grad_norm_",
+    "distributed_data_parallel",
     "grouped_mm",
+    "parameter_groups",
     "routed_experts",
     "self_check",
 ]

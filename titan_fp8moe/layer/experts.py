@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.flop_counter
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
@@ -48,7 +49,14 @@ from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, pack
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
 from titan_fp8moe.layer.saved import LayerSpec, Saved, layout
-from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights, forward_operands, one_expert, without_expert_dim
+from titan_fp8moe.layer.weights import (
+    NO_WEIGHTS,
+    ExpertWeights,
+    forward_operands,
+    one_expert,
+    place_as,
+    without_expert_dim,
+)
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
 from titan_fp8moe.ops.permute import SWAPPED
 from titan_fp8moe.recipe import group_rows, row_capacity
@@ -451,6 +459,11 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(ctx: Any, *args: Any):
         *tensors, call, in_flight = args
         inputs, spec, signature = Inputs.of(tensors), call.spec, 0
+        ctx.weights_spec = None
+        if isinstance(inputs.weights.w1, DTensor):  # not by to_local(), whose autograd nodes take longer than this one
+            w1, w2, w3 = cast(Any, inputs.weights)
+            ctx.weights_spec = w1._spec, w2._spec, w3._spec
+            inputs = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3._local_tensor))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad))
         has_shared = inputs.shared.w1 is not None
@@ -521,6 +534,8 @@ class _RoutedExperts(torch.autograd.Function):
         if pending is not None and not tokens.travels:  # the rows are freed before weight gradients are made
             returned, pending = tokens.finish(pending, ctx.x_dtype, shared_dx), None
         dw = ffn.weight_grads(x, grads, weights, needs.weights)
+        if ctx.weights_spec is not None:
+            dw = ExpertWeights(*map(place_as, dw, ctx.weights_spec))
         shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
         if pending is not None:
             returned = tokens.finish(pending, ctx.x_dtype, shared_dx)

@@ -5,9 +5,11 @@ the direction. :mod:`titan_fp8moe.layer.cache` keeps one for the microbatches of
 :mod:`titan_fp8moe.layer.fp8_gather` FSDP gathers quantized values.
 """
 
+import copy
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
@@ -70,6 +72,16 @@ def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:
 def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
     """Gradients (1, N, K) of one expert as gradients of its matrices (N, K)."""
     return ExpertWeights(*(None if grad is None else grad.squeeze(0) for grad in grads))
+
+
+def place_as(grad: Tensor | None, spec: Any) -> DTensor | None:
+    """A gradient of this rank's experts as the gradient of the DTensor that has ``spec``."""
+    if grad is None:
+        return None
+    meta = spec.tensor_meta
+    if grad.stride() == meta.stride and grad.dtype == meta.dtype:  # as for every weight that is sharded by experts
+        return DTensor(grad, copy.copy(spec), requires_grad=False)
+    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)
 
 
 def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:

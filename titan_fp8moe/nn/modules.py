@@ -7,8 +7,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
@@ -18,6 +19,7 @@ from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -44,16 +46,22 @@ def _check_dtype(dtype: torch.dtype) -> None:
 class RoutedExperts(Fp8AllGather):
     """The experts of one MoE layer in FP8; the router and shared experts are the caller's.
 
+    With ``ep_group`` the weights are DTensors, ``Shard(0)`` over its ranks, so that PyTorch's tools do not take them
+    for replicas: :mod:`titan_fp8moe.nn.parallel`, and docs/parallel.md for a training loop. A copy of the module shares
+    the group. ``torch.save(module)`` keeps this rank's experts; loading it needs an equal group of the same name.
+
     Args:
         num_experts: experts of all ranks.
         dim, hidden_dim: D and H, multiples of 128.
         config: the recipe's settings; by default ``Fp8FlowMoEConfig()``.
-        ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``.
+        ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``. Where
+            FSDP shards the experts further, the mesh dim of those ranks, such as ``mesh["ep"]``.
         score_before_experts: multiply the experts' input, not their output, by the score.
 
     Attributes:
-        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, initialized like
-            ``nn.Linear``.
+        w1, w2, w3: gate (num_experts, H, D), down (num_experts, D, H) and up (num_experts, H, D), initialized like
+            ``nn.Linear``. ``w1.to_local()`` are this rank's experts.
+        ep_group: the process group, or None.
 
     Raises:
         ValueError: for dims that are no multiples of 128, experts that do not divide over the ranks, a dtype that is
@@ -67,6 +75,7 @@ class RoutedExperts(Fp8AllGather):
     """
 
     cache: WeightCache | None
+    ep_group: dist.ProcessGroup | None
 
     def __init__(
         self,
@@ -75,7 +84,7 @@ class RoutedExperts(Fp8AllGather):
         hidden_dim: int,
         *,
         config: Fp8FlowMoEConfig | None = None,
-        ep_group: dist.ProcessGroup | None = None,
+        ep_group: dist.ProcessGroup | DeviceMesh | None = None,
         score_before_experts: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -89,11 +98,18 @@ class RoutedExperts(Fp8AllGather):
         if dim % 128 or hidden_dim % 128:
             raise ValueError(f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of 128, an FP8 tile's width")
         self.configure(config or Fp8FlowMoEConfig())
-        self.ep_group, self.score_before_experts = ep_group, score_before_experts
-        E = num_experts // num_ranks
-        self.w1 = nn.Parameter(torch.empty(E, hidden_dim, dim, device=device, dtype=dtype))
-        self.w2 = nn.Parameter(torch.empty(E, dim, hidden_dim, device=device, dtype=dtype))
-        self.w3 = nn.Parameter(torch.empty(E, hidden_dim, dim, device=device, dtype=dtype))
+        self.score_before_experts = score_before_experts
+        mesh = None
+        for name, rows, columns in (("w1", hidden_dim, dim), ("w2", dim, hidden_dim), ("w3", hidden_dim, dim)):
+            weight = torch.empty(num_experts // num_ranks, rows, columns, device=device, dtype=dtype)
+            if ep_group is not None:
+                mesh = mesh or mesh_of(ep_group, weight.device)
+                weight = spread(weight, mesh)
+            self.register_parameter(name, nn.Parameter(weight))
+        self.ep_group = None if mesh is None else mesh.get_group()
+        if mesh is not None:
+            refuse_misuse()
+            self.register_load_state_dict_pre_hook(_spread_plain_weights)
         self.reset_parameters()
 
     def configure(self, config: Fp8FlowMoEConfig) -> None:
@@ -102,14 +118,41 @@ class RoutedExperts(Fp8AllGather):
         add_cache(self)
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. Ranks of ``ep_group`` with one seed get different experts."""
-        generator = None
-        if self.ep_group is not None and not self.w1.is_meta:
-            seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
-            generator = torch.Generator(self.w1.device).manual_seed(seed + self.ep_group.rank())
-        for weight in (self.w1, self.w2, self.w3):
-            bound = weight.shape[2] ** -0.5
-            nn.init.uniform_(weight, -bound, bound, generator)
+        """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts with or without ``ep_group``,
+        for any number of ranks."""
+        weights = self.w1, self.w2, self.w3
+        if self.w1.is_meta:
+            return
+        if self.ep_group is None and isinstance(self.w1, DTensor):  # FSDP's, sharded along any dim
+            for weight in weights:
+                nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
+            return
+        experts = torch.arange(len(self.w1), device=self.w1.device)
+        if isinstance(self.w1, DTensor):
+            experts = distribute_tensor(experts, self.w1.device_mesh, self.w1.placements, src_data_rank=None).to_local()
+        seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
+        generator = torch.Generator(self.w1.device)
+        local = [w.detach().to_local() if isinstance(w, DTensor) else w.detach() for w in weights]
+        for i, expert in enumerate(experts.tolist()):
+            generator.manual_seed(seed + expert)
+            for weight in local:
+                nn.init.uniform_(weight[i], -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5, generator)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "RoutedExperts":
+        super()._apply(*args, **kwargs)
+        for weight in self.parameters(recurse=False):
+            if self.ep_group is not None and isinstance(weight, DTensor):
+                follow_device(weight, self.ep_group)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"ep_group": self.ep_group is not None}  # the weights' mesh knows it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.ep_group = group_of(cast(DTensor, self.w1)) if state["ep_group"] else None
+        if self.ep_group is not None:
+            refuse_misuse()
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
         scores = KeepDtype(topk_scores) if isinstance(self, FSDPModule) else topk_scores
@@ -133,16 +176,23 @@ class RoutedExperts(Fp8AllGather):
         topk_scores (T, K)."""
         return apply_experts(
             x,
-            ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3)),
+            self._weights(),
             topk_ids,
             topk_scores,
             Layer(self.config, self.ep_group, ExpertSpec(score_before_experts=self.score_before_experts), self.cache),
             meanwhile=meanwhile,
         )
 
+    def _weights(self) -> ExpertWeights[Tensor]:
+        weights = self.w1, self.w2, self.w3
+        if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
+            weights = self.local_weights(*weights)
+        return ExpertWeights(*weights)  # the layer reads DTensors faster than to_local() does
+
     def extra_repr(self) -> str:
         experts, hidden_dim, dim = self.w1.shape
-        return f"local_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"
+        ranks = "" if self.ep_group is None else f" over {self.ep_group.size()} ranks"
+        return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"
 
 
 def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,6 +207,25 @@ def add_cache(module: Any) -> None:
     if "cache" not in vars(module):
         module.register_load_state_dict_post_hook(_clear_cache)
     module.cache = WeightCache() if module.config.cache_weights else None
+
+
+def _spread_plain_weights(
+    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
+) -> None:
+    """Lets spread experts load plain tensors of all experts, each rank its own."""
+    for name, weight in module.named_parameters(recurse=False):
+        plain = state.get(prefix + name)
+        if not isinstance(weight, DTensor) or plain is None or isinstance(plain, DTensor):
+            continue
+        if plain.shape == weight.shape:
+            spread_over = weight.device_mesh, weight.placements
+            state[prefix + name] = distribute_tensor(plain, *spread_over, src_data_rank=None)
+        else:
+            lists[-1].append(  # the errors
+                f"{prefix}{name} is {tuple(plain.shape)}, and the experts of all ranks are {tuple(weight.shape)}; "
+                "make DTensors of weights that each rank saved for itself, then load them: "
+                "DTensor.from_local(weight, experts.w1.device_mesh, experts.w1.placements)"
+            )
 
 
 def _clear_cache(module: Any, _: Any) -> None:

@@ -1,0 +1,153 @@
+"""Experts of an ``ep_group`` as one process sees them: copies, devices, groups of parameters."""
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, clip_grad_norm_, parameter_groups
+
+LOAD = "import sys, torch; torch.load(sys.argv[1], weights_only=False)"
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def step(experts):
+    torch.manual_seed(1)
+    x, ids, scores = torch.randn(32, 128), torch.rand(32, 4).topk(2).indices, torch.rand(32, 2)
+    out = experts(x, ids, scores)
+    out.square().sum().backward()
+    return out.detach()
+
+
+@pytest.fixture
+def pair(group):
+    """Experts with and without a group, of one seed, with gradients."""
+    modules = []
+    for ep_group in (group, None):
+        torch.manual_seed(0)
+        modules.append(RoutedExperts(4, 128, 256, ep_group=ep_group))
+        step(modules[-1])
+    return modules
+
+
+def test_weights_and_gradients_are_dtensors(pair):
+    for a, b in zip(*(module.parameters() for module in pair), strict=True):
+        for spread, plain in ((a, b), (a.grad, b.grad)):
+            assert isinstance(spread, DTensor) and spread.placements == (Shard(0),) and spread.shape == plain.shape
+            assert spread.stride() == plain.stride() and spread.to_local().is_contiguous()
+            torch.testing.assert_close(spread.to_local(), plain, atol=2e-2, rtol=0)  # outputs came back in bf16
+        assert torch.equal(a.to_local(), b)
+    assert type(pair[1].w1) is nn.Parameter and "num_experts=4 over 1 ranks" in repr(pair[0])
+
+
+def saved(experts):
+    buffer = io.BytesIO()
+    torch.save(experts, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, saved, lambda m: torch.optim.swa_utils.AveragedModel(m).module])
+def test_a_copy_shares_the_group(group, make):
+    experts = RoutedExperts(4, 128, 128, ep_group=group, config=Fp8FlowMoEConfig(cache_weights=True))
+    copied = make(experts)
+    assert copied.ep_group is experts.ep_group is group and copied.w1.device_mesh == experts.w1.device_mesh
+    assert copied.w1.to_local().data_ptr() != experts.w1.to_local().data_ptr()
+    assert torch.equal(step(copied), step(experts)) and copied.cache is not experts.cache
+    plain = make(RoutedExperts(4, 128, 128))
+    assert plain.ep_group is None
+
+
+def test_a_module_without_its_group_is_refused(group, tmp_path):
+    torch.save(RoutedExperts(4, 128, 128, ep_group=group), tmp_path / "module")
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, tmp_path / "module"], capture_output=True, text=True, timeout=120
+    )
+    assert "create the same groups before you load the module, or save state dicts" in done.stderr
+
+
+def test_a_mesh_follows_the_weights(group, monkeypatch):
+    """The meta device has none, and a module may move to another one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        experts = RoutedExperts(4, 128, 128, ep_group=group, device="meta", dtype=torch.bfloat16)
+    weight = experts.w1
+    assert weight.is_meta and weight.device_mesh.device_type == "cuda"
+    experts.w2.requires_grad = False
+    experts.to_empty(device="cpu").reset_parameters()
+    assert experts.w1 is weight and weight.device_mesh.device_type == "cpu" and weight.device_mesh.get_group() is group
+    assert not experts.w2.requires_grad and weight.requires_grad and weight.dtype == torch.bfloat16
+    assert 0.99 < float(weight.detach().to_local().abs().max()) * 128**0.5 <= 1.01
+    step(experts)
+    experts.float()
+    assert experts.w1.dtype == experts.w1.grad.dtype == torch.float32
+
+
+def test_a_given_mesh_stays(group):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))["ep"]
+    experts = RoutedExperts(4, 128, 128, ep_group=mesh)
+    assert experts.w1.device_mesh is mesh and experts.ep_group.size() == 1
+    with torch.device("meta"):
+        assert RoutedExperts(4, 128, 128, ep_group=mesh).to_empty(device="cpu").w1.device_mesh is mesh
+
+
+def test_a_weight_that_is_frozen(group):
+    experts = RoutedExperts(4, 128, 128, ep_group=group)
+    experts.w3.requires_grad = False
+    step(experts)
+    assert experts.w3.grad is None and experts.w1.grad.to_local().any()
+
+
+def test_compiled(pair):
+    """torch.compile reads the weights by to_local()."""
+    compiled = torch.compile(pair[0], backend="aot_eager")
+    assert torch.equal(step(compiled), step(pair[0])) and isinstance(pair[0].w1.grad, DTensor)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
+def test_clipping_is_torchs(pair, norm_type):
+    """Experts, and plain parameters of another dtype."""
+    routers = [nn.Linear(8, 8, dtype=torch.bfloat16) for _ in pair]
+    for router in routers:
+        for p in router.parameters():
+            p.grad = torch.ones_like(p)
+    for a, b in zip(*(experts.parameters() for experts in pair), strict=True):
+        b.grad = a.grad.to_local().clone()
+    both = [[*router.parameters(), *experts.parameters()] for router, experts in zip(routers, pair, strict=True)]
+    got = clip_grad_norm_(iter(both[0]), 0.1, norm_type)
+    want = nn.utils.clip_grad_norm_(both[1], 0.1, norm_type)
+    assert type(got) is torch.Tensor
+    torch.testing.assert_close(got, want)
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a.grad.to_local() if isinstance(a.grad, DTensor) else a.grad, b.grad)
+
+
+def test_clipping_of_what_is_not_finite(pair):
+    experts = pair[0]
+    plain = nn.Parameter(torch.zeros(2))
+    assert clip_grad_norm_([], 1.0) == 0 and clip_grad_norm_(plain, 1.0) == 0  # no gradients
+    experts.w1.grad.to_local()[0, 0, 0] = float("inf")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(experts.parameters(), 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(experts.w1, 1.0).isinf()
+
+
+def test_groups_of_parameters(group):
+    plain, experts = nn.Linear(4, 4), RoutedExperts(4, 128, 128, ep_group=group)
+    others = RoutedExperts(4, 128, 128, ep_group=group)  # a mesh of its own, which is equal
+    groups = parameter_groups([*plain.parameters(), *experts.parameters(), *others.parameters()])
+    assert [len(g["params"]) for g in groups] == [2, 6]
+    assert groups[1]["params"][0] is experts.w1 and isinstance(experts.w1.device_mesh, DeviceMesh)

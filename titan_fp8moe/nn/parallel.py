@@ -1,0 +1,193 @@
+"""PyTorch's tools for a model in which experts are spread over ranks, and everything else is replicated.
+
+With ``ep_group`` the weights of :class:`titan_fp8moe.RoutedExperts` are DTensors, sharded by experts, as in torchtitan.
+Distributed checkpoints, FSDP and ``deepcopy`` understand them as they are. The functions here serve the tools that take
+DTensors or plain tensors, but not both at once. Other uses of those tools are refused, by torch or by
+:func:`refuse_misuse`. docs/parallel.md has a whole training loop.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_BY_EXPERTS = (Shard(0),)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for models with experts of an ``ep_group``.
+
+    The norm counts the experts of all ranks, and replicated parameters once. All ranks get the same norm; so all ranks
+    call this with the same parameters.
+
+    Returns:
+        The norm of all gradients, a plain tensor.
+
+    Raises:
+        RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or Inf.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    groups = _by_mesh(p for p in parameters if p.grad is not None)
+    norms = [get_total_norm([cast(Tensor, p.grad) for p in group], norm_type, foreach=foreach) for group in groups]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = get_total_norm(norms, norm_type, error_if_nonfinite)
+    for group in groups:
+        clip_grads_with_norm_(group, max_norm, total, foreach)
+    return total
+
+
+def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Parameter groups for ``torch.optim``: a fused or foreach optimizer takes one kind of tensor per group.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(parameter_groups(model.parameters()), lr=1e-3, fused=True)
+    """
+    return [{"params": group} for group in _by_mesh(parameters)]
+
+
+def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Plain tensors, and the DTensors of each mesh, in the order in which they come."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for p in parameters:
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(groups.values())
+
+
+def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
+    """``DistributedDataParallel`` of the replicated parameters, without the experts.
+
+    An expert's gradient is the sum over the tokens of all ranks. Therefore this one sums the replicated gradients too,
+    where DDP averages: divide the loss by the number of ranks.
+
+    Args:
+        kwargs: arguments of ``DistributedDataParallel``. Its process group must be the experts' ``ep_group``.
+
+    Raises:
+        ValueError: for another process group: DDP would not reduce the gradients of an expert's replicas.
+    """
+    experts = {n: p for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
+    # DDP compares names with f"{module}.{parameter}", which begins with a dot for a parameter of the model itself.
+    names = [*experts, *(f".{name}" for name in experts), *getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp = DistributedDataParallel(model, **kwargs)
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    for name, param in experts.items():
+        if param.device_mesh.mesh.tolist() != ranks:
+            raise ValueError(
+                f"{name} is spread over {param.device_mesh}, and DDP has the ranks {ranks}: it would not reduce the "
+                "gradients of an expert's replicas; give DDP the ep_group as process_group, or shard the experts with "
+                "fully_shard (docs/parallel.md)"
+            )
+    ddp.register_comm_hook(ddp.process_group, _sum)
+    return ddp
+
+
+def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+# --- for RoutedExperts ------------------------------------------------------------------------------------------------
+
+
+def mesh_of(ep_group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> DeviceMesh:
+    """The mesh over which a module's experts are spread. Meshes of one group are equal."""
+    if isinstance(ep_group, DeviceMesh):
+        return ep_group
+    # For the meta device a guess, which follow_device corrects.
+    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if device.type == "meta" else device.type
+    return DeviceMesh.from_group(ep_group, device_type, mesh_dim_names=("ep",))
+
+
+def spread(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's experts (E, ...) as a part of the experts of all ranks, without communication."""
+    return DTensor.from_local(local, mesh, _BY_EXPERTS, run_check=False)
+
+
+def follow_device(weight: DTensor, group: dist.ProcessGroup) -> None:
+    """Gives a weight that has moved to another device a mesh of that device, if it had a mesh of the group alone."""
+    mesh, local = weight.device_mesh, weight.to_local().detach()
+    if local.is_meta or mesh.device_type == local.device.type or mesh != mesh_of(group, torch.device(mesh.device_type)):
+        return
+    mesh = mesh_of(group, local.device)
+    moved = nn.Parameter(spread(local, mesh), weight.requires_grad)
+    if isinstance(weight.grad, DTensor):
+        moved.grad = spread(weight.grad.to_local(), mesh)
+    torch.utils.swap_tensors(weight, moved)  # optimizers keep the object
+
+
+def group_of(weight: DTensor) -> dist.ProcessGroup:
+    """The group of a weight that was copied, or unpickled.
+
+    Raises:
+        RuntimeError: if this process has no such group, or was another rank of it.
+    """
+    mesh = weight.device_mesh
+    ep = mesh.ndim - 1  # FSDP puts its dims first
+    try:
+        group = mesh.get_group(ep)
+        if (group.size(), group.rank()) == (mesh.size(ep), cast(list, mesh.get_coordinate())[ep]):
+            return group
+        found = f"here it is rank {group.rank()} of {group.size()}"
+    except (KeyError, RuntimeError, ValueError, AssertionError) as error:
+        found = f"there is no such group here ({error})"
+    raise RuntimeError(
+        f"the experts were pickled by rank {mesh.get_coordinate()} of {mesh}, and {found}; create the same groups "
+        "before you load the module, or save state dicts with torch.distributed.checkpoint"
+    )
+
+
+@functools.cache
+def refuse_misuse() -> None:
+    """Makes DDP, ``ZeroRedundancyOptimizer`` and fused optimizers name the remedy where they meet spread experts. They
+    fail anyway, but with words about DTensors."""
+    nn.modules.module.register_module_module_registration_hook(_check_ddp)
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_ddp(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Runs when a module gets a submodule; DDP gets the model before it first communicates."""
+    if not isinstance(parent, DistributedDataParallel) or module is None:
+        return
+    for param_name, param in module.named_parameters():
+        if isinstance(param, DTensor) and param_name not in parent.parameters_to_ignore:
+            raise RuntimeError(
+                f"DistributedDataParallel would average {param_name}, a DTensor of which each rank has another part; "
+                "wrap the model with titan_fp8moe.distributed_data_parallel(model)"
+            )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # By name: a torch without ZeRO, or a job that does not use it, need not import it.
+    zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+    for group in optimizer.param_groups:
+        if not (zero or group.get("fused") or group.get("foreach")):
+            continue
+        spread = sum(isinstance(p, DTensor) for p in group["params"])
+        if spread and zero:
+            raise RuntimeError(
+                "ZeroRedundancyOptimizer would broadcast experts of which each rank has others; give it the plain "
+                "parameters only, and a second optimizer the experts, whose state is spread already: "
+                "titan_fp8moe.parameter_groups(model.parameters()) separates them"
+            )
+        if 0 < spread < len(group["params"]):
+            raise RuntimeError(
+                "a fused or foreach optimizer cannot mix the experts of ep_group, which are DTensors, with plain "
+                "parameters in one group; give it titan_fp8moe.parameter_groups(model.parameters())"
+            )
