@@ -1,13 +1,12 @@
 """Every data-movement kernel compiles for sm_90 at the sizes of both models, without spills."""
 
-import itertools
 import os
 import re
 
 import pytest
 import torch
 
-from titan_fp8moe.activations import ACTIVATIONS
+from tests.specs import SPECS
 from titan_fp8moe.dispatch.symmetric import kernels
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capacities
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
@@ -71,8 +70,7 @@ def calls(M, D, H, E, T=12288):
             args = (*x, *rows(M, 2 * H), offsets_E, mode, index_M)
             yield f"transpose w13 {mode} {x[0].stride(0)}", transpose.transpose_pair, args
         yield f"transpose w2 {mode}", transpose.transpose_pair, (*rows(M, H), *rows(M, D), offsets_E, mode)
-    for activation, first in itertools.product(ACTIVATIONS, (False, True)):
-        spec = ExpertSpec(activation, first)
+    for spec in SPECS:
         for keep_h in (False, True):
             yield f"{spec.encode()} {keep_h}", swiglu.swiglu_quantize, (h, score_M, offsets_E, spec, keep_h, flag)
         for kept in ((h, None), rows(M, 2 * H)):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.specs import SPECS
 from titan_fp8moe import dispatch, ops, recipe, routed_experts
-from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import ForwardOperands
@@ -59,9 +58,9 @@ def cases():
     yield "unpermute_gradients", (torch.randn(M, D, dtype=BF16), torch.rand(M, 1), row_TK, BF16)
     C = token_C.shape[0]
     yield "unpermute_gradients", (torch.randn(C, D, dtype=BF16), torch.rand(C, K), sent_TK, FP32)
-    for activation, first in itertools.product(ACTIVATIONS, (False, True)):
-        spec = ExpertSpec(activation, first).encode()
-        yield "swiglu_quantize", (h, score_M, offsets_E, spec, first)
+    for expert in SPECS:
+        spec = expert.encode()
+        yield "swiglu_quantize", (h, score_M, offsets_E, spec, expert.score_before_experts)
         yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, spec, True)
         yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, spec, False)
     for mode in recipe.TRANSPOSE_MODES:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.specs import SPECS
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.spec import ExpertSpec
@@ -233,9 +234,10 @@ def values(*shape):
     return torch.randn(shape, dtype=torch.float64) * 2.0 ** torch.randint(-6, 4, shape)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_backward_is_the_gradient(activation):
-    forward, backward, *_ = ACTIVATIONS[activation]
+@pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
+def test_activation_backward_is_the_gradient(spec):
+    entry = ACTIVATIONS[spec.activation]
+    forward, backward = (lambda *args, f=f: f(*args, *spec.parameters) for f in (entry.forward, entry.backward))
     g, u = (values(1000).requires_grad_() for _ in range(2))
     dout = values(1000)
     want = torch.autograd.grad(forward(g, u), (g, u), dout)
@@ -247,16 +249,77 @@ def test_swiglu_is_silu_times_up():
     torch.testing.assert_close(ACTIVATIONS["swiglu"].forward(g, u), torch.nn.functional.silu(g) * u)
 
 
-def test_unknown_activation():
+def test_clamped_swiglu_is_that_of_models():
+    """gpt-oss's and DeepSeek-V4's code, with autograd's derivative at and beyond the limit."""
+    g, u = values(1000).requires_grad_(), values(1000).requires_grad_()
+    with torch.no_grad():
+        g[:4], u[:4] = torch.tensor([2.0, 2.5, -2.0, -9.0]), torch.tensor([2.0, -2.0, 2.5, -2.5])
+    dout = values(1000)
+    for alpha, offset in ((1.702, 1.0), (1.0, 0.0)):
+        entry, parameters = ACTIVATIONS["clamped_swiglu"], (2.0, alpha, offset)
+        gate, up = g.clamp(max=2), u.clamp(-2, 2)
+        want = (up + offset) * (gate * torch.sigmoid(gate * alpha))
+        torch.testing.assert_close(entry.forward(g, u, *parameters), want)
+        gradients = torch.autograd.grad(want, (g, u), dout)
+        torch.testing.assert_close(entry.backward(g.detach(), u.detach(), dout, *parameters), gradients)
+
+
+def test_geglu_is_gelu_times_up():
+    g, u = values(1000), values(1000)
+    want = torch.nn.functional.gelu(g, approximate="tanh") * u
+    torch.testing.assert_close(ACTIVATIONS["geglu_tanh"].forward(g, u), want)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
+def test_no_kept_value_crosses_the_clamp(spec):
+    """Also where the rounding of h alone would move it there; other values are rounded to the nearest code."""
+    h, score = torch.randn(256, 512).bfloat16() * 2, torch.rand(256)
+    h[3, 5] = float("nan")
+    q, scale = recipe.quantize_hidden(h, score, spec)
+    nearest, nearest_scale = recipe.quantize_rows(h)
+    assert torch.equal(scale.view(torch.uint8), nearest_scale.view(torch.uint8))
+    s, beyond = (score.unsqueeze(1) if spec.score_before_experts else 1), ACTIVATIONS[spec.activation].beyond
+    moved = q.view(torch.uint8) != nearest.view(torch.uint8)
+    if beyond is None:
+        assert not moved.any()
+        return
+
+    def sides(x):
+        return torch.cat(beyond(*(s * x).chunk(2, 1), *spec.parameters), 1)
+
+    want, got, rounded = (sides(x) for x in (h.float(), recipe.dequantize(q, scale), recipe.dequantize(nearest, scale)))
+    held = ~recipe.dequantize(q, scale).isnan()
+    assert torch.equal(got[held], want[held]) and (rounded != want)[held].any()
+    assert torch.equal(moved[held], (rounded != want)[held])
+
+
+@pytest.mark.parametrize("activation, parameters, message", [
+    ("gelu", None, "activation is 'gelu'; set it to one of 'swiglu', 'clamped_swiglu'"),
+    ("swiglu", {"limit": 7.0}, "activation 'swiglu' has no parameter 'limit'; it has none"),
+    ("clamped_swiglu", {"beta": 7.0}, "has no parameter 'beta'; it has limit, alpha, offset"),
+    ("clamped_swiglu", {"limit": 0.0}, "limit of activation 'clamped_swiglu' is 0.0; set it to a positive number"),
+    ("clamped_swiglu", {"alpha": float("nan")}, "alpha of activation 'clamped_swiglu' is nan; set it to a number"),
+])  # fmt: skip
+def test_wrong_activations_are_refused(activation, parameters, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertSpec.of(activation, parameters)
+
+
+def test_an_op_refuses_unknown_activations():
     with pytest.raises(ValueError, match="activation is 'gelu'; set it to one of 'swiglu'"):
         ExpertSpec.decode(ExpertSpec("gelu").encode())
+    spec = ExpertSpec.of("clamped_swiglu", {"limit": 7}, True)
+    assert ExpertSpec.decode(spec.encode()) == spec == ("clamped_swiglu", True, (7.0, 1.0, 0.0))
 
 
-@pytest.mark.parametrize("score_before_experts", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_operand_and_gradients(activation, score_before_experts):
+@pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
+def test_operand_and_gradients(spec):
     """The recipe's forward and backward against autograd in float64."""
-    spec, act = ExpertSpec(activation, score_before_experts), ACTIVATIONS[activation].forward
+    score_before_experts = spec.score_before_experts
+
+    def act(g, u):
+        return ACTIVATIONS[spec.activation].forward(g, u, *spec.parameters)
+
     M, H = 64, 256
     h = torch.randn(M, 2 * H).bfloat16()
     d, score = torch.randn(M, H).bfloat16(), torch.rand(M)

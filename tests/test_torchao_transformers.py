@@ -47,5 +47,5 @@ def test_some_layers():
 
 
 def test_unsupported_experts_are_named():
-    with pytest.raises(ValueError, match="Qwen3MoeExperts: its activation is"):
+    with pytest.raises(ValueError, match="Qwen3MoeExperts: its gate is none of"):
         quantize_(make_model(hidden_act="gelu"), Fp8FlowMoEConfig(), filter_fn=is_moe)

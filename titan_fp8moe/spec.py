@@ -4,33 +4,60 @@ An op of PyTorch takes tensors, numbers and strings, so a value crosses an op as
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 from titan_fp8moe.activations import ACTIVATIONS
 
 
 class ExpertSpec(NamedTuple):
-    """What an expert computes: W2 (activation(W1 x, W3 x)), times the router's score.
+    """An expert: W2 (activation(W1 x, W3 x)), times the router's score. Made by :meth:`of`, which checks it.
 
     Attributes:
         activation: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`.
         score_before_experts: multiply the experts' input, not their output, by the score.
+        parameters: of the activation, in the order of its entry.
     """
 
     activation: str = "swiglu"
     score_before_experts: bool = False
+    parameters: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls, activation: str = "swiglu", parameters: dict[str, float] | None = None, score_before_experts: bool = False
+    ) -> "ExpertSpec":
+        """An expert with the activation's ``parameters`` by name; what is left out has its default.
+
+        Raises:
+            ValueError: for an unknown activation or parameter, or a value that it does not take.
+        """
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; set it to one of {', '.join(map(repr, ACTIVATIONS))}")
+        entry, given = ACTIVATIONS[activation], parameters or {}
+        for name, value in given.items():
+            if name not in entry.parameters:
+                known = ", ".join(entry.parameters) or "none"
+                raise ValueError(f"activation {activation!r} has no parameter {name!r}; it has {known}")
+            if not isinstance(value, int | float) or math.isnan(value) or (name in entry.positive and value <= 0):
+                kind = "a positive number" if name in entry.positive else "a number"
+                raise ValueError(f"{name} of activation {activation!r} is {value!r}; set it to {kind}")
+        values = tuple(float(given.get(name, default)) for name, default in entry.parameters.items())
+        return cls(activation, score_before_experts, values)
 
     def encode(self) -> str:
-        return f"{self.activation}:{int(self.score_before_experts)}"
+        parameters = ",".join(map(repr, self.parameters))
+        return f"{self.activation}:{int(self.score_before_experts)}:{parameters}"
 
     @classmethod
     @functools.cache
     def decode(cls, text: str) -> "ExpertSpec":
         """Inverts :meth:`encode`; raises ValueError for an unknown activation."""
-        activation, score_before_experts = text.split(":")
+        activation, score_before_experts, parameters = text.split(":")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; set it to one of {', '.join(map(repr, ACTIVATIONS))}")
-        return cls(activation, score_before_experts == "1")
+        values = tuple(float(value) for value in parameters.split(",") if value)
+        return cls(activation, score_before_experts == "1", values)
 
 
 class BackwardSpec(NamedTuple):

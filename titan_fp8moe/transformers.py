@@ -14,18 +14,20 @@ it is.
 import functools
 import inspect
 import warnings
+import weakref
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_fp8moe import ops
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.versions import warn_about_versions
 
@@ -33,11 +35,9 @@ warn_about_versions("transformers")
 
 try:
     import transformers
-    from transformers.activations import SiLUActivation
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import (
         ALL_EXPERTS_FUNCTIONS,
-        _default_apply_gate,
         use_experts_implementation,
     )
 except ImportError as error:
@@ -134,7 +134,7 @@ def _experts_forward(
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
-    layer = Layer(config, check_ids=False)
+    layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), check_ids=False)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
@@ -145,7 +145,7 @@ def _experts_forward(
 def _why_not(experts: Any) -> str | None:
     """Why the recipe does not serve these experts, or None."""
     if not experts.has_gate:
-        return "it has no gate, so it is not SwiGLU"
+        return "it has no gate"
     dtype = experts.gate_up_proj.dtype
     if dtype not in (torch.bfloat16, torch.float32):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
@@ -157,14 +157,44 @@ def _why_not(experts: Any) -> str | None:
         return "its weights are transposed, (E, D, 2H) and (E, H, D)"
     if not experts.is_concatenated:
         return "its gate and up weights are interleaved"
-    if type(experts)._apply_gate is not _default_apply_gate:
-        return f"its {type(experts).__name__}._apply_gate is not silu(gate) * up"
-    activation = experts.act_fn
-    if activation is not F.silu and not isinstance(activation, SiLUActivation | nn.SiLU):
-        return f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU"
+    if _expert(experts) is None:
+        return f"its gate is none of {', '.join(ACTIVATIONS)}"
     _, D, H = experts.down_proj.shape
     if D % TILE or H % TILE:
         return f"its dims {D} and {H} are not both multiples of {TILE}, the width of an FP8 tile"
+    return None
+
+
+_experts: weakref.WeakKeyDictionary[nn.Module, ExpertSpec | None] = weakref.WeakKeyDictionary()
+_PROBED = 41  # values of gate, and of up, from minus to plus twice the limit
+
+
+@torch.compiler.assume_constant_result  # the same in every graph of these experts
+def _expert(experts: Any) -> ExpertSpec | None:
+    """The expert of the table that computes what these experts' gate does, by its values; None if there is none."""
+    if experts not in _experts:
+        _experts[experts] = _compare_gate(experts)
+    return _experts[experts]
+
+
+def _compare_gate(experts: Any) -> ExpertSpec | None:
+    def number(*names: str, default: float) -> float:
+        found = [value for name in names if isinstance(value := getattr(experts, name, None), int | float)]
+        return float(found[0]) if found else default
+
+    limit, alpha = number("limit", "swiglu_limit", default=10.0), number("alpha", "swiglu_alpha", default=1.0)
+    candidates = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if not entry.parameters]
+    if limit > 0:
+        parameters = [dict(limit=limit, alpha=alpha, offset=offset) for offset in (0.0, 1.0)]
+        candidates += [ExpertSpec.of("clamped_swiglu", values) for values in parameters]
+    values = torch.linspace(-2 * abs(limit), 2 * abs(limit), _PROBED)
+    gate, up = (grid.reshape(-1, 1) for grid in torch.meshgrid(values, values, indexing="ij"))
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        got = experts._apply_gate(torch.cat([gate, up], 1))
+    for spec in candidates:
+        want = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
+        if torch.allclose(got, want, rtol=1e-5, atol=1e-4):  # the two forms of GELU are 0.01 apart here
+            return spec
     return None
 
 

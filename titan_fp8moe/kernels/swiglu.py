@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.activations import ACTIVATIONS, MAX_PARAMETERS
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import quantize_tiles
 from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major
@@ -36,8 +36,26 @@ def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
 def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr, nan_flag=None):
     """Quantizes x (ROWS, 128) into tile column ``tile`` of q (M, D) and of its column-major scales."""
     values, byte = quantize_tiles(x, nan_flag)
+    _store(q, scale, values, byte, row, tile, M, D, TILE)
+
+
+@triton.jit
+def _store(q, scale, values, byte, row, tile, M, D, TILE: tl.constexpr):
+    """Stores e4m3 values (ROWS, 128) as tile column ``tile`` of q (M, D), and the bytes of their scales."""
     tl.store(q + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :], values)
     tl.store(scale + tile * M + row, byte)
+
+
+@triton.jit
+def _dequantize(values, byte):
+    return values.to(tl.float32) * (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _step(values, read, side, read_side):
+    """The next e4m3 code, in magnitude, of values that ``read`` on another side of a clamp than they should."""
+    step = tl.where(read == read, side.to(tl.int8) - read_side.to(tl.int8), 0)  # NaN stays
+    return (values.to(tl.int8, bitcast=True) + step).to(tl.int8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -57,10 +75,11 @@ def _load_scales(scale, row, tile, H, M, TILE: tl.constexpr):
 
 @triton.jit
 def _swiglu_kernel(
-    h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H,
-    E: tl.constexpr, FORWARD: tl.constexpr, SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H, p0, p1, p2, E: tl.constexpr,
+    FORWARD: tl.constexpr, BEYOND: tl.constexpr, SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized."""
+    """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized. p0 to p2: the
+    activation's parameters."""
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return
@@ -68,13 +87,21 @@ def _swiglu_kernel(
     up_tile = tile + H // TILE
     g = _load_tiles(h, None, row, tile, 2 * H, TILE)
     u = _load_tiles(h, None, row, up_tile, 2 * H, TILE)
-    if h_q is not None:
-        _store_tiles(h_q, h_scale, g, row, tile, M, 2 * H, TILE)
-        _store_tiles(h_q, h_scale, u, row, up_tile, M, 2 * H, TILE)
     s = 1.0 if score is None else tl.load(score + row)[:, None]
+    if h_q is not None:
+        g_q, g_byte = quantize_tiles(g, None)
+        u_q, u_byte = quantize_tiles(u, None)
+        if BEYOND is not None:
+            side = s if SCORE_FIRST else 1.0
+            g_side, u_side = BEYOND(side * g, side * u, p0, p1, p2)
+            g_read, u_read = _dequantize(g_q, g_byte), _dequantize(u_q, u_byte)
+            g_read_side, u_read_side = BEYOND(side * g_read, side * u_read, p0, p1, p2)
+            g_q, u_q = _step(g_q, g_read, g_side, g_read_side), _step(u_q, u_read, u_side, u_read_side)
+        _store(h_q, h_scale, g_q, g_byte, row, tile, M, 2 * H, TILE)
+        _store(h_q, h_scale, u_q, u_byte, row, up_tile, M, 2 * H, TILE)
     if SCORE_FIRST:
         g, u = s * g, s * u
-    out = FORWARD(g, u)
+    out = FORWARD(g, u, p0, p1, p2)
     if not SCORE_FIRST:
         out *= s
     _store_tiles(q, q_scale, out, row, tile, M, H, TILE, nan_flag)
@@ -82,7 +109,12 @@ def _swiglu_kernel(
 
 @functools.cache
 def _forward(activation: str) -> Kernel:
-    return Kernel(_swiglu_kernel, FORWARD=ACTIVATIONS[activation].forward_triton)
+    entry = ACTIVATIONS[activation]
+    return Kernel(_swiglu_kernel, FORWARD=entry.forward_triton, BEYOND=entry.beyond_triton)
+
+
+def _parameters(spec: ExpertSpec) -> tuple[float, ...]:
+    return (*spec.parameters, *(0.0,) * (MAX_PARAMETERS - len(spec.parameters)))
 
 
 def swiglu_quantize(
@@ -103,7 +135,7 @@ def swiglu_quantize(
     h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
     _forward(spec.activation)[(H // TILE, M // ROWS)](
         h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, nan_flag,
-        M, H,
+        M, H, *_parameters(spec),
         E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return q, q_scale, h_q, h_scale
@@ -111,9 +143,9 @@ def swiglu_quantize(
 
 @triton.jit
 def _swiglu_backward_kernel(
-    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, H: tl.constexpr, E: tl.constexpr,
-    FORWARD: tl.constexpr, BACKWARD: tl.constexpr, SCORE_FIRST: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, p0, p1, p2,
+    H: tl.constexpr, E: tl.constexpr, FORWARD: tl.constexpr, BACKWARD: tl.constexpr, SCORE_FIRST: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes whole rows, so that the order in which ds is summed is fixed. Without ``score`` there is no ds.
 
@@ -139,12 +171,12 @@ def _swiglu_backward_kernel(
             g, u = s * h_g, s * h_u
         else:
             g, u = h_g, h_u
-        out = FORWARD(g, u)
+        out = FORWARD(g, u, p0, p1, p2)
         if not SCORE_FIRST:
             ds_row += tl.sum(da * out, axis=1)
             out *= s
             da *= s
-        dg, du = BACKWARD(g, u, da)
+        dg, du = BACKWARD(g, u, da, p0, p1, p2)
         if SCORE_FIRST:
             ds_row += tl.sum(dg * h_g + du * h_u, axis=1)
             dg *= s
@@ -185,7 +217,8 @@ def swiglu_quantize_backward(
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
     _backward(spec.activation)[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
-        dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, nan_flag, M, H=H,
+        dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, nan_flag, M,
+        *_parameters(spec), H=H,
         E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
         TILE=TILE, num_warps=BACKWARD_WARPS,
     )  # fmt: skip

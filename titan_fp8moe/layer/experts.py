@@ -95,8 +95,10 @@ def routed_experts(
     ep_group: dist.ProcessGroup | None = None,
     score_before_experts: bool = False,
     meanwhile: Callable[[], Tensor] | None = None,
+    activation: str = "swiglu",
+    activation_parameters: dict[str, float] | None = None,
 ) -> Tensor:
-    """Sum over a token's experts of score * W2 (silu(W1 x) * (W3 x)), in FP8.
+    """Sum over a token's experts of score * W2 activation(W1 x, W3 x), in FP8; by default silu(W1 x) * (W3 x).
 
     Differentiable once in ``x``, ``topk_scores``, the weights, and whatever ``meanwhile`` reads.
 
@@ -114,6 +116,8 @@ def routed_experts(
         score_before_experts: multiply the experts' input, not their output, by the score.
         meanwhile: computes a tensor (T, D) that is added to the result. It runs while tokens travel between ranks, and
             so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
+        activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
+            name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
 
     Returns:
         (T, D) in the dtype of ``x``.
@@ -129,7 +133,7 @@ def routed_experts(
         scores, ids = router(x).softmax(-1).topk(2)
         y = routed_experts(x, w1, w2, w3, ids, scores, meanwhile=lambda: shared_expert(x))
     """
-    expert = ExpertSpec(score_before_experts=score_before_experts)
+    expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
         require_config(config)
     layer = Layer(config or _DEFAULTS, ep_group, expert)

@@ -175,7 +175,7 @@ def _movement(randn: Callable[..., Tensor], ids_TK: Tensor, scores_TK: Tensor) -
 def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator[Case]:
     h, d, score_M = randn(M, 2 * H).bfloat16(), randn(M, H).bfloat16(), randn(M).sigmoid()
     for activation, first in itertools.product(ACTIVATIONS, (False, True)):
-        spec = ExpertSpec(activation, first).encode()
+        spec = ExpertSpec.of(activation, score_before_experts=first).encode()
         args = h, score_M, offsets_E, spec, first
         yield Case(f"swiglu_quantize {spec}", ops.swiglu_quantize, args, nearly=True)
         args = d, h, None, score_M, offsets_E, spec, True

@@ -47,7 +47,7 @@ def swiglu_quantize(
     q, scale = recipe.swiglu_quantize(h_M2H, score_M, expert)
     note_nan(q, nan_flag)
     if keep_h:
-        h_q, h_scale = recipe.quantize_rows(h_M2H)
+        h_q, h_scale = recipe.quantize_hidden(h_M2H, score_M, expert)
         return q, scale, h_q, recipe.column_major(h_scale)
     return q, scale, q.new_empty(0), scale.new_empty(0)
 

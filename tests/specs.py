@@ -1,0 +1,7 @@
+"""An expert for each activation, with parameters that moderate values of h reach."""
+
+from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.spec import ExpertSpec
+
+REACHED = {"clamped_swiglu": dict(limit=1.5, alpha=1.702, offset=1.0)}
+SPECS = [ExpertSpec.of(name, REACHED.get(name), first) for name in ACTIVATIONS for first in (False, True)]
