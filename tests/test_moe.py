@@ -12,7 +12,9 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer, run
+from tests.specs import SPECS
 from titan_fp8moe import RoutedExperts, dispatch, ops, routed_experts
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import experts, group
 from titan_fp8moe.layer.group import feed_forward, linear
@@ -593,3 +595,46 @@ def test_config_rejects(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"fp8_flow_moe.{name} is .*; set it to"):
         Fp8FlowMoEConfig(**wrong)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if not s.score_before_experts], ids=lambda spec: spec.activation)
+@pytest.mark.parametrize("save_h", ["bf16", "fp8"])
+def test_activations(spec, save_h):
+    """Of the function and the module, forward and backward, against the entry's own forward in fp32."""
+    x, scores, chosen, weights = make_layer()
+    weights = [w * 0.7 for w in weights]  # h of 1.6, so that clamps are reached
+    entry, dout = ACTIVATIONS[spec.activation], torch.randn_like(x)
+    parameters = dict(zip(entry.parameters, spec.parameters, strict=True))
+    config = Fp8FlowMoEConfig(save_h=save_h)
+
+    def reference(x, scores, w1, w2, w3):
+        one_hot = torch.nn.functional.one_hot(chosen, E).to(x) * scores.unsqueeze(2)
+        a = entry.forward(torch.einsum("td,ehd->teh", x, w1), torch.einsum("td,ehd->teh", x, w3), *spec.parameters)
+        return torch.einsum("teh,edh,te->td", a, w2, one_hot.sum(1))
+
+    def ours(x, scores, w1, w2, w3):
+        options = dict(config=config, activation=spec.activation, activation_parameters=parameters)
+        return routed_experts(x, w1, w2, w3, chosen, scores, **options)
+
+    results = []
+    for layer in (reference, ours):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *weights)]
+        out = layer(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    # FP8 noise moves some h across a clamp, which has another slope there.
+    bound = 0.1 if entry.beyond is None else 0.2
+    assert all(relative_error(got, want) < bound for want, got in zip(*results, strict=True))
+    module = RoutedExperts(
+        E, D, H, config=config, activation=spec.activation, activation_parameters=parameters, device=DEVICE
+    )
+    for param, w in zip(module.parameters(), weights, strict=True):
+        param.data.copy_(w)
+    assert torch.equal(module(x, chosen, scores), results[1][0])
+
+
+def test_a_wrong_activation_is_refused_where_it_is_named():
+    with pytest.raises(ValueError, match="limit of activation 'clamped_swiglu' is -1; set it to a positive number"):
+        RoutedExperts(2, 128, 128, activation="clamped_swiglu", activation_parameters={"limit": -1})
+    x, scores, chosen, weights = make_layer()
+    with pytest.raises(ValueError, match="activation is 'relu'; set it to one of 'swiglu'"):
+        routed_experts(x, *weights, chosen, scores, activation="relu")

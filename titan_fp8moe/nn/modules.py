@@ -57,6 +57,7 @@ class RoutedExperts(Fp8AllGather):
         ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``. Where
             FSDP shards the experts further, the mesh dim of those ranks, such as ``mesh["ep"]``.
         score_before_experts: multiply the experts' input, not their output, by the score.
+        activation, activation_parameters: as in :func:`titan_fp8moe.routed_experts`.
 
     Attributes:
         w1, w2, w3: gate (num_experts, H, D), down (num_experts, D, H) and up (num_experts, H, D), initialized like
@@ -74,6 +75,9 @@ class RoutedExperts(Fp8AllGather):
         y = experts(x, ids, scores)
     """
 
+    w1: nn.Parameter
+    w2: nn.Parameter
+    w3: nn.Parameter
     cache: WeightCache | None
     ep_group: dist.ProcessGroup | None
 
@@ -86,6 +90,8 @@ class RoutedExperts(Fp8AllGather):
         config: Fp8FlowMoEConfig | None = None,
         ep_group: dist.ProcessGroup | DeviceMesh | None = None,
         score_before_experts: bool = False,
+        activation: str = "swiglu",
+        activation_parameters: dict[str, float] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -98,7 +104,7 @@ class RoutedExperts(Fp8AllGather):
         if dim % 128 or hidden_dim % 128:
             raise ValueError(f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of 128, an FP8 tile's width")
         self.configure(config or Fp8FlowMoEConfig())
-        self.score_before_experts = score_before_experts
+        self.expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
         mesh = None
         for name, rows, columns in (("w1", hidden_dim, dim), ("w2", dim, hidden_dim), ("w3", hidden_dim, dim)):
             weight = torch.empty(num_experts // num_ranks, rows, columns, device=device, dtype=dtype)
@@ -179,7 +185,7 @@ class RoutedExperts(Fp8AllGather):
             self._weights(),
             topk_ids,
             topk_scores,
-            Layer(self.config, self.ep_group, ExpertSpec(score_before_experts=self.score_before_experts), self.cache),
+            Layer(self.config, self.ep_group, self.expert, self.cache),
             meanwhile=meanwhile,
         )
 
