@@ -48,7 +48,7 @@ def test_weights_and_gradients_are_dtensors(pair):
         for spread, plain in ((a, b), (a.grad, b.grad)):
             assert isinstance(spread, DTensor) and spread.placements == (Shard(0),) and spread.shape == plain.shape
             assert spread.stride() == plain.stride() and spread.to_local().is_contiguous()
-            torch.testing.assert_close(spread.to_local(), plain, atol=2e-2, rtol=0)  # outputs came back in bf16
+            assert (spread.to_local() - plain).norm() < 1e-2 * plain.norm()  # outputs came back in bf16
         assert torch.equal(a.to_local(), b)
     assert type(pair[1].w1) is nn.Parameter and "num_experts=4 over 1 ranks" in repr(pair[0])
 
@@ -99,9 +99,10 @@ def test_a_mesh_follows_the_weights(group, monkeypatch):
 def test_a_given_mesh_stays(group):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))["ep"]
     experts = RoutedExperts(4, 128, 128, ep_group=mesh)
-    assert experts.w1.device_mesh is mesh and experts.ep_group.size() == 1
+    assert experts.w1.device_mesh == mesh and experts.ep_group is mesh.get_group()
     with torch.device("meta"):
-        assert RoutedExperts(4, 128, 128, ep_group=mesh).to_empty(device="cpu").w1.device_mesh is mesh
+        assert RoutedExperts(4, 128, 128, ep_group=mesh).to_empty(device="cpu").w1.device_mesh == mesh
+    assert RoutedExperts(4, 128, 128, ep_group=group).w1.device_mesh != mesh  # torch caches equal ones together
 
 
 def test_a_weight_that_is_frozen(group):
@@ -130,9 +131,11 @@ def test_clipping_is_torchs(pair, norm_type):
     got = clip_grad_norm_(iter(both[0]), 0.1, norm_type)
     want = nn.utils.clip_grad_norm_(both[1], 0.1, norm_type)
     assert type(got) is torch.Tensor
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)  # torch adds the squares of another dtype in that dtype
     for a, b in zip(*both, strict=True):
-        torch.testing.assert_close(a.grad.to_local() if isinstance(a.grad, DTensor) else a.grad, b.grad)
+        torch.testing.assert_close(
+            a.grad.to_local() if isinstance(a.grad, DTensor) else a.grad, b.grad, rtol=1e-2, atol=1e-7
+        )
 
 
 def test_clipping_of_what_is_not_finite(pair):

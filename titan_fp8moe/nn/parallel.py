@@ -107,12 +107,13 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def mesh_of(ep_group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> DeviceMesh:
-    """The mesh over which a module's experts are spread. Meshes of one group are equal."""
+    """The mesh over which a module's experts are spread. Meshes of one group are equal, and none equals a caller's
+    ``mesh["ep"]``: torch takes equal meshes for one, and FSDP needs the one that is part of a larger mesh."""
     if isinstance(ep_group, DeviceMesh):
         return ep_group
     # For the meta device a guess, which follow_device corrects.
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if device.type == "meta" else device.type
-    return DeviceMesh.from_group(ep_group, device_type, mesh_dim_names=("ep",))
+    return DeviceMesh.from_group(ep_group, device_type, mesh_dim_names=("ep_group",))
 
 
 def spread(local: Tensor, mesh: DeviceMesh) -> DTensor:
