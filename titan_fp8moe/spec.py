@@ -10,7 +10,7 @@ from titan_fp8moe.activations import ACTIVATIONS
 
 
 class ExpertSpec(NamedTuple):
-    """What an expert computes: W2 (activation(W1 x, W3 x)), times the router's score.
+    """The function of an expert: W2 (activation(W1 x, W3 x)), times the router's score.
 
     Attributes:
         activation: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`.
@@ -34,7 +34,7 @@ class ExpertSpec(NamedTuple):
 
 
 class BackwardSpec(NamedTuple):
-    """What a layer keeps for its backward, and how that computes weight gradients; the settings of the same names in
+    """How a layer keeps tensors for its backward and computes weight gradients: the settings of the same names in
     :class:`titan_fp8moe.config.Fp8FlowMoEConfig`."""
 
     recompute: str = "activation"
