@@ -19,7 +19,7 @@ else:
 
 @dataclass
 class Fp8FlowMoEConfig:
-    """What the FP8 experts compute, keep and log. The defaults suit most runs.
+    """Settings of the FP8 experts: how they compute, what they keep and log. The defaults suit most runs.
 
     Raises:
         ValueError: for an invalid value, or two settings that exclude each other. It names the setting and the fix.
@@ -35,7 +35,7 @@ class Fp8FlowMoEConfig:
     affects the gradients but not the output."""
 
     recompute: Literal["none", "activation", "experts"] = "activation"
-    """What the backward recomputes. ``none`` keeps the outputs of GEMM 1 and SwiGLU; use it with full activation
+    """How much the backward recomputes. ``none`` keeps the outputs of GEMM 1 and SwiGLU; use it with full activation
     checkpointing, which recomputes the whole layer. ``activation`` recomputes the SwiGLU output, in a kernel that the
     backward runs anyway. ``experts`` keeps the quantized tokens only and repeats GEMM 1; ``save_h`` has no effect."""
 
@@ -80,7 +80,7 @@ class Fp8FlowMoEConfig:
 
     @property
     def backward(self) -> BackwardSpec:
-        """What a layer keeps for its backward, and how that computes weight gradients."""
+        """The settings of a layer's backward."""
         return BackwardSpec(self.recompute, self.save_h, self.wgrad)
 
     @property

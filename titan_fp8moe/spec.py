@@ -61,7 +61,7 @@ class ExpertSpec(NamedTuple):
 
 
 class BackwardSpec(NamedTuple):
-    """What a layer keeps for its backward, and how that computes weight gradients; the settings of the same names in
+    """How a layer keeps tensors for its backward and computes weight gradients: the settings of the same names in
     :class:`titan_fp8moe.config.Fp8FlowMoEConfig`."""
 
     recompute: str = "activation"

@@ -41,7 +41,7 @@ def route(backend: str, capacity: float, ep_group: dist.ProcessGroup | None) -> 
 
 
 def check_member(ep_group: Any) -> None:
-    """Raises ValueError for what ``new_group`` returns to ranks that are not in the group."""
+    """Raises ValueError for the number that ``new_group`` returns to ranks outside the group."""
     if isinstance(ep_group, int):  # GroupMember.NON_GROUP_MEMBER
         raise ValueError(
             f"ep_group is {ep_group}, a group that this rank is not in; keep the group of new_group's calls that has "
@@ -51,8 +51,8 @@ def check_member(ep_group: Any) -> None:
 
 @contextmanager
 def evenly() -> Iterator[None]:
-    """Forwards inside this context send their tokens to all experts alike, whatever the router chose: for tokens that
-    are made up, all of which it may send to one rank."""
+    """Spreads the tokens of forwards inside this context over all experts alike, whatever the router chose. A router
+    may send random tokens, as of a profile, all to one rank."""
     global _evenly
     outer, _evenly = _evenly, True
     try:

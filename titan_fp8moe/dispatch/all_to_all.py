@@ -128,8 +128,7 @@ class AllToAllDispatch:
                 f"ranks {others} of the expert-parallel group call this layer with another top_k, model dim, dtype or "
                 "other settings of fp8_flow_moe than this rank; make them the same on all ranks"
             )
-        # All ranks know how many pairs they have together. Only if one could get too many of them do they tell each
-        # other what each has.
+        # All ranks know the sum of their routed pairs. They exchange each rank's number only if one could get too many.
         if row_capacity(sum(counts[-2] for counts in received_N), num_local) <= base.MAX_ROWS:
             return
         rows = [*_arriving_rows(received_N), sum(self.splits[0])]
@@ -147,7 +146,7 @@ class AllToAllDispatch:
     # --- and back ---
 
     def returns_gradients(self, needs_dx: bool) -> bool:
-        """Ranks exchange gradients all or none: they have told each other in the forward who needs them."""
+        """All ranks exchange gradients, or none: the forward's dispatch counts say which ranks need them."""
         return any(common & GRADIENTS_NEEDED for common in self.state.counts[1, :, -1].tolist())
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:

@@ -12,7 +12,7 @@ from titan_fp8moe.rows import Routing, Rows
 
 
 class State(NamedTuple):
-    """Nothing: the routing says all."""
+    """Empty: the backward needs the routing only."""
 
 
 class LocalDispatch:

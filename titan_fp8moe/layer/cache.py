@@ -23,8 +23,8 @@ class WeightCache:
     place, and a version that has moved, clear this one; so do copies that hooks of saved tensors give the backward.
     Code that changes weights in another way between two microbatches calls :meth:`clear`.
 
-    A sample of the values tells when nothing did. It is compared at a cache's 1st, 2nd, 4th, 8th... use since it was
-    filled, so that the comparisons of a step are few and no cache stays stale for long.
+    A sample of the values reveals weights that changed although nothing cleared the cache. It is compared at the 1st,
+    2nd, 4th, 8th... use since the cache was filled: comparisons are few, and no cache stays stale for long.
     """
 
     _all: ClassVar["weakref.WeakSet[WeightCache]"] = weakref.WeakSet()

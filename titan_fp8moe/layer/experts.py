@@ -26,7 +26,7 @@ the routed experts, and their results join the same sums.
 
 A dispatch that overlaps ends its forward in a second function, which begins its backward. The shared experts run there,
 and ``meanwhile`` runs between the two functions, in both directions. The weight gradients run while the backward's
-``send_back`` travels. :class:`InFlight` carries what the second function has for the first.
+``send_back`` travels. :class:`InFlight` carries tensors from the second function's backward to the first's.
 """
 
 import functools
@@ -63,7 +63,7 @@ from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows
 from titan_fp8moe.spec import ExpertSpec
 
-_DEFAULTS = Fp8FlowMoEConfig()  # made here: torch.compile cannot trace its checks
+_DEFAULTS = Fp8FlowMoEConfig()  # made at import: torch.compile cannot trace its checks
 
 
 class Layer(NamedTuple):
@@ -71,7 +71,7 @@ class Layer(NamedTuple):
 
     Attributes:
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
-        cache, shared_cache: of the routed and the shared experts' weights; not used where gradients are off.
+        cache, shared_cache: hold the routed and the shared experts' quantized weights; unused where gradients are off.
         check_ids: refuse ids that are no expert's; else they count as -1.
     """
 
@@ -264,12 +264,12 @@ def _routed_experts_forward(
     layer: str,
     signature: int,
 ) -> list[Tensor]:
-    """The forward of a layer; with a dispatch that overlaps up to the start of its return.
+    """The forward of a layer; with a dispatch that overlaps, up to ``send_back``.
 
     Args:
         weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
-        layer: of :meth:`LayerSpec.encode`.
-        signature: of :func:`_signature`.
+        layer: an encoded :class:`LayerSpec`.
+        signature: see :func:`_signature`.
 
     Returns:
         The output and :data:`_WHOLE`. With a dispatch that overlaps instead: a placeholder of the output's gradient,
@@ -351,19 +351,19 @@ SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
 def _forward_flops(x, scores, topk_ids, weights, shared_weights, *_: Any, **__: Any) -> int:
-    """Of all GEMMs, for as many rows as the buffers hold without expert parallelism, padding included."""
+    """FLOPs of all GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
     (T, K), E = topk_ids, weights[0][0]
     return product_flops(row_capacity(T * K, E), weights) + product_flops(group_rows(T), shared_weights)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
 def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
-    """Of the shared experts' GEMMs, padding included. Their q comes first among the last three tensors handed."""
+    """FLOPs of the shared experts' GEMMs, padding included. The last three tensors handed are their rows, q first."""
     return product_flops(handed[-3][0], shared_weights) if shared_weights else 0
 
 
 def _signature(spec: LayerSpec, inputs: "Inputs", needs: "Inputs") -> int:
-    """31 bits: what all ranks of an expert-parallel group must have in common, and whether this one needs gradients."""
+    """31 bits: a checksum of what all ranks of a group must have in common, and whether this one needs gradients."""
     x, top_k, shared = inputs.x, inputs.topk_ids.shape[1], spec.shared
     common = _checksum(x.shape[1], x.dtype, top_k, *spec.backward, *spec.expert, shared) >> 2
     return common << 1 | bool(needs.x or needs.topk_scores)  # GRADIENTS_NEEDED
@@ -428,8 +428,8 @@ class FinishInputs(NamedTuple):
 
 
 class InFlight:
-    """Carries what the autograd node that begins the backward has for the node that ends it: the transfer in flight,
-    and the shared experts' input gradient if that node needs it (``needs_dx``).
+    """Carries two things from the autograd node that begins the backward to the node that ends it: the transfer in
+    flight, and the shared experts' input gradient if that node needs it (``needs_dx``).
 
     The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
     """
@@ -443,8 +443,8 @@ class InFlight:
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def check_stream(self) -> None:
-        """Raises RuntimeError where another stream is current than when the layer began. Autograd knows nothing of the
-        payloads, and so would not let one stream wait for the other, in either direction."""
+        """Raises RuntimeError if the current stream is not the one of the layer's begin. Autograd does not see the
+        payloads, so it would not order two streams, in either direction."""
         if self.stream is not None and self.stream != torch.cuda.current_stream(self.stream.device):
             raise RuntimeError(
                 "the CUDA stream has changed while tokens travelled; let meanwhile() restore the current stream "
@@ -615,7 +615,7 @@ class _Finish(torch.autograd.Function):
             del saved
             in_flight.shared_dx_RD = shared.dx_RD
             shared_dw = shared.weight_grads(needs.shared)
-        # needs_input_grad does not tell: torch.autograd.grad may ask for the shared experts' gradients only.
+        # needs_input_grad is no answer: torch.autograd.grad may ask for the shared experts' gradients only.
         if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
             ops.wait(cast(Tensor, in_flight.take().rows))  # other ranks may need the gradients
             in_flight.shared_dx_RD = None

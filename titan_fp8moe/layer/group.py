@@ -98,7 +98,7 @@ def product_flops(rows: int, weights: Sequence[torch.Size | None]) -> int:
 
 @torch.utils.flop_counter.register_flop_formula([op.overloadpacket for op in FORWARD_OPS])
 def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
-    """Of all GEMMs, padding included."""
+    """FLOPs of all GEMMs, padding included."""
     shapes = [weights] if isinstance(weights, torch.Size) else weights
     return product_flops(group_rows(x_shape[0]), shapes)
 

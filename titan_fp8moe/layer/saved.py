@@ -5,11 +5,11 @@ layer's specification alone, which fields of them there are and in which order. 
 so a new field is a new field of a record, and nothing else::
 
     weights, shared_weights   the parameters, not quantized: FSDP refills them before the backward
-    state                     of the dispatch, from which the backward's is resumed
+    state                     the dispatch's, from which its backward is resumed
     routing                   offsets_E, token_M, score_M, row_TK
     tokens                    one quantized row per token that arrived, or its payload
     ffn                       h [h_scale] [a_q a_scale], nothing with recompute = "experts"
-    shared_rows               this rank's tokens as one group; without expert parallelism their q is that of ``tokens``
+    shared_rows               this rank's tokens as one group; without expert parallelism they share q with ``tokens``
     shared_ffn                as ffn, of the shared experts
 """
 

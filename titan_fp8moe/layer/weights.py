@@ -16,7 +16,7 @@ from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.ops import QuantizedWeight
 
 Weight = Tensor | QuantizedWeight
-"""What the ops read: bf16 or fp32 values, or values that are quantized already."""
+"""A weight as the ops read it: bf16 or fp32 values, or values that are quantized already."""
 
 W = TypeVar("W")
 

@@ -19,7 +19,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensor types that a kernel can
 
 
 class CustomOp(Protocol[P, R_co]):
-    """What :func:`custom_op` returns: called like the function, with the op that PyTorch traces."""
+    """The result of :func:`custom_op`: called like the function, with the op that PyTorch traces."""
 
     op: torch._ops.OpOverload
     register_fake: Callable[[Callable], Callable]
@@ -67,7 +67,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd function around ops: refuses ``create_graph=True``.
 
     PyTorch's decorator of this name treats the gradients as constants, silently, where the incoming gradient is one. So
-    do graphs of PyTorch 2.11, which is not visible here; those of later versions refuse by themselves.
+    do graphs of PyTorch 2.11, which is not visible here; graphs of later versions refuse by themselves.
     """
 
     @functools.wraps(backward)
@@ -158,8 +158,8 @@ def check_caller(x: torch.Tensor) -> None:
 
 
 def note_nan(q: torch.Tensor, nan_flag: torch.Tensor | None) -> None:
-    """The reference of what kernels that quantize do besides: stores 1 to ``nan_flag``, uint8, if a tile of the e4m3
-    values ``q`` is NaN. Nothing in a graph reads the flag, so no op declares that it changes."""
+    """Stores 1 to ``nan_flag``, uint8, if a tile of the e4m3 values ``q`` is NaN, as kernels that quantize do. Nothing
+    in a graph reads the flag, so no op declares that it changes."""
     if nan_flag is not None and (q.view(torch.uint8) & 0x7F == 0x7F).any():
         nan_flag.data.fill_(1)  # its version stays, as with kernels: autograd has saved it
 

@@ -81,7 +81,7 @@ class SymmetricDispatch:
     # --- to the experts ---
 
     def send(self, rows: Rows) -> Pending:
-        """Nothing yet: an exchange is one op, up to its rows."""
+        """Starts nothing yet: one op of :meth:`receive` is the whole exchange, up to its rows."""
         return Pending(*rows)
 
     def receive(self, pending: Pending) -> Rows:
@@ -105,7 +105,7 @@ class SymmetricDispatch:
     # --- and back ---
 
     def returns_gradients(self, needs_dx: bool) -> bool:
-        """Ranks do not learn whether others need gradients, so they always exchange them."""
+        """A rank does not know whether others need gradients, so all ranks always exchange them."""
         return True
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:

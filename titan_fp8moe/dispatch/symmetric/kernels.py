@@ -177,7 +177,7 @@ def _plan_kernel(
     addresses, counts, capacity, plan, overflow, rank, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr,
     PAD_E: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, UNLIKE: tl.constexpr,
 ):  # fmt: skip
-    """CTA r finds out whether rank r has room, and all ranks the same settings. That of this rank writes the plan."""
+    """CTA r checks that rank r has room, and that all ranks have the same settings. This rank's CTA writes the plan."""
     n, e, r = tl.arange(0, PAD_N), tl.arange(0, PAD_E), tl.program_id(0)
     WIDTH: tl.constexpr = 3 + E
     table = (tl.load(addresses + n, mask=n < N, other=0) + counts).to(tl.pointer_type(tl.int32))

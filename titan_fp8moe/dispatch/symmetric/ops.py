@@ -131,7 +131,7 @@ def symmetric_start_combine(
         row_CK, pair_CK, plan: of :func:`symmetric_dispatch`.
 
     Returns:
-        What :func:`symmetric_finish_combine` takes: nothing but the order of the two.
+        An argument for :func:`symmetric_finish_combine`, which orders the two and holds nothing.
     """
     at, impl = workspace.current(group_name), _impl(y_MD)
     impl.push_sums(at, plan, y_MD, ds_M, row_CK, pair_CK)
@@ -157,7 +157,7 @@ def symmetric_finish_combine(
     """Waits for all ranks' sums and adds them up, as :func:`titan_fp8moe.ops.unpermute_gradients`.
 
     Args:
-        started: of :func:`symmetric_start_combine`.
+        started: the result of :func:`symmetric_start_combine`.
         sent_TK: of :func:`titan_fp8moe.ops.dispatch_routing`.
         addend_RD: (R, D) bf16, R >= T; its row t is added to token t.
         with_gradients: whether score gradients have been sent.

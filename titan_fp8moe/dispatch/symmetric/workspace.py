@@ -46,7 +46,7 @@ class Section(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a workspace is large enough for: N ranks, T tokens of each, D, K, and E experts on each rank."""
+    """The sizes that a workspace is made for: N ranks, T tokens of each, D, K, and E experts on each rank."""
 
     num_ranks: int
     tokens: int
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
     @functools.cache  # noqa: B019  as small as the tuple
     def sections(self) -> dict[str, Section]:
-        """What is published for the other ranks to read, what they write, and their arrivals.
+        """The parts of a workspace: published for other ranks to read, written by them, and their arrivals.
 
         * ``q``, ``scale``: quantized tokens; ``ids``, ``scores``: (T, K), their routed pairs.
         * ``token``: (P,), ``token_C`` of :func:`titan_fp8moe.recipe.dispatch_routing`.
