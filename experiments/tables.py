@@ -58,6 +58,13 @@ class Records:
         self.used += found
         return {r["reference"]: r for r in found}
 
+    def runs(self, name: str, shape: str) -> list[dict[str, Record]]:
+        """:meth:`of`, split by invocation: the runs of one took turns on one machine."""
+        by_command: dict[str, dict[str, Record]] = {}
+        for reference, r in self.of(name, shape).items():
+            by_command.setdefault(r["command"], {})[reference] = r
+        return [*by_command.values()]
+
     def shapes(self, name: str, *references: str, contains: str = "") -> list[str]:
         """Of the records of that name, each once; if ``references`` are given, those that were compared with one."""
         found = [r for r in self.all if r["name"] == name and contains in r["shape"]]
@@ -98,6 +105,13 @@ def best(found: dict[str, Record], names: tuple[str, ...]) -> str:
     return max(of_names, key=of_names.__getitem__, default="")
 
 
+def option(reference: str) -> str:
+    """The checkpointing of a variant, and whether other FP8 experts were compiled whole."""
+    name, _, options = reference.partition(":")
+    whole = "whole" if name.endswith("_whole") and name != "bf16_whole" else ""
+    return joined(whole, options.replace("checkpointing=", ""))
+
+
 def spread(found: dict[str, Record]) -> str:
     """The largest spread of the repetitions of ours and of the references."""
     spreads = [max(r["spread"].values()) for r in found.values() if "spread" in r]
@@ -109,9 +123,11 @@ def joined(*cells: str) -> str:
 
 
 def ratios(found: dict[str, Record], *references: str) -> str:
-    """Speedups over the references that were measured, the first one bold."""
-    given = [f"{found[reference]['speedup']:.2f}x" for reference in references if reference in found]
-    return f" ({', '.join([f'**{given[0]}**', *given[1:]])})" if given else ""
+    """Speedups over the references that were measured; bold is the smallest, over the strongest reference."""
+    given = [found[reference]["speedup"] for reference in references if reference in found]
+    marks = ["**" if speedup == min(given) else "" for speedup in given]
+    shown = ", ".join(f"{mark}{speedup:.2f}x{mark}" for mark, speedup in zip(marks, given, strict=True))
+    return f" ({shown})" if given else ""
 
 
 def markdown(head: Row, rows: list[Row]) -> str:
@@ -142,18 +158,43 @@ def setting(shape: str) -> str:
 
 
 def training(records: Records) -> str:
-    """Tokens/s and GiB of each setting, bf16 and the other ways to FP8 beside ours."""
+    """Tokens/s and GiB of each setting, one row for an invocation with bf16 or other FP8 experts."""
     rows = []
     for name in ("train_16b", "train_16b dispatch=symmetric", "train_qwen3_30b"):
         for shape in records.shapes(name, "bf16"):
-            speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
-            title = joined(setting(shape), name.partition(" ")[2])
-            peers = [best(speed, names) for names in PEERS.values()]
-            options = [peer.partition(":")[2].replace("checkpointing=", "") for peer in peers]
-            cells = [joined(cell(speed, p), cell(memory, p), o) for p, o in zip(peers, options, strict=True)]
-            mine = joined(ours(speed) + ratios(speed, *(best(speed, names) for names in BF16)), ours(memory))
-            rows.append([title, *cells, mine, spread(speed)])
+            memories = {next(iter(m.values()))["command"]: m for m in records.runs(f"{name} memory", shape)}
+            for speed in records.runs(name, shape):
+                if not speed.keys() & {"bf16", "torchao"}:
+                    continue  # other checkpointing, which has a table of its own
+                memory = memories.get(next(iter(speed.values()))["command"], {})
+                title = joined(setting(shape), name.partition(" ")[2])
+                peers = [best(speed, names) for names in PEERS.values()]
+                cells = [joined(cell(speed, p), cell(memory, p), option(p)) for p in peers]
+                mine = joined(ours(speed) + ratios(speed, *(best(speed, names) for names in BF16)), ours(memory))
+                rows.append([title, *cells, mine, spread(speed)])
     return markdown(["tokens/s per GPU, GiB reserved", *PEERS, "titan_fp8moe", "spread"], rows)
+
+
+CHECKPOINTING = {
+    "": "per op",
+    ":checkpointing=saved": "per op, bf16's grouped GEMMs kept",
+    ":checkpointing=none": "none",
+    ":checkpointing=full": "full",
+}
+
+
+def checkpointing(records: Records) -> str:
+    """Tokens/s and GiB by checkpointing, of bf16 and of ours."""
+    rows = []
+    for name in ("train_16b", "train_qwen3_30b"):
+        for shape in records.shapes(name, "bf16_fused:checkpointing=none"):
+            speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
+            for options, title in CHECKPOINTING.items():
+                cells = [joined(cell(speed, peer + options), cell(memory, peer + options)) for (peer,) in BF16]
+                mine = options.replace(":", " ")
+                mine = (records.of(f"{name}{mine}", shape), records.of(f"{name}{mine} memory", shape))
+                rows.append([setting(shape), title, *cells, joined(*map(ours, mine))])
+    return markdown(["tokens/s, GiB reserved", "checkpointing", *[*PEERS][:3], "titan_fp8moe"], rows)
 
 
 def variants(records: Records) -> str:
@@ -243,17 +284,18 @@ def layers(records: Records) -> str:
     graphed = "as a CUDA graph"
     for name in ("moe_layer", f"moe_layer {graphed}"):
         suffix = name.removeprefix("moe_layer").replace("a CUDA graph", "CUDA graphs")
-        references = [f"{reference}{name.removeprefix('moe_layer')}" for reference in ("bf16", "bf16 whole")]
+        bf16 = ("bf16", "bf16 whole", "bf16 fused")
+        references = [f"{reference}{name.removeprefix('moe_layer')}" for reference in bf16]
         for shape in by_model(records.shapes(name, references[1])):
             time = records.of(name, shape)
-            row = [layer(shape) + suffix, ", ".join(cell(time, reference) for reference in references)]
+            row = [layer(shape) + suffix, joined(*(cell(time, reference) for reference in references))]
             row += [f"{number(value(time))}{ratios(time, *references)}", "", ""]
             if name == "moe_layer" and (weights := records.of("moe_layer_with_weights", shape)):
-                row[3] = number(value(weights)) + ratios(weights, *references).replace("**", "")
+                row[3] = number(value(weights)) + ratios(weights, *references)
             if name == "moe_layer" and (saved := records.of("moe_layer saved", shape)):
                 row[4] = f"{saved['bf16']['reference_value'] / 1024:.0f}, {value(saved) / 1024:.0f}"
             rows.append(row)
-    head = ["ms, forward and backward", "bf16, compiled whole", "titan_fp8moe", "with quantizing the weights"]
+    head = ["ms, forward and backward", "bf16: torchtitan's, whole, fused", "titan_fp8moe", "with quantizing the weights"]
     return markdown([*head, "KiB saved per token: bf16, ours"], rows)
 
 
@@ -476,51 +518,58 @@ def exchange(records: Records) -> str:
 
 # --- the pages --------------------------------------------------------------------------------------------------------
 
-HEADLINE = {  # a row, the record's name and shape, its unit
-    "DeepSeek-V3 16B, 6 layers": ("train_16b", "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU", "tokens/s"),
-    "8 layers of it over two GPUs, symmetric dispatch": (
-        "train_16b dispatch=symmetric",
-        "16B, 8 layers, sdpa, local batch 4, random routing, 2 GPUs",
-        "tokens/s per GPU",
-    ),
-    "Qwen3-30B-A3B, 5 layers": (
-        "train_qwen3_30b",
-        "Qwen3-30B-A3B, 5 layers, sdpa, local batch 4, random routing, 1 GPU",
-        "tokens/s",
-    ),
-    "MoE layer of Kimi-K2, 48 experts, 8,192 tokens": (
+_16B, _QWEN3 = "16B, 6 layers, sdpa, local batch", "Qwen3-30B-A3B, 5 layers, sdpa, local batch"
+HEADLINE = {  # a row, the record's name and shape
+    "DeepSeek-V3 16B, 6 layers, tokens/s": ("train_16b", f"{_16B} 4, random routing, 1 GPU"),
+    "16B without checkpointing, tokens/s": ("train_16b checkpointing=none", f"{_16B} 4, random routing, 1 GPU"),
+    "16B with local batch 1, tokens/s": ("train_16b", f"{_16B} 1, random routing, 1 GPU"),
+    "Qwen3-30B-A3B, 5 layers, tokens/s": ("train_qwen3_30b", f"{_QWEN3} 4, random routing, 1 GPU"),
+    "Qwen3 without checkpointing, tokens/s": ("train_qwen3_30b checkpointing=none", f"{_QWEN3} 4, random routing, 1 GPU"),
+    "MoE layer of Kimi-K2, 48 experts, 8,192 tokens, ms": (
         "moe_layer_with_weights",
         "Kimi-K2, 48 experts per GPU, 8192 tokens, 1 GPU",
-        "ms",
     ),
-    "MoE layer of GLM-4.5-Air, 128 experts, 8,192 tokens": (
+    "MoE layer of GLM-4.5-Air, 128 experts, 8,192 tokens, ms": (
         "moe_layer_with_weights",
         "GLM-4.5-Air, 128 experts per GPU, 8192 tokens, 1 GPU",
-        "ms",
     ),
 }
 
 
 def headline(records: Records) -> str:
-    """Bold is the speedup over the strongest bf16 that was measured."""
+    """Speedups over bf16 as torchtitan compiles it, and over the strongest bf16 of the same invocation."""
     rows = []
-    for title, (name, shape, unit) in HEADLINE.items():
-        found = {reference.replace(" ", "_"): r for reference, r in records.of(name, shape).items()}
-        if found:
-            peers = [best(found, names) for names in BF16]
-            speedups = [found[peer]["speedup"] for peer in peers if peer]
-            marks = ["**" if speedup == min(speedups) else "" for speedup in speedups]
-            shown = ", ".join(f"{m}{speedup:.2f}x{m}" for m, speedup in zip(marks, speedups, strict=True))
-            cells = [*(cell(found, peer) for peer in peers), number(value(found)), shown]
-            rows.append([f"{title}, {unit}", *cells, spread(found)])
-    head = ["bf16 as torchtitan compiles it", "bf16, compiled whole", "bf16, fused", "titan_fp8moe", "speedup"]
-    return markdown(["", *head, "spread"], rows)
+    for title, (name, shape) in HEADLINE.items():
+        runs = records.runs(name, shape)
+        run = next((run for run in runs if "bf16" in run), runs[0] if runs else {})
+        found = {reference.replace(" ", "_"): r for reference, r in run.items()}
+        peers = [peer for peer in (best(found, names) for names in BF16) if peer]
+        if not peers:
+            continue
+        strongest = min(peers, key=lambda peer: found[peer]["speedup"])
+        chosen = option(strongest) if option(strongest) not in name else ""  # else the row's title says it
+        named = joined(strongest.partition(":")[0].removeprefix("bf16_"), chosen)
+        common = "bf16" if "bf16" in found else ""
+        rows.append(
+            [
+                title,
+                found[strongest]["hardware"].split("NVIDIA ")[-1],
+                cell(found, common),
+                f"{cell(found, strongest)} ({named})",
+                number(value(found)),
+                f"{found[common]['speedup']:.2f}x" if common else "",
+                f"**{found[strongest]['speedup']:.2f}x**",
+                spread(found),
+            ]
+        )
+    head = ["GPU", "bf16 as torchtitan compiles it", "strongest bf16", "titan_fp8moe", "over torchtitan's bf16"]
+    return markdown(["", *head, "over the strongest", "spread"], rows)
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, variants, sweep, largest_batch, step, layers, layer_ablations, sonicmoe, ffns),
+        *(headline, training, checkpointing, variants, sweep, largest_batch, step, layers, layer_ablations, sonicmoe, ffns),
         routed_vs_fused_bf16,
         *(transformers, transformers_token, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )

@@ -42,7 +42,7 @@ def test_a_row_is_of_one_run():
     )
     page = tables.page("a\n<!-- table: training -->\nold\n<!-- end -->\nb\n", records)
     assert page.splitlines()[0] == "a" and page.splitlines()[-1] == "b" and "old" not in page
-    assert "| 16B, 6 layers, sdpa, local batch 4 | 500, 12.2 | 800 | 1,000 (**2.00x**, 1.25x), 10.5 |" in page
+    assert "| 16B, 6 layers, sdpa, local batch 4 | 500, 12.2 | 800 | 1,000 (2.00x, **1.25x**), 10.5 |" in page
     assert "Measured on one NVIDIA H200; 2026-01-02; commit `c2`; `python -m experiments.a.b`." in page
 
 
@@ -87,6 +87,7 @@ def test_the_picture(tmp_path, monkeypatch):
         record("train_16b", shape, 98.0, "bf16_whole", 67.0),
         record("train_16b", shape, 98.0, "bf16_fused:checkpointing=saved", 70.0),
         record("train_16b", shape, 98.0, "bf16", 49.0),
+        record("train_16b checkpointing=none", shape, 99.0, "bf16_fused:checkpointing=none", 69.0),
         record("train_16b save_h=fp8", shape, 97.0, "bf16", 54.0, "2026-01-03"),
         record("train_16b", shape, 96.0, "unfused_permute", 95.0, "2026-01-03"),
     ]
@@ -96,7 +97,7 @@ def test_the_picture(tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.axes.Axes.text", lambda self, x, y, text, **_: drawn.append(text.strip()))
     monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda self, x, y, *_, **__: lines.append((x, y)))
     headline.draw(tables.Records(records), points, tmp_path / "headline.png")
-    assert drawn == ["49 (0.70x)", "67 (0.96x)", "70 (1.00x)", "98 (1.40x)"]
+    assert drawn == ["49 (0.70x)", "67 (0.96x)", "70 (1.00x)", "99 (1.41x)"]
     assert lines == [((4, 8), (80.0, 90.0)), ((4,), (60.0,))] and (tmp_path / "headline.png").stat().st_size > 0
 
 
@@ -107,9 +108,40 @@ def test_the_headline_is_over_the_strongest_bf16():
     records = [record("train_16b", SHAPE, 100.0, reference, speed) for reference, speed in speeds.items()]
     records[0]["spread"] = spread
     row = next(line for line in tables.headline(tables.Records(records)).splitlines() if "16B" in line)
-    assert row.endswith("tokens/s | 50 | 80 | 76 | 100 | 2.00x, **1.25x**, 1.32x | 2.0% |")
+    assert row.endswith("tokens/s | H200 | 50 | 80 (whole) | 100 | 2.00x | **1.25x** | 2.0% |")
     page = tables.training(tables.Records(records))
-    assert "| 50 | 80 | 76, none | 100 (**2.00x**, 1.25x, 1.32x) | 2.0% |" in page
+    assert "| 50 | 80 | 76, none | 100 (2.00x, **1.25x**, 1.32x) | 2.0% |" in page
+
+
+def test_a_row_of_training_is_of_one_invocation():
+    """Other checkpointing and other FP8 experts ran in calls of their own, with figures of ours of their own."""
+    saved, none = ("bf16_fused:checkpointing=" + how for how in ("saved", "none"))
+    other, fp8 = {"command": "python -m b"}, {"command": "python -m c"}
+    records = tables.Records(
+        [
+            record("train_16b", SHAPE, 100.0, saved, 80.0),
+            record("train_16b", SHAPE, 100.0, "bf16", 50.0),
+            record("train_16b", SHAPE, 96.0, none, 90.0) | other,
+            record("train_16b checkpointing=none", SHAPE, 99.0, none, 90.0) | other,
+            record("train_16b", SHAPE, 97.0, "torchao", 40.0) | fp8,
+            record("train_16b memory", SHAPE, 9.0, saved, 12.0),
+            record("train_16b memory", SHAPE, 8.0, "torchao", 11.0) | fp8,
+        ]
+    )
+    title = "16B, 6 layers, sdpa, local batch 4"
+    assert tables.training(records).splitlines()[2:] == [
+        f"| {title} | 50 | 80, 12, saved | | 100 (2.00x, **1.25x**), 9 |",
+        f"| {title} | | | 40, 11 | 97, 8 |",
+    ]
+    assert tables.checkpointing(records).splitlines()[2:] == [
+        f"| {title} | per op | 50 | | 100, 9 |",
+        f"| {title} | per op, bf16's grouped GEMMs kept | | 80, 12 | |",
+        f"| {title} | none | | 90 | 99 |",
+        f"| {title} | full | | | |",
+    ]
+    rows = tables.headline(records).splitlines()[2:]
+    assert rows[0].endswith("| H200 | 50 | 80 (fused, saved) | 100 | 2.00x | **1.25x** |")
+    assert rows[1].endswith("| H200 | | 90 (fused) | 99 | | **1.10x** |")
 
 
 def test_tables_of_sweeps_and_of_routed_experts():

@@ -454,15 +454,16 @@ def test_names_of_layer_records():
 
 
 def test_plot_of_layers(tmp_path: Path, monkeypatch):
-    """One GPU and one number of tokens only; records without profiles are left out."""
+    """Fused bf16, one GPU and one number of tokens only; records without profiles are left out."""
     results = [partial_result(), profiled_result(2), profiled_result(1)]
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.text", lambda self, x, y, text, **kwargs: drawn.append(text))
     records = [r for result in results for r in layer.records(result)]
+    records += [r | {"reference": "bf16 fused", "reference_value": 9.0} for r in records if r["reference"] == "bf16"]
     plot.draw(records, tmp_path / "layer.png", 8192)
     assert not drawn
     plot.draw(records, tmp_path / "layer.png", 4096)
-    assert drawn == ["10.0 ms", "5.0 ms  2.00x"] and (tmp_path / "layer.png").stat().st_size > 0
+    assert drawn == ["9.0 ms", "5.0 ms  2.00x"] and (tmp_path / "layer.png").stat().st_size > 0
 
 
 def stub_processes(folder: Path, *programs: str) -> layer.Processes:

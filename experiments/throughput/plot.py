@@ -1,4 +1,4 @@
-"""Draws a layer's time by class of kernel, in bf16 and in FP8-Flow, from the records of layer.py on one GPU.
+"""Draws a layer's time by class of kernel, in fused bf16 and in FP8-Flow, from the records of layer.py on one GPU.
 
 python -m experiments.throughput.plot experiments/throughput/results.json
 """
@@ -16,7 +16,7 @@ def draw(records: list[dict], path: Path, tokens: int) -> None:
     """A pair of bars for each layer: the reference's kernels above, ours below, both over the reference's time."""
     shape = f", {tokens} tokens, 1 GPU"
     records = [r for r in records if r["name"] == "moe_layer" and r["shape"].endswith(shape) and "classes" in r]
-    records = [*{r["shape"]: r for r in records if r["reference"] != "bf16 whole"}.values()]  # the newest
+    records = [*{r["shape"]: r for r in records if r["reference"] == "bf16 fused"}.values()]  # the newest
     labels = list(dict.fromkeys(label for r in records for layer in r["classes"].values() for label in layer))
     colors = dict(zip(labels, plt.get_cmap("tab20").colors, strict=False))
     figure, axis = plt.subplots(figsize=(9, 0.9 * len(records) + 1.5), layout="constrained")
@@ -34,7 +34,7 @@ def draw(records: list[dict], path: Path, tokens: int) -> None:
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.25)
-    axis.set_xlabel("share of the bf16 layer's time: bf16 above, FP8-Flow below; black: the layer, colors: its kernels")
+    axis.set_xlabel("share of the fused bf16 layer's time: bf16 above, FP8-Flow below; black: the layer, colors: its kernels")
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
     figure.legend(handles, colors, loc="outside upper center", ncols=4, fontsize=8)
     save(figure, path)
