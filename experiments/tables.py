@@ -295,7 +295,12 @@ def layers(records: Records) -> str:
             if name == "moe_layer" and (saved := records.of("moe_layer saved", shape)):
                 row[4] = f"{saved['bf16']['reference_value'] / 1024:.0f}, {value(saved) / 1024:.0f}"
             rows.append(row)
-    head = ["ms, forward and backward", "bf16: torchtitan's, whole, fused", "titan_fp8moe", "with quantizing the weights"]
+    head = [
+        "ms, forward and backward",
+        "bf16: torchtitan's, whole, fused",
+        "titan_fp8moe",
+        "with quantizing the weights",
+    ]
     return markdown([*head, "KiB saved per token: bf16, ours"], rows)
 
 
@@ -524,7 +529,10 @@ HEADLINE = {  # a row, the record's name and shape
     "16B without checkpointing, tokens/s": ("train_16b checkpointing=none", f"{_16B} 4, random routing, 1 GPU"),
     "16B with local batch 1, tokens/s": ("train_16b", f"{_16B} 1, random routing, 1 GPU"),
     "Qwen3-30B-A3B, 5 layers, tokens/s": ("train_qwen3_30b", f"{_QWEN3} 4, random routing, 1 GPU"),
-    "Qwen3 without checkpointing, tokens/s": ("train_qwen3_30b checkpointing=none", f"{_QWEN3} 4, random routing, 1 GPU"),
+    "Qwen3 without checkpointing, tokens/s": (
+        "train_qwen3_30b checkpointing=none",
+        f"{_QWEN3} 4, random routing, 1 GPU",
+    ),
     "MoE layer of Kimi-K2, 48 experts, 8,192 tokens, ms": (
         "moe_layer_with_weights",
         "Kimi-K2, 48 experts per GPU, 8192 tokens, 1 GPU",
@@ -569,7 +577,19 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, checkpointing, variants, sweep, largest_batch, step, layers, layer_ablations, sonicmoe, ffns),
+        *(
+            headline,
+            training,
+            checkpointing,
+            variants,
+            sweep,
+            largest_batch,
+            step,
+            layers,
+            layer_ablations,
+            sonicmoe,
+            ffns,
+        ),
         routed_vs_fused_bf16,
         *(transformers, transformers_token, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
