@@ -609,8 +609,8 @@ def test_activations(spec, save_h):
 
     def reference(x, scores, w1, w2, w3):
         one_hot = torch.nn.functional.one_hot(chosen, E).to(x) * scores.unsqueeze(2)
-        a = entry.forward(torch.einsum("td,ehd->teh", x, w1), torch.einsum("td,ehd->teh", x, w3), *spec.parameters)
-        return torch.einsum("teh,edh,te->td", a, w2, one_hot.sum(1))
+        a = entry.forward(torch.einsum("td,nhd->tnh", x, w1), torch.einsum("td,nhd->tnh", x, w3), *spec.parameters)
+        return torch.einsum("tnh,ndh,tn->td", a, w2, one_hot.sum(1))
 
     def ours(x, scores, w1, w2, w3):
         options = dict(config=config, activation=spec.activation, activation_parameters=parameters)
