@@ -75,7 +75,7 @@ def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
 
 @register_quantize_module_handler(Fp8FlowMoEConfig)
 def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
-    """What ``quantize_`` calls for a module that its filter selects."""
+    """Converts a module that the filter of ``quantize_`` selects."""
     others = [part for part in (*config.filter_fqns, *config.linear_fqns) if part != _SHARED]
     if others:
         raise ValueError(

@@ -137,7 +137,7 @@ def _device() -> torch.device:
 
 
 def _warnings(plan: shards.Plan) -> list[str]:
-    """What a server of the export may stumble over."""
+    """Warnings about properties of the export that a server may not expect."""
     found = []
     if left_out := plan.source.left_out:
         found.append(

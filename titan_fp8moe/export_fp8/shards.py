@@ -32,7 +32,7 @@ _METADATA = "titan_fp8moe.export_fp8"  # in each shard's header: the plan that i
 
 @dataclass
 class Plan:
-    """What becomes of each tensor of a source.
+    """The fate of each tensor of a source.
 
     Attributes:
         source: the checkpoint.
@@ -111,7 +111,7 @@ def _modules_to_not_convert(source: Source, fp8: dict[str, torch.dtype]) -> list
 
 
 def convert(plan: Plan, name: str, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """What an export holds for a tensor of the source.
+    """The tensors of an export for a tensor of the source.
 
     ``quantize`` is :func:`titan_fp8moe.recipe.quantize_weight`, or an equal of it.
 

@@ -32,7 +32,7 @@ and ``meanwhile`` runs between the two functions, in both directions. The weight
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,7 +48,7 @@ from titan_fp8moe.dispatch.base import Pending, Returned
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
-from titan_fp8moe.layer.saved import LayerSpec, Saved, layout
+from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import (
     NO_WEIGHTS,
     ExpertWeights,
@@ -362,7 +362,7 @@ def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
     return product_flops(handed[-3][0], shared_weights) if shared_weights else 0
 
 
-def _signature(spec: LayerSpec, inputs: "Inputs", needs: "Inputs") -> int:
+def _signature(spec: LayerSpec, inputs: Inputs, needs: Inputs) -> int:
     """31 bits: a checksum of what all ranks of a group must have in common, and whether this one needs gradients."""
     x, top_k, shared = inputs.x, inputs.topk_ids.shape[1], spec.shared
     common = _checksum(x.shape[1], x.dtype, top_k, *spec.backward, *spec.expert, shared) >> 2
@@ -383,48 +383,6 @@ class _Call(NamedTuple):
     spec: LayerSpec
     cache: WeightCache | None
     shared_cache: WeightCache | None
-
-
-class Inputs(NamedTuple):
-    """The first arguments of :class:`_RoutedExperts`, or one value for each: its gradient, or whether it needs one."""
-
-    x: Any = None
-    topk_scores: Any = None
-    topk_ids: Any = None
-    nan_flags: Any = None
-    weights: ExpertWeights[Any] = NO_WEIGHTS
-    shared: ExpertWeights[Any] = NO_WEIGHTS
-
-    def flatten(self) -> tuple[Any, ...]:
-        return (*self[:-2], *self.weights, *self.shared)
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> "Inputs":
-        """The inverse of :meth:`flatten`; further values are ignored."""
-        weights, shared = values[_SINGLES:_SHARED], values[_SHARED : _SHARED + _NUM_WEIGHTS]
-        return cls._make([*values[:_SINGLES], ExpertWeights(*weights), ExpertWeights(*shared)])
-
-
-_NUM_WEIGHTS = len(ExpertWeights._fields)
-_SINGLES = len(Inputs._fields) - 2
-_SHARED = _SINGLES + _NUM_WEIGHTS
-
-
-class FinishInputs(NamedTuple):
-    """As :class:`Inputs`, of :class:`_Finish`."""
-
-    placeholder: Any = None
-    payload: Any = None
-    nan_flags: Any = None
-    shared: ExpertWeights[Any] = NO_WEIGHTS
-
-    def flatten(self) -> tuple[Any, ...]:
-        return (*self[:-1], *self.shared)
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> "FinishInputs":
-        singles = len(cls._fields) - 1
-        return cls._make([*values[:singles], ExpertWeights(*values[singles : singles + _NUM_WEIGHTS])])
 
 
 class InFlight:

@@ -200,14 +200,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
         w, q, scale, end = ctx.saved_tensors
         dy_q, _, dy_scale, _ = ops.quantize_group(dy, NanFlags.of(ctx.nan_flags).dy)
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
         dx = dw = None
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
             if ctx.cache is not None:
                 _, (w_t, w_t_scale) = ctx.cache.get((w.unsqueeze(0),), ops.quantize_weight_both)
             else:
                 w_t, w_t_scale = ops.quantize_weight_transposed(w.unsqueeze(0))
             dx = ops.grouped_mm(dy_q, dy_scale, w_t, w_t_scale, end, ctx.x_dtype)[: dy.shape[0]]
-        if ctx.needs_input_grad[1]:
+        if needs_dw:
             operands = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)
             (dw,) = weight_grads(operands, ctx.config.wgrad, w.dtype, [torch.Size((1, *w.shape))])
             dw = dw.squeeze(0)

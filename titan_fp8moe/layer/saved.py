@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
 from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
-from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights
 from titan_fp8moe.rows import GroupRows, Routing
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -134,3 +134,49 @@ class Saved(NamedTuple):
         assert len(tensors) == len(layout.names)
         values = [*tensors, None]  # -1 is a field that is not there
         return cls(*[entry and entry[0](*[values[at] for at in entry[1]]) for entry in layout.records])
+
+
+# --- arguments of the autograd functions ------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """The first arguments of :class:`titan_fp8moe.layer.experts._RoutedExperts`, or one value for each: its gradient,
+    or whether it needs one."""
+
+    x: Any = None
+    topk_scores: Any = None
+    topk_ids: Any = None
+    nan_flags: Any = None
+    weights: ExpertWeights[Any] = NO_WEIGHTS
+    shared: ExpertWeights[Any] = NO_WEIGHTS
+
+    def flatten(self) -> tuple[Any, ...]:
+        return (*self[:-2], *self.weights, *self.shared)
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> "Inputs":
+        """The inverse of :meth:`flatten`; further values are ignored."""
+        weights, shared = values[_SINGLES:_SHARED], values[_SHARED : _SHARED + _NUM_WEIGHTS]
+        return cls._make([*values[:_SINGLES], ExpertWeights(*weights), ExpertWeights(*shared)])
+
+
+_NUM_WEIGHTS = len(ExpertWeights._fields)
+_SINGLES = len(Inputs._fields) - 2
+_SHARED = _SINGLES + _NUM_WEIGHTS
+
+
+class FinishInputs(NamedTuple):
+    """As :class:`Inputs`, of :class:`titan_fp8moe.layer.experts._Finish`."""
+
+    placeholder: Any = None
+    payload: Any = None
+    nan_flags: Any = None
+    shared: ExpertWeights[Any] = NO_WEIGHTS
+
+    def flatten(self) -> tuple[Any, ...]:
+        return (*self[:-1], *self.shared)
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> "FinishInputs":
+        singles = len(cls._fields) - 1
+        return cls._make([*values[:singles], ExpertWeights(*values[singles : singles + _NUM_WEIGHTS])])

@@ -112,7 +112,8 @@ class _GroupedMM(torch.autograd.Function):
         padded = ops.permute_rows(*x, row_M1, token_P, offsets_E)
         y_PN = ops.grouped_mm(*padded, *_operand(w_EKN, transpose=True), offsets_E, torch.bfloat16)
         # The weight itself is saved, as FSDP refills it before the backward. Its gradient alone needs the rows.
-        rows = x if ctx.needs_input_grad[1] else (None, None)
+        _, needs_dw, _ = ctx.needs_input_grad
+        rows = x if needs_dw else (None, None)
         ctx.save_for_backward(w_EKN, *rows, offsets_E, token_P, row_M1)
         return ops.unpermute_sum(y_PN, row_M1, torch.bfloat16)
 
@@ -121,11 +122,12 @@ class _GroupedMM(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: Tensor):
         w_EKN, q, scale, offsets_E, token_P, row_M1 = ctx.saved_tensors
         dy = Rows(*ops.permute_rows(*ops.quantize_rows(dy_MN), row_M1, token_P, offsets_E))
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
         dx_MK = dw_EKN = None
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
             dx_PK = ops.grouped_mm(*dy, *_operand(w_EKN, transpose=False), offsets_E, torch.bfloat16)
             dx_MK = ops.unpermute_sum(dx_PK, row_M1, torch.bfloat16)
-        if ctx.needs_input_grad[1]:
+        if needs_dw:
             x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(q, scale, *dy, offsets_E, "balanced", token_P)
             pair = [(x_t, x_t_scale), (dy_t, dy_t_scale)]
             if transposed := _is_transposed(w_EKN):

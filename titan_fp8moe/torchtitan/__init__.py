@@ -62,7 +62,7 @@ class Training:
 
 @dataclass
 class JobConfig:
-    """What this package adds to torchtitan's ``JobConfig``."""
+    """The table that this package adds to torchtitan's ``JobConfig``."""
 
     training: Training = field(default_factory=Training)
 

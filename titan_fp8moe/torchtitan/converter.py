@@ -159,7 +159,7 @@ class Fp8FlowMoEConverter(ModelConverter):
 
 
 def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
-    """What converted layers need of the process: parallel styles, checkpointing, compilation, kernels, statistics."""
+    """Prepares the process for converted layers: parallel styles, checkpointing, compilation, kernels, statistics."""
     _log_changes()
     compat.fix_selective_checkpointing()
     compat.fix_shape_inference()
