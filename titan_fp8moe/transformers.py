@@ -119,7 +119,7 @@ def _experts_forward(
     config: Fp8FlowMoEConfig,
     keep: bool,
 ) -> Tensor:
-    """What the registry calls: hidden_states (T, D), top_k_index and top_k_weights (T, K).
+    """Runs experts for the registry: hidden_states (T, D), top_k_index and top_k_weights (T, K).
 
     Expert parallelism of Transformers marks experts of other ranks by the id ``num_experts``. Ids past the last expert
     get no row from the routing kernels.

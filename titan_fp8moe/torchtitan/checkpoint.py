@@ -84,7 +84,7 @@ def _check_blocks(config: JobConfig, dims: ParallelDims, model: nn.Module) -> No
 
 
 def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> str:
-    """The values that a converted model quantizes: ``bf16`` or ``fp32`` parameters, or ``fp32-routed``, which is fp32 for
+    """The values that a model quantizes: ``bf16`` or ``fp32`` parameters, or ``fp32-routed``, which is fp32 for
     the routed experts and bf16 for everything else."""
     training, layout = config.training, expert_layout(config, dims)
     if training.dtype == "bfloat16":

@@ -167,7 +167,7 @@ def _in_flight(config: JobConfig, dims: ParallelDims, num_parts: int) -> float:
 
 
 def _weights(*modules: nn.Module) -> Weights:
-    """Of all parameters below the modules.
+    """Bytes of all parameters below the modules.
 
     FSDP gathers bf16, and a bf16 gradient takes fp32 to be reduced. Without FSDP autocast copies fp32 weights to bf16,
     and their gradients come back from bf16. FP8 modules quantize weights as they are, and write gradients as they are.

@@ -67,7 +67,7 @@ def _check_parallelism(parallelism: ParallelismConfig) -> None:
 
 
 def _check_host_work(job: Any) -> None:
-    """What a layer decides on the host in each call cannot be part of a compiled graph or of a CUDA graph."""
+    """A layer that decides something on the host in each call cannot be part of a compiled or CUDA graph."""
     config: Fp8FlowMoEConfig = job.fp8_flow_moe
     setting = "cache_weights" if config.cache_weights else "statistics_every"
     on_the_host = config.cache_weights or config.statistics_every

@@ -20,12 +20,12 @@ def describe_layout(dims: Any, etp: int, expert_fsdp: int) -> list[str]:
 
 
 def describe_batch(sequences: int, seq_len: int, accumulation: int) -> str:
-    """What all ranks take at a time, and how often in a step."""
+    """Describes the batch of all ranks, and how often a step takes one."""
     return f"batch     {sequences} sequences of {seq_len} tokens, {accumulation} times per step"
 
 
 def describe_parameters(rank: int, parts: Sequence[nn.Module], itemsize: int) -> str:
-    """What the rank's shards take, ``itemsize`` bytes each, with gradients and Adam's states."""
+    """Describes the memory of the rank's shards, ``itemsize`` bytes each, with gradients and Adam's states."""
     held = sum(_local(param).numel() for part in parts for param in part.parameters())
     gib = held * _TENSORS_PER_PARAMETER * itemsize / 2**30
     return f"rank {rank:<4} {held:,} parameters, {gib:.1f} GiB with gradients and Adam states"
