@@ -174,7 +174,8 @@ def check_pipeline_schedule(schedule: str, *, setting: str) -> None:
 
 
 def check_hardware(emulate: bool) -> str:
-    """Names the implementation that the ops run, for logs. The machine must have kernels that work or no GPU, unless ``emulate`` is set.
+    """Names the implementation that the ops run, for logs. The machine must have kernels that work or no GPU, unless
+    ``emulate`` is set.
 
     Raises:
         ValueError, RuntimeError: of :func:`titan_fp8moe.ops.self_check.require_checked`.
