@@ -80,6 +80,9 @@ class RoutedExperts(Fp8AllGather):
     w3: nn.Parameter
     cache: WeightCache | None
     ep_group: dist.ProcessGroup | None
+    w1: nn.Parameter
+    w2: nn.Parameter
+    w3: nn.Parameter
 
     def __init__(
         self,
@@ -133,12 +136,12 @@ class RoutedExperts(Fp8AllGather):
             for weight in weights:
                 nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
             return
-        experts = torch.arange(len(self.w1), device=self.w1.device)
+        experts, local = torch.arange(len(self.w1), device=self.w1.device), [w.detach() for w in weights]
         if isinstance(self.w1, DTensor):
             experts = distribute_tensor(experts, self.w1.device_mesh, self.w1.placements, src_data_rank=None).to_local()
+            local = [cast(DTensor, w).to_local() for w in local]
         seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
         generator = torch.Generator(self.w1.device)
-        local = [w.detach().to_local() if isinstance(w, DTensor) else w.detach() for w in weights]
         for i, expert in enumerate(experts.tolist()):
             generator.manual_seed(seed + expert)
             for weight in local:
@@ -190,10 +193,9 @@ class RoutedExperts(Fp8AllGather):
         )
 
     def _weights(self) -> ExpertWeights[Tensor]:
-        weights = self.w1, self.w2, self.w3
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
-            weights = self.local_weights(*weights)
-        return ExpertWeights(*weights)  # the layer reads DTensors faster than to_local() does
+            return ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3))
+        return ExpertWeights(self.w1, self.w2, self.w3)  # the layer reads DTensors faster than to_local() does
 
     def extra_repr(self) -> str:
         experts, hidden_dim, dim = self.w1.shape

@@ -180,14 +180,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     for group in optimizer.param_groups:
         if not (zero or group.get("fused") or group.get("foreach")):
             continue
-        spread = sum(isinstance(p, DTensor) for p in group["params"])
-        if spread and zero:
+        num_spread = sum(isinstance(p, DTensor) for p in group["params"])
+        if num_spread and zero:
             raise RuntimeError(
                 "ZeroRedundancyOptimizer would broadcast experts of which each rank has others; give it the plain "
                 "parameters only, and a second optimizer the experts, whose state is spread already: "
                 "titan_fp8moe.parameter_groups(model.parameters()) separates them"
             )
-        if 0 < spread < len(group["params"]):
+        if 0 < num_spread < len(group["params"]):
             raise RuntimeError(
                 "a fused or foreach optimizer cannot mix the experts of ep_group, which are DTensors, with plain "
                 "parameters in one group; give it titan_fp8moe.parameter_groups(model.parameters())"
