@@ -2,8 +2,9 @@
 
     python -m experiments.headline experiments/throughput docs/headline.png
 
-The bars are the newest records of ``SHAPE`` in ``results.json``, each at its fastest checkpointing. The ratios are over
-the strongest bf16, ours is the last, in colour. The curves are the sweep's, of the cards in ``sweep.json``; without that file there are none.
+The bars are the newest records of ``SHAPE`` in ``results.json``, each at its fastest checkpointing. The ratios are
+over the strongest bf16, ours is the last, in colour. The curves are the sweep's, of the cards in
+``sweep.json``; without that file there are none.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def draw_bars(axis: Axes, found: dict[str, float], strongest: float) -> None:
     axis.invert_yaxis()
     axis.set_xlim(0, 1.45 * max(values))
     axis.set_xticks([])
-    axis.set_title("tokens/s, local batch 4, each at its fastest checkpointing", fontsize=10, loc="left")
+    axis.set_title("tokens/s, local batch 4, best checkpointing", fontsize=10, loc="left")
     axis.spines[["top", "right", "bottom"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
 

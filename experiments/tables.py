@@ -190,7 +190,7 @@ def checkpointing(records: Records) -> str:
         for shape in records.shapes(name, "bf16_fused:checkpointing=none"):
             speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
             for options, title in CHECKPOINTING.items():
-                cells = [joined(cell(speed, peer + options), cell(memory, peer + options)) for (peer,) in BF16]
+                cells = [joined(cell(speed, peer + options), cell(memory, peer + options)) for peer, *_ in BF16]
                 mine = options.replace(":", " ")
                 mine = (records.of(f"{name}{mine}", shape), records.of(f"{name}{mine} memory", shape))
                 rows.append([setting(shape), title, *cells, joined(*map(ours, mine))])
@@ -280,6 +280,16 @@ def by_model(shapes: list[str]) -> list[str]:
 
 
 def layers(records: Records) -> str:
+    """Those that were measured next to fused bf16."""
+    return _layers(records, lambda found: "bf16 fused" in found)
+
+
+def layers_without_fused(records: Records) -> str:
+    """Older ones, whose bf16 multiplies by the scores in an fp32 bmm."""
+    return _layers(records, lambda found: "bf16 fused" not in found)
+
+
+def _layers(records: Records, chosen: Callable[[dict[str, Record]], bool]) -> str:
     rows = []
     graphed = "as a CUDA graph"
     for name in ("moe_layer", f"moe_layer {graphed}"):
@@ -287,7 +297,11 @@ def layers(records: Records) -> str:
         bf16 = ("bf16", "bf16 whole", "bf16 fused")
         references = [f"{reference}{name.removeprefix('moe_layer')}" for reference in bf16]
         for shape in by_model(records.shapes(name, references[1])):
+            used = len(records.used)
             time = records.of(name, shape)
+            if not chosen(time):
+                del records.used[used:]
+                continue
             row = [layer(shape) + suffix, joined(*(cell(time, reference) for reference in references))]
             row += [f"{number(value(time))}{ratios(time, *references)}", "", ""]
             if name == "moe_layer" and (weights := records.of("moe_layer_with_weights", shape)):
@@ -295,13 +309,8 @@ def layers(records: Records) -> str:
             if name == "moe_layer" and (saved := records.of("moe_layer saved", shape)):
                 row[4] = f"{saved['bf16']['reference_value'] / 1024:.0f}, {value(saved) / 1024:.0f}"
             rows.append(row)
-    head = [
-        "ms, forward and backward",
-        "bf16: torchtitan's, whole, fused",
-        "titan_fp8moe",
-        "with quantizing the weights",
-    ]
-    return markdown([*head, "KiB saved per token: bf16, ours"], rows)
+    head = ["ms, forward and backward", "bf16: torchtitan's, whole, fused", "titan_fp8moe"]
+    return markdown([*head, "with quantizing the weights", "KiB saved per token: bf16, ours"], rows)
 
 
 def layer_ablations(records: Records) -> str:
@@ -533,10 +542,6 @@ HEADLINE = {  # a row, the record's name and shape
         "train_qwen3_30b checkpointing=none",
         f"{_QWEN3} 4, random routing, 1 GPU",
     ),
-    "MoE layer of Kimi-K2, 48 experts, 8,192 tokens, ms": (
-        "moe_layer_with_weights",
-        "Kimi-K2, 48 experts per GPU, 8192 tokens, 1 GPU",
-    ),
     "MoE layer of GLM-4.5-Air, 128 experts, 8,192 tokens, ms": (
         "moe_layer_with_weights",
         "GLM-4.5-Air, 128 experts per GPU, 8192 tokens, 1 GPU",
@@ -577,19 +582,8 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(
-            headline,
-            training,
-            checkpointing,
-            variants,
-            sweep,
-            largest_batch,
-            step,
-            layers,
-            layer_ablations,
-            sonicmoe,
-            ffns,
-        ),
+        *(headline, training, checkpointing, variants, sweep, largest_batch, step),
+        *(layers, layers_without_fused, layer_ablations, sonicmoe, ffns),
         routed_vs_fused_bf16,
         *(transformers, transformers_token, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )

@@ -35,7 +35,7 @@ def draw(records: list[dict], path: Path, tokens: int) -> None:
     axis.invert_yaxis()
     axis.set_xlim(0, 1.25)
     axis.set_xlabel(
-        "share of the fused bf16 layer's time: bf16 above, FP8-Flow below; black: the layer, colors: its kernels"
+        "share of the fused bf16 layer's time: bf16 above, ours below; black: the layer, colors: its kernels"
     )
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
     figure.legend(handles, colors, loc="outside upper center", ncols=4, fontsize=8)
