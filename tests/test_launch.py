@@ -229,9 +229,9 @@ def test_the_probe_stores_what_it_is_given(monkeypatch):
     """Launched by Triton itself, and here."""
     monkeypatch.setattr(launch, "_fast", None)
     assert launch._is_fast()
-    assert launch._probe() == [3, 5, 1, 48, 7, 2**40 + 1, 9]
+    assert launch._probe() == [3, 5, 1, 48, 7, 2**40 + 1, 9, 2]
     monkeypatch.setattr(launch, "_fast", False)
-    assert launch._probe() == [3, 5, 1, 48, 7, 2**40 + 1, 9]
+    assert launch._probe() == [3, 5, 1, 48, 7, 2**40 + 1, 9, 2]
 
 
 def test_descriptors_are_those_of_tritons_constructor(monkeypatch):

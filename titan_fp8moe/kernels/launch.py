@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from titan_fp8moe.recipe import E8M0
 
-_NO_TENSORS = (int, type(None), TensorDescriptor)
+_NO_TENSORS = (int, float, type(None), TensorDescriptor)
 
 
 class Kernel:
@@ -118,7 +118,7 @@ class Kernel:
                 append(arg.block_shape[0])
                 append(arg.block_shape[1])
             else:
-                append(None)
+                append(kind)  # of a float the value is no part of the key
             values.append(arg)
         return tuple(key), values
 
@@ -149,7 +149,7 @@ def _is_fast() -> bool:
 
 @Kernel
 @triton.jit(do_not_specialize=["m"])
-def _probe_kernel(x, scale, nothing, out, one, n, m, big, VALUE: tl.constexpr):
+def _probe_kernel(x, scale, nothing, out, one, n, m, big, quarter, VALUE: tl.constexpr):
     tl.store(out, tl.load(x).to(tl.int64))
     tl.store(out + 1, tl.load(scale).to(tl.int64))
     tl.store(out + 2, one + 0 * big)
@@ -157,16 +157,17 @@ def _probe_kernel(x, scale, nothing, out, one, n, m, big, VALUE: tl.constexpr):
     tl.store(out + 4, m + 0 * big)
     tl.store(out + 5, big)
     tl.store(out + 6, VALUE + 0 * big)
+    tl.store(out + 7, (quarter * 8 + 0 * big).to(tl.int64))
     if nothing is None:
-        tl.store(out + 7, tl.program_id(1).to(tl.int64))
+        tl.store(out + 8, tl.program_id(1).to(tl.int64))
 
 
 def _probe(device: str = "cuda") -> list[int]:
     x = torch.full((1,), 3.0, device=device)
     scale = torch.full((1,), 5, dtype=torch.uint8, device=device).view(E8M0)
-    out = torch.zeros(8, dtype=torch.int64, device=device)
-    _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, VALUE=9)
-    return out.tolist()[:7]
+    out = torch.zeros(9, dtype=torch.int64, device=device)
+    _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, 0.25, VALUE=9)
+    return out.tolist()[:8]
 
 
 def _readable(arg: Any) -> Any:
