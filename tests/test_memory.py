@@ -64,7 +64,8 @@ def parse(record: dict[str, Any]) -> Iterator[Measured]:
     defaults = ["--model.converters=fp8_flow_moe"]
     if record["date"] < "2026-11-24" and not record["name"].endswith("memory"):
         defaults.append(BF16_SHARED)  # these runs are older than FP8 shared experts
-    fp8 = [*defaults, *(f"--fp8_flow_moe.{option}" for option in options)]
+    tables = ("--activation_checkpoint.mode=", "--fp8_flow_moe.checkpointing=")
+    fp8 = [*defaults, *(f"--fp8_flow_moe.{option}".replace(tables[1], tables[0]) for option in options)]
     yield Measured(gpus, layers, (*common, *fp8), record["value"], record["date"])
     if record["reference"] in ("bf16", "fp8_flow"):
         reference = defaults if record["reference"] == "fp8_flow" else ()
