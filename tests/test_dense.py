@@ -1,6 +1,7 @@
 """FFNs and linears with casts of their own: gradients, casts, padding, checkpointing, caches, compile."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.layer import DEVICE, CastCounter, apply_layer, make_layer
 from tests.layer import run as run_layer
-from titan_fp8moe import SAVED_OPS, Fp8FlowLinear
+from titan_fp8moe import SAVED_OPS, Fp8FlowLinear, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.cache import WeightCache
@@ -201,6 +202,19 @@ def test_checkpointing_by_op_multiplies_nothing_again():
     assert counter.ops["grouped_mm"] == 3, "dgrad of two GEMMs, of the linear"
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_h_is_freed_before_the_weight_gradients(config, monkeypatch):
+    """With activation checkpointing; without it autograd holds what was saved until the backward ends."""
+    backward, wgrad, h, alive = ops.swiglu_quantize_backward, ops.grouped_mm_wgrad, [], []
+    monkeypatch.setattr(
+        ops, "swiglu_quantize_backward", lambda *args, **kw: h.append(weakref.ref(args[1])) or backward(*args, **kw)
+    )
+    monkeypatch.setattr(ops, "grouped_mm_wgrad", lambda *args: alive.append(h[-1]() is not None) or wgrad(*args))
+    inputs = leaves(100)
+    checkpoint(lambda *inputs: ffn(inputs, config), *inputs, use_reentrant=False).sum().backward()
+    assert alive == [False, False]
 
 
 def test_caches_quantize_once_per_step():

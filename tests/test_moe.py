@@ -203,6 +203,31 @@ def test_frozen_inputs_cost_nothing(frozen, recompute):
         assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, grad)
 
 
+def test_pairs_without_an_expert_have_no_score_gradient():
+    """Also where x is frozen, so that no rows are summed."""
+    x, scores, chosen, weights = make_layer()
+    chosen[::3, 1] = -1
+    grads = []
+    for trained in (True, False):
+        leaves = [x.clone().requires_grad_(trained), scores.clone().requires_grad_()]
+        routed_experts(leaves[0], *weights, chosen, leaves[1]).square().sum().backward()
+        grads.append(leaves[1].grad)
+    assert torch.equal(*grads) and (grads[1][::3, 1] == 0).all() and grads[1].any()
+
+
+def test_tokens_are_spread_evenly_inside_a_context_only():
+    x, scores, _, weights = make_layer(tokens=2 * E)
+    ids = torch.full((2 * E, 1), 3, device=DEVICE)
+    ids[0] = -1
+    alike = torch.arange(2 * E, device=DEVICE).view(-1, 1) % E
+    alike[0] = -1
+    want = [routed_experts(x, *weights, chosen, scores[:, :1].contiguous()) for chosen in (alike, ids)]
+    with dispatch.evenly():
+        got = [routed_experts(x, *weights, ids, scores[:, :1].contiguous())]
+    got.append(routed_experts(x, *weights, ids, scores[:, :1].contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_every_expert_weight_moves():
     x, scores, chosen, weights = make_layer()
     weights = [w.requires_grad_() for w in weights]

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.specs import SPECS
 from titan_fp8moe import dispatch, ops, recipe, routed_experts
+from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import ForwardOperands
@@ -162,6 +163,15 @@ def test_opcheck(name, args):
 class Watcher(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
+
+
+def test_specifications_cross_an_op():
+    """Every field, also of a group whose name has the separators."""
+    for name in ("", "0", "a:b|c:1.5"):
+        for flag in (False, True):
+            route = Route("symmetric", 4, 1.75, name)
+            spec = LayerSpec(route, ExpertSpec("swiglu", flag), BackwardSpec("none", "fp8", "bf16"), flag, not flag)
+            assert LayerSpec.decode(spec.encode()) == spec
 
 
 def test_dispatched_only_where_somebody_watches():

@@ -20,9 +20,13 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
+from titan_fp8moe.dispatch import Route
+from titan_fp8moe.dispatch.all_to_all import GRADIENTS_NEEDED, AllToAllDispatch
+from titan_fp8moe.dispatch.symmetric.dispatch import SymmetricDispatch
 from titan_fp8moe.layer import experts
-from titan_fp8moe.layer.experts import InFlight
+from titan_fp8moe.layer.experts import InFlight, Inputs
+from titan_fp8moe.layer.saved import LayerSpec
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -74,7 +78,7 @@ def layer(mesh, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def in_flight(monkeypatch):
-    """The carriers of gradients of all layers that are still alive."""
+    """The carriers, of layers that are still alive, that hold a transfer or a gradient."""
     carriers = weakref.WeakSet()
 
     def make(device):
@@ -82,7 +86,7 @@ def in_flight(monkeypatch):
         return carrier
 
     monkeypatch.setattr(experts, "_in_flight", make)
-    return lambda: [carrier for carrier in carriers if carrier.pending is not None]
+    return lambda: [c for c in carriers if c.pending is not None or c.shared_dx_RD is not None]
 
 
 @pytest.fixture
@@ -156,6 +160,46 @@ def test_gradients_return_if_any_rank_needs_them(layer, monkeypatch, fp8_shared,
         assert torch.equal(a, b)
 
 
+def test_ranks_tell_each_other_settings_and_needs():
+    """A difference in what ranks must have in common changes the signature by more than the bit of the needs."""
+    spec = LayerSpec(Route("all_to_all", 2), ExpertSpec(), BackwardSpec(), False, True)
+    inputs = Inputs(torch.empty(3, 256), topk_ids=torch.zeros(3, 2))
+
+    def signature(spec=spec, inputs=inputs, **needs):
+        return experts._signature(spec, inputs, Inputs(**needs))
+
+    assert signature() | GRADIENTS_NEEDED == signature(x=True) == signature(topk_scores=True) != signature()
+    others = [
+        *(signature(spec._replace(expert=expert)) for expert in (ExpertSpec("other"), ExpertSpec("swiglu", True))),
+        *(signature(spec._replace(backward=BackwardSpec(**{name: "other"}))) for name in BackwardSpec._fields),
+        signature(spec._replace(shared=True)),
+        signature(inputs=inputs._replace(x=torch.empty(3, 128))),
+        signature(inputs=inputs._replace(x=torch.empty(3, 256).bfloat16())),
+        signature(inputs=inputs._replace(topk_ids=torch.zeros(3, 1))),
+    ]
+    assert len({number >> 1 for number in (signature(), *others)}) == 1 + len(others)
+    assert all(0 <= number < 2**31 for number in others)
+
+
+def test_symmetric_ranks_always_return_gradients():
+    """Each would wait for the others, and does not know whether they need any."""
+    assert SymmetricDispatch(Route("symmetric")).returns_gradients(False)
+
+
+def test_own_rows_are_freed_once_sent(layer, monkeypatch):
+    own, alive, quantize, gemm = [], [], ops.quantize_rows, ops.grouped_mm
+
+    def quantize_rows(*args):
+        out = quantize(*args)
+        own.append(StorageWeakRef(out[0].untyped_storage()))
+        return out
+
+    monkeypatch.setattr(ops, "quantize_rows", quantize_rows)
+    monkeypatch.setattr(ops, "grouped_mm", lambda *args: alive.append(not own[-1].expired()) or gemm(*args))
+    layer(torch.randn(2, 8, 128, requires_grad=True)).sum().backward()
+    assert alive == [False] * 4
+
+
 def test_no_transfer_is_left_where_only_shared_experts_train(layer):
     layer.fp8_shared = True
     Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
@@ -171,7 +215,7 @@ def test_no_transfer_is_left_where_only_shared_experts_train(layer):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_no_transfer_is_left_where_only_gradients_of_shared_experts_are_asked_for(layer, unwaited):
+def test_no_transfer_is_left_where_only_gradients_of_shared_experts_are_asked_for(layer, unwaited, in_flight):
     """Unlike needs_input_grad, the graph does not show it."""
     layer.fp8_shared = True
     Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
@@ -179,7 +223,7 @@ def test_no_transfer_is_left_where_only_gradients_of_shared_experts_are_asked_fo
     x = torch.randn(2, 8, 128, requires_grad=True)
     loss = layer(x).square().sum()
     got = torch.autograd.grad(loss, shared, retain_graph=True)
-    assert not unwaited()
+    assert not unwaited() and not in_flight()
     got += torch.autograd.grad(loss, [x, *layer.experts.parameters()], retain_graph=True)
     assert not unwaited()
     want = torch.autograd.grad(loss, [*shared, x, *layer.experts.parameters()])

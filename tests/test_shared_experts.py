@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.moe.moe import FeedForward
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer
@@ -170,6 +171,31 @@ def test_cached_weights():
         assert counter.ops["quantize_weight"] == quantizations
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
+    with torch.no_grad():
+        leaves[5].mul_(0.5)
+        got = run(leaves, ids, **caches)  # reads the weights, and fills no cache
+        assert torch.equal(got, run(leaves, ids))
+    with CastCounter() as counter:
+        run(leaves, ids, **caches)
+    assert counter.ops["quantize_weight"] == 2, "the shared experts' only"
+
+
+def test_frozen_tokens_cost_no_product():
+    """Neither of the routed nor of the shared experts."""
+    leaves, ids = make_inputs()
+    want = torch.autograd.grad(run(leaves, ids).square().sum(), leaves)
+    out = run([leaves[0].detach(), *leaves[1:]], ids)
+    with CastCounter() as backward:
+        got = torch.autograd.grad(out.square().sum(), leaves[1:])
+    assert backward.ops["grouped_mm"] == 2
+    assert all(torch.equal(a, b) for a, b in zip(got, want[1:], strict=True))
+
+
+def test_flops_are_counted():
+    leaves, ids = make_inputs()
+    with FlopCounterMode(display=False) as flops:
+        run(leaves, ids)
+    assert flops.get_total_flops() == 2 * 3 * D * (row_capacity(T * K, E) * H + group_rows(T) * SHARED_H)
 
 
 def test_frozen_shared_experts():

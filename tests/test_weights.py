@@ -18,6 +18,7 @@ from titan_fp8moe.layer import fp8_gather
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.layer.weights import ExpertWeights, both_operands
+from titan_fp8moe.spec import BackwardSpec
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 
 
@@ -117,6 +118,13 @@ def test_parameters_to_be_gathered_can_be_copied_and_saved():
     alive = weakref.ref(shard)
     del shard
     assert alive() is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_gemm_1s_weights_are_quantized_again_only_to_repeat_it(recompute):
+    weights = ExpertWeights(*make_layer()[3])
+    operands = cache_module.cached_backward_operands(weights, None, BackwardSpec(recompute))
+    assert (operands.w13 is not None) == (recompute == "experts")
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
