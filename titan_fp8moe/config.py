@@ -17,7 +17,7 @@ else:
     DispatchName = Literal[("auto", *_REMOTE)]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Fp8FlowMoEConfig:
     """What the FP8 experts compute, keep and log. The defaults suit most runs.
 
