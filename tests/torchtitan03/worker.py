@@ -223,8 +223,8 @@ def run(name: str, out: Path) -> dict:
             result["gathered"] = gathered_dtypes(trainer.model_parts)
             result["trainer"] = type(trainer).__name__, getattr(trainer, "own_steps", None)
             result["trained"] = [key for key, p in parameters.items() if p.requires_grad]
-            last = {key: full(p) for key, p in parameters.items() if key.endswith("2.moe.routed_experts.inner_experts.w2_EDF")}
-            result["weights"] = gather(last)
+            last = "layers.2.moe.routed_experts.inner_experts.w2_EDF"
+            result["weights"] = gather({key: full(p) for key, p in parameters.items() if key == last})
             if case.steps > 1:
                 del result["grads"]  # nobody compares them, and they are large
             return result

@@ -47,7 +47,7 @@ class Conversion:
         return {part.name: part for part in self.plan if part.reason is None}
 
     def root(self, model_config: Any) -> Any:
-        """``model_config`` as an instance of a class that calls this conversion. Other converters may derive from it."""
+        """``model_config`` in a class that calls this conversion. Later converters may derive from it."""
         base, conversion_ = type(model_config), self
 
         class Config(base):
@@ -174,7 +174,7 @@ def _settled(part: Part, config: Any, tp: int) -> Part:
     if tp > 1:
         part = part._replace(reason="tensor parallelism of FFNs is FP8 with torchtitan 0.2.2 only")
     elif changed:
-        part = part._replace(reason=f"{changed[0]} is a {type(getattr(config, changed[0])).__qualname__}")
+        part = part._replace(reason=f"{changed[0]} is a {getattr(config, changed[0])._owner.__qualname__}")
     if part.reason is not None:
         config.fp8_flow = None
     return part

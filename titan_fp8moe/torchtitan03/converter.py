@@ -142,5 +142,7 @@ def _converted(part: Part, config: Fp8FlowMoEConfig, fp8_shared: bool) -> Any:
         token_dispatcher=Fp8FlowDispatcher.Config(),
         fp8_flow=config,
     )
-    shared = derive(old.shared_experts, Fp8FlowFeedForward.Config, fp8_flow=config) if fp8_shared else old.shared_experts
+    shared = (
+        derive(old.shared_experts, Fp8FlowFeedForward.Config, fp8_flow=config) if fp8_shared else old.shared_experts
+    )
     return derive(old, Fp8FlowMoE.Config, routed_experts=routed, shared_experts=shared)

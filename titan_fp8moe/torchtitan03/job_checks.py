@@ -70,8 +70,8 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
     cuda_graphs = not job.training.disable_cuda_graphs
     if cuda_graphs and job.parallelism.expert_parallel_degree > 1 and config.backend.syncs_host:
         raise ValueError(
-            f'CUDA graphs exclude fp8_flow_moe.dispatch = "{config.dispatch}", which reads split sizes on the host; set '
-            'training.disable_cuda_graphs = true, or fp8_flow_moe.dispatch = "symmetric" if the ranks share one node'
+            f'CUDA graphs exclude fp8_flow_moe.dispatch = "{config.dispatch}", which reads split sizes on the host; '
+            'set training.disable_cuda_graphs = true, or fp8_flow_moe.dispatch = "symmetric" if the ranks share one node'
         )
     setting = "cache_weights" if config.cache_weights else "statistics_every"
     on_the_host = config.cache_weights or config.statistics_every

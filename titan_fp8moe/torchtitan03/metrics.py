@@ -1,7 +1,7 @@
 """torchtitan's metrics processor, which also watches for NaNs and logs statistics, whatever the trainer.
 
-Trainers ask it at the start of each step whether they will log, and tell it the optimizers. A hook on these looks at the
-step from outside, before a trainer ends the job because the loss is not finite.
+Trainers ask it at the start of each step whether they will log, and tell it the optimizers. A hook on these looks at
+the step from outside, before a trainer ends the job because the loss is not finite.
 """
 
 import re

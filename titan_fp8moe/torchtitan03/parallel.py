@@ -40,8 +40,8 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
 
 @functools.cache
 def install() -> None:
-    """Gives torchtitan this ``fully_shard``, and lets blocks with an all-to-all compile to several graphs. Calling again
-    does nothing.
+    """Gives torchtitan this ``fully_shard``, and lets blocks with an all-to-all compile to several graphs. Calling
+    again does nothing.
 
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
