@@ -17,7 +17,7 @@ else:
     DispatchName = Literal[("auto", *_REMOTE)]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Fp8FlowMoEConfig:
     """Settings of the FP8 experts: how they compute, what they keep and log. The defaults suit most runs.
 

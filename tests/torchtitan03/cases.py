@@ -19,6 +19,8 @@ class Case(NamedTuple):
     accumulates: int = 1
     model: str = "deepseek_v3"
     seq_len: int = 64
+    way: str = "section"  # how the model is converted, see worker.CONVERTED
+    in_fsdp: bool = False  # experts that could leave FSDP stay in it
 
 
 EP2 = {"expert_parallel_degree": 2}
@@ -51,6 +53,12 @@ SINGLE = LOSSES | {
     "single_statistics": Case({"statistics_every": 2}, steps=3),
     "single_long": Case(seq_len=LONG),
     "single_nan": Case(),  # of one weight
+    "single_in_fsdp": Case(in_fsdp=True),
+    "single_converter": Case(way="converter"),
+    "single_lora": Case(way="lora"),
+    "single_own_trainer": Case({"statistics_every": 2}, steps=3, way="own trainer"),
+    "single_fault_tolerant": Case(way="fault tolerant"),
+    "single_graph_trainer": Case(way="graph trainer"),
     "qwen3": Case(model="qwen3"),
 }
 TWO_RANKS = {
@@ -59,6 +67,8 @@ TWO_RANKS = {
     "fsdp2_20": Case(steps=STEPS),
     "fsdp2_20_bf16": Case(None, steps=STEPS),
     "ep2": Case({}, EP2),
+    "ep2_in_fsdp": Case({}, EP2, in_fsdp=True),
+    "ep2_partial_dtensor": Case({}, EP2 | {"spmd_backend": "partial_dtensor"}),
     "ep2_selective": Case({}, EP2, "selective"),
     "ep2_full": Case({"recompute": "none"}, EP2, "full"),
     "ep2_compile": Case({}, EP2, compiles="aot_eager"),

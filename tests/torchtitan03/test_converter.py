@@ -3,25 +3,35 @@
 import dataclasses
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import derive
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.experiments.graph_trainer.configs import to_graph_trainer_config
+from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
+from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.trainer import Trainer
 
 from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan03 import converter
+from titan_fp8moe.torchtitan03 import parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
+from titan_fp8moe.torchtitan03.conversion import conversion_of
+from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.cpu import _grouped_mm
+from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics, _natural
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
-from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, _check_replaced, _natural
+from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, converted
 from titan_fp8moe.trainer import cpu
 from titan_fp8moe.trainer.plan import MOE
 
@@ -36,7 +46,15 @@ def make_job(change: Callable[[Any], None] = lambda job: None, **fp8: Any) -> Fp
 
 
 def convert(job: Fp8FlowTrainer.Config, ranks: int = 1) -> list:
-    return converter.convert(job, ParallelDims.from_config(job.parallelism, ranks))
+    """Up to where a trainer would build the model."""
+    job.model_spec = converted(job.model_spec, job.fp8_flow_moe)
+    meet(job, ranks)
+    return conversion_of(job.model_spec.model).plan
+
+
+def meet(job: Any, ranks: int = 1) -> None:
+    with patch.dict("os.environ", WORLD_SIZE=str(ranks)):
+        job.model_spec.model.update_from_config(config=job)
 
 
 def test_options_of_the_command_line():
@@ -88,7 +106,7 @@ def test_what_is_converted(caplog):
     job = make_job(filter_fqns=["layers.1.", "layers.2.moe.shared_experts"], linear_fqns=["attention.wo."])
     before = [(name, tuple(p.shape)) for name, p in build(deepseek_v3_debugmodel()).state_dict().items()]
     with caplog.at_level(logging.INFO):
-        plan = convert(job)
+        convert(job)
     assert "4 MoE layers, 3 shared experts, 1 dense FFNs, 6 linears in FP8" in caplog.text
     assert "fp8_flow_moe.filter_fqns" in caplog.text
     model = build(job)
@@ -99,7 +117,6 @@ def test_what_is_converted(caplog):
     assert kinds["layers.2.moe"] is Fp8FlowMoE and kinds["layers.0.attention.wo"] is Fp8FlowLinear03
     assert kinds["layers.1.moe"] is not Fp8FlowMoE and kinds["layers.1.moe.shared_experts"] is not Fp8FlowFeedForward
     assert [model.layers[i].moe.shared for i in "23"] == ["meanwhile", "fp8"]
-    _check_replaced([part for part in plan if part.reason is None], dict(model.named_modules()))
 
 
 def test_the_configs_of_qwen3():
@@ -118,10 +135,10 @@ def build(job: Any) -> torch.nn.Module:
 
 def test_an_override_of_a_converted_layer_is_an_error():
     job = make_job()
-    plan = [part for part in convert(job) if part.reason is None]
-    modules = dict(build(job).named_modules()) | {"layers.3.moe": torch.nn.Identity()}
-    with pytest.raises(ValueError, match="override.imports has replaced layers.3.moe.*by a Identity; remove"):
-        _check_replaced(plan, modules)
+    convert(job)
+    job.model_spec.model.layers[3].moe = deepseek_v3_debugmodel().model_spec.model.layers[3].moe
+    with pytest.raises(ValueError, match="override.imports has replaced layers.3.moe.*by a MoE.Config; remove"):
+        build(job)
 
 
 def test_selective_checkpointing_keeps_the_experts_results():
@@ -234,7 +251,7 @@ def test_cuda_graphs_need_dispatch_without_host_syncs():
     job._validate_cuda_graphs()
     assert [part.reason is None for part in convert(job, 2) if part.kind == MOE] == 5 * [True]
     job._validate_cuda_graphs()  # again, as torchtitan does, of the converted model
-    job.fp8_flow_moe.filter_fqns = ["layers.1."]
+    job = make_job(both(EP2, graphs), dispatch="symmetric", filter_fqns=["layers.1."])
     with pytest.raises(ValueError, match="AllToAll.*filter_fqns leaves layers.1.moe to it; remove"):
         job._validate_cuda_graphs()
     PP2(job)
@@ -247,22 +264,147 @@ def test_names_in_the_order_of_the_forward():
     assert sorted(names, key=_natural) == [names[i] for i in (2, 3, 1, 0)]
 
 
-def test_own_trainers_are_kept_or_refused():
-    """One that is not this package's would lose its settings and methods silently."""
+class Own(Trainer):
+    """A user's trainer with a setting of its own."""
 
-    class Own(Trainer):
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(Trainer.Config):
-            mine: int = 7
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        mine: int = 7
 
-    class OwnFp8(Fp8FlowTrainer):
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(Fp8FlowTrainer.Config):
-            mine: int = 7
 
-    with pytest.raises(ValueError, match=r"would replace .*Own\.Config and its trainer .*from .*trainer\.Fp8FlowTr"):
-        with_fp8_flow(derive(deepseek_v3_debugmodel(), Own.Config, mine=42))
+class OwnFp8(Fp8FlowTrainer):
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Fp8FlowTrainer.Config):
+        mine: int = 7
+
+
+def test_own_trainers_keep_their_settings():
+    """A config with the section stays open to other settings; another one is converted at once."""
     config = derive(deepseek_v3_debugmodel(), OwnFp8.Config, mine=42)
     for fp8, save_h in ((Fp8FlowMoEConfig(save_h="fp8"), "fp8"), (None, "fp8")):
         config = with_fp8_flow(config, fp8)
         assert (type(config)._owner, config.mine, config.fp8_flow_moe.save_h) == (OwnFp8, 42, save_h)
+        assert conversion_of(config.model_spec.model) is None
+        own = with_fp8_flow(derive(deepseek_v3_debugmodel(), Own.Config, mine=42), fp8)
+        assert (type(own)._owner, own.mine) == (Own, 42)
+        assert conversion_of(own.model_spec.model).settings == (fp8 or Fp8FlowMoEConfig())
+
+
+def by_registry(*converters: Any, **fp8: Any) -> Trainer.Config:
+    job = deepseek_v3_debugmodel()
+    job.training.disable_cuda_graphs = True
+    job.model_spec = model_registry("debugmodel", converters=[Fp8FlowConverter.Config(**fp8), *converters])
+    return job
+
+
+def test_the_converter_has_all_settings():
+    job = by_registry(save_h="fp8", filter_fqns=["layers.1."], linear_fqns=["attention.wo."])
+    conversion = conversion_of(job.model_spec.model)
+    assert conversion.settings == Fp8FlowMoEConfig(
+        save_h="fp8", filter_fqns=["layers.1."], linear_fqns=["attention.wo."]
+    )
+    section = with_fp8_flow(job)
+    assert section.fp8_flow_moe == conversion.settings
+    assert converted(section.model_spec, section.fp8_flow_moe) is section.model_spec
+    with pytest.raises(ValueError, match="was converted with .*configure one of the two"):
+        converted(section.model_spec, Fp8FlowMoEConfig())
+    with pytest.raises(ValueError, match="has converted this model before"):
+        by_registry(Fp8FlowConverter.Config())
+    with pytest.raises(ValueError, match="save_h is 'fp4'; set it to one of"):
+        Fp8FlowConverter.Config(save_h="fp4")
+
+
+def test_lora_comes_after():
+    """Its adapters train, in bf16 where FP8 would see their base alone."""
+    job = by_registry(LoRAConverter.Config(rank=4, target_modules=["wo", "w2"]), linear_fqns=["attention.wo."])
+    meet(job)
+    model = build(job)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    assert isinstance(model.layers["2"].attention.wo, Fp8FlowLinear03)
+    assert not model.layers["0"].feed_forward.in_fp8 and model.layers["2"].moe.shared == "meanwhile"
+    assert {part.reason for part in conversion_of(job.model_spec.model).plan} == {None, "w2 is a LoRALinear"}
+    with pytest.raises(ValueError, match="Fp8FlowConverter.Config|must be applied before LoRAConverter"):
+        model_registry("debugmodel", converters=[LoRAConverter.Config(), Fp8FlowConverter.Config()])
+
+
+def test_a_config_that_was_replaced_is_refused():
+    """torchtitan's for the graph trainer copies the fields, and the job would not be checked."""
+    job = to_graph_trainer_config(by_registry(), graph_model_registry)
+    meet(job)
+    with pytest.raises(RuntimeError, match="has not met a job.*convert afterwards"):
+        build(job)
+    job = with_fp8_flow(to_graph_trainer_config(deepseek_v3_debugmodel(), graph_model_registry))
+    job.training.disable_cuda_graphs = True
+    meet(job)
+    build(job)
+
+
+def test_plain_trainers_need_dispatch_without_host_syncs_for_cuda_graphs():
+    """torchtitan's check passes, since converted layers have none of its dispatchers."""
+    for dispatch in ("auto", "symmetric"):
+        job = by_registry(dispatch=dispatch)
+        job = derive(job, Trainer.Config, training=dataclasses.replace(job.training, disable_cuda_graphs=False))
+        EP2(job)
+        job._validate_cuda_graphs()
+        if dispatch == "symmetric":
+            meet(job, 2)
+            continue
+        with pytest.raises(ValueError, match="CUDA graphs exclude fp8_flow_moe.dispatch = .auto., which reads"):
+            meet(job, 2)
+
+
+def test_whatever_cannot_attach_says_so(caplog):
+    class Metrics(MetricsProcessor):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(MetricsProcessor.Config):
+            pass
+
+    job = by_registry()
+    meet(job)
+    assert type(job.metrics) is Fp8FlowMetrics.Config and "are off" not in caplog.text
+    meet(job)  # again: the same
+    job.metrics = Metrics.Config()
+    meet(job)
+    assert "NaN watch and statistics are off" in caplog.text and type(job.metrics) is Metrics.Config
+    job.model_spec.model.update_from_config(config=Inference())
+    assert "Inference is not a Trainer.Config: off are the checks of the job" in caplog.text
+
+
+@dataclasses.dataclass
+class Inference:
+    """Like that of torchtitan's generator, which only has this."""
+
+    parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
+
+
+@pytest.mark.parametrize(
+    "change, ranks, outside",
+    [
+        (lambda job: None, 1, True),
+        (EP2, 2, True),
+        (PP2, 2, True),
+        (lambda job: None, 2, False),
+        (EP2, 4, False),
+        (set_("parallelism.data_parallel_replicate_degree", 2), 2, False),
+        (set_("training.dtype", "bfloat16"), 1, False),
+        (set_("training.enable_cpu_offload", True), 1, False),
+    ],
+    ids=["one", "ep2", "pp2", "fsdp2", "ep2_fsdp2", "hsdp", "bf16", "offload"],
+)
+def test_experts_leave_fsdp_where_it_has_nothing_to_do(change, ranks: int, outside: bool):
+    job = make_job(change)
+    convert(job, ranks)
+    assert build(job).layers["2"].moe.routed_experts.inner_experts.outside_fsdp == outside
+
+
+def test_torchft_needs_fsdp():
+    job = make_job()
+    assert not parallel.fsdp_has_work(job)
+    assert parallel.fsdp_has_work(SimpleNamespace(training=job.training, fault_tolerance=SimpleNamespace(enable=True)))
+
+
+def test_another_fully_shard_is_refused(monkeypatch):
+    monkeypatch.setattr(parallel.fsdp, "fully_shard", lambda *args, **kwargs: None)
+    with pytest.raises(RuntimeError, match="fully_shard is not PyTorch's"):
+        parallel.install.__wrapped__()

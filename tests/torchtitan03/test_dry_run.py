@@ -51,8 +51,12 @@ DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
         ([*DEBUG, "--rank=1"], "error: --rank 1: there are 1 ranks"),
         (["--config=no_such"], "error: Config function 'no_such' not found"),
         (["--module=deepseek_v3", *DEBUG], "error: deepseek_v3: its config is torchtitan's own; return with_fp8_flow("),
+        (
+            [*DEBUG, "--override.imports=torchtitan.overrides.fused_swiglu.fused_swiglu"],
+            "error: an override of --override.imports has replaced layers.1.moe.shared_experts, which fp8_flow_moe had",
+        ),
     ],
-    ids=["batch", "experts", "rank", "config", "bf16"],
+    ids=["batch", "experts", "rank", "config", "bf16", "override"],
 )
 def test_mistakes_end_in_one_sentence(arguments, message):
     done = run(*arguments)

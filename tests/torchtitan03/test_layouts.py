@@ -15,7 +15,7 @@ VARIANTS = "linears", "bf16_parts", "routed", "long"  # tensor parallelism leave
 GRADIENTS = [
     name
     for name, case in CASES.items()
-    if case.steps == 1 and name not in ("single", "single_fp32", "single_nan", "single_long", "qwen3")
+    if case.steps == 1 and name not in ("single", "single_fp32", "single_nan", "single_lora", "single_long", "qwen3")
 ]
 
 
@@ -81,6 +81,44 @@ def test_fsdp_gathers_in_fp8(results: WorkerResults):
     assert got["gathered"] == {"torch.uint8"} and want["gathered"] == {"torch.float32"}
     assert all(torch.equal(got["grads"][name], grad) for name, grad in want["grads"].items())
     assert results.get("hsdp2_fp8_gather")["gathered"] == {"torch.uint8"}
+
+
+@pytest.mark.parametrize(
+    "outside, inside", [("single", "single_in_fsdp"), ("ep2", "ep2_in_fsdp"), ("ep2_partial_dtensor", "ep2_in_fsdp")]
+)
+def test_experts_outside_of_fsdp_train_as_inside(results: WorkerResults, outside: str, inside: str):
+    """Bit for bit, since FSDP's compute dtype here is the parameters': gradients, their norm, and AdamW's step."""
+    got, want = results.get(outside), results.get(inside)
+    assert got["gathered"] == set() and want["gathered"] == {"torch.float32"}
+    assert got["keys"] == want["keys"] and got["norms"] == want["norms"]
+    for part in ("grads", "weights"):
+        assert got[part] and got[part].keys() == want[part].keys()
+        assert all(torch.equal(tensor, want[part][name]) for name, tensor in got[part].items())
+
+
+@pytest.mark.parametrize(
+    "case, trainer",
+    [
+        ("single_converter", "Trainer"),
+        ("single_fault_tolerant", "FaultTolerantTrainer"),
+        ("single_graph_trainer", "GraphTrainer"),
+    ],
+)
+def test_other_trainers_compute_the_same(results: WorkerResults, case: str, trainer: str):
+    got, want = results.get(case), results.get("single")
+    assert got["trainer"] == (trainer, None) and got["losses"] == pytest.approx(want["losses"], rel=1e-6)
+
+
+def test_own_trainers_keep_their_steps(results: WorkerResults):
+    got, want = results.get("single_own_trainer"), results.get("single_statistics")
+    assert got["trainer"] == ("OwnTrainer", 3 * 42)
+    assert got["losses"] == want["losses"] and got["logged"] == want["logged"] != {}
+
+
+def test_lora_trains_its_adapters(results: WorkerResults):
+    got = results.get("single_lora")
+    assert got["grads"].keys() == {*got["trained"]} and all("lora_" in name for name in got["trained"])
+    assert all(grad.abs().max() > 0 for name, grad in got["grads"].items() if "lora_b" in name)
 
 
 def test_checkpoints_have_the_keys_of_torchtitan(results: WorkerResults):

@@ -24,6 +24,7 @@ OPTIONS = """
 """
 
 
+BF16 = ["--fp8_flow_moe.filter_fqns", "layers."]
 SAVE_IN_HF = ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
@@ -56,6 +57,12 @@ def test_training_resumes_and_exports(case_dir: Path, tmp_path: Path):
     assert "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears in FP8" in log and "save_h=fp8" in log
     assert len(losses(log)) == 3 and losses(log, "validate step")
     shutil.rmtree(tmp_path / "checkpoint/step-3")
+    # FP8's experts are outside of FSDP, bf16's inside: each resumes from the other.
+    bf16 = losses(train(case_dir, tmp_path, *BF16))
+    assert bf16 == pytest.approx(losses(log)[2:], rel=2e-3)
+    assert len(losses(train(case_dir, tmp_path, "--training.steps=4"))) == 1
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
     assert losses(train(case_dir, tmp_path, *SAVE_IN_HF)) == pytest.approx(losses(log)[2:], rel=1e-4)
     out, steps = tmp_path / "fp8", tmp_path / "checkpoint"
     assert "let it save with checkpoint.last_save_in_hf" in export(steps / "step-2", out)

@@ -3,13 +3,14 @@
     torchrun --nproc_per_node=2 tests/torchtitan03/worker.py OUT_DIR CASE...
 
 Leaves OUT_DIR/CASE.pt: {"grads" of the first step, "losses", "norms", "expert_bias" after a step, "keys", "graphs",
-"gathered"} or {"error"}.
+"gathered", "trainer", "trained" parameters, "weights" of some experts after the last step} or {"error"}.
 """
 
 import dataclasses
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,24 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
+from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
+from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
+from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
+from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 from tests.distributed.runner import gather, gather_list, plain_name, run_all
 from tests.torchtitan03.cases import CASES, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan03 import metrics, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
+from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts
 
 VOCAB = 2048
@@ -38,7 +49,7 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
     make_model, num_layers = MODELS[case.model]
     config = make_model()
     del config.model_spec.model.layers[num_layers:]
-    divided = {"expert_parallel_degree", "data_parallel_replicate_degree"}
+    divided = {"expert_parallel_degree", "data_parallel_replicate_degree", "spmd_backend"}
     ranks = dist.get_world_size() if case.parallelism.keys() <= divided else 1
     config.training = dataclasses.replace(
         config.training,
@@ -58,7 +69,51 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
     config.debug.seed = 1
     config.dump_folder, config.hf_assets_path = dump, f"{out}/tokenizer"
     config.dataloader = dataclasses.replace(config.dataloader, dataset="c4_test", dataset_path=f"{out}/data")
-    return config if case.fp8 is None else with_fp8_flow(config, Fp8FlowMoEConfig(**case.fp8))
+    return config if case.fp8 is None else CONVERTED[case.way](config, case.fp8)
+
+
+class OwnTrainer(torchtitan.trainer.Trainer):
+    """A user's, with a field and a step of its own."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.trainer.Trainer.Config):
+        mine: int = 7
+
+    own_steps = 0
+
+    def train_step(self, data_iterator):
+        self.own_steps += self.config.mine
+        super().train_step(data_iterator)
+
+
+def by_registry(config: torchtitan.trainer.Trainer.Config, fp8: dict, *others) -> torchtitan.trainer.Trainer.Config:
+    """torchtitan's own way: a list of converters."""
+    spec, layers = model_registry, config.model_spec.model.layers
+    config.model_spec = spec("debugmodel", converters=[Fp8FlowConverter.Config(**fp8), *others])
+    del config.model_spec.model.layers[len(layers) :]
+    return config
+
+
+def of_fault_tolerant_trainer(config: torchtitan.trainer.Trainer.Config, fp8: dict) -> FaultTolerantTrainer.Config:
+    checkpoint = derive(config.checkpoint, TorchFTCheckpointManager.Config)
+    loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)  # this trainer does not serve the chunked one
+    return by_registry(derive(config, FaultTolerantTrainer.Config, checkpoint=checkpoint, loss=loss), fp8)
+
+
+def of_graph_trainer(config: torchtitan.trainer.Trainer.Config, fp8: dict) -> torchtitan.trainer.Trainer.Config:
+    config = to_graph_trainer_config(config, graph_model_registry)
+    config.compile = GraphTrainerCompileConfig(enable=True, enable_passes=False)
+    return with_fp8_flow(config, Fp8FlowMoEConfig(**fp8))
+
+
+CONVERTED = {
+    "section": lambda config, fp8: with_fp8_flow(config, Fp8FlowMoEConfig(**fp8)),
+    "converter": by_registry,
+    "lora": lambda config, fp8: by_registry(config, fp8, LoRAConverter.Config(rank=4, target_modules=["wo", "w2"])),
+    "own trainer": lambda config, fp8: by_registry(derive(config, OwnTrainer.Config, mine=42), fp8),
+    "fault tolerant": of_fault_tolerant_trainer,
+    "graph trainer": of_graph_trainer,
+}
 
 
 def batches(trainer: torchtitan.trainer.Trainer):
@@ -91,7 +146,8 @@ def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
-    return gather({plain_name(name): full(p.grad) for part in parts for name, p in part.named_parameters()})
+    parameters = [(name, p) for part in parts for name, p in part.named_parameters() if p.requires_grad]
+    return gather({plain_name(name): full(p.grad) for name, p in parameters})
 
 
 def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
@@ -138,7 +194,8 @@ def run(name: str, out: Path) -> dict:
     _clear_python_sharding_prop_cache()
     _clear_fast_path_sharding_prop_cache()
     case = CASES[name]
-    with tempfile.TemporaryDirectory() as dump:
+    has_work = (lambda _: True) if case.in_fsdp else parallel.fsdp_has_work
+    with patch.object(parallel, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
         trainer = make_config(case, out, dump).build()
         seed = out / f"seed_{case.model}.pt"
         parameters = {plain_name(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
@@ -147,13 +204,14 @@ def run(name: str, out: Path) -> dict:
         state = torch.load(seed, mmap=True)
         with torch.no_grad():  # by hand: torch.distributed.checkpoint does not know names that hooks split
             for key, p in parameters.items():
-                p.copy_(shard(state[key], p))
+                if "lora_" not in key:
+                    p.copy_(shard(state[key], p))
         logged: dict[str, list[int]] = {}
         warnings: list[str] = []
         if name == "single_nan":
-            trainer.nan_watch.logger = SimpleNamespace(warning=warnings.append)
+            metrics.logger = SimpleNamespace(warning=warnings.append)
             trainer.model_parts[0].layers["1"].moe.routed_experts.inner_experts.w2_EDF.data[0, 0, 0] = torch.nan
-        if name == "single_statistics":
+        if case.fp8 and "statistics_every" in case.fp8:
             trainer.metrics_processor.logger.log = lambda values, step: [
                 logged.setdefault(key, []).append(step) for key in values
             ]
@@ -163,6 +221,10 @@ def run(name: str, out: Path) -> dict:
             result["keys"] = [plain_name(key) for part in trainer.model_parts for key in part.state_dict()]
             result["graphs"] = counters["stats"]["unique_graphs"]
             result["gathered"] = gathered_dtypes(trainer.model_parts)
+            result["trainer"] = type(trainer).__name__, getattr(trainer, "own_steps", None)
+            result["trained"] = [key for key, p in parameters.items() if p.requires_grad]
+            last = "layers.2.moe.routed_experts.inner_experts.w2_EDF"
+            result["weights"] = gather({key: full(p) for key, p in parameters.items() if key == last})
             if case.steps > 1:
                 del result["grads"]  # nobody compares them, and they are large
             return result

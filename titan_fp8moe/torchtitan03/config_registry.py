@@ -17,24 +17,28 @@ from torchtitan.models.qwen3 import config_registry as _qwen3
 from torchtitan.trainer import Trainer
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
+from titan_fp8moe.torchtitan03.conversion import conversion_of
+from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, converted
 from titan_fp8moe.trainer.cpu import compute_dtype
 
 
-def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None = None) -> Fp8FlowTrainer.Config:
+def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None = None) -> Trainer.Config:
     """A training config whose model trains in FP8, with all other settings of ``config``.
 
+    torchtitan's own ``Trainer.Config`` gets the section ``fp8_flow_moe``, whose settings are options of the command
+    line. A config of another trainer keeps its class, and its model is converted here, with these settings.
+
     Raises:
-        ValueError: ``config`` is of a trainer that would lose its own settings and methods.
+        ValueError: for a model that cannot be converted. It names the setting and the remedy.
     """
     if isinstance(config, Fp8FlowTrainer.Config):
         return derive(config, type(config), fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
-    if type(config) is not Trainer.Config:
-        raise ValueError(
-            f"with_fp8_flow would replace {type(config).__qualname__} and its trainer by Fp8FlowTrainer; derive that "
-            "trainer and its Config from titan_fp8moe.torchtitan03.trainer.Fp8FlowTrainer and Fp8FlowTrainer.Config"
-        )
-    return derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=fp8_flow_moe or Fp8FlowMoEConfig())
+    before = conversion_of(config.model_spec.model)
+    settings = fp8_flow_moe or (before.settings if before else Fp8FlowMoEConfig())
+    if type(config) is Trainer.Config:
+        return derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=settings)
+    config.model_spec = converted(config.model_spec, settings)
+    return config
 
 
 def _extended(function: Callable[[], Trainer.Config]) -> Callable[[], Fp8FlowTrainer.Config]:

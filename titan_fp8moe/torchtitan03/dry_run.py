@@ -1,7 +1,7 @@
 """Checks a job without its machines: ``python -m titan_fp8moe.torchtitan03.dry_run --config deepseek_v3_16b``.
 
-Runs torchtitan's own ``Trainer`` as one rank of a fake process group of the real size, up to where it would allocate
-the model. The degrees, dims and batch sizes of a job that passes fit together. It takes seconds and needs no GPU. It
+Runs the config's own trainer as one rank of a fake process group of the real size, up to where it would allocate the
+model. The degrees, dims and batch sizes of a job that passes fit together. It takes seconds and needs no GPU. It
 does not estimate what activations take.
 
     python -m titan_fp8moe.torchtitan03.dry_run --config deepseek_v3_671b --rank 100 --fp8_flow_moe.save_h fp8
@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from torch import nn
@@ -23,9 +23,10 @@ from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
+from torchtitan.trainer import Trainer
 
+from titan_fp8moe.torchtitan03.conversion import conversion_of
 from titan_fp8moe.torchtitan03.job_checks import expert_layout
-from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
 from titan_fp8moe.trainer import rank_report
 
 
@@ -59,14 +60,15 @@ def smallest_world_size(parallelism: ParallelismConfig) -> int:
     return p.data_parallel_replicate_degree * shard * inner * p.pipeline_parallel_degree
 
 
-def build(config: Fp8FlowTrainer.Config, rank: int, world_size: int) -> tuple[Fp8FlowTrainer, list[nn.Module]]:
+def build(config: Trainer.Config, rank: int, world_size: int) -> tuple[Trainer, list[nn.Module]]:
     """One rank's trainer, as far as it gets without memory, and its model parts on the meta device.
 
     Initializes a fake default process group, so it can run once per process.
     """
     os.environ |= {"WORLD_SIZE": str(world_size), "NGPU": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
     config.comm.mode, config.debug.save_config_file = "fake_backend", None
-    trainer = Fp8FlowTrainer.__new__(Fp8FlowTrainer)
+    owner: Any = type(config)._owner
+    trainer = owner.__new__(owner)
     with _nothing_outside():
         try:
             trainer.__init__(config)
@@ -75,14 +77,14 @@ def build(config: Fp8FlowTrainer.Config, rank: int, world_size: int) -> tuple[Fp
     raise RuntimeError("torchtitan's Trainer no longer allocates its model by to_empty, where the dry run ends")
 
 
-def report(trainer: Fp8FlowTrainer, rank: int, parts: list[Any]) -> str:
+def report(trainer: Trainer, rank: int, parts: list[Any]) -> str:
     """The layout and what the rank holds, in a few lines."""
     config, dims = trainer.config, trainer.parallel_dims
     training, spec = config.training, config.model_spec
     sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
     experts = expert_layout(config, dims)
     lines = [
-        f"model     {spec.name} {spec.flavor}, {len(trainer.plan)} parts in FP8",
+        f"model     {spec.name} {spec.flavor}, {len(cast(Any, conversion_of(spec.model)).fp8)} parts in FP8",
         *rank_report.describe_layout(dims, experts.hidden_dim_shards, experts.fsdp_shards),
         rank_report.describe_batch(sequences, training.seq_len, trainer.gradient_accumulation_steps),
         rank_report.describe_parameters(rank, parts, TORCH_DTYPE_MAP[training.dtype].itemsize),
@@ -102,8 +104,11 @@ def main() -> None:
     args, options = parser.parse_known_args()
     try:
         config = ConfigManager().parse_args(["--module", args.module, *options])
-        if not isinstance(config, Fp8FlowTrainer.Config):
-            raise ValueError(f"{args.module}: its config is torchtitan's own; return with_fp8_flow(config)")
+        if not hasattr(config, "fp8_flow_moe") and conversion_of(config.model_spec.model) is None:
+            raise ValueError(
+                f"{args.module}: its config is torchtitan's own; return with_fp8_flow(config), or name "
+                "Fp8FlowConverter among the converters"
+            )
         world_size = smallest_world_size(config.parallelism) if args.world_size is None else args.world_size
         if not 0 <= args.rank < world_size:
             raise ValueError(f"--rank {args.rank}: there are {world_size} ranks")

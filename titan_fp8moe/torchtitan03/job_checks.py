@@ -31,9 +31,8 @@ def bf16_layers(job: Any) -> list[str]:
     return [name for name in names if preflight.matches(name, job.fp8_flow_moe.filter_fqns)]
 
 
-def check_job(job: Any) -> None:
-    """The settings of a :class:`~titan_fp8moe.torchtitan03.trainer.Fp8FlowTrainer.Config`, without its model."""
-    config: Fp8FlowMoEConfig = job.fp8_flow_moe
+def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
+    """The settings of a trainer's config, without its model."""
     training: TrainingConfig = job.training
     preflight.check_logging(
         config,
@@ -44,7 +43,7 @@ def check_job(job: Any) -> None:
     preflight.check_dtype(training.dtype, setting="training.dtype")
     preflight.check_dtype(training.mixed_precision_param, setting="training.mixed_precision_param")
     _check_parallelism(job.parallelism)
-    _check_host_work(job)
+    _check_host_work(job, config)
     if job.debug.spmd_typechecking:
         raise ValueError("fp8_flow_moe's ops have no SPMD types; set debug.spmd_typechecking = false")
     if job.validator.enable and job.parallelism.context_parallel_degree > 1:
@@ -66,12 +65,17 @@ def _check_parallelism(parallelism: ParallelismConfig) -> None:
         )
 
 
-def _check_host_work(job: Any) -> None:
-    """A layer that decides something on the host in each call cannot be part of a compiled or CUDA graph."""
-    config: Fp8FlowMoEConfig = job.fp8_flow_moe
+def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
+    """What a layer decides on the host in each call cannot be part of a compiled graph or of a CUDA graph."""
+    cuda_graphs = not job.training.disable_cuda_graphs
+    if cuda_graphs and job.parallelism.expert_parallel_degree > 1 and config.backend.syncs_host:
+        raise ValueError(
+            f'CUDA graphs exclude fp8_flow_moe.dispatch = "{config.dispatch}", which reads split sizes on the host; '
+            'set training.disable_cuda_graphs = true, or fp8_flow_moe.dispatch = "symmetric" if the ranks share a node'
+        )
     setting = "cache_weights" if config.cache_weights else "statistics_every"
     on_the_host = config.cache_weights or config.statistics_every
-    if (on_the_host or config.emulate) and not job.training.disable_cuda_graphs:
+    if (on_the_host or config.emulate) and cuda_graphs:
         setting = setting if on_the_host else "emulate"
         raise ValueError(
             f"fp8_flow_moe.{setting} works outside of CUDA graphs; set training.disable_cuda_graphs = true, or leave "
@@ -108,21 +112,27 @@ def expert_layout(job: Any, dims: ParallelDims) -> ExpertLayout:
     return ExpertLayout(dims.ep, 1, ranks // dims.ep, tokens // dims.tp)
 
 
-def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
-    """The classes and dims of one MoE layer."""
+def check_classes(name: str, layer: MoE.Config) -> None:
+    """The classes of one MoE layer's parts, before it is converted."""
     routed = layer.routed_experts
     experts, dispatcher = routed.inner_experts, routed.token_dispatcher
     for part, known in zip((layer, layer.router, routed, experts), _KNOWN, strict=True):
         if type(part) is not known:
             raise ValueError(
                 f"fp8_flow_moe converts torchtitan's {known.__qualname__}, but {name} has a "
-                f"{type(part).__qualname__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove what changed it"
+                f"{type(part).__qualname__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove what changed it "
+                "(LoRAConverter comes after Fp8FlowConverter)"
             )
     if type(dispatcher) not in _DISPATCHERS:
         raise ValueError(
             f"fp8_flow_moe dispatches FP8 rows itself, but {name} has a {type(dispatcher).__qualname__}; choose a "
             "config with the standard dispatcher, or leave the layer in bf16 with fp8_flow_moe.filter_fqns"
         )
+
+
+def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+    """The dims of one MoE layer, on ranks of this layout."""
+    experts = layer.routed_experts.inner_experts
     remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
     preflight.check_dims(name, experts.dim, experts.hidden_dim, layout.hidden_dim_shards, remedy=remedy)
     preflight.check_experts(

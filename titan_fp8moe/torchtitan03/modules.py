@@ -8,11 +8,13 @@ block, and torchtitan's ``local_map`` has unwrapped the inputs.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torchtitan.config import Configurable
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
@@ -33,10 +35,11 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         fp8_all_gather: bool = False
+        outside_fsdp: bool = False  # see titan_fp8moe.torchtitan03.parallel
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.fp8_all_gather = config.fp8_all_gather
+        self.fp8_all_gather, self.outside_fsdp = config.fp8_all_gather, config.outside_fsdp
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Fp8FlowGroupedExperts":
         # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
@@ -59,8 +62,23 @@ def _fsdp_gathers(param: Tensor) -> bool:
     )
 
 
+class Fp8FlowDispatcher(Configurable):
+    """Holds the mesh in the place of a token dispatcher. It is none of torchtitan's, which refuses CUDA graphs with
+    dispatchers that sync the host."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    def __init__(self, config: Config):
+        self.ep_mesh: DeviceMesh | None = None
+
+    def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
+        self.ep_mesh = ep_mesh
+
+
 class Fp8FlowRoutedExperts(RoutedExperts):
-    """Dispatch, FFN and combine of the routed experts. The token dispatcher only knows the mesh."""
+    """Dispatch, FFN and combine of the routed experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -88,7 +106,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         The counts are not used, since the experts sort routed pairs themselves."""
         B, _, D = x_BLD.shape
         K = topk_scores_BLK.shape[-1]
-        experts, mesh = self.inner_experts, getattr(self.token_dispatcher, "ep_mesh", None)
+        experts, mesh = self.inner_experts, self.token_dispatcher.ep_mesh
         layer = Layer(
             self.config,
             None if mesh is None else mesh.get_group(),
@@ -112,20 +130,26 @@ class Fp8FlowRoutedExperts(RoutedExperts):
 
 
 class Fp8FlowFeedForward(Fp8FFN, FeedForward):
-    """A dense FFN, or the shared experts of a MoE layer, which reads its weights."""
+    """A dense FFN, or the shared experts of a MoE layer, which reads its weights. Without ``fp8_flow`` it is
+    torchtitan's FFN."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
-        fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
+        fp8_flow: Fp8FlowMoEConfig | None = field(default_factory=Fp8FlowMoEConfig)
 
     def __init__(self, config: Config):
         FeedForward.__init__(self, config)
-        self.config = config.fp8_flow
-        add_cache(self)
+        self.in_fp8 = config.fp8_flow is not None
+        if self.in_fp8:
+            self.config = cast(Fp8FlowMoEConfig, config.fp8_flow)
+            add_cache(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, D) -> (B, L, D)."""
-        return self.run(x)
+        return self.run(x) if self.in_fp8 else FeedForward.forward(self, x)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() if self.in_fp8 else "in bf16"
 
 
 class Fp8FlowLinear03(Fp8FlowLinear, Linear):
@@ -147,15 +171,31 @@ class Fp8FlowMoE(MoE):
     Attributes:
         shared: the shared experts join the FP8 data flow (``fp8``), or run as torchtitan's module: while tokens travel
             (``meanwhile``), or afterwards where the results' placements may differ (``apart``).
+
+    Raises:
+        RuntimeError: no job has been checked, since the config that does so was replaced.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
         shared: Literal["fp8", "meanwhile", "apart"] = "meanwhile"
+        checked: bool = False
 
     def __init__(self, config: Config):
+        if not config.checked:
+            raise RuntimeError(
+                "Fp8FlowConverter has converted this model, but its config has not met a job: call its "
+                "update_from_config(config=job). If another class has replaced the model's config since, as "
+                "to_graph_trainer_config does, convert afterwards: with_fp8_flow(job)"
+            )
         super().__init__(config)
         self.shared = config.shared
+
+    @property
+    def breaks_graphs(self) -> bool:
+        """Whether dispatch reads sizes on the host."""
+        routed = self.routed_experts
+        return routed.token_dispatcher.ep_mesh is not None and routed.config.backend.syncs_host
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) -> (B, L, D)."""

@@ -42,6 +42,7 @@ _METADATA_INFERENCE = (
 _SHAPE_INFERENCE = ("torch.distributed.pipelining:PipelineStage._shape_inference",)
 # Of the state of an FSDP module, torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState.
 _HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
+_GROUPS = "_fsdp_param_groups"  # of 2.14.1 and 2.15.0; a group has fsdp_params, each with a sharded_param
 
 
 def _resolve(interface: str) -> Any:
@@ -148,3 +149,24 @@ def remove_fsdp_hooks(module: nn.Module) -> None:
         )
     for handle in handles:
         handle.remove()
+
+
+def leave_fsdp(module: nn.Module, params: list[nn.Parameter]) -> None:
+    """Ends FSDP's work on some sharded parameters of ``module``, right after ``fully_shard``. They stay DTensors.
+
+    Raises:
+        RuntimeError: FSDP does not manage all of them, or a private interface is gone.
+    """
+    get_state: Any = getattr(module, "_get_fsdp_state", lambda: None)
+    groups: list[Any] = getattr(get_state(), _GROUPS, [])
+    leaving, left = {id(param) for param in params}, 0
+    for group in groups:
+        stay = [p for p in group.fsdp_params if id(p.sharded_param) not in leaving]
+        left += len(group.fsdp_params) - len(stay)
+        group.fsdp_params = stay
+    if left != len(leaving):
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} keeps FSDP's parameters elsewhere than titan_fp8moe.trainer.compat knows; "
+            "install PyTorch 2.14 or 2.15"
+        )
+    groups[:] = [group for group in groups if group.fsdp_params]

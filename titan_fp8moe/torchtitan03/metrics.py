@@ -1,0 +1,81 @@
+"""torchtitan's metrics processor, which also watches for NaNs and logs statistics, whatever the trainer.
+
+Trainers ask it at the start of each step whether they will log, and tell it the optimizers. A hook on these looks at
+the step from outside, before a trainer ends the job because the loss is not finite.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from titan_fp8moe.layer import statistics
+from titan_fp8moe.trainer.nan_watch import NanWatch
+
+
+class Fp8FlowMetrics(MetricsProcessor):
+    """Serves converted models.
+
+    Attributes:
+        nan_watch: from the first step on.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        watched: list[str] = field(default_factory=list)
+        """Names of the converted modules, on all ranks."""
+
+        routed: list[str] = field(default_factory=list)
+        """Those of MoE layers, whose routed experts have the flags. Shared experts in FP8 join them."""
+
+        statistics_every: int = 0
+
+    nan_watch: NanWatch | None = None
+
+    def __init__(self, config: Config, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        self.has_quantization = True  # no MFU against the bf16 peak
+
+    def should_log(self, step: int) -> bool:
+        """torchtitan's answer. Every trainer asks once, at the start of a step."""
+        self.step, self.logs_step = step, super().should_log(step)
+        every = self.config.statistics_every
+        if self.nan_watch is None:
+            self.nan_watch = self._watch()
+            self.optimizers.register_step_post_hook(lambda *_: self._after_step())
+        elif every and step % every == 0:  # a run's first step is not counted
+            statistics.collect()
+        return self.logs_step
+
+    def _watch(self) -> NanWatch:
+        """Gives flags to the modules that this rank holds, in the order of the forward as far as names tell."""
+        modules = {_plain(name): module for part in self.model_parts for name, module in part.named_modules()}
+        names = sorted(self.config.watched, key=_natural)
+        flagged = {name: f"{name}.routed_experts" if name in self.config.routed else name for name in names}
+        here = {name: modules[flagged[name]] for name in names if flagged[name] in modules}
+        return NanWatch(names, here, utils.device_type, logger)
+
+    def _after_step(self) -> None:
+        assert self.nan_watch is not None
+        self.nan_watch.after_step(self.model_parts, self.step)
+        if self.logs_step and not self.nan_watch.reported:  # the trainer waits for the loss next, and may end the job
+            self.nan_watch.report_here(self.model_parts)
+        if statistics.collecting():
+            counts = statistics.take(utils.device_type)
+            dist.all_reduce(counts)
+            summary = {f"fp8_flow_moe/{name}": value for name, value in statistics.summarize(counts).items()}
+            self.logger.log(summary, self.step)
+
+
+def _plain(name: str) -> str:
+    """A module's name without the wrappers of compile and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

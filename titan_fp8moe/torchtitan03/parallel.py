@@ -1,0 +1,63 @@
+"""Two of torchtitan's steps, changed for converted layers: which parameters FSDP manages, and how blocks compile.
+
+FSDP over one rank has nothing to gather or reduce. But it would cast the experts' parameters to bf16 and copy them
+twice a step, and copy the gradients twice. Quantization reads fp32 as well, and weight gradients come in the
+parameters' dtype. Therefore such experts leave FSDP after it has sharded them. Their parameters stay the DTensors that
+FSDP made, so that clipping, optimizers and checkpoints see the same types as ever.
+"""
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torchtitan.distributed import fsdp
+
+from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.trainer.compat import leave_fsdp
+
+
+def fsdp_has_work(job: Any) -> bool:
+    """Whether FSDP serves the experts even over one rank. It adds up gradients of bf16 parameters in fp32 and moves
+    offloaded ones. TorchFT averages over replicas what FSDP reduces."""
+    fault_tolerance = getattr(job, "fault_tolerance", None)
+    return (
+        job.training.enable_cpu_offload
+        or job.training.dtype != "float32"
+        or (fault_tolerance is not None and fault_tolerance.enable)
+    )
+
+
+def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
+    """FSDP's ``fully_shard``; experts with ``outside_fsdp`` leave it again."""
+    sharded = torch_fully_shard(module, **kwargs)
+    for part in module if isinstance(module, list) else [module]:
+        if getattr(part, "moe_enabled", False):
+            experts = [m for m in part.modules() if isinstance(m, Fp8FlowGroupedExperts) and m.outside_fsdp]
+            leave_fsdp(part, [p for m in experts for p in m.parameters()])
+    return sharded
+
+
+@functools.cache
+def install() -> None:
+    """Gives torchtitan this ``fully_shard``, and lets blocks with an all-to-all compile to several graphs. Calling
+    again does nothing.
+
+    Raises:
+        RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
+    """
+    if fsdp.fully_shard is not torch_fully_shard:
+        raise RuntimeError(
+            "torchtitan.distributed.fsdp.fully_shard is not PyTorch's, so FP8 experts cannot leave FSDP; install "
+            "torchtitan 0.3.0"
+        )
+    fsdp.fully_shard = fully_shard
+    compile_module = nn.Module.compile
+
+    def compile_(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # torchtitan asks for one graph, which split sizes, read on the host, do not allow.
+        if any(isinstance(module, Fp8FlowMoE) and module.breaks_graphs for module in self.modules()):
+            kwargs["fullgraph"] = False
+        compile_module(self, *args, **kwargs)
+
+    nn.Module.compile = compile_
