@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from titan_fp8moe import Fp8FlowLinear, RoutedExperts, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.trainer import preflight
@@ -47,10 +48,39 @@ def test_gathered_weights_are_not_cached():
         Fp8FlowMoEConfig(fp8_all_gather=True, cache_weights=True)
 
 
+CONSUMERS = {
+    "routed_experts": lambda config: routed_experts(*[torch.empty(0)] * 6, config=config),
+    "RoutedExperts": lambda config: RoutedExperts(4, 128, 128, config=config),
+    "Fp8FlowLinear": lambda config: Fp8FlowLinear(128, 128, config=config),
+}
+
+
+@pytest.mark.parametrize(
+    ("owner", "setting"),
+    [
+        ("routed_experts", {"cache_weights": True}),
+        ("RoutedExperts", {"fp8_all_gather": True}),
+        ("RoutedExperts", {"statistics_every": 5}),
+        ("RoutedExperts", {"filter_fqns": ["layers.1."]}),
+        ("RoutedExperts", {"linear_fqns": ["wq."]}),
+        ("Fp8FlowLinear", {"save_h": "fp8"}),
+    ],
+)
+def test_settings_without_effect_are_refused(owner: str, setting: dict):
+    with refused(f"{next(iter(setting))} has no effect on {owner}; leave it out of the config"):
+        CONSUMERS[owner](Fp8FlowMoEConfig(**setting))
+
+
+@pytest.mark.parametrize("owner", CONSUMERS)
+def test_config_of_another_type_is_refused(owner: str):
+    with refused("config must be an Fp8FlowMoEConfig, got dict; use Fp8FlowMoEConfig(**settings)"):
+        CONSUMERS[owner](dict(wgrad="bf16"))
+
+
 def test_description_has_every_setting_of_a_layer():
     assert Fp8FlowMoEConfig(filter_fqns=["layers.1."]).describe() == (
         "wgrad=balanced, save_h=bf16, recompute=activation, dispatch=auto, dispatch_capacity=1.5, "
-        "cache_weights=False, fp8_all_gather=False, statistics_every=0, emulate=False"
+        "cache_weights=False, fp8_all_gather=False, statistics_every=0"
     )
 
 
@@ -216,7 +246,7 @@ def test_pipeline_schedules_that_may_split_the_backward(schedule: str):
 def test_lost_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, built_for: str | None):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    assert preflight.check_hardware(emulate=False) == "plain PyTorch reference on the CPU"
+    assert preflight.check_hardware() == "plain PyTorch reference on the CPU"
     assert ("built for CUDA but finds no GPU" in caplog.text) == bool(built_for)
 
 

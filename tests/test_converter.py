@@ -360,7 +360,7 @@ def test_other_gpus_only_when_asked_to_emulate(
     pretend_gpu(monkeypatch, name, capability)
     version = f"{capability[0]}\\.{capability[1]}"
     error, message = (ValueError, "8.9 or later") if capability == (8, 0) else (RuntimeError, "differ .*grouped_mm")
-    match = rf"(?s){message}.*fp8_flow_moe\.emulate = true"
+    match = rf"(?s){message}.*TITAN_FP8MOE_EMULATE=1"
     with pytest.raises(error, match=match) as raised:
         convert(make_config(), make_model(make_config()))
     assert re.search(rf"{name} \({version}\)", str(raised.value))
@@ -368,11 +368,11 @@ def test_other_gpus_only_when_asked_to_emulate(
     convert(bf16, make_model(bf16))
 
     on_gpu = SimpleNamespace(is_cuda=True)
-    emulated = make_config("--fp8_flow_moe.emulate")
+    monkeypatch.setattr(backend, "_emulating", True)  # as TITAN_FP8MOE_EMULATE=1 does
     with caplog.at_level(logging.INFO):
-        convert(emulated, make_model(emulated))
+        convert(make_config(), make_model(make_config()))
     assert not backend.use_kernels(on_gpu)
-    assert f"plain PyTorch reference on {name} (emulate)" in caplog.text
+    assert f"plain PyTorch reference on {name} (TITAN_FP8MOE_EMULATE)" in caplog.text
 
 
 def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
@@ -386,7 +386,7 @@ def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 SETTINGS = (
     "wgrad=scaling_aware, save_h=fp8, recompute=none, dispatch=auto, dispatch_capacity=1.5, cache_weights=False, "
-    "fp8_all_gather=False, statistics_every=0, emulate=False"
+    "fp8_all_gather=False, statistics_every=0"
 )
 
 

@@ -143,7 +143,7 @@ def test_other_filters_are_named(filter_fn, message):
         (dict(hidden_dim=72), {}, "the layer: expert hidden dim 72 is not a multiple of 16"),
         ({}, dict(filter_fqns=["layers.1."]), "the config names 'layers.1.', but quantize_ shows it no names"),
         ({}, dict(linear_fqns=["wo."]), "the config names 'wo.', but quantize_ shows it no names"),
-        ({}, dict(statistics_every=5), "statistics_every has no effect with quantize_"),
+        ({}, dict(statistics_every=5), "statistics_every has no effect on modules of quantize_"),
     ],
 )
 def test_errors(layer, config, message):

@@ -41,8 +41,6 @@ ONE_LAYER = 0.12
 @pytest.fixture(autouse=True)
 def registered():
     adapter.register()
-    yield
-    adapter.ops.emulate(False)
 
 
 # --- experts classes --------------------------------------------------------------------------------------------------

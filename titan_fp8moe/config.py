@@ -74,10 +74,6 @@ class Fp8FlowMoEConfig:
     """Run in FP8 the linears that have one of these strings in their fully qualified names, such as
     ``attention.wq_b.``. Large projections gain, small ones lose. Their dims must be multiples of 128 on every rank."""
 
-    emulate: bool = False
-    """Run the plain PyTorch reference on a GPU that the kernels do not support: AMD's, or compute capability below 8.9.
-    It is slow, and applies to the whole process. In plain PyTorch call :func:`titan_fp8moe.ops.emulate` instead."""
-
     @property
     def backward(self) -> BackwardSpec:
         """The settings of a layer's backward."""
@@ -113,14 +109,6 @@ class Fp8FlowMoEConfig:
             )
 
 
-def require_config(config: Any) -> None:
-    """Raises ValueError for settings of another type, such as a dict."""
-    if not isinstance(config, Fp8FlowMoEConfig):
-        raise ValueError(
-            f"config must be an Fp8FlowMoEConfig, got {type(config).__name__}; use Fp8FlowMoEConfig(**settings)"
-        )
-
-
 def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
     """Whether ``value`` is valid for a setting of type ``hint``, and what is."""
     if hint is bool:
@@ -134,3 +122,27 @@ def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
         ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
         return ok, "a list of non-empty strings"
     return value in get_args(hint), "one of " + ", ".join(repr(choice) for choice in get_args(hint))
+
+
+RECIPE = "wgrad", "save_h", "recompute"
+TRANSPORT = "dispatch", "dispatch_capacity"
+_DEFAULTS = vars(Fp8FlowMoEConfig())
+
+
+def require_config(config: Any, owner: str, *settings: str) -> None:
+    """Refuses what the owner of ``config`` would ignore.
+
+    Args:
+        owner: in words, for the message.
+        settings: those that have an effect.
+
+    Raises:
+        ValueError: for settings of another type, such as a dict, or another one that is not its default.
+    """
+    if not isinstance(config, Fp8FlowMoEConfig):
+        raise ValueError(
+            f"config must be an Fp8FlowMoEConfig, got {type(config).__name__}; use Fp8FlowMoEConfig(**settings)"
+        )
+    for name, default in _DEFAULTS.items():
+        if name not in settings and getattr(config, name) != default:
+            raise ValueError(f"{name} has no effect on {owner}; leave it out of the config")

@@ -15,15 +15,13 @@ import functools
 import inspect
 import warnings
 import weakref
-from dataclasses import fields
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from titan_fp8moe import ops
 from titan_fp8moe.activations import ACTIVATIONS
-from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import TILE
@@ -47,7 +45,6 @@ except ImportError as error:
 
 NAME = "fp8_flow"
 _REGISTRIES = ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS  # the second serves weights that are stored in FP8
-_SETTINGS = ("wgrad", "save_h", "recompute", "emulate")
 # What Transformers 5.17 to 5.23 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
@@ -59,8 +56,8 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     fp32. Parameters, their names and checkpoints stay as they are.
 
     Args:
-        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h``, ``recompute`` and
-            ``emulate`` apply. With gradient checkpointing use ``recompute="none"``.
+        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h`` and
+            ``recompute`` apply. With gradient checkpointing use ``recompute="none"``.
         unsupported: what experts do that it does not serve. ``error`` raises ValueError in their forward. ``keep``
             leaves them on Transformers' ``grouped_mm`` and warns once for each reason.
 
@@ -77,12 +74,8 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     config = config or Fp8FlowMoEConfig()
     if unsupported not in ("error", "keep"):
         raise ValueError(f"unsupported is {unsupported!r}; set it to 'error' or 'keep'")
-    default = Fp8FlowMoEConfig()
-    for name in (field.name for field in fields(config) if field.name not in _SETTINGS):
-        if getattr(config, name) != getattr(default, name):
-            raise ValueError(f"{name} has no effect on Transformers models; leave it out of the config")
-    preflight.check_hardware(config.emulate)
-    ops.emulate(config.emulate)
+    require_config(config, "Transformers models", *RECIPE)
+    preflight.check_hardware()
     for registry in _REGISTRIES:
         forward = functools.partial(_experts_forward, registry=registry, config=config, keep=unsupported == "keep")
         registry.register(NAME, forward)

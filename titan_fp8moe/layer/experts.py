@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, ops
-from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
+from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import Pairs
 from titan_fp8moe.dispatch.base import Pending, Returned
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
@@ -110,8 +110,8 @@ def routed_experts(
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
             id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
-        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. A function has no use for ``filter_fqns``,
-            ``fp8_all_gather``, ``cache_weights``, ``statistics_every`` and ``emulate``.
+        config: the recipe's settings and the transport's, :data:`titan_fp8moe.config.RECIPE` and ``TRANSPORT``; by
+            default ``Fp8FlowMoEConfig()``.
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
         score_before_experts: multiply the experts' input, not their output, by the score.
         meanwhile: computes a tensor (T, D) that is added to the result. It runs while tokens travel between ranks, and
@@ -135,7 +135,7 @@ def routed_experts(
     """
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
-        require_config(config)
+        require_config(config, "routed_experts", *RECIPE, *TRANSPORT)
     layer = Layer(config or _DEFAULTS, ep_group, expert)
     return apply_experts(x, ExpertWeights(w1, w2, w3), topk_ids, topk_scores, layer, meanwhile=meanwhile)
 

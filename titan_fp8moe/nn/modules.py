@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
-from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
+from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
@@ -53,7 +53,7 @@ class RoutedExperts(Fp8AllGather):
     Args:
         num_experts: experts of all ranks.
         dim, hidden_dim: D and H, multiples of 128.
-        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``.
+        config: the settings of the recipe and the transport, and ``cache_weights``; by default ``Fp8FlowMoEConfig()``.
         ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``. Where
             FSDP shards the experts further, the mesh dim of those ranks, such as ``mesh["ep"]``.
         score_before_experts: multiply the experts' input, not their output, by the score.
@@ -66,7 +66,7 @@ class RoutedExperts(Fp8AllGather):
 
     Raises:
         ValueError: for dims that are no multiples of 128, experts that do not divide over the ranks, a dtype that is
-            not bf16 or fp32, or a group that this rank is not in.
+            not bf16 or fp32, a setting without effect here, or a group that this rank is not in.
 
     Example::
 
@@ -80,9 +80,6 @@ class RoutedExperts(Fp8AllGather):
     w3: nn.Parameter
     cache: WeightCache | None
     ep_group: dist.ProcessGroup | None
-    w1: nn.Parameter
-    w2: nn.Parameter
-    w3: nn.Parameter
 
     def __init__(
         self,
@@ -123,6 +120,7 @@ class RoutedExperts(Fp8AllGather):
 
     def configure(self, config: Fp8FlowMoEConfig) -> None:
         """Replaces the settings."""
+        require_config(config, "RoutedExperts", *RECIPE, *TRANSPORT, "cache_weights")
         self.config = config
         add_cache(self)
 
@@ -211,7 +209,6 @@ def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]
 def add_cache(module: Any) -> None:
     """Gives a module, whose ``config`` is set, the weight cache that its settings ask for. Loading a state dict clears
     it."""
-    require_config(module.config)
     if "cache" not in vars(module):
         module.register_load_state_dict_post_hook(_clear_cache)
     module.cache = WeightCache() if module.config.cache_weights else None
@@ -276,7 +273,7 @@ class Fp8FlowLinear(nn.Linear):
             ``Fp8FlowMoEConfig()``.
 
     Raises:
-        ValueError: for other dims, or a dtype that is not bf16 or fp32.
+        ValueError: for other dims, a dtype that is not bf16 or fp32, or a setting without effect here.
     """
 
     config: Fp8FlowMoEConfig
@@ -293,7 +290,9 @@ class Fp8FlowLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
-        self._configure(config or Fp8FlowMoEConfig())
+        config = config or Fp8FlowMoEConfig()
+        require_config(config, "Fp8FlowLinear", "wgrad", "cache_weights")
+        self._configure(config)
 
     @staticmethod
     def convert(module: nn.Linear, config: Fp8FlowMoEConfig) -> None:

@@ -5,6 +5,7 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -83,20 +84,21 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-_emulating = False
+_emulating = os.environ.get("TITAN_FP8MOE_EMULATE") == "1"
 
 
 def emulate(on: bool) -> None:
-    """Switches every op of this process to :mod:`titan_fp8moe.recipe` on GPUs too.
+    """Switches every op of this process to :mod:`titan_fp8moe.recipe` on GPUs too. ``TITAN_FP8MOE_EMULATE=1`` in the
+    environment does so from the start.
 
-    Slow; for GPUs that the kernels do not support.
+    Slow; for GPUs that the kernels do not support: AMD's, or compute capability below 8.9.
     """
     global _emulating
     _emulating = on
 
 
 def emulating() -> bool:
-    """Whether :func:`emulate` has switched the kernels off."""
+    """Whether :func:`emulate`, or the environment, has switched the kernels off."""
     return _emulating
 
 

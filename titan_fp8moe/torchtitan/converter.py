@@ -21,7 +21,7 @@ from torchtitan.protocols.model_converter import (
 )
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import SAVED_OPS, ops
+from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.nn.modules import Fp8FlowLinear
@@ -151,7 +151,7 @@ class Fp8FlowMoEConverter(ModelConverter):
     def _check_hardware(self) -> str:
         if not self.trains_here:
             return "dry run"
-        return preflight.check_hardware(self.config.emulate)
+        return preflight.check_hardware()
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""
@@ -167,7 +167,6 @@ def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
     for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
         module._op_sac_save_list.update(_SAVED_OPS)
         compiling.install(module)
-    ops.emulate(config.emulate)
     if config.statistics_every:
         log_statistics()
 

@@ -13,6 +13,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.ops.backend import emulating
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout
 
@@ -75,8 +76,9 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
         )
     setting = "cache_weights" if config.cache_weights else "statistics_every"
     on_the_host = config.cache_weights or config.statistics_every
-    if (on_the_host or config.emulate) and cuda_graphs:
-        setting = setting if on_the_host else "emulate"
+    if emulating() and cuda_graphs:
+        raise ValueError("TITAN_FP8MOE_EMULATE works outside of CUDA graphs; set training.disable_cuda_graphs = true")
+    if on_the_host and cuda_graphs:
         raise ValueError(
             f"fp8_flow_moe.{setting} works outside of CUDA graphs; set training.disable_cuda_graphs = true, or leave "
             f"{setting} out"

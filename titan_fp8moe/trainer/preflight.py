@@ -13,7 +13,7 @@ import torch
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.ops.backend import pass_gate
+from titan_fp8moe.ops.backend import emulating, pass_gate
 from titan_fp8moe.recipe import TILE
 
 logger = logging.getLogger(__name__)
@@ -173,9 +173,9 @@ def check_pipeline_schedule(schedule: str, *, setting: str) -> None:
         )
 
 
-def check_hardware(emulate: bool) -> str:
+def check_hardware() -> str:
     """Names the implementation that the ops run, for logs. The machine must have kernels that work or no GPU, unless
-    ``emulate`` is set.
+    the reference is switched on.
 
     Raises:
         ValueError, RuntimeError: of :func:`titan_fp8moe.ops.self_check.require_checked`.
@@ -185,8 +185,8 @@ def check_hardware(emulate: bool) -> str:
             logger.warning("PyTorch is built for CUDA but finds no GPU: this process trains on the CPU")
         return "plain PyTorch reference on the CPU"
     name = torch.cuda.get_device_name()
-    if emulate:
-        return f"plain PyTorch reference on {name} (emulate)"
+    if emulating():
+        return f"plain PyTorch reference on {name} (TITAN_FP8MOE_EMULATE)"
     pass_gate()
     return f"Triton kernels on {name}"
 
