@@ -252,7 +252,7 @@ def test_experts_must_divide_over_ranks():
 
 def test_model_without_moe():
     config = make_config(model="llama3", flavor="debugmodel")
-    with pytest.raises(ValueError, match="the model has no MoE layer; remove it or choose a flavor with MoE"):
+    with pytest.raises(ValueError, match="the model has no MoE layer; remove the converter"):
         convert(config, make_model(config))
 
 

@@ -98,12 +98,7 @@ class Conversion:
         job_checks.check_job(job, settings)
         preflight.warn_about_settings(settings, layout.fsdp_shards)
         local_ranks = os.environ.get("LOCAL_WORLD_SIZE")
-        preflight.check_dispatch(
-            settings,
-            layout,
-            None if local_ranks is None else int(local_ranks),
-            remedy="lower parallelism.expert_parallel_degree",
-        )
+        preflight.check_dispatch(settings, layout, local_ranks)
         for name, part in self.fp8.items():
             if part.kind == MOE:
                 job_checks.check_layer(name, configs[name], settings, layout)
