@@ -45,6 +45,7 @@ from titan_fp8moe import dispatch, ops
 from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import Pairs
 from titan_fp8moe.dispatch.base import Pending, Returned
+from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
@@ -275,6 +276,8 @@ def _routed_experts_forward(
         The output and :data:`_WHOLE`. With a dispatch that overlaps instead: a placeholder of the output's gradient,
         the payload in flight, and :data:`_STARTED`.
     """
+    if layer not in warm_up.started and x_TD.is_cuda:
+        warm_up.start(x_TD, topk_ids_TK, nan_flags, weights, shared_weights, layer)
     spec, nans = LayerSpec.decode(layer), NanFlags.of(nan_flags)
     T, E = x_TD.shape[0], cast(Tensor, weights[0]).shape[0]
     pairs = Pairs(topk_ids_TK, topk_scores_TK, E)

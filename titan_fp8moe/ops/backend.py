@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
+from titan_fp8moe.kernels.launch import is_recording
+
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
@@ -55,7 +57,7 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
             if isinstance(first, list):
                 first = first[0]
             # DTensors and other subclasses must meet the op: they handle or refuse it.
-            if type(first) in _ORDINARY and not first.is_meta:
+            if type(first) in _ORDINARY and (not first.is_meta or is_recording()):
                 return untyped(*args, **kwargs)
         return op(*args, **kwargs)
 
@@ -113,7 +115,7 @@ def before_first_kernel(gate: Callable[[], None]) -> None:
 
 def use_kernels(x: torch.Tensor) -> bool:
     """Whether an op runs its Triton kernels on ``x``."""
-    return x.is_cuda and not _emulating and (_gate is None or pass_gate())
+    return (x.is_cuda and not _emulating and (_gate is None or pass_gate())) or (x.is_meta and is_recording())
 
 
 @contextmanager
