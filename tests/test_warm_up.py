@@ -42,7 +42,7 @@ def processes(monkeypatch):
 
 def start(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = False, **settings) -> None:
     config = Fp8FlowMoEConfig(**settings)
-    layer = LayerSpec(config.route(None), spec, config.backward, shared, True)
+    layer = LayerSpec(config.route(None), spec, config.backward, "trained" if shared else "", True)
     shapes = (E, H, D), (E, D, H), (E, H, D)
     weights = [torch.empty(shape) for shape in shapes]
     shared_weights = [torch.empty(1, *shape[1:]) for shape in shapes] if shared else []

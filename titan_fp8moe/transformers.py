@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_fp8moe.activations import ACTIVATIONS
-from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.layer.cache import Layouts, WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import preflight
@@ -56,8 +57,8 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     fp32. Parameters, their names and checkpoints stay as they are.
 
     Args:
-        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h`` and
-            ``recompute`` apply. With gradient checkpointing use ``recompute="none"``.
+        config: the settings of the recipe and of the weight cache; by default ``Fp8FlowMoEConfig()``. With gradient
+            checkpointing use ``recompute="none"``. Frozen experts are quantized once for good, in 1 byte per parameter.
         unsupported: what experts do that it does not serve. ``error`` raises ValueError in their forward. ``keep``
             leaves them on Transformers' ``grouped_mm`` and warns once for each reason.
 
@@ -74,7 +75,7 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     config = config or Fp8FlowMoEConfig()
     if unsupported not in ("error", "keep"):
         raise ValueError(f"unsupported is {unsupported!r}; set it to 'error' or 'keep'")
-    require_config(config, "Transformers models", *RECIPE)
+    require_config(config, "Transformers models", *RECIPE, *CACHE)
     preflight.check_hardware()
     for registry in _REGISTRIES:
         forward = functools.partial(_experts_forward, registry=registry, config=config, keep=unsupported == "keep")
@@ -127,12 +128,29 @@ def _experts_forward(
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
-    layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), check_ids=False)
+    frozen, cache = are_frozen(weights), None
+    if frozen or config.cache_weights:
+        _add_cache(experts, config.kept_layouts)
+        cache = experts.fp8_flow_cache
+    layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), cache=cache, check_ids=False, frozen=frozen)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
     with torch.cuda.device(device):  # device_map spreads layers over GPUs; autograd switches to them by itself
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
+
+
+@torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
+def _add_cache(experts: Any, layouts: Layouts) -> None:
+    cache = vars(experts).get("fp8_flow_cache")
+    if cache is None:
+        experts.register_load_state_dict_post_hook(_clear_cache)
+    if cache is None or cache.layouts != layouts:
+        experts.fp8_flow_cache = WeightCache(layouts)
+
+
+def _clear_cache(experts: Any, _: Any) -> None:
+    experts.fp8_flow_cache.clear()
 
 
 def _why_not(experts: Any) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.saved import LayerSpec
@@ -44,13 +44,13 @@ def launches_of(work: dict[str, Any]) -> list[tuple[launch.Kernel, tuple[Any, ..
             *(None if w is None else w.detach()[0].requires_grad_() for w in tensors[count:][: len(names)])
         )
     spec = LayerSpec.decode(work["layer"])
-    config = Fp8FlowMoEConfig(**spec.backward._asdict())
+    config = Fp8FlowMoEConfig(**{name: getattr(spec.backward, name) for name in RECIPE})
+    frozen = spec.backward.weights == "frozen"
+    layer = Layer(config, expert=spec.expert, frozen=frozen, shared_frozen=spec.shared == "frozen")
     scores = torch.empty(ids.shape, device="meta", requires_grad=True)
     unique: dict[tuple, Any] = {}
     with launch.recording() as recorded:
-        out = apply_experts(
-            x, weights, ids, scores, Layer(config, expert=spec.expert), shared=shared, nan_flags=nan_flags
-        )
+        out = apply_experts(x, weights, ids, scores, layer, shared=shared, nan_flags=nan_flags)
         out.backward(torch.empty_like(out))
     for kernel, tensors, constants in recorded:
         args = tuple(_Pointer(arg) if isinstance(arg, Tensor) else arg for arg in tensors)

@@ -115,7 +115,7 @@ def before_first_kernel(gate: Callable[[], None]) -> None:
 
 def use_kernels(x: torch.Tensor) -> bool:
     """Whether an op runs its Triton kernels on ``x``."""
-    return (x.is_cuda and not _emulating and (_gate is None or pass_gate())) or (x.is_meta and is_recording())
+    return (x.is_cuda and not _emulating and (_gate is None or pass_gate())) or (is_recording() and x.is_meta)
 
 
 @contextmanager
