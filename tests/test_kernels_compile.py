@@ -13,6 +13,7 @@ from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES, num_samples
+from titan_fp8moe.rows import RowBias
 from titan_fp8moe.spec import ExpertSpec
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -84,6 +85,15 @@ def calls(M, D, H, E, T=12288):
             for again in (False, True):
                 args = (d, *kept, score_M, offsets_E, spec, again, flag)
                 yield f"{spec.encode()} backward {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
+    bias = swiglu.Bias(*[meta(E, H - 64, dtype=BF16)] * 2)
+    b2, rows_of_dy = meta(E, D, dtype=BF16), rows(M, D)
+    for spec in SPECS:
+        yield f"{spec.encode()} biased", swiglu.swiglu_quantize, (h, score_M, offsets_E, spec, True, flag, bias)
+        for kept in ((h, None), rows(M, 2 * H)):
+            for with_gradients in (False, True):
+                output = swiglu.OutputBias(b2, *rows_of_dy, with_gradients)
+                args = (d, *kept, score_M, offsets_E, spec, True, flag, bias, output)
+                yield f"{spec.encode()} backward biased {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     for keep_h in (False, True):
         yield f"no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], ExpertSpec(), keep_h)
     for kept in ((h, None), rows(M, 2 * H)):
@@ -100,6 +110,9 @@ def calls(M, D, H, E, T=12288):
     for dtype in (BF16, FP32):
         yield f"unpermute {dtype}", permute.unpermute_sum, (y, map_TK, dtype)
     yield "unpermute with addend", permute.unpermute_sum, (y, map_TK, BF16, meta(M, D, dtype=BF16))
+    row_bias = RowBias(b2, score_M, offsets_E)
+    yield "unpermute with a bias", permute.unpermute_sum, (y, map_TK, BF16, None, row_bias)
+    yield "pack_combine with a bias", permute.pack_combine, (y, None, map_TK, 2 * D + 32, row_bias)
     received = payload[:, : 2 * D].view(BF16)
     yield "unpermute payload", permute.unpermute_sum, (received, map_TK, BF16)
     for ids in (None, map_TK, ids_TK):
@@ -136,6 +149,9 @@ def symmetric_calls(N, D, E, T):
     for keep in (True, False):
         args = at, plan, token_C, row_CK, token_M, meta(C, D // TILE, dtype=E8M0), offsets_E, keep
         yield f"pull_rows {keep}", kernels.pull_rows, args
+    bias = RowBias(meta(E, D, dtype=BF16), meta(M, dtype=FP32), offsets_E)
+    args = at, plan, meta(M, D, dtype=BF16), None, row_CK, meta(C, TOP_K, dtype=torch.uint8), bias
+    yield "push_sums with a bias", kernels.push_sums, args
     for ds in (None, meta(M, dtype=FP32)):
         args = at, plan, meta(M, D, dtype=BF16), ds, row_CK, meta(C, TOP_K, dtype=torch.uint8)
         yield f"push_sums {ds is None}", kernels.push_sums, args

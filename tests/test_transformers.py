@@ -132,7 +132,7 @@ def test_gates_are_found_by_their_values():
             return gate.clamp(max=limit) * torch.sigmoid(1.5 * gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
 
         clamped._apply_gate = gate
-        assert adapter._compare_gate(clamped) == ("clamped_swiglu", False, (limit, 1.5, 1.0))
+        assert adapter._compare_gate(clamped) == ("clamped_swiglu", False, (limit, 1.5, 1.0), False)
 
 
 def test_the_registry_has_users():

@@ -57,7 +57,7 @@ def start(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = False, 
         {},
         dict(recompute="experts", shared=True, flags=True),
         dict(save_h="fp8", wgrad="scaling_aware"),
-        dict(spec=ExpertSpec.of("clamped_swiglu"), recompute="none"),
+        dict(spec=ExpertSpec.of("clamped_swiglu")._replace(biased=True), recompute="none"),
     ],
 )
 def test_all_kernels_of_a_layer(processes, how):
@@ -76,13 +76,13 @@ def is_unaligned(arg) -> bool:
     return isinstance(arg, worker._Pointer) and arg.data_ptr() % 16 != 0
 
 
-def swiglu_of_the_layer(device: str) -> list:
-    """The arguments of the layer's SwiGLU kernel, as its own launch function passes them."""
+def swiglu_of_the_layer(count: int, device: str) -> list:
+    """The first arguments of the layer's SwiGLU kernel, as its own launch function passes them."""
     rows = row_capacity(T * K, E)
     tensors = [((rows, 2 * H), torch.bfloat16), ((rows,), torch.float32), ((E + 1,), torch.int32)]
     h, score, offsets = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in tensors)
     (launch,) = record_launches(swiglu.swiglu_quantize, h, score, offsets, SWIGLU, False)
-    args = [launch.arguments[param.name] for param in launch.kernel.params if not param.is_constexpr]
+    args = [launch.arguments[name] for name in launch.kernel.arg_names[:count]]
     return [torch.empty_like(arg, device=device) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
@@ -94,13 +94,13 @@ def test_a_share_is_what_a_layer_finds(processes, tmp_path, monkeypatch):
     launches = worker.launches_of(work)
     index = [kernel.kernel.__name__ for kernel, *_ in launches].index("_swiglu_kernel")
     work["share"] = [index, len(launches)]
-    kernel, _, constants = launches[index]
+    kernel, args, constants = launches[index]
     active = driver._active
     try:
         assert worker.compile_share(work) == ["_swiglu_kernel"]
         found = kernel.kernel.device_caches[0][0]
         known = len(found)
-        kernel.compile(tuple(swiglu_of_the_layer("cpu")), constants)
+        kernel.compile(tuple(swiglu_of_the_layer(len(args), "cpu")), constants)
         assert len(found) == known == 1
     finally:
         driver.set_active(active)

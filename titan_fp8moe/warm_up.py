@@ -18,7 +18,7 @@ from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.saved import LayerSpec
-from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.layer.weights import Biases, ExpertWeights
 from titan_fp8moe.recipe import E8M0, FP8
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -47,6 +47,11 @@ def launches_of(work: dict[str, Any]) -> list[tuple[launch.Kernel, tuple[Any, ..
     config = Fp8FlowMoEConfig(**{name: getattr(spec.backward, name) for name in RECIPE})
     frozen = spec.backward.weights == "frozen"
     layer = Layer(config, expert=spec.expert, frozen=frozen, shared_frozen=spec.shared == "frozen")
+    if spec.expert.biased:
+        E, D = weights.w2.shape[:2]
+        rows = weights.w1.shape[1]
+        b1, b2 = (torch.empty(E, n, dtype=weights.w1.dtype, device="meta", requires_grad=True) for n in (rows, D))
+        layer = layer._replace(biases=Biases(b1, b2, None if weights.w3 is None else b1))
     scores = torch.empty(ids.shape, device="meta", requires_grad=True)
     unique: dict[tuple, Any] = {}
     with launch.recording() as recorded:

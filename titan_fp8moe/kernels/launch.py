@@ -37,8 +37,9 @@ class Kernel:
     such as ``num_warps`` are passed by name. Scales arrive as uint8, since Triton has no name for their dtype, e8m0.
 
     Args:
-        bound: ``constexpr`` parameters that every launch shares. They are not part of the cache key, so a
-            ``triton.jit`` function, whose hash is slow, costs a launch nothing here.
+        bound: ``constexpr`` parameters that every launch shares, and tensors that are None in every launch, which come
+            last before the constexprs. They are not part of the cache key: a ``triton.jit`` function, whose hash is
+            slow, and absent tensors cost a launch nothing here.
 
     Attributes:
         kernel: the decorated kernel. In Triton's interpreter every launch calls it.
@@ -52,7 +53,7 @@ class Kernel:
         self._compiled: dict[tuple, tuple[Any, Any, Any, tuple]] = {}
         if not isinstance(kernel, JITFunction):
             return
-        constants = [param.is_constexpr for param in kernel.params]
+        constants = [param.is_constexpr or param.name in bound for param in kernel.params]
         self._num_args = len(constants) - sum(constants)
         if any(constants[: self._num_args]):
             raise TypeError(f"{kernel.__name__}: constexpr parameters must come last")

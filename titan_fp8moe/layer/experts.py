@@ -51,7 +51,9 @@ from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
 from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import (
+    NO_BIASES,
     NO_WEIGHTS,
+    Biases,
     ExpertWeights,
     are_frozen,
     forward_operands,
@@ -69,7 +71,7 @@ _DEFAULTS = Fp8FlowMoEConfig()  # made at import: torch.compile cannot trace its
 
 
 class Layer(NamedTuple):
-    """How to apply a layer, apart from its tensors.
+    """How to apply a layer, apart from its tokens and weights.
 
     Attributes:
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
@@ -77,6 +79,7 @@ class Layer(NamedTuple):
             frozen weights.
         check_ids: refuse ids that are no expert's; else they count as -1.
         frozen, shared_frozen: whether none of the weights is trained.
+        biases: of the routed experts.
     """
 
     config: Fp8FlowMoEConfig
@@ -87,6 +90,7 @@ class Layer(NamedTuple):
     check_ids: bool = True
     frozen: bool = False
     shared_frozen: bool = False
+    biases: Biases[Tensor] | None = None
 
 
 def routed_experts(
@@ -103,10 +107,14 @@ def routed_experts(
     meanwhile: Callable[[], Tensor] | None = None,
     activation: str = "swiglu",
     activation_parameters: dict[str, float] | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
 ) -> Tensor:
-    """Sum over a token's experts of score * W2 activation(W1 x, W3 x), in FP8; by default silu(W1 x) * (W3 x).
+    """Sum over a token's experts of score * (W2 activation(W1 x + b1, W3 x + b3) + b2), in FP8; by default
+    silu(W1 x) * (W3 x) without biases.
 
-    Differentiable once in ``x``, ``topk_scores``, the weights, and whatever ``meanwhile`` reads.
+    Differentiable once in ``x``, ``topk_scores``, the weights and biases, and whatever ``meanwhile`` reads.
 
     Args:
         x: (T, D) bf16 or fp32, D a multiple of 128.
@@ -124,6 +132,8 @@ def routed_experts(
             so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
+        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None gate's and
+            up's in one ``b1`` (E, 2H), in the order of w1's rows. All or none.
 
     Returns:
         (T, D) in the dtype of ``x``.
@@ -142,7 +152,11 @@ def routed_experts(
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
         require_config(config, "routed_experts", *RECIPE, *TRANSPORT)
-    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=are_frozen((w1, w2, w3)))
+    biases = None
+    if b1 is not None or b2 is not None or b3 is not None:
+        biases = Biases(b1, b2, b3)
+    frozen = are_frozen((w1, w2, w3))
+    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases))
     return apply_experts(x, ExpertWeights(w1, w2, w3), topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
 
@@ -168,15 +182,17 @@ def apply_experts(
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
     _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK)
-    config, grad = layer.config, torch.is_grad_enabled()
+    config, expert, grad = layer.config, layer.expert, torch.is_grad_enabled()
+    if layer.biases is not None:
+        _check_biases(layer.biases, weights)
+        expert = expert._replace(biased=True)
     backward = config.backward._replace(weights="frozen") if layer.frozen else config.backward
     of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
-    spec = LayerSpec(config.route(layer.ep_group), layer.expert, backward, of_shared, layer.check_ids)
+    spec = LayerSpec(config.route(layer.ep_group), expert, backward, of_shared, layer.check_ids)
     cache = layer.cache if grad or layer.frozen else None
     call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None)
-    inputs = Inputs(
-        x_TD, topk_scores_TK.contiguous(), topk_ids_TK.contiguous(), nan_flags, weights, shared or NO_WEIGHTS
-    )
+    scores_TK, ids_TK = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
+    inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, weights, shared or NO_WEIGHTS, layer.biases)
     if not spec.dispatch.overlaps:
         out = _RoutedExperts.apply(*inputs.flatten(), call, None)
         return out if meanwhile is None else _add(out, meanwhile())
@@ -245,6 +261,20 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
     check_caller(x_TD)
 
 
+def _check_biases(biases: Biases[Any], weights: ExpertWeights[Tensor]) -> None:
+    E, rows, D = weights.w1.shape
+    shapes = dict(b1=(E, rows), b2=(E, D)) | ({} if weights.w3 is None else dict(b3=(E, rows)))
+    given = {name: b for name, b in zip(Biases._fields, biases, strict=True) if b is not None}
+    if {name: tuple(b.shape) for name, b in given.items()} != shapes:
+        got = ", ".join(f"{name} {tuple(b.shape)}" for name, b in given.items())
+        wanted = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"with these weights the biases must be {wanted}; got {got}")
+    kinds = {(b.dtype, b.device) for b in given.values()}
+    if kinds not in ({(torch.bfloat16, weights.w1.device)}, {(torch.float32, weights.w1.device)}):
+        got = ", ".join(f"{name} {b.dtype} on {b.device}" for name, b in given.items())
+        raise ValueError(f"b1, b2 and b3 must be all bf16 or all fp32, on the weights' device; got {got}")
+
+
 def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
     if ids.is_floating_point or not scores.is_floating_point:
         return f"{SWAPPED}; got {ids} ids and {scores} scores"
@@ -272,11 +302,15 @@ def _routed_experts_forward(
     nan_flags: Tensor | None,
     layer: str,
     signature: int,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
 ) -> list[Tensor]:
     """The forward of a layer; with a dispatch that overlaps, up to ``send_back``.
 
     Args:
         weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
+        b1, b2, b3: the fields of :class:`Biases`, for experts that have them.
         layer: an encoded :class:`LayerSpec`.
         signature: see :func:`_signature`.
 
@@ -301,12 +335,13 @@ def _routed_experts_forward(
     # Where tokens stay, shared experts read the same rows, of which there are R.
     kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
     del q, scale
-    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans)
+    biases = Biases(b1, b2, b3) if spec.expert.biased else None
+    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases))
     h = ffn.product(rows, w13)
     del rows
     a, saved_ffn = ffn.activate(h)
     del h
-    pending = tokens.send_back(ffn.product(a, w2))
+    pending = tokens.send_back(ffn.product(a, w2), None, ffn.row_bias())
     saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn)
     if group is not None:
         saved = saved._replace(shared_rows=group)
@@ -437,14 +472,19 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any):
         *tensors, call, in_flight = args
-        inputs, spec, signature = Inputs.of(tensors), call.spec, 0
-        ctx.weights_spec = None
+        spec, signature = call.spec, 0
+        inputs = Inputs.of(tensors, spec.expert.biased)
+        ctx.weights_spec = ctx.biases_spec = None
         if isinstance(inputs.weights.w1, DTensor):  # not by to_local(), whose autograd nodes take longer than this one
             w1, w2, w3 = cast(Any, inputs.weights)
             ctx.weights_spec = w1._spec, w2._spec, w3._spec
             inputs = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3._local_tensor))
+            if inputs.biases is not None:
+                biases = cast(Any, inputs.biases)
+                ctx.biases_spec = [b._spec for b in biases]
+                inputs = inputs._replace(biases=Biases(*(b._local_tensor for b in biases)))
         if spec.dispatch.travels:
-            signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad))
+            signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
         has_shared = inputs.shared.w1 is not None
         out, *results = _forward_op(
             inputs.x,
@@ -455,6 +495,7 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.nan_flags,
             spec.encode(),
             signature,
+            *(inputs.biases or ()),
         )
         handed, parts = [], _WHOLE
         if spec.dispatch.overlaps:
@@ -464,10 +505,10 @@ class _RoutedExperts(torch.autograd.Function):
             results = saved.pack(layout(spec, *_EXPERTS))
             ctx.mark_non_differentiable(*handed)
             ctx.set_materialize_grads(False)  # no zeros for those
-            in_flight.needs_dx = Inputs.of(ctx.needs_input_grad).x
+            in_flight.needs_dx = Inputs.of(ctx.needs_input_grad, False).x
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(*inputs.weights, *inputs.shared, *results)
+        ctx.save_for_backward(*inputs.weights, *inputs.shared, *(inputs.biases or ()), *results)
         # The flags are not saved: hooks of saved tensors may return copies.
         ctx.call, ctx.parts, ctx.nan_flags, ctx.in_flight = call, parts, inputs.nan_flags, in_flight
         ctx.x_dtype = inputs.x.dtype
@@ -476,15 +517,17 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
-        call, spec, needs = ctx.call, ctx.call.spec, Inputs.of(ctx.needs_input_grad)
-        nans = NanFlags.of(ctx.nan_flags)
-        saved = Saved.unpack(layout(spec, "weights", "shared_weights", *ctx.parts), ctx.saved_tensors)
+        call, spec, nans = ctx.call, ctx.call.spec, NanFlags.of(ctx.nan_flags)
+        needs, biases = Inputs.of(ctx.needs_input_grad, spec.expert.biased), None
+        saved = Saved.unpack(layout(spec, "weights", "shared_weights", "biases", *ctx.parts), ctx.saved_tensors)
+        if spec.expert.biased:
+            biases = saved.biases
         weights, routing, dim = saved.weights, saved.routing, saved.weights.w1.shape[2]
         tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
         x = None
         if spec.backward.keeps_rows:
             x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
-        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans), saved.ffn
+        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, biases), saved.ffn
         w13, w13_t, w2_t = cached_backward_operands(weights, call.cache, spec.backward)
         saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
         del w13
@@ -503,7 +546,7 @@ class _RoutedExperts(torch.autograd.Function):
         del saved
         dy = tokens.receive(pending)
         del pending
-        grads = ffn.hidden_gradients(dy, saved_ffn, w2_t)
+        grads = ffn.hidden_gradients(dy, saved_ffn, w2_t, any(needs.biases or ()))
         del dy, saved_ffn, w2_t  # h is freed after its last use, also where checkpointing has kept it
         with_dx = tokens.returns_gradients(needs.x)
         dx_M = ffn.product(grads.dh, w13_t) if with_dx else None
@@ -517,10 +560,23 @@ class _RoutedExperts(torch.autograd.Function):
         dw = ffn.weight_grads(x, grads, weights, needs.weights)
         if ctx.weights_spec is not None:
             dw = ExpertWeights(*map(place_as, dw, ctx.weights_spec))
+        dbiases = (
+            None if biases is None else _bias_gradients(biases, grads.dbias, cast(Any, needs.biases), ctx.biases_spec)
+        )
         shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
         if pending is not None:
             returned = tokens.finish(pending, ctx.x_dtype, shared_dx)
-        return *Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw).flatten(), None, None
+        inputs = Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw, biases=dbiases)
+        return *inputs.flatten(), None, None
+
+
+def _bias_gradients(
+    biases: Biases[Tensor], dbias: Tensor | None, needed: Biases[Any], specs: list[Any] | None
+) -> Biases[Any]:
+    if dbias is None:
+        return NO_BIASES
+    grads = biases.gradients(dbias, needed)
+    return grads if specs is None else Biases(*map(place_as, grads, specs))
 
 
 def _cast_gradient(dout_TD: Tensor, shared: str, nans: NanFlags) -> tuple[Rows, Rows | None]:

@@ -69,7 +69,8 @@ class Fp8AllGather(nn.Module):
         dim 0."""
         self.gathers_fp8 = True
         for param in self.parameters():
-            gather_in_fp8(cast(DTensor, param))  # a DTensor since fully_shard
+            if param.ndim == 3:  # not a bias
+                gather_in_fp8(cast(DTensor, param))  # a DTensor since fully_shard
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Fp8AllGather":
         super()._apply(*args, **kwargs)

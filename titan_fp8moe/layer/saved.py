@@ -5,6 +5,7 @@ layer's specification alone, which fields of them there are and in which order. 
 so a new field is a new field of a record, and nothing else::
 
     weights, shared_weights   the parameters, not quantized: FSDP refills them before the backward
+    biases                    b1 b2 b3 of experts that have them
     state                     the dispatch's, from which its backward is resumed
     routing                   offsets_E, token_M, score_M, row_TK
     tokens                    one quantized row per token that arrived, or its payload; none where weights are frozen
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
 from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
-from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights
+from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
 from titan_fp8moe.rows import GroupRows, Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -99,6 +100,7 @@ def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
     fields: dict[str, tuple[Any, tuple[str, ...]]] = {
         "weights": (ExpertWeights, ExpertWeights._fields),
         "shared_weights": (ExpertWeights, ExpertWeights._fields),
+        "biases": (Biases, Biases._fields if spec.expert.biased else ()),
         "state": (kind.State, kind.State._fields),
         "routing": (Routing, Routing._fields),
         "tokens": (kind.Tokens, tokens),
@@ -132,6 +134,7 @@ class Saved(NamedTuple):
     ffn: SavedFFN = _ABSENT
     shared_rows: GroupRows = _ABSENT
     shared_ffn: SavedFFN = _ABSENT
+    biases: Biases[Any] = _ABSENT
 
     @property
     def rows_of_shared(self) -> GroupRows:
@@ -163,20 +166,23 @@ class Inputs(NamedTuple):
     nan_flags: Any = None
     weights: ExpertWeights[Any] = NO_WEIGHTS
     shared: ExpertWeights[Any] = NO_WEIGHTS
+    biases: Biases[Any] | None = None
 
     def flatten(self) -> tuple[Any, ...]:
-        return (*self[:-2], *self.weights, *self.shared)
+        return (*self[:-3], *self.weights, *self.shared, *(self.biases or ()))
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> "Inputs":
+    def of(cls, values: Sequence[Any], biased: bool) -> "Inputs":
         """The inverse of :meth:`flatten`; further values are ignored."""
-        weights, shared = values[_SINGLES:_SHARED], values[_SHARED : _SHARED + _NUM_WEIGHTS]
-        return cls._make([*values[:_SINGLES], ExpertWeights(*weights), ExpertWeights(*shared)])
+        weights, shared = values[_SINGLES:_SHARED], values[_SHARED:_BIASES]
+        biases = Biases(*values[_BIASES : _BIASES + len(Biases._fields)]) if biased else None
+        return cls._make([*values[:_SINGLES], ExpertWeights(*weights), ExpertWeights(*shared), biases])
 
 
 _NUM_WEIGHTS = len(ExpertWeights._fields)
-_SINGLES = len(Inputs._fields) - 2
+_SINGLES = len(Inputs._fields) - 3
 _SHARED = _SINGLES + _NUM_WEIGHTS
+_BIASES = _SHARED + _NUM_WEIGHTS
 
 
 class FinishInputs(NamedTuple):

@@ -61,7 +61,36 @@ class ExpertWeights(NamedTuple, Generic[W]):
         return cls(*(None if q is None else QuantizedWeight(q, cast(Tensor, scale)) for q, scale in pairs))
 
 
+class Biases(NamedTuple, Generic[W]):
+    """The biases of both products: tensors, all bf16 or all fp32; or one value for each, such as its gradient.
+
+    Attributes:
+        b1: of the gate projection (E, H); with ``b3`` None of gate and up in one, (E, 2H), in the order of w1's rows.
+        b2: of the down projection (E, D).
+        b3: of the up projection (E, H), or None.
+    """
+
+    b1: W
+    b2: W
+    b3: W | None = None
+
+    def gate_up(self: "Biases[Tensor]") -> tuple[Tensor, Tensor]:
+        """Gate's and up's (E, H), with equal strides."""
+        if self.b3 is None:
+            gate, up = self.b1.chunk(2, 1)
+            return gate, up
+        return self.b1.contiguous(), self.b3.contiguous()
+
+    def gradients(self: "Biases[Tensor]", dbias: Tensor, needed: "Biases[Any]") -> "Biases[Any]":
+        """Splits the gradients of gate, up and down in one (E, 2H + D); None where not needed."""
+        sizes = [b.shape[1] for b in (self.b1, self.b3, self.b2) if b is not None]
+        b1, *b3, b2 = dbias.split(sizes, 1)
+        grads: Biases[Any] = Biases(b1, b2, *b3)
+        return Biases(*(grad if need else None for grad, need in zip(grads, needed, strict=True)))
+
+
 NO_WEIGHTS: ExpertWeights[Any] = ExpertWeights(None, None, None)
+NO_BIASES: Biases[Any] = Biases(None, None, None)
 
 
 def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:

@@ -18,7 +18,7 @@ from titan_fp8moe.layer.cache import WeightCache, kind_of
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread
 from titan_fp8moe.spec import ExpertSpec
 
@@ -58,10 +58,12 @@ class RoutedExperts(Fp8AllGather):
             FSDP shards the experts further, the mesh dim of those ranks, such as ``mesh["ep"]``.
         score_before_experts: multiply the experts' input, not their output, by the score.
         activation, activation_parameters: as in :func:`titan_fp8moe.routed_experts`.
+        bias: whether the three projections have biases.
 
     Attributes:
         w1, w2, w3: gate (num_experts, H, D), down (num_experts, D, H) and up (num_experts, H, D), initialized like
             ``nn.Linear``. ``w1.to_local()`` are this rank's experts.
+        b1, b2, b3: the biases (num_experts, H), (num_experts, D) and (num_experts, H), or None.
         ep_group: the process group, or None.
 
     Raises:
@@ -80,6 +82,9 @@ class RoutedExperts(Fp8AllGather):
     w3: nn.Parameter
     cache: WeightCache
     ep_group: dist.ProcessGroup | None
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
+    b3: nn.Parameter | None
 
     def __init__(
         self,
@@ -92,6 +97,7 @@ class RoutedExperts(Fp8AllGather):
         score_before_experts: bool = False,
         activation: str = "swiglu",
         activation_parameters: dict[str, float] | None = None,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -106,8 +112,13 @@ class RoutedExperts(Fp8AllGather):
         self.configure(config or Fp8FlowMoEConfig())
         self.expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
         mesh = None
-        for name, rows, columns in (("w1", hidden_dim, dim), ("w2", dim, hidden_dim), ("w3", hidden_dim, dim)):
-            weight = torch.empty(num_experts // num_ranks, rows, columns, device=device, dtype=dtype)
+        shapes = dict(w1=(hidden_dim, dim), w2=(dim, hidden_dim), w3=(hidden_dim, dim))
+        shapes |= dict(b1=(hidden_dim,), b2=(dim,), b3=(hidden_dim,))
+        for name, shape in shapes.items():
+            if name in ("b1", "b2", "b3") and not bias:
+                self.register_parameter(name, None)
+                continue
+            weight = torch.empty(num_experts // num_ranks, *shape, device=device, dtype=dtype)
             if ep_group is not None:
                 mesh = mesh or mesh_of(ep_group, weight.device)
                 weight = spread(weight, mesh)
@@ -127,12 +138,14 @@ class RoutedExperts(Fp8AllGather):
     def reset_parameters(self) -> None:
         """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts with or without ``ep_group``,
         for any number of ranks."""
-        weights = self.w1, self.w2, self.w3
+        weights = list(self.parameters(recurse=False))
+        _, hidden_dim, dim = self.w1.shape
+        bounds = [size**-0.5 for size in (dim, hidden_dim, dim)] * 2  # of b1, b2 and b3 as of w1, w2 and w3
         if self.w1.is_meta:
             return
         if self.ep_group is None and isinstance(self.w1, DTensor):  # FSDP's, sharded along any dim
-            for weight in weights:
-                nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
+            for weight, bound in zip(weights, bounds, strict=False):
+                nn.init.uniform_(weight, -bound, bound)
             return
         experts, local = torch.arange(len(self.w1), device=self.w1.device), [w.detach() for w in weights]
         if isinstance(self.w1, DTensor):
@@ -142,8 +155,8 @@ class RoutedExperts(Fp8AllGather):
         generator = torch.Generator(self.w1.device)
         for i, expert in enumerate(experts.tolist()):
             generator.manual_seed(seed + expert)
-            for weight in local:
-                nn.init.uniform_(weight[i], -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5, generator)
+            for weight, bound in zip(local, bounds, strict=False):
+                nn.init.uniform_(weight[i], -bound, bound, generator)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "RoutedExperts":
         super()._apply(*args, **kwargs)
@@ -187,7 +200,14 @@ class RoutedExperts(Fp8AllGather):
             self._weights(),
             topk_ids,
             topk_scores,
-            Layer(self.config, self.ep_group, self.expert, cache_of(self, frozen), frozen=frozen),
+            Layer(
+                self.config,
+                self.ep_group,
+                self.expert,
+                cache_of(self, frozen),
+                frozen=frozen,
+                biases=self._biases(),
+            ),
             meanwhile=meanwhile,
         )
 
@@ -196,10 +216,19 @@ class RoutedExperts(Fp8AllGather):
             return ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3))
         return ExpertWeights(self.w1, self.w2, self.w3)  # the layer reads DTensors faster than to_local() does
 
+    def _biases(self) -> Biases[Tensor] | None:
+        if self.b1 is None:
+            return None
+        biases = cast(list[nn.Parameter], [self.b1, self.b2, self.b3])
+        if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
+            return Biases(*(b.to_local() if isinstance(b, DTensor) else b for b in biases))
+        return Biases(*biases)
+
     def extra_repr(self) -> str:
         experts, hidden_dim, dim = self.w1.shape
         ranks = "" if self.ep_group is None else f" over {self.ep_group.size()} ranks"
-        return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"
+        bias = "" if self.b1 is None else "bias=True, "
+        return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {bias}{self.config.describe()}"
 
 
 def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
