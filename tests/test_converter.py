@@ -285,6 +285,31 @@ def test_experts_are_kept_from_fsdp_only_where_nothing_relies_on_it(
     assert [len(params) for params in ignored] == [0 if overrides else 3] * len(experts) != []
 
 
+@pytest.mark.parametrize(
+    ("replicas", "shards", "ep", "overrides", "hooks"),
+    [
+        (1, 1, 1, [], False),
+        (2, 1, 1, [], True),
+        (1, 2, 1, [], True),
+        (1, 2, 2, [], False),
+        (2, 2, 2, [], True),
+        (1, 1, 1, ["--training.enable_cpu_offload"], True),
+        (1, 1, 1, ["--fault_tolerance.enable"], True),
+    ],
+)
+def test_fsdp_has_hooks_on_experts_where_it_has_work(replicas, shards, ep, overrides, hooks):
+    config, dims = make_config(*overrides), make_dims(dp_shard=shards, ep=ep)
+    dims.dp_replicate, dims.world_size = replicas, replicas * dims.world_size
+    model = convert(config, make_model(config), dims)
+    assert {m.in_fsdp for m in model.modules() if isinstance(m, Fp8FlowGroupedExperts)} == {hooks}
+
+
+def test_linears_inside_of_experts_and_ffns_are_none_of_linear_fqns():
+    config = make_config("--fp8_flow_moe.linear_fqns=w2")
+    with pytest.raises(ValueError, match="linear_fqns has 'w2', which matches none of .*attention.wo.*correct or"):
+        convert(config, make_model(config))
+
+
 class Mesh(NamedTuple):
     """The sizes of a DeviceMesh: replicas, then shards."""
 
