@@ -26,7 +26,7 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, readable
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, RowBias, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -79,7 +79,7 @@ class FFN(NamedTuple):
     nans: NanFlags = NO_FLAGS
     biases: Biases[Tensor] | None = None
 
-    def product(self, rows: Rows, weight: QuantizedWeight) -> Tensor:
+    def product(self, rows: Rows, weight: Fp8Weight) -> Tensor:
         """Each expert's rows (M, K) times its weight (N, K): (M, N) bf16."""
         return ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
 
@@ -108,15 +108,13 @@ class FFN(NamedTuple):
         score_M = None if self.expert.score_before_experts else self.routing.score_M
         return RowBias(self.biases.b2.contiguous(), score_M, self.routing.offsets_E)
 
-    def with_hidden(self, saved: SavedFFN, x: Rows | None, w13: QuantizedWeight | None) -> SavedFFN:
+    def with_hidden(self, saved: SavedFFN, x: Rows | None, w13: Fp8Weight | None) -> SavedFFN:
         """``saved`` with h, which is computed again if the settings kept none. ``x``: as in :meth:`weight_grads`."""
         if saved.h is not None:
             return saved
-        return saved._replace(h=self.product(self.in_expert_order(cast(Rows, x)), cast(QuantizedWeight, w13)))
+        return saved._replace(h=self.product(self.in_expert_order(cast(Rows, x)), cast(Fp8Weight, w13)))
 
-    def hidden_gradients(
-        self, dy: Rows, saved: SavedFFN, w2_t: QuantizedWeight, of_biases: bool = False
-    ) -> HiddenGradients:
+    def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: Fp8Weight, of_biases: bool = False) -> HiddenGradients:
         """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients."""
         d_MH = self.product(dy, w2_t)
         biases: dict[str, Any] = {}
