@@ -79,7 +79,6 @@ part sweep_qwen3 530 python3 -m experiments.throughput.sweep --out experiments/t
     --budget 420 --timeout 100
 part profile 300 python3 -m experiments.throughput.profile_step --out experiments/throughput --gpus 1 "${six[@]}" \
     --timeout 170
-part host_time 200 python3 -m experiments.throughput.host_time --out experiments/throughput
 
 layers 16b 400 16B --tokens 16384 8192 # 4096: layers_small
 part layers_ablations 400 python3 -m experiments.throughput.layer --out experiments/throughput \
