@@ -115,8 +115,7 @@ part exchange 150 python3 -m experiments.expert_parallel.exchange --out experime
 part transformers_qwen3 300 python3 -m experiments.transformers.run --out experiments/transformers --budget 200
 part transformers_deepseek 300 python3 -m experiments.transformers.run --out experiments/transformers \
     --models deepseek_v3 --budget 200
-part numerics_layer 200 python3 -m experiments.numerics.layer --out experiments/numerics
-part numerics_run 500 python3 -m experiments.numerics.run --out experiments/numerics
+part numerics 200 python3 -m experiments.numerics.layer --out experiments/numerics
 
 part plots 60 bash -ec 'python3 -m experiments.throughput.plot experiments/throughput/results.json
     python3 -m experiments.kernels.plot experiments/kernels/results.json
