@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.pictures import save
-from titan_fp8moe.testing import write_records
+from experiments.records import write_records
 
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
