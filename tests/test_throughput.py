@@ -22,7 +22,7 @@ from torchtitan.models.moe.moe import MoE
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments import ablations, provenance
+from experiments import ablations, records
 from experiments.throughput import fused_bf16, layer, plot, profile_step, sweep, train, variants
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
@@ -572,12 +572,12 @@ def test_checkpointing_of_a_variant():
 
 def test_records_come_from_a_commit(monkeypatch):
     for commit, trial in (("c1", False), ("c1+", True)):
-        monkeypatch.setattr(provenance, "commit", lambda commit=commit: commit)
-        provenance.require_commit(trial)
+        monkeypatch.setattr(records, "commit", lambda commit=commit: commit)
+        records.require_commit(trial)
     for commit, message in (("c1+", "files differ from commit c1; commit them"), (None, "there is no checkout")):
-        monkeypatch.setattr(provenance, "commit", lambda commit=commit: commit)
+        monkeypatch.setattr(records, "commit", lambda commit=commit: commit)
         with pytest.raises(SystemExit, match=message):
-            provenance.require_commit(False)
+            records.require_commit(False)
 
 
 def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):

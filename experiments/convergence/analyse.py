@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.pictures import save
-from titan_fp8moe.testing import write_records
+from experiments.records import script_parser, write_records
+from experiments.tables import markdown
 
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
@@ -138,14 +139,8 @@ def summarize(runs: list[Run]) -> list[dict]:
         if reference is not None:
             deviation, error = held_out_deviation(run, reference, step)
             row |= {"reference": reference.name, "held_out_deviation": deviation, "held_out_error": error}
-            steps, deviation = training_deviation(run, reference, step)
-            if len(steps):
-                at = int(np.abs(deviation).argmax())
-                row |= {
-                    "final_deviation": float(deviation[-1]),
-                    "largest_deviation": float(deviation[at]),
-                    "largest_deviation_step": int(steps[at]),
-                }
+            if len(deviation := training_deviation(run, reference, step)[1]):
+                row["final_deviation"] = float(deviation[-1])
         rows.append(row)
     return rows
 
@@ -166,6 +161,9 @@ class Effect(NamedTuple):
     mean: float
     half_width: float
     runs: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3%} ± {self.half_width:.3%}"
 
     def within_margin(self) -> str:
         if abs(self.mean) + self.half_width <= MARGIN:
@@ -219,51 +217,35 @@ def paired(runs: list[Run], losses: list[float], recipe: str) -> Effect | None:
 def format_effects(runs: list[Run]) -> str:
     """The second table, empty where nothing was repeated."""
     done, finals_by_kind = finals(runs)
-    lines = []
+    head = ["recipe", "runs", "against bf16, 95% interval", "difference shown", f"within {MARGIN:.1%}", "pairs"]
+    parts = []
     for kind, losses in finals_by_kind.items():
         deviation, freedom, by_recipe = effects([(run.recipe, run.seed) for run in done], losses)
-        if not by_recipe:
-            continue
-        lines += ["", f"Final {kind}; runs of one recipe and checkpoint: standard deviation {deviation:.3%} "
-                  f"({freedom} degrees of freedom)", "",
-                  f"| recipe | runs | against bf16, 95% interval | difference shown | within {MARGIN:.1%} | pairs |",
-                  "|---|---|---|---|---|---|"]  # fmt: skip
+        rows = []
         for recipe, effect in by_recipe.items():
-            interval = f"{effect.mean:+.3%} ± {effect.half_width:.3%}"
             shown = "yes" if abs(effect.mean) > effect.half_width else "no"
-            pairs = paired(done, losses, recipe)
-            of_pairs = f"{pairs.mean:+.3%} ± {pairs.half_width:.3%}" if pairs else ""
-            lines.append(f"| {recipe} | {effect.runs} | {interval} | {shown} | {effect.within_margin()} | {of_pairs} |")
-    return "\n".join(lines)
+            pairs = str(paired(done, losses, recipe) or "")
+            rows.append([recipe, str(effect.runs), str(effect), shown, effect.within_margin(), pairs])
+        if rows:
+            spread = f"standard deviation {deviation:.3%} ({freedom} degrees of freedom)"
+            parts += [f"\nFinal {kind}; runs of one recipe and checkpoint: {spread}\n", markdown(head, rows)]
+    return "\n".join(parts)
 
 
 def format_table(rows: list[dict]) -> str:
-    def percent(row: dict, key: str) -> str:
-        return f"{row[key]:+.3%}" if row.get(key) is not None else ""
-
-    def number(row: dict, key: str, form: str) -> str:
+    def cell(row: dict, key: str, form: str = "+.3%") -> str:
         return format(row[key], form) if row.get(key) is not None else ""
 
-    head = ["variant", "step", "held-out loss", "against bf16", "training loss", "final", "largest (step)"]
-    head += ["max violation", "gradient norm, median / largest", "tokens/s"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    head = ["variant", "step", "held-out loss", "against bf16", "±", "training loss", "final", "max violation"]
+    head += ["gradient norm, median / largest", "tokens/s"]
+    lines = []
     for row in rows:
-        largest = percent(row, "largest_deviation")
-        error = f" ± {row['held_out_error']:.3%}" if row.get("held_out_error") is not None else ""
-        cells = [
-            row["name"],
-            str(row["step"]),
-            f"{row['held_out_loss']:.4f}",
-            percent(row, "held_out_deviation") + error,
-            number(row, "training_loss", ".4f"),
-            percent(row, "final_deviation"),
-            f"{largest} ({row['largest_deviation_step']})" if largest else "",
-            f"{row['max_violation']:.3f}",
-            f"{number(row, 'median_grad_norm', '.3f')} / {row['largest_grad_norm']:.2f}",
-            f"{row['tokens_per_second']:,.0f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        norms = f"{cell(row, 'median_grad_norm', '.3f')} / {row['largest_grad_norm']:.2f}"
+        against = [cell(row, "held_out_deviation"), cell(row, "held_out_error", ".3%")]
+        losses = [cell(row, "held_out_loss", ".4f"), *against, cell(row, "training_loss", ".4f")]
+        more = [cell(row, "final_deviation"), cell(row, "max_violation", ".3f"), norms]
+        lines.append([row["name"], str(row["step"]), *losses, *more, cell(row, "tokens_per_second", ",.0f")])
+    return markdown(head, lines)
 
 
 def draw(runs: list[Run], path: Path) -> None:
@@ -278,8 +260,8 @@ def draw(runs: list[Run], path: Path) -> None:
         style = {"color": COLOURS[run.recipe], "lw": 0.8 if dashed else 1.3, "label": run.label()}
         style["ls"] = {"s1": "--" if dashed else "-", "s2": ":" if dashed else "-."}[run.seed]
         at = sorted(run.evaluations)
-        if not resumed:
-            first.plot(at[1:], [run.evaluations[step]["held_out_loss"] for step in at[1:]], **style)
+        shown = at if resumed else at[1:]
+        first.plot(shown, [run.evaluations[step]["held_out_loss"] for step in shown], **style)
         norm.plot(*run.smoothed(run.grad_norm), **style)
         load.plot(*run.smoothed(run.load), **style)
         reference = reference_of(run, runs)
@@ -295,6 +277,7 @@ def draw(runs: list[Run], path: Path) -> None:
     norm.set_yscale("log")
     source = "bf16 from the same checkpoint" if resumed else "bf16 of the same seed"
     titles = {
+        first: "held-out loss, nats per token",
         deviation: f"training loss, mean of {SMOOTH} steps: % from {source}",
         evaluated: f"held-out loss: % from {source}",
         norm: "gradient norm before clipping",
@@ -304,40 +287,12 @@ def draw(runs: list[Run], path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-    if resumed:
-        draw_effects(runs, first)
-    else:
-        first.set_yscale("log")
-        first.set_title("held-out loss, nats per token", fontsize=10)
-        first.set_xlabel("step")
-        first.grid(alpha=0.3)
+    first.set_yscale("linear" if resumed else "log")
     handles, labels = norm.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
     legend.set_axis_off()
     legend.legend(by_label.values(), by_label.keys(), loc="center", fontsize=8)
     save(figure, path, dpi=90)
-
-
-def draw_effects(runs: list[Run], axis) -> None:
-    """Every run's final held-out loss against the mean of bf16 of its checkpoint, and the recipes' intervals."""
-    done, finals_by_kind = finals(runs)
-    losses = finals_by_kind["held-out loss"]
-    cells = [(run.recipe, run.seed) for run in done]
-    recipes = [recipe for recipe in RECIPES if recipe in {run.recipe for run in done}]
-    bf16 = {seed: [v for cell, v in zip(cells, losses, strict=True) if cell == ("bf16", seed)] for _, seed in cells}
-    for (recipe, seed), loss in zip(cells, losses, strict=True):
-        if bf16[seed]:
-            marker = {"s1": "o", "s2": "s"}[seed]
-            value = 100 * (loss / np.mean(bf16[seed]) - 1)
-            axis.plot(recipes.index(recipe), value, marker, color=COLOURS[recipe], alpha=0.5, ms=5)
-    for recipe, (mean, half_width, _) in effects(cells, losses)[2].items():
-        at = recipes.index(recipe) + 0.25
-        axis.errorbar(at, 100 * mean, 100 * half_width, fmt="_", color=COLOURS[recipe], capsize=5, lw=2)
-    axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
-    axis.set_xticks(range(len(recipes)), recipes, fontsize=8)
-    axis.set_xlim(-0.5, len(recipes) - 0.5)
-    axis.set_title("final held-out loss: % from bf16's mean of the checkpoint; 95% intervals", fontsize=10)
-    axis.grid(alpha=0.3)
 
 
 def draw_stress(runs: list[Run], path: Path) -> None:
@@ -401,7 +356,6 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
         "held_out_deviation": "of the reference's held-out loss",
         "held_out_error": "standard error of held_out_deviation over the held-out windows",
         "final_deviation": "of the reference's smoothed training loss",
-        "largest_deviation": "of the reference's smoothed training loss",
         "max_violation": "largest load / mean - 1, held-out text",
         "median_grad_norm": "",
         "largest_grad_norm": f"after step {SETTLED}",
@@ -464,7 +418,7 @@ def draw_curves(runs: list[Run], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="?", help="folder of the runs' logs")
     parser.add_argument("--out", type=Path, help="folder of results.json and the pictures")
     parser.add_argument("--status", action="store_true")

@@ -23,6 +23,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from torchtitan.train import Trainer
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from experiments.convergence.data import ShuffledWindows, as_batch, windows
+from experiments.records import script_parser
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.testing import environment
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
@@ -248,7 +250,9 @@ class StudyTrainer(Trainer):
     def evaluate(self, step: int) -> None:
         """Writes the held-out loss, and the routers' largest load there over the mean of each layer, less 1."""
         self._flush()
-        self._reset_counts()
+        counts = torch.zeros(len(self.moes), *self.moes[0].tokens_per_expert.shape, device=self.device)
+        routers = zip(self.moes, counts, strict=True)
+        hooks = [moe.router.register_forward_hook(_adds_to(counts_E)) for moe, counts_E in routers]
         losses = []
         batch_size = self.tokens.shape[0]
         for start in range(0, len(self.held_out), batch_size):
@@ -259,10 +263,9 @@ class StudyTrainer(Trainer):
                 targets = labels.to(self.device).flatten()
                 per_token = F.cross_entropy(pred.flatten(0, 1).float(), targets, reduction="none")
             losses.append(per_token.double().view(labels.shape).mean(1))
-        counts = torch.stack(
-            [moe.tokens_per_expert for moe in self.moes]
-        )  # torchtitan's MoE counts evaluated tokens too
-        self._reset_counts()
+        for hook in hooks:
+            hook.remove()
+        self._reset_counts()  # torchtitan's MoE counts evaluated tokens too; the optimizer step has just reset them
         per_window = torch.cat(losses)
         record = {"step": step, "held_out_loss": per_window.mean().item()}
         record["window_losses"] = [round(loss, 4) for loss in per_window.tolist()]
@@ -297,6 +300,15 @@ class StudyTrainer(Trainer):
         partial = self.state_path.with_suffix(".partial")
         torch.save(state, partial)
         partial.rename(self.state_path)
+
+
+def _adds_to(counts_E: Tensor) -> Callable:
+    """A hook of a router that counts the tokens of each expert. FP8-Flow's MoE counts them in training alone."""
+
+    def hook(router: nn.Module, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        counts_E.add_(output[2])
+
+    return hook
 
 
 def parse_name(name: str) -> tuple[str, int, str, int]:
@@ -342,7 +354,7 @@ def register_models(args: argparse.Namespace, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("name", help="RECIPE-sSEED[-CHANGE][-again]")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--corpus", type=Path, required=True, help="corpus with train.npy and validation.npy")

@@ -8,7 +8,8 @@ CONTRIBUTING.md says what the tools report of healthy kernels.
 
 import torch
 
-from titan_fp8moe import ops, recipe, testing
+from experiments.records import require_gpu
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import routed_experts
 from titan_fp8moe.ops import Fp8Weight
@@ -68,7 +69,7 @@ def gathered_weights() -> None:
 
 
 def main() -> None:
-    testing.require_gpu()
+    require_gpu()
     layers()
     exchanges()
     gathered_weights()
