@@ -41,8 +41,14 @@ class Layer(NamedTuple):
         return [out.detach(), dx, ds], dw
 
 
+def magnitudes() -> Tensor:
+    """(T, 1) powers of two: a scale that tokens share would be seen."""
+    return torch.exp2(torch.randint(-4, 5, (T, 1), device=DEVICE).float())
+
+
 def make(dtype: torch.dtype) -> Layer:
     x, scores, ids, weights = make_layer(dtype=dtype)
+    x = x * magnitudes().to(dtype)
     shared = ExpertWeights(*(torch.randn(shape, device=DEVICE) * 0.05 for shape in ((H, D), (D, H), (H, D))))
     return Layer(x, scores, ids, torch.randn_like(x), weights, shared)
 
@@ -89,7 +95,7 @@ def test_compiled():
 
 
 def test_linear():
-    w, x = torch.randn(2 * H, D, device=DEVICE), torch.randn(T, D, device=DEVICE)
+    w, x = torch.randn(2 * H, D, device=DEVICE), torch.randn(T, D, device=DEVICE) * magnitudes()
     some = torch.randperm(T, device=DEVICE)[:9]
     assert torch.equal(linear(x[some], w, CONFIG, None, None), linear(x, w, CONFIG, None, None)[some])
 

@@ -59,6 +59,7 @@ TESTS = {
     "dispatch/": ["test_moe.py", "test_overlap.py", "distributed/test_faults.py", "distributed/test_rows.py"],
     "layer/experts": ["test_moe.py", "test_public_api.py", "test_shared_experts.py", "test_overlap.py"],
     "nn/grouped_mm": ["test_matmul.py", "test_moe.py"],
+    "nn/routing_replay": ["test_routing_replay.py"],
     "nn/parallel": ["test_parallel.py", "distributed/test_parallel.py"],
     "nn/modules": ["test_public_api.py", "test_dense.py", "test_weights.py"],
     "ops/self_check": ["test_doctor.py"],
