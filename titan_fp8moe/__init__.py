@@ -9,6 +9,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.symmetric.workspace import check_room
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import SAVED_OPS, routed_experts
+from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.nn.grouped_mm import grouped_mm
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.nn.parallel import clip_grad_norm_, distributed_data_parallel, parameter_groups
@@ -20,8 +21,10 @@ warn_about_versions("torch", "triton")
 __version__ = "0.2.0"
 __all__ = [
     "SAVED_OPS",
+    "Adapter",
     "Fp8FlowLinear",
     "Fp8FlowMoEConfig",
+    "Lora",
     "RoutedExperts",
     "WeightCache",
     "__version__",

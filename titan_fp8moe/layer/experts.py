@@ -32,7 +32,7 @@ and ``meanwhile`` runs between the two functions, in both directions. The weight
 import functools
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,6 +48,7 @@ from titan_fp8moe.dispatch.base import Pending, Returned
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
+from titan_fp8moe.layer.lora import NO_LORA, Lora, LoraSpec, lora_operands, split_lora
 from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import (
     NO_WEIGHTS,
@@ -73,6 +74,7 @@ class Layer(NamedTuple):
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
         cache, shared_cache: hold the routed and the shared experts' quantized weights; unused where gradients are off.
         check_ids: refuse ids that are no expert's; else they count as -1.
+        lora: low-rank adapters of the routed experts.
     """
 
     config: Fp8FlowMoEConfig
@@ -81,6 +83,7 @@ class Layer(NamedTuple):
     cache: WeightCache | None = None
     shared_cache: WeightCache | None = None
     check_ids: bool = True
+    lora: Lora | None = None
 
 
 def routed_experts(
@@ -97,10 +100,11 @@ def routed_experts(
     meanwhile: Callable[[], Tensor] | None = None,
     activation: str = "swiglu",
     activation_parameters: dict[str, float] | None = None,
+    lora: Lora | None = None,
 ) -> Tensor:
     """Sum over a token's experts of score * W2 activation(W1 x, W3 x), in FP8; by default silu(W1 x) * (W3 x).
 
-    Differentiable once in ``x``, ``topk_scores``, the weights, and whatever ``meanwhile`` reads.
+    Differentiable once in ``x``, ``topk_scores``, the weights, the adapters, and whatever ``meanwhile`` reads.
 
     Args:
         x: (T, D) bf16 or fp32, D a multiple of 128.
@@ -118,6 +122,7 @@ def routed_experts(
             so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
+        lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
 
     Returns:
         (T, D) in the dtype of ``x``.
@@ -136,7 +141,7 @@ def routed_experts(
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
         require_config(config)
-    layer = Layer(config or _DEFAULTS, ep_group, expert)
+    layer = Layer(config or _DEFAULTS, ep_group, expert, lora=lora)
     return apply_experts(x, ExpertWeights(w1, w2, w3), topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
 
@@ -164,15 +169,20 @@ def apply_experts(
     _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK)
     config, grad = layer.config, torch.is_grad_enabled()
     spec = LayerSpec(config.route(layer.ep_group), layer.expert, config.backward, shared is not None, layer.check_ids)
+    adapters: Sequence[Tensor] = ()
+    if layer.lora is not None:
+        lora, adapters = split_lora(layer.lora, weights)
+        spec = spec._replace(lora=lora)
     call = _Call(spec, layer.cache if grad else None, layer.shared_cache if grad else None)
     inputs = Inputs(
         x_TD, topk_scores_TK.contiguous(), topk_ids_TK.contiguous(), nan_flags, weights, shared or NO_WEIGHTS
     )
     if not spec.dispatch.overlaps:
-        out = _RoutedExperts.apply(*inputs.flatten(), call, None)
+        out = _RoutedExperts.apply(*inputs.flatten(), *adapters, call, None)
         return out if meanwhile is None else _add(out, meanwhile())
     in_flight = _in_flight(x_TD.device)
-    placeholder, payload, *handed = _start_eagerly(*inputs._replace(shared=NO_WEIGHTS).flatten(), call, in_flight)
+    start = inputs._replace(shared=NO_WEIGHTS).flatten()
+    placeholder, payload, *handed = _start_eagerly(*start, *adapters, call, in_flight)
     extra = None if meanwhile is None else meanwhile()
     end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
     out = _finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
@@ -260,6 +270,7 @@ def _routed_experts_forward(
     topk_ids_TK: Tensor,
     weights: list[Tensor | None],
     shared_weights: list[Tensor | None],
+    adapters: list[Tensor],
     nan_flags: Tensor | None,
     layer: str,
     signature: int,
@@ -268,6 +279,7 @@ def _routed_experts_forward(
 
     Args:
         weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
+        adapters: the tensors of :func:`titan_fp8moe.layer.lora.split_lora`; empty without adapters.
         layer: an encoded :class:`LayerSpec`.
         signature: see :func:`_signature`.
 
@@ -290,12 +302,13 @@ def _routed_experts_forward(
     # Where tokens stay, shared experts read the same rows, of which there are R.
     kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
     del q, scale
-    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans)
-    h = ffn.product(rows, w13)
+    lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters)
+    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, lora)
+    h = ffn.product(rows, w13, ffn.lora.w13)
     del rows
     a, saved_ffn = ffn.activate(h)
     del h
-    pending = tokens.send_back(ffn.product(a, w2))
+    pending = tokens.send_back(ffn.product(a, w2, ffn.lora.w2))
     saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn)
     if group is not None:
         saved = saved._replace(shared_rows=group)
@@ -350,10 +363,12 @@ SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
-def _forward_flops(x, scores, topk_ids, weights, shared_weights, *_: Any, **__: Any) -> int:
+def _forward_flops(x, scores, topk_ids, weights, shared_weights, adapters, *_: Any, **__: Any) -> int:
     """FLOPs of all GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
     (T, K), E = topk_ids, weights[0][0]
-    return product_flops(row_capacity(T * K, E), weights) + product_flops(group_rows(T), shared_weights)
+    rows = row_capacity(T * K, E)
+    of_lora = sum(2 * rows * N * K for _, N, K in adapters)
+    return product_flops(rows, weights) + product_flops(group_rows(T), shared_weights) + of_lora
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
@@ -421,6 +436,7 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(ctx: Any, *args: Any):
         *tensors, call, in_flight = args
         inputs, spec, signature = Inputs.of(tensors), call.spec, 0
+        adapters = [] if spec.lora is None else _last(tensors, len(spec.lora.fields))
         ctx.weights_spec = None
         if isinstance(inputs.weights.w1, DTensor):  # not by to_local(), whose autograd nodes take longer than this one
             w1, w2, w3 = cast(Any, inputs.weights)
@@ -435,6 +451,7 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.topk_ids,
             packed_weights(inputs.weights, call.cache),
             packed_weights(one_expert(inputs.shared), call.shared_cache) if has_shared else [],
+            adapters,
             inputs.nan_flags,
             spec.encode(),
             signature,
@@ -450,9 +467,10 @@ class _RoutedExperts(torch.autograd.Function):
             in_flight.needs_dx = Inputs.of(ctx.needs_input_grad).x
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(*inputs.weights, *inputs.shared, *results)
+        ctx.save_for_backward(*inputs.weights, *inputs.shared, *adapters, *results)
         # The flags are not saved: hooks of saved tensors may return copies.
-        ctx.call, ctx.parts, ctx.nan_flags, ctx.in_flight = call, parts, inputs.nan_flags, in_flight
+        ctx.parts = parts if spec.lora is None else ("lora", *parts)
+        ctx.call, ctx.nan_flags, ctx.in_flight = call, inputs.nan_flags, in_flight
         ctx.x_dtype = inputs.x.dtype
         return (out, *handed) if handed else out
 
@@ -465,7 +483,8 @@ class _RoutedExperts(torch.autograd.Function):
         weights, routing, dim = saved.weights, saved.routing, saved.weights.w1.shape[2]
         tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
         x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
-        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans), saved.ffn
+        lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, saved.lora)
+        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, lora), saved.ffn
         w13, w13_t, w2_t = cached_backward_operands(weights, call.cache, spec.backward)
         saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
         del w13
@@ -487,7 +506,7 @@ class _RoutedExperts(torch.autograd.Function):
         grads = ffn.hidden_gradients(dy, saved_ffn, w2_t)
         del dy, saved_ffn, w2_t  # h is freed after its last use, also where checkpointing has kept it
         with_dx = tokens.returns_gradients(needs.x)
-        dx_M = ffn.product(grads.dh, w13_t) if with_dx else None
+        dx_M = ffn.product(grads.dh, w13_t, ffn.lora.w13_t) if with_dx else None
         del w13_t
         pending, returned = None, Returned(None)
         if with_dx or needs.topk_scores:
@@ -496,12 +515,27 @@ class _RoutedExperts(torch.autograd.Function):
         if pending is not None and not tokens.travels:  # the rows are freed before weight gradients are made
             returned, pending = tokens.finish(pending, ctx.x_dtype, shared_dx), None
         dw = ffn.weight_grads(x, grads, weights, needs.weights)
+        dlora = () if spec.lora is None else _lora_grads(spec.lora, ffn, x, grads, ctx.needs_input_grad[:-2])
         if ctx.weights_spec is not None:
             dw = ExpertWeights(*map(place_as, dw, ctx.weights_spec))
         shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
         if pending is not None:
             returned = tokens.finish(pending, ctx.x_dtype, shared_dx)
-        return *Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw).flatten(), None, None
+        return *Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw).flatten(), *dlora, None, None
+
+
+def _last(values: Sequence[Any], count: int) -> list[Any]:
+    """The adapters' part of :class:`_RoutedExperts`'s tensors, behind those of :class:`Inputs`."""
+    return list(values[len(values) - count :])
+
+
+def _lora_grads(
+    lora: LoraSpec, ffn: FFN, x: Rows, grads: HiddenGradients, needs_input_grad: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of the adapters' tensors, None where not needed."""
+    needed = _last(needs_input_grad, len(lora.fields))
+    found = ffn.lora_grads(x, grads) if any(needed) else {}
+    return [found[field] if need else None for field, need in zip(lora.fields, needed, strict=True)]
 
 
 def _cast_gradient(dout_TD: Tensor, shared: bool, nans: NanFlags) -> tuple[Rows, Rows | None]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.lora import NO_LORA, GemmLora, LoraOperands
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights, readable
 from titan_fp8moe.ops import QuantizedWeight
@@ -74,10 +75,14 @@ class FFN(NamedTuple):
     backward: BackwardSpec
     routing: Routing
     nans: NanFlags = NO_FLAGS
+    lora: LoraOperands = NO_LORA
 
-    def product(self, rows: Rows, weight: QuantizedWeight) -> Tensor:
-        """Each expert's rows (M, K) times its weight (N, K): (M, N) bf16."""
-        return ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
+    def product(self, rows: Rows, weight: QuantizedWeight, lora: GemmLora | None = None) -> Tensor:
+        """Each expert's rows (M, K) times its weight (N, K) and its adapter: (M, N) bf16."""
+        out = ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
+        if lora is None:
+            return out
+        return out.add_(ops.low_rank(*rows, lora.A, lora.B, self.routing.offsets_E))
 
     def activate(self, h_M2H: Tensor) -> tuple[Rows, SavedFFN]:
         """GEMM 2's operand (M, H), and the tensors that the backward needs."""
@@ -97,11 +102,11 @@ class FFN(NamedTuple):
         """``saved`` with h, which is computed again if the settings kept none. ``x``: as in :meth:`weight_grads`."""
         if saved.h is not None:
             return saved
-        return saved._replace(h=self.product(self.in_expert_order(x), cast(QuantizedWeight, w13)))
+        return saved._replace(h=self.product(self.in_expert_order(x), cast(QuantizedWeight, w13), self.lora.w13))
 
     def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: QuantizedWeight) -> HiddenGradients:
         """From the quantized gradient of y in expert order."""
-        d_MH = self.product(dy, w2_t)
+        d_MH = self.product(dy, w2_t, self.lora.w2_t)
         dh, dh_scale, a_q, a_scale, ds_M = ops.swiglu_quantize_backward(
             d_MH,
             cast(Tensor, saved.h),
@@ -142,6 +147,16 @@ class FFN(NamedTuple):
             result = result._replace(w2=dw2)
         if statistics.collecting():
             self._record(x, grads, weights)
+        return result
+
+    def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, Tensor]:
+        """Gradients of the adapters by the fields of :class:`titan_fp8moe.layer.lora.LoraTensors`. ``x``: as in
+        :meth:`weight_grads`."""
+        (w13, w2), offsets_E, result = self.lora, self.routing.offsets_E, {}
+        if w13 is not None:
+            result = w13.grads(self.in_expert_order(x), grads.dh, offsets_E)
+        if w2 is not None:
+            result |= w2.grads(grads.a, grads.dy, offsets_E)
         return result
 
     def in_expert_order(self, x: Rows) -> Rows:

@@ -5,6 +5,7 @@ layer's specification alone, which fields of them there are and in which order. 
 so a new field is a new field of a record, and nothing else::
 
     weights, shared_weights   the parameters, not quantized: FSDP refills them before the backward
+    lora                      the adapters' tensors, of a layer that has them
     state                     the dispatch's, from which its backward is resumed
     routing                   offsets_E, token_M, score_M, row_TK
     tokens                    one quantized row per token that arrived, or its payload
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
 from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
+from titan_fp8moe.layer.lora import LoraSpec, LoraTensors
 from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights
 from titan_fp8moe.rows import GroupRows, Routing
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -33,6 +35,7 @@ class LayerSpec(NamedTuple):
     Attributes:
         shared: whether shared experts read the rows that are quantized for the routed ones.
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
+        lora: of the routed experts' adapters, or None.
     """
 
     route: Route
@@ -40,6 +43,7 @@ class LayerSpec(NamedTuple):
     backward: BackwardSpec
     shared: bool
     check_ids: bool
+    lora: LoraSpec | None = None
 
     @property
     def dispatch(self) -> type[Dispatch]:
@@ -48,14 +52,16 @@ class LayerSpec(NamedTuple):
     def encode(self) -> str:
         """The specification as a string, which an op can take."""
         flags = f"{int(self.shared)}{int(self.check_ids)}"
-        return f"{self.expert.encode()}|{self.backward.encode()}|{flags}|{self.route.encode()}"
+        lora = "" if self.lora is None else self.lora.encode()
+        return f"{self.expert.encode()}|{self.backward.encode()}|{flags}|{lora}|{self.route.encode()}"
 
     @classmethod
     @functools.cache
     def decode(cls, text: str) -> "LayerSpec":
-        expert, backward, flags, route = text.split("|", 3)
+        expert, backward, flags, lora, route = text.split("|", 4)
         shared, check_ids = (flag == "1" for flag in flags)
-        return cls(Route.decode(route), ExpertSpec.decode(expert), BackwardSpec.decode(backward), shared, check_ids)
+        specs = Route.decode(route), ExpertSpec.decode(expert), BackwardSpec.decode(backward)
+        return cls(*specs, shared, check_ids, LoraSpec.decode(lora) if lora else None)
 
 
 class Layout(NamedTuple):
@@ -85,6 +91,7 @@ def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
     fields: dict[str, tuple[Any, tuple[str, ...]]] = {
         "weights": (ExpertWeights, ExpertWeights._fields),
         "shared_weights": (ExpertWeights, ExpertWeights._fields),
+        "lora": (LoraTensors, () if spec.lora is None else spec.lora.fields),
         "state": (kind.State, kind.State._fields),
         "routing": (Routing, Routing._fields),
         "tokens": (kind.Tokens, kind.Tokens._fields),
@@ -112,6 +119,7 @@ class Saved(NamedTuple):
 
     weights: ExpertWeights[Any] = _ABSENT
     shared_weights: ExpertWeights[Any] = _ABSENT
+    lora: LoraTensors = _ABSENT
     state: Any = _ABSENT
     routing: Routing = _ABSENT
     tokens: Any = _ABSENT

@@ -19,7 +19,8 @@ from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread
+from titan_fp8moe.nn.lora import AddsLora
+from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread, uniform_by_expert_
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -43,8 +44,9 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"the weights would be {dtype}; make the module with dtype=torch.bfloat16 or torch.float32")
 
 
-class RoutedExperts(Fp8AllGather):
-    """The experts of one MoE layer in FP8; the router and shared experts are the caller's.
+class RoutedExperts(Fp8AllGather, AddsLora):
+    """The experts of one MoE layer in FP8; the router and shared experts are the caller's. :meth:`add_lora` freezes
+    them and trains adapters.
 
     With ``ep_group`` the weights are DTensors, ``Shard(0)`` over its ranks, so that PyTorch's tools do not take them
     for replicas: :mod:`titan_fp8moe.nn.parallel`, and docs/parallel.md for a training loop. A copy of the module shares
@@ -129,27 +131,15 @@ class RoutedExperts(Fp8AllGather):
     def reset_parameters(self) -> None:
         """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts with or without ``ep_group``,
         for any number of ranks."""
-        weights = self.w1, self.w2, self.w3
-        if self.w1.is_meta:
-            return
-        if self.ep_group is None and isinstance(self.w1, DTensor):  # FSDP's, sharded along any dim
-            for weight in weights:
-                nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
-            return
-        experts, local = torch.arange(len(self.w1), device=self.w1.device), [w.detach() for w in weights]
-        if isinstance(self.w1, DTensor):
-            experts = distribute_tensor(experts, self.w1.device_mesh, self.w1.placements, src_data_rank=None).to_local()
-            local = [cast(DTensor, w).to_local() for w in local]
-        seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
-        generator = torch.Generator(self.w1.device)
-        for i, expert in enumerate(experts.tolist()):
-            generator.manual_seed(seed + expert)
-            for weight in local:
-                nn.init.uniform_(weight[i], -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5, generator)
+        if not self.w1.is_meta:
+            weights = [self.w1, self.w2, self.w3]
+            uniform_by_expert_(weights, [w.shape[2] ** -0.5 for w in weights], spread=self.ep_group is not None)
+        if self.lora_scale is not None:
+            self.reset_lora_parameters()
 
     def _apply(self, *args: Any, **kwargs: Any) -> "RoutedExperts":
         super()._apply(*args, **kwargs)
-        for weight in self.parameters(recurse=False):
+        for weight in self.parameters():
             if self.ep_group is not None and isinstance(weight, DTensor):
                 follow_device(weight, self.ep_group)
         return self
@@ -188,7 +178,7 @@ class RoutedExperts(Fp8AllGather):
             self._weights(),
             topk_ids,
             topk_scores,
-            Layer(self.config, self.ep_group, self.expert, self.cache),
+            Layer(self.config, self.ep_group, self.expert, self.cache, lora=self.lora()),
             meanwhile=meanwhile,
         )
 
@@ -221,7 +211,7 @@ def _spread_plain_weights(
     module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
 ) -> None:
     """Lets spread experts load plain tensors of all experts, each rank its own."""
-    for name, weight in module.named_parameters(recurse=False):
+    for name, weight in module.named_parameters():
         plain = state.get(prefix + name)
         if not isinstance(weight, DTensor) or plain is None or isinstance(plain, DTensor):
             continue
