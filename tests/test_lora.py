@@ -113,6 +113,7 @@ def test_gate_and_up_in_one(dtype):
     want = gradients(layer, [x, scores, *parts(lora)], dout)
     got = step(x, scores, ids, both, lora, dout)
     assert min(map(cosine, got, want)) > 0.995 and got[3].dtype == dtype
+    assert all(0.95 < a.norm() / b.norm() < 1.05 for a, b in zip(got, want, strict=True))
 
 
 def test_the_adapters_own_products():
@@ -129,7 +130,7 @@ def test_the_adapters_own_products():
             got = got.chunk(2, 1)[name == "w3"]
         adapter = getattr(lora, name)
         want = torch.cat([r @ (SCALE * b @ a).T for r, a, b in zip(rows.split(128), *adapter[:2], strict=True)])
-        assert cosine(got, want) > 0.999
+        assert cosine(got, want) > 0.999 and testing.relative_error(got, want) < 0.04
 
 
 def test_effect_on_8192_tokens():

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from titan_fp8moe import ops
+from titan_fp8moe import ops, peft
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Layer, apply_experts
@@ -56,7 +56,8 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
 
     It serves experts without biases, with ``silu(gate) * up``, dims that are multiples of 128 and weights in bf16 or
-    fp32. Parameters, their names and checkpoints stay as they are.
+    fp32. Parameters, their names and checkpoints stay as they are. Adapters that PEFT has on the experts' parameters
+    run beside the FP8 weights.
 
     Args:
         config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h``, ``recompute`` and
@@ -86,6 +87,12 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     for registry in _REGISTRIES:
         forward = functools.partial(_experts_forward, registry=registry, config=config, keep=unsupported == "keep")
         registry.register(NAME, forward)
+    peft.run_beside(_serves)
+
+
+def _serves(experts: Any) -> bool:
+    """Whether these experts run in FP8."""
+    return experts.config._experts_implementation == NAME and _why_not(experts) is None
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -134,7 +141,8 @@ def _experts_forward(
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
-    layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), check_ids=False)
+    spec = cast(ExpertSpec, _expert(experts))
+    layer = Layer(config, expert=spec, check_ids=False, lora=peft.handed_over(experts))
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
