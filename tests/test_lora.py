@@ -1,6 +1,9 @@
 """Low-rank adapters beside FP8 experts, against fp32 experts whose weights are W + scale B A."""
 
 import copy
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, CastCounter
 from titan_fp8moe import SAVED_OPS, Adapter, Fp8FlowMoEConfig, Lora, RoutedExperts, ops, recipe, routed_experts, testing
 from titan_fp8moe.layer.lora import lora_operands, split_lora
@@ -152,6 +156,14 @@ def test_effect_on_8192_tokens():
             assert abs(float((beside * true).sum() / true.square().sum()) - 1) < 0.03
             errors = [testing.relative_error(got, true) for got in (requantized, beside)]
             assert errors[0] > error_merged * errors[1], errors
+
+
+def test_example():
+    command = [sys.executable, str(ROOT / "examples/lora.py"), "--steps", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    match = re.search(r"last loss ([+-][\d.]+)% from bf16\nloss ([\d.]+) beside, ([\d.]+) merged", done.stdout)
+    assert match, done.stdout + done.stderr
+    assert abs(float(match[1])) < 5 and float(match[2]) < float(match[3]) < 0.25
 
 
 def test_training_follows_fp32():

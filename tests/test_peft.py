@@ -154,6 +154,8 @@ def test_experts_that_stay_keep_pefts_forward():
     with pytest.warns(UserWarning, match="stays on grouped_mm"):
         got = logits(model, tokens)
     assert torch.equal(got, logits(model, tokens, "grouped_mm"))
+    with model.disable_adapter():
+        assert not torch.equal(got, logits(model, tokens, "grouped_mm"))
 
 
 def test_another_peft_is_refused(monkeypatch: pytest.MonkeyPatch):
