@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -436,7 +438,28 @@ def test_module_refuses_adapters_in_the_wrong_order(group):
     with pytest.raises(RuntimeError, match=r"have adapters already; call merge_lora\(\) first"):
         module.add_lora(8, 8)
     sharded = RoutedExperts(E, D, H)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.fsdp.fully_shard(sharded, mesh=mesh)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(RuntimeError, match="FSDP has sharded these experts; call add_lora before fully_shard"):
         sharded.add_lora(8, 8)
+
+
+@pytest.mark.parametrize("policy", [None, torch.bfloat16], ids=["", "mixed precision"])
+def test_adapters_under_fsdp(group, policy):
+    """FSDP shards trained adapters and frozen experts in one group."""
+    x, scores, ids, _ = make_layer()
+    torch.manual_seed(0)
+    plain = make_module()
+    plain.add_lora(8, 8)
+    for B in plain.lora_B.values():
+        torch.nn.init.normal_(B)
+    sharded = copy.deepcopy(plain)
+    mesh = init_device_mesh(DEVICE, (1,))
+    fully_shard(sharded, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=policy))
+    sharded.set_force_sum_reduction_for_comms(True)
+    outs = [module(x.to(policy or x.dtype), ids, scores) for module in (plain, sharded)]
+    for out in outs:
+        out.square().sum().backward()
+    assert testing.relative_error(outs[1].detach(), outs[0].detach()) < 0.05
+    for n, B in plain.lora_B.items():
+        assert testing.relative_error(sharded.lora_B[n].grad.to_local(), B.grad) < 0.1
+    assert sharded.w1.grad is None
