@@ -9,6 +9,7 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
 from titan_fp8moe.ops.permute import unpack_combine, unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.rows import RowBias
 
 
 def make_workspaces(sizes: Sizes, device: str = "cpu") -> list[Workspace]:
@@ -60,9 +61,11 @@ def stand_in(x: Tensor, x_scale: Tensor) -> tuple[Tensor, Tensor]:
     return (byte * 0.37 - 11).bfloat16(), byte.sum(1)
 
 
-def exchange_all(impl, workspaces: list[Workspace], tokens: list[Tokens], factor: float) -> list[Exchanged]:
+def exchange_all(
+    impl, workspaces: list[Workspace], tokens: list[Tokens], factor: float, b2_ED: Tensor | None = None
+) -> list[Exchanged]:
     """A forward's exchange and a backward's of all ranks, with ``impl``: titan_fp8moe.dispatch.symmetric.exchange or
-    its kernels. Each step runs on all ranks before the next begins."""
+    its kernels. Each step runs on all ranks before the next begins. ``b2_ED``: a bias of all ranks' experts."""
     sizes, ranks = workspaces[0].sizes, range(len(workspaces))
     N, T, K = sizes.num_ranks, tokens[0].ids.shape[0], sizes.top_k
     M, C = capacities(T, K, N, sizes.num_local, factor)
@@ -78,7 +81,8 @@ def exchange_all(impl, workspaces: list[Workspace], tokens: list[Tokens], factor
         offsets, token_M, score_M, row_CK = ops.expert_routing(ids_CK, scores_CK, sizes.num_local, M)
         token_scale = impl.pull_scales(at, plan, token_C)
         x, x_scale, token_q = impl.pull_rows(at, plan, token_C, row_CK, token_M, token_scale, offsets, True)
-        impl.push_sums(at, plan, stand_in(x, x_scale)[0], None, row_CK, pair_CK)
+        bias = None if b2_ED is None else RowBias(b2_ED, score_M, offsets)
+        impl.push_sums(at, plan, stand_in(x, x_scale)[0], None, row_CK, pair_CK, bias)
         impl.arrive(at, COMBINE)
         end, count = int(offsets[-1]), int(plan[0, -1])
         kept = x[:end], x_scale[:end], token_q[:count], token_scale[:count]
@@ -113,7 +117,7 @@ def gradient(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return tokens.q.flip(0), tokens.scale.view(torch.uint8).flip(0).view(E8M0)
 
 
-def all_to_all(tokens: list[Tokens], num_local: int) -> list[Exchanged]:
+def all_to_all(tokens: list[Tokens], num_local: int, b2_ED: Tensor | None = None) -> list[Exchanged]:
     """What the all-to-all path's ops give, with the exchange of payloads done here."""
     N, (T, D), K = len(tokens), tokens[0].q.shape, tokens[0].ids.shape[1]
     sent = [ops.dispatch_routing(t.ids, N, num_local) for t in tokens]
@@ -139,7 +143,8 @@ def all_to_all(tokens: list[Tokens], num_local: int) -> list[Exchanged]:
         routing = ops.expert_routing(ids, scores, num_local, recipe.row_capacity(N * T * K, num_local))
         x = ops.permute_rows(q, scale, routing[3], routing[1], routing[0])
         state.append((q, scale, x, routing))
-        payloads.append(ops.pack_combine(stand_in(*x)[0], None, routing[3]))
+        offsets, _, score_M, row_CK = routing
+        payloads.append(ops.pack_combine(stand_in(*x)[0], None, row_CK, b2_ED, score_M, offsets))
     outs = [
         ops.unpermute_sum(unpack_combine(payload, D, 0)[0], s[0], torch.float32)
         for payload, s in zip(back(payloads), sent, strict=True)

@@ -12,7 +12,8 @@ from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capaciti
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
-from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES
+from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES, num_samples
+from titan_fp8moe.rows import RowBias
 from titan_fp8moe.spec import ExpertSpec
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -27,7 +28,7 @@ TOP_K = 8
 NO_ROWS = (
     *("_balance_exponent_kernel", "_count_kernel", "_place_rows_kernel", "_place_dispatched_kernel"),
     *("_arrive_kernel", "_wait_kernel", "_plan_kernel", "_pull_pairs_kernel", "_pull_scales_kernel"),
-    "_place_scales_kernel",
+    *("_place_scales_kernel", "_weights_changed_kernel"),
 )
 
 
@@ -61,6 +62,13 @@ def calls(M, D, H, E, T=12288):
         narrow = [meta(E, H - 64, D, dtype=dtype)] * 2, [meta(E, D, H - 64, dtype=dtype)]
         for part, weights in zip(("rows", "columns"), narrow, strict=True):
             yield f"quantize_weight padded {part} {dtype}", quantize.quantize_weight, (weights, True, True)
+        for weights, N, K in ((pair, 2 * H, D), (w2, D, H)):
+            state = meta(1 + len(weights) * num_samples(weights[0]), dtype=INT32)
+            kept = meta(E, N, K, dtype=FP8), meta(E, K, N, dtype=FP8), meta(E, N // TILE, K // TILE, dtype=E8M0)
+            args = weights, *kept, state, meta(1, dtype=INT32), False
+            yield f"refresh_weight {len(weights)} {dtype}", quantize.refresh_weight, args
+            args = weights, kept[0], None, kept[2], state, None, False
+            yield f"refresh_weight forward {len(weights)} {dtype}", quantize.refresh_weight, args
     quantized = [meta(E, H, D, dtype=FP8)] * 2, [meta(E, H // TILE, D // TILE, dtype=E8M0)] * 2
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield f"join_weight {plain} {transposed}", quantize.join_weight, (*quantized, plain, transposed)
@@ -77,6 +85,15 @@ def calls(M, D, H, E, T=12288):
             for again in (False, True):
                 args = (d, *kept, score_M, offsets_E, spec, again, flag)
                 yield f"{spec.encode()} backward {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
+    bias = swiglu.Bias(*[meta(E, H - 64, dtype=BF16)] * 2)
+    b2, rows_of_dy = meta(E, D, dtype=BF16), rows(M, D)
+    for spec in SPECS:
+        yield f"{spec.encode()} biased", swiglu.swiglu_quantize, (h, score_M, offsets_E, spec, True, flag, bias)
+        for kept in ((h, None), rows(M, 2 * H)):
+            for with_gradients in (False, True):
+                output = swiglu.OutputBias(b2, *rows_of_dy, with_gradients)
+                args = (d, *kept, score_M, offsets_E, spec, True, flag, bias, output)
+                yield f"{spec.encode()} backward biased {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     for keep_h in (False, True):
         yield f"no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], ExpertSpec(), keep_h)
     for kept in ((h, None), rows(M, 2 * H)):
@@ -93,6 +110,9 @@ def calls(M, D, H, E, T=12288):
     for dtype in (BF16, FP32):
         yield f"unpermute {dtype}", permute.unpermute_sum, (y, map_TK, dtype)
     yield "unpermute with addend", permute.unpermute_sum, (y, map_TK, BF16, meta(M, D, dtype=BF16))
+    row_bias = RowBias(b2, score_M, offsets_E)
+    yield "unpermute with a bias", permute.unpermute_sum, (y, map_TK, BF16, None, row_bias)
+    yield "pack_combine with a bias", permute.pack_combine, (y, None, map_TK, 2 * D + 32, row_bias)
     received = payload[:, : 2 * D].view(BF16)
     yield "unpermute payload", permute.unpermute_sum, (received, map_TK, BF16)
     for ids in (None, map_TK, ids_TK):
@@ -129,6 +149,9 @@ def symmetric_calls(N, D, E, T):
     for keep in (True, False):
         args = at, plan, token_C, row_CK, token_M, meta(C, D // TILE, dtype=E8M0), offsets_E, keep
         yield f"pull_rows {keep}", kernels.pull_rows, args
+    bias = RowBias(meta(E, D, dtype=BF16), meta(M, dtype=FP32), offsets_E)
+    args = at, plan, meta(M, D, dtype=BF16), None, row_CK, meta(C, TOP_K, dtype=torch.uint8), bias
+    yield "push_sums with a bias", kernels.push_sums, args
     for ds in (None, meta(M, dtype=FP32)):
         args = at, plan, meta(M, D, dtype=BF16), ds, row_CK, meta(C, TOP_K, dtype=torch.uint8)
         yield f"push_sums {ds is None}", kernels.push_sums, args

@@ -15,7 +15,18 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, CastCounter
-from titan_fp8moe import SAVED_OPS, Adapter, Fp8FlowMoEConfig, Lora, RoutedExperts, ops, recipe, routed_experts, testing
+from titan_fp8moe import (
+    SAVED_OPS,
+    Adapter,
+    Fp8FlowMoEConfig,
+    Fp8Weight,
+    Lora,
+    RoutedExperts,
+    ops,
+    recipe,
+    routed_experts,
+    testing,
+)
 from titan_fp8moe.layer.lora import lora_operands, split_lora
 
 T, D, H, E, K = 300, 256, 128, 8, 3
@@ -200,6 +211,8 @@ def test_no_adapter_and_an_adapter_of_zeros_have_the_same_bits():
     lora, saved = make_lora(weights, size=0.0), {}
     plain = routed_experts(x, *weights.values(), ids, scores)
     assert torch.equal(routed_experts(x, *weights.values(), ids, scores, lora=lora), plain)
+    for w in weights.values():  # of frozen weights the rows are saved for the adapters only
+        w.requires_grad_()
     for name, option in (("without", None), ("with", with_tensors(lora, [t.requires_grad_() for t in parts(lora)]))):
         saved[name] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=saved[name]: kept.append(t) or t, lambda t: t):
@@ -225,6 +238,18 @@ def test_trained_weights_get_their_gradients_too():
         return testing.moe_layer(x, scores, ids, *merged(dict(zip(NAMES, w, strict=True)), lora), False)
 
     assert min(map(cosine, got, gradients(layer, weights.values(), dout))) > 0.995
+
+
+def test_weights_stored_in_fp8_and_biases():
+    """Equal the dequantized weights, bit for bit."""
+    x, scores, ids, weights = make_layer()
+    lora, dout = make_lora(weights), torch.randn_like(x)
+    stored = {name: Fp8Weight(*recipe.quantize_weight(w)) for name, w in weights.items()}
+    plain = {name: recipe.dequantize(*w).bfloat16() for name, w in stored.items()}
+    biases = dict(b1=torch.randn(E, H), b2=torch.randn(E, D), b3=torch.randn(E, H))
+    for options in ({}, {name: b.to(DEVICE) for name, b in biases.items()}):
+        want = step(x, scores, ids, plain, lora, dout, **options)
+        assert equal(step(x, scores, ids, stored, lora, dout, **options), want)
 
 
 @pytest.mark.parametrize("save_h", ["bf16", "fp8"])

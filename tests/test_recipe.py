@@ -309,7 +309,7 @@ def test_an_op_refuses_unknown_activations():
     with pytest.raises(ValueError, match="activation is 'gelu'; set it to one of 'swiglu'"):
         ExpertSpec.decode(ExpertSpec("gelu").encode())
     spec = ExpertSpec.of("clamped_swiglu", {"limit": 7}, True)
-    assert ExpertSpec.decode(spec.encode()) == spec == ("clamped_swiglu", True, (7.0, 1.0, 0.0))
+    assert ExpertSpec.decode(spec.encode()) == spec == ("clamped_swiglu", True, (7.0, 1.0, 0.0), False)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
@@ -328,7 +328,7 @@ def test_operand_and_gradients(spec):
     s = score64.unsqueeze(1)
     operand = act(s * g, s * u) if score_before_experts else act(g, u) * s
     operand.backward(d.double())
-    dh, dh_scale, q, q_scale, ds = recipe.swiglu_quantize_backward(d, h, score, spec)
+    dh, dh_scale, q, q_scale, ds, _ = recipe.swiglu_quantize_backward(d, h, score, spec)
     forward = recipe.swiglu_quantize(h, score, spec)
     for got, want in ((recipe.dequantize(dh, dh_scale), h64.grad), (recipe.dequantize(*forward), operand)):
         tile = want.abs().unflatten(1, (-1, 128)).amax(2, keepdim=True)

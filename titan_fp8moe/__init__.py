@@ -13,6 +13,7 @@ from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.nn.grouped_mm import grouped_mm
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.nn.parallel import clip_grad_norm_, distributed_data_parallel, parameter_groups
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.self_check import self_check
 from titan_fp8moe.versions import warn_about_versions
 
@@ -24,6 +25,7 @@ __all__ = [
     "Adapter",
     "Fp8FlowLinear",
     "Fp8FlowMoEConfig",
+    "Fp8Weight",
     "Lora",
     "RoutedExperts",
     "WeightCache",

@@ -26,6 +26,8 @@ A *routed pair* ``(token, k)`` is a token's k-th choice of an expert; it becomes
 each rank that serves it.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -167,6 +169,41 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return q.to(dtype) * factor
 
 
+# --- weights that are kept quantized ----------------------------------------------------------------------------------
+
+SAMPLES = 1024
+"""A weight of up to 32 experts is sampled at so many values; one of more experts at a multiple of it."""
+
+
+def num_samples(w_ENK: Tensor) -> int:
+    return max(-(-w_ENK.shape[0] // 32), 1) * SAMPLES
+
+
+def sample_step(w_ENK: Tensor) -> int:
+    """Distance of the samples in the flat weight: odd, so that they meet all columns, and within the weight."""
+    return max(w_ENK.numel() // num_samples(w_ENK) - 1, 0) | 1
+
+
+def weights_changed(weights: list[Tensor], state: Tensor, steps: Tensor | None, force: bool) -> bool:
+    """Whether weights are no longer those whose state this is; afterwards it is theirs.
+
+    Args:
+        weights: one or two (E, N, K) of one shape, bf16 or fp32.
+        state: (1 + samples,) int32: the number of the step in which the weights were seen last, -1 for never, then bit
+            patterns of :func:`num_samples` values of each weight. Updated.
+        steps: (1,) int32, the number of the current step; None for weights that no step changes.
+        force: report a change in any case.
+    """
+    at = torch.arange(num_samples(weights[0]), device=state.device) * sample_step(weights[0])
+    _, N, K = weights[0].shape
+    samples = torch.cat([w[at // K // N, at // K % N, at % K] for w in weights])
+    bits = samples.view(torch.int16 if samples.dtype == torch.bfloat16 else torch.int32).int()
+    seen, now = int(state[0]), int(state[0] if steps is None else steps)
+    changed = force or seen < 0 or seen != now or not torch.equal(bits, state[1:])
+    state[1:], state[0] = bits, max(now, 0)
+    return changed
+
+
 # --- transposes: (M, D) with a scale per 1x128 tile -> (D, M) with a scale per 128x128 block --------------------------
 
 
@@ -254,26 +291,35 @@ def _transpose_shifted(q_MD: Tensor, e_MG: Tensor) -> tuple[Tensor, Tensor]:
 # --- activation -------------------------------------------------------------------------------------------------------
 
 
-def swiglu_quantize(h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
+def swiglu_quantize(
+    h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec, bias_M2H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """GEMM 2's quantized operand ``act(g, u) * s``, computed in fp32, with h = [g | u]; SwiGLU's act is silu(g) * u.
 
     ``spec.score_before_experts`` multiplies the experts' input by the score. GEMM 1 is linear, so the score is applied
-    to h instead: ``act(s * g, s * u)``.
+    to h instead: ``act(s * g, s * u)``. A bias is added after that.
 
     Args:
         h_M2H: (M, 2H) bf16 or fp32, gate then up.
         score_M: (M,) fp32, the router's score of each row; None for an FFN without a router, whose scores are 1.
+        bias_M2H: (M, 2H) fp32 or None, GEMM 1's bias of each row's expert.
 
     Returns:
         q_MH (M, H) e4m3 and scale (M, H // 128) e8m0, column-major.
     """
-    g, u = h_M2H.float().chunk(2, dim=1)
     s = _scores(score_M, h_M2H)
-    if spec.score_before_experts:
-        g, u = s * g, s * u
+    g, u = _activation_input(h_M2H, s, spec, bias_M2H)
     out = ACTIVATIONS[spec.activation].forward(g, u, *spec.parameters)
     q, scale = quantize_rows(out if spec.score_before_experts else out * s)
     return q, column_major(scale)
+
+
+def _activation_input(h_M2H: Tensor, s_M1: Tensor, spec: ExpertSpec, bias_M2H: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up (M, H) fp32 as the activation reads them."""
+    h = h_M2H.float()
+    h = s_M1 * h if spec.score_before_experts else h
+    g, u = (h if bias_M2H is None else h + bias_M2H).chunk(2, dim=1)
+    return g, u
 
 
 def _scores(score_M: Tensor | None, like: Tensor) -> Tensor:
@@ -281,7 +327,9 @@ def _scores(score_M: Tensor | None, like: Tensor) -> Tensor:
     return torch.ones(like.shape[0], 1, device=like.device) if score_M is None else score_M.unsqueeze(1)
 
 
-def quantize_hidden(h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
+def quantize_hidden(
+    h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec, bias_M2H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """h in FP8, for a backward that keeps it so: :func:`quantize_rows`, but no value crosses the activation's clamp.
 
     A value that is rounded across the clamp, such as 7.2 to 7.0 at a limit of 7, would get a gradient that the forward
@@ -293,16 +341,16 @@ def quantize_hidden(h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec) -> 
     q, scale = quantize_rows(h_M2H)
     if (beyond := ACTIVATIONS[spec.activation].beyond) is None:
         return q, scale
-    s = _scores(score_M, h_M2H) if spec.score_before_experts else 1.0
-    h, rounded = h_M2H.float(), dequantize(q, scale)
-    sides = [torch.cat(beyond(*(s * x).chunk(2, dim=1), *spec.parameters), 1).to(torch.uint8) for x in (h, rounded)]
+    s, rounded = _scores(score_M, h_M2H), dequantize(q, scale)
+    inputs = (_activation_input(x, s, spec, bias_M2H) for x in (h_M2H, rounded))
+    sides = [torch.cat(beyond(*g_u, *spec.parameters), 1).to(torch.uint8) for g_u in inputs]
     step = torch.where(rounded.isnan(), 0, sides[0] - sides[1])  # 255 is -1
     return (q.view(torch.uint8) + step).to(torch.uint8).view(FP8), scale
 
 
 def swiglu_quantize_backward(
-    d_MH: Tensor, h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    d_MH: Tensor, h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec, bias_M2H: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Backward of :func:`swiglu_quantize`; also recomputes the operand, for the weight gradient of GEMM 2.
 
     With a = act(g, u) the operand is s * a, so ds = <d, a> and da = s * d. With ``spec.score_before_experts`` and
@@ -310,28 +358,62 @@ def swiglu_quantize_backward(
 
     Args:
         d_MH: (M, H) bf16 or fp32, the gradient of the operand before its quantization.
-        h_M2H, score_M, spec: as in the forward.
+        h_M2H, score_M, spec, bias_M2H: as in the forward.
 
     Returns:
-        dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, the operand (M, H) e4m3, its scale (M, H // 128) e8m0, and
-        ds (M,) fp32. Scales are column-major.
+        dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, the operand (M, H) e4m3, its scale (M, H // 128) e8m0,
+        ds (M,) fp32, and the gradient of each row's bias, (M, 2H) fp32. Scales are column-major.
     """
-    g, u = h_M2H.float().chunk(2, dim=1)
     d, s = d_MH.float(), _scores(score_M, d_MH)
-    if spec.score_before_experts:
-        g, u = s * g, s * u
+    g, u = _activation_input(h_M2H, s, spec, bias_M2H)
     activation = ACTIVATIONS[spec.activation]
     operand = activation.forward(g, u, *spec.parameters)
     dg, du = activation.backward(g, u, d if spec.score_before_experts else s * d, *spec.parameters)
+    dh = dbias_M2H = torch.cat([dg, du], 1)
     if spec.score_before_experts:
-        ds = (torch.cat([dg, du], 1) * h_M2H.float()).sum(1)
-        dg, du = s * dg, s * du
+        ds = (dh * h_M2H.float()).sum(1)
+        dh = s * dh
     else:
         ds = (d * operand).sum(1)
         operand = operand * s
-    dh, dh_scale = quantize_rows(torch.cat([dg, du], 1))
+    dh, dh_scale = quantize_rows(dh)
     q, scale = quantize_rows(operand)
-    return dh, column_major(dh_scale), q, column_major(scale), ds
+    return dh, column_major(dh_scale), q, column_major(scale), ds, dbias_M2H
+
+
+# --- biases -----------------------------------------------------------------------------------------------------------
+#
+# h = W1 x + b13 and y = s * (W2 a + b2), or y = W2 a + b2 with ``spec.score_before_experts``. GEMM 2's operand holds
+# the score already, so b2 is added where a token's rows are summed.
+
+
+def expert_rows(bias_EN: Tensor, offsets_E: Tensor, M: int) -> Tensor:
+    """(M, N) fp32, the bias of each row's expert; zeros past the last group."""
+    counts = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
+    rows = bias_EN.float().repeat_interleave(counts, 0)
+    return torch.nn.functional.pad(rows, (0, 0, 0, M - rows.shape[0]))
+
+
+def output_bias(b2_ED: Tensor, score_M: Tensor, offsets_E: Tensor, spec: ExpertSpec) -> Tensor:
+    """(M, D) fp32, what GEMM 2's bias adds to each row."""
+    rows = expert_rows(b2_ED, offsets_E, score_M.shape[0])
+    return rows if spec.score_before_experts else score_M.unsqueeze(1) * rows
+
+
+def output_bias_backward(
+    dy_MD: Tensor, b2_ED: Tensor, score_M: Tensor, offsets_E: Tensor, spec: ExpertSpec
+) -> tuple[Tensor, Tensor]:
+    """Backward of :func:`output_bias`: its part of ds, (M,) fp32, and the gradient of each row's b2, (M, D) fp32."""
+    if spec.score_before_experts:
+        return torch.zeros_like(score_M), dy_MD
+    rows = expert_rows(b2_ED, offsets_E, score_M.shape[0])
+    return (dy_MD * rows).sum(1), score_M.unsqueeze(1) * dy_MD
+
+
+def bias_gradient(rows_MN: Tensor, offsets_E: Tensor) -> Tensor:
+    """(E, N) fp32, each expert's sum of its rows. Padding rows are zeros."""
+    ends = itertools.pairwise([0, *offsets_E.tolist()])
+    return torch.stack([rows_MN[start:end].sum(0) for start, end in ends])
 
 
 # --- expert order -----------------------------------------------------------------------------------------------------
@@ -441,7 +523,13 @@ def permute_rows(q_TD: Tensor, scale: Tensor, token_M: Tensor) -> tuple[Tensor, 
     return q[index].view(FP8), column_major(s[index].view(E8M0))
 
 
-def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None) -> Tensor:
+def unpermute_sum(
+    y_MD: Tensor,
+    row_TK: Tensor,
+    out_dtype: torch.dtype,
+    addend_RD: Tensor | None = None,
+    bias_MD: Tensor | None = None,
+) -> Tensor:
     """Sums each token's rows in fp32, in the order k = 0..K-1, then the token's row of ``addend_RD``, and rounds once.
 
     With expert parallelism ``y_MD`` holds the bf16 row that came back for each dispatched token and ``row_TK`` is
@@ -451,13 +539,17 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_R
         y_MD: (M, D) bf16 or fp32.
         row_TK: (T, K) int32. A negative row adds nothing.
         addend_RD: (R, D) bf16 or fp32, R >= T, the output of an FFN that serves every token; or None.
+        bias_MD: (M, D) fp32, what is added to each row; or None.
 
     Returns:
         (T, D) out_dtype.
     """
     out = torch.zeros(row_TK.shape[0], y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
     for row_T in row_TK.unbind(1) if y_MD.shape[0] else ():
-        row = y_MD[row_T.long().clamp(min=0)].float()
+        index = row_T.long().clamp(min=0)
+        row = y_MD[index].float()
+        if bias_MD is not None:
+            row = row + bias_MD[index]
         out = out + row.masked_fill((row_T < 0).unsqueeze(1), 0)
     if addend_RD is not None:
         out = out + addend_RD[: out.shape[0]].float()

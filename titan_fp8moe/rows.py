@@ -43,6 +43,20 @@ class Routing(NamedTuple):
     row_TK: Tensor
 
 
+class RowBias(NamedTuple):
+    """What is added to rows in expert order where a token's rows are summed: the b2 of a row's expert, times its score.
+
+    Attributes:
+        b2_ED: (E, D) bf16 or fp32, contiguous.
+        score_M: (M,) fp32, or None for scores of 1.
+        offsets_E: (E,) int32, the end of each expert's group.
+    """
+
+    b2_ED: Tensor
+    score_M: Tensor | None
+    offsets_E: Tensor
+
+
 class NanFlags(NamedTuple):
     """Which operands of a layer held a NaN or Inf when they were quantized: (16,) uint8 each, the first 1 if it
     did; or None where nobody asks.

@@ -17,11 +17,13 @@ class ExpertSpec(NamedTuple):
         activation: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`.
         score_before_experts: multiply the experts' input, not their output, by the score.
         parameters: of the activation, in the order of its entry.
+        biased: both products have biases.
     """
 
     activation: str = "swiglu"
     score_before_experts: bool = False
     parameters: tuple[float, ...] = ()
+    biased: bool = False
 
     @classmethod
     def of(
@@ -47,26 +49,42 @@ class ExpertSpec(NamedTuple):
 
     def encode(self) -> str:
         parameters = ",".join(map(repr, self.parameters))
-        return f"{self.activation}:{int(self.score_before_experts)}:{parameters}"
+        return f"{self.activation}:{int(self.score_before_experts)}{int(self.biased)}:{parameters}"
 
     @classmethod
     @functools.cache
     def decode(cls, text: str) -> "ExpertSpec":
         """Inverts :meth:`encode`; raises ValueError for an unknown activation."""
-        activation, score_before_experts, parameters = text.split(":")
+        activation, (score_before_experts, biased), parameters = text.split(":")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; set it to one of {', '.join(map(repr, ACTIVATIONS))}")
         values = tuple(float(value) for value in parameters.split(",") if value)
-        return cls(activation, score_before_experts == "1", values)
+        return cls(activation, score_before_experts == "1", values, biased == "1")
 
 
 class BackwardSpec(NamedTuple):
     """How a layer keeps tensors for its backward and computes weight gradients: the settings of the same names in
-    :class:`titan_fp8moe.config.Fp8FlowMoEConfig`."""
+    :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
+
+    Attributes:
+        weights: ``trained``, or ``frozen``: no gradient of them is computed, and no operand kept that only it reads; or
+            ``adapted``, frozen with adapters, whose gradients read the operands.
+    """
 
     recompute: str = "activation"
     save_h: str = "bf16"
     wgrad: str = "balanced"
+    weights: str = "trained"
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the backward reads GEMM 1's input."""
+        return self.weights != "frozen" or self.recompute == "experts"
+
+    @property
+    def keeps_operand(self) -> bool:
+        """Whether the forward saves GEMM 2's input for the backward."""
+        return self.weights != "frozen" and self.recompute == "none"
 
     def encode(self) -> str:
         return ":".join(self)

@@ -45,22 +45,22 @@ CACHED = Fp8FlowMoEConfig(cache_weights=True)
 
 
 class Model(nn.Module):
-    def __init__(self, group=None, config=None):
+    def __init__(self, group=None, config=None, bias=False):
         super().__init__()
         self.router = nn.Linear(D, EXPERTS, bias=False)
-        self.experts = RoutedExperts(EXPERTS, D, H, ep_group=group, config=config)
+        self.experts = RoutedExperts(EXPERTS, D, H, ep_group=group, config=config, bias=bias)
 
     def forward(self, x):
         scores, ids = self.router(x).softmax(-1).topk(K)
         return self.experts(x, ids, scores)
 
 
-def make(group=None, config=None) -> Model:
+def make(group=None, config=None, bias=False) -> Model:
     """The same weights for any group."""
     torch.manual_seed(0)
-    model = Model(group, config)
+    model = Model(group, config, bias)
     torch.manual_seed(0)
-    model.load_state_dict(Model().state_dict())
+    model.load_state_dict(Model(bias=bias).state_dict())
     return model
 
 
@@ -81,8 +81,8 @@ def data(group=None, step=0):
     return x.chunk(ranks)[rank], target.chunk(ranks)[rank]
 
 
-def gradients(group=None, config=None) -> Model:
-    model = make(group, config)
+def gradients(group=None, config=None, bias=False) -> Model:
+    model = make(group, config, bias)
     x, target = data(group)
     (F.mse_loss(model(x), target) / (1 if group is None else group.size())).backward()
     if group is not None:
@@ -176,6 +176,8 @@ def tools(out: Path) -> dict:
         return all(torch.equal(v, want[k]) for k, v in found.items())
 
     results["gradients"] = {n: error(whole(p.grad), want[n].grad) for n, p in model.named_parameters()}
+    biased, of_all = gradients(group, bias=True), dict(gradients(bias=True).named_parameters())
+    results["gradients with biases"] = {n: error(whole(p.grad), of_all[n].grad) for n, p in biased.named_parameters()}
     for norm_type in (2.0, 1.0, float("inf")):
         both = [make(group), make()]
         for m, source in zip(both, (model, alone), strict=True):

@@ -20,7 +20,7 @@ from tests.distributed.rows_worker import check
 from tests.layer import apply_layer
 from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import workspace
-from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.layer.weights import Biases, ExpertWeights
 
 D, H, EXPERTS, TOP_K, TOKENS = 256, 128, 8, 3, 70
 
@@ -82,6 +82,10 @@ def with_frozen_input(frozen: bool, x, weights, ids, scores, **options) -> torch
     return apply_layer(x, weights, ids, scores, **options)
 
 
+def with_biases(biases: list[torch.Tensor], x, weights, ids, scores, **options) -> torch.Tensor:
+    return apply_layer(x, weights, ids, scores, biases=Biases(*biases), **options)
+
+
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(s, t) and s.dtype == t.dtype for s, t in zip(a, b, strict=True))
 
@@ -113,6 +117,10 @@ def check_routings(routings: int, device: torch.device) -> None:
     check("inference", torch.equal(out, want[0]))
     check("more experts than tokens", same(run(batch, default), want))
     batch = make_batch("uniform", device=device)
+    for before in (False, True):
+        call = functools.partial(with_biases, [torch.randn(w.shape[:2], device=device) for w in batch[3][:3]])
+        want = run(batch, Fp8FlowMoEConfig(), before=before, call=call)
+        check(f"biases, score before {before}", same(run(batch, default, before=before, call=call), want))
     frozen = run(batch, default, call=functools.partial(with_frozen_input, dist.get_rank() == 0))
     want = run(batch, Fp8FlowMoEConfig(), call=functools.partial(with_frozen_input, dist.get_rank() == 0))
     check("one rank's input is frozen", frozen[1] is want[1] is None or same(frozen[1:2], want[1:2]))

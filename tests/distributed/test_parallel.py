@@ -75,6 +75,13 @@ def test_gradients(results, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
+def test_gradients_with_biases(results, num_ranks):
+    errors = results.get(f"tools_{num_ranks}")["gradients with biases"]
+    biases = [errors.pop(f"experts.b{i}") for i in (1, 2, 3)]
+    assert len(errors) == 4 and max(errors.values()) < 0.01 and max(biases) < 5e-3, (errors, biases)
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("tool", REFUSED)
 def test_refusal(results, num_ranks, tool):
     assert REFUSED[tool] in results.get(f"tools_{num_ranks}")[tool]

@@ -7,6 +7,7 @@ from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import permute, routing
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.rows import RowBias
 
 COUNTS = {  # routed pairs of each expert
     "even": [9, 5, 7],
@@ -284,6 +285,28 @@ def test_sums_with_an_addend(generator, out_dtype):
     assert_same_bits(permute.unpermute_sum(y, row_TK, out_dtype, addend), want)
     assert_same_bits(permute.unpermute_gradients(y, ds, row_TK, out_dtype, addend)[0], want)
     assert_same_bits(want[0], addend[0].to(out_dtype))
+
+
+@pytest.mark.parametrize("E", [1, 5, 64])
+@pytest.mark.parametrize("with_score", [False, True])
+def test_sums_with_a_bias(generator, E, with_score):
+    """Of the expert whose group a row is in; some experts have no rows."""
+    M, D, T, K = 1024, 192, 19, 3
+    tiles = torch.bincount(randint(generator, 0, E, M // 128 - 1), minlength=E)
+    offsets_E = (tiles * 128).cumsum(0).int()
+    y, b2 = randn(generator, M, D).bfloat16(), randn(generator, E, D)
+    score = randn(generator, M) if with_score else None
+    row_TK = randint(generator, -1, M - 128, T, K).to(torch.int32)
+    row_TK[0] = -1
+    bias = RowBias(b2, score, offsets_E)
+    want = recipe.unpermute_sum(y, row_TK, torch.float32, None, ops.permute.bias_rows(bias, M))
+    assert_same_bits(permute.unpermute_sum(y, row_TK, torch.float32, None, bias), want)
+    for row in (0, 127, M - 129):  # first rows and last ones of groups
+        one = permute.unpermute_sum(torch.zeros_like(y), row_TK.new_full((1, 1), row), torch.float32, None, bias)
+        expert = int((offsets_E <= row).sum())
+        assert_same_bits(one[0], b2[expert] * (score[row] if with_score else 1.0))
+    payload = permute.pack_combine(y, None, row_TK, 2 * D, bias)
+    assert_same_bits(payload.view(torch.bfloat16), want.bfloat16())
 
 
 @pytest.mark.parametrize("D", [128, 1408])

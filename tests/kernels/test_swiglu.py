@@ -133,3 +133,63 @@ def test_without_a_router(generator, fp8_h):
     assert ds.numel() == 0
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
+
+
+CLAMPED = [spec for spec in SPECS if spec.activation == "clamped_swiglu"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("spec", CLAMPED, ids=ExpertSpec.encode)
+@pytest.mark.parametrize("fp8_h", [False, True])
+def test_biases(generator, spec, fp8_h, special):
+    """Forward and backward; of H columns some are padding. Experts 0 and 3 have no rows."""
+    M, H, hidden, D, dim, end = 384, 256, 176, 256, 192, 256
+    h, d, score = inputs(generator, M, H)
+    h.view(M, 2, H)[:, :, hidden:], d[:, hidden:] = 0, 0
+    dy_q, dy_scale = recipe.quantize_rows(torch.nn.functional.pad(randn(generator, M, dim) * 1e-10, (0, D - dim)))
+    dy_scale = recipe.column_major(dy_scale)
+    if special:
+        put_non_finite(h[:, :hidden], d[:, :hidden])
+    offsets_E = offsets(0, 128, end, end, device=h.device)
+    b1, b2, b3 = randn(generator, 4, hidden), randn(generator, 4, dim).bfloat16(), randn(generator, 4, hidden)
+    bias = swiglu.Bias(b1.bfloat16(), b3.bfloat16())
+    rows = torch.cat([torch.nn.functional.pad(b.float(), (0, H - hidden)) for b in bias], 1)
+    rows = recipe.expert_rows(rows, offsets_E, M)
+
+    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, fp8_h, None, bias)
+    want = recipe.swiglu_quantize(h[:end], score[:end], spec, rows[:end])
+    assert_nearly_same(q[:end].contiguous(), recipe.column_major(scale[:end]), *want)
+    kept, wide_h = (h, None), h
+    if fp8_h:
+        want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec, rows[:end])
+        assert_same_bits(h_q[:end], want_h)
+        assert_same_bits(h_scale[:end], want_h_scale)
+        h_q, h_scale = recipe.quantize_hidden(h, score, spec, rows)
+        kept, wide_h = (h_q, recipe.column_major(h_scale)), recipe.dequantize(h_q, h_scale)
+
+    for with_gradients in (True, False):
+        output = swiglu.OutputBias(b2, dy_q, dy_scale, with_gradients)
+        dh, dh_scale, q, q_scale, ds, *dbias = swiglu.swiglu_quantize_backward(
+            d, *kept, score, offsets_E, spec, True, None, bias, output
+        )
+        *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(
+            d[:end], wide_h[:end], score[:end], spec, rows[:end]
+        )
+        assert_nearly_same(dh[:end].contiguous(), recipe.column_major(dh_scale[:end]), *want[:2])
+        assert_nearly_same(q[:end].contiguous(), recipe.column_major(q_scale[:end]), *want[2:4])
+        dy = recipe.dequantize(dy_q, dy_scale)[:end, :dim]
+        ds_of_b2, db2_rows = recipe.output_bias_backward(dy, b2, score[:end], offsets_E, spec)
+        want_ds = want_ds + ds_of_b2
+        finite = want_ds.isfinite()
+        size = (d.float().abs() * (wide_h.float().abs() + 3).amax(1, keepdim=True) ** 2).sum(1)[:end] + 1e-7
+        assert torch.equal(ds[:end].isfinite(), finite)
+        finite &= size.isfinite()  # an Inf that is clamped leaves ds finite
+        assert ((ds[:end] - want_ds).abs()[finite] <= 1e-5 * size[finite]).all()
+        assert len(dbias) == with_gradients
+        if with_gradients:
+            rows_of_all = torch.cat([*(half[:, :hidden] for half in dbias_rows.chunk(2, 1)), db2_rows], 1)
+            want_dbias = recipe.bias_gradient(rows_of_all, offsets_E)
+            assert dbias[0].dtype == torch.bfloat16 and not dbias[0][[0, 3]].any()
+            finite = want_dbias.isfinite()
+            assert torch.equal(dbias[0].isfinite(), finite)
+            torch.testing.assert_close(dbias[0].float()[finite], want_dbias[finite], rtol=0.01, atol=1e-10)

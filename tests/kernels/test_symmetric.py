@@ -4,7 +4,7 @@ and the exchange in plain PyTorch."""
 import pytest
 import torch
 
-from tests.kernels.compare import assert_same_bits
+from tests.kernels.compare import assert_same_bits, randn
 from tests.ranks import all_to_all, assert_equal, exchange_all, make_tokens, make_workspaces
 from titan_fp8moe.dispatch.symmetric import exchange, kernels
 from titan_fp8moe.dispatch.symmetric.workspace import LATE, Sizes
@@ -37,6 +37,14 @@ def test_exchange_equals_the_all_to_all_path(generator, device, name, monkeypatc
         tokens = [make_tokens(sizes, make_ids(generator, T, K, experts)) for _ in range(N)]
         assert_equal(exchange_all(kernels, workspaces, tokens, N), all_to_all(tokens, E))
     assert not any(at.report.any() or at.overflow.any() for at in workspaces)
+
+
+@pytest.mark.parametrize("impl", [exchange, kernels])
+def test_sums_with_a_bias(generator, device, impl):
+    N, T, D, K, E, _ = CASES["three ranks"]
+    workspaces, b2 = make_workspaces(Sizes(N, T, D, K, E), device), randn(generator, E, D)
+    tokens = [make_tokens(workspaces[0].sizes, make_ids(generator, T, K, N * E)) for _ in range(N)]
+    assert_equal(exchange_all(impl, workspaces, tokens, N, b2), all_to_all(tokens, E, b2))
 
 
 @pytest.mark.parametrize("impl", [exchange, kernels])

@@ -15,7 +15,7 @@ from titan_fp8moe import ops
 from titan_fp8moe.dispatch import base
 from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, in_expert_order
 from titan_fp8moe.recipe import TILE, row_capacity
-from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.rows import Routing, RowBias, Rows
 
 GRADIENTS_NEEDED = 1
 """The bit of the signature in which ranks may differ: the rank needs gradients of the layer's input or scores."""
@@ -149,8 +149,8 @@ class AllToAllDispatch:
         """All ranks exchange gradients, or none: the forward's dispatch counts say which ranks need them."""
         return any(common & GRADIENTS_NEEDED for common in self.state.counts[1, :, -1].tolist())
 
-    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:
-        payload = ops.pack_combine(cast(Tensor, y_MD), ds_M, self.routing.row_TK)
+    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
+        payload = ops.pack_combine(cast(Tensor, y_MD), ds_M, self.routing.row_TK, *(bias or ()))
         send_splits, receive_splits = self.splits
         payload = ops.start_all_to_all(payload, send_splits, receive_splits, self.group_name)
         return Pending(payload, with_gradients=ds_M is not None)

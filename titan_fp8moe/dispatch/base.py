@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.rows import Routing, RowBias, Rows
 
 
 class Route(NamedTuple):
@@ -140,9 +140,9 @@ class Dispatch(Protocol):
         """Whether a backward must compute gradients of tokens, which this rank does or does not need."""
         ...
 
-    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:
+    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
         """Starts to return rows (M, D) bf16, and in a backward the gradients of their scores (M,) fp32. Each token's
-        rows are summed in fp32."""
+        rows are summed in fp32, in a forward with ``bias``."""
         ...
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:

@@ -8,7 +8,7 @@ from torch import Tensor
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, check_rows, in_expert_order
 from titan_fp8moe.recipe import row_capacity
-from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.rows import Routing, RowBias, Rows
 
 
 class State(NamedTuple):
@@ -32,6 +32,7 @@ class LocalDispatch:
     kept: Rows
     pairs: Pairs | None = None  # in a forward, as is the next
     check_ids: bool
+    bias: RowBias | None = None
 
     @classmethod
     def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "LocalDispatch":
@@ -65,14 +66,15 @@ class LocalDispatch:
     def returns_gradients(self, needs_dx: bool) -> bool:
         return needs_dx
 
-    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:
+    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
+        self.bias = bias
         return Pending(y_MD, ds_M, with_gradients=ds_M is not None)
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
         rows_MD, ds_M, with_gradients = pending
         row_TK = self.routing.row_TK
         if not with_gradients:
-            return Returned(ops.unpermute_sum(cast(Tensor, rows_MD), row_TK, dtype, addend_RD))
+            return Returned(ops.unpermute_sum(cast(Tensor, rows_MD), row_TK, dtype, addend_RD, *(self.bias or ())))
         ds_M = cast(Tensor, ds_M)
         if rows_MD is None:
             return Returned(None, ds_M[row_TK.clamp(min=0)].masked_fill(row_TK < 0, 0))

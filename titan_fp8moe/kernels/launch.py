@@ -12,7 +12,8 @@ compared with Triton's own; if they differ, Triton launches everything (:func:`_
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ class Kernel:
     such as ``num_warps`` are passed by name. Scales arrive as uint8, since Triton has no name for their dtype, e8m0.
 
     Args:
-        bound: ``constexpr`` parameters that every launch shares. They are not part of the cache key, so a
-            ``triton.jit`` function, whose hash is slow, costs a launch nothing here.
+        bound: ``constexpr`` parameters that every launch shares, and tensors that are None in every launch, which come
+            last before the constexprs. They are not part of the cache key: a ``triton.jit`` function, whose hash is
+            slow, and absent tensors cost a launch nothing here.
 
     Attributes:
         kernel: the decorated kernel. In Triton's interpreter every launch calls it.
@@ -51,7 +53,7 @@ class Kernel:
         self._compiled: dict[tuple, tuple[Any, Any, Any, tuple]] = {}
         if not isinstance(kernel, JITFunction):
             return
-        constants = [param.is_constexpr for param in kernel.params]
+        constants = [param.is_constexpr or param.name in bound for param in kernel.params]
         self._num_args = len(constants) - sum(constants)
         if any(constants[: self._num_args]):
             raise TypeError(f"{kernel.__name__}: constexpr parameters must come last")
@@ -64,6 +66,9 @@ class Kernel:
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[grid](*map(_readable, args), **constants, **self._bound)
+            return
+        if _recorded is not None:
+            _recorded.append((self, args, constants))
             return
         active = driver.active
         device = active.get_current_device()
@@ -81,13 +86,16 @@ class Kernel:
             return
         if len(args) != self._num_args:
             raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
-        # Fused multiply-adds are the default of Triton 3.6 to 3.9, but 3.9 warns that 3.10 will change it.
         constants |= self._bound
-        compiled = self.kernel[grid](*map(_readable, args), enable_fp_fusion=True, **constants)
+        compiled = self.kernel[grid](*map(_readable, args), **constants, **_OPTIONS)
         if compiled is not None:
             names = self._constants
             found = compiled, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names)
             self._compiled[key] = found
+
+    def compile(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Compiles the kernel for such a launch, for the target of Triton's active driver, into Triton's cache."""
+        self.kernel.warmup(*map(_readable, args), grid=(1,), **constants, **self._bound, **_OPTIONS)
 
     def _key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple, list[Any]]:
         """The cache key of a launch, and the arguments with addresses in place of tensors.
@@ -121,6 +129,27 @@ class Kernel:
                 append(kind)  # of a float the value is no part of the key
             values.append(arg)
         return tuple(key), values
+
+
+# Fused multiply-adds are the default of Triton 3.6 to 3.9, but 3.9 warns that 3.10 will change it.
+_OPTIONS = {"enable_fp_fusion": True}
+
+_recorded: list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]] | None = None
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
+    """Yields the list to which launches in this context go, as kernel, arguments and constants. None runs."""
+    global _recorded
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
+
+
+def is_recording() -> bool:
+    return _recorded is not None
 
 
 _fast: bool | None = None

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.routing import row_stride
+from titan_fp8moe.kernels.routing import expert_of, row_stride
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
 from titan_fp8moe.recipe import E8M0, TILE
+from titan_fp8moe.rows import RowBias
 
 TOKENS, COLUMNS = 16, 256  # tokens, and bytes of each, that a CTA reads once and keeps in registers
 WARPS = 8
@@ -180,14 +181,23 @@ def pack_dispatch(
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
-@Kernel
+@triton.jit
+def load_output_bias(b2, score, offsets_E, row, column, in_row, D: tl.constexpr, E: tl.constexpr):
+    """Score times b2 (E, D) of a row's expert, fp32 zeros for a negative row. ``score`` None: 1."""
+    expert = expert_of(offsets_E, tl.maximum(row, 0), E).to(tl.int64)
+    bias = tl.load(b2 + expert * D + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
+    return bias if score is None else bias * tl.load(score + row, mask=row >= 0, other=0.0)
+
+
 @triton.jit
 def _unpermute_sum_kernel(
-    y, row_TK, addend, ds, out, out_ds, STRIDE: tl.constexpr, DS_STRIDE: tl.constexpr, DS_PER_PAIR: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, OUT_DS_STRIDE: tl.constexpr, WORDS: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    PAD_WORDS: tl.constexpr, COLUMNS: tl.constexpr, FEW: tl.constexpr,
+    y, row_TK, addend, ds, out, out_ds, b2, score, offsets_E, E: tl.constexpr, STRIDE: tl.constexpr,
+    DS_STRIDE: tl.constexpr, DS_PER_PAIR: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_DS_STRIDE: tl.constexpr,
+    WORDS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, PAD_WORDS: tl.constexpr, COLUMNS: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """Each CTA sums one column block of one token, in the order of k, then that of ``addend`` (R, D) unless it is None.
+    With ``b2`` each row also has its expert's, times its score.
 
     All K loads are independent. With FEW, most rows are missing; branches skip them, since adding their zeros would
     take longer than moving the bytes. With ``ds`` the first block also writes WORDS words: the score gradients of the
@@ -205,9 +215,15 @@ def _unpermute_sum_kernel(
         row = tl.load(row_TK + token * K + k).to(tl.int64)
         if FEW:
             if row >= 0:
-                total += tl.load(y + row * STRIDE + column, mask=in_row, other=0.0).to(tl.float32)
+                addends = tl.load(y + row * STRIDE + column, mask=in_row, other=0.0).to(tl.float32)
+                if b2 is not None:
+                    addends += load_output_bias(b2, score, offsets_E, row, column, in_row, D, E)
+                total += addends
         else:
-            total += tl.load(y + row * STRIDE + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
+            addends = tl.load(y + row * STRIDE + column, mask=in_row & (row >= 0), other=0.0).to(tl.float32)
+            if b2 is not None:
+                addends += load_output_bias(b2, score, offsets_E, row, column, in_row, D, E)
+            total += addends
     if addend is not None:
         total += tl.load(addend + token * D + column, mask=in_row, other=0.0).to(tl.float32)
     tl.store(out + token * OUT_STRIDE + column, total, mask=in_row)
@@ -224,6 +240,10 @@ def _unpermute_sum_kernel(
             tl.store(out_ds + token * OUT_DS_STRIDE + word, value, mask=word < WORDS)
 
 
+_sum = Kernel(_unpermute_sum_kernel, b2=None, score=None, offsets_E=None, E=None)
+_biased_sum = Kernel(_unpermute_sum_kernel)
+
+
 def _unpermute_sum(
     y_MD: Tensor,
     ds: Tensor | None,
@@ -232,6 +252,7 @@ def _unpermute_sum(
     out: Tensor,
     out_ds: Tensor | None,
     few: bool,
+    bias: RowBias | None = None,
 ) -> None:
     """Launches the kernel. ``ds`` is (M, 1), or (M, K) with a column for each k; ``out_ds`` is (T, K) or wider, with
     zeros behind the K columns."""
@@ -240,14 +261,23 @@ def _unpermute_sum(
     ds_stride, per_pair = (0, False) if ds is None else (ds.stride(0), ds.shape[1] > 1)
     out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride(0), out_ds.shape[1])
     if T:
-        _unpermute_sum_kernel[(cdiv(D, SUM_COLUMNS) * T,)](
-            y_MD, row_TK, addend_RD, ds, out, out_ds, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride, DS_PER_PAIR=per_pair,
-            OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
-            PAD_WORDS=next_power_of_2(max(words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS,
+        kernel, biases, constants = _sum, (), {}
+        if bias is not None:
+            kernel, biases, constants = _biased_sum, bias, dict(E=bias.b2_ED.shape[0])
+        kernel[(cdiv(D, SUM_COLUMNS) * T,)](
+            y_MD, row_TK, addend_RD, ds, out, out_ds, *biases, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride,
+            DS_PER_PAIR=per_pair, OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
+            PAD_WORDS=next_power_of_2(max(words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS, **constants,
         )  # fmt: skip
 
 
-def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None) -> Tensor:
+def unpermute_sum(
+    y_MD: Tensor,
+    row_TK: Tensor,
+    out_dtype: torch.dtype,
+    addend_RD: Tensor | None = None,
+    bias: RowBias | None = None,
+) -> Tensor:
     """Sums each token's rows; see :func:`titan_fp8moe.recipe.unpermute_sum`.
 
     Args:
@@ -256,7 +286,7 @@ def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_R
         addend_RD: (R, D) bf16, contiguous.
     """
     out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
-    _unpermute_sum(y_MD, None, row_TK, addend_RD, out, None, few=False)
+    _unpermute_sum(y_MD, None, row_TK, addend_RD, out, None, few=False, bias=bias)
     return out
 
 
@@ -271,11 +301,11 @@ def unpermute_gradients(
     return out, out_ds
 
 
-def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int) -> Tensor:
+def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int, bias: RowBias | None = None) -> Tensor:
     """The combine payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_combine`."""
     C, D = row_CK.shape[0], y_MD.shape[1]
     payload = torch.empty(C, width, dtype=torch.uint8, device=y_MD.device)
     ds, out_ds = (None, None) if ds_M is None else (ds_M.unsqueeze(1), payload.view(torch.float32)[:, D // 2 :])
     # This rank serves one or two of a dispatched token's top_k pairs.
-    _unpermute_sum(y_MD, ds, row_CK, None, payload.view(y_MD.dtype), out_ds, few=True)
+    _unpermute_sum(y_MD, ds, row_CK, None, payload.view(y_MD.dtype), out_ds, few=True, bias=bias)
     return payload

@@ -23,6 +23,19 @@ COUNT_BLOCK = 8  # experts whose pairs a CTA adds up at a time
 NUM_WARPS = 4
 
 
+@triton.jit
+def expert_of(offsets_E, row, E: tl.constexpr):
+    """The expert whose group holds each row: how many groups end at or before it. Binary search; ``row``: of any shape,
+    before the last end."""
+    expert = row * 0
+    for i in tl.static_range(16):
+        if (1 << (15 - i)) < E:
+            last = expert + (1 << (15 - i)) - 1
+            end = tl.load(offsets_E + last, mask=last < E, other=2147483647)
+            expert += tl.where(end <= row, 1 << (15 - i), 0)
+    return expert
+
+
 # --- tables of a block of tokens --------------------------------------------------------------------------------------
 
 

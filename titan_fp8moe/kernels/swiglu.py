@@ -1,9 +1,11 @@
-"""Kernels that fuse the activation, the router's score and quantization, forward and backward; fp32 inside.
+"""Kernels that fuse biases, the activation, the router's score and quantization, forward and backward; fp32 inside.
 
 The activation is an entry of :data:`titan_fp8moe.activations.ACTIVATIONS`, of which a kernel inlines the functions.
+Experts without biases run the same kernels, compiled without them.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,6 +15,8 @@ from torch import Tensor
 from titan_fp8moe.activations import ACTIVATIONS, MAX_PARAMETERS
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import quantize_tiles
+from titan_fp8moe.kernels.routing import expert_of
+from titan_fp8moe.kernels.sizes import cdiv
 from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major
 from titan_fp8moe.spec import ExpertSpec
 
@@ -24,6 +28,30 @@ ROWS = 32
 BACKWARD_ROWS = 16
 BACKWARD_STAGES = 3
 WARPS = BACKWARD_WARPS = 4
+BIAS_COLUMNS = 64  # of the biases' gradients that a CTA sums
+_NO_BIAS = dict(gate_bias=None, up_bias=None, BIAS_STRIDE_E=None, BIAS_STRIDE_H=None, HIDDEN=None)
+
+
+class Bias(NamedTuple):
+    """GEMM 1's biases: ``gate`` and ``up`` (E, H), bf16 or fp32, with equal strides."""
+
+    gate: Tensor
+    up: Tensor
+
+
+class OutputBias(NamedTuple):
+    """GEMM 2's bias in a backward.
+
+    Attributes:
+        b2: (E, D) bf16 or fp32.
+        dy, dy_scale: (M, D) e4m3 and its scales, column-major, the quantized gradient of the output; D is padded.
+        with_gradients: whether to compute the biases' gradients.
+    """
+
+    b2: Tensor
+    dy: Tensor
+    dy_scale: Tensor
+    with_gradients: bool
 
 
 def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
@@ -74,12 +102,20 @@ def _load_scales(scale, row, tile, H, M, TILE: tl.constexpr):
 
 
 @triton.jit
+def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.constexpr):
+    """Loads tile column ``tile`` of an expert's bias as fp32 (1, 128), zeros past column HIDDEN."""
+    column = tile * TILE + tl.arange(0, TILE)
+    return tl.load(bias + column * STRIDE, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def _swiglu_kernel(
-    h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H, p0, p1, p2, E: tl.constexpr,
-    FORWARD: tl.constexpr, BEYOND: tl.constexpr, SCORE_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H, p0, p1, p2, gate_bias, up_bias, E: tl.constexpr,
+    FORWARD: tl.constexpr, BEYOND: tl.constexpr, SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr,
+    BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized. p0 to p2: the
-    activation's parameters."""
+    activation's parameters. gate_bias, up_bias: None, or (E, HIDDEN)."""
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return
@@ -88,29 +124,49 @@ def _swiglu_kernel(
     g = _load_tiles(h, None, row, tile, 2 * H, TILE)
     u = _load_tiles(h, None, row, up_tile, 2 * H, TILE)
     s = 1.0 if score is None else tl.load(score + row)[:, None]
+    if gate_bias is not None:
+        at = expert_of(offsets_E, first, E).to(tl.int64) * BIAS_STRIDE_E
+        b_g = _load_bias(gate_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE)
+        b_u = _load_bias(up_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE)
+    else:
+        b_g, b_u = None, None
     if h_q is not None:
         g_q, g_byte = quantize_tiles(g, None)
         u_q, u_byte = quantize_tiles(u, None)
         if BEYOND is not None:
             side = s if SCORE_FIRST else 1.0
-            g_side, u_side = BEYOND(side * g, side * u, p0, p1, p2)
+            g_side, u_side = BEYOND(_plus(side * g, b_g), _plus(side * u, b_u), p0, p1, p2)
             g_read, u_read = _dequantize(g_q, g_byte), _dequantize(u_q, u_byte)
-            g_read_side, u_read_side = BEYOND(side * g_read, side * u_read, p0, p1, p2)
+            g_read_side, u_read_side = BEYOND(_plus(side * g_read, b_g), _plus(side * u_read, b_u), p0, p1, p2)
             g_q, u_q = _step(g_q, g_read, g_side, g_read_side), _step(u_q, u_read, u_side, u_read_side)
         _store(h_q, h_scale, g_q, g_byte, row, tile, M, 2 * H, TILE)
         _store(h_q, h_scale, u_q, u_byte, row, up_tile, M, 2 * H, TILE)
     if SCORE_FIRST:
         g, u = s * g, s * u
-    out = FORWARD(g, u, p0, p1, p2)
+    out = FORWARD(_plus(g, b_g), _plus(u, b_u), p0, p1, p2)
     if not SCORE_FIRST:
         out *= s
     _store_tiles(q, q_scale, out, row, tile, M, H, TILE, nan_flag)
 
 
+@triton.jit
+def _plus(x, bias):
+    return x if bias is None else x + bias
+
+
 @functools.cache
-def _forward(activation: str) -> Kernel:
-    entry = ACTIVATIONS[activation]
-    return Kernel(_swiglu_kernel, FORWARD=entry.forward_triton, BEYOND=entry.beyond_triton)
+def _forward(activation: str, biased: bool) -> Kernel:
+    entry, absent = ACTIVATIONS[activation], {} if biased else _NO_BIAS
+    return Kernel(_swiglu_kernel, FORWARD=entry.forward_triton, BEYOND=entry.beyond_triton, **absent)
+
+
+def _bias_arguments(bias: Bias | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Positional and constexpr arguments of a kernel with biases."""
+    if bias is None:
+        return (), {}
+    assert bias.gate.stride() == bias.up.stride()
+    stride_e, stride_h = bias.gate.stride()
+    return bias, dict(BIAS_STRIDE_E=stride_e, BIAS_STRIDE_H=stride_h, HIDDEN=bias.gate.shape[1])
 
 
 def _parameters(spec: ExpertSpec) -> tuple[float, ...]:
@@ -124,6 +180,7 @@ def swiglu_quantize(
     spec: ExpertSpec,
     keep_h: bool,
     nan_flag: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
@@ -133,23 +190,27 @@ def swiglu_quantize(
     M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
     q, q_scale = _rows(h_M2H, M, H)
     h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
-    _forward(spec.activation)[(H // TILE, M // ROWS)](
+    biases, constants = _bias_arguments(bias)
+    _forward(spec.activation, bias is not None)[(H // TILE, M // ROWS)](
         h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, nan_flag,
-        M, H, *_parameters(spec),
-        E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS,
+        M, H, *_parameters(spec), *biases,
+        E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS, **constants,
     )  # fmt: skip
     return q, q_scale, h_q, h_scale
 
 
 @triton.jit
 def _swiglu_backward_kernel(
-    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, p0, p1, p2,
-    H: tl.constexpr, E: tl.constexpr, FORWARD: tl.constexpr, BACKWARD: tl.constexpr, SCORE_FIRST: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, p0, p1, p2, gate_bias, up_bias, b2, dy,
+    dy_scale, partial, H: tl.constexpr, E: tl.constexpr, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
+    SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr,
+    D: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes whole rows, so that the order in which ds is summed is fixed. Without ``score`` there is no ds.
 
     h: bf16, or e4m3 with h_scale. q and q_scale are None unless GEMM 2's operand is recomputed.
+    gate_bias, up_bias: None, or (E, HIDDEN). b2: (E, DIM), None where ds does not depend on it; dy: (M, D) e4m3.
+    partial: None, or (M // ROWS, 2H + D) fp32 for the CTAs' sums of the biases' gradients.
     """
     first = tl.program_id(0) * ROWS
     if first >= tl.load(offsets_E + E - 1):
@@ -157,6 +218,21 @@ def _swiglu_backward_kernel(
     row = first + tl.arange(0, ROWS)
     s = 1.0 if score is None else tl.load(score + row)[:, None]
     ds_row = tl.zeros((ROWS,), tl.float32)
+    expert = 0
+    if gate_bias is not None:
+        expert = expert_of(offsets_E, first, E).to(tl.int64)
+        gate_bias += expert * BIAS_STRIDE_E
+        up_bias += expert * BIAS_STRIDE_E
+    if partial is not None:
+        partial += tl.program_id(0).to(tl.int64) * (2 * H + D) + tl.arange(0, TILE)
+    if dy is not None:
+        for tile in tl.range(D // TILE):
+            y = _load_tiles(dy, tl.load(dy_scale + tile * M + row), row, tile, D, TILE)
+            if not SCORE_FIRST:
+                ds_row += tl.sum(y * _load_bias(b2 + expert * DIM, tile, 1, DIM, TILE), axis=1)
+                y *= s
+            if partial is not None:
+                tl.store(partial + 2 * H + tile * TILE, tl.sum(y, axis=0))
     # Scales are loaded one tile ahead by hand: Triton does not pipeline loads of single bytes.
     next_g_byte, next_u_byte = (None, None) if h_scale is None else _load_scales(h_scale, row, 0, H, M, TILE)
     for tile in tl.range(H // TILE, num_stages=STAGES):
@@ -171,12 +247,18 @@ def _swiglu_backward_kernel(
             g, u = s * h_g, s * h_u
         else:
             g, u = h_g, h_u
+        if gate_bias is not None:
+            g += _load_bias(gate_bias, tile, BIAS_STRIDE_H, HIDDEN, TILE)
+            u += _load_bias(up_bias, tile, BIAS_STRIDE_H, HIDDEN, TILE)
         out = FORWARD(g, u, p0, p1, p2)
         if not SCORE_FIRST:
             ds_row += tl.sum(da * out, axis=1)
             out *= s
             da *= s
         dg, du = BACKWARD(g, u, da, p0, p1, p2)
+        if partial is not None:
+            tl.store(partial + tile * TILE, tl.sum(dg, axis=0))
+            tl.store(partial + up_tile * TILE, tl.sum(du, axis=0))
         if SCORE_FIRST:
             ds_row += tl.sum(dg * h_g + du * h_u, axis=1)
             dg *= s
@@ -189,10 +271,35 @@ def _swiglu_backward_kernel(
         tl.store(ds + row, ds_row)
 
 
+@Kernel
+@triton.jit(do_not_specialize=["columns", "hidden"])
+def _bias_gradient_kernel(
+    partial, offsets_E, dbias, columns, hidden, H: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """CTA (column block, e) sums the rows of ``partial`` (M // ROWS, WIDTH) that belong to expert e, in a fixed order.
+
+    dbias: (E, columns), without the padding of gate and up from ``hidden`` to H columns.
+    """
+    e = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.load(offsets_E + e - 1, mask=e > 0, other=0) // ROWS
+    end = tl.load(offsets_E + e) // ROWS
+    at = column + tl.where(column >= hidden, H - hidden, 0) + tl.where(column >= 2 * hidden, H - hidden, 0)
+    total = tl.zeros((BLOCKS, COLUMNS), tl.float32)
+    for first in range(start, end, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        mask = (block < end)[:, None] & (column < columns)[None, :]
+        total += tl.load(partial + block.to(tl.int64)[:, None] * WIDTH + at[None, :], mask=mask, other=0.0)
+    tl.store(dbias + e.to(tl.int64) * columns + column, tl.sum(total, axis=0), mask=column < columns)
+
+
 @functools.cache
-def _backward(activation: str) -> Kernel:
-    entry = ACTIVATIONS[activation]
-    return Kernel(_swiglu_backward_kernel, FORWARD=entry.forward_triton, BACKWARD=entry.backward_triton)
+def _backward(activation: str, biased: bool) -> Kernel:
+    entry, absent = ACTIVATIONS[activation], {}
+    if not biased:
+        absent = _NO_BIAS | dict(b2=None, dy=None, dy_scale=None, partial=None, D=None, DIM=None)
+    return Kernel(_swiglu_backward_kernel, FORWARD=entry.forward_triton, BACKWARD=entry.backward_triton, **absent)
 
 
 def swiglu_quantize_backward(
@@ -204,7 +311,9 @@ def swiglu_quantize_backward(
     spec: ExpertSpec,
     recompute_a: bool,
     nan_flag: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bias: Bias | None = None,
+    output: OutputBias | None = None,
+) -> list[Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize_backward`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
     M and H are multiples of 128, ``d_MH`` and ``h_M2H`` are contiguous. ``h_scale`` may have any strides and is copied
@@ -215,11 +324,35 @@ def swiglu_quantize_backward(
     dh, dh_scale = _rows(d_MH, M, 2 * H)
     q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
-    _backward(spec.activation)[(M // BACKWARD_ROWS,)](
+    partial, biases, constants = None, (), {}
+    if bias is not None and output is not None:
+        (gate_up, constants), D = _bias_arguments(bias), output.dy.shape[1]
+        if output.with_gradients:
+            partial = torch.empty(M // BACKWARD_ROWS, 2 * H + D, dtype=torch.float32, device=d_MH.device)
+        reads_dy = output.with_gradients or not spec.score_before_experts
+        rows = (output.b2, output.dy, output.dy_scale) if reads_dy else (None, None, None)
+        biases, constants = (*gate_up, *rows, partial), constants | dict(D=D, DIM=output.b2.shape[1])
+    _backward(spec.activation, bias is not None)[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, nan_flag, M,
-        *_parameters(spec), H=H,
+        *_parameters(spec), *biases, H=H,
         E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
-        TILE=TILE, num_warps=BACKWARD_WARPS,
+        TILE=TILE, num_warps=BACKWARD_WARPS, **constants,
     )  # fmt: skip
-    return dh, dh_scale, q, q_scale, ds
+    results = [dh, dh_scale, q, q_scale, ds]
+    if partial is None:
+        return results
+    assert bias is not None and output is not None
+    return [*results, _bias_gradient(partial, offsets_E, bias.gate, output.b2, H)]
+
+
+def _bias_gradient(partial: Tensor, offsets_E: Tensor, gate_bias: Tensor, b2: Tensor, H: int) -> Tensor:
+    """(E, 2 * hidden + D) of the biases' dtype: gate, up, down."""
+    E, hidden = gate_bias.shape
+    columns = 2 * hidden + b2.shape[1]
+    dbias = torch.empty(E, columns, dtype=b2.dtype, device=b2.device)
+    _bias_gradient_kernel[(cdiv(columns, BIAS_COLUMNS), E)](
+        partial, offsets_E, dbias, columns, hidden, H=H, WIDTH=partial.shape[1], ROWS=BACKWARD_ROWS, BLOCKS=32,
+        COLUMNS=BIAS_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return dbias

@@ -6,6 +6,7 @@ the direction. :mod:`titan_fp8moe.layer.cache` keeps one for the microbatches of
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor
@@ -13,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 
-Weight = Tensor | QuantizedWeight
+Weight = Tensor | Fp8Weight
 """A weight as the ops read it: bf16 or fp32 values, or values that are quantized already."""
 
 W = TypeVar("W")
@@ -46,21 +47,50 @@ class ExpertWeights(NamedTuple, Generic[W]):
     def pack(self) -> list[Tensor | None]:
         """The tensors that an op takes: each field's value, then each field's scale where the weights are quantized."""
         weights: list[Any] = list(self)
-        if not isinstance(self.w1, QuantizedWeight):
+        if not isinstance(self.w1, Fp8Weight):
             return weights
         return [w and w.q for w in weights] + [w and w.scale for w in weights]
 
     @classmethod
     def unpack(cls, tensors: list[Tensor | None]) -> "ExpertWeights[Any]":
-        """The inverse of :meth:`pack`: weights, or quantized weights."""
+        """The inverse of :meth:`pack`: weights, or quantized weights. What follows orders ops in a graph."""
         count = len(cls._fields)
         if len(tensors) == count:
             return cls(*tensors)
-        pairs = zip(tensors[:count], tensors[count:], strict=True)
-        return cls(*(None if q is None else QuantizedWeight(q, cast(Tensor, scale)) for q, scale in pairs))
+        pairs = zip(tensors[:count], tensors[count : 2 * count], strict=True)
+        return cls(*(None if q is None else Fp8Weight(q, cast(Tensor, scale)) for q, scale in pairs))
+
+
+class Biases(NamedTuple, Generic[W]):
+    """The biases of both products: tensors, all bf16 or all fp32; or one value for each, such as its gradient.
+
+    Attributes:
+        b1: of the gate projection (E, H); with ``b3`` None of gate and up in one, (E, 2H), in the order of w1's rows.
+        b2: of the down projection (E, D).
+        b3: of the up projection (E, H), or None.
+    """
+
+    b1: W
+    b2: W
+    b3: W | None = None
+
+    def gate_up(self: "Biases[Tensor]") -> tuple[Tensor, Tensor]:
+        """Gate's and up's (E, H), with equal strides."""
+        if self.b3 is None:
+            gate, up = self.b1.chunk(2, 1)
+            return gate, up
+        return self.b1.contiguous(), self.b3.contiguous()
+
+    def gradients(self: "Biases[Tensor]", dbias: Tensor, needed: "Biases[Any]") -> "Biases[Any]":
+        """Splits the gradients of gate, up and down in one (E, 2H + D); None where not needed."""
+        sizes = [b.shape[1] for b in (self.b1, self.b3, self.b2) if b is not None]
+        b1, *b3, b2 = dbias.split(sizes, 1)
+        grads: Biases[Any] = Biases(b1, b2, *b3)
+        return Biases(*(grad if need else None for grad, need in zip(grads, needed, strict=True)))
 
 
 NO_WEIGHTS: ExpertWeights[Any] = ExpertWeights(None, None, None)
+NO_BIASES: Biases[Any] = Biases(None, None, None)
 
 
 def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:
@@ -72,6 +102,11 @@ def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:
 def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
     """Gradients (1, N, K) of one expert as gradients of its matrices (N, K)."""
     return ExpertWeights(*(None if grad is None else grad.squeeze(0) for grad in grads))
+
+
+def are_frozen(parameters: Iterable[Tensor | None]) -> bool:
+    """Whether none of them is trained. Ask it of parameters: without gradients, their local tensors require none."""
+    return not any(p is not None and p.requires_grad for p in parameters)
 
 
 def place_as(grad: Tensor | None, spec: Any) -> DTensor | None:
@@ -98,8 +133,8 @@ def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
 class ForwardOperands(NamedTuple):
     """Operands of a forward: ``w13`` (E, 2H, D), gate and up in one, and ``w2`` (E, D, H)."""
 
-    w13: QuantizedWeight
-    w2: QuantizedWeight
+    w13: Fp8Weight
+    w2: Fp8Weight
 
     def pack(self) -> list[Tensor | None]:
         """As fused weights that are quantized already; see :meth:`ExpertWeights.pack`."""
@@ -115,9 +150,9 @@ class BackwardOperands(NamedTuple):
         w2_t: down transposed, (E, H, D).
     """
 
-    w13: QuantizedWeight | None
-    w13_t: QuantizedWeight
-    w2_t: QuantizedWeight
+    w13: Fp8Weight | None
+    w13_t: Fp8Weight
+    w2_t: Fp8Weight
 
 
 def forward_operands(weights: ExpertWeights[Weight]) -> ForwardOperands:
@@ -133,10 +168,3 @@ def backward_operands(weights: ExpertWeights[Weight], with_w13: bool) -> Backwar
     else:
         w13_t = ops.quantize_weight_transposed(*weights.gate_up)
     return BackwardOperands(w13, w13_t, ops.quantize_weight_transposed(weights.w2))
-
-
-def both_operands(w1: Tensor, w2: Tensor, w3: Tensor | None) -> tuple[ForwardOperands, BackwardOperands]:
-    """The operands of both directions, from one read of the weights."""
-    w13, w13_t = ops.quantize_weight_both(*ExpertWeights(w1, w2, w3).gate_up)
-    w2_q, w2_t = ops.quantize_weight_both(w2)
-    return ForwardOperands(w13, w2_q), BackwardOperands(w13, w13_t, w2_t)

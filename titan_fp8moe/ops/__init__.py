@@ -23,18 +23,19 @@ from titan_fp8moe.ops.permute import (
     unpermute_sum,
 )
 from titan_fp8moe.ops.quantize import (
-    QuantizedWeight,
+    Fp8Weight,
     quantize_group,
     quantize_rows,
     quantize_weight,
     quantize_weight_both,
     quantize_weight_transposed,
+    refresh_weight,
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
 from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
-    "QuantizedWeight",
+    "Fp8Weight",
     "dispatch_routing",
     "emulate",
     "expert_routing",
@@ -50,6 +51,7 @@ __all__ = [
     "quantize_weight",
     "quantize_weight_both",
     "quantize_weight_transposed",
+    "refresh_weight",
     "start_all_to_all",
     "swiglu_quantize",
     "swiglu_quantize_backward",

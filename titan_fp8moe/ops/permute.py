@@ -13,6 +13,7 @@ from titan_fp8moe.kernels import permute as kernels
 from titan_fp8moe.kernels import routing
 from titan_fp8moe.ops.backend import custom_op, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.rows import RowBias
 
 
 def _ints(like: Tensor, *shape: int) -> Tensor:
@@ -131,24 +132,49 @@ def _(q_TD, scale, row_TK, token_M, offsets_E):
     return q_TD.new_empty(M, D), scale.new_empty(D // TILE, M).t()
 
 
+def bias_rows(bias: RowBias | None, M: int) -> Tensor | None:
+    """(M, D) fp32, what is added to each row; see :func:`titan_fp8moe.recipe.output_bias`."""
+    if bias is None:
+        return None
+    rows = recipe.expert_rows(bias.b2_ED, bias.offsets_E, M)
+    return rows if bias.score_M is None else bias.score_M.unsqueeze(1) * rows
+
+
+def row_bias(b2: Tensor | None, score_M: Tensor | None, offsets_E: Tensor | None) -> RowBias | None:
+    """The arguments of an op as one."""
+    return None if b2 is None or offsets_E is None else RowBias(b2.contiguous(), score_M, offsets_E)
+
+
 @custom_op
-def unpermute_sum(y_MD: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None) -> Tensor:
+def unpermute_sum(
+    y_MD: Tensor,
+    row_TK: Tensor,
+    out_dtype: torch.dtype,
+    addend_RD: Tensor | None = None,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
+) -> Tensor:
     """Sums each token's rows in fp32, in the order of k; see :func:`titan_fp8moe.recipe.unpermute_sum`.
 
     Args:
         y_MD: (M, D) bf16; rows may be strided (a view of a payload).
         row_TK: (T, K) int32; a negative row adds nothing.
         addend_RD: (R, D) bf16, R >= T; its row t is added to token t.
+        b2, score_M, offsets_E: a bias (E, D) bf16 or fp32 that is added to the rows of each expert, times ``score_M``
+            (M,) fp32 if that is given; ``offsets_E`` (E,) int32.
 
     Returns:
         (T, D) out_dtype.
     """
-    impl = kernels if use_kernels(y_MD) else recipe
-    return impl.unpermute_sum(y_MD, row_TK, out_dtype, addend_RD)
+    bias = row_bias(b2, score_M, offsets_E)
+    if use_kernels(y_MD):
+        return kernels.unpermute_sum(y_MD, row_TK, out_dtype, addend_RD, bias)
+    return recipe.unpermute_sum(y_MD, row_TK, out_dtype, addend_RD, bias_rows(bias, y_MD.shape[0]))
 
 
 @unpermute_sum.register_fake
-def _(y_MD, row_TK, out_dtype, addend_RD=None):
+def _(y_MD, row_TK, out_dtype, addend_RD=None, b2=None, score_M=None, offsets_E=None):
     return y_MD.new_empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype)
 
 
@@ -251,7 +277,14 @@ def unpack_dispatch(payload: Tensor, D: int, top_k: int) -> tuple[Tensor, Tensor
 
 
 @custom_op
-def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor) -> Tensor:
+def pack_combine(
+    y_MD: Tensor,
+    ds_M: Tensor | None,
+    row_CK: Tensor,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
+) -> Tensor:
     """Packs what goes back for each dispatched token: its rows' sum, fp32 in the order of k, rounded to bf16 once.
 
     With ``ds_M`` also the score gradient of each of its pairs, 0 for a pair that this rank does not serve.
@@ -259,17 +292,19 @@ def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor) -> Tensor:
     Args:
         y_MD: (M, D) bf16; ds_M: (M,) fp32, None in a forward.
         row_CK: (C, K) int32, ``row_TK`` of :func:`expert_routing`.
+        b2, score_M, offsets_E: as in :func:`unpermute_sum`.
 
     Returns:
         (C, width) uint8; see :func:`unpack_combine`.
     """
     D, (C, K) = y_MD.shape[1], row_CK.shape
     width = _combine_width(D, K, ds_M is not None)
+    bias = row_bias(b2, score_M, offsets_E)
     if use_kernels(y_MD):
-        return kernels.pack_combine(y_MD, ds_M, row_CK, width)
+        return kernels.pack_combine(y_MD, ds_M, row_CK, width, bias)
     payload = torch.zeros(C, width, dtype=torch.uint8, device=y_MD.device)
     rows, ds_CK = unpack_combine(payload, D, K)
-    rows.copy_(recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16))
+    rows.copy_(recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16, None, bias_rows(bias, y_MD.shape[0])))
     if ds_M is not None:
         assert ds_CK is not None
         ds_CK.copy_(ds_M[row_CK.long().clamp(min=0)].masked_fill(row_CK < 0, 0))
@@ -281,7 +316,7 @@ def _combine_width(D: int, K: int, with_ds: bool) -> int:
 
 
 @pack_combine.register_fake
-def _(y_MD, ds_M, row_CK):
+def _(y_MD, ds_M, row_CK, b2=None, score_M=None, offsets_E=None):
     width = _combine_width(y_MD.shape[1], row_CK.shape[1], ds_M is not None)
     return y_MD.new_empty(row_CK.shape[0], width, dtype=torch.uint8)
 

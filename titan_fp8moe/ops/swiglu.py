@@ -1,10 +1,11 @@
-"""The activation, the router's score and quantization in one op, forward and backward."""
+"""Biases, the activation, the router's score and quantization in one op, forward and backward."""
 
 import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu as kernels
+from titan_fp8moe.kernels.swiglu import Bias, OutputBias
 from titan_fp8moe.ops.backend import custom_op, note_nan, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 from titan_fp8moe.spec import ExpertSpec
@@ -26,6 +27,8 @@ def swiglu_quantize(
     spec: str,
     keep_h: bool,
     nan_flag: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`titan_fp8moe.recipe.swiglu_quantize` for rows in expert order; can also quantize h itself.
 
@@ -36,24 +39,36 @@ def swiglu_quantize(
         spec: an encoded :class:`titan_fp8moe.spec.ExpertSpec`.
         keep_h: whether to also quantize h, for a backward that saves it in fp8.
         nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`.
+        gate_bias, up_bias: (E, H') bf16 or fp32 with equal strides, H' at most H; or None.
 
     Returns:
         q (M, H) e4m3, its scale (M, H // 128) e8m0, h (M, 2H) e4m3, its scale (M, 2H // 128) e8m0; the last two are
         empty unless ``keep_h``. Scales are column-major.
     """
     expert = ExpertSpec.decode(spec)
+    bias = None if gate_bias is None or up_bias is None else Bias(gate_bias, up_bias)
     if use_kernels(h_M2H):
-        return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag)
-    q, scale = recipe.swiglu_quantize(h_M2H, score_M, expert)
+        return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag, bias)
+    bias_M2H = _bias_rows(bias, offsets_E, h_M2H)
+    q, scale = recipe.swiglu_quantize(h_M2H, score_M, expert, bias_M2H)
     note_nan(q, nan_flag)
     if keep_h:
-        h_q, h_scale = recipe.quantize_hidden(h_M2H, score_M, expert)
+        h_q, h_scale = recipe.quantize_hidden(h_M2H, score_M, expert, bias_M2H)
         return q, scale, h_q, recipe.column_major(h_scale)
     return q, scale, q.new_empty(0), scale.new_empty(0)
 
 
+def _bias_rows(bias: Bias | None, offsets_E: Tensor, h_M2H: Tensor) -> Tensor | None:
+    """(M, 2H) fp32, the biases of each row's expert, padded as h is."""
+    if bias is None:
+        return None
+    M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
+    padded = [torch.nn.functional.pad(b.float(), (0, H - b.shape[1])) for b in bias]
+    return recipe.expert_rows(torch.cat(padded, 1), offsets_E, M)
+
+
 @swiglu_quantize.register_fake
-def _(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None):
+def _(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
     M, H2 = h_M2H.shape
     h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
     return *_fake_rows(h_M2H, M, H2 // 2), *h
@@ -69,7 +84,13 @@ def swiglu_quantize_backward(
     spec: str,
     recompute_a: bool,
     nan_flag: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    b2: Tensor | None = None,
+    dy: Tensor | None = None,
+    dy_scale: Tensor | None = None,
+    bias_gradients: bool = False,
+) -> list[Tensor]:
     """:func:`titan_fp8moe.recipe.swiglu_quantize_backward` for rows in expert order.
 
     Args:
@@ -80,25 +101,52 @@ def swiglu_quantize_backward(
         spec: as in the forward.
         recompute_a: whether to also return GEMM 2's operand, for a backward that did not save it.
         nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`; for dh.
+        gate_bias, up_bias: as in the forward. With them come ``b2`` (E, D'), GEMM 2's bias, and the output's gradient
+            ``dy`` (M, D) e4m3 with ``dy_scale`` (M, D // 128) e8m0, column-major, of which ds has a part.
+        bias_gradients: whether to also return the biases' gradients.
 
     Returns:
         dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, GEMM 2's operand (M, H) e4m3, its scale (M, H // 128) e8m0,
-        ds (M,) fp32. The operand is empty unless ``recompute_a``, ds without ``score_M``. Scales are column-major.
+        ds (M,) fp32. The operand is empty unless ``recompute_a``, ds without ``score_M``. Scales are column-major. Then
+        with ``bias_gradients`` those of gate, up and down in one, (E, 2H' + D') in their dtype.
     """
-    expert = ExpertSpec.decode(spec)
+    expert, bias, output = ExpertSpec.decode(spec), None, None
+    if gate_bias is not None and up_bias is not None and b2 is not None and dy is not None and dy_scale is not None:
+        bias, output = Bias(gate_bias, up_bias), OutputBias(b2.contiguous(), dy, dy_scale, bias_gradients)
     if use_kernels(d_MH):
-        return kernels.swiglu_quantize_backward(d_MH, h_M2H, h_scale, score_M, offsets_E, expert, recompute_a, nan_flag)
+        return kernels.swiglu_quantize_backward(
+            d_MH, h_M2H, h_scale, score_M, offsets_E, expert, recompute_a, nan_flag, bias, output
+        )
     h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
-    dh, dh_scale, a, a_scale, ds = recipe.swiglu_quantize_backward(d_MH, h, score_M, expert)
+    bias_M2H = _bias_rows(bias, offsets_E, h)
+    dh, dh_scale, a, a_scale, ds, dbias_M2H = recipe.swiglu_quantize_backward(d_MH, h, score_M, expert, bias_M2H)
     note_nan(dh, nan_flag)
     if not recompute_a:
         a, a_scale = a.new_empty(0), a_scale.new_empty(0)
-    return dh, dh_scale, a, a_scale, ds if score_M is not None else ds.new_empty(0)
+    if score_M is None:
+        return [dh, dh_scale, a, a_scale, ds.new_empty(0)]
+    results = [dh, dh_scale, a, a_scale, ds]
+    if bias is None or output is None:
+        return results
+    hidden, dim = bias.gate.shape[1], output.b2.shape[1]
+    dy_MD = recipe.dequantize(output.dy, output.dy_scale)[:, :dim]
+    ds_of_b2, db2_MD = recipe.output_bias_backward(dy_MD, output.b2, score_M, offsets_E, expert)
+    results[4] = ds + ds_of_b2
+    if not bias_gradients:
+        return results
+    rows = torch.cat([*(half[:, :hidden] for half in dbias_M2H.chunk(2, 1)), db2_MD], 1)
+    return [*results, recipe.bias_gradient(rows, offsets_E).to(output.b2.dtype)]
 
 
 @swiglu_quantize_backward.register_fake
-def _(d_MH, h_M2H, h_scale, score_M, offsets_E, spec, recompute_a, nan_flag=None):
+def _(
+    d_MH, h_M2H, h_scale, score_M, offsets_E, spec, recompute_a, nan_flag=None, gate_bias=None, up_bias=None, b2=None,
+    dy=None, dy_scale=None, bias_gradients=False,
+):  # fmt: skip
     M, H = d_MH.shape
     a = _fake_rows(d_MH, M, H) if recompute_a else _no_rows(d_MH)
     ds = d_MH.new_empty(0 if score_M is None else M, dtype=torch.float32)
-    return *_fake_rows(d_MH, M, 2 * H), *a, ds
+    results = [*_fake_rows(d_MH, M, 2 * H), *a, ds]
+    if gate_bias is None or b2 is None or not bias_gradients:
+        return results
+    return [*results, b2.new_empty(offsets_E.shape[0], 2 * gate_bias.shape[1] + b2.shape[1])]

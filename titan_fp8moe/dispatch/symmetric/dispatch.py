@@ -21,7 +21,7 @@ from titan_fp8moe.dispatch.symmetric.ops import (
     symmetric_start_combine,
 )
 from titan_fp8moe.dispatch.symmetric.workspace import capacities
-from titan_fp8moe.rows import Routing, Rows
+from titan_fp8moe.rows import Routing, RowBias, Rows
 
 
 class State(NamedTuple):
@@ -108,9 +108,9 @@ class SymmetricDispatch:
         """A rank does not know whether others need gradients, so all ranks always exchange them."""
         return True
 
-    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None) -> Pending:
+    def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
         _, plan, _, pair_CK = self.state
-        args = self.routing.row_TK, pair_CK, plan, self.route.group_name
+        args = self.routing.row_TK, pair_CK, plan, self.route.group_name, *(bias or ())
         return Pending(symmetric_start_combine(cast(Tensor, y_MD), ds_M, *args), with_gradients=ds_M is not None)
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:

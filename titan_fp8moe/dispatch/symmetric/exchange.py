@@ -27,7 +27,9 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, ROWS, TOKENS, UNLIKE, Workspace, raise_late
+from titan_fp8moe.ops.permute import bias_rows
 from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.rows import RowBias
 
 __all__ = ["COMBINE", "DISPATCH"]
 
@@ -172,7 +174,13 @@ def pull_rows(
 
 
 def push_sums(
-    workspace: Workspace, plan: Tensor, y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, pair_CK: Tensor
+    workspace: Workspace,
+    plan: Tensor,
+    y_MD: Tensor,
+    ds_M: Tensor | None,
+    row_CK: Tensor,
+    pair_CK: Tensor,
+    bias: RowBias | None = None,
 ) -> None:
     """Writes each token's sum, fp32 in the order of k and rounded to bf16 once, where its rank will look for it.
 
@@ -180,11 +188,15 @@ def push_sums(
         y_MD: (M, D) bf16.
         ds_M: (M,) fp32, the gradients of the rows' scores, which go along; None in a forward.
         row_CK, pair_CK: of :func:`titan_fp8moe.recipe.expert_routing` and :func:`pull_pairs`.
+        bias: what is added to each row in a forward; or None.
     """
     if int(workspace.overflow):
         workspace.view("sums").fill_(torch.nan)
         workspace.view("score_gradients").fill_(torch.nan)
-    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16)
+    bias_MD = bias_rows(bias, y_MD.shape[0])
+    if bias_MD is not None:
+        bias_MD = torch.nn.functional.pad(bias_MD, (0, y_MD.shape[1] - bias_MD.shape[1]))
+    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16, None, bias_MD)
     for n, here, there in _arrivals(workspace, plan):
         workspace.view("sums", n)[there] = sums_CD[here]
         if ds_M is not None:

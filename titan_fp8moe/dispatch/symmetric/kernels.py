@@ -17,9 +17,10 @@ from triton.language.extra.cuda import globaltimer
 
 from titan_fp8moe.dispatch.symmetric.workspace import LATE, ROWS, TOKENS, UNLIKE, Workspace
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.permute import _place_scales
+from titan_fp8moe.kernels.permute import _place_scales, load_output_bias
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
 from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.rows import RowBias
 
 COPY_BYTES, COPY_CTAS = 16384, 256
 PAIR_BLOCK = 64  # tokens whose pairs or scales a CTA pulls
@@ -415,35 +416,41 @@ def _fill_with_nan(to, count, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_row(y, row_CK, c, inside, j, column, K: tl.constexpr, D: tl.constexpr):
+def _load_row(y, row_CK, b2, score, offsets_E, c, inside, j, column, K: tl.constexpr, D: tl.constexpr,
+              E: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """The j-th row of each token, zeros for a token that has fewer."""
     row = _row(row_CK, c, inside, j, K)[:, None]
-    return tl.load(y + row * D + column[None, :], mask=(row >= 0) & (column < D)[None, :], other=0.0)
+    value = tl.load(y + row * D + column[None, :], mask=(row >= 0) & (column < D)[None, :], other=0.0)
+    if b2 is not None:
+        in_row = (column < DIM)[None, :]
+        value = value.to(tl.float32) + load_output_bias(b2, score, offsets_E, row, column[None, :], in_row, DIM, E)
+    return value
 
 
 @triton.jit
-def _sum_of_rows(y, row_CK, c, inside, most, column, K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
-                 COLUMNS: tl.constexpr):  # fmt: skip
+def _sum_of_rows(
+    y, row_CK, b2, score, offsets_E, c, inside, most, column, K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, E: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     """fp32 sums of the tokens' rows in the order of k. Four loads, independent of each other, precede their sum."""
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for j in range(0, most, 4):
-        first = _load_row(y, row_CK, c, inside, j, column, K, D)
-        second = _load_row(y, row_CK, c, inside, j + 1, column, K, D)
-        third = _load_row(y, row_CK, c, inside, j + 2, column, K, D)
-        fourth = _load_row(y, row_CK, c, inside, j + 3, column, K, D)
+        first = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j, column, K, D, E, DIM)
+        second = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 1, column, K, D, E, DIM)
+        third = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 2, column, K, D, E, DIM)
+        fourth = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 3, column, K, D, E, DIM)
         total = total + first.to(tl.float32) + second.to(tl.float32) + third.to(tl.float32) + fourth.to(tl.float32)
     return total
 
 
-@Kernel
 @triton.jit(do_not_specialize=["sums_at", "ds_at", "P", "rank", "items"])
 def _push_sums_kernel(
-    addresses, sums_at, ds_at, plan, overflow, y, ds, row_CK, pair_CK, P, rank, items, N: tl.constexpr,
-    K: tl.constexpr, PAD_K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    addresses, sums_at, ds_at, plan, overflow, y, ds, row_CK, pair_CK, P, rank, items, b2, score, offsets_E,
+    E: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, D: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Sums tokens' rows and writes them to the tokens' ranks. After an overflow it fills this rank's own sums, and with
-    ``ds`` its score gradients, with NaN instead."""
+    ``ds`` its score gradients, with NaN instead. b2: (E, DIM) or None; see ``load_output_bias``."""
     if tl.load(overflow) > 0:
         count = tl.full((), P, tl.int64)
         _fill_with_nan(_peer(addresses, rank, sums_at, tl.bfloat16), count * D, COLUMNS)
@@ -459,7 +466,9 @@ def _push_sums_kernel(
             to = _peer(addresses, peer, sums_at, tl.bfloat16) + there[:, None] * D
             for block in tl.static_range(BLOCKS):
                 column = first_column + block * COLUMNS + tl.arange(0, COLUMNS)
-                total = _sum_of_rows(y, row_CK, c, inside, most, column, K, D, TOKENS, COLUMNS)
+                total = _sum_of_rows(
+                    y, row_CK, b2, score, offsets_E, c, inside, most, column, K, D, TOKENS, COLUMNS, E, DIM
+                )
                 tl.store(to + column[None, :], total.to(tl.bfloat16), mask=inside[:, None] & (column < D)[None, :])
             # Plain stores to another rank's memory. The arrive that follows in this stream publishes them.
             if ds is not None:  # noqa: SIM102  decided when the kernel is compiled
@@ -472,13 +481,26 @@ def _push_sums_kernel(
                     tl.store(to_ds, tl.load(ds + row, mask=row >= 0), mask=row >= 0)
 
 
+_push = Kernel(_push_sums_kernel, b2=None, score=None, offsets_E=None, E=None, DIM=None)
+_biased_push = Kernel(_push_sums_kernel)
+
+
 def push_sums(
-    workspace: Workspace, plan: Tensor, y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, pair_CK: Tensor
+    workspace: Workspace,
+    plan: Tensor,
+    y_MD: Tensor,
+    ds_M: Tensor | None,
+    row_CK: Tensor,
+    pair_CK: Tensor,
+    bias: RowBias | None = None,
 ) -> None:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.push_sums`. Score gradients of pairs that this rank does not
     serve are not written, and not read by the token's rank."""
     ctas, items, constants = _work(workspace, PUSH if MAX_CTAS is None else FEW_PUSH)
-    _push_sums_kernel[(ctas,)](
+    kernel, biases = _push, ()
+    if bias is not None:
+        kernel, biases, constants = _biased_push, bias, constants | dict(E=bias.b2_ED.shape[0], DIM=bias.b2_ED.shape[1])
+    kernel[(ctas,)](
         workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,
-        y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.rank, items, **constants,
+        y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.rank, items, *biases, **constants,
     )  # fmt: skip

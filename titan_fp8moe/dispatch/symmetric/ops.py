@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_fp8moe.dispatch.symmetric import exchange, kernels, workspace
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, capacities
 from titan_fp8moe.ops.backend import custom_op, use_kernels
-from titan_fp8moe.ops.permute import expert_routing, unpermute_gradients, unpermute_sum
+from titan_fp8moe.ops.permute import expert_routing, row_bias, unpermute_gradients, unpermute_sum
 from titan_fp8moe.recipe import FP8, TILE
 
 
@@ -122,25 +122,34 @@ def _(q_TD, scale, plan, arrived_C, row_CK, token_M, offsets_E, group_name):
 
 @custom_op
 def symmetric_start_combine(
-    y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, pair_CK: Tensor, plan: Tensor, group_name: str
+    y_MD: Tensor,
+    ds_M: Tensor | None,
+    row_CK: Tensor,
+    pair_CK: Tensor,
+    plan: Tensor,
+    group_name: str,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
 ) -> Tensor:
     """Sums each token's rows here and sends the sums back.
 
     Args:
         y_MD: (M, D) bf16; ds_M: (M,) fp32, the gradients of the rows' scores, None in a forward.
         row_CK, pair_CK, plan: of :func:`symmetric_dispatch`.
+        b2, score_M, offsets_E: as in :func:`titan_fp8moe.ops.unpermute_sum`.
 
     Returns:
         An argument for :func:`symmetric_finish_combine`, which orders the two and holds nothing.
     """
     at, impl = workspace.current(group_name), _impl(y_MD)
-    impl.push_sums(at, plan, y_MD, ds_M, row_CK, pair_CK)
+    impl.push_sums(at, plan, y_MD, ds_M, row_CK, pair_CK, row_bias(b2, score_M, offsets_E))
     impl.arrive(at, COMBINE)
     return y_MD.new_empty(0)
 
 
 @symmetric_start_combine.register_fake
-def _(y_MD, ds_M, row_CK, pair_CK, plan, group_name):
+def _(y_MD, ds_M, row_CK, pair_CK, plan, group_name, b2=None, score_M=None, offsets_E=None):
     return y_MD.new_empty(0)
 
 

@@ -1,0 +1,185 @@
+"""Experts as models of 2026 have them, such as with biases: against the same experts in float64."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.layer import DEVICE
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, routed_experts
+from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.testing import make_layer, relative_error
+
+T, D, H, E, K = 300, 256, 128, 8, 3
+# Few values reach the limit: one that FP8 moves across it has another gradient.
+GPT_OSS = dict(activation="clamped_swiglu", activation_parameters=dict(limit=3.0, alpha=1.702, offset=1.0))
+CONFIGS = [
+    Fp8FlowMoEConfig(wgrad=wgrad, save_h=save_h, recompute=recompute)
+    for wgrad, save_h, recompute in itertools.product(
+        ("balanced", "bf16"), ("bf16", "fp8"), ("none", "activation", "experts")
+    )
+]
+NAMES = "out", "x", "scores", "w1", "w2", "w3", "b1", "b2", "b3"
+
+
+def make_biases(experts: int = E, dim: int = D, hidden: int = H) -> list[Tensor]:
+    return [torch.randn(experts, n, device=DEVICE) * 0.5 for n in (hidden, dim, hidden)]
+
+
+def in_float64(x, scores, ids, w1, w2, w3, b1, b2, b3, spec: ExpertSpec) -> Tensor:
+    """The experts from first principles, in the precision of ``x``."""
+    out = torch.zeros_like(x)
+    act = ACTIVATIONS[spec.activation].forward
+    for e in range(w2.shape[0]):
+        token, k = (ids == e).nonzero(as_tuple=True)
+        score = scores[token, k].unsqueeze(1)
+        rows = x[token] * score if spec.score_before_experts else x[token]
+        y = act(rows @ w1[e].T + b1[e], rows @ w3[e].T + b3[e], *spec.parameters) @ w2[e].T + b2[e]
+        out = out.index_add(0, token, y if spec.score_before_experts else y * score)
+    return out
+
+
+def want_of(x, scores, ids, weights, biases, dout, before: bool = False) -> list[Tensor]:
+    leaves = [t.double().requires_grad_() for t in (x, scores, *weights, *biases)]
+    spec = ExpertSpec.of(GPT_OSS["activation"], GPT_OSS["activation_parameters"], before)
+    out = in_float64(*leaves[:2], ids, *leaves[2:], spec)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+
+
+def run(x, scores, ids, weights, biases, dout, before: bool = False, **options) -> list[Tensor]:
+    """Output and gradients, named by NAMES."""
+    leaves = [t.clone().requires_grad_() for t in (x, scores, *weights, *biases)]
+    bias = dict(zip(("b1", "b2", "b3"), leaves[5:], strict=False))
+    out = routed_experts(
+        leaves[0], *leaves[2:5], ids, leaves[1], score_before_experts=before, **bias, **GPT_OSS, **options
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+# --- biases -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_biases_against_float64(before):
+    x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
+    biases, dout = make_biases(), torch.randn(T, D, device=DEVICE)
+    want = want_of(x, scores, ids, weights, biases, dout, before)
+    for config in CONFIGS:
+        got = run(x, scores, ids, weights, biases, dout, before, config=config)
+        errors = dict(zip(NAMES, map(relative_error, got, want), strict=True))
+        # Sums over rows average the noise of b1's and b3's gradients, and b2's holds the rounding of dy alone.
+        assert max(errors.values()) < 0.1 and min(errors.values()) > 0.001, (config, errors)
+        assert errors["b2"] < 0.04, errors
+
+
+def test_biases_at_the_edges():
+    """No token, one expert with all, groups of 1 and 129 rows, and gradients of 1e-10."""
+    for counts in ([0, 1, 129, 0, 2], [0, 0, 257, 0, 0], [0, 0, 0, 0, 0]):
+        tokens = sum(counts)
+        ids = torch.repeat_interleave(torch.arange(5), torch.tensor(counts)).unsqueeze(1).to(DEVICE)
+        x, scores, _, weights = make_layer(tokens, D, H, 5, 1, device=DEVICE)
+        biases, dout = make_biases(5), torch.randn(tokens, D, device=DEVICE) * 1e-10
+        want = want_of(x, scores, ids, weights, biases, dout)
+        got = run(x, scores, ids, weights, biases, dout)
+        for name, a, b in zip(NAMES, got, want, strict=True):
+            assert a.isfinite().all() and (not tokens or relative_error(a, b) < 0.1), name
+        for grad in got[6:]:
+            assert not grad[torch.tensor(counts) == 0].any()
+
+
+def test_a_bias_alone():
+    """With weights of zero the output is b2 times the scores, rounded once, and its gradient their sum of dout."""
+    x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
+    weights = [torch.zeros_like(w) for w in weights]
+    biases, dout = make_biases(), recipe_values(T, D)
+    out, *grads = run(x, scores, ids, weights, biases, dout)
+    want = want_of(x, scores, ids, weights, biases, dout)
+    torch.testing.assert_close(out.double(), want[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grads[1].double(), want[2], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(grads[6].double(), want[7], rtol=1e-5, atol=1e-4)
+
+
+def recipe_values(*shape: int) -> Tensor:
+    """Values that e4m3 holds as they are."""
+    return torch.randint(-8, 9, shape, device=DEVICE).float()
+
+
+def test_one_bias_of_gate_and_up():
+    x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
+    biases, dout = make_biases(), torch.randn(T, D, device=DEVICE)
+    want = run(x, scores, ids, weights, biases, dout)
+    leaves = [torch.cat([weights[0], weights[2]], 1), weights[1], torch.cat([biases[0], biases[2]], 1), biases[1]]
+    w1, w2, b1, b2 = (t.clone().requires_grad_() for t in leaves)
+    out = routed_experts(x, w1, w2, None, ids, scores, b1=b1, b2=b2, **GPT_OSS)
+    dw1, dw2, db1, db2 = torch.autograd.grad(out, (w1, w2, b1, b2), dout)
+    got = [out, *dw1.chunk(2, 1), dw2, *db1.chunk(2, 1), db2]
+    for a, b in zip(got, [want[i] for i in (0, 3, 5, 4, 6, 8, 7)], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_biases_that_are_frozen_cost_no_gradient():
+    x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
+    biases, dout = make_biases(), torch.randn(T, D, device=DEVICE)
+    want = run(x, scores, ids, weights, biases, dout)
+    leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
+    b1, b2, b3 = biases
+    out = routed_experts(leaves[0], *leaves[2:], ids, leaves[1], b1=b1, b2=b2, b3=b3, **GPT_OSS)
+    for a, b in zip([out, *torch.autograd.grad(out, leaves, dout)], want[:6], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_biases_under_checkpointing(reentrant):
+    x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
+    biases, dout = make_biases(), torch.randn(T, D, device=DEVICE)
+    want = run(x, scores, ids, weights, biases, dout)
+    leaves = [t.clone().requires_grad_() for t in (x, scores, *weights, *biases)]
+
+    def block(x, scores, w1, w2, w3, b1, b2, b3):
+        return routed_experts(x, w1, w2, w3, ids, scores, b1=b1, b2=b2, b3=b3, **GPT_OSS)
+
+    checkpoint(block, *leaves, use_reentrant=reentrant).backward(dout)
+    for a, b in zip([leaf.grad for leaf in leaves], want[1:], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("names", "shape", "message"), [
+    (("b1",), None, r"the biases must be b1 \(8, 128\), b2 \(8, 256\), b3 \(8, 128\); got b1 \(8, 128\)"),
+    (("b1", "b2", "b3"), (8, 64), r"the biases must be b1 \(8, 128\).* got b1 \(8, 64\)"),
+    (("b1", "b2", "b3"), torch.float16, "all bf16 or all fp32.* b1 torch.float16"),
+])  # fmt: skip
+def test_wrong_biases_are_refused(names, shape, message):
+    x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
+    biases = dict(zip(("b1", "b2", "b3"), make_biases(), strict=True))
+    if isinstance(shape, tuple):
+        biases["b1"] = torch.zeros(shape, device=DEVICE)
+    elif shape is not None:
+        biases["b1"] = biases["b1"].to(shape)
+    with pytest.raises(ValueError, match=message):
+        routed_experts(x, *weights, ids, scores, **{name: biases[name] for name in names})
+
+
+def test_a_module_with_biases():
+    torch.manual_seed(1)
+    experts = RoutedExperts(E, D, H, bias=True, device=DEVICE, **GPT_OSS)
+    torch.manual_seed(1)
+    plain = RoutedExperts(E, D, H, device=DEVICE, **GPT_OSS)
+    assert list(plain.state_dict()) == ["w1", "w2", "w3"]
+    assert {name: tuple(b.shape) for name, b in experts.named_parameters() if name[0] == "b"} == {
+        "b1": (E, H), "b2": (E, D), "b3": (E, H),
+    }  # fmt: skip
+    for name, weight in plain.named_parameters():
+        assert torch.equal(weight, getattr(experts, name))
+    assert 0.9 * D**-0.5 < experts.b1.abs().max() <= D**-0.5 and 0.9 * H**-0.5 < experts.b2.abs().max() <= H**-0.5
+    x, scores, ids, _ = make_layer(T, D, H, E, K, device=DEVICE)
+    weights, biases = [p.detach() for p in (experts.w1, experts.w2, experts.w3)], [experts.b1, experts.b2, experts.b3]
+    dout = torch.randn(T, D, device=DEVICE)
+    want = run(x, scores, ids, weights, [b.detach() for b in biases], dout)
+    out = experts(x, ids, scores)
+    out.backward(dout)
+    assert torch.equal(out, want[0])
+    for a, b in zip([experts.w1, experts.w2, experts.w3, *biases], want[3:], strict=True):
+        assert torch.equal(a.grad, b)
