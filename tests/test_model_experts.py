@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.layer import DEVICE
@@ -183,3 +185,41 @@ def test_a_module_with_biases():
     assert torch.equal(out, want[0])
     for a, b in zip([experts.w1, experts.w2, experts.w3, *biases], want[3:], strict=True):
         assert torch.equal(a.grad, b)
+
+
+# --- storage ----------------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the results of operators that hold at least ``size`` bytes of their own."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            new = isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known
+            self.count += new and t.untyped_storage().nbytes() >= self.size
+        return out
+
+
+@pytest.mark.parametrize("wgrad", ["balanced", "bf16"])
+def test_transposed_weights(wgrad):
+    """Stored as (E, D, 2H) and (E, H, D): the same bits, gradients in the parameters' layout."""
+    x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
+    dout, config = torch.randn(T, D, device=DEVICE), Fp8FlowMoEConfig(wgrad=wgrad)
+    plain = [torch.cat([w1, w3], 1).requires_grad_(), w2.clone().requires_grad_()]
+    stored = [w.detach().transpose(1, 2).contiguous().requires_grad_() for w in plain]
+    want = routed_experts(x, *plain, None, ids, scores, config=config)
+    want.backward(dout)
+    got = routed_experts(x, *(w.transpose(1, 2) for w in stored), None, ids, scores, config=config)
+    assert torch.equal(got, want)
+    with Allocations(stored[1].nbytes) as big:
+        got.backward(dout)
+    for a, b in zip(stored, plain, strict=True):
+        assert a.grad.is_contiguous() and relative_error(a.grad.transpose(1, 2), b.grad) < 1e-6
+    if wgrad == "balanced":
+        assert big.count == 2  # the gradients themselves

@@ -156,7 +156,7 @@ def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
     """
     w_ENK = torch.nn.functional.pad(w_ENK.float(), (0, -w_ENK.shape[2] % TILE, 0, -w_ENK.shape[1] % TILE))
     E, N, K = w_ENK.shape
-    blocks = w_ENK.reshape(E, N // TILE, TILE, K // TILE, TILE)
+    blocks = w_ENK.contiguous().view(E, N // TILE, TILE, K // TILE, TILE)
     q, byte = quantize_tiles(blocks, (2, 4))
     return q.view(E, N, K), byte.reshape(E, N // TILE, K // TILE).to(torch.uint8).view(E8M0)
 

@@ -24,15 +24,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.convergence import drift
 from experiments.pictures import save
 from titan_fp8moe.testing import write_records
 
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
 MARGIN = 0.001  # of the loss: the pictures shade it and the tables say who stays within
-RECIPES = ("bf16", "balanced", "experts_only", "ffns_only", "scaling_aware", "rowwise", "naive")
-COLOURS = dict(zip(RECIPES, ("black", "C0", "C5", "C4", "C2", "C1", "C3"), strict=True))
+COLOURS = {"bf16": "black", "balanced": "C0", "experts_only": "C5", "ffns_only": "C4"}
+RECIPES = tuple(COLOURS)
 
 
 class Run:
@@ -99,31 +98,6 @@ def reference_of(run: Run, runs: list[Run]) -> Run | None:
     return next((other for other in runs if other.name == name and other is not run), None)
 
 
-def agreement(run: Run, reference: Run, step: int) -> float | None:
-    """Mean share of a token's experts that both runs chose, over layers and tokens of the fixed batch."""
-    paths = [r.folder / f"choices.{step}.npy" for r in (run, reference)]
-    if not all(path.exists() for path in paths):
-        return None
-    mine, theirs = (np.load(path) for path in paths)
-    return float((mine[..., :, None] == theirs[..., None, :]).sum((-1, -2)).mean() / mine.shape[-1])
-
-
-def agreements(work: Path, runs: list[Run]) -> dict[str, dict[str, float]]:
-    """Per run and step. Kept in a file, so that logs can be stored without the choices, which are large."""
-    path = work / "agreement.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    for run in runs:
-        reference = reference_of(run, runs)
-        if reference is None:
-            continue
-        values = {str(step): agreement(run, reference, step) for step in run.evaluations}
-        values = {step: value for step, value in values.items() if value is not None}
-        if values:
-            kept[run.name] = values
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    return kept
-
-
 def training_deviation(run: Run, reference: Run, last: int) -> tuple[np.ndarray, np.ndarray]:
     """Steps and relative deviation of the smoothed training loss, from SETTLED steps after the start on."""
     steps, mine = run.smoothed(run.loss)
@@ -143,7 +117,7 @@ def held_out_deviation(run: Run, reference: Run, step: int) -> tuple[float, floa
     return deviation, error
 
 
-def summarize(runs: list[Run], chosen: dict[str, dict[str, float]]) -> list[dict]:
+def summarize(runs: list[Run]) -> list[dict]:
     rows = []
     for run in runs:
         reference = reference_of(run, runs)
@@ -157,20 +131,13 @@ def summarize(runs: list[Run], chosen: dict[str, dict[str, float]]) -> list[dict
             "held_out_loss": evaluation["held_out_loss"],
             "training_loss": float(run.loss[until][-SMOOTH:].mean()) if until.any() else None,
             "max_violation": float(np.mean(evaluation["max_violation"])),
-            "load_entropy": float(np.mean(evaluation["load_entropy"])),
-            "score_entropy": float(np.mean(evaluation["score_entropy"])),
             "median_grad_norm": float(np.median(run.grad_norm[until])) if until.any() else None,
             "largest_grad_norm": float(run.grad_norm[run.steps >= run.settled()].max(initial=0)),
             "tokens_per_second": 1000 * run.meta["tokens_per_step"] / run.ms_per_step(),
         }
         if reference is not None:
             deviation, error = held_out_deviation(run, reference, step)
-            row |= {
-                "reference": reference.name,
-                "held_out_deviation": deviation,
-                "held_out_error": error,
-                "agreement": chosen.get(run.name, {}).get(str(step)),
-            }
+            row |= {"reference": reference.name, "held_out_deviation": deviation, "held_out_error": error}
             steps, deviation = training_deviation(run, reference, step)
             if len(steps):
                 at = int(np.abs(deviation).argmax())
@@ -277,21 +244,8 @@ def format_table(rows: list[dict]) -> str:
     def number(row: dict, key: str, form: str) -> str:
         return format(row[key], form) if row.get(key) is not None else ""
 
-    head = [
-        "variant",
-        "step",
-        "held-out loss",
-        "against bf16",
-        "training loss",
-        "final",
-        "largest (step)",
-        "same experts",
-        "max violation",
-        "load entropy",
-        "score entropy",
-        "gradient norm, median / largest",
-        "tokens/s",
-    ]
+    head = ["variant", "step", "held-out loss", "against bf16", "training loss", "final", "largest (step)"]
+    head += ["max violation", "gradient norm, median / largest", "tokens/s"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         largest = percent(row, "largest_deviation")
@@ -304,10 +258,7 @@ def format_table(rows: list[dict]) -> str:
             number(row, "training_loss", ".4f"),
             percent(row, "final_deviation"),
             f"{largest} ({row['largest_deviation_step']})" if largest else "",
-            number(row, "agreement", ".1%"),
             f"{row['max_violation']:.3f}",
-            f"{row['load_entropy']:.4f}",
-            f"{row['score_entropy']:.4f}",
             f"{number(row, 'median_grad_norm', '.3f')} / {row['largest_grad_norm']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
         ]
@@ -315,25 +266,13 @@ def format_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def seed_spread(runs: list[Run]) -> dict[str, float]:
-    """|seed 2 / seed 1 - 1| of the held-out loss at the last evaluation of both, per recipe that has both."""
-    evaluations = {run.name: run.evaluations for run in runs}
-    spread = {}
-    for recipe in RECIPES:
-        first, second = (evaluations.get(f"{recipe}-s{seed}", {}) for seed in (1, 2))
-        if common := set(first) & set(second):
-            step = max(common)
-            spread[recipe] = abs(second[step]["held_out_loss"] / first[step]["held_out_loss"] - 1)
-    return spread
-
-
-def draw(runs: list[Run], chosen: dict, path: Path) -> None:
-    """Six panels of runs from scratch or from checkpoints."""
+def draw(runs: list[Run], path: Path) -> None:
+    """Five panels of runs from scratch or from checkpoints, and their legend."""
     from matplotlib import pyplot as plt
 
     resumed = runs[0].change == "resume"
     figure, axes = plt.subplots(2, 3, figsize=(17, 9), constrained_layout=True)
-    first, deviation, evaluated, experts, norm, load = axes.flat
+    first, deviation, evaluated, norm, load, legend = axes.flat
     for run in runs:
         dashed = bool(run.noise)
         style = {"color": COLOURS[run.recipe], "lw": 0.8 if dashed else 1.3, "label": run.label()}
@@ -350,12 +289,6 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
         deviation.plot(steps, 100 * values, **style)
         both = [step for step in at if step in reference.evaluations and (resumed or step)]
         evaluated.plot(both, [100 * held_out_deviation(run, reference, step)[0] for step in both], **style)
-        same = chosen.get(run.name, {})
-        experts.plot([int(s) for s in same], [100 * v for v in same.values()], **style)
-    experts.set_visible(bool(experts.lines))
-    spread = seed_spread(runs).get("bf16")
-    if spread:
-        evaluated.axhspan(-100 * spread, 100 * spread, color="grey", alpha=0.2, label="spread of bf16's two seeds")
     for axis in (deviation, evaluated):
         axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15, label=f"{MARGIN:.1%}")
         axis.legend(handles=list(axis.patches), fontsize=8)
@@ -364,7 +297,6 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
     titles = {
         deviation: f"training loss, mean of {SMOOTH} steps: % from {source}",
         evaluated: f"held-out loss: % from {source}",
-        experts: f"experts chosen that {source} also chose, %",
         norm: "gradient norm before clipping",
         load: "largest load of an expert / mean - 1, mean over layers",
     }
@@ -381,7 +313,8 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
         first.grid(alpha=0.3)
     handles, labels = norm.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
-    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", fontsize=8, ncol=8)
+    legend.set_axis_off()
+    legend.legend(by_label.values(), by_label.keys(), loc="center", fontsize=8)
     save(figure, path, dpi=90)
 
 
@@ -469,10 +402,7 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
         "held_out_error": "standard error of held_out_deviation over the held-out windows",
         "final_deviation": "of the reference's smoothed training loss",
         "largest_deviation": "of the reference's smoothed training loss",
-        "agreement": "share of chosen experts that the reference chose",
         "max_violation": "largest load / mean - 1, held-out text",
-        "load_entropy": "of the largest possible",
-        "score_entropy": "of the largest possible",
         "median_grad_norm": "",
         "largest_grad_norm": f"after step {SETTLED}",
         "tokens_per_second": "tokens/s; other runs may have shared the GPU",
@@ -501,9 +431,6 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
                      reference=f"standard deviation of runs of one recipe and checkpoint, {freedom} degrees of freedom",
                      reference_value=deviation, speedup=None)
             )  # fmt: skip
-    for run in drift.probed(runs):
-        common = dict(run.meta["environment"], command=command(run))
-        result += drift.records(run, common | {"shape": f"{shape(run.meta)}, steps to {max(run.evaluations)}"})
     for record in result:  # JSON has no NaN
         record |= {key: str(v) for key, v in record.items() if isinstance(v, float) and not np.isfinite(v)}
     return result
@@ -529,16 +456,11 @@ def status(runs: list[Run]) -> None:
         print(f"{run.name:24} step {at:5} loss {loss} {held_out:26} {speed:6.1f} ms/step {left:5.0f} s left  {graph}")
 
 
-def draw_curves(runs: list[Run], chosen: dict, folder: Path) -> None:
-    """A picture of the runs, without trunks, and one of what was probed in the first of them with FP8-Flow."""
+def draw_curves(runs: list[Run], folder: Path) -> None:
+    """A picture of the runs, without trunks."""
     runs = [run for run in runs if run.change != "trunk"]
     stage = runs[0].meta["stage"]
-    if stage == "stress":
-        draw_stress(runs, folder / "stress.png")
-    else:
-        draw(runs, chosen, folder / f"{stage}.png")
-    for run in drift.probed(runs)[:1]:
-        drift.draw(run, folder / f"{stage}_drift.png")
+    (draw_stress if stage == "stress" else draw)(runs, folder / f"{stage}.png")
 
 
 def main() -> None:
@@ -567,16 +489,11 @@ def analyse(runs: list[Run], args: argparse.Namespace) -> None:
     """Prints the tables; with ``--out`` also writes records and draws curves."""
     if not runs:
         raise SystemExit(f"{args.runs} has no run that was evaluated after its first step")
-    chosen = agreements(args.runs, runs)
-    rows = summarize(runs, chosen)
+    rows = summarize(runs)
     print(format_table(rows) + "\n" + format_effects(runs))
-    for run in drift.probed(runs)[:1]:
-        print("\n" + drift.table(run))
-    if spread := seed_spread(runs):
-        print("Seed spread of the held-out loss: " + ", ".join(f"{r} {v:.3%}" for r, v in spread.items()))
     if args.out is not None:
         write_records(args.out / "results.json", records(runs, rows))
-        draw_curves(runs, chosen, args.out)
+        draw_curves(runs, args.out)
 
 
 if __name__ == "__main__":

@@ -129,11 +129,13 @@ def test_weights_that_are_copied_are_warned_of(generator):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_weight([*both.chunk(2, 1)])
-    stored_E_K_N = randn(generator, 2, 256, 128)
+        for K, N in ((256, 128), (192, 272)):
+            check_weight([randn(generator, 2, K, N).transpose(1, 2)])  # read where it lies
+    stored_E_K_N = [randn(generator, 2, 256, 128).transpose(1, 2) for _ in range(2)]
     with pytest.warns(
         UserWarning, match=r"weights \(2, 128, 256\) with strides \(32768, 1, 128\) are copied"
     ) as caught:
-        check_weight([stored_E_K_N.transpose(1, 2)])
+        check_weight(stored_E_K_N)
     assert len(caught) == 1
 
 
@@ -157,10 +159,18 @@ def test_weight_hard_blocks(generator):
     check_weight([w])
 
 
-@pytest.mark.parametrize("E, N, K, pair, dtype", [(2, 200, 256, False, BF16), (33, 16, 128, True, FP32)])
-def test_refresh_weight(generator, E, N, K, pair, dtype):
-    """Into the same memory, if a sample, the step or the caller says so; the state is the recipe's."""
+@pytest.mark.parametrize(
+    "E, N, K, pair, dtype, turned",
+    [(2, 200, 256, False, BF16, False), (33, 16, 128, True, FP32, False), (2, 200, 256, False, FP32, True)],
+)
+def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
+    """Into the same memory, if a sample, the step or the caller says so; the state is the recipe's. One weight may be
+    stored transposed, ``turned``."""
     weights = [randn(generator, E, N, K).to(dtype) for _ in range(1 + pair)]
+    as_stored = weights
+    if turned:
+        as_stored = [w.transpose(1, 2).contiguous() for w in weights]
+        weights = [w.transpose(1, 2) for w in as_stored]
     q, q_t, scale = quantize.quantize_weight(weights, True, True)
     q, q_t, scale = (torch.empty_like(t) for t in (q, q_t, scale))
     state = torch.full((1 + len(weights) * recipe.num_samples(weights[0]),), -1, dtype=torch.int32, device=q.device)
@@ -168,7 +178,7 @@ def test_refresh_weight(generator, E, N, K, pair, dtype):
 
     def refresh(steps, force, want, transposed=q_t):
         changed = quantize.refresh_weight(weights, q, transposed, scale, state, steps, force)
-        assert changed.item() == recipe.weights_changed(weights, kept, steps, force) == want
+        assert changed.item() == recipe.weights_changed(as_stored, kept, steps, force) == want
         assert torch.equal(state, kept)
         for got, expected in zip((q, q_t, scale), quantize.quantize_weight(weights, True, True), strict=True):
             same = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
@@ -179,10 +189,10 @@ def test_refresh_weight(generator, E, N, K, pair, dtype):
     refresh(None, False, False)
     refresh(steps, True, True)
     steps += 1
-    weights[-1].view(-1)[1] += 1  # no sample sees it
+    as_stored[-1].view(-1)[1] += 1  # no sample sees it
     refresh(steps, False, True)
     at = (recipe.num_samples(weights[0]) - 1) * recipe.sample_step(weights[0])
-    weights[-1].view(-1)[at] += 1
+    as_stored[-1].view(-1)[at] += 1
     refresh(steps, False, True, transposed=None)
     refresh(steps, False, False, transposed=None)
     state[0] = kept[0] = -1

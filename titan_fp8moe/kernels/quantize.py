@@ -6,6 +6,7 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -275,6 +276,11 @@ def _weights_changed_kernel(
     tl.store(state, tl.maximum(now, 0))
 
 
+def stored_transposed(weights: Sequence[Tensor]) -> bool:
+    """Whether the weights are one (E, N, K) that lies in memory as (E, K, N)."""
+    return len(weights) == 1 and weights[0].stride(2) != 1 and weights[0].stride(1) == 1
+
+
 def _copied(w: Tensor) -> Tensor:
     _warn_of_copies(tuple(w.shape), w.stride())
     return w.contiguous()
@@ -285,7 +291,7 @@ def _warn_of_copies(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     warnings.warn(
         f"weights {shape} with strides {strides} are copied each time they are quantized, in every forward and "
         "backward; store them as (E, N, K) with unit stride along K (w1 and w3 (E, H, D), w2 (E, D, H)), or fuse gate "
-        "and up as (E, 2H, D)",
+        "and up as (E, 2H, D), which may also be the transpose of (E, D, 2H)",
         stacklevel=2,
     )
 
@@ -304,13 +310,17 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
     """Kernel of :func:`titan_fp8moe.recipe.quantize_weight` for one or two weights, concatenated along N.
 
     Args:
-        weights: (E, N_i, K) bf16 or fp32, any strides; unless the stride along K is 1, it is copied, with one warning.
+        weights: (E, N_i, K) bf16 or fp32, any strides. Unless the stride along K is 1, or that along N of a single
+            weight, it is copied, with one warning.
         plain, transposed: which of the two layouts to write.
 
     Returns:
         q (E, N, K) e4m3, empty unless ``plain``; q_t (E, K, N) e4m3, empty unless ``transposed``; scale
         (E, N // 128, K // 128) e8m0. N is the sum of the padded N_i, K is padded.
     """
+    if stored_transposed(weights):  # a block's transpose has the same values
+        q_t, q, scale = quantize_weight([weights[0].transpose(1, 2)], transposed, plain)
+        return q, q_t, scale.transpose(1, 2)
     source, (E, N, K), whole = _blocks(weights)
     device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
@@ -333,6 +343,8 @@ def refresh_weight(
     force: bool,
 ) -> Tensor:
     """Kernels of :func:`titan_fp8moe.ops.refresh_weight`: one reads the samples, the other quantizes if it must."""
+    if stored_transposed(weights):
+        return refresh_weight([weights[0].transpose(1, 2)], q_t, q, scale.transpose(1, 2), state, steps, force)
     source, (E, N, K), whole = _blocks(weights)
     w, stride_e, stride_n, rows, last_w, last_stride_e, last_stride_n, *_, columns = source
     changed = torch.empty(1, dtype=torch.int32, device=w.device)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_fp8moe import ops
+from titan_fp8moe.kernels.quantize import stored_transposed
 from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, ForwardOperands, backward_operands, readable
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8, TILE, num_samples, padded
@@ -140,10 +141,21 @@ def _cache_key(weight: Tensor) -> tuple:
     return StorageWeakRef(weight.untyped_storage()), view, version
 
 
-def _sizes(group: Sequence[Tensor]) -> tuple[tuple[int, int, int], int]:
-    """The operand's (E, N, K), and the number of samples."""
+class _Sizes(NamedTuple):
+    """Of an operand's buffers: its shape (E, N, K), the number of samples, and the strides of the scales. These lie as
+    the weight does, so that one which is stored transposed is quantized from where it lies."""
+
+    shape: tuple[int, int, int]
+    samples: int
+    scale_strides: tuple[int, int, int]
+
+
+def _sizes(group: Sequence[Tensor]) -> _Sizes:
     E, _, K = group[0].shape
-    return (E, sum(padded(w.shape[1]) for w in group), padded(K)), num_samples(group[0]) * len(group)
+    N, K = sum(padded(w.shape[1]) for w in group), padded(K)
+    n, k = N // TILE, K // TILE
+    strides = (n * k, 1, n) if stored_transposed(group) else (n * k, k, 1)
+    return _Sizes((E, N, K), num_samples(group[0]) * len(group), strides)
 
 
 @torch.compiler.assume_constant_result  # runs once per trace, outside of the graph
@@ -160,26 +172,27 @@ def kind_of(module: nn.Module, layouts: Layouts) -> str:
     return f"{type(module).__qualname__} {layouts} {[tuple(param.shape) for param in module.parameters()]}"
 
 
-def _allocate(cache: WeightCache, sizes: list[tuple[tuple[int, int, int], int]], device: torch.device) -> None:
+def _allocate(cache: WeightCache, sizes: list[_Sizes], device: torch.device) -> None:
     """Makes the buffers of a cache, unless they are there. The memory of others is freed before."""
-    there = [(tuple(operand.q.shape), operand.state.numel() - 1) for operand in cache.operands]
+    there: list[Any] = [(tuple(o.q.shape), o.state.numel() - 1, o.scale.stride()) for o in cache.operands]
     if there == sizes and cache.operands[0].q.device == device:
         return
     cache.operands = ()
     with torch.inference_mode(False):
         cache.steps = _steps.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))
-        cache.operands = tuple(_empty_operand(*size, cache.layouts, device) for size in sizes)
+        cache.operands = tuple(_empty_operand(size, cache.layouts, device) for size in sizes)
     for tensor in (cache.steps, *(t for operand in cache.operands for t in operand if t is not None)):
         torch._dynamo.mark_static_address(tensor, guard=False)  # a CUDA graph of Inductor's would copy it
 
 
-def _empty_operand(shape: tuple[int, int, int], samples: int, layouts: Layouts, device: torch.device) -> CachedOperand:
-    E, N, K = shape
+def _empty_operand(sizes: _Sizes, layouts: Layouts, device: torch.device) -> CachedOperand:
+    E, N, K = sizes.shape
+    blocks = E, N // TILE, K // TILE
     return CachedOperand(
         torch.empty(E, N, K, dtype=FP8, device=device),
         torch.empty(E, K, N, dtype=FP8, device=device) if layouts == "both" else None,
-        torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device),
-        torch.full((1 + samples,), -1, dtype=torch.int32, device=device),
+        torch.empty_strided(blocks, sizes.scale_strides, dtype=E8M0, device=device),
+        torch.full((1 + sizes.samples,), -1, dtype=torch.int32, device=device),
     )
 
 

@@ -124,8 +124,10 @@ def routed_experts(
         x: (T, D) bf16 or fp32, D a multiple of 128.
         w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, H a
             multiple of 16. The quantized weights pad H to a multiple of 128. Or gate and up in one ``w1`` (E, 2H, D),
-            gate first, with ``w3`` None and H a multiple of 128. Or all are :class:`titan_fp8moe.Fp8Weight`, frozen, H
-            a multiple of 128; a forward copies ``w1`` and ``w3`` into one, but for a fused ``w1``.
+            gate first, with ``w3`` None and H a multiple of 128. That one and w2 may be transposes of contiguous
+            (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients. Or all are
+            :class:`titan_fp8moe.Fp8Weight`, frozen, H a multiple of 128; a forward copies ``w1`` and ``w3`` into one,
+            but for a fused ``w1``.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
             id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.

@@ -161,12 +161,11 @@ class FFN(NamedTuple):
         dtype, result = weights.w2.dtype, NO_WEIGHTS
         if needed.w1 or needed.w3:
             rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
-            shapes = [w.shape for w in weights.gate_up]
-            dw = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, shapes)
+            dw = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, weights.gate_up)
             result = result._replace(**dict(zip(weights.gate_up_fields, dw, strict=True)))
         if needed.w2:
             operands = Operands(grads.dy, grads.a, None, offsets_E)
-            (dw2,) = weight_grads(operands, mode, dtype, [weights.w2.shape])
+            (dw2,) = weight_grads(operands, mode, dtype, (weights.w2,))
             result = result._replace(w2=dw2)
         if statistics.collecting():
             self._record(x, grads, weights)
@@ -213,25 +212,35 @@ class Operands(NamedTuple):
     offsets_E: Tensor
 
 
-def weight_grads(operands: Operands, mode: str, dtype: torch.dtype, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def weight_grads(operands: Operands, mode: str, dtype: torch.dtype, weights: Sequence[Tensor]) -> list[Tensor]:
     """dW per expert, for each of the weights that dy's columns belong to.
 
     Args:
         mode: ``wgrad`` of the settings; dtype: bf16 or fp32, of the result.
-        shapes: (E, N_i, K_i) of the weights, all the same.
+        weights: (E, N_i, K_i), all of the same shape.
 
     Returns:
-        A gradient (E, N_i, K_i) for each weight; contiguous if E is 1 or N_i a multiple of 128.
+        A gradient (E, N_i, K_i) for each weight; contiguous if E is 1 or N_i a multiple of 128. That of a single weight
+        which lies in memory as (E, K, N) does so too.
     """
-    (_, rows, columns), parts = shapes[0], len(shapes)
+    (_, rows, columns), parts = weights[0].shape, len(weights)
+    if parts == 1 and weights[0].stride(2) != 1 and weights[0].stride(1) == 1:
+        return [_product(operands, mode, dtype, columns, rows, 1, swapped=True)[0].transpose(1, 2)]
+    return _product(operands, mode, dtype, rows, columns, parts, swapped=False)
+
+
+def _product(
+    operands: Operands, mode: str, dtype: torch.dtype, rows: int, columns: int, parts: int, swapped: bool
+) -> list[Tensor]:
+    """``parts`` results (E, rows, columns) of dy^T x, or of x^T dy if ``swapped``."""
     dy, x, token_M, offsets_E = operands
     if mode == "bf16":
-        x_MK = recipe.dequantize(*x, torch.bfloat16)
-        dy_NM = recipe.dequantize(*dy, torch.bfloat16).t()
-        grads = [torch._grouped_mm(part, x_MK, offs=offsets_E).to(dtype) for part in dy_NM.chunk(parts)]
+        left, right = (recipe.dequantize(*rows_, torch.bfloat16) for rows_ in ((x, dy) if swapped else (dy, x)))
+        grads = [torch._grouped_mm(part, right, offs=offsets_E).to(dtype) for part in left.t().chunk(parts)]
         return [grad[:, :rows, :columns].contiguous() for grad in grads]
     x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
-    kept = None if columns == x_t.shape[0] else columns
-    grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts, kept)
+    left, right = ((x_t, x_t_scale), (dy_t, dy_t_scale)) if swapped else ((dy_t, dy_t_scale), (x_t, x_t_scale))
+    kept = None if columns == right[0].shape[0] else columns
+    grads = ops.grouped_mm_wgrad(*left, *right, offsets_E, dtype, parts, kept)
     each = grads.chunk(parts) if parts > 1 else [grads]
     return [grad if grad.shape[1] == rows else grad[:, :rows] for grad in each]

@@ -229,7 +229,7 @@ class _Linear(torch.autograd.Function):
             dx = ops.grouped_mm(dy_q, dy_scale, w_t, w_t_scale, end, ctx.x_dtype)[: dy.shape[0]]
         if needs_dw:
             operands = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)
-            (dw,) = weight_grads(operands, ctx.config.wgrad, w.dtype, [torch.Size((1, *w.shape))])
+            (dw,) = weight_grads(operands, ctx.config.wgrad, w.dtype, (w.unsqueeze(0),))
             dw = dw.squeeze(0)
         if statistics.collecting() and q is not None:
             operands = Operand("x", Rows(q, scale), 1, w.shape[1]), Operand("dy", Rows(dy_q, dy_scale), 1, w.shape[0])

@@ -147,6 +147,8 @@ def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tu
     q, scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in zip(*quantized, strict=True))
     q, scale = q.view(FP8), scale.view(E8M0)
     none = q.new_empty(0)
+    if kernels.stored_transposed(weights):  # strides as of the kernels
+        scale = scale.view(torch.uint8).transpose(1, 2).contiguous().transpose(1, 2).view(E8M0)
     return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
 
 
@@ -155,10 +157,13 @@ def _(weights, plain, transposed):
     E, K = weights[0].shape[0], recipe.padded(weights[0].shape[2])
     N = sum(recipe.padded(w.shape[1]) for w in weights)
     none = weights[0].new_empty(0, dtype=FP8)
+    scale = weights[0].new_empty(E, N // TILE, K // TILE, dtype=E8M0)
+    if kernels.stored_transposed(weights):
+        scale = weights[0].new_empty(E, K // TILE, N // TILE, dtype=E8M0).transpose(1, 2)
     return (
         weights[0].new_empty(E, N, K, dtype=FP8) if plain else none,
         weights[0].new_empty(E, K, N, dtype=FP8) if transposed else none,
-        weights[0].new_empty(E, N // TILE, K // TILE, dtype=E8M0),
+        scale,
     )
 
 
