@@ -14,6 +14,7 @@ from titan_fp8moe import dispatch, ops, recipe, routed_experts
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
 from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.lora import LoraSpec
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import ForwardOperands
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -71,6 +72,10 @@ def cases():
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     for parts, columns in ((1, None), (2, None), (1, 144), (2, 144)):
         yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32, parts, columns)
+    factors = torch.randn(E, 16, D, dtype=BF16), torch.randn(E, 2 * H, 16, dtype=BF16)
+    yield "low_rank", (*x, *factors, offsets_E)
+    yield "low_rank", (*rows(M, 2 * H), *(f.transpose(1, 2) for f in reversed(factors)), offsets_E)
+    yield "low_rank_grads", (*x, *rows(M, 2 * H), *factors, offsets_E)
     experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (H, D), (D, H))]  # gate, up, down
     gate, up, down = experts
     weights, shared = [gate, down, up], [w[:1].clone() for w in (gate, down, up)]
@@ -83,11 +88,14 @@ def cases():
         backward = BackwardSpec(recompute, save_h)
         args = torch.randn(T, D), scores_TK, torch.rand(T, E).topk(K).indices, weights
         spec = LayerSpec(dispatch.Route(), ExpertSpec(), backward, shared="", check_ids=True)
-        yield "routed_experts_forward", (*args, [], None, spec.encode(), 0)
+        yield "routed_experts_forward", (*args, [], [], None, spec.encode(), 0)
+        adapters = [torch.randn(E, 4, D), torch.randn(E, H, 4), torch.randn(E, 8, H), torch.randn(E, D, 8)]
+        with_lora = spec._replace(lora=LoraSpec(2.0, 0.5, None, fused=False))
+        yield "routed_experts_forward", (*args, [], adapters, None, with_lora.encode(), 0)
         spec = spec._replace(shared="trained")
-        yield "routed_experts_forward", (*args, shared, flags, spec.encode(), 0)
+        yield "routed_experts_forward", (*args, shared, [], flags, spec.encode(), 0)
         frozen = spec._replace(backward=backward._replace(weights="frozen"), shared="frozen")
-        yield "routed_experts_forward", (*args, shared, flags, frozen.encode(), 0)
+        yield "routed_experts_forward", (*args, shared, [], flags, frozen.encode(), 0)
         spec = spec._replace(route=remote)
         yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, spec.encode(), D, FP32)
     spec = spec._replace(shared="")

@@ -268,6 +268,7 @@ def test_public_names():
         "grouped_mm",
     }
     names |= {"routed_experts", "self_check", "clip_grad_norm_", "distributed_data_parallel", "parameter_groups"}
+    names |= {"Adapter", "Lora"}
     assert set(titan_fp8moe.__all__) == {"SAVED_OPS", "__version__", *names}
     for name in names:
         assert len(getattr(titan_fp8moe, name).__doc__) > 80

@@ -67,7 +67,8 @@ class BackwardSpec(NamedTuple):
     :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
 
     Attributes:
-        weights: ``trained``, or ``frozen``: no gradient of them is computed, and no operand kept that only it reads.
+        weights: ``trained``, or ``frozen``: no gradient of them is computed, and no operand kept that only it reads; or
+            ``adapted``, frozen with adapters, whose gradients read the operands.
     """
 
     recompute: str = "activation"
@@ -78,12 +79,12 @@ class BackwardSpec(NamedTuple):
     @property
     def keeps_rows(self) -> bool:
         """Whether the backward reads GEMM 1's input."""
-        return self.weights == "trained" or self.recompute == "experts"
+        return self.weights != "frozen" or self.recompute == "experts"
 
     @property
     def keeps_operand(self) -> bool:
         """Whether the forward saves GEMM 2's input for the backward."""
-        return self.weights == "trained" and self.recompute == "none"
+        return self.weights != "frozen" and self.recompute == "none"
 
     def encode(self) -> str:
         return ":".join(self)

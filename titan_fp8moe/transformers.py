@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from titan_fp8moe import peft
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.cache import Layouts, WeightCache, _cache_key
@@ -92,6 +93,12 @@ def register(
         options: dict[str, Any] = dict(config=config, keep=unsupported == "keep", scales=scales)
         forward = functools.partial(_experts_forward, registry=registry, **options)
         registry.register(NAME, forward)
+    peft.run_beside(_serves)
+
+
+def _serves(experts: Any) -> bool:
+    """Whether these experts run in FP8."""
+    return experts.config._experts_implementation == NAME and _why_not(experts) is None
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -152,7 +159,8 @@ def _experts_forward(
     elif frozen or config.cache_weights:
         _add_cache(experts, config.kept_layouts)
         cache = experts.fp8_flow_cache
-    layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), cache=cache, check_ids=False, frozen=frozen)
+    spec, lora = cast(ExpertSpec, _expert(experts)), peft.handed_over(experts)
+    layer = Layer(config, expert=spec, cache=cache, check_ids=False, frozen=frozen, lora=lora)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)

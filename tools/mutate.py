@@ -52,6 +52,9 @@ TESTS = {
         "test_overlap.py",
     ],
     "layer/statistics": ["test_statistics.py"],
+    "layer/lora": ["test_lora.py"],
+    "ops/lora": ["test_lora.py"],
+    "nn/lora": ["test_lora.py"],
     "trainer/preflight": ["test_checks.py", "test_converter.py", "test_settings.py"],
     "trainer/cpu": ["test_versions.py", "test_compat.py", "test_cpu_training.py"],
     "trainer/": ["test_converter.py", "test_compat.py", "test_checks.py"],
@@ -68,7 +71,7 @@ TESTS = {
     "": [*CORE, "test_shared_experts.py"],
 }
 # They train nothing by themselves, or their tests need torchtitan 0.3.
-LEFT_OUT = ("testing.py", "transformers.py", "torchao.py", "export_fp8", "__init__.py", "torchtitan03")
+LEFT_OUT = ("testing.py", "transformers.py", "peft.py", "torchao.py", "export_fp8", "__init__.py", "torchtitan03")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -32,7 +32,7 @@ and ``meanwhile`` runs between the two functions, in both directions. The weight
 import functools
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -49,6 +49,7 @@ from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
+from titan_fp8moe.layer.lora import NO_LORA, Lora, LoraSpec, lora_operands, split_lora
 from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import (
     NO_BIASES,
@@ -80,7 +81,7 @@ class Layer(NamedTuple):
             frozen weights.
         check_ids: refuse ids that are no expert's; else they count as -1.
         frozen, shared_frozen: whether none of the weights is trained.
-        biases: of the routed experts.
+        biases, lora: of the routed experts.
     """
 
     config: Fp8FlowMoEConfig
@@ -92,6 +93,7 @@ class Layer(NamedTuple):
     frozen: bool = False
     shared_frozen: bool = False
     biases: Biases[Tensor] | None = None
+    lora: Lora | None = None
 
 
 def routed_experts(
@@ -111,11 +113,12 @@ def routed_experts(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     b3: Tensor | None = None,
+    lora: Lora | None = None,
 ) -> Tensor:
     """Sum over a token's experts of score * (W2 activation(W1 x + b1, W3 x + b3) + b2), in FP8; by default
     silu(W1 x) * (W3 x) without biases.
 
-    Differentiable once in ``x``, ``topk_scores``, the weights and biases, and whatever ``meanwhile`` reads.
+    Differentiable once in ``x``, ``topk_scores``, the weights, biases and adapters, and whatever ``meanwhile`` reads.
 
     Args:
         x: (T, D) bf16 or fp32, D a multiple of 128.
@@ -138,6 +141,7 @@ def routed_experts(
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
         b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None gate's and
             up's in one ``b1`` (E, 2H), in the order of w1's rows. All or none.
+        lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
 
     Returns:
         (T, D) in the dtype of ``x``.
@@ -160,7 +164,7 @@ def routed_experts(
     if b1 is not None or b2 is not None or b3 is not None:
         biases = Biases(b1, b2, b3)
     frozen = isinstance(w1, Fp8Weight) or are_frozen(cast(Any, (w1, w2, w3)))
-    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases))
+    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases), lora=lora)
     weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
     return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
@@ -194,6 +198,11 @@ def apply_experts(
     backward = config.backward._replace(weights="frozen") if layer.frozen else config.backward
     of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
     spec = LayerSpec(config.route(layer.ep_group), expert, backward, of_shared, layer.check_ids)
+    adapters: Sequence[Tensor] = ()
+    if layer.lora is not None:
+        lora, adapters = split_lora(layer.lora, cast(Any, weights))
+        kept = backward._replace(weights="adapted") if layer.frozen else backward
+        spec = spec._replace(lora=lora, backward=kept)
     cache = layer.cache if grad or layer.frozen else None
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
     call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None, stored)
@@ -201,10 +210,11 @@ def apply_experts(
     scores_TK, ids_TK = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
     inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, given, shared or NO_WEIGHTS, layer.biases)
     if not spec.dispatch.overlaps:
-        out = _RoutedExperts.apply(*inputs.flatten(), call, None)
+        out = _RoutedExperts.apply(*inputs.flatten(), *adapters, call, None)
         return out if meanwhile is None else _add(out, meanwhile())
     in_flight = _in_flight(x_TD.device)
-    placeholder, payload, *handed = _start_eagerly(*inputs._replace(shared=NO_WEIGHTS).flatten(), call, in_flight)
+    start = inputs._replace(shared=NO_WEIGHTS).flatten()
+    placeholder, payload, *handed = _start_eagerly(*start, *adapters, call, in_flight)
     extra = None if meanwhile is None else meanwhile()
     end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
     out = _finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
@@ -328,6 +338,7 @@ def _routed_experts_forward(
     topk_ids_TK: Tensor,
     weights: list[Tensor | None],
     shared_weights: list[Tensor | None],
+    adapters: list[Tensor],
     nan_flags: Tensor | None,
     layer: str,
     signature: int,
@@ -339,6 +350,7 @@ def _routed_experts_forward(
 
     Args:
         weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
+        adapters: the tensors of :func:`titan_fp8moe.layer.lora.split_lora`; empty without adapters.
         b1, b2, b3: the fields of :class:`Biases`, for experts that have them.
         layer: an encoded :class:`LayerSpec`.
         signature: see :func:`_signature`.
@@ -365,12 +377,13 @@ def _routed_experts_forward(
     kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
     del q, scale
     biases = Biases(b1, b2, b3) if spec.expert.biased else None
-    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases))
-    h = ffn.product(rows, w13)
+    lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters)
+    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora)
+    h = ffn.product(rows, w13, ffn.lora.w13)
     del rows
     a, saved_ffn = ffn.activate(h)
     del h
-    pending = tokens.send_back(ffn.product(a, w2), None, ffn.row_bias())
+    pending = tokens.send_back(ffn.product(a, w2, ffn.lora.w2), None, ffn.row_bias())
     saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn)
     if group is not None:
         saved = saved._replace(shared_rows=group)
@@ -426,10 +439,12 @@ SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
-def _forward_flops(x, scores, topk_ids, weights, shared_weights, *_: Any, **__: Any) -> int:
+def _forward_flops(x, scores, topk_ids, weights, shared_weights, adapters, *_: Any, **__: Any) -> int:
     """FLOPs of all GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
     (T, K), E = topk_ids, weights[0][0]
-    return product_flops(row_capacity(T * K, E), weights) + product_flops(group_rows(T), shared_weights)
+    rows = row_capacity(T * K, E)
+    of_lora = sum(2 * rows * N * K for _, N, K in adapters)
+    return product_flops(rows, weights) + product_flops(group_rows(T), shared_weights) + of_lora
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
@@ -505,6 +520,7 @@ class _RoutedExperts(torch.autograd.Function):
         *tensors, call, in_flight = args
         spec, signature = call.spec, 0
         inputs = Inputs.of(tensors, spec.expert.biased)
+        adapters = [] if spec.lora is None else _last(tensors, len(spec.lora.fields))
         ctx.weights_spec = ctx.biases_spec = None
         if isinstance(inputs.weights.w1, DTensor):  # not by to_local(), whose autograd nodes take longer than this one
             w1, w2, w3 = cast(Any, inputs.weights)
@@ -521,8 +537,9 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.x,
             inputs.topk_scores,
             inputs.topk_ids,
-            packed_weights(call.stored or inputs.weights, call.cache, spec.backward.weights == "frozen"),
+            packed_weights(call.stored or inputs.weights, call.cache, spec.backward.weights != "trained"),
             _packed_shared(inputs.shared, call) if has_shared else [],
+            adapters,
             inputs.nan_flags,
             spec.encode(),
             signature,
@@ -539,9 +556,10 @@ class _RoutedExperts(torch.autograd.Function):
             in_flight.needs_dx = Inputs.of(ctx.needs_input_grad, False).x
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(*inputs.weights, *inputs.shared, *(inputs.biases or ()), *results)
+        ctx.save_for_backward(*inputs.weights, *inputs.shared, *(inputs.biases or ()), *adapters, *results)
         # The flags are not saved: hooks of saved tensors may return copies.
-        ctx.call, ctx.parts, ctx.nan_flags, ctx.in_flight = call, parts, inputs.nan_flags, in_flight
+        ctx.parts = parts if spec.lora is None else ("lora", *parts)
+        ctx.call, ctx.nan_flags, ctx.in_flight = call, inputs.nan_flags, in_flight
         ctx.x_dtype = inputs.x.dtype
         return (out, *handed) if handed else out
 
@@ -559,7 +577,8 @@ class _RoutedExperts(torch.autograd.Function):
         x = None
         if spec.backward.keeps_rows:
             x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
-        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, biases), saved.ffn
+        lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, saved.lora)
+        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, biases, lora), saved.ffn
         w13, w13_t, w2_t = cached_backward_operands(weights, call.cache, spec.backward)
         saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
         del w13
@@ -581,7 +600,7 @@ class _RoutedExperts(torch.autograd.Function):
         grads = ffn.hidden_gradients(dy, saved_ffn, w2_t, any(needs.biases or ()))
         del dy, saved_ffn, w2_t  # h is freed after its last use, also where checkpointing has kept it
         with_dx = tokens.returns_gradients(needs.x)
-        dx_M = ffn.product(grads.dh, w13_t) if with_dx else None
+        dx_M = ffn.product(grads.dh, w13_t, ffn.lora.w13_t) if with_dx else None
         del w13_t
         pending, returned = None, Returned(None)
         if with_dx or needs.topk_scores:
@@ -590,6 +609,9 @@ class _RoutedExperts(torch.autograd.Function):
         if pending is not None and not tokens.travels:  # the rows are freed before weight gradients are made
             returned, pending = tokens.finish(pending, ctx.x_dtype, shared_dx), None
         dw = ffn.weight_grads(x, grads, weights, needs.weights)
+        dlora: Sequence[Tensor | None] = ()
+        if spec.lora is not None:
+            dlora = _lora_grads(spec.lora, ffn, cast(Rows, x), grads, ctx.needs_input_grad[:-2])
         if ctx.weights_spec is not None:
             dw = ExpertWeights(*map(place_as, dw, ctx.weights_spec))
         dbiases = (
@@ -599,7 +621,21 @@ class _RoutedExperts(torch.autograd.Function):
         if pending is not None:
             returned = tokens.finish(pending, ctx.x_dtype, shared_dx)
         inputs = Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw, biases=dbiases)
-        return *inputs.flatten(), None, None
+        return *inputs.flatten(), *dlora, None, None
+
+
+def _last(values: Sequence[Any], count: int) -> list[Any]:
+    """The adapters' part of :class:`_RoutedExperts`'s tensors, behind those of :class:`Inputs`."""
+    return list(values[len(values) - count :])
+
+
+def _lora_grads(
+    lora: LoraSpec, ffn: FFN, x: Rows, grads: HiddenGradients, needs_input_grad: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of the adapters' tensors, None where not needed."""
+    needed = _last(needs_input_grad, len(lora.fields))
+    found = ffn.lora_grads(x, grads) if any(needed) else {}
+    return [found[field] if need else None for field, need in zip(lora.fields, needed, strict=True)]
 
 
 def _bias_gradients(

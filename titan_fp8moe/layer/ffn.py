@@ -24,6 +24,7 @@ from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.lora import NO_LORA, GemmLora, LoraOperands
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, readable
 from titan_fp8moe.ops import Fp8Weight
@@ -78,10 +79,14 @@ class FFN(NamedTuple):
     routing: Routing
     nans: NanFlags = NO_FLAGS
     biases: Biases[Tensor] | None = None
+    lora: LoraOperands = NO_LORA
 
-    def product(self, rows: Rows, weight: Fp8Weight) -> Tensor:
-        """Each expert's rows (M, K) times its weight (N, K): (M, N) bf16."""
-        return ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
+    def product(self, rows: Rows, weight: Fp8Weight, lora: GemmLora | None = None) -> Tensor:
+        """Each expert's rows (M, K) times its weight (N, K) and its adapter: (M, N) bf16."""
+        out = ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
+        if lora is None:
+            return out
+        return out.add_(ops.low_rank(*rows, lora.A, lora.B, self.routing.offsets_E))
 
     def activate(self, h_M2H: Tensor) -> tuple[Rows, SavedFFN]:
         """GEMM 2's operand (M, H), and the tensors that the backward needs."""
@@ -112,11 +117,12 @@ class FFN(NamedTuple):
         """``saved`` with h, which is computed again if the settings kept none. ``x``: as in :meth:`weight_grads`."""
         if saved.h is not None:
             return saved
-        return saved._replace(h=self.product(self.in_expert_order(cast(Rows, x)), cast(Fp8Weight, w13)))
+        h = self.product(self.in_expert_order(cast(Rows, x)), cast(Fp8Weight, w13), self.lora.w13)
+        return saved._replace(h=h)
 
     def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: Fp8Weight, of_biases: bool = False) -> HiddenGradients:
         """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients."""
-        d_MH = self.product(dy, w2_t)
+        d_MH = self.product(dy, w2_t, self.lora.w2_t)
         biases: dict[str, Any] = {}
         if self.biases is not None:
             biases["gate_bias"], biases["up_bias"] = self.biases.gate_up()
@@ -128,7 +134,7 @@ class FFN(NamedTuple):
             self.routing.score_M,
             self.routing.offsets_E,
             self.expert.encode(),
-            recompute_a=saved.a_q is None and self.backward.weights == "trained",
+            recompute_a=saved.a_q is None and self.backward.weights != "frozen",
             nan_flag=self.nans.dh,
             **biases,
         )
@@ -149,7 +155,7 @@ class FFN(NamedTuple):
         Returns:
             None where not needed, and for a w3 that is None.
         """
-        if x is None or self.backward.weights == "frozen":
+        if x is None or self.backward.weights != "trained":
             return NO_WEIGHTS
         mode, offsets_E = self.backward.wgrad, self.routing.offsets_E
         dtype, result = weights.w2.dtype, NO_WEIGHTS
@@ -163,6 +169,16 @@ class FFN(NamedTuple):
             result = result._replace(w2=dw2)
         if statistics.collecting():
             self._record(x, grads, weights)
+        return result
+
+    def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, Tensor]:
+        """Gradients of the adapters by the fields of :class:`titan_fp8moe.layer.lora.LoraTensors`. ``x``: as in
+        :meth:`weight_grads`."""
+        (w13, w2), offsets_E, result = self.lora, self.routing.offsets_E, {}
+        if w13 is not None:
+            result = w13.grads(self.in_expert_order(x), grads.dh, offsets_E)
+        if w2 is not None:
+            result |= w2.grads(grads.a, grads.dy, offsets_E)
         return result
 
     def in_expert_order(self, x: Rows) -> Rows:

@@ -65,10 +65,10 @@ class Fp8AllGather(nn.Module):
     gathers_fp8: bool = False
 
     def gather_in_fp8(self) -> None:
-        """Lets FSDP gather the parameters in FP8. Call it after ``fully_shard``, which must have sharded them along
-        dim 0."""
+        """Lets FSDP gather the module's own weights in FP8. Call it after ``fully_shard``, which must have sharded them
+        along dim 0."""
         self.gathers_fp8 = True
-        for param in self.parameters():
+        for param in self.parameters(recurse=False):
             if param.ndim == 3:  # not a bias
                 gather_in_fp8(cast(DTensor, param))  # a DTensor since fully_shard
 

@@ -6,6 +6,7 @@ so a new field is a new field of a record, and nothing else::
 
     weights, shared_weights   the parameters, not quantized: FSDP refills them before the backward
     biases                    b1 b2 b3 of experts that have them
+    lora                      the adapters' tensors, of a layer that has them
     state                     the dispatch's, from which its backward is resumed
     routing                   offsets_E, token_M, score_M, row_TK
     tokens                    one quantized row per token that arrived, or its payload; none where weights are frozen
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
 from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
+from titan_fp8moe.layer.lora import LoraSpec, LoraTensors
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
 from titan_fp8moe.rows import GroupRows, Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -35,6 +37,7 @@ class LayerSpec(NamedTuple):
         shared: empty, or of shared experts that read the rows that are quantized for the routed ones, whether their
             weights are ``trained`` or ``frozen``.
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
+        lora: of the routed experts' adapters, or None.
     """
 
     route: Route
@@ -42,6 +45,7 @@ class LayerSpec(NamedTuple):
     backward: BackwardSpec
     shared: str
     check_ids: bool
+    lora: LoraSpec | None = None
 
     @property
     def shared_backward(self) -> BackwardSpec:
@@ -58,15 +62,15 @@ class LayerSpec(NamedTuple):
 
     def encode(self) -> str:
         """The specification as a string, which an op can take."""
-        flags = f"{self.shared}|{int(self.check_ids)}"
-        return f"{self.expert.encode()}|{self.backward.encode()}|{flags}|{self.route.encode()}"
+        flags, lora = f"{self.shared}|{int(self.check_ids)}", "" if self.lora is None else self.lora.encode()
+        return f"{self.expert.encode()}|{self.backward.encode()}|{flags}|{lora}|{self.route.encode()}"
 
     @classmethod
     @functools.cache
     def decode(cls, text: str) -> "LayerSpec":
-        expert, backward, shared, check_ids, route = text.split("|", 4)
+        expert, backward, shared, check_ids, lora, route = text.split("|", 5)
         specs = ExpertSpec.decode(expert), BackwardSpec.decode(backward)
-        return cls(Route.decode(route), *specs, shared, check_ids == "1")
+        return cls(Route.decode(route), *specs, shared, check_ids == "1", LoraSpec.decode(lora) if lora else None)
 
 
 class Layout(NamedTuple):
@@ -101,6 +105,7 @@ def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
         "weights": (ExpertWeights, ExpertWeights._fields),
         "shared_weights": (ExpertWeights, ExpertWeights._fields),
         "biases": (Biases, Biases._fields if spec.expert.biased else ()),
+        "lora": (LoraTensors, () if spec.lora is None else spec.lora.fields),
         "state": (kind.State, kind.State._fields),
         "routing": (Routing, Routing._fields),
         "tokens": (kind.Tokens, tokens),
@@ -135,6 +140,7 @@ class Saved(NamedTuple):
     shared_rows: GroupRows = _ABSENT
     shared_ffn: SavedFFN = _ABSENT
     biases: Biases[Any] = _ABSENT
+    lora: LoraTensors = _ABSENT
 
     @property
     def rows_of_shared(self) -> GroupRows:

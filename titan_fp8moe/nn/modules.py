@@ -20,7 +20,8 @@ from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
-from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread
+from titan_fp8moe.nn.lora import AddsLora
+from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8
 from titan_fp8moe.spec import ExpertSpec
@@ -46,8 +47,9 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"the weights would be {dtype}; make the module with dtype=torch.bfloat16 or torch.float32")
 
 
-class RoutedExperts(Fp8AllGather):
-    """The experts of one MoE layer in FP8; the router and shared experts are the caller's.
+class RoutedExperts(Fp8AllGather, AddsLora):
+    """The experts of one MoE layer in FP8; the router and shared experts are the caller's. :meth:`add_lora` freezes
+    them and trains adapters.
 
     With ``ep_group`` the weights are DTensors, ``Shard(0)`` over its ranks, so that PyTorch's tools do not take them
     for replicas: :mod:`titan_fp8moe.nn.parallel`, and docs/parallel.md for a training loop. A copy of the module shares
@@ -164,29 +166,17 @@ class RoutedExperts(Fp8AllGather):
     def reset_parameters(self) -> None:
         """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts with or without ``ep_group``,
         for any number of ranks."""
-        weights = list(self.parameters(recurse=False))
-        _, hidden_dim, dim = self.w1.shape
-        bounds = [size**-0.5 for size in (dim, hidden_dim, dim)] * 2  # of b1, b2 and b3 as of w1, w2 and w3
-        if self.w1.is_meta:
-            return
-        if self.ep_group is None and isinstance(self.w1, DTensor):  # FSDP's, sharded along any dim
-            for weight, bound in zip(weights, bounds, strict=False):
-                nn.init.uniform_(weight, -bound, bound)
-            return
-        experts, local = torch.arange(len(self.w1), device=self.w1.device), [w.detach() for w in weights]
-        if isinstance(self.w1, DTensor):
-            experts = distribute_tensor(experts, self.w1.device_mesh, self.w1.placements, src_data_rank=None).to_local()
-            local = [cast(DTensor, w).to_local() for w in local]
-        seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
-        generator = torch.Generator(self.w1.device)
-        for i, expert in enumerate(experts.tolist()):
-            generator.manual_seed(seed + expert)
-            for weight, bound in zip(local, bounds, strict=False):
-                nn.init.uniform_(weight[i], -bound, bound, generator)
+        if not self.w1.is_meta:
+            weights = list(self.parameters(recurse=False))
+            _, hidden_dim, dim = self.w1.shape
+            bounds = [size**-0.5 for size in (dim, hidden_dim, dim)] * 2  # of b1, b2 and b3 as of w1, w2 and w3
+            uniform_by_expert_(weights, bounds[: len(weights)], spread=self.ep_group is not None)
+        if self.lora_scale is not None:
+            self.reset_lora_parameters()
 
     def _apply(self, *args: Any, **kwargs: Any) -> "RoutedExperts":
         super()._apply(*args, **kwargs)
-        for weight in self.parameters(recurse=False):
+        for weight in self.parameters():
             if self.ep_group is not None and isinstance(weight, DTensor):
                 follow_device(weight, self.ep_group)
         return self
@@ -233,6 +223,7 @@ class RoutedExperts(Fp8AllGather):
                 cache_of(self, frozen),
                 frozen=frozen,
                 biases=self._biases(),
+                lora=self.lora(),
             ),
             meanwhile=meanwhile,
         )
@@ -335,7 +326,7 @@ def _spread_plain_weights(
     module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
 ) -> None:
     """Lets spread experts load plain tensors of all experts, each rank its own."""
-    for name, weight in module.named_parameters(recurse=False):
+    for name, weight in module.named_parameters():
         plain = state.get(prefix + name)
         if not isinstance(weight, DTensor) or plain is None or isinstance(plain, DTensor):
             continue

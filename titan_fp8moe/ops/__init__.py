@@ -10,6 +10,7 @@ No op has a gradient, because autograd would cast the gradient of an FP8 tensor 
 from titan_fp8moe.ops.all_to_all import start_all_to_all, wait
 from titan_fp8moe.ops.backend import emulate
 from titan_fp8moe.ops.grouped_mm import grouped_mm, grouped_mm_wgrad
+from titan_fp8moe.ops.lora import low_rank, low_rank_grads
 from titan_fp8moe.ops.permute import (
     dispatch_routing,
     expert_routing,
@@ -40,6 +41,8 @@ __all__ = [
     "expert_routing",
     "grouped_mm",
     "grouped_mm_wgrad",
+    "low_rank",
+    "low_rank_grads",
     "pack_combine",
     "pack_dispatch",
     "permute_rows",
