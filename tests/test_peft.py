@@ -14,7 +14,7 @@ from peft.tuners.lora import ParamWrapper  # noqa: E402
 from torch.nn.functional import cosine_similarity  # noqa: E402
 
 from tests.layer import CastCounter  # noqa: E402
-from tests.test_transformers import loss_and_grads, make_model, make_tokens, train  # noqa: E402
+from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, train  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.testing import relative_error  # noqa: E402
 
@@ -24,8 +24,6 @@ BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.fixture(autouse=True)
 def registered():
     adapter.register()
-    yield
-    adapter.ops.emulate(False)
 
 
 def lora_config(parameters: list[str] = BOTH, **options: Any) -> Any:
@@ -162,3 +160,28 @@ def test_another_peft_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(ParamWrapper, "_activate_lora")
     with pytest.raises(RuntimeError, match=r"PEFT .* has no lora\.ParamWrapper .*install peft 0\.21"):
         adapter.register()
+
+
+def test_weights_stored_in_fp8():
+    """As bf16 experts of the same values, bit for bit. PEFT alone would add in bf16 and round to FP8 without scales."""
+    outs, models = [], [torch.nn.ModuleDict({"experts": experts}) for experts in fp8_experts()]
+    for model in models:
+        model.requires_grad_(False)
+        config = lora_config(["experts.gate_up_proj", "experts.down_proj"])
+        peft.inject_adapter_in_model(config, model)
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.data = torch.empty_like(param, dtype=torch.float32)
+    for (name, a), (_, b) in zip(*(adapters(model) for model in models), strict=True):
+        a.data.copy_(torch.randn_like(a) * (0.02 if "lora_B" in name else 0.06))
+        b.data.copy_(a)
+    x, ids, scores = make_inputs(torch.bfloat16)
+    for model in models:
+        out = model["experts"](x, ids, scores)
+        out.float().square().sum().backward()
+        outs.append([out.detach(), *(p.grad for _, p in adapters(model))])
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)) and outs[0][1].any()
+
+
+def adapters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if "lora_" in name]
