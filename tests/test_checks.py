@@ -50,7 +50,7 @@ def test_gathered_weights_are_not_cached():
 def test_description_has_every_setting_of_a_layer():
     assert Fp8FlowMoEConfig(filter_fqns=["layers.1."]).describe() == (
         "wgrad=balanced, save_h=bf16, recompute=activation, dispatch=auto, dispatch_capacity=1.5, "
-        "cache_weights=False, fp8_all_gather=False, statistics_every=0, emulate=False"
+        "cache_weights=False, cache_layouts=both, fp8_all_gather=False, statistics_every=0, emulate=False"
     )
 
 
@@ -227,6 +227,12 @@ def test_lost_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
         ({}, 2, None),
         ({"cache_weights": True}, 1, None),
         ({"cache_weights": True}, 2, "cache_weights keeps quantized weights unsharded, 2 bytes per parameter"),
+        (
+            {"cache_weights": True, "cache_layouts": "forward"},
+            2,
+            "cache_weights keeps quantized weights unsharded, 1 byte per parameter",
+        ),
+        ({"cache_layouts": "forward"}, 2, "cache_layouts has no effect without fp8_flow_moe.cache_weights"),
         ({"save_h": "fp8"}, 2, None),
         ({"recompute": "experts"}, 2, None),
         ({"recompute": "experts", "save_h": "fp8"}, 2, "save_h has no effect with"),

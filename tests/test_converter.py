@@ -23,7 +23,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import cache as cache_module
-from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.ops import backend, self_check
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
@@ -386,6 +385,7 @@ def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 SETTINGS = (
     "wgrad=scaling_aware, save_h=fp8, recompute=none, dispatch=auto, dispatch_capacity=1.5, cache_weights=False, "
+    "cache_layouts=both, "
     "fp8_all_gather=False, statistics_every=0, emulate=False"
 )
 
@@ -529,10 +529,11 @@ def test_cached_weights_are_never_stale(monkeypatch, change, versions):
 
 def test_caches_are_cleared_by_any_container_of_optimizers():
     """torchtitan calls the converter after each step, whatever class the optimizers are of."""
-    cache = cache_module.WeightCache()
-    cache.get(ExpertWeights(*(torch.randn(1, 128, 128) for _ in range(3))))
+    cache, weights = cache_module.WeightCache(), [[torch.randn(1, 128, 128)]]
+    cache.refresh(weights, frozen=False)
+    assert not any(cache.refresh(weights, frozen=False))
     build_model_converters(make_config("--fp8_flow_moe.cache_weights"), make_dims()).post_optimizer_hook([])
-    assert cache.operands is None
+    assert all(cache.refresh(weights, frozen=False))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.specs import SPECS
 from titan_fp8moe import dispatch, ops, recipe, routed_experts
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
+from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import ForwardOperands
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -81,13 +82,15 @@ def cases():
     for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
         backward = BackwardSpec(recompute, save_h)
         args = torch.randn(T, D), scores_TK, torch.rand(T, E).topk(K).indices, weights
-        spec = LayerSpec(dispatch.Route(), ExpertSpec(), backward, shared=False, check_ids=True)
+        spec = LayerSpec(dispatch.Route(), ExpertSpec(), backward, shared="", check_ids=True)
         yield "routed_experts_forward", (*args, [], None, spec.encode(), 0)
-        spec = spec._replace(shared=True)
+        spec = spec._replace(shared="trained")
         yield "routed_experts_forward", (*args, shared, flags, spec.encode(), 0)
+        frozen = spec._replace(backward=backward._replace(weights="frozen"), shared="frozen")
+        yield "routed_experts_forward", (*args, shared, flags, frozen.encode(), 0)
         spec = spec._replace(route=remote)
         yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, spec.encode(), D, FP32)
-    spec = spec._replace(shared=False)
+    spec = spec._replace(shared="")
     yield "routed_experts_finish", (payload, [*state], [], None, spec.encode(), D, FP32)
     quantized = ForwardOperands(
         *(ops.QuantizedWeight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
@@ -97,6 +100,9 @@ def cases():
         backward = BackwardSpec(recompute, save_h).encode()
         yield "feed_forward", (torch.randn(T, D), shared, expert, backward, BF16)
         yield "feed_forward", (torch.randn(T, D), quantized.pack(), expert, backward, FP32)
+    cache = WeightCache()
+    cache.refresh([[gate, up]], frozen=True)  # what changes buffers does not declare it
+    yield "refresh_weight", ([gate, up], *cache.operands[0], None, False)
     yield "linear", (torch.randn(T, D), shared[0], None, BF16)
     yield "linear", (torch.randn(T, D), *recipe.quantize_weight(shared[0]), FP32)
 
@@ -170,7 +176,13 @@ def test_specifications_cross_an_op():
     for name in ("", "0", "a:b|c:1.5"):
         for flag in (False, True):
             route = Route("symmetric", 4, 1.75, name)
-            spec = LayerSpec(route, ExpertSpec("swiglu", flag), BackwardSpec("none", "fp8", "bf16"), flag, not flag)
+            spec = LayerSpec(
+                route,
+                ExpertSpec("swiglu", flag),
+                BackwardSpec("none", "fp8", "bf16", "frozen"),
+                "trained" * flag,
+                not flag,
+            )
             assert LayerSpec.decode(spec.encode()) == spec
 
 

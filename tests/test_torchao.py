@@ -85,9 +85,9 @@ def test_module_of_experts():
     model = nn.ModuleList([RoutedExperts(2, 128, 128), nn.Linear(128, 128)])
     config = Fp8FlowMoEConfig(recompute="experts", cache_weights=True)
     quantize_(model, config, filter_fn=is_moe)
-    assert model[0].config is config and model[0].cache is not None
+    assert model[0].config is config and model[0].cache.layouts == "both"
     quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
-    assert model[0].config == Fp8FlowMoEConfig() and model[0].cache is None
+    assert model[0].config == Fp8FlowMoEConfig() and model[0].cache.layouts == "forward"
 
 
 @pytest.mark.parametrize("experts_first", [True, False])

@@ -269,7 +269,6 @@ def test_weights_stored_in_fp8_are_refused():
     ("arguments", "message"),
     [
         (dict(unsupported="skip"), "unsupported is 'skip'; set it to 'error' or 'keep'"),
-        (dict(config=Fp8FlowMoEConfig(cache_weights=True)), "cache_weights has no effect on Transformers"),
         (dict(config=Fp8FlowMoEConfig(statistics_every=5)), "statistics_every has no effect"),
         (dict(config=Fp8FlowMoEConfig(filter_fqns=["layers.0."])), "filter_fqns has no effect"),
     ],
@@ -393,6 +392,28 @@ def test_compile_as_one_graph(dtype: torch.dtype):
     assert loss == pytest.approx(want_loss, rel=1e-4)
     limit = 1e-2 if dtype is torch.float32 else 0.05
     assert all(relative_error(grads[name], want[name]) < limit for name in want)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_kept_weights_in_a_compiled_model(frozen: bool):
+    """One graph, whose buffers are those of all experts; a state dict that is loaded is seen."""
+    model, tokens = make_model(experts_implementation="fp8_flow"), make_tokens()
+    experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
+    states = [{name: value * factor for name, value in model.state_dict().items()} for factor in (1.0, 1.25)]
+    want = [model.load_state_dict(state) and loss_and_grads(model, tokens) for state in states]
+    assert not any(hasattr(module, "fp8_flow_cache") for module in experts)
+    adapter.register(Fp8FlowMoEConfig(cache_weights=not frozen))
+    for module in experts:
+        module.requires_grad_(not frozen)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for state, (want_loss, want_grads) in zip(states, want, strict=True):
+        model.load_state_dict(state)
+        for _ in range(2):
+            loss, grads = loss_and_grads(model, tokens, compiled)
+            assert loss == pytest.approx(want_loss, rel=1e-4)
+            assert all(relative_error(grad, want_grads[name]) < 1e-2 for name, grad in grads.items())
+        assert any("experts" in name for name in grads) != frozen
+    assert [m.fp8_flow_cache.layouts for m in experts] == ["forward" if frozen else "both"] * len(experts)
 
 
 def test_compile_with_experts_that_stay():

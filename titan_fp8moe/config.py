@@ -51,10 +51,14 @@ class Fp8FlowMoEConfig:
 
     cache_weights: bool = False
     """Quantize the experts' weights once per optimizer step, not in the forward and backward of each microbatch. This
-    pays with gradient accumulation or pipeline parallelism. It takes 2 bytes per expert parameter, which FSDP does not
-    shard. The step of a ``torch.optim`` optimizer clears the cache. If you change weights in another way between two
-    microbatches, call ``titan_fp8moe.WeightCache.clear_all()``. Experts that train on stale weights raise
-    RuntimeError a few microbatches later. CUDA graphs exclude it."""
+    pays with gradient accumulation or pipeline parallelism. ``cache_layouts`` says what it takes. Steps of
+    ``torch.optim`` optimizers and changes of whole weights are noticed, in compiled and CUDA graphs too. If you change
+    few values of a weight by hand there, call ``titan_fp8moe.WeightCache.clear_all()``. Frozen weights are always
+    quantized once for good, in 1 byte per parameter."""
+
+    cache_layouts: Literal["both", "forward"] = "both"
+    """The form in which ``cache_weights`` keeps weights; FSDP does not shard it. ``both`` takes 2 bytes per expert
+    parameter. ``forward`` takes 1: each backward transposes the forward's FP8 values, which changes no bit."""
 
     fp8_all_gather: bool = False
     """Let FSDP gather the experts' weights in FP8, where each rank quantizes only its shard. This halves the bytes sent
@@ -87,6 +91,11 @@ class Fp8FlowMoEConfig:
     def backend(self) -> type[Dispatch]:
         """The dispatch of a layer whose experts are spread over ranks."""
         return dispatch_backends.BACKENDS[self._backend_name()]
+
+    @property
+    def kept_layouts(self) -> Literal["both", "forward"]:
+        """The layouts of a module's cache: frozen weights without ``cache_weights`` take the smaller form."""
+        return self.cache_layouts if self.cache_weights else "forward"
 
     def route(self, ep_group: dist.ProcessGroup | None) -> Route:
         """The route of a layer whose experts are spread over the group, or are all here."""

@@ -167,6 +167,41 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return q.to(dtype) * factor
 
 
+# --- weights that are kept quantized ----------------------------------------------------------------------------------
+
+SAMPLES = 1024
+"""A weight of up to 32 experts is sampled at so many values; one of more experts at a multiple of it."""
+
+
+def num_samples(w_ENK: Tensor) -> int:
+    return max(-(-w_ENK.shape[0] // 32), 1) * SAMPLES
+
+
+def sample_step(w_ENK: Tensor) -> int:
+    """Distance of the samples in the flat weight: odd, so that they meet all columns, and within the weight."""
+    return max(w_ENK.numel() // num_samples(w_ENK) - 1, 0) | 1
+
+
+def weights_changed(weights: list[Tensor], state: Tensor, steps: Tensor | None, force: bool) -> bool:
+    """Whether weights are no longer those whose state this is; afterwards it is theirs.
+
+    Args:
+        weights: one or two (E, N, K) of one shape, bf16 or fp32.
+        state: (1 + samples,) int32: the number of the step in which the weights were seen last, -1 for never, then bit
+            patterns of :func:`num_samples` values of each weight. Updated.
+        steps: (1,) int32, the number of the current step; None for weights that no step changes.
+        force: report a change in any case.
+    """
+    at = torch.arange(num_samples(weights[0]), device=state.device) * sample_step(weights[0])
+    _, N, K = weights[0].shape
+    samples = torch.cat([w[at // K // N, at // K % N, at % K] for w in weights])
+    bits = samples.view(torch.int16 if samples.dtype == torch.bfloat16 else torch.int32).int()
+    seen, now = int(state[0]), int(state[0] if steps is None else steps)
+    changed = force or seen < 0 or seen != now or not torch.equal(bits, state[1:])
+    state[1:], state[0] = bits, max(now, 0)
+    return changed
+
+
 # --- transposes: (M, D) with a scale per 1x128 tile -> (D, M) with a scale per 128x128 block --------------------------
 
 

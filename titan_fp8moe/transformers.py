@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from titan_fp8moe import ops
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.layer.cache import Layouts, WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import preflight
@@ -47,7 +48,7 @@ except ImportError as error:
 
 NAME = "fp8_flow"
 _REGISTRIES = ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS  # the second serves weights that are stored in FP8
-_SETTINGS = ("wgrad", "save_h", "recompute", "emulate")
+_SETTINGS = ("wgrad", "save_h", "recompute", "cache_weights", "cache_layouts", "emulate")
 # What Transformers 5.17 to 5.23 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
@@ -59,8 +60,9 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     fp32. Parameters, their names and checkpoints stay as they are.
 
     Args:
-        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h``, ``recompute`` and
-            ``emulate`` apply. With gradient checkpointing use ``recompute="none"``.
+        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h``, ``recompute``,
+            ``cache_weights``, ``cache_layouts`` and ``emulate`` apply. With gradient checkpointing use
+            ``recompute="none"``. Frozen experts are quantized once for good, in 1 byte per parameter.
         unsupported: what experts do that it does not serve. ``error`` raises ValueError in their forward. ``keep``
             leaves them on Transformers' ``grouped_mm`` and warns once for each reason.
 
@@ -134,12 +136,29 @@ def _experts_forward(
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
-    layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), check_ids=False)
+    frozen, cache = are_frozen(weights), None
+    if frozen or config.cache_weights:
+        _add_cache(experts, config.kept_layouts)
+        cache = experts.fp8_flow_cache
+    layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), cache=cache, check_ids=False, frozen=frozen)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
     with torch.cuda.device(device):  # device_map spreads layers over GPUs; autograd switches to them by itself
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
+
+
+@torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
+def _add_cache(experts: Any, layouts: Layouts) -> None:
+    cache = vars(experts).get("fp8_flow_cache")
+    if cache is None:
+        experts.register_load_state_dict_post_hook(_clear_cache)
+    if cache is None or cache.layouts != layouts:
+        experts.fp8_flow_cache = WeightCache(layouts)
+
+
+def _clear_cache(experts: Any, _: Any) -> None:
+    experts.fp8_flow_cache.clear()
 
 
 def _why_not(experts: Any) -> str | None:

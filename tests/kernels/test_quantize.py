@@ -155,3 +155,36 @@ def test_weight_hard_blocks(generator):
     w *= rows.abs().nan_to_num(0, 0, 0).amax(1)[:, None, None]
     w[:, 64] = rows
     check_weight([w])
+
+
+@pytest.mark.parametrize("E, N, K, pair, dtype", [(2, 200, 256, False, BF16), (33, 16, 128, True, FP32)])
+def test_refresh_weight(generator, E, N, K, pair, dtype):
+    """Into the same memory, if a sample, the step or the caller says so; the state is the recipe's."""
+    weights = [randn(generator, E, N, K).to(dtype) for _ in range(1 + pair)]
+    q, q_t, scale = quantize.quantize_weight(weights, True, True)
+    q, q_t, scale = (torch.empty_like(t) for t in (q, q_t, scale))
+    state = torch.full((1 + len(weights) * recipe.num_samples(weights[0]),), -1, dtype=torch.int32, device=q.device)
+    steps, kept = torch.full((1,), 7, dtype=torch.int32, device=q.device), state.clone()
+
+    def refresh(steps, force, want, transposed=q_t):
+        changed = quantize.refresh_weight(weights, q, transposed, scale, state, steps, force)
+        assert changed.item() == recipe.weights_changed(weights, kept, steps, force) == want
+        assert torch.equal(state, kept)
+        for got, expected in zip((q, q_t, scale), quantize.quantize_weight(weights, True, True), strict=True):
+            same = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+            assert same or (got is q_t and transposed is None)
+
+    refresh(steps, False, True)
+    refresh(steps, False, False)
+    refresh(None, False, False)
+    refresh(steps, True, True)
+    steps += 1
+    weights[-1].view(-1)[1] += 1  # no sample sees it
+    refresh(steps, False, True)
+    at = (recipe.num_samples(weights[0]) - 1) * recipe.sample_step(weights[0])
+    weights[-1].view(-1)[at] += 1
+    refresh(steps, False, True, transposed=None)
+    refresh(steps, False, False, transposed=None)
+    state[0] = kept[0] = -1
+    refresh(None, False, True)
+    assert (at * 1.0) / weights[0].numel() > 0.9 and recipe.sample_step(weights[0]) % 2

@@ -52,6 +52,7 @@ from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, lay
 from titan_fp8moe.layer.weights import (
     NO_WEIGHTS,
     ExpertWeights,
+    are_frozen,
     forward_operands,
     one_expert,
     place_as,
@@ -71,8 +72,10 @@ class Layer(NamedTuple):
 
     Attributes:
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
-        cache, shared_cache: hold the routed and the shared experts' quantized weights; unused where gradients are off.
+        cache, shared_cache: hold the routed and the shared experts' quantized weights; where gradients are off, only of
+            frozen weights.
         check_ids: refuse ids that are no expert's; else they count as -1.
+        frozen, shared_frozen: whether none of the weights is trained.
     """
 
     config: Fp8FlowMoEConfig
@@ -81,6 +84,8 @@ class Layer(NamedTuple):
     cache: WeightCache | None = None
     shared_cache: WeightCache | None = None
     check_ids: bool = True
+    frozen: bool = False
+    shared_frozen: bool = False
 
 
 def routed_experts(
@@ -136,7 +141,7 @@ def routed_experts(
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
         require_config(config)
-    layer = Layer(config or _DEFAULTS, ep_group, expert)
+    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=are_frozen((w1, w2, w3)))
     return apply_experts(x, ExpertWeights(w1, w2, w3), topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
 
@@ -163,8 +168,11 @@ def apply_experts(
         topk_scores_TK = topk_scores_TK.float()
     _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK)
     config, grad = layer.config, torch.is_grad_enabled()
-    spec = LayerSpec(config.route(layer.ep_group), layer.expert, config.backward, shared is not None, layer.check_ids)
-    call = _Call(spec, layer.cache if grad else None, layer.shared_cache if grad else None)
+    backward = config.backward._replace(weights="frozen") if layer.frozen else config.backward
+    of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
+    spec = LayerSpec(config.route(layer.ep_group), layer.expert, backward, of_shared, layer.check_ids)
+    cache = layer.cache if grad or layer.frozen else None
+    call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None)
     inputs = Inputs(
         x_TD, topk_scores_TK.contiguous(), topk_ids_TK.contiguous(), nan_flags, weights, shared or NO_WEIGHTS
     )
@@ -300,10 +308,11 @@ def _routed_experts_forward(
     if group is not None:
         saved = saved._replace(shared_rows=group)
     if tokens.overlaps:
-        return [x_TD.new_empty(0), cast(Tensor, pending.rows), *saved.pack(layout(spec, *_STARTED))]
+        return [x_TD.new_empty(0), cast(Tensor, pending.rows), *saved.pack(layout(spec.handing, *_STARTED))]
     shared_y = None
     if group is not None:
-        shared_y, shared_ffn = group_ffn(group_of(group, spec.expert, spec.backward, nans), group, shared_weights)
+        of_shared = group_of(group, spec.expert, spec.shared_backward, nans)
+        shared_y, shared_ffn = group_ffn(of_shared, group, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn)
     out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
     return [out, *saved.pack(layout(spec, *_WHOLE))]
@@ -326,10 +335,10 @@ def _routed_experts_finish(
             "the policy save all of titan_fp8moe.SAVED_OPS, or neither of the two"
         )
     spec = LayerSpec.decode(layer)
-    saved, shared_y = Saved.unpack(layout(spec, *_HANDED), handed), None
+    saved, shared_y = Saved.unpack(layout(spec.handing, *_HANDED), handed), None
     if spec.shared:
         rows = saved.rows_of_shared
-        ffn = group_of(rows, spec.expert, spec.backward, NanFlags.of(nan_flags))
+        ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags))
         shared_y, shared_ffn = group_ffn(ffn, rows, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn)
     tokens = spec.dispatch.resume(saved.state, None, spec.route, dim)
@@ -378,11 +387,16 @@ def _checksum(*values: Any) -> int:
 
 
 class _Call(NamedTuple):
-    """The arguments of both autograd functions that are no tensors. Caches are None where gradients are off."""
+    """The arguments of both autograd functions that are no tensors. A cache is None where nothing is kept."""
 
     spec: LayerSpec
     cache: WeightCache | None
     shared_cache: WeightCache | None
+
+
+def _packed_shared(matrices: ExpertWeights[Tensor], call: _Call) -> list[Tensor | None]:
+    """The shared experts' weights as the ops take them."""
+    return packed_weights(one_expert(matrices), call.shared_cache, call.spec.shared == "frozen")
 
 
 class InFlight:
@@ -433,8 +447,8 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.x,
             inputs.topk_scores,
             inputs.topk_ids,
-            packed_weights(inputs.weights, call.cache),
-            packed_weights(one_expert(inputs.shared), call.shared_cache) if has_shared else [],
+            packed_weights(inputs.weights, call.cache, spec.backward.weights == "frozen"),
+            _packed_shared(inputs.shared, call) if has_shared else [],
             inputs.nan_flags,
             spec.encode(),
             signature,
@@ -442,8 +456,8 @@ class _RoutedExperts(torch.autograd.Function):
         handed, parts = [], _WHOLE
         if spec.dispatch.overlaps:
             payload, *results = results
-            saved, parts = Saved.unpack(layout(spec, *_STARTED), results), _EXPERTS
-            handed = [payload, *saved.pack(layout(spec, *_HANDED))]
+            saved, parts = Saved.unpack(layout(spec.handing, *_STARTED), results), _EXPERTS
+            handed = [payload, *saved.pack(layout(spec.handing, *_HANDED))]
             results = saved.pack(layout(spec, *_EXPERTS))
             ctx.mark_non_differentiable(*handed)
             ctx.set_materialize_grads(False)  # no zeros for those
@@ -464,7 +478,9 @@ class _RoutedExperts(torch.autograd.Function):
         saved = Saved.unpack(layout(spec, "weights", "shared_weights", *ctx.parts), ctx.saved_tensors)
         weights, routing, dim = saved.weights, saved.routing, saved.weights.w1.shape[2]
         tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
-        x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
+        x = None
+        if spec.backward.keeps_rows:
+            x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
         ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans), saved.ffn
         w13, w13_t, w2_t = cached_backward_operands(weights, call.cache, spec.backward)
         saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
@@ -504,7 +520,7 @@ class _RoutedExperts(torch.autograd.Function):
         return *Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw).flatten(), None, None
 
 
-def _cast_gradient(dout_TD: Tensor, shared: bool, nans: NanFlags) -> tuple[Rows, Rows | None]:
+def _cast_gradient(dout_TD: Tensor, shared: str, nans: NanFlags) -> tuple[Rows, Rows | None]:
     """The layer's second cast: the rows to send, and for shared experts the same as one group."""
     if not shared:
         return Rows(*ops.quantize_rows(dout_TD, nans.dy)), None
@@ -529,8 +545,8 @@ class _SharedBackward(NamedTuple):
 def _shared_backward(saved: Saved, call: _Call, dy: Rows, with_dx: bool, nans: NanFlags) -> _SharedBackward:
     spec, rows = call.spec, saved.rows_of_shared
     weights = one_expert(saved.shared_weights)
-    ffn = group_of(rows, spec.expert, spec.backward, nans)
-    operands = cached_backward_operands(weights, call.shared_cache, spec.backward)
+    ffn = group_of(rows, spec.expert, spec.shared_backward, nans)
+    operands = cached_backward_operands(weights, call.shared_cache, spec.shared_backward)
     dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
     return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, grads)
 
@@ -545,13 +561,15 @@ class _Finish(torch.autograd.Function):
         in_flight.check_stream()
         inputs, spec = FinishInputs.of(tensors), call.spec
         handed = tensors[len(inputs.flatten()) :]
-        shared = packed_weights(one_expert(inputs.shared), call.shared_cache) if spec.shared else []
+        shared = _packed_shared(inputs.shared, call) if spec.shared else []
         out, *results = _finish_op(inputs.payload, handed, shared, inputs.nan_flags, spec.encode(), dim, dtype)
         if torch._C._len_torch_dispatch_stack():
             # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
             ops.wait(inputs.payload)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
         inputs.payload.untyped_storage().resize_(0)
+        if spec.handing is not spec:
+            handed = Saved.unpack(layout(spec.handing, *_HANDED), handed).pack(layout(spec, *_HANDED))
         ctx.save_for_backward(*inputs.shared, *handed, *results)
         ctx.call, ctx.in_flight, ctx.nan_flags = call, in_flight, inputs.nan_flags
         ctx.placeholder_dtype, ctx.dim = inputs.placeholder.dtype, dim

@@ -50,14 +50,15 @@ def saved_fields(backward: BackwardSpec) -> tuple[str, ...]:
     if backward.recompute == "experts":
         return ()
     fields = ("h", "h_scale") if backward.save_h == "fp8" else ("h",)
-    return (*fields, "a_q", "a_scale") if backward.recompute == "none" else fields
+    return (*fields, "a_q", "a_scale") if backward.keeps_operand else fields
 
 
 class HiddenGradients(NamedTuple):
     """The operands of the weight gradients, rows in expert order, and the scores' gradient.
 
     Attributes:
-        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output; a: (M, H), GEMM 2's operand.
+        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output; a: (M, H), GEMM 2's operand, empty
+            where weights are frozen.
         ds_M: (M,) fp32.
     """
 
@@ -93,11 +94,11 @@ class FFN(NamedTuple):
         kept = dict(h=h_q if "h_scale" in fields else h_M2H, h_scale=h_scale, a_q=a_q, a_scale=a_scale)
         return Rows(a_q, a_scale), SavedFFN(**{name: kept[name] for name in fields})
 
-    def with_hidden(self, saved: SavedFFN, x: Rows, w13: QuantizedWeight | None) -> SavedFFN:
+    def with_hidden(self, saved: SavedFFN, x: Rows | None, w13: QuantizedWeight | None) -> SavedFFN:
         """``saved`` with h, which is computed again if the settings kept none. ``x``: as in :meth:`weight_grads`."""
         if saved.h is not None:
             return saved
-        return saved._replace(h=self.product(self.in_expert_order(x), cast(QuantizedWeight, w13)))
+        return saved._replace(h=self.product(self.in_expert_order(cast(Rows, x)), cast(QuantizedWeight, w13)))
 
     def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: QuantizedWeight) -> HiddenGradients:
         """From the quantized gradient of y in expert order."""
@@ -109,26 +110,28 @@ class FFN(NamedTuple):
             self.routing.score_M,
             self.routing.offsets_E,
             self.expert.encode(),
-            recompute_a=saved.a_q is None,
+            recompute_a=saved.a_q is None and self.backward.weights == "trained",
             nan_flag=self.nans.dh,
         )
         a = Rows(a_q, a_scale) if saved.a_q is None or saved.a_scale is None else Rows(saved.a_q, saved.a_scale)
         return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M)
 
     def weight_grads(
-        self, x: Rows, grads: HiddenGradients, weights: ExpertWeights[Tensor], needed: ExpertWeights[Any]
+        self, x: Rows | None, grads: HiddenGradients, weights: ExpertWeights[Tensor], needed: ExpertWeights[Any]
     ) -> ExpertWeights[Any]:
         """Gradients of the weights, in their dtype, bf16 or fp32.
 
         Args:
             x: the rows that GEMM 1's were permuted from, one per token: the transpose gathers from them, so that no
-                token is kept once per expert.
+                token is kept once per expert. None where the layer keeps none.
             weights: the parameters.
             needed: which of the gradients to compute. w1's and w3's come together.
 
         Returns:
             None where not needed, and for a w3 that is None.
         """
+        if x is None or self.backward.weights == "frozen":
+            return NO_WEIGHTS
         mode, offsets_E = self.backward.wgrad, self.routing.offsets_E
         dtype, result = weights.w2.dtype, NO_WEIGHTS
         if needed.w1 or needed.w3:

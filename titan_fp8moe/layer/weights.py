@@ -6,6 +6,7 @@ the direction. :mod:`titan_fp8moe.layer.cache` keeps one for the microbatches of
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor
@@ -52,11 +53,11 @@ class ExpertWeights(NamedTuple, Generic[W]):
 
     @classmethod
     def unpack(cls, tensors: list[Tensor | None]) -> "ExpertWeights[Any]":
-        """The inverse of :meth:`pack`: weights, or quantized weights."""
+        """The inverse of :meth:`pack`: weights, or quantized weights. What follows orders ops in a graph."""
         count = len(cls._fields)
         if len(tensors) == count:
             return cls(*tensors)
-        pairs = zip(tensors[:count], tensors[count:], strict=True)
+        pairs = zip(tensors[:count], tensors[count : 2 * count], strict=True)
         return cls(*(None if q is None else QuantizedWeight(q, cast(Tensor, scale)) for q, scale in pairs))
 
 
@@ -72,6 +73,11 @@ def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:
 def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
     """Gradients (1, N, K) of one expert as gradients of its matrices (N, K)."""
     return ExpertWeights(*(None if grad is None else grad.squeeze(0) for grad in grads))
+
+
+def are_frozen(parameters: Iterable[Tensor | None]) -> bool:
+    """Whether none of them is trained. Ask it of parameters: without gradients, their local tensors require none."""
+    return not any(p is not None and p.requires_grad for p in parameters)
 
 
 def place_as(grad: Tensor | None, spec: Any) -> DTensor | None:
@@ -133,10 +139,3 @@ def backward_operands(weights: ExpertWeights[Weight], with_w13: bool) -> Backwar
     else:
         w13_t = ops.quantize_weight_transposed(*weights.gate_up)
     return BackwardOperands(w13, w13_t, ops.quantize_weight_transposed(weights.w2))
-
-
-def both_operands(w1: Tensor, w2: Tensor, w3: Tensor | None) -> tuple[ForwardOperands, BackwardOperands]:
-    """The operands of both directions, from one read of the weights."""
-    w13, w13_t = ops.quantize_weight_both(*ExpertWeights(w1, w2, w3).gate_up)
-    w2_q, w2_t = ops.quantize_weight_both(w2)
-    return ForwardOperands(w13, w2_q), BackwardOperands(w13, w13_t, w2_t)

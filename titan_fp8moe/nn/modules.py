@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
-from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.cache import WeightCache, kind_of
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread
 from titan_fp8moe.spec import ExpertSpec
 
@@ -78,7 +78,7 @@ class RoutedExperts(Fp8AllGather):
     w1: nn.Parameter
     w2: nn.Parameter
     w3: nn.Parameter
-    cache: WeightCache | None
+    cache: WeightCache
     ep_group: dist.ProcessGroup | None
     w1: nn.Parameter
     w2: nn.Parameter
@@ -183,12 +183,13 @@ class RoutedExperts(Fp8AllGather):
     ) -> Tensor:
         """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
         topk_scores (T, K)."""
+        frozen = are_frozen((self.w1, self.w2, self.w3))
         return apply_experts(
             x,
             self._weights(),
             topk_ids,
             topk_scores,
-            Layer(self.config, self.ep_group, self.expert, self.cache),
+            Layer(self.config, self.ep_group, self.expert, cache_of(self, frozen), frozen=frozen),
             meanwhile=meanwhile,
         )
 
@@ -209,12 +210,21 @@ def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]
 
 
 def add_cache(module: Any) -> None:
-    """Gives a module, whose ``config`` is set, the weight cache that its settings ask for. Loading a state dict clears
-    it."""
+    """Gives a module, whose ``config`` is set, a weight cache for :func:`cache_of`. Loading a state dict clears it."""
     require_config(module.config)
     if "cache" not in vars(module):
         module.register_load_state_dict_post_hook(_clear_cache)
-    module.cache = WeightCache() if module.config.cache_weights else None
+    layouts = module.config.kept_layouts
+    module.cache = WeightCache(layouts, kind_of(module, layouts))
+
+
+def cache_of(module: Any, frozen: bool) -> WeightCache | None:
+    """The cache of a module's weights, or None if they are to be quantized each time: trained weights without
+    ``cache_weights``, and those that FSDP gathers in FP8."""
+    config = module.config
+    if config.fp8_all_gather or not (frozen or config.cache_weights):
+        return None
+    return module.cache
 
 
 def _spread_plain_weights(
@@ -237,19 +247,23 @@ def _spread_plain_weights(
 
 
 def _clear_cache(module: Any, _: Any) -> None:
-    if module.cache is not None:
-        module.cache.clear()
+    module.cache.clear()
 
 
 class Fp8FFN(nn.Module):
     """Mixin of torchtitan's FeedForward: a dense FFN, or the shared experts of a MoE layer, which reads its weights."""
 
     config: Fp8FlowMoEConfig
-    cache: WeightCache | None = None
+    cache: WeightCache
     nan_flags: Tensor | None = None
     w1: nn.Linear
     w2: nn.Linear
     w3: nn.Linear
+
+    @property
+    def frozen(self) -> bool:
+        """Whether none of the weights is trained."""
+        return are_frozen(linear.weight for linear in (self.w1, self.w2, self.w3))
 
     def matrices(self) -> ExpertWeights[Tensor]:
         """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
@@ -258,7 +272,8 @@ class Fp8FFN(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         """This rank's part of the FFN, (..., D) -> (..., D)."""
-        return feed_forward(x, self.matrices(), self.config, self.cache, self.nan_flags)
+        frozen = self.frozen
+        return feed_forward(x, self.matrices(), self.config, cache_of(self, frozen), self.nan_flags, frozen)
 
     def extra_repr(self) -> str:
         return self.config.describe()
@@ -280,7 +295,7 @@ class Fp8FlowLinear(nn.Linear):
     """
 
     config: Fp8FlowMoEConfig
-    cache: WeightCache | None
+    cache: WeightCache
     nan_flags: Tensor | None = None
 
     def __init__(
@@ -319,16 +334,17 @@ class Fp8FlowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``input`` or autocast's."""
-        x, w = input, self.weight
+        x, w, frozen = input, self.weight, not self.weight.requires_grad
+        cache = cache_of(self, frozen)
         if not isinstance(w, DTensor):
-            return linear(x, w, self.config, self.cache, self.nan_flags)
+            return linear(x, w, self.config, cache, self.nan_flags, frozen)
         placements, x_grad = w.placements, w.placements  # replicated
         if w.placements == (Shard(0),):
             placements, x_grad = (Shard(x.ndim - 1),), (Partial(),)
         elif w.placements == (Shard(1),):
             placements, x_grad = (Partial(),), (Shard(x.ndim - 1),)
         x = cast(DTensor, x).to_local(grad_placements=x_grad)
-        out = linear(x, w.to_local(), self.config, self.cache, self.nan_flags)
+        out = linear(x, w.to_local(), self.config, cache, self.nan_flags, frozen)
         return DTensor.from_local(out, w.device_mesh, placements, run_check=False)
 
     def extra_repr(self) -> str:

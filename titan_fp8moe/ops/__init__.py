@@ -28,6 +28,7 @@ from titan_fp8moe.ops.quantize import (
     quantize_weight,
     quantize_weight_both,
     quantize_weight_transposed,
+    refresh_weight,
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
 from titan_fp8moe.ops.transpose import transpose_pair
@@ -47,6 +48,7 @@ __all__ = [
     "quantize_weight",
     "quantize_weight_both",
     "quantize_weight_transposed",
+    "refresh_weight",
     "start_all_to_all",
     "swiglu_quantize",
     "swiglu_quantize_backward",

@@ -95,6 +95,49 @@ def _(weights, plain, transposed):
     )
 
 
+@custom_op
+def refresh_weight(
+    weights: list[Tensor],
+    q: Tensor,
+    q_t: Tensor | None,
+    scale: Tensor,
+    state: Tensor,
+    steps: Tensor | None,
+    force: bool,
+) -> Tensor:
+    """Quantizes weights into buffers that are kept, if they are no longer the weights that the buffers hold.
+
+    The device decides, by :func:`titan_fp8moe.recipe.weights_changed`, so that a replay of a CUDA graph and a compiled
+    graph decide anew. The schema does not say that the buffers change: autograd would count a new version of what an
+    earlier microbatch's backward will read, and graphs would copy the buffers. Ops that read them take the result as an
+    argument, which orders them after this one.
+
+    Args:
+        weights: one or two (E, N, K) of one shape, as for :func:`quantize_weight_both`.
+        q, q_t, scale: the buffers, as its results; ``q_t`` None where the transpose is not kept.
+        state, steps, force: as in the recipe.
+
+    Returns:
+        (1,) int32, 1 if the weights had changed.
+    """
+    if use_kernels(weights[0]):
+        return kernels.refresh_weight(weights, q, q_t, scale, state, steps, force)
+    changed = recipe.weights_changed(weights, state.data, steps, force)
+    if changed:
+        # .data: without a new version, as kernels write.
+        got, got_t, got_scale = _quantize_weight(weights, True, q_t is not None)
+        q.data.copy_(got)
+        scale.data.copy_(got_scale)
+        if q_t is not None:
+            q_t.data.copy_(got_t)
+    return torch.full((1,), int(changed), dtype=torch.int32, device=q.device)
+
+
+@refresh_weight.register_fake
+def _(weights, q, q_t, scale, state, steps, force):
+    return state.new_empty(1)
+
+
 def _check_weights(weights: list[Tensor]) -> None:
     if len(weights) > 2:
         raise ValueError(f"quantize_weight: takes one or two weights, got {len(weights)}")

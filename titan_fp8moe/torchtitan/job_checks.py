@@ -39,10 +39,9 @@ def check_job(job: JobConfig) -> None:
         preflight.check_pipeline_schedule(getattr(job.parallelism, name), setting=f"parallelism.{name}")
     _check_converters(job.model.converters)
     compiles = job.compile.enable and "model" in job.compile.components
-    if config.linear_fqns and compiles and (config.cache_weights or config.statistics_every):
-        setting = "cache_weights" if config.cache_weights else "statistics_every"
+    if config.linear_fqns and compiles and config.statistics_every:
         raise ValueError(
-            f"fp8_flow_moe.{setting} works outside of graphs, but compile takes the linears of "
+            "fp8_flow_moe.statistics_every works outside of graphs, but compile takes the linears of "
             "fp8_flow_moe.linear_fqns into one; leave out one of the three"
         )
     if job.parallelism.expert_parallel_comm_backend != "standard":

@@ -73,18 +73,16 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
             f'CUDA graphs exclude fp8_flow_moe.dispatch = "{config.dispatch}", which reads split sizes on the host; '
             'set training.disable_cuda_graphs = true, or fp8_flow_moe.dispatch = "symmetric" if the ranks share a node'
         )
-    setting = "cache_weights" if config.cache_weights else "statistics_every"
-    on_the_host = config.cache_weights or config.statistics_every
-    if (on_the_host or config.emulate) and cuda_graphs:
-        setting = setting if on_the_host else "emulate"
+    if (config.statistics_every or config.emulate) and cuda_graphs:
+        setting = "statistics_every" if config.statistics_every else "emulate"
         raise ValueError(
             f"fp8_flow_moe.{setting} works outside of CUDA graphs; set training.disable_cuda_graphs = true, or leave "
             f"{setting} out"
         )
     if not compiles_model(job):
         return
-    if on_the_host or config.fp8_all_gather:
-        setting = setting if on_the_host else "fp8_all_gather"
+    if config.statistics_every or config.fp8_all_gather:
+        setting = "statistics_every" if config.statistics_every else "fp8_all_gather"
         raise ValueError(
             f"fp8_flow_moe.{setting} works outside of graphs, but torchtitan 0.3 compiles whole blocks; leave it out, "
             'or set compile.components = ["loss"]'

@@ -208,10 +208,14 @@ def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout, local_ranks: 
 
 def warn_about_settings(config: Fp8FlowMoEConfig, fsdp_shards: int) -> None:
     """Logs warnings about settings that have no effect, or cost more than they seem to."""
+    both = config.cache_layouts == "both"
+    if not both and not config.cache_weights:
+        logger.warning("fp8_flow_moe.cache_layouts has no effect without fp8_flow_moe.cache_weights; set that to true")
     if config.cache_weights and fsdp_shards > 1:
+        size, less = ("2 bytes", 'fp8_flow_moe.cache_layouts = "forward" or ') if both else ("1 byte", "")
         logger.warning(
-            "fp8_flow_moe.cache_weights keeps quantized weights unsharded, 2 bytes per parameter, although FSDP shards "
-            f"the experts over {fsdp_shards} ranks; set it to false if memory runs out"
+            f"fp8_flow_moe.cache_weights keeps quantized weights unsharded, {size} per parameter, although FSDP shards "
+            f"the experts over {fsdp_shards} ranks; set {less}it to false if memory runs out"
         )
     if config.recompute == "experts" and config.save_h == "fp8":
         logger.warning('fp8_flow_moe.save_h has no effect with fp8_flow_moe.recompute = "experts", which keeps no h')
