@@ -93,7 +93,7 @@ def cases():
     spec = spec._replace(shared="")
     yield "routed_experts_finish", (payload, [*state], [], None, spec.encode(), D, FP32)
     quantized = ForwardOperands(
-        *(ops.QuantizedWeight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
+        *(ops.Fp8Weight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
     )
     expert = ExpertSpec().encode()
     for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):

@@ -12,6 +12,7 @@ from titan_fp8moe.layer.experts import SAVED_OPS, routed_experts
 from titan_fp8moe.nn.grouped_mm import grouped_mm
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.nn.parallel import clip_grad_norm_, distributed_data_parallel, parameter_groups
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.self_check import self_check
 from titan_fp8moe.versions import warn_about_versions
 
@@ -22,6 +23,7 @@ __all__ = [
     "SAVED_OPS",
     "Fp8FlowLinear",
     "Fp8FlowMoEConfig",
+    "Fp8Weight",
     "RoutedExperts",
     "WeightCache",
     "__version__",

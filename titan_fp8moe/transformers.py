@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from titan_fp8moe import ops
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.cache import Layouts, WeightCache
+from titan_fp8moe.layer.cache import Layouts, WeightCache, _cache_key
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.recipe import E8M0, FP8, TILE, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.versions import warn_about_versions
@@ -53,11 +54,17 @@ _SETTINGS = ("wgrad", "save_h", "recompute", "cache_weights", "cache_layouts", "
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
 
-def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["error", "keep"] = "error") -> None:
+def register(
+    config: Fp8FlowMoEConfig | None = None,
+    *,
+    unsupported: Literal["error", "keep"] = "error",
+    scales: Literal["exact", "round"] = "exact",
+) -> None:
     """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
 
     It serves experts without biases, with ``silu(gate) * up``, dims that are multiples of 128 and weights in bf16 or
-    fp32. Parameters, their names and checkpoints stay as they are.
+    fp32. Parameters, their names and checkpoints stay as they are. Experts of an FP8 checkpoint in DeepSeek's format
+    stay in FP8, 1 byte per parameter; they are frozen, so call ``requires_grad_(False)`` on them before training.
 
     Args:
         config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h``, ``recompute``,
@@ -65,6 +72,8 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
             ``recompute="none"``. Frozen experts are quantized once for good, in 1 byte per parameter.
         unsupported: what experts do that it does not serve. ``error`` raises ValueError in their forward. ``keep``
             leaves them on Transformers' ``grouped_mm`` and warns once for each reason.
+        scales: of experts that a checkpoint stores in FP8, what to do with scales that are no powers of two; see
+            :meth:`titan_fp8moe.Fp8Weight.of_blocks`. ``round`` replaces weights and scales in the model, once.
 
     Raises:
         ValueError: for a setting that has no effect here, and for a GPU without kernels.
@@ -79,6 +88,8 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     config = config or Fp8FlowMoEConfig()
     if unsupported not in ("error", "keep"):
         raise ValueError(f"unsupported is {unsupported!r}; set it to 'error' or 'keep'")
+    if scales not in ("exact", "round"):
+        raise ValueError(f"scales is {scales!r}; set it to 'exact' or 'round'")
     default = Fp8FlowMoEConfig()
     for name in (field.name for field in fields(config) if field.name not in _SETTINGS):
         if getattr(config, name) != getattr(default, name):
@@ -86,7 +97,8 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     preflight.check_hardware(config.emulate)
     ops.emulate(config.emulate)
     for registry in _REGISTRIES:
-        forward = functools.partial(_experts_forward, registry=registry, config=config, keep=unsupported == "keep")
+        options: dict[str, Any] = dict(config=config, keep=unsupported == "keep", scales=scales)
+        forward = functools.partial(_experts_forward, registry=registry, **options)
         registry.register(NAME, forward)
 
 
@@ -120,6 +132,7 @@ def _experts_forward(
     registry: Any,
     config: Fp8FlowMoEConfig,
     keep: bool,
+    scales: Literal["exact", "round"],
 ) -> Tensor:
     """Runs experts for the registry: hidden_states (T, D), top_k_index and top_k_weights (T, K).
 
@@ -135,9 +148,16 @@ def _experts_forward(
             )
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
-    weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
-    frozen, cache = are_frozen(weights), None
-    if frozen or config.cache_weights:
+    stored = experts.gate_up_proj.dtype == FP8
+    weights: ExpertWeights[Any] = ExpertWeights(experts.gate_up_proj, experts.down_proj)
+    frozen, cache = stored or are_frozen(weights), None
+    if stored:
+        _check_scales(experts, scales)
+        weights = ExpertWeights(
+            Fp8Weight(experts.gate_up_proj, _powers_of_two(experts.gate_up_proj_scale_inv)),
+            Fp8Weight(experts.down_proj, _powers_of_two(experts.down_proj_scale_inv)),
+        )
+    elif frozen or config.cache_weights:
         _add_cache(experts, config.kept_layouts)
         cache = experts.fp8_flow_cache
     layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), cache=cache, check_ids=False, frozen=frozen)
@@ -157,6 +177,31 @@ def _add_cache(experts: Any, layouts: Layouts) -> None:
         experts.fp8_flow_cache = WeightCache(layouts)
 
 
+@torch.compiler.assume_constant_result  # reads values on the host; in a graph's trace it runs once
+def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
+    """Refuses scales that are no powers of two, or replaces weights and scales by rounded ones."""
+    pairs = [
+        (experts.gate_up_proj, experts.gate_up_proj_scale_inv),
+        (experts.down_proj, experts.down_proj_scale_inv),
+    ]
+    key = [_cache_key(t) for pair in pairs for t in pair]
+    if vars(experts).get("fp8_flow_checked") == key:
+        return
+    for q, scale in pairs:
+        weight = Fp8Weight.of_blocks(q, scale, scales=scales)
+        if weight.q.data_ptr() != q.data_ptr():
+            q.data.view(torch.uint8).copy_(weight.q.view(torch.uint8))
+            scale.data.copy_(exp2(exponent(weight.scale)))
+    experts.fp8_flow_checked = key
+
+
+def _powers_of_two(scale: Tensor) -> Tensor:
+    """fp32 powers of two, or e8m0, as e8m0."""
+    if scale.dtype == E8M0:
+        return scale.detach()
+    return (scale.detach().view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
+
+
 def _clear_cache(experts: Any, _: Any) -> None:
     experts.fp8_flow_cache.clear()
 
@@ -166,8 +211,10 @@ def _why_not(experts: Any) -> str | None:
     if not experts.has_gate:
         return "it has no gate"
     dtype = experts.gate_up_proj.dtype
-    if dtype not in (torch.bfloat16, torch.float32):
+    if dtype not in (torch.bfloat16, torch.float32, FP8):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
+    if dtype == FP8 and tuple(experts.block_size or ()) != (TILE, TILE):
+        return f"its FP8 weights have scales per block {experts.block_size}, not per {TILE}x{TILE}"
     if getattr(experts, "has_post_expert_norm", False):  # since 5.23
         return "its experts' outputs are normalized"
     if experts.has_bias:

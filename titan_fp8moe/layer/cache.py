@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_fp8moe import ops
 from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, ForwardOperands, backward_operands, readable
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8, TILE, num_samples, padded
 from titan_fp8moe.spec import BackwardSpec
 
@@ -38,14 +38,14 @@ class CachedOperand(NamedTuple):
     state: Tensor
 
     @property
-    def plain(self) -> QuantizedWeight:
-        return QuantizedWeight(self.q, self.scale)
+    def plain(self) -> Fp8Weight:
+        return Fp8Weight(self.q, self.scale)
 
-    def transposed(self) -> QuantizedWeight:
+    def transposed(self) -> Fp8Weight:
         """The backward's operand: kept, or made of the forward's by moving bytes."""
         if self.q_t is None:
             return ops.quantize_weight_transposed(self.plain)
-        return QuantizedWeight(self.q_t, self.scale.transpose(1, 2))
+        return Fp8Weight(self.q_t, self.scale.transpose(1, 2))
 
 
 class WeightCache:
@@ -199,7 +199,7 @@ def _after_optimizer_step(*_: Any) -> None:
 # --- operands, from a cache or not ------------------------------------------------------------------------------------
 
 
-def packed_weights(weights: ExpertWeights[Tensor], cache: WeightCache | None, frozen: bool) -> list[Tensor | None]:
+def packed_weights(weights: ExpertWeights[Any], cache: WeightCache | None, frozen: bool) -> list[Tensor | None]:
     """The weights as a forward's op takes them: themselves, as FSDP gathered them in FP8, or the cache's operands."""
     if cache is None:
         return readable(weights).pack()
@@ -209,7 +209,7 @@ def packed_weights(weights: ExpertWeights[Tensor], cache: WeightCache | None, fr
 
 
 def cached_backward_operands(
-    weights: ExpertWeights[Tensor], cache: WeightCache | None, backward: BackwardSpec
+    weights: ExpertWeights[Any], cache: WeightCache | None, backward: BackwardSpec
 ) -> BackwardOperands:
     """The operands of a backward, from the cache or quantized for it."""
     if cache is None:

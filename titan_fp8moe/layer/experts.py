@@ -58,9 +58,10 @@ from titan_fp8moe.layer.weights import (
     place_as,
     without_expert_dim,
 )
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
 from titan_fp8moe.ops.permute import SWAPPED
-from titan_fp8moe.recipe import group_rows, row_capacity
+from titan_fp8moe.recipe import E8M0, FP8, group_rows, row_capacity
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows
 from titan_fp8moe.spec import ExpertSpec
 
@@ -90,9 +91,9 @@ class Layer(NamedTuple):
 
 def routed_experts(
     x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
+    w1: Tensor | Fp8Weight,
+    w2: Tensor | Fp8Weight,
+    w3: Tensor | Fp8Weight | None,
     topk_ids: Tensor,
     topk_scores: Tensor,
     *,
@@ -111,7 +112,8 @@ def routed_experts(
         x: (T, D) bf16 or fp32, D a multiple of 128.
         w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, H a
             multiple of 16. The quantized weights pad H to a multiple of 128. Or gate and up in one ``w1`` (E, 2H, D),
-            gate first, with ``w3`` None and H a multiple of 128.
+            gate first, with ``w3`` None and H a multiple of 128. Or all are :class:`titan_fp8moe.Fp8Weight`, frozen, H
+            a multiple of 128; a forward copies ``w1`` and ``w3`` into one, but for a fused ``w1``.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
             id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
@@ -141,13 +143,15 @@ def routed_experts(
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
         require_config(config)
-    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=are_frozen((w1, w2, w3)))
-    return apply_experts(x, ExpertWeights(w1, w2, w3), topk_ids, topk_scores, layer, meanwhile=meanwhile)
+    frozen = isinstance(w1, Fp8Weight) or are_frozen(cast(Any, (w1, w2, w3)))
+    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=frozen)
+    weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
+    return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
 
 def apply_experts(
     x_TD: Tensor,
-    weights: ExpertWeights[Tensor],
+    weights: ExpertWeights[Any],
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
     layer: Layer,
@@ -169,13 +173,13 @@ def apply_experts(
     _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK)
     config, grad = layer.config, torch.is_grad_enabled()
     backward = config.backward._replace(weights="frozen") if layer.frozen else config.backward
-    of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
-    spec = LayerSpec(config.route(layer.ep_group), layer.expert, backward, of_shared, layer.check_ids)
+    shared_weights = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
+    spec = LayerSpec(config.route(layer.ep_group), layer.expert, backward, shared_weights, layer.check_ids)
     cache = layer.cache if grad or layer.frozen else None
-    call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None)
-    inputs = Inputs(
-        x_TD, topk_scores_TK.contiguous(), topk_ids_TK.contiguous(), nan_flags, weights, shared or NO_WEIGHTS
-    )
+    stored = weights if isinstance(weights.w1, Fp8Weight) else None
+    call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None, stored)
+    given, of_shared = weights if stored is None else NO_WEIGHTS, shared or NO_WEIGHTS
+    inputs = Inputs(x_TD, topk_scores_TK.contiguous(), topk_ids_TK.contiguous(), nan_flags, given, of_shared)
     if not spec.dispatch.overlaps:
         out = _RoutedExperts.apply(*inputs.flatten(), call, None)
         return out if meanwhile is None else _add(out, meanwhile())
@@ -209,7 +213,7 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=5)
 
 
-def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> None:
+def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
     dims = [x_TD.dim(), len(pairs), w1.dim()]
@@ -239,9 +243,31 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Ten
             "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
             f"gate and up; got D {D} and H {H}"
         )
+    if isinstance(w1, Fp8Weight):
+        _check_stored(weights)
     if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(_why_not_dtypes(topk_ids_TK.dtype, topk_scores_TK.dtype))
     check_caller(x_TD)
+
+
+def _check_stored(weights: ExpertWeights[Any]) -> None:
+    """Rejects weights stored in FP8 that the GEMMs could not read, or that a caller expects to train."""
+    for name, w in zip(weights._fields, weights, strict=True):
+        if w is None:
+            continue
+        blocks = w.shape[0], *(size // 128 for size in w.shape[1:])
+        sizes = w.shape[1] % 128 == 0 and w.scale.shape == blocks and w.q.is_contiguous() and w.scale.is_contiguous()
+        if not sizes or (w.q.dtype, w.scale.dtype) != (FP8, E8M0):
+            raise ValueError(
+                f"{name} must be contiguous e4m3 (E, N, K), N and K multiples of 128, with e8m0 scales (E, N // 128, "
+                f"K // 128); got {tuple(w.shape)} {w.dtype} and {tuple(w.scale.shape)} {w.scale.dtype}; "
+                "Fp8Weight.of_blocks converts DeepSeek's format"
+            )
+        if torch.is_grad_enabled() and (w.q.requires_grad or w.scale.requires_grad):
+            raise ValueError(
+                f"{name} is stored in FP8 and requires a gradient, but an optimizer's step is far smaller than the "
+                "distance of two e4m3 values; freeze it with requires_grad_(False), or train bf16 or fp32 weights"
+            )
 
 
 def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
@@ -387,11 +413,13 @@ def _checksum(*values: Any) -> int:
 
 
 class _Call(NamedTuple):
-    """The arguments of both autograd functions that are no tensors. A cache is None where nothing is kept."""
+    """The arguments of both autograd functions that autograd does not see. A cache is None where nothing is kept;
+    ``stored`` are weights that are stored in FP8, else None."""
 
     spec: LayerSpec
     cache: WeightCache | None
     shared_cache: WeightCache | None
+    stored: ExpertWeights[Fp8Weight] | None
 
 
 def _packed_shared(matrices: ExpertWeights[Tensor], call: _Call) -> list[Tensor | None]:
@@ -447,7 +475,7 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.x,
             inputs.topk_scores,
             inputs.topk_ids,
-            packed_weights(inputs.weights, call.cache, spec.backward.weights == "frozen"),
+            packed_weights(call.stored or inputs.weights, call.cache, spec.backward.weights == "frozen"),
             _packed_shared(inputs.shared, call) if has_shared else [],
             inputs.nan_flags,
             spec.encode(),
@@ -476,7 +504,8 @@ class _RoutedExperts(torch.autograd.Function):
         call, spec, needs = ctx.call, ctx.call.spec, Inputs.of(ctx.needs_input_grad)
         nans = NanFlags.of(ctx.nan_flags)
         saved = Saved.unpack(layout(spec, "weights", "shared_weights", *ctx.parts), ctx.saved_tensors)
-        weights, routing, dim = saved.weights, saved.routing, saved.weights.w1.shape[2]
+        weights, routing = call.stored or saved.weights, saved.routing
+        dim = weights.w1.shape[2]
         tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
         x = None
         if spec.backward.keeps_rows:

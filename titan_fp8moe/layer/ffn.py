@@ -26,7 +26,7 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import NO_WEIGHTS, ExpertWeights, readable
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -76,7 +76,7 @@ class FFN(NamedTuple):
     routing: Routing
     nans: NanFlags = NO_FLAGS
 
-    def product(self, rows: Rows, weight: QuantizedWeight) -> Tensor:
+    def product(self, rows: Rows, weight: Fp8Weight) -> Tensor:
         """Each expert's rows (M, K) times its weight (N, K): (M, N) bf16."""
         return ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
 
@@ -94,13 +94,13 @@ class FFN(NamedTuple):
         kept = dict(h=h_q if "h_scale" in fields else h_M2H, h_scale=h_scale, a_q=a_q, a_scale=a_scale)
         return Rows(a_q, a_scale), SavedFFN(**{name: kept[name] for name in fields})
 
-    def with_hidden(self, saved: SavedFFN, x: Rows | None, w13: QuantizedWeight | None) -> SavedFFN:
+    def with_hidden(self, saved: SavedFFN, x: Rows | None, w13: Fp8Weight | None) -> SavedFFN:
         """``saved`` with h, which is computed again if the settings kept none. ``x``: as in :meth:`weight_grads`."""
         if saved.h is not None:
             return saved
-        return saved._replace(h=self.product(self.in_expert_order(cast(Rows, x)), cast(QuantizedWeight, w13)))
+        return saved._replace(h=self.product(self.in_expert_order(cast(Rows, x)), cast(Fp8Weight, w13)))
 
-    def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: QuantizedWeight) -> HiddenGradients:
+    def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: Fp8Weight) -> HiddenGradients:
         """From the quantized gradient of y in expert order."""
         d_MH = self.product(dy, w2_t)
         dh, dh_scale, a_q, a_scale, ds_M = ops.swiglu_quantize_backward(

@@ -23,7 +23,7 @@ from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, pack
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, saved_fields, weight_grads
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, forward_operands, one_expert, without_expert_dim
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
@@ -86,7 +86,7 @@ def _linear(
     """The output (T, N) in ``dtype``, and :class:`GroupRows`. ``w`` (1, N, K) has a scale if it is quantized.
     ``refreshed`` orders the op in a graph after the refresh of a cached weight."""
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
-    weight = ops.quantize_weight(w) if w_scale is None else QuantizedWeight(w, w_scale)
+    weight = ops.quantize_weight(w) if w_scale is None else Fp8Weight(w, w_scale)
     return [ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]], q, scale, end]
 
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 
-Weight = Tensor | QuantizedWeight
+Weight = Tensor | Fp8Weight
 """A weight as the ops read it: bf16 or fp32 values, or values that are quantized already."""
 
 W = TypeVar("W")
@@ -47,7 +47,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
     def pack(self) -> list[Tensor | None]:
         """The tensors that an op takes: each field's value, then each field's scale where the weights are quantized."""
         weights: list[Any] = list(self)
-        if not isinstance(self.w1, QuantizedWeight):
+        if not isinstance(self.w1, Fp8Weight):
             return weights
         return [w and w.q for w in weights] + [w and w.scale for w in weights]
 
@@ -58,7 +58,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
         if len(tensors) == count:
             return cls(*tensors)
         pairs = zip(tensors[:count], tensors[count : 2 * count], strict=True)
-        return cls(*(None if q is None else QuantizedWeight(q, cast(Tensor, scale)) for q, scale in pairs))
+        return cls(*(None if q is None else Fp8Weight(q, cast(Tensor, scale)) for q, scale in pairs))
 
 
 NO_WEIGHTS: ExpertWeights[Any] = ExpertWeights(None, None, None)
@@ -104,8 +104,8 @@ def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
 class ForwardOperands(NamedTuple):
     """Operands of a forward: ``w13`` (E, 2H, D), gate and up in one, and ``w2`` (E, D, H)."""
 
-    w13: QuantizedWeight
-    w2: QuantizedWeight
+    w13: Fp8Weight
+    w2: Fp8Weight
 
     def pack(self) -> list[Tensor | None]:
         """As fused weights that are quantized already; see :meth:`ExpertWeights.pack`."""
@@ -121,9 +121,9 @@ class BackwardOperands(NamedTuple):
         w2_t: down transposed, (E, H, D).
     """
 
-    w13: QuantizedWeight | None
-    w13_t: QuantizedWeight
-    w2_t: QuantizedWeight
+    w13: Fp8Weight | None
+    w13_t: Fp8Weight
+    w2_t: Fp8Weight
 
 
 def forward_operands(weights: ExpertWeights[Weight]) -> ForwardOperands:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
+from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.cache import WeightCache, kind_of
@@ -20,6 +21,8 @@ from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread
+from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.recipe import E8M0, FP8
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -121,6 +124,29 @@ class RoutedExperts(Fp8AllGather):
             self.register_load_state_dict_pre_hook(_spread_plain_weights)
         self.reset_parameters()
 
+    @staticmethod
+    def from_fp8(
+        w1: Fp8Weight,
+        w2: Fp8Weight,
+        w3: Fp8Weight | None = None,
+        *,
+        config: Fp8FlowMoEConfig | None = None,
+        ep_group: dist.ProcessGroup | None = None,
+        score_before_experts: bool = False,
+        activation: str = "swiglu",
+        activation_parameters: dict[str, float] | None = None,
+    ) -> "Fp8RoutedExperts":
+        """Frozen experts that are stored in FP8, 1 byte per parameter; see :class:`Fp8RoutedExperts`.
+
+        Args:
+            w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's experts, H and D multiples of
+                128; or gate and up in one ``w1`` (E, 2H, D) with ``w3`` None, which is not copied.
+            config, ep_group, score_before_experts, activation, activation_parameters: as of :class:`RoutedExperts`.
+        """
+        expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
+        w13 = w1 if w3 is None else ops.quantize_weight(w1, w3)
+        return Fp8RoutedExperts(w13, w2, expert, config or Fp8FlowMoEConfig(), ep_group)
+
     def configure(self, config: Fp8FlowMoEConfig) -> None:
         """Replaces the settings."""
         self.config = config
@@ -202,6 +228,58 @@ class RoutedExperts(Fp8AllGather):
         experts, hidden_dim, dim = self.w1.shape
         ranks = "" if self.ep_group is None else f" over {self.ep_group.size()} ranks"
         return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {self.config.describe()}"
+
+
+class Fp8RoutedExperts(nn.Module):
+    """The experts of one MoE layer, frozen and stored in FP8. Made by :meth:`RoutedExperts.from_fp8`.
+
+    Output and gradients of x and the scores equal those of experts with the dequantized weights. The parameters hold
+    bytes, so that casts such as ``.bfloat16()`` leave them alone, and PyTorch refuses a gradient of them. With
+    ``ep_group`` they are this rank's, and so are those in its state dict.
+
+    Attributes:
+        w13, w13_scale: gate and up (E, 2H, D) and (E, 2H // 128, D // 128) uint8; w2, w2_scale: down.
+    """
+
+    w13: nn.Parameter
+    w13_scale: nn.Parameter
+    w2: nn.Parameter
+    w2_scale: nn.Parameter
+
+    def __init__(
+        self,
+        w13: Fp8Weight,
+        w2: Fp8Weight,
+        expert: ExpertSpec,
+        config: Fp8FlowMoEConfig,
+        ep_group: dist.ProcessGroup | None,
+    ):
+        super().__init__()
+        require_config(config)
+        check_member(ep_group)
+        self.expert, self.config, self.ep_group = expert, config, ep_group
+        for name, weight in (("w13", w13), ("w2", w2)):
+            for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):
+                self.register_parameter(key, nn.Parameter(tensor.detach().view(torch.uint8), requires_grad=False))
+
+    def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
+        """Gate and up in one, and down."""
+        return (
+            Fp8Weight(self.w13.detach().view(FP8), self.w13_scale.detach().view(E8M0)),
+            Fp8Weight(self.w2.detach().view(FP8), self.w2_scale.detach().view(E8M0)),
+        )
+
+    def forward(
+        self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, meanwhile: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """As :meth:`RoutedExperts.forward`."""
+        layer = Layer(self.config, self.ep_group, self.expert, frozen=True)
+        weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
+        return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
+
+    def extra_repr(self) -> str:
+        experts, dim, hidden_dim = self.w2.shape
+        return f"num_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, stored in FP8, {self.config.describe()}"
 
 
 def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from titan_fp8moe.ops.permute import (
     unpermute_sum,
 )
 from titan_fp8moe.ops.quantize import (
-    QuantizedWeight,
+    Fp8Weight,
     quantize_group,
     quantize_rows,
     quantize_weight,
@@ -34,7 +34,7 @@ from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
 from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
-    "QuantizedWeight",
+    "Fp8Weight",
     "dispatch_routing",
     "emulate",
     "expert_routing",

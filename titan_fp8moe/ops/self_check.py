@@ -143,7 +143,7 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
         typed = [w.to(dtype) for w in weights]
         yield Case(f"quantize_weight {dtype}", ops.quantize_weight, (typed[0],))
         yield Case(f"quantize_weight_transposed {dtype}", ops.quantize_weight_transposed, (*typed,))
-    quantized = [ops.QuantizedWeight(*recipe.quantize_weight(w)) for w in weights]
+    quantized = [ops.Fp8Weight(*recipe.quantize_weight(w)) for w in weights]
     args = tuple(t for pair in quantized for t in pair)
     yield Case("join_weight", ops.quantize._join_weight, (*args, True, True))
 
