@@ -185,7 +185,7 @@ def test_every_second_product_is_kept(run):
     ("setting", "gib"),
     [
         # 2 bytes of 1.8 B experts' and FFNs' parameters, and no quantized copy of one layer in the backward; or 1 byte.
-        ("--fp8_flow_moe.cache_weights", 3),
+        ("--fp8_flow_moe.cache_weights", 2.5),
         ("--fp8_flow_moe.cache_weights --fp8_flow_moe.cache_layouts=forward", 1.5),
         ("--training.global_batch_size=8", 2),  # gradients of the first microbatch are there at the loss
         ("--compile.components=model", 4),  # an eager loss: 12 bytes per logit instead of 4
