@@ -7,8 +7,7 @@
     # or, with a model at hand: model.set_experts_implementation("fp8_flow")
 
 The registry hands a function the module of a layer's experts, its tokens and the router's choice. The functions here
-pass them to :func:`titan_fp8moe.layer.experts.apply_experts`. The fused ``gate_up_proj`` (E, 2H, D) is its ``w1`` as
-it is.
+pass them to :func:`titan_fp8moe.layer.experts.apply_experts`. The fused ``gate_up_proj`` is its ``w1`` as it lies.
 """
 
 import functools
@@ -21,11 +20,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from titan_fp8moe import ops
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Layer, apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.layer.weights import Biases, ExpertWeights
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import preflight
@@ -35,7 +34,6 @@ warn_about_versions("transformers")
 
 try:
     import transformers
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import (
         ALL_EXPERTS_FUNCTIONS,
         use_experts_implementation,
@@ -45,8 +43,13 @@ except ImportError as error:
         "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install -e '.[transformers]' in a checkout"
     ) from error
 
+try:  # experts whose weights are stored in FP8 have a registry of their own, and get the reason why they are refused
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+except ImportError:
+    ALL_FP8_EXPERTS_FUNCTIONS = None
+
 NAME = "fp8_flow"
-_REGISTRIES = ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS  # the second serves weights that are stored in FP8
+_REGISTRIES = [r for r in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS) if r is not None]
 _SETTINGS = ("wgrad", "save_h", "recompute", "emulate")
 # What Transformers 5.17 to 5.23 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
@@ -55,8 +58,9 @@ _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_
 def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["error", "keep"] = "error") -> None:
     """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
 
-    It serves experts without biases, with ``silu(gate) * up``, dims that are multiples of 128 and weights in bf16 or
-    fp32. Parameters, their names and checkpoints stay as they are.
+    It serves experts whose gate is one of :data:`titan_fp8moe.activations.ACTIVATIONS`, with or without biases, in any
+    of Transformers' layouts, with dims that are multiples of 128 and weights in bf16 or fp32. Parameters, their names
+    and checkpoints stay as they are.
 
     Args:
         config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h``, ``recompute`` and
@@ -133,8 +137,13 @@ def _experts_forward(
             )
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
-    weights = ExpertWeights(experts.gate_up_proj, experts.down_proj, None)
-    layer = Layer(config, expert=cast(ExpertSpec, _expert(experts)), check_ids=False)
+    gate_up, down, biases = experts.gate_up_proj, experts.down_proj, None
+    if experts.is_transposed:  # (E, D, 2H) and (E, H, D), read where they lie
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if experts.has_bias:
+        biases = Biases(experts.gate_up_proj_bias, experts.down_proj_bias)
+    weights, expert = ExpertWeights(gate_up, down, None), cast(ExpertSpec, _expert(experts))
+    layer = Layer(config, expert=expert, check_ids=False, biases=biases)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
@@ -151,16 +160,12 @@ def _why_not(experts: Any) -> str | None:
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
     if getattr(experts, "has_post_expert_norm", False):  # since 5.23
         return "its experts' outputs are normalized"
-    if experts.has_bias:
-        return "its projections have biases"
-    if experts.is_transposed:
-        return "its weights are transposed, (E, D, 2H) and (E, H, D)"
-    if not experts.is_concatenated:
-        return "its gate and up weights are interleaved"
     if _expert(experts) is None:
         return f"its gate is none of {', '.join(ACTIVATIONS)}"
     _, D, H = experts.down_proj.shape
-    if D % TILE or H % TILE:
+    if experts.is_transposed:
+        D, H = H, D
+    if D % TILE or H % (TILE if experts.is_concatenated else 16):
         return f"its dims {D} and {H} are not both multiples of {TILE}, the width of an FP8 tile"
     return None
 
@@ -189,12 +194,13 @@ def _compare_gate(experts: Any) -> ExpertSpec | None:
         candidates += [ExpertSpec.of("clamped_swiglu", values) for values in parameters]
     values = torch.linspace(-2 * abs(limit), 2 * abs(limit), _PROBED)
     gate, up = (grid.reshape(-1, 1) for grid in torch.meshgrid(values, values, indexing="ij"))
+    interleaved = not getattr(experts, "is_concatenated", True)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        got = experts._apply_gate(torch.cat([gate, up], 1))
+        got = experts._apply_gate(recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))
     for spec in candidates:
         want = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
         if torch.allclose(got, want, rtol=1e-5, atol=1e-4):  # the two forms of GELU are 0.01 apart here
-            return spec
+            return spec._replace(interleaved=interleaved)
     return None
 
 
