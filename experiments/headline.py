@@ -7,7 +7,6 @@ over the strongest bf16, ours is the last, in colour. The curves are the sweep's
 ``sweep.json``; without that file there are none.
 """
 
-import argparse
 import json
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.pictures import save
+from experiments.records import script_parser
 from experiments.tables import BF16, PEERS, Records, best
 
 TITLE, MODEL = "DeepSeek-V3 16B, 6 layers", "16B, 6 layers"
@@ -86,7 +86,7 @@ def draw(records: Records, points: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="of results.json and sweep.json")
     parser.add_argument("picture", type=Path, help="the file to write")
     args = parser.parse_args()

@@ -79,7 +79,6 @@ part sweep_qwen3 530 python3 -m experiments.throughput.sweep --out experiments/t
     --budget 420 --timeout 100
 part profile 300 python3 -m experiments.throughput.profile_step --out experiments/throughput --gpus 1 "${six[@]}" \
     --timeout 170
-part host_time 200 python3 -m experiments.throughput.host_time --out experiments/throughput
 
 layers 16b 400 16B --tokens 16384 8192 # 4096: layers_small
 part layers_ablations 400 python3 -m experiments.throughput.layer --out experiments/throughput \
@@ -116,8 +115,7 @@ part exchange 150 python3 -m experiments.expert_parallel.exchange --out experime
 part transformers_qwen3 300 python3 -m experiments.transformers.run --out experiments/transformers --budget 200
 part transformers_deepseek 300 python3 -m experiments.transformers.run --out experiments/transformers \
     --models deepseek_v3 --budget 200
-part numerics_layer 200 python3 -m experiments.numerics.layer --out experiments/numerics
-part numerics_run 500 python3 -m experiments.numerics.run --out experiments/numerics
+part numerics 200 python3 -m experiments.numerics.layer --out experiments/numerics
 
 part plots 60 bash -ec 'python3 -m experiments.throughput.plot experiments/throughput/results.json
     python3 -m experiments.kernels.plot experiments/kernels/results.json

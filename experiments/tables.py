@@ -7,7 +7,6 @@ On a page ``<!-- table: NAME -->`` and ``<!-- end -->`` stand around each table;
 it are hardware, dates, commits and commands of its records. What was not measured is an empty cell or no row.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -15,7 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_fp8moe.testing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
+from experiments.records import script_parser
+from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -70,8 +70,15 @@ class Records:
         found = [r for r in self.all if r["name"] == name and contains in r["shape"]]
         return list(dict.fromkeys(r["shape"] for r in found if not references or r["reference"] in references))
 
-    def names(self, begin: str) -> list[str]:
-        return list(dict.fromkeys(r["name"] for r in self.all if r["name"].startswith(begin)))
+    def names(self, pattern: str) -> list[str]:
+        return list(dict.fromkeys(r["name"] for r in self.all if re.fullmatch(pattern, r["name"])))
+
+    def bases(self, name: str, *references: str) -> list[str]:
+        """:meth:`shapes` without the state of the GPU."""
+        return [s.removesuffix(f", {STATES[0]}") for s in self.shapes(name, *references, contains=f", {STATES[0]}")]
+
+    def by_state(self, name: str, base: str, states: tuple[str, ...]) -> list[dict[str, Record]]:
+        return [self.of(name, f"{base}, {state}") for state in states]
 
 
 def read() -> Records:
@@ -116,6 +123,12 @@ def spread(found: dict[str, Record]) -> str:
     """The largest spread of the repetitions of ours and of the references."""
     spreads = [max(r["spread"].values()) for r in found.values() if "spread" in r]
     return f"{max(spreads):.1%}" if spreads else ""
+
+
+def geometric(speedups: list[float], digits: int) -> Row:
+    """The geometric mean and the range."""
+    low, mean, high = (f"{s:.{digits}f}x" for s in (min(speedups), statistics.geometric_mean(speedups), max(speedups)))
+    return [mean, f"{low} to {high}"]
 
 
 def joined(*cells: str) -> str:
@@ -205,7 +218,7 @@ def variants(records: Records) -> str:
             speed, memory = (records.of(name, shape, reference) for name in ("train_16b", "train_16b memory"))
             share = f"{1 / speed[reference]['speedup']:.3f}x"
             rows.append([title, setting(shape), joined(cell(speed, reference), cell(memory, reference)), share])
-    for name in [name for name in records.names("train_16b ") if re.fullmatch(r"train_16b \S+=\S+", name)]:
+    for name in records.names(r"train_16b \S+=\S+"):
         for shape in records.shapes(name, "fp8_flow"):
             speed, memory = records.of(name, shape)["fp8_flow"], records.of(f"{name} memory", shape)
             cells = joined(number(speed["value"]), ours(memory)), f"{speed['speedup']:.3f}x"
@@ -214,20 +227,19 @@ def variants(records: Records) -> str:
 
 
 def largest_batch(records: Records) -> str:
-    suffix, rows = " largest local batch", []
-    for name in [name for name in records.names("train_") if name.endswith(suffix)]:
+    rows = []
+    for name in records.names("train_.* largest local batch"):
+        settings = name.removesuffix(" largest local batch").split()[1:]
         for shape in records.shapes(name):
             found = records.of(name, shape)
-            rows.append(
-                [joined(setting(shape), *name.removesuffix(suffix).split()[1:]), cell(found, "bf16"), ours(found)]
-            )
+            rows.append([joined(setting(shape), *settings), cell(found, "bf16"), ours(found)])
     return markdown(["sequences of 4,096 tokens", "bf16", "titan_fp8moe"], rows)
 
 
 def sweep(records: Records) -> str:
     """The fastest point of each precision on a card, over local batch and checkpointing."""
     rows = []
-    for name in [name for name in records.names("train_") if name.endswith(" fastest")]:
+    for name in records.names("train_.* fastest"):
         for shape in records.shapes(name):
             (found,) = records.of(name, shape).values()
             points = [found["points"][who] for who in ("reference", "ours")]
@@ -327,21 +339,20 @@ def layer_ablations(records: Records) -> str:
 def sonicmoe(records: Records) -> str:
     """The routed part of a layer against SonicMoE's bf16 kernels."""
     rows = []
-    for shape in records.shapes("routed_experts", "sonicmoe", contains=BACK_TO_BACK):
-        found, weights = records.of("routed_experts", shape), records.of("routed_experts_with_weights", shape)
-        row = [layer(shape.removesuffix(f", {BACK_TO_BACK}")), cell(found, "sonicmoe")]
-        rows.append([*row, *(ours(each) + ratios(each, "sonicmoe") for each in (found, weights))])
+    for base in records.bases("routed_experts", "sonicmoe"):
+        names = "routed_experts", "routed_experts_with_weights"
+        both = [records.of(name, f"{base}, {BACK_TO_BACK}") for name in names]
+        rows.append([layer(base), cell(both[0], "sonicmoe"), *(ours(each) + ratios(each, "sonicmoe") for each in both)])
     return markdown(["ms, forward and backward", "SonicMoE, bf16", "titan_fp8moe", "with quantizing the weights"], rows)
 
 
 def routed_vs_fused_bf16(records: Records) -> str:
     """Routed experts against the strongest bf16, weights quantized in each direction and beforehand."""
     rows = []
-    for shape in records.shapes("routed_vs_fused_bf16", contains=BACK_TO_BACK):
-        found = records.of("routed_vs_fused_bf16", shape)
+    for base in records.bases("routed_vs_fused_bf16"):
+        found = records.of("routed_vs_fused_bf16", f"{base}, {BACK_TO_BACK}")
         cached = number(next(iter(found.values()))["weights_cached"])
-        mine = number(value(found)) + ratios(found, "bf16 fused")
-        rows.append([shape.removesuffix(f", {BACK_TO_BACK}"), cell(found, "bf16 fused"), mine, cached])
+        rows.append([base, cell(found, "bf16 fused"), ours(found) + ratios(found, "bf16 fused"), cached])
     head = ["ms, forward and backward", "bf16, fused", "titan_fp8moe", "without quantizing the weights"]
     return markdown(head, rows)
 
@@ -349,15 +360,9 @@ def routed_vs_fused_bf16(records: Records) -> str:
 def ffns(records: Records) -> str:
     """FFNs that see every token, with weights and rows quantized in them; cuBLAS beside them in the record."""
     rows = []
-    for shape in records.shapes("ffn_shared_with_casts", contains=STATES[0]):
-        found = records.of("ffn_shared_with_casts", shape)
-        rows.append(
-            [
-                shape.removesuffix(f", {STATES[0]}"),
-                cell(found, "bf16, compiled"),
-                f"{number(value(found))}{ratios(found, 'bf16, compiled')}",
-            ]
-        )
+    for base in records.bases("ffn_shared_with_casts"):
+        found = records.of("ffn_shared_with_casts", f"{base}, {BACK_TO_BACK}")
+        rows.append([base, cell(found, "bf16, compiled"), ours(found) + ratios(found, "bf16, compiled")])
     return markdown(["ms, back to back", "bf16, compiled", "titan_fp8moe"], rows)
 
 
@@ -377,9 +382,8 @@ def _transformers(records: Records, chosen: Callable[[str], bool]) -> str:
     for name in ("transformers_qwen3", "transformers_deepseek_v3"):
         for shape in filter(chosen, records.shapes(name)):
             for reference, r in records.of(name, shape).items():
-                bf16, mine = (
-                    f"{v:.3f}" if r["unit"] == "nats" else number(v) for v in (r["reference_value"], r["value"])
-                )
+                form = "{:.3f}".format if r["unit"] == "nats" else number
+                bf16, mine = form(r["reference_value"]), form(r["value"])
                 speedup = "" if r["unit"] == "nats" else f" ({r['speedup']:.2f}x)"
                 rows.append([f"{shape}, {r['unit']}", f"{bf16} ({reference})", mine + speedup])
     return markdown(["model, figure", "bf16", "`fp8_flow`"], rows)
@@ -394,98 +398,72 @@ def gemms(records: Records) -> str:
     peers = ("bf16", "torchao rowwise", "deepgemm")
     titles = {"grouped_mm": "", "grouped_mm_wgrad": "", "grouped_mm_wgrad_fp32": ", fp32 output"}
     for name, title in titles.items():
-        for shape in records.shapes(name, contains=f", {STATES[0]}"):
-            base = shape.removesuffix(f", {STATES[0]}")
-            by_state = [records.of(name, f"{base}, {state}") for state in STATES]
+        for base in records.bases(name):
+            by_state = records.by_state(name, base, STATES)
             ours = " / ".join(f"{value(found):.0f}" for found in by_state if found)
-            others = [
-                " / ".join(f"{found[p]['reference_value']:.0f}" for found in by_state if p in found) for p in peers
-            ]
+            others = [" / ".join(f"{f[p]['reference_value']:.0f}" for f in by_state if p in f) for p in peers]
             rows.append([base + title, ours, *others])
     head = [f"TFLOP/s {' / '.join(STATES)}", "titan_fp8moe", "bf16 `_grouped_mm`", "rowwise `_scaled_grouped_mm`"]
     return markdown([*head, "DeepGEMM"], rows)
+
+
+EQUAL_WORK = {
+    "grouped_mm": "forward",
+    "grouped_mm_wgrad": "weight gradient to bf16, DeepGEMM's added to fp32",
+    "grouped_mm_wgrad_fp32": "weight gradient to fp32, DeepGEMM's added to it",
+    "grouped_mm_wgrad_added": "weight gradient added to fp32 by both",
+}
 
 
 def deepgemm(records: Records) -> str:
     """Geometric means of our speed over DeepGEMM's, and the range. Its kernels are compiled for all SMs: the state with
     busy ones is left out."""
     rows = []
-    for name, title in (
-        ("grouped_mm", "forward"),
-        ("grouped_mm_wgrad", "weight gradient to bf16, DeepGEMM's added to fp32"),
-        ("grouped_mm_wgrad_fp32", "weight gradient to fp32, DeepGEMM's added to it"),
-        ("grouped_mm_wgrad_added", "weight gradient added to fp32 by both"),
-    ):
+    for name, title in EQUAL_WORK.items():
         for state in STATES[:2]:
             found = [records.of(name, shape).get("deepgemm") for shape in records.shapes(name, contains=f", {state}")]
-            speedups = [r["speedup"] for r in found if r]
-            if speedups:
-                rows.append(
-                    [
-                        title,
-                        state,
-                        f"{statistics.geometric_mean(speedups):.3f}x",
-                        f"{min(speedups):.3f}x to {max(speedups):.3f}x",
-                        f"{sum(s >= 1 for s in speedups)} of {len(speedups)}",
-                    ]
-                )
+            if speedups := [r["speedup"] for r in found if r]:
+                least = f"{sum(s >= 1 for s in speedups)} of {len(speedups)}"
+                rows.append([title, state, *geometric(speedups, 3), least])
     return markdown(["GEMM", "GPU", "over DeepGEMM, geometric mean", "range", "shapes at or above 1"], rows)
 
 
 def gemm_range(records: Records) -> str:
     """Over all numbers of rows and groups."""
     rows = []
-    for name in records.names("grouped_mm"):
-        if not name.endswith(" range"):
-            continue
+    for name in records.names("grouped_mm.* range"):
         by_reference: dict[str, list[float]] = {}
         for shape in records.shapes(name):
             for reference, r in records.of(name, shape).items():
                 by_reference.setdefault(reference, []).append(r["speedup"])
         for reference, speedups in by_reference.items():
-            if reference in ("bf16", "torchao rowwise"):
-                rows.append(
-                    [
-                        name.removesuffix(" range"),
-                        reference,
-                        str(len(speedups)),
-                        f"{statistics.geometric_mean(speedups):.2f}x",
-                        f"{min(speedups):.2f}x to {max(speedups):.2f}x",
-                    ]
-                )
+            rows.append([name.removesuffix(" range"), reference, str(len(speedups)), *geometric(speedups, 2)])
     return markdown(["GEMM", "over", "measurements", "geometric mean", "range"], rows)
+
+
+def slashed(by_state: list[dict[str, Record]], get: Callable[[dict[str, Record]], str]) -> str:
+    return " / ".join(map(get, by_state))
 
 
 def expert_ffn(records: Records) -> str:
     rows = []
-    for shape in records.shapes("expert_ffn", contains=f", {BACK_TO_BACK}"):
-        base = shape.removesuffix(f", {BACK_TO_BACK}")
-        by_state = [records.of("expert_ffn", f"{base}, {state}") for state in STATES[:2]]
-
-        def each(get: Callable[[dict[str, Record]], str], by_state=by_state) -> str:
-            return " / ".join(get(found) for found in by_state)
-
-        peers = [
-            each(lambda found, peer=peer: cell(found, f"{peer}, compiled")) for peer in ("bf16", "torchao rowwise")
-        ]
-        with_weights = each(lambda found: number(next(iter(found.values()))["with_weight_quantization"]))
-        rows.append([base, each(lambda found: number(value(found))), with_weights, *peers])
+    for base in records.bases("expert_ffn"):
+        found = records.by_state("expert_ffn", base, STATES[:2])
+        with_weights = slashed(found, lambda f: number(next(iter(f.values()))["with_weight_quantization"]))
+        peers = [slashed(found, lambda f, peer=peer: cell(f, f"{peer}, compiled")) for peer in PRODUCTS[:2]]
+        rows.append([base, slashed(found, ours), with_weights, *peers])
     head = [f"ms, {' / '.join(STATES[:2])}", "titan_fp8moe", "with quantizing the weights", "bf16, compiled"]
     return markdown([*head, "torchao rowwise, compiled"], rows)
 
 
 def products(records: Records) -> str:
     """One product next to its peers, and an FFN of three of them next to :func:`titan_fp8moe.routed_experts`."""
-    product, ffn, rows = "grouped_mm, product", "grouped_mm, layer", []
-    for shape in records.shapes(product, contains=f", {BACK_TO_BACK}"):
-        base = shape.removesuffix(f", {BACK_TO_BACK}")
-        both = [[records.of(name, f"{base}, {state}") for state in STATES[:2]] for name in (product, ffn)]
-        ours_by_name = [" / ".join(ours(found) for found in by_state) for by_state in both]
-        others = [
-            " / ".join(cell(found, reference) for found in by_state)
-            for by_state, reference in zip((both[0], both[0], both[1]), PRODUCTS, strict=True)
-        ]
-        rows.append([base, ours_by_name[0], *others[:2], ours_by_name[1], others[2]])
+    rows = []
+    for base in records.bases("grouped_mm, product"):
+        product, ffn = (records.by_state(f"grouped_mm, {kind}", base, STATES[:2]) for kind in ("product", "layer"))
+        peers = [slashed(product, lambda f, peer=peer: cell(f, peer)) for peer in PRODUCTS[:2]]
+        whole = slashed(ffn, ours), slashed(ffn, lambda f: cell(f, PRODUCTS[2]))
+        rows.append([base, slashed(product, ours), *peers, *whole])
     head = [f"ms, {' / '.join(STATES[:2])}", "titan_fp8moe", "bf16", "torchao FP8 rowwise", "`routed_experts`"]
     return markdown([*head, "an FFN of products"], rows)
 
@@ -604,7 +582,7 @@ def page(text: str, records: Records) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
     records, stale = read(), []

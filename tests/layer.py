@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import routed_experts, testing
 from titan_fp8moe.layer import experts, group
+from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.spec import ExpertSpec
 
@@ -60,3 +61,26 @@ class CastCounter(TorchDispatchMode):
         elif func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
             self.stray_casts.append(name)
         return out
+
+
+class CountingCache(WeightCache):
+    """Counts the operands that it has quantized."""
+
+    quantized = 0
+
+    def refresh(self, groups, frozen):
+        changed = super().refresh(groups, frozen)
+        self.quantized += sum(int(c) for c in changed)
+        return changed
+
+
+def saved_bytes(forward):
+    """The result of ``forward()``, and the bytes of the storages that autograd saves in it."""
+    saved = {}
+
+    def pack(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        return forward(), sum(saved.values())

@@ -126,9 +126,10 @@ def test_a_single_long_line_stays_whole():
     assert pieces == [("a\n", 2), (line, 101), ("b\n", 2)]
 
 
-def test_builds_are_reproducible_and_seeded(tmp_path, tree):
+def test_builds_are_reproducible_and_seeded(tmp_path, tree, monkeypatch):
     for name, seed in (("first", 1), ("second", 1), ("other", 2)):
-        assert build_tree(tmp_path / name, tree, "--seed", seed) == 0
+        monkeypatch.setattr(build_corpus, "SEED", seed)
+        assert build_tree(tmp_path / name, tree) == 0
     first = contents(tmp_path / "first")
     assert first == contents(tmp_path / "second")
     order = [[record["path"] for record in read_records(tmp_path / name / "train")] for name in ("first", "other")]
@@ -163,8 +164,8 @@ def test_rebuild_only_when_asked(tmp_path, tree, capsys):
     assert "up to date" in capsys.readouterr().out
     assert contents(out) == before
 
-    assert build_tree(out, tree, "--seed", 3) == 2
-    assert "seed (0 -> 3)" in capsys.readouterr().err
+    assert build_tree(out, tree, "--max-bytes", 50_000) == 2
+    assert "max_bytes (None -> 50000)" in capsys.readouterr().err
     assert contents(out) == before
 
     assert build_tree(out, tree, "--force") == 0

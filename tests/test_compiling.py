@@ -78,14 +78,18 @@ def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-CACHE = "--fp8_flow_moe.cache_weights"  # keeps experts and dense FFNs eager
+# The second keeps experts and dense FFNs eager.
+CACHE = ["--fp8_flow_moe.cache_weights"]
+COUNT = ["--fp8_flow_moe.statistics_every=1000", "--metrics.enable_tensorboard"]
 
 
 @pytest.mark.parametrize(
     ("mode", "flags", "counts_per_token"),
     # Checkpointing recomputes what precedes an eager FFN. torchtitan halves the counts of checkpointed blocks.
-    [("none", [], 1), ("selective", [], 1), ("full", [], 1), ("selective", [CACHE], 2), ("full", [CACHE], 2)],
-    ids=["none", "per_op", "full", "per_op_up_to_ffn", "full_up_to_ffn"],
+    [
+        *[(mode, flags, 1) for mode in ("none", "selective", "full") for flags in ([], CACHE)],
+        *[(mode, COUNT, 2) for mode in ("selective", "full")],
+    ],
 )
 def test_same_numbers_and_no_recompilation(mode, flags, counts_per_token):
     """Under every kind of checkpointing; new tokens and routings compile nothing."""
@@ -127,25 +131,30 @@ def test_memory_budget_keeps_what_the_experts_save():
     assert saved.count((rows, width)) == 2  # h of each of the two layers
 
 
-def test_blocks_with_inductor():
-    """The real backend, forward and backward, once."""
-    eager, compiled = make_model(), make_model(backend="inductor")
-    want, got = step(eager, tokens_of(1, 0)), step(compiled, tokens_of(1, 0))
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-2, atol=1e-4, msg=name)
+@pytest.mark.parametrize("flags", [[], [*CACHE, "--fp8_flow_moe.cache_layouts=forward"]])
+def test_blocks_with_inductor(flags):
+    """The real backend, forward and backward, before and after weights change."""
+    eager, compiled = make_model(), make_model(*flags, backend="inductor")
+    for _ in range(2):
+        want, got = step(eager, tokens_of(1, 0)), step(compiled, tokens_of(1, 0))
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-2, atol=1e-4, msg=name)
+        for model in (eager, compiled):
+            for param in model.parameters():
+                param.data.mul_(1.25)
 
 
 def test_log_names_blocks_and_ways(caplog):
     with caplog.at_level(logging.INFO):
         make_model("--fp8_flow_moe.filter_fqns=layers.1.", backend="eager")
-        make_model(CACHE, backend="eager")
+        make_model(*COUNT, backend="eager")
     lines = [message for message in caplog.messages if "compile" in message and "FP8-Flow" in message]
     assert [line.removeprefix("FP8-Flow-MoE: ") for line in lines] == [
         "dense blocks 0 compile as one graph each",
         "MoE blocks 1 compile by submodules: not converted",
         "MoE blocks 2 compile as one graph each",
-        "dense blocks 0 compile as one graph up to the FFN: fp8_flow_moe.cache_weights",
-        "MoE blocks 1, 2 compile as one graph up to the FFN: fp8_flow_moe.cache_weights",
+        "dense blocks 0 compile as one graph up to the FFN: fp8_flow_moe.statistics_every",
+        "MoE blocks 1, 2 compile as one graph up to the FFN: fp8_flow_moe.statistics_every",
     ]
 
 

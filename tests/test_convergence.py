@@ -1,18 +1,14 @@
-"""The statistics of experiments/convergence: what repeated runs allow to conclude, and what a probe sees."""
+"""The statistics of experiments/convergence: what repeated runs allow to conclude."""
 
 import json
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from experiments.convergence import analyse, drift, probe, train
+from experiments.convergence import analyse, train
 from experiments.convergence.data import ShuffledWindows
-from titan_fp8moe.recipe import MIN_EXPONENT, quantize_rows, to_scale
-from titan_fp8moe.rows import Rows
 
 
 def test_effects_equal_a_two_sample_t_interval():
@@ -28,11 +24,13 @@ def test_effects_equal_a_two_sample_t_interval():
 
 
 def test_intervals_cover_the_truth():
-    """Two checkpoints of different loss, bf16 and balanced repeated, naive once per checkpoint and 0.3% worse."""
+    """Two checkpoints of different loss, bf16 and balanced repeated, ffns_only once per checkpoint and 0.3% worse."""
     rng = np.random.default_rng(0)
-    truth = {"bf16": 0.0, "balanced": 0.0, "naive": 0.003}
-    cells = [(r, c) for c in ("s1", "s2") for r, n in (("bf16", 4), ("balanced", 4), ("naive", 1)) for _ in range(n)]
-    covered = {"balanced": 0, "naive": 0}
+    truth = {"bf16": 0.0, "balanced": 0.0, "ffns_only": 0.003}
+    cells = [
+        (r, c) for c in ("s1", "s2") for r, n in (("bf16", 4), ("balanced", 4), ("ffns_only", 1)) for _ in range(n)
+    ]
+    covered = {"balanced": 0, "ffns_only": 0}
     for _ in range(300):
         losses = [{"s1": 3.0, "s2": 2.8}[c] * (1 + truth[r] + 0.001 * rng.standard_normal()) for r, c in cells]
         for recipe, effect in analyse.effects(cells, losses)[2].items():
@@ -55,7 +53,7 @@ def test_pairs_share_checkpoint_and_noise():
 
 
 def test_effects_need_a_repetition():
-    deviation, freedom, effects = analyse.effects([("bf16", "s1"), ("naive", "s1")], [2.0, 2.1])
+    deviation, freedom, effects = analyse.effects([("bf16", "s1"), ("ffns_only", "s1")], [2.0, 2.1])
     assert math.isnan(deviation) and freedom == 0 and effects == {}
 
 
@@ -66,7 +64,7 @@ def test_within_margin(mean, expected):
 
 def write_run(folder, name, first_step, last_step, loss, evaluated):
     """A log as train.py writes it, with a constant loss, cut off behind the last evaluation."""
-    router = {"max_violation": [0.5], "load_entropy": [0.9], "score_entropy": [0.9]}
+    router = {"max_violation": [0.5]}
     config = {"model": {"flavor": "tiny"}}
     meta = dict(name=name, stage="branch", first_step=first_step, last_step=last_step, steps=last_step, graph=False,
                 experts="", parameters=1, tokens_per_step=8, config=config, environment={})  # fmt: skip
@@ -85,22 +83,22 @@ def test_a_branch_that_was_cut_off(tmp_path):
         ("bf16-s1-resume", 2.0, [200, 250, 300]),
         ("bf16-s1-resume1", 2.002, [200, 250, 300]),
         ("balanced-s1-resume", 2.004, [200, 250, 300]),
-        ("naive-s1-resume", 2.2, [200, 250]),
+        ("ffns_only-s1-resume", 2.2, [200, 250]),
     ):
         write_run(tmp_path, name, 200, 300, loss, evaluated)
     runs = analyse.read_runs(tmp_path)
     assert [run.name for run in runs] == [
-        "bf16-s1-resume", "bf16-s1-resume1", "balanced-s1-resume", "naive-s1-resume"
+        "bf16-s1-resume", "bf16-s1-resume1", "balanced-s1-resume", "ffns_only-s1-resume"
     ]  # fmt: skip
-    rows = {row["name"]: row for row in analyse.summarize(runs, {})}
+    rows = {row["name"]: row for row in analyse.summarize(runs)}
     assert "reference" not in rows["bf16-s1-resume"]
-    assert rows["bf16-s1-resume1"]["reference"] == rows["naive-s1-resume"]["reference"] == "bf16-s1-resume"
-    assert rows["naive-s1-resume"]["step"] == 250
-    assert rows["naive-s1-resume"]["held_out_deviation"] == pytest.approx(0.1)
-    assert rows["naive-s1-resume"]["held_out_error"] == pytest.approx(0)
+    assert rows["bf16-s1-resume1"]["reference"] == rows["ffns_only-s1-resume"]["reference"] == "bf16-s1-resume"
+    assert rows["ffns_only-s1-resume"]["step"] == 250
+    assert rows["ffns_only-s1-resume"]["held_out_deviation"] == pytest.approx(0.1)
+    assert rows["ffns_only-s1-resume"]["held_out_error"] == pytest.approx(0)
     assert rows["balanced-s1-resume"]["final_deviation"] == pytest.approx(0.002)
     table = analyse.format_effects(runs)
-    assert "| balanced | 1 |" in table and "naive" not in table
+    assert "| balanced | 1 |" in table and "ffns_only" not in table
     records = analyse.records(runs, list(rows.values()))
     assert any(record["name"] == "balanced: final held-out loss" for record in records)
 
@@ -111,13 +109,13 @@ def test_final_losses_are_drawn_from_records(tmp_path, monkeypatch):
         ("bf16-s1-resume", 200, 2.0),
         ("bf16-s1-resume1", 200, 2.002),
         ("balanced-s1-resume", 200, 2.004),
-        ("naive-s1-resume", 200, 2.2),
+        ("ffns_only-s1-resume", 200, 2.2),
         ("bf16-s1-tiny", 0, 2.0),
         ("balanced-s1-tiny", 0, 2.1),
     ):
         write_run(tmp_path, name, first_step, 300, loss, [first_step, 300])
     runs = analyse.read_runs(tmp_path)
-    records = analyse.records(runs, analyse.summarize(runs, {}))
+    records = analyse.records(runs, analyse.summarize(runs))
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda self, x, y, error, **_: drawn.append((x, round(y, 2))))
     analyse.draw_finals(records, tmp_path / "finals.png")
@@ -129,7 +127,7 @@ def test_broken_runs_give_valid_json(tmp_path):
     write_run(tmp_path, "bf16-s1-highlr", 0, 300, 2.0, [0, 300])
     write_run(tmp_path, "balanced-s1-highlr", 0, 300, math.nan, [0, 300])
     runs = analyse.read_runs(tmp_path)
-    records = analyse.records(runs, analyse.summarize(runs, {}))
+    records = analyse.records(runs, analyse.summarize(runs))
     assert "NaN" not in json.dumps(records)
     assert {r["value"] for r in records if r["name"].startswith("balanced-s1-highlr held_out_loss")} == {"nan"}
 
@@ -142,62 +140,6 @@ def test_resumed_windows_continue(tmp_path):
     later.skip = 7
     assert (next(iter(later))[1] == batches[7]).all()
     assert not (next(resumed)[1] == batches[7]).all()
-
-
-def quantized_pair(e_x: torch.Tensor, e_dy: torch.Tensor) -> Iterator[Rows]:
-    """Random operands of 128 columns whose token m has about the sizes 2**e_x[m] and 2**e_dy[m]."""
-    generator = torch.Generator().manual_seed(0)
-    for e in (e_x, e_dy):
-        rows = torch.randn(len(e), 128, generator=generator) * torch.exp2(e.float()).unsqueeze(1)
-        yield Rows(*quantize_rows(rows))
-
-
-def test_gaps_are_of_rows_that_are_large_in_one_operand_alone():
-    """Block 1: alike, and a row of zeros. Block 2: of opposite sizes. Block 3: zeros."""
-    e_x = torch.zeros(384)
-    e_x[::2] = 4
-    e_dy = e_x.clone()
-    e_dy[128:256] = 4 - e_x[128:256]
-    e_x[1], e_x[256:] = -torch.inf, -torch.inf
-    scales = [torch.where(e.isinf(), MIN_EXPONENT, e).int().unsqueeze(1) for e in (e_x, e_dy)]
-    result = probe.gaps(*map(to_scale, scales))
-    assert result["gap"] == 2 and result["largest_gap"] == 4 and result["gap_over_2"] == 0.5
-    assert result["correlation"] == pytest.approx(0, abs=0.01)
-    same = probe.gaps(*(to_scale(scale[:128]) for scale in scales))
-    assert same["largest_gap"] == 0 and same["correlation"] == pytest.approx(1)
-    flat = to_scale(torch.zeros(128, 1, dtype=torch.int32))
-    assert probe.gaps(flat, flat)["correlation"] == 0
-
-
-def test_only_the_balanced_transpose_keeps_anti_correlated_rows():
-    sizes = 6 * torch.randn(384, generator=torch.Generator().manual_seed(0)).round()
-    offsets_E = torch.tensor([128, 128, 384], dtype=torch.int32)  # the second expert is empty
-    errors = probe.transpose_errors(*quantized_pair(sizes, -sizes), offsets_E)
-    assert errors["balanced"] < 0.01 < errors["requantize"]
-    assert errors["scaling_aware"] > 0.01
-    alike = probe.transpose_errors(*quantized_pair(sizes, sizes), offsets_E)
-    assert max(alike.values()) < 0.01
-
-
-def test_drift_is_of_balanced_runs(tmp_path):
-    """Medians, extremes and where they are; a run without probes has none."""
-    for name in ("bf16-s1-resume", "balanced-s1-resume"):
-        write_run(tmp_path, name, 200, 300, 2.0, [200, 300])
-    bf16, balanced = sorted(analyse.read_runs(tmp_path), key=lambda run: run.recipe, reverse=True)
-    assert drift.probed([bf16, balanced]) == []
-    for step, evaluation in balanced.evaluations.items():
-        layers = [{grad: dict.fromkeys(drift.BLOCKS, step + layer) for grad in drift.GRADS} for layer in range(3)]
-        counts = {f"{kind}/{key}": step / 1000 for kind in drift.KINDS for key in drift.STATISTICS}
-        evaluation |= {"transposes": layers, "statistics": counts}
-    assert drift.probed([bf16, balanced]) == [balanced]
-    records = {record["name"]: record for record in analyse.records([bf16, balanced], [])}
-    gap = records["balanced-s1-resume dW2 gap"]
-    assert (gap["smallest"], gap["value"], gap["largest"]) == (200, 251, 302)
-    flushed = records["balanced-s1-resume dh flushed"]
-    assert (flushed["reference_value"], flushed["value"]) == (0.2, 0.3)
-    assert "| dW2 gap | 251 | 200 | 302 | 300, 3 |" in drift.table(balanced)
-    drift.draw(balanced, tmp_path / "drift.png")
-    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import cache as cache_module
-from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.ops import backend, self_check
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
@@ -252,7 +251,7 @@ def test_experts_must_divide_over_ranks():
 
 def test_model_without_moe():
     config = make_config(model="llama3", flavor="debugmodel")
-    with pytest.raises(ValueError, match="the model has no MoE layer; remove it or choose a flavor with MoE"):
+    with pytest.raises(ValueError, match="the model has no MoE layer; remove the converter"):
         convert(config, make_model(config))
 
 
@@ -284,6 +283,31 @@ def test_experts_are_kept_from_fsdp_only_where_nothing_relies_on_it(
     for m in experts:
         parallel.fully_shard(m, mesh=SimpleNamespace(size=lambda dim=None: 1, ndim=1))
     assert [len(params) for params in ignored] == [0 if overrides else 3] * len(experts) != []
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards", "ep", "overrides", "hooks"),
+    [
+        (1, 1, 1, [], False),
+        (2, 1, 1, [], True),
+        (1, 2, 1, [], True),
+        (1, 2, 2, [], False),
+        (2, 2, 2, [], True),
+        (1, 1, 1, ["--training.enable_cpu_offload"], True),
+        (1, 1, 1, ["--fault_tolerance.enable"], True),
+    ],
+)
+def test_fsdp_has_hooks_on_experts_where_it_has_work(replicas, shards, ep, overrides, hooks):
+    config, dims = make_config(*overrides), make_dims(dp_shard=shards, ep=ep)
+    dims.dp_replicate, dims.world_size = replicas, replicas * dims.world_size
+    model = convert(config, make_model(config), dims)
+    assert {m.in_fsdp for m in model.modules() if isinstance(m, Fp8FlowGroupedExperts)} == {hooks}
+
+
+def test_linears_inside_of_experts_and_ffns_are_none_of_linear_fqns():
+    config = make_config("--fp8_flow_moe.linear_fqns=w2")
+    with pytest.raises(ValueError, match="linear_fqns has 'w2', which matches none of .*attention.wo.*correct or"):
+        convert(config, make_model(config))
 
 
 class Mesh(NamedTuple):
@@ -360,7 +384,7 @@ def test_other_gpus_only_when_asked_to_emulate(
     pretend_gpu(monkeypatch, name, capability)
     version = f"{capability[0]}\\.{capability[1]}"
     error, message = (ValueError, "8.9 or later") if capability == (8, 0) else (RuntimeError, "differ .*grouped_mm")
-    match = rf"(?s){message}.*fp8_flow_moe\.emulate = true"
+    match = rf"(?s){message}.*TITAN_FP8MOE_EMULATE=1"
     with pytest.raises(error, match=match) as raised:
         convert(make_config(), make_model(make_config()))
     assert re.search(rf"{name} \({version}\)", str(raised.value))
@@ -368,11 +392,11 @@ def test_other_gpus_only_when_asked_to_emulate(
     convert(bf16, make_model(bf16))
 
     on_gpu = SimpleNamespace(is_cuda=True)
-    emulated = make_config("--fp8_flow_moe.emulate")
+    monkeypatch.setattr(backend, "_emulating", True)  # as TITAN_FP8MOE_EMULATE=1 does
     with caplog.at_level(logging.INFO):
-        convert(emulated, make_model(emulated))
+        convert(make_config(), make_model(make_config()))
     assert not backend.use_kernels(on_gpu)
-    assert f"plain PyTorch reference on {name} (emulate)" in caplog.text
+    assert f"plain PyTorch reference on {name} (TITAN_FP8MOE_EMULATE)" in caplog.text
 
 
 def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
@@ -386,7 +410,7 @@ def test_hopper_runs_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 SETTINGS = (
     "wgrad=scaling_aware, save_h=fp8, recompute=none, dispatch=auto, dispatch_capacity=1.5, cache_weights=False, "
-    "fp8_all_gather=False, statistics_every=0, emulate=False"
+    "cache_layouts=both, fp8_all_gather=False, statistics_every=0"
 )
 
 
@@ -529,10 +553,11 @@ def test_cached_weights_are_never_stale(monkeypatch, change, versions):
 
 def test_caches_are_cleared_by_any_container_of_optimizers():
     """torchtitan calls the converter after each step, whatever class the optimizers are of."""
-    cache = cache_module.WeightCache()
-    cache.get(ExpertWeights(*(torch.randn(1, 128, 128) for _ in range(3))))
+    cache, weights = cache_module.WeightCache(), [[torch.randn(1, 128, 128)]]
+    cache.refresh(weights, frozen=False)
+    assert not any(cache.refresh(weights, frozen=False))
     build_model_converters(make_config("--fp8_flow_moe.cache_weights"), make_dims()).post_optimizer_hook([])
-    assert cache.operands is None
+    assert all(cache.refresh(weights, frozen=False))
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
-"""The layer and a training step as CUDA graphs; what cannot be captured is refused."""
+"""The layer and a training step as CUDA graphs."""
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.distributed.conftest import ROOT
-from tests.layer import apply_layer, make_layer, run
+from tests.layer import make_layer, run
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
-from titan_fp8moe.layer.cache import WeightCache
-from titan_fp8moe.layer.weights import ExpertWeights
 
 
 def test_example():
@@ -57,27 +54,3 @@ def test_replays_with_new_routings(recompute):
         want = run(leaves[0], leaves[1], ids, leaves[2:], dout, config)
         for got, value in zip(results, want, strict=True):
             assert torch.equal(got, value)
-
-
-def cached_layer():
-    x, scores, chosen, params = make_layer()
-    for w in params:
-        w.requires_grad_()
-    return lambda cache: apply_layer(
-        x, ExpertWeights(*params), chosen, scores, config=Fp8FlowMoEConfig(cache_weights=True), cache=cache
-    )
-
-
-def test_a_capture_is_seen_before_weights_are_read(monkeypatch):
-    """A replay would not see that the optimizer has changed the weights."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="cache_weights inside a CUDA graph"):
-        WeightCache().get([SimpleNamespace(is_cuda=True)])
-
-
-@pytest.mark.gpu
-def test_a_capture_refuses_cached_weights():
-    layer, cache, graph = cached_layer(), WeightCache(), torch.cuda.CUDAGraph()
-    layer(cache)
-    with pytest.raises(RuntimeError, match="cache_weights"), torch.cuda.graph(graph):
-        layer(cache)

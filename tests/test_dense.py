@@ -9,15 +9,14 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.layer import DEVICE, CastCounter, apply_layer, make_layer
+from tests.layer import DEVICE, CastCounter, CountingCache, apply_layer, make_layer, saved_bytes
 from tests.layer import run as run_layer
 from titan_fp8moe import SAVED_OPS, Fp8FlowLinear, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.recipe import group_rows
+from titan_fp8moe.recipe import group_rows, padded
 from titan_fp8moe.testing import relative_error
 
 D, H = 256, 176  # H is padded to 256
@@ -218,13 +217,14 @@ def test_h_is_freed_before_the_weight_gradients(config, monkeypatch):
 
 
 def test_caches_quantize_once_per_step():
-    inputs, caches = leaves(100), [WeightCache(), WeightCache()]
+    inputs, caches = leaves(100), [CountingCache(), CountingCache()]
     w = torch.randn(128, D, device=DEVICE).requires_grad_()
 
     def step():
-        with CastCounter() as counter:
-            out = linear(ffn(inputs, cache=caches[0]), w, DEFAULTS, caches[1])
-            return torch.autograd.grad(out.sum(), [*inputs, w]), counter.ops["quantize_weight"]
+        before = sum(cache.quantized for cache in caches)
+        out = linear(ffn(inputs, cache=caches[0]), w, DEFAULTS, caches[1])
+        grads = torch.autograd.grad(out.sum(), [*inputs, w])
+        return grads, sum(cache.quantized for cache in caches) - before
 
     want = torch.autograd.grad(linear(ffn(inputs), w, DEFAULTS).sum(), [*inputs, w])
     for quantizations in (3, 0):
@@ -259,3 +259,34 @@ def test_padding_does_not_count_in_statistics():
     # Normal values: some underflow, but 80 of 256 columns would be 31%.
     for kind in ("x", "a", "dy", "dh", "w"):
         assert figures[f"{kind}/underflow"] < 0.05, kind
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_frozen_weights(recompute):
+    """Same output and dx. No rows are saved that only weight gradients read, and weights are quantized once."""
+    config = Fp8FlowMoEConfig(recompute=recompute)
+    x, *weights = leaves(256)
+    w, caches = torch.randn(128, D, device=DEVICE).requires_grad_(), [CountingCache("forward") for _ in range(2)]
+
+    def run(frozen):
+        given = caches if frozen else (None, None)
+
+        def forward():
+            y = feed_forward(x, ExpertWeights(*weights), config, given[0], frozen=frozen)
+            return y, linear(x, w, config, given[1], frozen=frozen)
+
+        outs, kept = saved_bytes(forward)
+        return [*outs, *(torch.autograd.grad(out.sum(), x)[0] for out in outs)], kept
+
+    want, trained = run(False)
+    for t in (*weights, w):
+        t.requires_grad_(False)
+    for _ in range(2):
+        got, frozen = run(True)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+    H, tokens = weights[1].shape[1], x.shape[:-1].numel()
+    rows = tokens * (D + D // 128)
+    hidden = {"none": tokens * (padded(H) + padded(H) // 128)}.get(recompute, 0)
+    assert trained - frozen == hidden + rows * (1 if recompute == "experts" else 2)
+    assert [cache.quantized for cache in caches] == [2, 1]

@@ -1,6 +1,9 @@
 """Where kernels may run: at once on what tests have run on, after a comparison elsewhere, and not where they differ."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -42,14 +45,14 @@ class OnGpu:
 def test_tested_combinations_run_at_once(gpu, caplog):
     checked = gpu()
     assert backend.use_kernels(OnGpu()) and not checked and backend._gate is None
-    assert preflight.check_hardware(emulate=False) == "Triton kernels on GPU" and not caplog.text
+    assert preflight.check_hardware() == "Triton kernels on GPU" and not caplog.text
 
 
 @pytest.mark.parametrize("where", [((9, 0), "2.13", "3.6"), ((9, 0), "2.11", "3.8"), ((12, 0), "2.11", "3.6")])
 def test_others_are_compared_once(gpu, caplog, where):
     checked = gpu(where)
     with caplog.at_level(logging.WARNING):
-        assert preflight.check_hardware(emulate=False) == "Triton kernels on GPU"
+        assert preflight.check_hardware() == "Triton kernels on GPU"
         assert backend.use_kernels(OnGpu())
     assert checked == [None]  # once, and kernels could run meanwhile
     assert f"never tested on GPU ({where[0][0]}.0) with PyTorch {where[1]} and Triton {where[2]}" in caplog.text
@@ -63,16 +66,24 @@ def test_kernels_that_differ_never_run(gpu):
         with pytest.raises(RuntimeError, match=r"grouped_mm, transpose_pair; please report .*titan_fp8moe.doctor"):
             backend.use_kernels(OnGpu())
         with pytest.raises(RuntimeError, match="differ from the specification"):
-            preflight.check_hardware(emulate=False)
+            preflight.check_hardware()
     assert len(checked) == 4
     ops.emulate(True)
-    assert not backend.use_kernels(OnGpu()) and preflight.check_hardware(emulate=True).endswith("(emulate)")
+    assert not backend.use_kernels(OnGpu()) and preflight.check_hardware().endswith("(TITAN_FP8MOE_EMULATE)")
+
+
+def test_the_environment_switches_kernels_off():
+    code = "from titan_fp8moe.ops.backend import emulating; raise SystemExit(not emulating())"
+    environment = os.environ | {"TITAN_FP8MOE_EMULATE": "1"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
 @pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((9, 0), "6.4")])
 def test_gpus_without_the_format_are_refused(gpu, capability, hip):
     checked = gpu((capability, "2.11", "3.6"), hip)
-    message = r"NVIDIA GPU of compute capability 8.9 or later.*GPU \(\d.0\); run the slow reference.*emulate\(True\)"
+    message = (
+        r"NVIDIA GPU of compute capability 8.9 or later.*GPU \(\d.0\); run the slow reference.*TITAN_FP8MOE_EMULATE=1"
+    )
     with pytest.raises(ValueError, match=message):
         backend.use_kernels(OnGpu())
     assert not checked

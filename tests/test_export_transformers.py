@@ -97,3 +97,34 @@ def test_fp8_modules_of_transformers(exported, monkeypatch):
         assert torch.equal(getattr(experts, name).view(torch.uint8), q.view(torch.uint8))
         got = getattr(experts, f"{name}_scale_inv")
         assert torch.equal(got.float(), recipe.exp2(recipe.exponent(scale)))
+
+
+@pytest.mark.parametrize("exported", ["qwen3_moe"], indirect=True)
+def test_experts_stay_in_fp8(exported, monkeypatch):
+    """With ``fp8_flow`` the loaded experts run as they are stored: as those that Transformers dequantizes, bit for bit,
+    in output and gradients."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    from titan_fp8moe.transformers import converted, register
+
+    register()
+    _, folder, _ = exported
+    tokens, results = torch.randint(0, 256, (2, 64)), []
+    for stored in (False, True):
+        if stored:
+            monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, experts_implementation="fp8_flow"
+        )
+        assert len(converted(model)) == 3
+        experts = [model.get_submodule(name) for name in converted(model)]
+        assert all((e.down_proj.dtype == torch.float8_e4m3fn) == stored for e in experts)
+        for module in experts:
+            module.requires_grad_(False)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.detach(), grads))
+    (loss, grads), (got_loss, got) = results
+    assert torch.equal(loss, got_loss) and grads.keys() == got.keys()
+    assert all(torch.equal(grads[name], got[name]) for name in grads)

@@ -83,7 +83,8 @@ def test_another_number_of_ranks(job):
 
 
 @pytest.mark.parametrize(
-    "line, fits", [('{"text": "a"}', True), ('{"content": "a"}', False), ("a", False), ("", False)]
+    "line, fits",
+    [('{"text": "a"}', True), ('{"content": "a"}', False), ("a", False), ('{"text": 5}', False), ("", False)],
 )
 def test_corpus_without_text(tmp_path, line, fits):
     (tmp_path / "part.jsonl").write_text(line + "\n")

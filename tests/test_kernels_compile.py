@@ -12,7 +12,7 @@ from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capaciti
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
-from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES
+from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES, num_samples
 from titan_fp8moe.rows import RowBias
 from titan_fp8moe.spec import ExpertSpec
 
@@ -28,7 +28,7 @@ TOP_K = 8
 NO_ROWS = (
     *("_balance_exponent_kernel", "_count_kernel", "_place_rows_kernel", "_place_dispatched_kernel"),
     *("_arrive_kernel", "_wait_kernel", "_plan_kernel", "_pull_pairs_kernel", "_pull_scales_kernel"),
-    "_place_scales_kernel",
+    *("_place_scales_kernel", "_weights_changed_kernel"),
 )
 
 
@@ -62,6 +62,13 @@ def calls(M, D, H, E, T=12288):
         narrow = [meta(E, H - 64, D, dtype=dtype)] * 2, [meta(E, D, H - 64, dtype=dtype)]
         for part, weights in zip(("rows", "columns"), narrow, strict=True):
             yield f"quantize_weight padded {part} {dtype}", quantize.quantize_weight, (weights, True, True)
+        for weights, N, K in ((pair, 2 * H, D), (w2, D, H)):
+            state = meta(1 + len(weights) * num_samples(weights[0]), dtype=INT32)
+            kept = meta(E, N, K, dtype=FP8), meta(E, K, N, dtype=FP8), meta(E, N // TILE, K // TILE, dtype=E8M0)
+            args = weights, *kept, state, meta(1, dtype=INT32), False
+            yield f"refresh_weight {len(weights)} {dtype}", quantize.refresh_weight, args
+            args = weights, kept[0], None, kept[2], state, None, False
+            yield f"refresh_weight forward {len(weights)} {dtype}", quantize.refresh_weight, args
     quantized = [meta(E, H, D, dtype=FP8)] * 2, [meta(E, H // TILE, D // TILE, dtype=E8M0)] * 2
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield f"join_weight {plain} {transposed}", quantize.join_weight, (*quantized, plain, transposed)

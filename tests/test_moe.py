@@ -613,7 +613,6 @@ def test_too_many_rows_are_refused(monkeypatch):
         {"save_h": "fp32"},
         {"recompute": "all"},
         {"filter_fqns": "a"},
-        {"emulate": "yes"},
     ],
 )
 def test_config_rejects(wrong):

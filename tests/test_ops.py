@@ -13,6 +13,8 @@ from tests.specs import SPECS
 from titan_fp8moe import dispatch, ops, recipe, routed_experts
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
+from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.lora import LoraSpec
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import ForwardOperands
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -70,6 +72,10 @@ def cases():
     yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
     for parts, columns in ((1, None), (2, None), (1, 144), (2, 144)):
         yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32, parts, columns)
+    factors = torch.randn(E, 16, D, dtype=BF16), torch.randn(E, 2 * H, 16, dtype=BF16)
+    yield "low_rank", (*x, *factors, offsets_E)
+    yield "low_rank", (*rows(M, 2 * H), *(f.transpose(1, 2) for f in reversed(factors)), offsets_E)
+    yield "low_rank_grads", (*x, *rows(M, 2 * H), *factors, offsets_E)
     experts = [torch.randn(E, *shape) / 16 for shape in ((H, D), (H, D), (D, H))]  # gate, up, down
     gate, up, down = experts
     weights, shared = [gate, down, up], [w[:1].clone() for w in (gate, down, up)]
@@ -81,22 +87,30 @@ def cases():
     for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
         backward = BackwardSpec(recompute, save_h)
         args = torch.randn(T, D), scores_TK, torch.rand(T, E).topk(K).indices, weights
-        spec = LayerSpec(dispatch.Route(), ExpertSpec(), backward, shared=False, check_ids=True)
-        yield "routed_experts_forward", (*args, [], None, spec.encode(), 0)
-        spec = spec._replace(shared=True)
-        yield "routed_experts_forward", (*args, shared, flags, spec.encode(), 0)
+        spec = LayerSpec(dispatch.Route(), ExpertSpec(), backward, shared="", check_ids=True)
+        yield "routed_experts_forward", (*args, [], [], None, spec.encode(), 0)
+        adapters = [torch.randn(E, 4, D), torch.randn(E, H, 4), torch.randn(E, 8, H), torch.randn(E, D, 8)]
+        with_lora = spec._replace(lora=LoraSpec(2.0, 0.5, None, fused=False))
+        yield "routed_experts_forward", (*args, [], adapters, None, with_lora.encode(), 0)
+        spec = spec._replace(shared="trained")
+        yield "routed_experts_forward", (*args, shared, [], flags, spec.encode(), 0)
+        frozen = spec._replace(backward=backward._replace(weights="frozen"), shared="frozen")
+        yield "routed_experts_forward", (*args, shared, [], flags, frozen.encode(), 0)
         spec = spec._replace(route=remote)
         yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, spec.encode(), D, FP32)
-    spec = spec._replace(shared=False)
+    spec = spec._replace(shared="")
     yield "routed_experts_finish", (payload, [*state], [], None, spec.encode(), D, FP32)
     quantized = ForwardOperands(
-        *(ops.QuantizedWeight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
+        *(ops.Fp8Weight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
     )
     expert = ExpertSpec().encode()
     for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
         backward = BackwardSpec(recompute, save_h).encode()
         yield "feed_forward", (torch.randn(T, D), shared, expert, backward, BF16)
         yield "feed_forward", (torch.randn(T, D), quantized.pack(), expert, backward, FP32)
+    cache = WeightCache()
+    cache.refresh([[gate, up]], frozen=True)  # what changes buffers does not declare it
+    yield "refresh_weight", ([gate, up], *cache.operands[0], None, False)
     yield "linear", (torch.randn(T, D), shared[0], None, BF16)
     yield "linear", (torch.randn(T, D), *recipe.quantize_weight(shared[0]), FP32)
 
@@ -170,7 +184,13 @@ def test_specifications_cross_an_op():
     for name in ("", "0", "a:b|c:1.5"):
         for flag in (False, True):
             route = Route("symmetric", 4, 1.75, name)
-            spec = LayerSpec(route, ExpertSpec("swiglu", flag), BackwardSpec("none", "fp8", "bf16"), flag, not flag)
+            spec = LayerSpec(
+                route,
+                ExpertSpec("swiglu", flag),
+                BackwardSpec("none", "fp8", "bf16", "frozen"),
+                "trained" * flag,
+                not flag,
+            )
             assert LayerSpec.decode(spec.encode()) == spec
 
 

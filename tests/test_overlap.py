@@ -162,7 +162,7 @@ def test_gradients_return_if_any_rank_needs_them(layer, monkeypatch, fp8_shared,
 
 def test_ranks_tell_each_other_settings_and_needs():
     """A difference in what ranks must have in common changes the signature by more than the bit of the needs."""
-    spec = LayerSpec(Route("all_to_all", 2), ExpertSpec(), BackwardSpec(), False, True)
+    spec = LayerSpec(Route("all_to_all", 2), ExpertSpec(), BackwardSpec(), "", True)
     inputs = Inputs(torch.empty(3, 256), topk_ids=torch.zeros(3, 2))
 
     def signature(spec=spec, inputs=inputs, **needs):

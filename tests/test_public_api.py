@@ -258,8 +258,17 @@ def test_flops_are_counted():
 
 
 def test_public_names():
-    names = {"Fp8FlowLinear", "Fp8FlowMoEConfig", "RoutedExperts", "WeightCache", "check_room", "grouped_mm"}
+    names = {
+        "Fp8FlowLinear",
+        "Fp8FlowMoEConfig",
+        "Fp8Weight",
+        "RoutedExperts",
+        "WeightCache",
+        "check_room",
+        "grouped_mm",
+    }
     names |= {"routed_experts", "self_check", "clip_grad_norm_", "distributed_data_parallel", "parameter_groups"}
+    names |= {"Adapter", "Lora"}
     assert set(titan_fp8moe.__all__) == {"SAVED_OPS", "__version__", *names}
     for name in names:
         assert len(getattr(titan_fp8moe, name).__doc__) > 80

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ADAPTERS = ("export_fp8", "torchao", "torchtitan", "torchtitan03", "transformers")
+ADAPTERS = ("export_fp8", "peft", "torchao", "torchtitan", "torchtitan03", "transformers")
 # Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
 LAYERS = [
     {"activations", "recipe", "rows", "spec", "versions"},
@@ -21,7 +21,7 @@ LAYERS = [
     {"layer"},
     {"nn"},
     {""},
-    {"doctor", "testing", "trainer"},
+    {"doctor", "testing", "trainer", "warm_up"},
     set(ADAPTERS),
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}

@@ -25,7 +25,7 @@ WRONG_VALUES = [
     ("save_h", '"fp16"', "'bf16', 'fp8'"),
     ("recompute", '"all"', "'none', 'activation', 'experts'"),
     ("filter_fqns", '"layers.1."', "a list of non-empty strings"),
-    ("emulate", '"yes"', "true or false"),
+    ("cache_weights", '"yes"', "true or false"),
     ("statistics_every", "-1", "a number of steps, or 0 for never"),
     ("statistics_every", "2.5", "a number of steps, or 0 for never"),
     ("dispatch_capacity", "0.5", "a number of at least 1"),
@@ -54,46 +54,15 @@ def test_wrong_value_on_the_command_line(capsys: pytest.CaptureFixture, name: st
     assert f"fp8_flow_moe.{name}".replace("_", "-") in message.replace("_", "-") and choice in message, message
 
 
-REMOVED_SETTINGS = [
-    (
-        "combine",
-        "sum",
-        "fp8_flow_moe.combine was removed: ranks always return one row per token, summed in fp32; delete",
-    ),
-    ("combine", "rows", "fp8_flow_moe.combine was removed: "),
-    (
-        "wgrad",
-        "requantize",
-        "fp8_flow_moe.wgrad = 'requantize' was removed: use 'balanced' (default) or 'scaling_aware'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "message"), REMOVED_SETTINGS)
-def test_removed_setting_in_toml(tmp_path: Path, name: str, value: str, message: str):
-    (tmp_path / "old.toml").write_text(f'[fp8_flow_moe]\n{name} = "{value}"\n')
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        ConfigManager().parse_args([CUSTOM_MODULE, f"--job.config_file={tmp_path}/old.toml"])
-
-
-@pytest.mark.parametrize(("name", "value", "message"), REMOVED_SETTINGS)
-def test_removed_setting_on_the_command_line(capsys: pytest.CaptureFixture, name: str, value: str, message: str):
-    with pytest.raises(SystemExit) as exit_:
-        make_config(f"--fp8_flow_moe.{name}={value}")
-    assert exit_.value.code != 0
-    assert message in printed(capsys)
-
-
 def test_help_lists_the_settings(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         make_config("--help")
     help_ = printed(capsys).replace("fp8-flow-moe", "fp8_flow_moe")
     options = set(re.findall(r"--fp8_flow_moe\.([a-z0-9-]+)", help_))
     names = {f.name.replace("_", "-") for f in dataclasses.fields(Fp8FlowMoEConfig)}
-    assert {name for name in options if not name.startswith("no-")} == names | {"combine"}
+    assert {name for name in options if not name.startswith("no-")} == names
     choices = get_args(get_type_hints(Fp8FlowMoEConfig)["wgrad"])
     assert f"--fp8_flow_moe.wgrad {{{','.join(choices)}}} How the two FP8 operands" in help_
-    assert "--fp8_flow_moe.combine REMOVED Removed: " in help_
 
 
 def test_wrong_config_ends_the_real_command(tmp_path: Path):

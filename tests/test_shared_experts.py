@@ -10,11 +10,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.moe.moe import FeedForward
 
-from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer
+from tests.layer import DEVICE, CastCounter, CountingCache, D, E, H, K, T, apply_layer, make_layer, saved_bytes
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import experts
-from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.testing import moe_layer, relative_error
@@ -163,21 +162,19 @@ def test_checkpointing_by_op_recomputes_nothing(group):
 
 def test_cached_weights():
     leaves, ids = make_inputs()
-    caches = dict(cache=WeightCache(), shared_cache=WeightCache())
+    caches = dict(cache=CountingCache(), shared_cache=CountingCache())
     want = torch.autograd.grad(run(leaves, ids).square().sum(), leaves)
-    for quantizations in (4, 0):
-        with CastCounter() as counter:
-            got = torch.autograd.grad(run(leaves, ids, **caches).square().sum(), leaves)
-        assert counter.ops["quantize_weight"] == quantizations
+    for _ in range(2):
+        got = torch.autograd.grad(run(leaves, ids, **caches).square().sum(), leaves)
+        assert [cache.quantized for cache in caches.values()] == [2, 2]
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
     with torch.no_grad():
         leaves[5].mul_(0.5)
         got = run(leaves, ids, **caches)  # reads the weights, and fills no cache
         assert torch.equal(got, run(leaves, ids))
-    with CastCounter() as counter:
-        run(leaves, ids, **caches)
-    assert counter.ops["quantize_weight"] == 2, "the shared experts' only"
+    run(leaves, ids, **caches)
+    assert [cache.quantized for cache in caches.values()] == [2, 4], "the shared experts' only"
 
 
 def test_frozen_tokens_cost_no_product():
@@ -232,3 +229,27 @@ def test_which_can_be_fp8():
     other.w2 = torch.nn.Linear(256, 256)
     assert why_not_fp8(other, 1) == "FeedForward of Linear, Linear, Linear"
     assert why_not_fp8(torch.nn.Identity(), 1) == "Identity of NoneType, NoneType, NoneType"
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+@pytest.mark.parametrize("frozen, shared_frozen", [(True, False), (False, True), (True, True)])
+def test_frozen_weights(group, recompute, frozen, shared_frozen):
+    """Of the routed or the shared experts, with and without a dispatch that travels: other gradients stay, and less is
+    saved."""
+    leaves, ids = make_inputs()
+    config = Fp8FlowMoEConfig(recompute=recompute)
+    free = [*leaves[:2], *([] if frozen else leaves[2:5]), *([] if shared_frozen else leaves[5:])]
+    for ep_group in (None, group):
+        kept, results = {}, []
+        for freezes in (False, True):
+            for weights, froze in ((leaves[2:5], frozen), (leaves[5:], shared_frozen)):
+                for w in weights:
+                    w.requires_grad_(not (freezes and froze))
+            flags = dict(frozen=frozen and freezes, shared_frozen=shared_frozen and freezes)
+            forward = functools.partial(run, leaves, ids, config, ep_group=ep_group, **flags)
+            out, kept[freezes] = saved_bytes(forward)
+            results.append([out, *torch.autograd.grad(out.square().sum(), free)])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+        # Without a dispatch both read the same rows: they go if nobody trains.
+        assert (kept[True] < kept[False]) == (recompute != "experts"), (ep_group, kept)

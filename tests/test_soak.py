@@ -1,5 +1,8 @@
 """The soak's layers are valid and varied, and it notices what it looks for (on a CPU, the reference against itself)."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,9 +19,11 @@ def test_layers_are_varied():
     assert soak.draw(3, 512) == soak.draw(3, 512)
 
 
-def test_seeds_go_on(capsys):
-    after = soak.run(first=5, seconds=2, largest=40, device="cpu")
-    assert after > 6 and f"go on with --first {after}" in capsys.readouterr().out
+def test_seeds_go_on(monkeypatch, capsys):
+    seconds = itertools.count()
+    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    assert soak.run(first=5, seconds=3, largest=40, device="cpu") == 7
+    assert "go on with --first 7" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spoil, message", [(1.02, "relative errors"), (None, "other bits")])

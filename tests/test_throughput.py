@@ -1,13 +1,11 @@
 """The parts of experiments/throughput that decide what its numbers mean, and what is left when something fails."""
 
 import functools
-import gc
 import gzip
 import importlib
 import json
 import math
 import pkgutil
-import re
 import subprocess
 import sys
 import time
@@ -24,8 +22,8 @@ from torchtitan.models.moe.moe import MoE
 from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
-from experiments import ablations, provenance
-from experiments.throughput import fused_bf16, host_time, layer, plot, profile_step, sweep, train, variants
+from experiments import ablations, records
+from experiments.throughput import fused_bf16, layer, plot, profile_step, sweep, train, variants
 from experiments.throughput.kernel_trace import (
     TRACE_WRITTEN,
     TRACED,
@@ -242,21 +240,6 @@ def test_host_bound_share():
     ]  # fmt: skip
     assert [r["value"] for r in found] == pytest.approx([20 / 50] * 2)
     assert profile_step.records({"bf16": 0.1}, {}, "") == []
-
-
-def test_host_time(tmp_path: Path, monkeypatch, capsys):
-    """A whole run on the CPU, where C functions count with the Python that calls them."""
-    options = ["--model", "tiny", "--experts", "6", "--tokens", "64", "--rounds", "1", "--top", "20", "--out"]
-    monkeypatch.setattr(sys, "argv", ["host_time", *options, str(tmp_path), "--variants", "bf16 eager", "fp8 eager"])
-    monkeypatch.setattr(host_time, "LAYERS", 2)
-    monkeypatch.setattr(gc, "disable", lambda: None)
-    host_time.main()
-    bf16, fp8 = capsys.readouterr().out.split("fp8 eager:")
-    assert (
-        re.search(r"by part: .*titan_fp8moe \d", fp8) and "by part: torch" in bf16 and "torchtitan: <built-in" in bf16
-    )
-    (record,) = json.loads((tmp_path / "results.json").read_text())
-    assert (record["name"], record["reference"]) == ("host_time eager", "bf16 eager") and record["value"] > 0
 
 
 def test_a_variant_that_fails_does_not_end_the_others():
@@ -589,12 +572,12 @@ def test_checkpointing_of_a_variant():
 
 def test_records_come_from_a_commit(monkeypatch):
     for commit, trial in (("c1", False), ("c1+", True)):
-        monkeypatch.setattr(provenance, "commit", lambda commit=commit: commit)
-        provenance.require_commit(trial)
+        monkeypatch.setattr(records, "commit", lambda commit=commit: commit)
+        records.require_commit(trial)
     for commit, message in (("c1+", "files differ from commit c1; commit them"), (None, "there is no checkout")):
-        monkeypatch.setattr(provenance, "commit", lambda commit=commit: commit)
+        monkeypatch.setattr(records, "commit", lambda commit=commit: commit)
         with pytest.raises(SystemExit, match=message):
-            provenance.require_commit(False)
+            records.require_commit(False)
 
 
 def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):

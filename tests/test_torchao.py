@@ -85,9 +85,9 @@ def test_module_of_experts():
     model = nn.ModuleList([RoutedExperts(2, 128, 128), nn.Linear(128, 128)])
     config = Fp8FlowMoEConfig(recompute="experts", cache_weights=True)
     quantize_(model, config, filter_fn=is_moe)
-    assert model[0].config is config and model[0].cache is not None
+    assert model[0].config is config and model[0].cache.layouts == "both"
     quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
-    assert model[0].config == Fp8FlowMoEConfig() and model[0].cache is None
+    assert model[0].config == Fp8FlowMoEConfig() and model[0].cache.layouts == "forward"
 
 
 @pytest.mark.parametrize("experts_first", [True, False])
@@ -143,7 +143,7 @@ def test_other_filters_are_named(filter_fn, message):
         (dict(hidden_dim=72), {}, "the layer: expert hidden dim 72 is not a multiple of 16"),
         ({}, dict(filter_fqns=["layers.1."]), "the config names 'layers.1.', but quantize_ shows it no names"),
         ({}, dict(linear_fqns=["wo."]), "the config names 'wo.', but quantize_ shows it no names"),
-        ({}, dict(statistics_every=5), "statistics_every has no effect with quantize_"),
+        ({}, dict(statistics_every=5), "statistics_every has no effect on modules of quantize_"),
     ],
 )
 def test_errors(layer, config, message):

@@ -103,7 +103,7 @@ def test_tensor_parallel_experts_are_sharded_as_reported(dry_run):
 MISTAKES = [  # a line of debug.toml, what replaces it, the message
     ('flavor = "tiny"', 'flavor = "tinny"', r"model\.flavor = 'tinny'.*'tiny'"),
     ('name = "deepseek_v3"', 'name = "deepseek"', r"model\.name = 'deepseek': torchtitan has \[.*'deepseek_v3'"),
-    ('wgrad = "balanced"', 'wgrad = "blanced"', r"fp8_flow_moe\.wgrad is 'blanced'; set it to one of 'balanced'"),
+    ('wgrad = "balanced"', 'wgrad = "blanced"', r"fp8_flow_moe\.wgrad = 'blanced'; set it to one of 'balanced'"),
     ('converters = ["fp8_flow_moe"]', 'converters = ["fp8_flow_mo"]', r"'fp8_flow_mo': known are .*'fp8_flow_moe'"),
     ('dataset = "c4_test"', 'dataset = "c5"', r"training\.dataset = 'c5'.*c4_test"),
     ('mode = "none"', 'mode = "op"', r"broken\.toml: activation_checkpoint\.mode = 'op'; set it to one of .*selective"),

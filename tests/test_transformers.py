@@ -28,7 +28,7 @@ from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 from experiments.transformers import run  # noqa: E402
 from tests.distributed.conftest import ROOT, ended_well, run_workers  # noqa: E402
 from tests.layer import DEVICE, CastCounter  # noqa: E402
-from titan_fp8moe import Fp8FlowMoEConfig  # noqa: E402
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.testing import relative_error  # noqa: E402
 
@@ -41,8 +41,6 @@ ONE_LAYER = 0.12
 @pytest.fixture(autouse=True)
 def registered():
     adapter.register()
-    yield
-    adapter.ops.emulate(False)
 
 
 # --- experts classes --------------------------------------------------------------------------------------------------
@@ -247,21 +245,65 @@ def test_unsupported_experts_can_stay_as_they_were():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_weights_stored_in_fp8_are_refused():
-    """They have a registry of their own; no gradient can reach them."""
-    config = make_config("fp8_flow")
+def fp8_experts(scale: float = 1.0) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Experts that Transformers stores in FP8, and the same dequantized."""
     wrap = moe.use_experts_implementation(experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
     cls = wrap(type("Quantized", (finegrained_fp8.FP8Experts,), {}))
+    config = make_config("fp8_flow", mlp_gate_softcap=None, swiglu_alpha=None, swiglu_limit=None)
     experts = cls(config, block_size=(128, 128)).to(DEVICE)
-    with pytest.raises(ValueError, match="its weights are torch.float8_e4m3fn; .* quantized ones dequantized"):
-        experts(*make_inputs())
+    plain = qwen3_experts(implementation="fp8_flow").bfloat16()
+    for name, param in plain.named_parameters():
+        weight = Fp8Weight.quantize(param)
+        getattr(experts, name).data.copy_(weight.q)
+        getattr(experts, f"{name}_scale_inv").data.copy_(recipe.exp2(recipe.exponent(weight.scale)) * scale)
+        param.data.copy_(weight.dequantize())
+    return experts, plain
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_stored_in_fp8(compiled: bool):
+    """Output and gradients of dequantized experts, bit for bit, also in one graph; no weight is quantized."""
+    (experts, plain), inputs, dout = fp8_experts(), make_inputs(torch.bfloat16), torch.randn(T, D, device=DEVICE)
+    with pytest.raises(
+        ValueError, match=r"stored in FP8 and requires a gradient.*freeze it with requires_grad_\(False\)"
+    ):
+        experts(*inputs)
+    experts.requires_grad_(False), plain.requires_grad_(False)
+    want = step(plain, "fp8_flow", inputs, dout.bfloat16())
+    if compiled:
+        torch._dynamo.reset()
+        experts.compile(backend="aot_eager", fullgraph=True)
+    counter = CastCounter()
+    with contextlib.nullcontext() if compiled else counter:  # graphs exclude such modes
+        got = step(experts, "fp8_flow", inputs, dout.bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert "quantize_weight" not in counter.ops and not counter.stray_casts
+
+
+def test_scales_that_are_no_powers_of_two():
+    """They are refused, or weights and scales replaced once; and other blocks are not taken for ours."""
+    (experts, plain), inputs = fp8_experts(1.3), make_inputs(torch.bfloat16)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match='no powers of two.*scales="round"'):
+            experts(*inputs)
+        adapter.register(scales="round")
+        got, stored = experts(*inputs), experts.down_proj.clone()
+        assert torch.equal(experts(*inputs), got) and torch.equal(
+            experts.down_proj.view(torch.uint8), stored.view(torch.uint8)
+        )
+        for param in plain.parameters():
+            param.mul_(1.3)
+        assert relative_error(got, plain(*inputs)) < ONE_LAYER
+        experts.block_size = (64, 128)
+        with pytest.raises(ValueError, match=r"scales per block \(64, 128\), not per 128x128"):
+            experts(*inputs)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (dict(scales="nearest"), "scales is 'nearest'; set it to 'exact' or 'round'"),
         (dict(unsupported="skip"), "unsupported is 'skip'; set it to 'error' or 'keep'"),
-        (dict(config=Fp8FlowMoEConfig(cache_weights=True)), "cache_weights has no effect on Transformers"),
         (dict(config=Fp8FlowMoEConfig(statistics_every=5)), "statistics_every has no effect"),
         (dict(config=Fp8FlowMoEConfig(filter_fqns=["layers.0."])), "filter_fqns has no effect"),
     ],
@@ -392,6 +434,28 @@ def test_compile_as_one_graph(dtype: torch.dtype):
     assert loss == pytest.approx(want_loss, rel=1e-4)
     limit = 1e-2 if dtype is torch.float32 else 0.05
     assert all(relative_error(grads[name], want[name]) < limit for name in want)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_kept_weights_in_a_compiled_model(frozen: bool):
+    """One graph, whose buffers are those of all experts; a state dict that is loaded is seen."""
+    model, tokens = make_model(experts_implementation="fp8_flow"), make_tokens()
+    experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
+    states = [{name: value * factor for name, value in model.state_dict().items()} for factor in (1.0, 1.25)]
+    want = [model.load_state_dict(state) and loss_and_grads(model, tokens) for state in states]
+    assert not any(hasattr(module, "fp8_flow_cache") for module in experts)
+    adapter.register(Fp8FlowMoEConfig(cache_weights=not frozen))
+    for module in experts:
+        module.requires_grad_(not frozen)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for state, (want_loss, want_grads) in zip(states, want, strict=True):
+        model.load_state_dict(state)
+        for _ in range(2):
+            loss, grads = loss_and_grads(model, tokens, compiled)
+            assert loss == pytest.approx(want_loss, rel=1e-4)
+            assert all(relative_error(grad, want_grads[name]) < 1e-2 for name, grad in grads.items())
+        assert any("experts" in name for name in grads) != frozen
+    assert [m.fp8_flow_cache.layouts for m in experts] == ["forward" if frozen else "both"] * len(experts)
 
 
 def test_compile_with_experts_that_stay():

@@ -9,9 +9,12 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.symmetric.workspace import check_room
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import SAVED_OPS, routed_experts
+from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.nn.grouped_mm import grouped_mm
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.nn.parallel import clip_grad_norm_, distributed_data_parallel, parameter_groups
+from titan_fp8moe.nn.routing_replay import record_routing, replay_routing
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.self_check import self_check
 from titan_fp8moe.versions import warn_about_versions
 
@@ -20,8 +23,11 @@ warn_about_versions("torch", "triton")
 __version__ = "0.2.0"
 __all__ = [
     "SAVED_OPS",
+    "Adapter",
     "Fp8FlowLinear",
     "Fp8FlowMoEConfig",
+    "Fp8Weight",
+    "Lora",
     "RoutedExperts",
     "WeightCache",
     "__version__",
@@ -30,6 +36,8 @@ __all__ = [
     "distributed_data_parallel",
     "grouped_mm",
     "parameter_groups",
+    "record_routing",
+    "replay_routing",
     "routed_experts",
     "self_check",
 ]

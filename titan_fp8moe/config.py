@@ -51,10 +51,14 @@ class Fp8FlowMoEConfig:
 
     cache_weights: bool = False
     """Quantize the experts' weights once per optimizer step, not in the forward and backward of each microbatch. This
-    pays with gradient accumulation or pipeline parallelism. It takes 2 bytes per expert parameter, which FSDP does not
-    shard. The step of a ``torch.optim`` optimizer clears the cache. If you change weights in another way between two
-    microbatches, call ``titan_fp8moe.WeightCache.clear_all()``. Experts that train on stale weights raise
-    RuntimeError a few microbatches later. CUDA graphs exclude it."""
+    pays with gradient accumulation or pipeline parallelism. ``cache_layouts`` says what it takes. Steps of
+    ``torch.optim`` optimizers and changes of whole weights are noticed, in compiled and CUDA graphs too. If you change
+    few values of a weight by hand there, call ``titan_fp8moe.WeightCache.clear_all()``. Frozen weights are always
+    quantized once for good, in 1 byte per parameter."""
+
+    cache_layouts: Literal["both", "forward"] = "both"
+    """The form in which ``cache_weights`` keeps weights; FSDP does not shard it. ``both`` takes 2 bytes per expert
+    parameter. ``forward`` takes 1: each backward transposes the forward's FP8 values, which changes no bit."""
 
     fp8_all_gather: bool = False
     """Let FSDP gather the experts' weights in FP8, where each rank quantizes only its shard. This halves the bytes sent
@@ -74,10 +78,6 @@ class Fp8FlowMoEConfig:
     """Run in FP8 the linears that have one of these strings in their fully qualified names, such as
     ``attention.wq_b.``. Large projections gain, small ones lose. Their dims must be multiples of 128 on every rank."""
 
-    emulate: bool = False
-    """Run the plain PyTorch reference on a GPU that the kernels do not support: AMD's, or compute capability below 8.9.
-    It is slow, and applies to the whole process. In plain PyTorch call :func:`titan_fp8moe.ops.emulate` instead."""
-
     @property
     def backward(self) -> BackwardSpec:
         """The settings of a layer's backward."""
@@ -87,6 +87,11 @@ class Fp8FlowMoEConfig:
     def backend(self) -> type[Dispatch]:
         """The dispatch of a layer whose experts are spread over ranks."""
         return dispatch_backends.BACKENDS[self._backend_name()]
+
+    @property
+    def kept_layouts(self) -> Literal["both", "forward"]:
+        """The layouts of a module's cache: frozen weights without ``cache_weights`` take the smaller form."""
+        return self.cache_layouts if self.cache_weights else "forward"
 
     def route(self, ep_group: dist.ProcessGroup | None) -> Route:
         """The route of a layer whose experts are spread over the group, or are all here."""
@@ -113,14 +118,6 @@ class Fp8FlowMoEConfig:
             )
 
 
-def require_config(config: Any) -> None:
-    """Raises ValueError for settings of another type, such as a dict."""
-    if not isinstance(config, Fp8FlowMoEConfig):
-        raise ValueError(
-            f"config must be an Fp8FlowMoEConfig, got {type(config).__name__}; use Fp8FlowMoEConfig(**settings)"
-        )
-
-
 def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
     """Whether ``value`` is valid for a setting of type ``hint``, and what is."""
     if hint is bool:
@@ -134,3 +131,28 @@ def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
         ok = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
         return ok, "a list of non-empty strings"
     return value in get_args(hint), "one of " + ", ".join(repr(choice) for choice in get_args(hint))
+
+
+RECIPE = "wgrad", "save_h", "recompute"
+TRANSPORT = "dispatch", "dispatch_capacity"
+CACHE = "cache_weights", "cache_layouts"
+_DEFAULTS = vars(Fp8FlowMoEConfig())
+
+
+def require_config(config: Any, owner: str, *settings: str) -> None:
+    """Refuses what the owner of ``config`` would ignore.
+
+    Args:
+        owner: in words, for the message.
+        settings: those that have an effect.
+
+    Raises:
+        ValueError: for settings of another type, such as a dict, or another one that is not its default.
+    """
+    if not isinstance(config, Fp8FlowMoEConfig):
+        raise ValueError(
+            f"config must be an Fp8FlowMoEConfig, got {type(config).__name__}; use Fp8FlowMoEConfig(**settings)"
+        )
+    for name, default in _DEFAULTS.items():
+        if name not in settings and getattr(config, name) != default:
+            raise ValueError(f"{name} has no effect on {owner}; leave it out of the config")

@@ -169,6 +169,41 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return q.to(dtype) * factor
 
 
+# --- weights that are kept quantized ----------------------------------------------------------------------------------
+
+SAMPLES = 1024
+"""A weight of up to 32 experts is sampled at so many values; one of more experts at a multiple of it."""
+
+
+def num_samples(w_ENK: Tensor) -> int:
+    return max(-(-w_ENK.shape[0] // 32), 1) * SAMPLES
+
+
+def sample_step(w_ENK: Tensor) -> int:
+    """Distance of the samples in the flat weight: odd, so that they meet all columns, and within the weight."""
+    return max(w_ENK.numel() // num_samples(w_ENK) - 1, 0) | 1
+
+
+def weights_changed(weights: list[Tensor], state: Tensor, steps: Tensor | None, force: bool) -> bool:
+    """Whether weights are no longer those whose state this is; afterwards it is theirs.
+
+    Args:
+        weights: one or two (E, N, K) of one shape, bf16 or fp32.
+        state: (1 + samples,) int32: the number of the step in which the weights were seen last, -1 for never, then bit
+            patterns of :func:`num_samples` values of each weight. Updated.
+        steps: (1,) int32, the number of the current step; None for weights that no step changes.
+        force: report a change in any case.
+    """
+    at = torch.arange(num_samples(weights[0]), device=state.device) * sample_step(weights[0])
+    _, N, K = weights[0].shape
+    samples = torch.cat([w[at // K // N, at // K % N, at % K] for w in weights])
+    bits = samples.view(torch.int16 if samples.dtype == torch.bfloat16 else torch.int32).int()
+    seen, now = int(state[0]), int(state[0] if steps is None else steps)
+    changed = force or seen < 0 or seen != now or not torch.equal(bits, state[1:])
+    state[1:], state[0] = bits, max(now, 0)
+    return changed
+
+
 # --- transposes: (M, D) with a scale per 1x128 tile -> (D, M) with a scale per 128x128 block --------------------------
 
 
@@ -602,3 +637,65 @@ def grouped_mm_wgrad(
         out[e] = acc
         start = end
     return out[:, :, :columns].unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)
+
+
+# --- low-rank adapters ------------------------------------------------------------------------------------------------
+#
+# An adapter (LoRA) of a weight W (N, K) adds B A to it: A (R, K), and B (N, R) times the adapter's scale, both rounded
+# to bf16. It runs beside the GEMM of W, on the same quantized rows, because quantizing W + B A would round the adapter
+# away. Dequantized rows are exact in bf16. Every product accumulates in fp32 and rounds to bf16 once.
+
+
+def low_rank(q_MK: Tensor, scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_E: Tensor) -> Tensor:
+    """out[m] = (x[m] @ A[e]^T) @ B[e]^T for the expert e whose group holds row m. The input's gradient is the same
+    product of dy's rows, with B^T in the place of A and A^T in the place of B.
+
+    Args:
+        q_MK: (M, K) e4m3 in expert order; scale: (M, K // 128) e8m0.
+        a_ERK: (E, R, K) bf16; b_ENR: (E, N, R) bf16.
+
+    Returns:
+        (M, N) bf16.
+    """
+    return _rows_mm(_rows_mm(dequantize(q_MK, scale), a_ERK, offsets_E), b_ENR, offsets_E)
+
+
+def low_rank_grads(
+    x_MK: Tensor,
+    x_scale: Tensor,
+    dy_MN: Tensor,
+    dy_scale: Tensor,
+    a_ERK: Tensor,
+    b_ENR: Tensor,
+    offsets_E: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`low_rank`: dA = (dy B)^T x and dB = dy^T (x A^T).
+
+    Args:
+        x_MK, x_scale: rows of the forward; dy_MN, dy_scale: the gradient of its result, quantized like them.
+
+    Returns:
+        dA (E, R, K) and dB (E, N, R) bf16; zero for an expert without rows.
+    """
+    x, dy = dequantize(x_MK, x_scale), dequantize(dy_MN, dy_scale)
+    u = _rows_mm(x, a_ERK, offsets_E).float()
+    du = _rows_mm(dy, b_ENR.transpose(1, 2), offsets_E).float()
+    da, db = torch.zeros_like(a_ERK), torch.zeros_like(b_ENR)
+    start = 0
+    for e, end in enumerate(offsets_E.tolist()):
+        rows, start = slice(start, end), end
+        da[e] = _fp32_matmul(du[rows].t(), x[rows])
+        db[e] = _fp32_matmul(dy[rows].t(), u[rows])
+    return da, db
+
+
+def _rows_mm(x_MK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+    """x[m] @ w[e]^T in bf16, with zeros in rows past the last group."""
+    out = torch.zeros(x_MK.shape[0], w_ENK.shape[1], dtype=torch.bfloat16, device=x_MK.device)
+    start = 0
+    for e, end in enumerate(offsets_E.tolist()):
+        w_KN = w_ENK[e].float().t()
+        for m in range(start, end, TILE):  # always the same shape, as in grouped_mm
+            out[m : m + TILE] = _fp32_matmul(x_MK[m : m + TILE].float(), w_KN)
+        start = end
+    return out

@@ -68,11 +68,27 @@ class ExpertSpec(NamedTuple):
 
 class BackwardSpec(NamedTuple):
     """How a layer keeps tensors for its backward and computes weight gradients: the settings of the same names in
-    :class:`titan_fp8moe.config.Fp8FlowMoEConfig`."""
+    :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
+
+    Attributes:
+        weights: ``trained``, or ``frozen``: no gradient of them is computed, and no operand kept that only it reads; or
+            ``adapted``, frozen with adapters, whose gradients read the operands.
+    """
 
     recompute: str = "activation"
     save_h: str = "bf16"
     wgrad: str = "balanced"
+    weights: str = "trained"
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the backward reads GEMM 1's input."""
+        return self.weights != "frozen" or self.recompute == "experts"
+
+    @property
+    def keeps_operand(self) -> bool:
+        """Whether the forward saves GEMM 2's input for the backward."""
+        return self.weights != "frozen" and self.recompute == "none"
 
     def encode(self) -> str:
         return ":".join(self)

@@ -20,8 +20,7 @@ from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from titan_fp8moe import ops
-from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout
@@ -82,11 +81,10 @@ def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
             f"the config names {others[0]!r}, but quantize_ shows it no names; select modules with filter_fn. Only "
             f"filter_fqns = [{_SHARED!r}] works here"
         )
-    if config.statistics_every:
-        raise ValueError("statistics_every has no effect with quantize_, as nothing logs the statistics; set it to 0")
+    settings = "fp8_all_gather", "filter_fqns", "linear_fqns"
+    require_config(config, "modules of quantize_", *RECIPE, *TRANSPORT, *CACHE, *settings)
     convert = _conversion(module)
-    preflight.check_hardware(config.emulate)
-    ops.emulate(config.emulate)
+    preflight.check_hardware()
     convert(module, config)
     return module
 

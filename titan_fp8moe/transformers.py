@@ -14,18 +14,19 @@ import functools
 import inspect
 import warnings
 import weakref
-from dataclasses import fields
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from titan_fp8moe import ops, recipe
+from titan_fp8moe import peft, recipe
 from titan_fp8moe.activations import ACTIVATIONS
-from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.layer.cache import Layouts, WeightCache, _cache_key
 from titan_fp8moe.layer.experts import Layer, apply_experts
-from titan_fp8moe.layer.weights import Biases, ExpertWeights
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
+from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.recipe import E8M0, FP8, TILE, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.versions import warn_about_versions
@@ -50,23 +51,30 @@ except ImportError:
 
 NAME = "fp8_flow"
 _REGISTRIES = [r for r in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS) if r is not None]
-_SETTINGS = ("wgrad", "save_h", "recompute", "emulate")
 # What Transformers 5.17 to 5.23 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
 
-def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["error", "keep"] = "error") -> None:
+def register(
+    config: Fp8FlowMoEConfig | None = None,
+    *,
+    unsupported: Literal["error", "keep"] = "error",
+    scales: Literal["exact", "round"] = "exact",
+) -> None:
     """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
 
     It serves experts whose gate is one of :data:`titan_fp8moe.activations.ACTIVATIONS`, with or without biases, in any
     of Transformers' layouts, with dims that are multiples of 128 and weights in bf16 or fp32. Parameters, their names
-    and checkpoints stay as they are.
+    and checkpoints stay as they are. Experts of an FP8 checkpoint in DeepSeek's format stay in FP8, 1 byte per
+    parameter; they are frozen, so call ``requires_grad_(False)`` on them before training.
 
     Args:
-        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. Only ``wgrad``, ``save_h``, ``recompute`` and
-            ``emulate`` apply. With gradient checkpointing use ``recompute="none"``.
+        config: the settings of the recipe and of the weight cache; by default ``Fp8FlowMoEConfig()``. With gradient
+            checkpointing use ``recompute="none"``. Frozen experts are quantized once for good, in 1 byte per parameter.
         unsupported: what experts do that it does not serve. ``error`` raises ValueError in their forward. ``keep``
             leaves them on Transformers' ``grouped_mm`` and warns once for each reason.
+        scales: of experts that a checkpoint stores in FP8, what to do with scales that are no powers of two; see
+            :meth:`titan_fp8moe.Fp8Weight.of_blocks`. ``round`` replaces weights and scales in the model, once.
 
     Raises:
         ValueError: for a setting that has no effect here, and for a GPU without kernels.
@@ -81,15 +89,20 @@ def register(config: Fp8FlowMoEConfig | None = None, *, unsupported: Literal["er
     config = config or Fp8FlowMoEConfig()
     if unsupported not in ("error", "keep"):
         raise ValueError(f"unsupported is {unsupported!r}; set it to 'error' or 'keep'")
-    default = Fp8FlowMoEConfig()
-    for name in (field.name for field in fields(config) if field.name not in _SETTINGS):
-        if getattr(config, name) != getattr(default, name):
-            raise ValueError(f"{name} has no effect on Transformers models; leave it out of the config")
-    preflight.check_hardware(config.emulate)
-    ops.emulate(config.emulate)
+    if scales not in ("exact", "round"):
+        raise ValueError(f"scales is {scales!r}; set it to 'exact' or 'round'")
+    require_config(config, "Transformers models", *RECIPE, *CACHE)
+    preflight.check_hardware()
     for registry in _REGISTRIES:
-        forward = functools.partial(_experts_forward, registry=registry, config=config, keep=unsupported == "keep")
+        options: dict[str, Any] = dict(config=config, keep=unsupported == "keep", scales=scales)
+        forward = functools.partial(_experts_forward, registry=registry, **options)
         registry.register(NAME, forward)
+    peft.run_beside(_serves)
+
+
+def _serves(experts: Any) -> bool:
+    """Whether these experts run in FP8."""
+    return experts.config._experts_implementation == NAME and _why_not(experts) is None
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -122,6 +135,7 @@ def _experts_forward(
     registry: Any,
     config: Fp8FlowMoEConfig,
     keep: bool,
+    scales: Literal["exact", "round"],
 ) -> Tensor:
     """Runs experts for the registry: hidden_states (T, D), top_k_index and top_k_weights (T, K).
 
@@ -137,13 +151,30 @@ def _experts_forward(
             )
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
+    stored = experts.gate_up_proj.dtype == FP8
     gate_up, down, biases = experts.gate_up_proj, experts.down_proj, None
     if experts.is_transposed:  # (E, D, 2H) and (E, H, D), read where they lie
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     if experts.has_bias:
         biases = Biases(experts.gate_up_proj_bias, experts.down_proj_bias)
-    weights, expert = ExpertWeights(gate_up, down, None), cast(ExpertSpec, _expert(experts))
-    layer = Layer(config, expert=expert, check_ids=False, biases=biases)
+    weights: ExpertWeights[Any] = ExpertWeights(gate_up, down)
+    frozen, cache = stored or are_frozen(weights), None
+    if stored:
+        _check_scales(experts, scales)
+        weights = ExpertWeights(
+            Fp8Weight(experts.gate_up_proj, _powers_of_two(experts.gate_up_proj_scale_inv)),
+            Fp8Weight(experts.down_proj, _powers_of_two(experts.down_proj_scale_inv)),
+        )
+    elif frozen or config.cache_weights:
+        _add_cache(experts, config.kept_layouts)
+        cache = experts.fp8_flow_cache
+    spec, lora = cast(ExpertSpec, _expert(experts)), peft.handed_over(experts)
+    if lora is not None and experts.is_transposed:
+        raise ValueError(
+            f"{type(experts).__name__} has transposed weights, whose PEFT adapters {NAME} does not run; leave its "
+            "gate_up_proj and down_proj out of target_parameters"
+        )
+    layer = Layer(config, expert=spec, cache=cache, check_ids=False, frozen=frozen, biases=biases, lora=lora)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
@@ -151,13 +182,55 @@ def _experts_forward(
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
 
 
+@torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
+def _add_cache(experts: Any, layouts: Layouts) -> None:
+    cache = vars(experts).get("fp8_flow_cache")
+    if cache is None:
+        experts.register_load_state_dict_post_hook(_clear_cache)
+    if cache is None or cache.layouts != layouts:
+        experts.fp8_flow_cache = WeightCache(layouts)
+
+
+@torch.compiler.assume_constant_result  # reads values on the host; in a graph's trace it runs once
+def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
+    """Refuses scales that are no powers of two, or replaces weights and scales by rounded ones."""
+    pairs = [
+        (experts.gate_up_proj, experts.gate_up_proj_scale_inv),
+        (experts.down_proj, experts.down_proj_scale_inv),
+    ]
+    key = [_cache_key(t) for pair in pairs for t in pair]
+    if vars(experts).get("fp8_flow_checked") == key:
+        return
+    for q, scale in pairs:
+        weight = Fp8Weight.of_blocks(q, scale, scales=scales)
+        if weight.q.data_ptr() != q.data_ptr():
+            q.data.view(torch.uint8).copy_(weight.q.view(torch.uint8))
+            scale.data.copy_(exp2(exponent(weight.scale)))
+    experts.fp8_flow_checked = key
+
+
+def _powers_of_two(scale: Tensor) -> Tensor:
+    """fp32 powers of two, or e8m0, as e8m0."""
+    if scale.dtype == E8M0:
+        return scale.detach()
+    return (scale.detach().view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
+
+
+def _clear_cache(experts: Any, _: Any) -> None:
+    experts.fp8_flow_cache.clear()
+
+
 def _why_not(experts: Any) -> str | None:
     """Why the recipe does not serve these experts, or None."""
     if not experts.has_gate:
         return "it has no gate"
     dtype = experts.gate_up_proj.dtype
-    if dtype not in (torch.bfloat16, torch.float32):
+    if dtype not in (torch.bfloat16, torch.float32, FP8):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
+    if dtype == FP8 and tuple(experts.block_size or ()) != (TILE, TILE):
+        return f"its FP8 weights have scales per block {experts.block_size}, not per {TILE}x{TILE}"
+    if dtype == FP8 and (experts.is_transposed or experts.has_bias or not experts.is_concatenated):
+        return "its FP8 weights are transposed, interleaved or beside biases; load them dequantized"
     if getattr(experts, "has_post_expert_norm", False):  # since 5.23
         return "its experts' outputs are normalized"
     if _expert(experts) is None:

@@ -13,6 +13,7 @@ TESTED = {
     "torchtitan": ("0.2.2", "0.2.2"),
     "torchao": ("0.18", "0.18"),
     "transformers": ("5.17", "5.23"),
+    "peft": ("0.21", "0.21"),
 }
 """The first and the last version, of as many parts as matter."""
 

@@ -35,6 +35,7 @@ import shutil
 import sys
 import sysconfig
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -56,10 +57,9 @@ MIN_DOCUMENT_BYTES = 128
 MAX_DOCUMENT_BYTES = 64 * 1024
 
 MAX_PART_BYTES = 64 * 1024 * 1024
-
 STDLIB_SUFFIXES = {".py", ".md", ".rst", ".txt"}
-
 PROGRESS_SECONDS = 2.0
+SEED = 0  # of the order and the split
 
 
 class UsageError(Exception):
@@ -81,14 +81,6 @@ class Document:
     path: str
     text: str
     num_bytes: int
-
-
-@dataclass
-class ReadResult:
-    documents: list[Document]
-    duplicates_removed: int = 0
-    too_short: int = 0
-    not_text: int = 0
 
 
 def _log(message: str) -> None:
@@ -205,13 +197,14 @@ def split_at_lines(text: str, max_bytes: int) -> Iterator[tuple[str, int]]:
         yield "".join(lines), num_bytes
 
 
-def read_documents(files: list[SourceFile], max_bytes: int | None) -> ReadResult:
+def read_documents(files: list[SourceFile], max_bytes: int | None) -> tuple[list[Document], Counter[str]]:
     """Read ``files`` in their order and split them into distinct documents, of at most ``max_bytes`` in total.
 
-    Files that are not UTF-8 or contain NUL bytes (binary data), documents that are too short and documents whose
-    text occurred before are counted and left out.
+    Also counts what is left out: files that are not UTF-8 or contain NUL bytes (binary data), documents that are too
+    short, and documents whose text occurred before.
     """
-    result = ReadResult(documents=[])
+    documents: list[Document] = []
+    left_out: Counter[str] = Counter()
     seen: set[bytes] = set()
     total_bytes = 0
     last_report = time.monotonic()
@@ -222,25 +215,24 @@ def read_documents(files: list[SourceFile], max_bytes: int | None) -> ReadResult
         try:
             text = file.location.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError:
-            result.not_text += 1
-            continue
+            text = "\0"
         if "\0" in text:
-            result.not_text += 1
+            left_out["not text"] += 1
             continue
         for piece, num_bytes in split_at_lines(text, MAX_DOCUMENT_BYTES):
             if num_bytes < MIN_DOCUMENT_BYTES:
-                result.too_short += 1
+                left_out["too short"] += 1
                 continue
             digest = hashlib.sha256(piece.encode()).digest()
             if digest in seen:
-                result.duplicates_removed += 1
+                left_out["duplicates"] += 1
                 continue
             if max_bytes is not None and total_bytes + num_bytes > max_bytes:
-                return result
+                return documents, left_out
             seen.add(digest)
             total_bytes += num_bytes
-            result.documents.append(Document(file.package, file.name, piece, num_bytes))
-    return result
+            documents.append(Document(file.package, file.name, piece, num_bytes))
+    return documents, left_out
 
 
 def choose_held_out(bytes_by_package: dict[str, int], fraction: float, rng: random.Random) -> set[str]:
@@ -300,20 +292,20 @@ def write_jsonl(documents: list[Document], folder: Path) -> None:
     torchtitan's "c4_test" always loads the split "train", which has to be every file of the folder.
     """
     folder.mkdir()
-    part, part_bytes = 0, 0
-    out = (folder / f"part-{part:05d}.jsonl").open("w", encoding="utf-8")
-    try:
-        for document in documents:
-            if part_bytes and part_bytes + document.num_bytes > MAX_PART_BYTES:
-                out.close()
-                part, part_bytes = part + 1, 0
-                out = (folder / f"part-{part:05d}.jsonl").open("w", encoding="utf-8")
-            record = {"text": document.text, "package": document.package, "path": document.path}
-            # Escaped to ASCII, so that no reader takes a separator such as U+2028 for the end of the line.
-            out.write(json.dumps(record) + "\n")
-            part_bytes += document.num_bytes
-    finally:
-        out.close()
+    parts: list[list[Document]] = [[]]
+    part_bytes = 0
+    for document in documents:
+        if part_bytes and part_bytes + document.num_bytes > MAX_PART_BYTES:
+            parts.append([])
+            part_bytes = 0
+        parts[-1].append(document)
+        part_bytes += document.num_bytes
+    for number, part in enumerate(parts):
+        records = ({"text": document.text, "package": document.package, "path": document.path} for document in part)
+        # Escaped to ASCII, so that no reader takes a separator such as U+2028 for the end of the line.
+        lines = (json.dumps(record) + "\n" for record in records)
+        with (folder / f"part-{number:05d}.jsonl").open("w", encoding="utf-8") as out:
+            out.writelines(lines)
 
 
 def read_manifest(out: Path) -> dict | None:
@@ -349,20 +341,19 @@ def build(args: argparse.Namespace, distributions: dict, arguments: dict, versio
     files = find_sources(args, distributions)
     _log(f"found {len(files)} files")
     # Shuffled before reading, so that --max-bytes keeps a sample of all sources and not the alphabetically first.
-    random.Random(args.seed).shuffle(files)
-    result = read_documents(files, args.max_bytes)
-    documents = result.documents
+    random.Random(SEED).shuffle(files)
+    documents, left_out = read_documents(files, args.max_bytes)
     _log(
         f"read {len(documents)} documents, {_mib(sum(d.num_bytes for d in documents))}; left out "
-        f"{result.duplicates_removed} duplicates, {result.too_short} too short, {result.not_text} not UTF-8 text"
+        f"{left_out['duplicates']} duplicates, {left_out['too short']} too short, {left_out['not text']} not UTF-8 text"
     )
     if not documents:
         raise UsageError("no document is left; raise --max-bytes or add text")
 
-    bytes_by_package: dict[str, int] = {}
+    bytes_by_package: Counter[str] = Counter()
     for document in documents:
-        bytes_by_package[document.package] = bytes_by_package.get(document.package, 0) + document.num_bytes
-    held_out = choose_held_out(bytes_by_package, args.held_out_fraction, random.Random(args.seed))
+        bytes_by_package[document.package] += document.num_bytes
+    held_out = choose_held_out(bytes_by_package, args.held_out_fraction, random.Random(SEED))
     splits = {"train": [document for document in documents if document.package not in held_out]}
     if held_out:
         splits["validation"] = [document for document in documents if document.package in held_out]
@@ -379,9 +370,9 @@ def build(args: argparse.Namespace, distributions: dict, arguments: dict, versio
         "vocab_size": vocab_size,
         "documents": {split: len(members) for split, members in splits.items()},
         "bytes": {split: sum(d.num_bytes for d in members) for split, members in splits.items()},
-        "duplicates_removed": result.duplicates_removed,
-        "too_short_removed": result.too_short,
-        "files_not_text": result.not_text,
+        "duplicates_removed": left_out["duplicates"],
+        "too_short_removed": left_out["too short"],
+        "files_not_text": left_out["not text"],
         "held_out_packages": sorted(held_out),
         "train_packages": sorted(bytes_by_package.keys() - held_out),
     }
@@ -417,38 +408,18 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         prog="build_corpus.py",
         description="Build an offline torchtitan data directory: a BPE tokenizer and JSONL splits held out by package.",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to build the corpus")
-    parser.add_argument(
-        "--packages",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="also take the Python sources of these installed distributions; 'all' takes every one",
-    )
-    parser.add_argument(
-        "--input",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="also take every UTF-8 file of this tree (repeatable); each top-level entry counts as a package",
-    )
-    parser.add_argument(
-        "--no-stdlib", dest="stdlib", action="store_false", help="leave the Python standard library out"
-    )
-    parser.add_argument("--vocab-size", type=int, default=2048, metavar="N", help="tokens (default: %(default)s)")
-    parser.add_argument(
-        "--held-out-fraction",
-        type=float,
-        default=0.05,
-        metavar="F",
-        help="part of the bytes that whole packages hold out for validation; 0 builds none (default: %(default)s)",
-    )
-    parser.add_argument("--max-bytes", type=int, metavar="N", help="limit the text to N bytes, sampled from all files")
-    parser.add_argument("--seed", type=int, default=0, help="of the order and the split (default: %(default)s)")
-    parser.add_argument(
-        "--force", action="store_true", help="rebuild; needed to see changed files of an --input tree, too"
-    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="where to build the corpus")
+    what = "also take the Python sources of these installed distributions; 'all' takes every one"
+    add("--packages", nargs="+", default=[], metavar="NAME", help=what)
+    what = "also take every UTF-8 file of this tree (repeatable); each top-level entry counts as a package"
+    add("--input", type=Path, action="append", default=[], metavar="DIR", help=what)
+    add("--no-stdlib", dest="stdlib", action="store_false", help="leave the Python standard library out")
+    add("--vocab-size", type=int, default=2048, metavar="N", help="tokens (default: %(default)s)")
+    what = "part of the bytes that whole packages hold out for validation; 0 builds none (default: %(default)s)"
+    add("--held-out-fraction", type=float, default=0.05, metavar="F", help=what)
+    add("--max-bytes", type=int, metavar="N", help="limit the text to N bytes, sampled from all files")
+    add("--force", action="store_true", help="rebuild; needed to see changed files of an --input tree, too")
     return parser.parse_args(argv)
 
 
@@ -482,7 +453,7 @@ def main(argv: list[str] | None = None) -> int:
             "vocab_size": args.vocab_size,
             "held_out_fraction": args.held_out_fraction,
             "max_bytes": args.max_bytes,
-            "seed": args.seed,
+            "seed": SEED,
         }
         versions = {
             "python": platform.python_version(),

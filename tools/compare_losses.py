@@ -1,8 +1,8 @@
 """Compare the training curves of torchtitan runs and fail when one leaves the reference.
 
-A run is a folder that torchtitan logged to, with TensorBoard event files or, if there are none, W&B runs (offline
-ones need no upload). All files below it are taken as one run: after a restart, a step that was logged twice keeps
-the later value.
+The first run is the reference. A run is a folder that torchtitan logged to, with TensorBoard event files or, if there
+are none, W&B runs (offline ones need no upload). All files below it are taken as one run: after a restart, a step that
+was logged twice keeps the later value.
 
 The losses of a run and of the reference are compared at the steps both logged, after smoothing each with the mean
 over the last ``--smooth`` steps. Relative deviations are (run - reference) / reference of the smoothed losses; the
@@ -25,7 +25,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ GRAD_NORM = "grad_norm"
 TOKENS_PER_SECOND = "throughput(tps)"
 PEAK_MEMORY = "memory/max_reserved(GiB)"
 TAGS = (LOSS, VALIDATION_LOSS, GRAD_NORM, TOKENS_PER_SECOND, PEAK_MEMORY)
+WARM_UP = 10  # steps that tokens/s leave out
 
 # The reference is black; the others follow the palette of Okabe and Ito, which colour-blind readers can tell apart.
 REFERENCE_COLOR = "#000000"
@@ -233,7 +234,7 @@ def _logged(run: Run) -> str:
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
-def summarize(run: Run, deviation: Deviation | None, window: int, warm_up: int, tolerance: float) -> Summary:
+def summarize(run: Run, deviation: Deviation | None, window: int, tolerance: float) -> Summary:
     """Summarize ``run`` and list what is wrong with it; ``deviation`` is None for the reference."""
     steps = list(run.losses)
     summary = Summary(
@@ -241,7 +242,7 @@ def summarize(run: Run, deviation: Deviation | None, window: int, warm_up: int, 
         final_loss=run.losses[steps[-1]],
         smoothed_final_loss=float(smoothed_losses(run, steps, window)[-1]),
     )
-    warm = [value for step, value in run.metrics.get(TOKENS_PER_SECOND, {}).items() if step > warm_up]
+    warm = [value for step, value in run.metrics.get(TOKENS_PER_SECOND, {}).items() if step > WARM_UP]
     if warm:
         summary.tokens_per_second = statistics.median(warm)
     # Devices without memory statistics log values that are not positive.
@@ -283,10 +284,7 @@ def format_table(summaries: dict[str, Summary], reference: str) -> str:
             return "FAIL"
         return "reference" if name == reference else "ok"
 
-    columns = {
-        "run": list(summaries),
-        "step": [str(summary.last_step) for summary in summaries.values()],
-    }
+    columns = {"run": list(summaries), "step": [str(summary.last_step) for summary in summaries.values()]}
     for header, attribute, spec in (
         ("loss", "final_loss", ".5f"),
         ("smoothed", "smoothed_final_loss", ".5f"),
@@ -343,27 +341,6 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
     figure.savefig(out, dpi=150)
 
 
-def _without_nan(value):
-    """Replace numbers that JSON cannot represent by None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def write_json(summaries: dict[str, Summary], args: argparse.Namespace, reference: str, out: Path) -> None:
-    report = {
-        "reference": reference,
-        "tolerance": args.tolerance,
-        "smooth_steps": args.smooth,
-        "passed": not any(summary.failures for summary in summaries.values()),
-        "runs": {
-            name: {key: _without_nan(value) for key, value in asdict(summary).items()}
-            for name, summary in summaries.items()
-        },
-    }
-    out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def _named_path(argument: str) -> tuple[str, Path]:
     name, separator, path = argument.partition("=")
     if not (name and separator and path):
@@ -373,78 +350,39 @@ def _named_path(argument: str) -> tuple[str, Path]:
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="compare_losses.py", description="Compare the training curves of torchtitan runs with a reference run."
+        prog="compare_losses.py", description="Compare the training curves of torchtitan runs with those of the first."
     )
-    parser.add_argument(
-        "--run",
-        dest="runs",
-        type=_named_path,
-        action="append",
-        required=True,
-        metavar="NAME=PATH",
-        help="a run and the folder with its TensorBoard or W&B files; give at least two",
-    )
-    parser.add_argument("--reference", metavar="NAME", help="the run to compare with (default: the first one)")
-    parser.add_argument(
-        "--smooth", type=int, default=20, metavar="STEPS", help="window of the running mean (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--warm-up",
-        type=int,
-        default=10,
-        metavar="STEPS",
-        help="leave the first steps out of tokens/s (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.01,
-        metavar="F",
-        help="largest relative deviation of the final smoothed loss that passes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("curves.png"), metavar="PNG", help="the figure (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="JSON", help="also write the numbers of the table to this file")
+    add = parser.add_argument
+    what = "a run and the folder with its TensorBoard or W&B files; give at least two, the reference first"
+    add("--run", dest="runs", type=_named_path, action="append", required=True, metavar="NAME=PATH", help=what)
+    add("--smooth", type=int, default=20, metavar="STEPS", help="window of the running mean (default: %(default)s)")
+    what = "largest relative deviation of the final smoothed loss that passes (default: %(default)s)"
+    add("--tolerance", type=float, default=0.01, metavar="F", help=what)
+    add("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="the figure (default: %(default)s)")
     return parser.parse_args(argv)
 
 
 def _check_args(args: argparse.Namespace) -> None:
     names = [name for name, _ in args.runs]
     if len(names) < 2:
-        raise UsageError("give at least two --run NAME=PATH, one of them the reference")
+        raise UsageError("give at least two --run NAME=PATH, the reference first")
     if len(set(names)) < len(names):
         raise UsageError(f"every --run needs a name of its own, not {', '.join(names)}")
-    if args.reference is not None and args.reference not in names:
-        raise UsageError(f"--reference {args.reference} is none of the runs {', '.join(names)}")
     if args.smooth < 1:
         raise UsageError(f"--smooth must be at least 1 step, not {args.smooth}")
     if not args.tolerance >= 0:
         raise UsageError(f"--tolerance must not be negative, not {args.tolerance}")
-    for path in filter(None, (args.out, args.json)):
-        if not path.parent.is_dir():
-            raise UsageError(f"cannot write {path}: there is no folder {path.parent}")
+    if not args.out.parent.is_dir():
+        raise UsageError(f"cannot write {args.out}: there is no folder {args.out.parent}")
     if args.out.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise UsageError(f"cannot draw {args.out}: its name must end in .png, .pdf or .svg")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
-    args = _parse_args(argv)
-    try:
-        _check_args(args)
-        reference_name = args.reference or args.runs[0][0]
-        # The reference comes first in the table, the figure and the JSON.
-        runs = [read_run(name, path) for name, path in sorted(args.runs, key=lambda run: run[0] != reference_name)]
-        reference = runs[0]
-        deviations = {run.name: compare(run, reference, args.smooth) for run in runs[1:]}
-    except UsageError as error:
-        print(f"compare_losses.py: error: {error}", file=sys.stderr)
-        return 2
-
-    summaries = {
-        run.name: summarize(run, deviations.get(run.name), args.smooth, args.warm_up, args.tolerance) for run in runs
-    }
+def report(runs: list[Run], args: argparse.Namespace) -> dict[str, Summary]:
+    """Print the table and what is wrong, and draw the figure; ``runs[0]`` is the reference."""
+    reference = runs[0]
+    deviations = {run.name: compare(run, reference, args.smooth) for run in runs[1:]}
+    summaries = {run.name: summarize(run, deviations.get(run.name), args.smooth, args.tolerance) for run in runs}
     print(format_table(summaries, reference.name))
     for name, deviation in deviations.items():
         last_steps = (summaries[name].last_step, summaries[reference.name].last_step)
@@ -456,10 +394,19 @@ def main(argv: list[str] | None = None) -> int:
     for name, summary in summaries.items():
         for failure in summary.failures:
             print(f"FAIL {name}: {failure}")
-
     plot(runs, deviations, args.smooth, args.tolerance, args.out)
-    if args.json is not None:
-        write_json(summaries, args, reference.name, args.json)
+    return summaries
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool and return its exit status."""
+    args = _parse_args(argv)
+    try:
+        _check_args(args)
+        summaries = report([read_run(name, path) for name, path in args.runs], args)
+    except UsageError as error:
+        print(f"compare_losses.py: error: {error}", file=sys.stderr)
+        return 2
     return 1 if any(summary.failures for summary in summaries.values()) else 0
 
 

@@ -94,7 +94,7 @@ train "$baseline" --fp8_flow_moe.filter_fqns layers "$@"
 train fp8_flow "$@"
 status=0
 python3 tools/compare_losses.py --run "$baseline=$OUT/$baseline" --run "fp8_flow=$OUT/fp8_flow" --tolerance 0.01 \
-    --out "$OUT/curves.png" --json "$OUT/comparison.json" 2>&1 >"$OUT/table.txt" | alive "drawing the curves" || status=$?
+    --out "$OUT/curves.png" 2>&1 >"$OUT/table.txt" | alive "drawing the curves" || status=$?
 cat "$OUT/table.txt"
 [ "$device" = cpu ] && echo "$note"
 echo "curves: $OUT/curves.png, table: $OUT/table.txt"

@@ -24,15 +24,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.convergence import drift
 from experiments.pictures import save
-from titan_fp8moe.testing import write_records
+from experiments.records import script_parser, write_records
+from experiments.tables import markdown
 
 SMOOTH = 50  # steps of the running mean
 SETTLED = 200  # first step at which deviations from scratch count: before, the loss falls by percents in a window
 MARGIN = 0.001  # of the loss: the pictures shade it and the tables say who stays within
-RECIPES = ("bf16", "balanced", "experts_only", "ffns_only", "scaling_aware", "rowwise", "naive")
-COLOURS = dict(zip(RECIPES, ("black", "C0", "C5", "C4", "C2", "C1", "C3"), strict=True))
+COLOURS = {"bf16": "black", "balanced": "C0", "experts_only": "C5", "ffns_only": "C4"}
+RECIPES = tuple(COLOURS)
 
 
 class Run:
@@ -99,31 +99,6 @@ def reference_of(run: Run, runs: list[Run]) -> Run | None:
     return next((other for other in runs if other.name == name and other is not run), None)
 
 
-def agreement(run: Run, reference: Run, step: int) -> float | None:
-    """Mean share of a token's experts that both runs chose, over layers and tokens of the fixed batch."""
-    paths = [r.folder / f"choices.{step}.npy" for r in (run, reference)]
-    if not all(path.exists() for path in paths):
-        return None
-    mine, theirs = (np.load(path) for path in paths)
-    return float((mine[..., :, None] == theirs[..., None, :]).sum((-1, -2)).mean() / mine.shape[-1])
-
-
-def agreements(work: Path, runs: list[Run]) -> dict[str, dict[str, float]]:
-    """Per run and step. Kept in a file, so that logs can be stored without the choices, which are large."""
-    path = work / "agreement.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    for run in runs:
-        reference = reference_of(run, runs)
-        if reference is None:
-            continue
-        values = {str(step): agreement(run, reference, step) for step in run.evaluations}
-        values = {step: value for step, value in values.items() if value is not None}
-        if values:
-            kept[run.name] = values
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    return kept
-
-
 def training_deviation(run: Run, reference: Run, last: int) -> tuple[np.ndarray, np.ndarray]:
     """Steps and relative deviation of the smoothed training loss, from SETTLED steps after the start on."""
     steps, mine = run.smoothed(run.loss)
@@ -143,7 +118,7 @@ def held_out_deviation(run: Run, reference: Run, step: int) -> tuple[float, floa
     return deviation, error
 
 
-def summarize(runs: list[Run], chosen: dict[str, dict[str, float]]) -> list[dict]:
+def summarize(runs: list[Run]) -> list[dict]:
     rows = []
     for run in runs:
         reference = reference_of(run, runs)
@@ -157,28 +132,15 @@ def summarize(runs: list[Run], chosen: dict[str, dict[str, float]]) -> list[dict
             "held_out_loss": evaluation["held_out_loss"],
             "training_loss": float(run.loss[until][-SMOOTH:].mean()) if until.any() else None,
             "max_violation": float(np.mean(evaluation["max_violation"])),
-            "load_entropy": float(np.mean(evaluation["load_entropy"])),
-            "score_entropy": float(np.mean(evaluation["score_entropy"])),
             "median_grad_norm": float(np.median(run.grad_norm[until])) if until.any() else None,
             "largest_grad_norm": float(run.grad_norm[run.steps >= run.settled()].max(initial=0)),
             "tokens_per_second": 1000 * run.meta["tokens_per_step"] / run.ms_per_step(),
         }
         if reference is not None:
             deviation, error = held_out_deviation(run, reference, step)
-            row |= {
-                "reference": reference.name,
-                "held_out_deviation": deviation,
-                "held_out_error": error,
-                "agreement": chosen.get(run.name, {}).get(str(step)),
-            }
-            steps, deviation = training_deviation(run, reference, step)
-            if len(steps):
-                at = int(np.abs(deviation).argmax())
-                row |= {
-                    "final_deviation": float(deviation[-1]),
-                    "largest_deviation": float(deviation[at]),
-                    "largest_deviation_step": int(steps[at]),
-                }
+            row |= {"reference": reference.name, "held_out_deviation": deviation, "held_out_error": error}
+            if len(deviation := training_deviation(run, reference, step)[1]):
+                row["final_deviation"] = float(deviation[-1])
         rows.append(row)
     return rows
 
@@ -199,6 +161,9 @@ class Effect(NamedTuple):
     mean: float
     half_width: float
     runs: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3%} ± {self.half_width:.3%}"
 
     def within_margin(self) -> str:
         if abs(self.mean) + self.half_width <= MARGIN:
@@ -252,95 +217,51 @@ def paired(runs: list[Run], losses: list[float], recipe: str) -> Effect | None:
 def format_effects(runs: list[Run]) -> str:
     """The second table, empty where nothing was repeated."""
     done, finals_by_kind = finals(runs)
-    lines = []
+    head = ["recipe", "runs", "against bf16, 95% interval", "difference shown", f"within {MARGIN:.1%}", "pairs"]
+    parts = []
     for kind, losses in finals_by_kind.items():
         deviation, freedom, by_recipe = effects([(run.recipe, run.seed) for run in done], losses)
-        if not by_recipe:
-            continue
-        lines += ["", f"Final {kind}; runs of one recipe and checkpoint: standard deviation {deviation:.3%} "
-                  f"({freedom} degrees of freedom)", "",
-                  f"| recipe | runs | against bf16, 95% interval | difference shown | within {MARGIN:.1%} | pairs |",
-                  "|---|---|---|---|---|---|"]  # fmt: skip
+        rows = []
         for recipe, effect in by_recipe.items():
-            interval = f"{effect.mean:+.3%} ± {effect.half_width:.3%}"
             shown = "yes" if abs(effect.mean) > effect.half_width else "no"
-            pairs = paired(done, losses, recipe)
-            of_pairs = f"{pairs.mean:+.3%} ± {pairs.half_width:.3%}" if pairs else ""
-            lines.append(f"| {recipe} | {effect.runs} | {interval} | {shown} | {effect.within_margin()} | {of_pairs} |")
-    return "\n".join(lines)
+            pairs = str(paired(done, losses, recipe) or "")
+            rows.append([recipe, str(effect.runs), str(effect), shown, effect.within_margin(), pairs])
+        if rows:
+            spread = f"standard deviation {deviation:.3%} ({freedom} degrees of freedom)"
+            parts += [f"\nFinal {kind}; runs of one recipe and checkpoint: {spread}\n", markdown(head, rows)]
+    return "\n".join(parts)
 
 
 def format_table(rows: list[dict]) -> str:
-    def percent(row: dict, key: str) -> str:
-        return f"{row[key]:+.3%}" if row.get(key) is not None else ""
-
-    def number(row: dict, key: str, form: str) -> str:
+    def cell(row: dict, key: str, form: str = "+.3%") -> str:
         return format(row[key], form) if row.get(key) is not None else ""
 
-    head = [
-        "variant",
-        "step",
-        "held-out loss",
-        "against bf16",
-        "training loss",
-        "final",
-        "largest (step)",
-        "same experts",
-        "max violation",
-        "load entropy",
-        "score entropy",
-        "gradient norm, median / largest",
-        "tokens/s",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    head = ["variant", "step", "held-out loss", "against bf16", "±", "training loss", "final", "max violation"]
+    head += ["gradient norm, median / largest", "tokens/s"]
+    lines = []
     for row in rows:
-        largest = percent(row, "largest_deviation")
-        error = f" ± {row['held_out_error']:.3%}" if row.get("held_out_error") is not None else ""
-        cells = [
-            row["name"],
-            str(row["step"]),
-            f"{row['held_out_loss']:.4f}",
-            percent(row, "held_out_deviation") + error,
-            number(row, "training_loss", ".4f"),
-            percent(row, "final_deviation"),
-            f"{largest} ({row['largest_deviation_step']})" if largest else "",
-            number(row, "agreement", ".1%"),
-            f"{row['max_violation']:.3f}",
-            f"{row['load_entropy']:.4f}",
-            f"{row['score_entropy']:.4f}",
-            f"{number(row, 'median_grad_norm', '.3f')} / {row['largest_grad_norm']:.2f}",
-            f"{row['tokens_per_second']:,.0f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        norms = f"{cell(row, 'median_grad_norm', '.3f')} / {row['largest_grad_norm']:.2f}"
+        against = [cell(row, "held_out_deviation"), cell(row, "held_out_error", ".3%")]
+        losses = [cell(row, "held_out_loss", ".4f"), *against, cell(row, "training_loss", ".4f")]
+        more = [cell(row, "final_deviation"), cell(row, "max_violation", ".3f"), norms]
+        lines.append([row["name"], str(row["step"]), *losses, *more, cell(row, "tokens_per_second", ",.0f")])
+    return markdown(head, lines)
 
 
-def seed_spread(runs: list[Run]) -> dict[str, float]:
-    """|seed 2 / seed 1 - 1| of the held-out loss at the last evaluation of both, per recipe that has both."""
-    evaluations = {run.name: run.evaluations for run in runs}
-    spread = {}
-    for recipe in RECIPES:
-        first, second = (evaluations.get(f"{recipe}-s{seed}", {}) for seed in (1, 2))
-        if common := set(first) & set(second):
-            step = max(common)
-            spread[recipe] = abs(second[step]["held_out_loss"] / first[step]["held_out_loss"] - 1)
-    return spread
-
-
-def draw(runs: list[Run], chosen: dict, path: Path) -> None:
-    """Six panels of runs from scratch or from checkpoints."""
+def draw(runs: list[Run], path: Path) -> None:
+    """Five panels of runs from scratch or from checkpoints, and their legend."""
     from matplotlib import pyplot as plt
 
     resumed = runs[0].change == "resume"
     figure, axes = plt.subplots(2, 3, figsize=(17, 9), constrained_layout=True)
-    first, deviation, evaluated, experts, norm, load = axes.flat
+    first, deviation, evaluated, norm, load, legend = axes.flat
     for run in runs:
         dashed = bool(run.noise)
         style = {"color": COLOURS[run.recipe], "lw": 0.8 if dashed else 1.3, "label": run.label()}
         style["ls"] = {"s1": "--" if dashed else "-", "s2": ":" if dashed else "-."}[run.seed]
         at = sorted(run.evaluations)
-        if not resumed:
-            first.plot(at[1:], [run.evaluations[step]["held_out_loss"] for step in at[1:]], **style)
+        shown = at if resumed else at[1:]
+        first.plot(shown, [run.evaluations[step]["held_out_loss"] for step in shown], **style)
         norm.plot(*run.smoothed(run.grad_norm), **style)
         load.plot(*run.smoothed(run.load), **style)
         reference = reference_of(run, runs)
@@ -350,21 +271,15 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
         deviation.plot(steps, 100 * values, **style)
         both = [step for step in at if step in reference.evaluations and (resumed or step)]
         evaluated.plot(both, [100 * held_out_deviation(run, reference, step)[0] for step in both], **style)
-        same = chosen.get(run.name, {})
-        experts.plot([int(s) for s in same], [100 * v for v in same.values()], **style)
-    experts.set_visible(bool(experts.lines))
-    spread = seed_spread(runs).get("bf16")
-    if spread:
-        evaluated.axhspan(-100 * spread, 100 * spread, color="grey", alpha=0.2, label="spread of bf16's two seeds")
     for axis in (deviation, evaluated):
         axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15, label=f"{MARGIN:.1%}")
         axis.legend(handles=list(axis.patches), fontsize=8)
     norm.set_yscale("log")
     source = "bf16 from the same checkpoint" if resumed else "bf16 of the same seed"
     titles = {
+        first: "held-out loss, nats per token",
         deviation: f"training loss, mean of {SMOOTH} steps: % from {source}",
         evaluated: f"held-out loss: % from {source}",
-        experts: f"experts chosen that {source} also chose, %",
         norm: "gradient norm before clipping",
         load: "largest load of an expert / mean - 1, mean over layers",
     }
@@ -372,39 +287,12 @@ def draw(runs: list[Run], chosen: dict, path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-    if resumed:
-        draw_effects(runs, first)
-    else:
-        first.set_yscale("log")
-        first.set_title("held-out loss, nats per token", fontsize=10)
-        first.set_xlabel("step")
-        first.grid(alpha=0.3)
+    first.set_yscale("linear" if resumed else "log")
     handles, labels = norm.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
-    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", fontsize=8, ncol=8)
+    legend.set_axis_off()
+    legend.legend(by_label.values(), by_label.keys(), loc="center", fontsize=8)
     save(figure, path, dpi=90)
-
-
-def draw_effects(runs: list[Run], axis) -> None:
-    """Every run's final held-out loss against the mean of bf16 of its checkpoint, and the recipes' intervals."""
-    done, finals_by_kind = finals(runs)
-    losses = finals_by_kind["held-out loss"]
-    cells = [(run.recipe, run.seed) for run in done]
-    recipes = [recipe for recipe in RECIPES if recipe in {run.recipe for run in done}]
-    bf16 = {seed: [v for cell, v in zip(cells, losses, strict=True) if cell == ("bf16", seed)] for _, seed in cells}
-    for (recipe, seed), loss in zip(cells, losses, strict=True):
-        if bf16[seed]:
-            marker = {"s1": "o", "s2": "s"}[seed]
-            value = 100 * (loss / np.mean(bf16[seed]) - 1)
-            axis.plot(recipes.index(recipe), value, marker, color=COLOURS[recipe], alpha=0.5, ms=5)
-    for recipe, (mean, half_width, _) in effects(cells, losses)[2].items():
-        at = recipes.index(recipe) + 0.25
-        axis.errorbar(at, 100 * mean, 100 * half_width, fmt="_", color=COLOURS[recipe], capsize=5, lw=2)
-    axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
-    axis.set_xticks(range(len(recipes)), recipes, fontsize=8)
-    axis.set_xlim(-0.5, len(recipes) - 0.5)
-    axis.set_title("final held-out loss: % from bf16's mean of the checkpoint; 95% intervals", fontsize=10)
-    axis.grid(alpha=0.3)
 
 
 def draw_stress(runs: list[Run], path: Path) -> None:
@@ -468,11 +356,7 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
         "held_out_deviation": "of the reference's held-out loss",
         "held_out_error": "standard error of held_out_deviation over the held-out windows",
         "final_deviation": "of the reference's smoothed training loss",
-        "largest_deviation": "of the reference's smoothed training loss",
-        "agreement": "share of chosen experts that the reference chose",
         "max_violation": "largest load / mean - 1, held-out text",
-        "load_entropy": "of the largest possible",
-        "score_entropy": "of the largest possible",
         "median_grad_norm": "",
         "largest_grad_norm": f"after step {SETTLED}",
         "tokens_per_second": "tokens/s; other runs may have shared the GPU",
@@ -501,9 +385,6 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
                      reference=f"standard deviation of runs of one recipe and checkpoint, {freedom} degrees of freedom",
                      reference_value=deviation, speedup=None)
             )  # fmt: skip
-    for run in drift.probed(runs):
-        common = dict(run.meta["environment"], command=command(run))
-        result += drift.records(run, common | {"shape": f"{shape(run.meta)}, steps to {max(run.evaluations)}"})
     for record in result:  # JSON has no NaN
         record |= {key: str(v) for key, v in record.items() if isinstance(v, float) and not np.isfinite(v)}
     return result
@@ -529,20 +410,15 @@ def status(runs: list[Run]) -> None:
         print(f"{run.name:24} step {at:5} loss {loss} {held_out:26} {speed:6.1f} ms/step {left:5.0f} s left  {graph}")
 
 
-def draw_curves(runs: list[Run], chosen: dict, folder: Path) -> None:
-    """A picture of the runs, without trunks, and one of what was probed in the first of them with FP8-Flow."""
+def draw_curves(runs: list[Run], folder: Path) -> None:
+    """A picture of the runs, without trunks."""
     runs = [run for run in runs if run.change != "trunk"]
     stage = runs[0].meta["stage"]
-    if stage == "stress":
-        draw_stress(runs, folder / "stress.png")
-    else:
-        draw(runs, chosen, folder / f"{stage}.png")
-    for run in drift.probed(runs)[:1]:
-        drift.draw(run, folder / f"{stage}_drift.png")
+    (draw_stress if stage == "stress" else draw)(runs, folder / f"{stage}.png")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="?", help="folder of the runs' logs")
     parser.add_argument("--out", type=Path, help="folder of results.json and the pictures")
     parser.add_argument("--status", action="store_true")
@@ -567,16 +443,11 @@ def analyse(runs: list[Run], args: argparse.Namespace) -> None:
     """Prints the tables; with ``--out`` also writes records and draws curves."""
     if not runs:
         raise SystemExit(f"{args.runs} has no run that was evaluated after its first step")
-    chosen = agreements(args.runs, runs)
-    rows = summarize(runs, chosen)
+    rows = summarize(runs)
     print(format_table(rows) + "\n" + format_effects(runs))
-    for run in drift.probed(runs)[:1]:
-        print("\n" + drift.table(run))
-    if spread := seed_spread(runs):
-        print("Seed spread of the held-out loss: " + ", ".join(f"{r} {v:.3%}" for r, v in spread.items()))
     if args.out is not None:
         write_records(args.out / "results.json", records(runs, rows))
-        draw_curves(runs, chosen, args.out)
+        draw_curves(runs, args.out)
 
 
 if __name__ == "__main__":

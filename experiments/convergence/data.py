@@ -45,17 +45,11 @@ def as_batch(windows_BS: np.ndarray) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class ShuffledWindows:
-    """Endless batches of a split in an order that ``seed`` alone decides, a new one for each epoch.
+    """Endless batches of a split in an order that ``seed`` alone decides, a new one for each epoch."""
 
-    ``batch_size`` is of all ``ranks`` together, each of which gets its part of every batch.
-    """
-
-    def __init__(
-        self, corpus: Path, split: str, seq_len: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1
-    ):
+    def __init__(self, corpus: Path, split: str, seq_len: int, batch_size: int, seed: int):
         self.windows = windows(corpus, split, seq_len)
         self.batch_size, self.seed = batch_size, seed
-        self.part = slice(rank * batch_size // ranks, (rank + 1) * batch_size // ranks)
         self.skip = 0  # batches that a resumed run has behind it
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -66,7 +60,7 @@ class ShuffledWindows:
                 epoch = index // per_epoch
                 order = np.random.default_rng([self.seed, epoch]).permutation(len(self.windows))
             start = index % per_epoch * self.batch_size
-            yield as_batch(self.windows[order[start : start + self.batch_size][self.part]])
+            yield as_batch(self.windows[order[start : start + self.batch_size]])
             index += 1
 
 

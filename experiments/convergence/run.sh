@@ -47,9 +47,7 @@ branch) # bf16 and balanced four times per checkpoint, in the order of what is n
         experts_only-s1-resume ffns_only-s1-resume experts_only-s2-resume ffns_only-s2-resume
         bf16-s1-resume2 balanced-s1-resume2 bf16-s2-resume2 balanced-s2-resume2
         bf16-s1-resume3 balanced-s1-resume3 bf16-s2-resume3 balanced-s2-resume3
-        experts_only-s1-resume1 ffns_only-s1-resume1 experts_only-s2-resume1 ffns_only-s2-resume1
-        scaling_aware-s1-resume rowwise-s1-resume naive-s1-resume
-        scaling_aware-s2-resume rowwise-s2-resume naive-s2-resume}
+        experts_only-s1-resume1 ffns_only-s1-resume1 experts_only-s2-resume1 ffns_only-s2-resume1}
     ;;
 stress)
     VARIANTS=${VARIANTS:-bf16-s1-highlr balanced-s1-highlr bf16-s1-outliers balanced-s1-outliers

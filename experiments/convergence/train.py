@@ -2,16 +2,14 @@
 
     python -m experiments.convergence.train RECIPE-sSEED[-CHANGE][-again] --work DIR [options] [torchtitan overrides]
 
-A recipe is bf16, balanced or scaling_aware (FP8-Flow by its weight gradient, all FFNs in FP8), experts_only (balanced,
-with shared experts and dense FFNs in bf16), ffns_only (the reverse), rowwise or naive. The seed decides initialization
-and data order. A change is a key of ``CHANGES``; ``resume`` takes a number N > 0 behind it. ``again`` multiplies the
-initial weights by 1 + 2**-9 N(0, 1), the size of bf16 rounding: what a run from scratch is worth.
+A recipe is bf16, balanced (FP8-Flow, all FFNs in FP8), experts_only (with shared experts and dense FFNs in bf16) or
+ffns_only (the reverse). The seed decides initialization and data order. A change is a key of ``CHANGES``; ``resume``
+takes a number N > 0 behind it. ``again`` multiplies the initial weights by 1 + 2**-9 N(0, 1), the size of bf16
+rounding: what a run from scratch is worth.
 
 Everything is written as it happens, so that a run that is cut off can be used as far as it came:
 
-    DIR/NAME/log.jsonl          settings; per step loss, gradient norm, load; per evaluation held-out loss, router and,
-                                if all FFNs are in FP8, statistics and what the transposes do
-    DIR/NAME/choices.STEP.npy   experts chosen on a fixed held-out batch, (layers, tokens, top_k) uint8, sorted
+    DIR/NAME/log.jsonl   settings; per step loss, gradient norm, load; per evaluation held-out loss and router
 
 After a few steps the step is captured as a CUDA graph: models of this size otherwise wait for the host. The graph's
 loss and gradient norm are compared with an eager step's on the same batch; if they differ, or capture fails, the run
@@ -19,13 +17,13 @@ starts again without.
 """
 
 import argparse
-import functools
 import json
 import os
 import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,25 +37,21 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.deepseek_v3 import deepseekv3_args
-from torchtitan.models.moe import MoE
+from torchtitan.models.moe import FeedForward, MoE
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
-from experiments.convergence import probe
 from experiments.convergence.data import ShuffledWindows, as_batch, windows
-from experiments.convergence.recipes import convert_experts, convert_ffns
-from titan_fp8moe.layer import statistics
+from experiments.records import script_parser
+from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.testing import environment
+from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
 
-FP8_FLOW = {  # settings of [fp8_flow_moe]
-    "balanced": {},
-    "scaling_aware": {"wgrad": "scaling_aware"},
-    "experts_only": {"filter_fqns": ["shared_experts", "feed_forward"]},
-}
-RECIPES = ("bf16", *FP8_FLOW, "ffns_only", "rowwise", "naive")
+LEFT_IN_BF16 = {"balanced": [], "experts_only": ["shared_experts", "feed_forward"]}  # fp8_flow_moe.filter_fqns
+RECIPES = ("bf16", *LEFT_IN_BF16, "ffns_only")
 
 CHANGES = {
     "": "none",
@@ -72,7 +66,6 @@ TINY = 2.0**-20
 
 LOG_EVERY = 25
 EAGER_STEPS = 8
-CHOICE_TOKENS = 4096
 
 _TINY, _QWEN3 = deepseekv3_args["tiny"], qwen3_args["30B-A3B"]
 FLAVORS = {
@@ -93,17 +86,6 @@ FLAVORS = {
     },
     "qwen3": {
         "30B-A3B_6_layers": replace(_QWEN3, n_layers=6, vocab_size=8192),
-        "tiny": replace(
-            _QWEN3,
-            moe_args=replace(_QWEN3.moe_args, num_experts=8, top_k=2),
-            vocab_size=8192,
-            dim=256,
-            n_layers=2,
-            n_heads=4,
-            n_kv_heads=2,
-            head_dim=64,
-            moe_inter_dim=128,
-        ),
     },
 }
 
@@ -120,16 +102,11 @@ class StudyTrainer(Trainer):
         self.loss_scale = TINY if self.change == "tiny" else 1.0
         super().__init__(config)
         self.args = args
-        self.folder = args.work / name
-        self.log_file = (self.folder / "log.jsonl").open("w")
+        self.log_file = (args.work / name / "log.jsonl").open("w")
         model = self.model_parts[0]
-        self.experts_run = "torch._grouped_mm, bf16"
-        if self.recipe in ("rowwise", "naive"):
-            self.experts_run = convert_experts(model, self.recipe, args.emulate)
-        elif self.recipe == "ffns_only":
-            convert_ffns(model)
-        elif self.recipe in FP8_FLOW:
-            self.experts_run = "titan_fp8moe"
+        if self.recipe == "ffns_only":
+            for ffn in (module for module in model.modules() if type(module) is FeedForward):
+                Fp8FlowFeedForward.convert(ffn, Fp8FlowMoEConfig())
         self.moes: list[MoE] = [module for module in model.modules() if isinstance(module, MoE)]
         self.state_path = args.work / f"checkpoint-s{seed}.pt"
         self._apply_change(model)
@@ -163,7 +140,7 @@ class StudyTrainer(Trainer):
                 "seed": seed,
                 "change": CHANGES[self.change],
                 "noise": self.noise,
-                "experts": self.experts_run,
+                "experts": "titan_fp8moe" if self.recipe in LEFT_IN_BF16 else "torch._grouped_mm, bf16",
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "first_step": self.step,
                 "last_step": self.last_step,
@@ -271,9 +248,11 @@ class StudyTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
-        """Held-out loss and what the routers do there; writes both and the chosen experts."""
+        """Writes the held-out loss, and the routers' largest load there over the mean of each layer, less 1."""
         self._flush()
-        routers = [RouterStatistics(moe) for moe in self.moes]
+        counts = torch.zeros(len(self.moes), *self.moes[0].tokens_per_expert.shape, device=self.device)
+        routers = zip(self.moes, counts, strict=True)
+        hooks = [moe.router.register_forward_hook(_adds_to(counts_E)) for moe, counts_E in routers]
         losses = []
         batch_size = self.tokens.shape[0]
         for start in range(0, len(self.held_out), batch_size):
@@ -284,34 +263,15 @@ class StudyTrainer(Trainer):
                 targets = labels.to(self.device).flatten()
                 per_token = F.cross_entropy(pred.flatten(0, 1).float(), targets, reduction="none")
             losses.append(per_token.double().view(labels.shape).mean(1))
+        for hook in hooks:
+            hook.remove()
         self._reset_counts()  # torchtitan's MoE counts evaluated tokens too; the optimizer step has just reset them
         per_window = torch.cat(losses)
         record = {"step": step, "held_out_loss": per_window.mean().item()}
         record["window_losses"] = [round(loss, 4) for loss in per_window.tolist()]
-        results = [router.finish() for router in routers]
-        for key in results[0][0]:
-            record[key] = [statistics[key] for statistics, _ in results]
-        choices = torch.stack([chosen for _, chosen in results])
-        np.save(self.folder / f"choices.{step}.npy", choices.cpu().numpy())
-        if self.recipe in FP8_FLOW:
-            record |= self._probe()
+        record["max_violation"] = (counts.amax(1) / counts.mean(1) - 1).tolist()
         record["seconds"] = time.monotonic() - self.start_time
         self._write(record)
-
-    @torch.enable_grad()
-    def _probe(self) -> dict:
-        """A backward of held-out text whose gradients nobody uses: the next step overwrites them."""
-        input_dict, labels = as_batch(self.held_out[: max(CHOICE_TOKENS // self.held_out.shape[1], 1)])
-        tokens = torch.tensor(labels.numel() / self.loss_scale, device=self.device)
-        with probe.looking() as layers:
-            self.forward_backward_step(
-                input_dict={"input": input_dict["input"].to(self.device)},
-                labels=labels.to(self.device),
-                global_valid_tokens=tokens,
-            )
-            counts = statistics.take(self.device)
-        self._reset_counts()
-        return {"statistics": statistics.summarize(counts), "transposes": layers[::-1]}
 
     def _flush(self) -> None:
         if not self.pending:
@@ -342,38 +302,13 @@ class StudyTrainer(Trainer):
         partial.rename(self.state_path)
 
 
-class RouterStatistics:
-    """Collects, while it is hooked to a layer's router, its load, its scores' entropy and the experts it chooses."""
+def _adds_to(counts_E: Tensor) -> Callable:
+    """A hook of a router that counts the tokens of each expert. FP8-Flow's MoE counts them in training alone."""
 
-    def __init__(self, moe: MoE):
-        self.handle = moe.router.register_forward_hook(self._collect)
-        self.score = torch.sigmoid if moe.router.score_func == "sigmoid" else functools.partial(F.softmax, dim=-1)
-        self.counts: Tensor | float = 0.0
-        self.entropy: Tensor | float = 0.0
-        self.num_tokens = 0
-        self.chosen: list[Tensor] = []
+    def hook(router: nn.Module, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        counts_E.add_(output[2])
 
-    def _collect(self, router: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        _, chosen, counts = output
-        scores = self.score(router.gate(inputs[0]).float())
-        share = scores / scores.sum(-1, keepdim=True)
-        self.entropy = self.entropy - (share * share.log()).sum()
-        self.counts = self.counts + counts.float()
-        if self.num_tokens < CHOICE_TOKENS:
-            self.chosen.append(chosen.sort(-1).values[: CHOICE_TOKENS - self.num_tokens].to(torch.uint8))
-        self.num_tokens += chosen.shape[0]
-
-    def finish(self) -> tuple[dict[str, float], Tensor]:
-        """Entropies are relative to the largest possible: 1 is an even load, or a token without preference."""
-        self.handle.remove()
-        load = self.counts / self.counts.sum()
-        largest = np.log(load.numel())
-        statistics = {
-            "max_violation": (load.max() * load.numel() - 1).item(),
-            "load_entropy": -torch.xlogy(load, load).sum().item() / largest,
-            "score_entropy": self.entropy.item() / self.num_tokens / largest,
-        }
-        return statistics, torch.cat(self.chosen)
+    return hook
 
 
 def parse_name(name: str) -> tuple[str, int, str, int]:
@@ -392,9 +327,8 @@ def make_config(name: str, args: argparse.Namespace, overrides: list[str]) -> Jo
     config = ConfigManager().parse_args([f"--job.config_file={Path(__file__).with_name('config.toml')}", *overrides])
     config.debug.seed = seed
     config.job.dump_folder = str(args.work / name)
-    if recipe in FP8_FLOW:
-        for setting, value in FP8_FLOW[recipe].items():
-            setattr(config.fp8_flow_moe, setting, value)
+    if recipe in LEFT_IN_BF16:
+        config.fp8_flow_moe.filter_fqns = LEFT_IN_BF16[recipe]
     else:
         config.model.converters = []
     if change == "highlr":
@@ -420,7 +354,7 @@ def register_models(args: argparse.Namespace, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("name", help="RECIPE-sSEED[-CHANGE][-again]")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--corpus", type=Path, required=True, help="corpus with train.npy and validation.npy")
@@ -428,7 +362,6 @@ def main() -> None:
     parser.add_argument("--eval-windows", type=int, default=2048, help="of the held-out text (default: %(default)s)")
     parser.add_argument("--stop-after", type=int, default=10**9, help="steps to run of the schedule")
     parser.add_argument("--no-graph", action="store_true", help="do not capture the step")
-    parser.add_argument("--emulate", action="store_true", help="rowwise without torchao's kernels")
     args, overrides = parser.parse_known_args()
     (args.work / args.name).mkdir(parents=True, exist_ok=True)
 
@@ -440,23 +373,19 @@ def main() -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     os.environ.setdefault("LOCAL_RANK", "0")
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    again = None
     try:
         trainer = StudyTrainer(config, args.name, args)
         trainer.train()
         trainer.close()
-    except Exception as error:
+    except GraphError:
         traceback.print_exc()
-        if isinstance(error, GraphError):
-            again = "--no-graph"
-        elif "rowwise" in args.name and torch.cuda.is_available() and not args.emulate:
-            again = "--emulate"
-        else:
-            sys.stdout.flush()
-            os._exit(1)  # without waiting for collectives that a failed process will not join
-    if again is not None:
-        logger.warning(f"starting again with {again}")
-        os.execv(sys.executable, [sys.executable, "-m", "experiments.convergence.train", *sys.argv[1:], again])
+        logger.warning("starting again with --no-graph")
+        command = [sys.executable, "-m", "experiments.convergence.train", *sys.argv[1:], "--no-graph"]
+        os.execv(sys.executable, command)
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # without waiting for collectives that a failed process will not join
     dist.destroy_process_group()
 
 

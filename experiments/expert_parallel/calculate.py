@@ -10,6 +10,7 @@ port for each GPU, less 10%.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from experiments.tables import markdown
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
 from titan_fp8moe.recipe import row_capacity
 
@@ -53,11 +54,6 @@ def exchange_us(model: Model, ranks: int, path: str) -> tuple[float, float]:
         dispatch = 2 * D / COPY + max(on_the_wire(C * row, ranks, PEER_READ), (2 * C + R) * D / COPY)
         combine = max(on_the_wire(2 * C * D, ranks, PEER_READ), (R + C) * 2 * D / COPY) + (C + 1) * 2 * D / COPY
     return dispatch * 1e9, combine * 1e9
-
-
-def table(header: list[str], rows: Iterator[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def times() -> Iterator[list[str]]:
@@ -113,13 +109,13 @@ def beside_the_paper() -> Iterator[list[str]]:
 
 def main() -> None:
     print("Microseconds per 1,000 tokens of a rank, dispatch + permute and sum + combine:\n")
-    print(table(["model", "EP", "all-to-all", "symmetric", "speedup"], times()))
+    print(markdown(["model", "EP", "all-to-all", "symmetric", "speedup"], list(times())) + "\n")
     print("GiB of a rank: workspace, once; saved by each layer, all-to-all and symmetric by dispatch_capacity:\n")
     header = ["model", "EP", "tokens", "workspace", "saved, all-to-all", "1.2", "1.5", "2.0"]
-    print(table(header, memory()))
+    print(markdown(header, list(memory())) + "\n")
     print("671B on 256 GPUs, if the paper's exchange took what this model says; microseconds of a GPU per token:\n")
     header = ["EP", "paper, tokens/s/GPU", "a token", "of it all-to-all", "symmetric", "tokens/s/GPU"]
-    print(table(header, beside_the_paper()))
+    print(markdown(header, list(beside_the_paper())) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ take less than two minutes. Several GPUs: a process on each (``processes``) also
 path in FP8 and to bf16 rows as torchtitan moves them, in less than nine minutes. Every part has a time limit.
 """
 
-import argparse
+import functools
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -22,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.provenance import add_trial, require_commit
+from experiments.records import add_trial, require_commit, require_gpu, script_parser, write_records
+from experiments.timing import graphed, in_turn, medians
 from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts
 from titan_fp8moe.dispatch.symmetric import kernels, workspace
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
 from titan_fp8moe.kernels import permute
 from titan_fp8moe.recipe import FP8
-from titan_fp8moe.testing import graphed, require_gpu, write_records
 
 LIMITS = {"local": 50, "processes": 60}  # seconds on one GPU
 LIMITS_SEVERAL = {"local": 50, "processes": 480}
@@ -252,13 +251,10 @@ def slowest_ms(run: Callable[[], object], repeats: int = 10) -> float:
     return max(times)
 
 
-def in_turn(runs: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median of :func:`slowest_ms`, in an order drawn anew for each round, the same on all ranks."""
-    draw, times = random.Random(0), {name: [] for name in runs}
-    for _ in range(rounds):
-        for name in draw.sample(list(runs), len(runs)):
-            times[name].append(slowest_ms(runs[name]))
-    return {name: statistics.median(ms) for name, ms in times.items()}
+def phases_in_turn(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median of :func:`slowest_ms`, in an order that is the same on all ranks."""
+    timers = {name: functools.partial(slowest_ms, run) for name, run in runs.items()}
+    return medians(in_turn(timers, 3, random.Random(0)))
 
 
 class Bf16Rows:
@@ -375,7 +371,7 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
             runs = {f"{phase} symmetric": phases[phase] for phase in ("dispatch", "combine")}
             for name, functions in others.items():
                 runs |= {f"{phase} {name}": function for phase, function in functions.items()}
-            ms = in_turn(runs)
+            ms = phases_in_turn(runs)
             where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
             remote = dict(remote_tokens=phases["remote"]())
             for phase in ("dispatch", "combine"):
@@ -388,7 +384,7 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
             torch.cuda.empty_cache()
     for shape in SHAPES:
         if shape.name == "16B":
-            ms = in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
+            ms = phases_in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
             where = f"{shape}, {dist.get_world_size()} GPUs"
             yield record("ep_routed_experts dispatch=symmetric", where, ms["symmetric"], "all_to_all", ms["all_to_all"])
 
@@ -410,8 +406,7 @@ def processes(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="records are added to this file")
+    parser = script_parser(__doc__, out="add the records to this JSON file")
     parser.add_argument("--part", choices=[*LIMITS], help="one part only, in this process")
     add_trial(parser)
     args = parser.parse_args()

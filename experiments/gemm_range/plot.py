@@ -3,14 +3,12 @@
 python -m experiments.gemm_range.plot experiments/gemm_range/results.json
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from experiments.pictures import save
-from titan_fp8moe.testing import AFTER_IDLING, BACK_TO_BACK
+from experiments.pictures import draw_records, save
+from experiments.timing import AFTER_IDLING, BACK_TO_BACK
 
 GEMMS = {"ours": "o", "torchao rowwise": "s", "bf16": "^", "cublas dense fp8": "_"}
 
@@ -57,12 +55,5 @@ def plot(records: list[dict], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON file of records")
-    path = parser.parse_args().results
-    plot(json.loads(path.read_text()), path.with_name("range.png"))
-
-
 if __name__ == "__main__":
-    main()
+    draw_records(__doc__, plot, "range.png")

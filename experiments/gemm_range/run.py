@@ -12,33 +12,23 @@ is the time of a launch. Each result is checked against float64 products of the 
 up to 1024 rows of each, over memory filled with NaN. Records are written after each GEMM.
 """
 
-import argparse
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from experiments.kernels.gemm import BF16, REFERENCES, cells, forward_gemm, speed_records, wgrad_gemm
+from experiments.records import begin, script_parser, within, write_records
+from experiments.timing import AFTER_IDLING, graphed, group_ends, host_ms, median_ms
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.testing import (
-    AFTER_IDLING,
-    environment,
-    graphed,
-    group_ends,
-    host_ms,
-    median_ms,
-    require_gpu,
-    write_records,
-)
 
 GROUPED = ("bf16", "torchao rowwise")
+NAMES = ("ours", *REFERENCES)
 SHAPES = [(4096, 7168), (7168, 4096), (2816, 2048), (2048, 1408)]  # N, K
 WGRADS = [(4096, 7168), (2048, 1408)]
 BALANCED = [  # M rows, E groups
@@ -140,27 +130,16 @@ def cases() -> Iterator[tuple[Callable, int, int, int, int, bool]]:
                     yield make, M, E, N, K, skewed
 
 
-def benchmark(failed: list[str]) -> Iterator[list[dict]]:
-    """The records of one case after another; ``failed`` gets the shapes of those that raised."""
-    names = ("ours", *REFERENCES)
-    print(f"{'TFLOP/s, back to back / after idling':39}" + "".join(f"{name.split()[-1]:>13}" for name in names), end="")
-    print("   host µs: ours, bf16, rowwise; error and worst block, bf16 (and fp32)")
-    for make, M, E, N, K, skewed in cases():
-        name = "grouped_mm_wgrad range" if make is wgrad_gemm else "grouped_mm range"
-        shape = f"M {M}, E {E}, N {N}, K {K}{', skewed' if skewed else ''}"
-        try:
-            times, more = measure_case(make, M, N, K, group_ends(M, E, skewed))
-        except Exception as error:  # the other cases can still be measured
-            failed.append(f"{name}: {shape}")
-            print(f"{failed[-1]}: {str(error)[:150]}", flush=True)
-            continue
-        finally:
-            torch.cuda.empty_cache()
-        label = f"{'wgrad' if make is wgrad_gemm else 'm'} {M} E{E} {N}x{K}{' skewed' if skewed else ''}"
-        host = "".join(f"{more['host_us'].get(name, float('nan')):6.0f}" for name in names[:3])
-        errors = "  ".join(f"{e:.1e} {worst:.1e}" for e, worst in zip(more["error"], more["worst_block"], strict=True))
-        print(f"{label:39}{cells(names, 2 * M * N * K, times, 13)}{host}  {errors}", flush=True)
-        yield range_records(name, shape, 2 * M * N * K, times, more)
+def measure(make: Callable, M: int, E: int, N: int, K: int, skewed: bool) -> list[dict]:
+    """The records of one case."""
+    times, more = measure_case(make, M, N, K, group_ends(M, E, skewed))
+    label = f"{'wgrad' if make is wgrad_gemm else 'm'} {M} E{E} {N}x{K}{' skewed' if skewed else ''}"
+    host = "".join(f"{more['host_us'].get(name, float('nan')):6.0f}" for name in NAMES[:3])
+    errors = "  ".join(f"{e:.1e} {worst:.1e}" for e, worst in zip(more["error"], more["worst_block"], strict=True))
+    print(f"{label:39}{cells(NAMES, 2 * M * N * K, times, 13)}{host}  {errors}", flush=True)
+    name = "grouped_mm_wgrad range" if make is wgrad_gemm else "grouped_mm range"
+    shape = f"M {M}, E {E}, N {N}, K {K}{', skewed' if skewed else ''}"
+    return range_records(name, shape, 2 * M * N * K, times, more)
 
 
 def range_records(name: str, shape: str, flop: int, times: dict[str, dict[str, float]], more: dict) -> list[dict]:
@@ -211,21 +190,20 @@ def print_verdict(records: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
-    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further GEMM is begun")
-    args = parser.parse_args()
-    require_gpu()
-    setting = environment()
-    print(setting["hardware"], setting["versions"])
-    torch.manual_seed(0)
-    records, failed, deadline = [], [], time.monotonic() + args.budget
-    for new in benchmark(failed):
+    args = script_parser(__doc__, out="folder of results.json", budget="GEMM").parse_args()
+    begin()
+    print(f"{'TFLOP/s, back to back / after idling':39}" + "".join(f"{name.split()[-1]:>13}" for name in NAMES), end="")
+    print("   host µs: ours, bf16, rowwise; error and worst block, bf16 (and fp32)")
+    records, failed = [], []
+    for make, *sizes in within(args.budget, cases()):
+        try:
+            new = measure(make, *sizes)
+        except Exception as error:  # the other cases can still be measured
+            failed.append(f"{make.__name__} of M, E, N, K, skewed {sizes}")
+            print(f"{failed[-1]}: {str(error)[:150]}", flush=True)
+            continue
         records += new
         write_records(args.out / "results.json", new)
-        if time.monotonic() > deadline:
-            print("out of time")
-            break
     print_verdict(records)
     if failed:
         sys.exit(f"error: {len(failed)} cases failed: {'; '.join(failed)}")

@@ -9,12 +9,10 @@ copy that moves as many bytes as the kernel shows what a kernel of that size can
 their own layouts and precisions; their figure is the same bytes over their time.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 import triton
@@ -23,13 +21,13 @@ from torchao.prototype.blockwise_fp8_training import kernels as torchao
 from torchtitan.models.moe import utils as torchtitan
 from torchtitan.models.moe.kernels import generate_permute_indices
 
-from titan_fp8moe import recipe, testing
+from experiments.records import begin, script_parser, write_records
+from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.kernels import routing as routing_kernels
 from titan_fp8moe.ops import pack_combine, pack_dispatch, unpack_dispatch
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.testing import write_records
 
 BF16 = torch.bfloat16
 SWIGLU = ExpertSpec()
@@ -88,7 +86,6 @@ def quantize_case(layer: Layer) -> Case:
     q, scale = quantize.quantize_rows(x)
     flag = torch.zeros(16, dtype=torch.uint8, device="cuda")
     references = {
-        "without a NaN flag": lambda: quantize.quantize_rows(x),
         "torchao": lambda: torchao.triton_fp8_blockwise_act_quant_lhs(x),
         "compiled PyTorch": compiled(recipe.quantize_rows, x),
     }
@@ -175,7 +172,7 @@ def expert_rows(routing: Routing, width: int) -> tuple[Tensor, Tensor]:
 
 
 def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]]:
-    """Of x in expert order, and of x in the order of dispatched tokens with the former as reference."""
+    """Cases with x in expert order, and with x in the order of dispatched tokens."""
     x, dy = expert_rows(routing, layer.D), expert_rows(routing, 2 * layer.H)
     tokens, offsets_E = dispatched(layer, routing)[0], routing.offsets_E
     scales = (layer.D + 2 * layer.H) // TILE * routing.rows // TILE
@@ -184,18 +181,9 @@ def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]
     for mode in ("balanced", "scaling_aware"):
         in_order = partial(transpose.transpose_pair, *x, *dy, offsets_E, mode)
         references = {"compiled PyTorch": compiled(recipe.transpose_pair, *x, *dy, mode)}
-        if mode == "scaling_aware":
-            references["a launch for each operand"] = partial(transpose_each, x, dy, offsets_E)
         yield "", Case(f"transpose_{mode}", live(routing, *x, *dy) + written, in_order, references)
         by_token = partial(transpose.transpose_pair, *tokens, *dy, offsets_E, mode, routing.token_M)
-        yield ", x by token", Case(f"transpose_{mode}", gathered, by_token, {"in expert order": in_order})
-
-
-def transpose_each(x: tuple[Tensor, Tensor], dy: tuple[Tensor, Tensor], offsets_E: Tensor) -> None:
-    """The pair in two calls: next to each operand stands one without columns."""
-    none = [t[:, :0].contiguous() for t in x]
-    transpose.transpose_pair(*x, *none, offsets_E, "scaling_aware")
-    transpose.transpose_pair(*none, *dy, offsets_E, "scaling_aware")
+        yield ", x by token", Case(f"transpose_{mode}", gathered, by_token)
 
 
 def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
@@ -270,7 +258,7 @@ def dispatch_cases(layer: Layer) -> Iterator[Case]:
     q, scale = quantize.quantize_rows(x)
     pack = partial(pack_dispatch, q, scale, token_C, sent_TK, ids, scores, layer.E)
     moved = size(q, scale, token_C, sent_TK, ids, scores, pack())
-    yield Case("pack_dispatch", moved, pack, {"bf16 rows in PyTorch": lambda: x[token_C]})
+    yield Case("pack_dispatch", moved, pack)
 
 
 def permute_case(layer: Layer, routing: Routing) -> Case:
@@ -366,42 +354,38 @@ def device_copy(moved: int = 1 << 31) -> float:
     return gb_per_s(2 * size(source), lambda: target.copy_(source))
 
 
+def records(layer: Layer, routing: str, case: Case, speeds: dict[str, float]) -> list[dict]:
+    """A record for each reference; ``speeds`` are GB/s of the bytes that the case moves, ours first."""
+    value = speeds["ours"]
+    shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
+    shape += f"ranks {layer.ranks}{routing and ', '}{routing}"
+    fields = {"layer": layer.name, "rows": layer.R, "E": layer.E, "routing": routing}
+    fields |= {"microseconds": round(case.bytes / value * 1e-3, 1)}
+    return [
+        dict(name=case.name, shape=shape, value=round(value, 1), unit="GB/s", **fields, reference=reference,
+             reference_value=round(speed, 1), speedup=round(value / speed, 3))
+        for reference, speed in speeds.items() if reference != "ours"
+    ]  # fmt: skip
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="measure only kernels whose name contains this")
-    parser.add_argument("--no-peers", action="store_true", help="time only this package's kernels")
-    parser.add_argument("--out", type=Path, help="add the records to this JSON file")
-    args = parser.parse_args()
-    testing.require_gpu()
-    torch.manual_seed(0)
+    args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
+    begin()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # or a peer goes on in eager
     copy = device_copy()
-    print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s; peers as speedup over them")
-    print(f"{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
+    print(f"copy {copy:.0f} GB/s; peers as speedup over them\n{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
     for layer in LAYERS:
         torch.compiler.reset()
-        for distribution, case in cases(layer):
-            if args.only not in case.name:
-                continue
+        for routing, case in cases(layer):
             value = gb_per_s(case.bytes, case.run)
-            speeds = {"copy": copy, "copy of as many bytes": device_copy(case.bytes)}
-            if not args.no_peers and not distribution.startswith("skewed"):
+            speeds = {"ours": value, "copy": copy, "copy of as many bytes": device_copy(case.bytes)}
+            if not routing.startswith("skewed"):
                 speeds |= {name: gb_per_s(case.bytes, run) for name, run in case.references.items()}
-            title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {distribution}"
+            title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {routing}"
             row = f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}"
-            print(
-                row + "".join(f"  {name} {value / v:.2f}" for name, v in speeds.items() if name != "copy"), flush=True
-            )
-            shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
-            shape += f"ranks {layer.ranks}{distribution and ', '}{distribution}"
-            fields = {"layer": layer.name, "rows": layer.R, "E": layer.E, "routing": distribution}
-            records = []
-            for name, speed in speeds.items():
-                record = {"name": case.name, "shape": shape, "value": round(value, 1), "unit": "GB/s"} | fields
-                record |= {"microseconds": round(case.bytes / value * 1e-3, 1), "reference": name}
-                records.append(record | {"reference_value": round(speed, 1), "speedup": round(value / speed, 3)})
-            if args.out:  # after each case, so that an interrupted run keeps its results
-                write_records(args.out, records)
+            peers = [f"  {name} {value / speed:.2f}" for name, speed in [*speeds.items()][2:]]
+            print(row + "".join(peers), flush=True)
+            write_records(args.out, records(layer, routing, case, speeds))
 
 
 if __name__ == "__main__":

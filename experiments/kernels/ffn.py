@@ -11,30 +11,28 @@ and the weight gradients by autograd:
 * ``bf16``: two ``torch._grouped_mm`` and SwiGLU.
 * ``torchao rowwise``: the same with torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``, casts included.
 
-Milliseconds back to back and after idling, see :func:`titan_fp8moe.testing.median_ms`. Records are written after each
+Milliseconds back to back and after idling, see :func:`experiments.timing.median_ms`. Records are written after each
 layer.
 """
 
-import argparse
-import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
 from experiments.kernels.gemm import LAYERS
-from titan_fp8moe import ops, recipe, testing
+from experiments.records import begin, script_parser, write_records
+from experiments.timing import group_ends, launched, median_ms, ms_records, show
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.ffn import FFN
 from titan_fp8moe.layer.weights import ExpertWeights, backward_operands, forward_operands
 from titan_fp8moe.rows import Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
-from titan_fp8moe.testing import BACK_TO_BACK, environment, group_ends, launched, median_ms, write_records
 
 BF16 = torch.bfloat16
+REFERENCES = ("bf16, compiled", "torchao rowwise, compiled")
 
 
 def rows(x: Tensor) -> Rows:
@@ -99,60 +97,33 @@ def compiled(ffn: Callable) -> Callable:
     return torch.compile(ffn, dynamic=False)
 
 
-def cast_both(x: Tensor, dy: Tensor) -> tuple:
-    return ops.quantize_rows(x), ops.quantize_rows(dy)
+def candidates(M: int, E: int, D: int, H: int) -> dict[str, Callable]:
+    """The timed functions by name."""
+    x, dy = (torch.randn(M, D, device="cuda", dtype=BF16) for _ in range(2))
+    shapes = (E, H, D), (E, D, H), (E, H, D)
+    weights = ExpertWeights(*(torch.randn(shape, device="cuda", dtype=BF16) * 0.02 for shape in shapes))
+    inputs = x, dy, weights, group_ends(M, E)
+    fused = x, dy, [torch.cat((weights.w1, weights.w3), 1), weights.w2], inputs[3]
+    return {
+        "ours": ours(*inputs, WeightCache()),
+        "ours, weights quantized": ours(*inputs),
+        "two row casts": lambda: (ops.quantize_rows(x), ops.quantize_rows(dy)),
+        REFERENCES[0]: by_autograd(compiled(fused_ffn(bf16)), *fused),
+        REFERENCES[1]: by_autograd(compiled(fused_ffn(torchao)), *fused),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, out="add the records to this JSON file")
     parser.add_argument("--layers", type=int, nargs="+", default=range(len(LAYERS)), help="which of LAYERS")
-    parser.add_argument("--out", type=Path, help="add the records to this JSON file")
-    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further layer is begun")
     args = parser.parse_args()
-    testing.require_gpu()
-    setting = environment()
-    print(setting["hardware"], setting["versions"])
-    torch.manual_seed(0)
-    deadline = time.monotonic() + args.budget
+    begin()
     for layer, M, E, D, H in (LAYERS[i] for i in args.layers):
-        if time.monotonic() > deadline:
-            print("out of time")
-            break
-        records = []
-        x, dy = (torch.randn(M, D, device="cuda", dtype=BF16) for _ in range(2))
-        shapes = (E, H, D), (E, D, H), (E, H, D)
-        weights = ExpertWeights(*(torch.randn(shape, device="cuda", dtype=BF16) * 0.02 for shape in shapes))
-        inputs = x, dy, weights, group_ends(M, E)
-        fused = x, dy, [torch.cat((weights.w1, weights.w3), 1), weights.w2], inputs[3]
-        candidates = {
-            "ours": ours(*inputs, WeightCache()),
-            "ours, weights quantized": ours(*inputs),
-            "two row casts": partial(cast_both, x, dy),
-            "bf16, compiled": by_autograd(compiled(fused_ffn(bf16)), *fused),
-            "torchao rowwise, compiled": by_autograd(compiled(fused_ffn(torchao)), *fused),
-        }
-        times = median_ms(candidates, 5, launched(100))
-        print(f"\n{layer}: M {M}, E {E}, D {D}, H {H}; ms back to back, after idling")
-        for name in times[BACK_TO_BACK]:
-            print(f"  {name:28}" + "".join(f"{ms[name]:8.2f}" for ms in times.values()), flush=True)
-        for state, ms in times.items():
-            for reference in [name for name in ms if name.startswith(("bf16", "torchao"))]:
-                records.append(
-                    {
-                        "name": "expert_ffn",
-                        "shape": f"{layer}, M {M}, E {E}, D {D}, H {H}, {state}",
-                        "value": round(ms["ours"], 3),
-                        "unit": "ms",
-                        "with_weight_quantization": round(ms["ours, weights quantized"], 3),
-                        "row_casts": round(ms["two row casts"], 3),
-                        "reference": reference,
-                        "reference_value": round(ms[reference], 3),
-                        "speedup": round(ms[reference] / ms["ours"], 3),
-                    }
-                )
-        if args.out:
-            write_records(args.out, records)
-        del candidates, fused
+        shape = f"{layer}, M {M}, E {E}, D {D}, H {H}"
+        times = median_ms(candidates(M, E, D, H), 5, launched(100))
+        show(shape, times)
+        fields = dict(with_weight_quantization="ours, weights quantized", row_casts="two row casts")
+        write_records(args.out, ms_records("expert_ffn", shape, times, "ours", REFERENCES, **fields))
         torch.cuda.empty_cache()
 
 

@@ -1,6 +1,6 @@
 """Speed of the grouped GEMMs of DeepSeek-V3's layers, next to PyTorch's, on one Hopper GPU.
 
-    python -m experiments.kernels.gemm [--quick] [--deepgemm DIR] --out experiments/kernels/results.json
+    python -m experiments.kernels.gemm [--deepgemm DIR] --out experiments/kernels/results.json
 
 A figure is TFLOP/s of the median time, back to back (where power limits the clocks), after idling, and after idling
 while another kernel occupies 16 SMs, as communication does. PyTorch's GEMMs then also run with PyTorch's SM carveout of
@@ -17,8 +17,6 @@ the average number of rows. :mod:`experiments.gemm_range` measures other numbers
 Records are written after each GEMM.
 """
 
-import argparse
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +25,10 @@ import torch
 from torch import Tensor
 
 from experiments.kernels import deepgemm
-from titan_fp8moe import ops, recipe, testing
+from experiments.records import begin, script_parser, within, write_records
+from experiments.timing import BUSY_SMS, WITH_BUSY_SMS, group_ends, launched, median_ms
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
-from titan_fp8moe.testing import BUSY_SMS, WITH_BUSY_SMS, environment, group_ends, launched, median_ms, write_records
 
 BF16 = torch.bfloat16
 LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden dim
@@ -40,6 +39,8 @@ LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden
 ]
 CARVED_OUT, CARVEOUT = ("bf16", "torchao rowwise", "cublas dense fp8"), ", carveout"
 REFERENCES = (*CARVED_OUT, "deepgemm")
+FP32, ADDED = "ours, fp32 out", "ours, added to fp32"
+COLUMNS = ("ours", FP32, ADDED, *REFERENCES)
 
 
 @dataclass
@@ -76,7 +77,7 @@ def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
     ones_EN, ones_EK, one = (torch.ones(shape, device="cuda") for shape in ((E * N,), (E * K,), ()))
     candidates = {
         "ours": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, BF16),
-        "ours, fp32 out": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, torch.float32),
+        FP32: lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, torch.float32),
         "bf16": lambda: torch._grouped_mm(dy.t(), x, offs=offsets_E, out_dtype=BF16),
         "torchao rowwise": lambda: torch._scaled_grouped_mm(
             a, b.t(), ones_EN, ones_EK, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
@@ -150,7 +151,7 @@ def speed_records(
         }
         for state, speed in tflops.items()
         for reference in references
-        if reference in speed
+        if {ours, reference} <= speed.keys()
     ]
 
 
@@ -165,58 +166,47 @@ def add_deepgemm(gemm: Gemm, make: Callable, offsets_E: Tensor) -> None:
     rival = deepgemm.wgrad if make is wgrad_gemm else deepgemm.forward
     gemm.candidates["deepgemm"] = rival(gemm.operands, offsets_E, ours)
     if make is wgrad_gemm:
-        fp32 = gemm.candidates["ours, fp32 out"]
+        fp32 = gemm.candidates[FP32]
         total = torch.zeros_like(fp32())
-        gemm.candidates["ours, added to fp32"] = lambda: total.add_(fp32())
+        gemm.candidates[ADDED] = lambda: total.add_(fp32())
 
 
-def benchmark_layers(layers: list[int], quick: bool, with_deepgemm: bool) -> Iterator[list[dict]]:
-    """The records of one GEMM after another."""
-    rounds, rep_ms = (1, 30) if quick else (5, 60)
-    names = ("ours", "ours, fp32 out", "ours, added to fp32", *REFERENCES)
-    print(f"{'TFLOP/s, back to back / idle / busy':34}{'N':>6}{'K':>6}" + "".join(f"{name:>20}" for name in names))
+def measure(case: tuple, with_deepgemm: bool) -> list[dict]:
+    """The records of one of :func:`cases`."""
+    layer, M, E, title, make, N, K = case
+    offsets_E = group_ends(M, E)
+    gemm = make(M, N, K, offsets_E)
+    if with_deepgemm and not title.startswith("dgrad"):
+        add_deepgemm(gemm, make, offsets_E)
+    add_carveouts(gemm.candidates)
+    times = fastest(median_ms(gemm.candidates, 5, launched(60), rounds_with_busy_sms=5))
+    flop, shape = 2 * M * N * K, f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}"
+    print(f"{layer + ', ' + title:34}{N:6}{K:6}" + cells(COLUMNS, flop, times, 20), flush=True)
+    if make is forward_gemm:
+        return speed_records("grouped_mm", shape, flop, times)
+    found = speed_records("grouped_mm_wgrad", shape, flop, times, references=CARVED_OUT)
+    found += speed_records("grouped_mm_wgrad_fp32", shape, flop, times, FP32, CARVED_OUT)
+    return found + speed_records("grouped_mm_wgrad_added", shape, flop, times, ADDED, ("deepgemm",))
+
+
+def cases(layers: list[int]) -> Iterator[tuple]:
+    """Layer, M, E, title, GEMM, N and K of each GEMM."""
     for layer, M, E, D, H in (LAYERS[i] for i in layers):
-        offsets_E = group_ends(M, E)
         for title, make, N, K in gemms(D, H):
-            gemm = make(M, N, K, offsets_E)
-            if with_deepgemm and not title.startswith("dgrad"):
-                add_deepgemm(gemm, make, offsets_E)
-            add_carveouts(gemm.candidates)
-            times = fastest(median_ms(gemm.candidates, rounds, launched(rep_ms), rounds_with_busy_sms=rounds))
-            flop = 2 * M * N * K
-            print(f"{layer + ', ' + title:34}{N:6}{K:6}" + cells(names, flop, times, 20), flush=True)
-            shape = f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}"
-            if make is wgrad_gemm:
-                yield speed_records("grouped_mm_wgrad", shape, flop, times, references=CARVED_OUT)
-                yield speed_records("grouped_mm_wgrad_fp32", shape, flop, times, "ours, fp32 out", CARVED_OUT)
-                if with_deepgemm:
-                    added = "ours, added to fp32"
-                    yield speed_records("grouped_mm_wgrad_added", shape, flop, times, added, ("deepgemm",))
-            else:
-                yield speed_records("grouped_mm", shape, flop, times)
+            yield layer, M, E, title, make, N, K
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round instead of five")
-    parser.add_argument("--out", type=Path, help="add the records to this JSON file")
+    parser = script_parser(__doc__, out="add the records to this JSON file", budget="GEMM")
     parser.add_argument("--layers", type=int, nargs="+", default=[*range(len(LAYERS))], help="of LAYERS, by number")
     parser.add_argument("--deepgemm", type=Path, metavar="DIR", help="folder of DeepGEMM's compiled kernels")
-    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further GEMM is begun")
     args = parser.parse_args()
-    testing.require_gpu()
-    setting = environment()
-    print(setting["hardware"], setting["versions"])
+    begin()
     if args.deepgemm:
         print("DeepGEMM", deepgemm.load(args.deepgemm))
-    torch.manual_seed(0)
-    deadline = time.monotonic() + args.budget
-    for records in benchmark_layers(args.layers, args.quick, args.deepgemm is not None):
-        if args.out:
-            write_records(args.out, records)
-        if time.monotonic() > deadline:
-            print("out of time")
-            break
+    print(f"{'TFLOP/s, back to back / idle / busy':34}{'N':>6}{'K':>6}" + "".join(f"{name:>20}" for name in COLUMNS))
+    for case in within(args.budget, cases(args.layers)):
+        write_records(args.out, measure(case, args.deepgemm is not None))
 
 
 if __name__ == "__main__":

@@ -11,27 +11,19 @@ One product x (M, K), w (E, K, N), forward and backward, from bf16 to bf16: cast
 A layer's whole flow, ``routed_experts``, comes next to an FFN of three such products and SwiGLU, whose rows are in
 expert order already.
 
-Milliseconds back to back and after idling, see :func:`titan_fp8moe.testing.median_ms`.
+Milliseconds back to back and after idling, see :func:`experiments.timing.median_ms`.
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from experiments.kernels.ffn import bf16, by_autograd, compiled, torchao
-from titan_fp8moe import grouped_mm, routed_experts, testing
-from titan_fp8moe.testing import (
-    BACK_TO_BACK,
-    environment,
-    group_ends,
-    launched,
-    median_ms,
-    relative_error,
-    write_records,
-)
+from experiments.records import begin, script_parser, write_records
+from experiments.timing import BACK_TO_BACK, group_ends, launched, median_ms, ms_records, show
+from titan_fp8moe import grouped_mm, routed_experts
+from titan_fp8moe.testing import relative_error
 
 BF16 = torch.bfloat16
 SHAPES = [  # name, M rows, E experts, D model dim, H expert hidden dim, top-k
@@ -86,39 +78,15 @@ def layer(M: int, E: int, D: int, H: int, top_k: int) -> dict[str, Callable]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="add the records to this JSON file")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    testing.require_gpu()
-    setting = environment()
-    print(setting["hardware"], setting["versions"])
-    torch.manual_seed(0)
+    args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
+    begin()
     for name, M, E, D, H, top_k in SHAPES:
         shape = f"{name}, M {M}, E {E}, D {D}, H {H}"
-        print(f"\n{shape}; ms back to back, after idling")
-        for kind, make in (("product", lambda: product(M, E, D, H)), ("layer", lambda: layer(M, E, D, H, top_k))):  # noqa: B023
-            times = median_ms(make(), args.rounds, launched(100), rounds_after_idling=3)
-            for candidate in times[BACK_TO_BACK]:
-                print(
-                    f"  {kind}, {candidate:28}" + "".join(f"{ms[candidate]:8.2f}" for ms in times.values()), flush=True
-                )
-            records = [
-                {
-                    "name": f"grouped_mm, {kind}",
-                    "shape": f"{shape}, {state}",
-                    "value": round(ms["ours"], 3),
-                    "unit": "ms",
-                    "reference": reference,
-                    "reference_value": round(ms[reference], 3),
-                    "speedup": round(ms[reference] / ms["ours"], 3),
-                }
-                for state, ms in times.items()
-                for reference in ms
-                if reference != "ours"
-            ]
-            if args.out:
-                write_records(args.out, records)
+        for kind, make, sizes in (("product", product, (M, E, D, H)), ("layer", layer, (M, E, D, H, top_k))):
+            times = median_ms(make(*sizes), 5, launched(100), rounds_after_idling=3)
+            show(f"{shape}, {kind}", times)
+            references = [name for name in times[BACK_TO_BACK] if name != "ours"]
+            write_records(args.out, ms_records(f"grouped_mm, {kind}", shape, times, "ours", references))
 
 
 if __name__ == "__main__":

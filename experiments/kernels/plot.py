@@ -5,13 +5,11 @@
 The picture has the share of a device-to-device copy that each data-movement kernel reaches.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from experiments.pictures import save
+from experiments.pictures import draw_records, save
 
 KERNELS = (
     "quantize",
@@ -59,12 +57,5 @@ def plot_data_movement(records: list[dict], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON file of records")
-    path = parser.parse_args().results
-    plot_data_movement(json.loads(path.read_text()), path.with_name("kernels.png"))
-
-
 if __name__ == "__main__":
-    main()
+    draw_records(__doc__, plot_data_movement, "kernels.png")

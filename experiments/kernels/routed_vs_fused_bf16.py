@@ -8,17 +8,12 @@ quantizes its weights in each direction, as a step without gradient accumulation
 it is a field of the record. Routing is random: each expert has about the same number of rows.
 """
 
-import argparse
-import time
-from pathlib import Path
-
 import torch
 
-from experiments.kernels.sonicmoe import Problem, Sizes, Step, check
-from experiments.provenance import add_trial, require_commit
+from experiments.kernels.sonicmoe import CACHED, OURS, UNIT, Problem, Sizes, Step, check
+from experiments.records import add_trial, begin, require_commit, script_parser, within, write_records
 from experiments.throughput.fused_bf16 import fused_experts
-from titan_fp8moe import testing
-from titan_fp8moe.testing import environment, launched, median_ms, write_records
+from experiments.timing import launched, median_ms, ms_records, show
 
 SHAPES = {  # sizes, tokens
     "Qwen3-Next, 512 experts": (Sizes(2048, 512, 512, 10), 16384),
@@ -31,7 +26,7 @@ SHAPES = {  # sizes, tokens
     "OLMoE": (Sizes(2048, 1024, 64, 8), 16384),
     "ERNIE-4.5-300B, 8 experts": (Sizes(8192, 3584, 8, 8), 6144),
 }
-OURS, CACHED, FUSED = "ours, weights quantized", "ours", "bf16 fused"
+FUSED = "bf16 fused"
 
 
 def fused(problem: Problem) -> Step:
@@ -48,41 +43,26 @@ def fused(problem: Problem) -> Step:
 
 
 def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
-    return [
-        dict(name="routed_vs_fused_bf16", shape=f"{shape}, {state}", value=ms[OURS], unit="ms forward + backward",
-             reference=FUSED, reference_value=ms[FUSED], speedup=ms[FUSED] / ms[OURS], weights_cached=ms[CACHED])
-        for state, ms in times.items()
-    ]  # fmt: skip
+    return ms_records("routed_vs_fused_bf16", shape, times, OURS, [FUSED], UNIT, weights_cached=CACHED)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, out="add the records to this JSON file", budget="shape")
     parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES)
-    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further shape is begun")
-    parser.add_argument("--out", type=Path, required=True, help="add the records to this JSON file")
     add_trial(parser)
     args = parser.parse_args()
-    testing.require_gpu()
+    begin()
     require_commit(args.trial)
-    print(environment()["hardware"], environment()["versions"])
-    torch.manual_seed(0)
-    deadline = time.monotonic() + args.budget
-    for name in args.only:
-        if time.monotonic() > deadline:
-            print(f"out of time before {name}")
-            break
+    for name in within(args.budget, args.only):
         sizes, tokens = SHAPES[name]
         problem = Problem(sizes, tokens)
         steps = {CACHED: problem.ours(True), OURS: problem.ours(False), FUSED: fused(problem)}
         apart = check(steps[OURS], steps[FUSED])
         shape = f"{name}, {tokens} tokens, {tokens * sizes.K // sizes.E} rows per expert"
-        found = records(shape, median_ms(steps, 5, launched(60)))
-        for r in found:
-            times = f"{r['reference_value']:.2f}, {r['value']:.2f} ms ({r['speedup']:.2f}x)"
-            print(f"{r['shape']:80} {times}, {apart:.3f} apart", flush=True)
-        write_records(args.out, found)
+        times = median_ms(steps, 5, launched(60))
+        show(f"{shape}, {apart:.3f} apart", times)
+        write_records(args.out, records(shape, times))
         del problem, steps
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ CONTRIBUTING.md says what the tools report of healthy kernels.
 
 import torch
 
-from titan_fp8moe import ops, recipe, testing
+from experiments.records import require_gpu
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import routed_experts
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 
 SHAPES = [  # N, K, rows of each group
     (256, 384, [128, 0, 256]),
@@ -61,14 +62,14 @@ def exchanges() -> None:
 
 
 def gathered_weights() -> None:
-    quantized = [QuantizedWeight(*recipe.quantize_weight(randn(EXPERTS, H, D))) for _ in range(2)]
+    quantized = [Fp8Weight(*recipe.quantize_weight(randn(EXPERTS, H, D))) for _ in range(2)]
     ops.quantize_weight(*quantized)
     ops.quantize_weight_transposed(*quantized)
     ops.quantize_weight_both(*quantized)
 
 
 def main() -> None:
-    testing.require_gpu()
+    require_gpu()
     layers()
     exchanges()
     gathered_weights()

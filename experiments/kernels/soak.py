@@ -7,7 +7,6 @@ number, which must compile nothing. Output and gradients are compared with the r
 GPU. What is allocated afterwards must be what was before.
 """
 
-import argparse
 import random
 import time
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.records import require_gpu, script_parser
 from titan_fp8moe import Fp8FlowMoEConfig, ops
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.gemm import forward, wgrad
@@ -22,7 +22,7 @@ from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.layer import experts as moe
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.testing import make_layer, relative_error, require_gpu
+from titan_fp8moe.testing import make_layer, relative_error
 
 # bf16 rounding of the GEMMs' results and the codes that it moves: 0.0035 on average. Few rows vary more.
 LIMIT, LIMIT_OF_FEW = 0.01, 0.03
@@ -147,13 +147,12 @@ def run(first: int, seconds: float, largest: int, device: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--first", type=int, default=0, help="seed to begin with")
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--largest", type=int, default=4096, help="tokens at most")
     args = parser.parse_args()
     require_gpu()
-    run(args.first, args.seconds, args.largest, "cuda")
+    run(args.first, args.seconds, 4096, "cuda")
 
 
 if __name__ == "__main__":

@@ -12,20 +12,23 @@ With an empty cache its autotuner compiles 80 GEMMs first: ten minutes and more 
 (``QUACK_COMPILE_WORKERS=14``). ``QUACK_PRINT_AUTOTUNING=1`` shows how far it is.
 """
 
-import argparse
-import time
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from experiments.records import begin, script_parser, within, write_records
 from experiments.throughput.variants import MODELS
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, testing
-from titan_fp8moe.testing import environment, launched, median_ms, relative_error, write_records
+from experiments.timing import launched, median_ms, ms_records, show
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts
+from titan_fp8moe.testing import relative_error
 
 BF16 = torch.bfloat16
+SHAPES, TOKENS = ("16B", "Qwen3-30B", "GLM-4.5-Air", "Kimi-K2"), (8192, 16384)
+OURS, CACHED, PEER = "ours, weights quantized", "ours", "sonicmoe"
+UNIT = "ms forward + backward"
 Step = Callable[[], list[Tensor]]
 
 
@@ -113,46 +116,20 @@ def check(ours: Step, theirs: Step) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["16B", "Qwen3-30B", "GLM-4.5-Air", "Kimi-K2"], choices=MODELS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further shape is begun")
-    parser.add_argument("--out", type=Path, help="add the records to this JSON file")
-    args = parser.parse_args()
-    testing.require_gpu()
-    print(environment()["hardware"], environment()["versions"])
-    torch.manual_seed(0)
-    deadline = time.monotonic() + args.budget
-    for model in args.models:
-        for tokens in args.tokens:
-            if time.monotonic() > deadline:
-                print("out of time")
-                return
-            experts = MODELS[model].experts[0]
-            sizes = MODELS[model]
-            problem = Problem(Sizes(sizes.D, sizes.H, experts, sizes.top_k), tokens)
-            steps = {
-                "ours": problem.ours(weights_cached=True),
-                "ours, weights quantized": problem.ours(weights_cached=False),
-                "sonicmoe": problem.sonicmoe(),
-            }
-            apart = check(steps["ours"], steps["sonicmoe"])
-            records = []
-            for state, ms in median_ms(steps, args.rounds, launched(60)).items():
-                shape = f"{model}, {experts} experts per GPU, {tokens} tokens, {state}"
-                print(
-                    f"{shape:60}" + "".join(f"  {name} {t:.2f} ms" for name, t in ms.items()) + f"  apart {apart:.3f}"
-                )
-                for name, title in (("ours", ""), ("ours, weights quantized", "_with_weights")):
-                    records.append(
-                        dict(name=f"routed_experts{title}", shape=shape, value=ms[name], unit="ms forward + backward",
-                             reference="sonicmoe", reference_value=ms["sonicmoe"], speedup=ms["sonicmoe"] / ms[name])
-                    )  # fmt: skip
-            if args.out:
-                write_records(args.out, records)
-            del problem, steps
-            torch.cuda.empty_cache()
+    args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
+    begin()
+    for model, tokens in within(args.budget, itertools.product(SHAPES, TOKENS)):
+        sizes, experts = MODELS[model], MODELS[model].experts[0]
+        problem = Problem(Sizes(sizes.D, sizes.H, experts, sizes.top_k), tokens)
+        steps = {OURS: problem.ours(weights_cached=False), CACHED: problem.ours(weights_cached=True)}
+        steps[PEER] = problem.sonicmoe()
+        shape = f"{model}, {experts} experts per GPU, {tokens} tokens"
+        apart = check(steps[CACHED], steps[PEER])
+        times = median_ms(steps, 5, launched(60))
+        show(f"{shape}, {apart:.3f} apart", times)
+        found = ms_records("routed_experts", shape, times, CACHED, [PEER], UNIT)
+        write_records(args.out, found + ms_records("routed_experts_with_weights", shape, times, OURS, [PEER], UNIT))
+        del problem, steps
 
 
 if __name__ == "__main__":

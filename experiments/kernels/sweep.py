@@ -6,10 +6,8 @@ Each constant is varied alone, at the large shapes with balanced routing. The ke
 best value into the constant.
 """
 
-import argparse
-
 from experiments.kernels.data_movement import LAYERS, cases, device_copy, gb_per_s
-from titan_fp8moe import testing
+from experiments.records import begin, script_parser
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 
 SWEEP = {
@@ -35,16 +33,16 @@ SWEEP = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--only", default="", help="sweep the kernels whose name contains this")
     args = parser.parse_args()
-    testing.require_gpu()
+    begin()
     copy = device_copy()
     for layer in LAYERS[:4]:
         for routing, case in cases(layer):
             if args.only not in case.name or routing.startswith("skewed"):
                 continue
-            for module, constant, values in SWEEP[case.name]:
+            for module, constant, values in SWEEP.get(case.name, ()):
                 shipped = getattr(module, constant)
                 shares = []
                 for value in values:

@@ -8,17 +8,16 @@ Adds to results.json and prints two tables: (1) one DeepSeek-V3-shaped layer on 
 alone when token scales of its two operands are anti-correlated, by transpose mode and for requantized transposes.
 """
 
-import argparse
-from pathlib import Path
 from unittest import mock
 
 import torch
 
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
+from experiments.records import script_parser, write_records
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import routed_experts
-from titan_fp8moe.testing import environment, make_layer, moe_layer, relative_error, write_records
+from titan_fp8moe.testing import environment, make_layer, moe_layer, relative_error
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 
@@ -140,9 +139,7 @@ def anti_correlated_table(device: str, binades: int, seeds: int = 8) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = script_parser(__doc__, out="folder of results.json").parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # On a CPU a quarter of the dims: the reference is slow.
     size = (

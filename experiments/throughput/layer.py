@@ -41,7 +41,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from experiments.provenance import add_trial, require_commit
+from experiments.records import (
+    add_trial,
+    exit_on_sigterm,
+    require_commit,
+    require_gpu,
+    script_parser,
+    write_records,
+    write_text,
+)
 from experiments.throughput import kernel_trace
 from experiments.throughput.variants import (
     ABLATIONS,
@@ -54,13 +62,14 @@ from experiments.throughput.variants import (
     Variant,
     variants,
 )
-from titan_fp8moe.testing import exit_on_sigterm, require_gpu, write_records, write_text
+from experiments.timing import in_turn, medians
 from titan_fp8moe.torchtitan import parallel
 
 WORK = Path("outputs/throughput")
 CUDA = torch.cuda.is_available()
 PROFILED = ("bf16", "bf16 whole", "bf16 fused", "fp8")
 PROFILED_STEPS = 3
+ROUNDS, BLOCK_MS = 4, 80.0  # turns of a variant and their length
 MIN_STEPS = 5  # of a variant's turn
 KINDS = (" eager", GRAPH)  # whose references are of the same kind
 REFERENCES = ("bf16", "bf16 whole", "bf16 fused", "bf16 fp32 bmm")
@@ -165,13 +174,9 @@ def times_in_turn(steps: dict[str, Callable[[], None]], rounds: int, block_ms: f
         if dist.is_initialized():
             dist.broadcast(count, 0)
         repeats[name] = max(MIN_STEPS, int(count))
-    times = {name: [] for name in steps}
-    draw = random.Random(0)  # the same on all ranks
-    for _ in range(rounds):
-        for name in draw.sample(list(times), len(times)):
-            # Half a turn's length untimed: the card's clocks still are those of what ran before, up to 3% apart.
-            times[name].append(elapsed(steps[name], repeats[name], repeats[name] // 2))
-    return times
+    # Half a turn's length untimed: the card's clocks still are those of what ran before, up to 3% apart.
+    turns = {n: functools.partial(elapsed, step, repeats[n], repeats[n] // 2) for n, step in steps.items()}
+    return in_turn(turns, rounds, random.Random(0))  # the same order on all ranks
 
 
 def profile(run: Callable[[], None]) -> list[kernel_trace.Kernel]:
@@ -248,7 +253,7 @@ def child(shape: Shape, args: argparse.Namespace) -> None:
     (args.child / f"{rank}.ready").touch()
     if not sys.stdin.readline():
         return
-    for result in measure(bench, captured, failed, args.rounds, args.block_ms):
+    for result in measure(bench, captured, failed, ROUNDS, BLOCK_MS):
         if rank == 0:
             write_text(args.child / "result.json", json.dumps(result))
     (args.child / f"{rank}.done").touch()
@@ -267,8 +272,8 @@ class Processes:
             port = s.getsockname()[1]
         command = [sys.executable, "-m", "experiments.throughput.layer", "--out", str(args.out)]
         command += ["--models", shape.model, "--experts", str(shape.experts), "--tokens", str(shape.tokens)]
-        command += ["--child", str(folder), "--gpus", str(args.gpus), "--rounds", str(args.rounds)]
-        command += ["--block-ms", str(args.block_ms), *(["--variants", *args.variants] if args.variants else [])]
+        command += ["--child", str(folder), "--gpus", str(args.gpus)]
+        command += ["--variants", *args.variants] if args.variants else []
         self.processes = []
         for rank in range(args.gpus):
             env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "localhost"}
@@ -336,7 +341,7 @@ def record_name(name: str, title: str = "") -> str:
 
 
 def records(result: dict) -> list[dict]:
-    shape, ms = Shape(**result["shape"]), {k: statistics.median(v) for k, v in result["ms"].items()}
+    shape, ms = Shape(**result["shape"]), medians(result["ms"])
     label = f"{shape}, {result['gpus']} GPU{'s' * (result['gpus'] > 1)}"
     classes, out = result.get("classes", {}), []
     for values, unit, title in (
@@ -358,7 +363,7 @@ def records(result: dict) -> list[dict]:
 
 
 def show(result: dict) -> None:
-    shape, ms = Shape(**result["shape"]), {k: statistics.median(v) for k, v in result["ms"].items()}
+    shape, ms = Shape(**result["shape"]), medians(result["ms"])
     print(f"\n== {shape}, {result['gpus']} GPU(s), {result.get('processes', 1)} process(es)")
     for name, value in ms.items():
         ratios = [ms[reference] / value if reference in ms else None for reference in references(name)]
@@ -393,12 +398,34 @@ def save(result: dict, out: Path, work: Path = WORK) -> None:
     write_text(path, json.dumps([*kept, result]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
+def measure_batch(
+    started: list[tuple[Shape, Processes]], results: dict[Shape, list[dict]], out: Path, begin: float, deadline: float
+) -> list[str]:
+    """Waits until all have compiled, then measures one by one; returns what failed."""
+    errors, failed = [], []
+    for _, processes in started:
+        errors.append(processes.wait("ready", deadline))
+        if errors[-1]:
+            processes.end()  # or what is left of it runs beside the measurements
+    print(f"compiled {errors.count(None)} of {len(started)} shapes, {time.monotonic() - begin:.0f} s", flush=True)
+    for (shape, processes), compile_error in zip(started, errors, strict=True):
+        error = compile_error or processes.measure(deadline)
+        processes.end()
+        if result := processes.result():
+            results.setdefault(shape, []).append(result)
+            result = median_of(results[shape])
+            show(result)
+            save(result, out)
+        if error:
+            failed.append(f"{shape}: {error}")
+            print(f"{failed[-1]}\n{processes.logs()}")
+        print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+    return failed
+
+
+def arguments() -> argparse.Namespace:
+    parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--block-ms", type=float, default=80.0, help="length of a variant's turn, at least 5 steps")
     parser.add_argument("--processes", type=int, default=1, help="for each shape; a time is the median of theirs")
     parser.add_argument("--together", type=int, default=4, help="processes that compile at the same time")
     parser.add_argument("--budget", type=float, default=3600, help="seconds that all of it may take")
@@ -406,18 +433,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=models, help="tiny is for a CPU")
     parser.add_argument("--experts", type=int, nargs="+", help="per GPU; default: what each model lists")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 8192, 4096], help="per GPU")
-    graphs = [name + GRAPH for name in CAPTURED]
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=[*VARIANTS, *graphs],
-        metavar="VARIANT",
-        help=f"of {', '.join(map(repr, [*VARIANTS, *graphs]))}; default: all, without ablations",
-    )
+    choices = [*VARIANTS, *(name + GRAPH for name in CAPTURED)]
+    what = f"of {', '.join(map(repr, choices))}; default: all, without ablations"
+    parser.add_argument("--variants", nargs="+", choices=choices, metavar="VARIANT", help=what)
     add_trial(parser)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if {*args.models} != {"tiny"}:
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    on_cpu = {*args.models} == {"tiny"}
+    if not on_cpu:
         require_gpu()
     shapes = [
         Shape(model, experts, tokens)
@@ -428,7 +455,7 @@ def main() -> None:
     ]
     if args.child is not None:
         return child(shapes[0], args)
-    if {*args.models} != {"tiny"}:
+    if not on_cpu:
         require_commit(args.trial)
     exit_on_sigterm()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -440,30 +467,12 @@ def main() -> None:
         for first in range(0, len(shapes), args.together):
             if time.monotonic() > deadline:
                 break
-            batch = shapes[first : first + args.together]
-            started = [Processes(shape, Path(folder) / str(first + i), args) for i, shape in enumerate(batch)]
-            errors = []
+            batch = enumerate(shapes[first : first + args.together], first)
+            started = [(shape, Processes(shape, Path(folder) / str(i), args)) for i, shape in batch]
             try:
-                for processes in started:
-                    errors.append(processes.wait("ready", deadline))
-                    if errors[-1]:
-                        processes.end()  # or what is left of it runs beside the measurements
-                compiled = f"compiled {errors.count(None)} of {len(started)} shapes"
-                print(f"{compiled}, {time.monotonic() - begin:.0f} s", flush=True)
-                for shape, processes, compile_error in zip(batch, started, errors, strict=True):
-                    error = compile_error or processes.measure(deadline)
-                    processes.end()
-                    if result := processes.result():
-                        results.setdefault(shape, []).append(result)
-                        result = median_of(results[shape])
-                        show(result)
-                        save(result, args.out)
-                    if error:
-                        failed.append(f"{shape}: {error}")
-                        print(f"{failed[-1]}\n{processes.logs()}")
-                    print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+                failed += measure_batch(started, results, args.out, begin, deadline)
             finally:
-                for processes in started:
+                for _, processes in started:
                     processes.end()
     if failed:
         sys.exit(f"error: shapes failed: {'; '.join(failed)}")

@@ -3,16 +3,14 @@
 python -m experiments.throughput.plot experiments/throughput/results.json
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from experiments.pictures import save
+from experiments.pictures import draw_records, save
 
 
-def draw(records: list[dict], path: Path, tokens: int) -> None:
+def draw(records: list[dict], path: Path, tokens: int = 8192) -> None:
     """A pair of bars for each layer: the reference's kernels above, ours below, both over the reference's time."""
     shape = f", {tokens} tokens, 1 GPU"
     records = [r for r in records if r["name"] == "moe_layer" and r["shape"].endswith(shape) and "classes" in r]
@@ -42,13 +40,5 @@ def draw(records: list[dict], path: Path, tokens: int) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON file of records")
-    parser.add_argument("--tokens", type=int, default=8192)
-    args = parser.parse_args()
-    draw(json.loads(args.results.read_text()), args.results.with_name("layer.png"), args.tokens)
-
-
 if __name__ == "__main__":
-    main()
+    draw_records(__doc__, draw, "layer.png")

@@ -11,12 +11,10 @@ each reference's, and both steps' milliseconds by class of kernel.
 
 import os
 
-from experiments.provenance import require_commit
+from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_records
 from experiments.throughput import kernel_trace
 from experiments.throughput.kernel_trace import TRACE_WRITTEN, TRACED
 from experiments.throughput.train import CONVERTERS, Run, finish, parser
-from titan_fp8moe import testing
-from titan_fp8moe.testing import exit_on_sigterm, write_records
 
 VARIANTS = ("bf16", "bf16_whole", "fp8_flow")
 OURS = "fp8_flow"
@@ -55,7 +53,7 @@ def main() -> None:
     p = parser(__doc__)
     p.add_argument("--variants", nargs="+", help=f"of {', '.join(CONVERTERS)}; bf16_whole needs --gpus 1")
     args = p.parse_args()
-    testing.require_gpu()
+    require_gpu()
     require_commit(args.trial)
     args.variants = args.variants or [name for name in VARIANTS if args.gpus == 1 or name != "bf16_whole"]
     args.steps = TRACED.stop

@@ -19,10 +19,9 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.provenance import require_commit
+from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_records, write_text
 from experiments.throughput.train import OUT_OF_MEMORY, STEP, Run, finish, parser
-from titan_fp8moe import testing
-from titan_fp8moe.testing import environment, exit_on_sigterm, write_records, write_text
+from titan_fp8moe.testing import environment
 
 CURVES = [
     *(f"bf16_fused:checkpointing={mode}" for mode in ("saved", "none", "full")),
@@ -104,7 +103,7 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=420, help="seconds after which no further run is begun")
     p.set_defaults(gpus=1)
     args = p.parse_args()
-    testing.require_gpu()
+    require_gpu()
     require_commit(args.trial)
     exit_on_sigterm()
     end = time.monotonic() + args.budget

@@ -30,9 +30,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.provenance import add_trial, require_commit
-from titan_fp8moe import testing
-from titan_fp8moe.testing import exit_on_sigterm, write_records, write_text
+from experiments.records import (
+    add_trial,
+    exit_on_sigterm,
+    require_commit,
+    require_gpu,
+    script_parser,
+    write_records,
+    write_text,
+)
 
 CONFIG = "experiments/throughput/train.toml"
 WORK = Path("outputs/throughput")
@@ -257,8 +263,7 @@ def records(results: list[dict], model: str, shape: str) -> list[dict]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, required=True, help="folder of results.json")
+    p = script_parser(description, out="folder of results.json")
     p.add_argument("--gpus", type=int, default=4)
     p.add_argument("--model", choices=MODELS, default="16b")
     p.add_argument("--layers", type=int, help="of the model's; default: all")
@@ -297,7 +302,7 @@ def main() -> None:
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="a repeat for each")
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
     args = p.parse_args()
-    testing.require_gpu()
+    require_gpu()
     require_commit(args.trial)
     args.begin = time.monotonic()
     exit_on_sigterm()

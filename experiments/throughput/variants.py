@@ -1,4 +1,4 @@
-"""The variants of one MoE layer that layer.py and host_time.py measure, and the models whose layers they are.
+"""The variants of one MoE layer that layer.py measures, and the models whose layers they are.
 
 A variant is torchtitan's ``MoE``, as it is or converted, compiled in one of three ways:
 

@@ -16,8 +16,8 @@ has 32,768 tokens, so that the output layer does not dominate four layers.
 """
 
 import argparse
+import functools
 import gc
-import random
 import statistics
 import sys
 import sysconfig
@@ -33,8 +33,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from experiments.records import require_gpu, script_parser, write_records
+from experiments.timing import in_turn, medians
 from titan_fp8moe import Fp8FlowMoEConfig
-from titan_fp8moe.testing import elapsed_ms, require_gpu, write_records
+from titan_fp8moe.testing import elapsed_ms
 from titan_fp8moe.transformers import NAME, converted, register
 
 CUDA = torch.cuda.is_available()
@@ -122,11 +124,8 @@ def take_turns(runs: dict[str, Callable[[], object]], rounds: int, times: int) -
         for _ in range(times):
             run()
 
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name in random.sample(list(runs), len(runs)):
-            found[name].append(milliseconds(lambda run=runs[name]: repeat(run)) / times)
-    return {name: statistics.median(ms) for name, ms in found.items()}
+    timers = {name: functools.partial(milliseconds, functools.partial(repeat, run)) for name, run in runs.items()}
+    return {name: ms / times for name, ms in medians(in_turn(timers, rounds)).items()}
 
 
 class Bench:
@@ -232,21 +231,19 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, start: float)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
+    parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=5, help="steps in a turn")
     parser.add_argument("--steps", type=int, default=50, help="of training")
     parser.add_argument("--budget", type=float, default=100, help="seconds after which no phase begins")
-    parser.add_argument("--recompute", choices=["none", "activation", "experts"], default="activation")
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
     if not args.tiny:
         require_gpu()
     start = time.perf_counter()
-    register(Fp8FlowMoEConfig(recompute=args.recompute))
+    register(Fp8FlowMoEConfig())
     for name in args.models:
         setting = MODELS[name]
         if args.tiny:

@@ -22,7 +22,6 @@ NUM_BATCHES = 4
 
 COMMON = [
     *BASE,
-    "--training.mixed_precision_param=bfloat16",
     "--optimizer.lr=2e-3",
     "--lr_scheduler.total_steps=100",  # runs that stop early are on the same schedule
     "--metrics.log_freq=1",

@@ -248,9 +248,12 @@ def check_later_group(device: torch.device) -> None:
     """A group of the same name that comes later has a workspace of its own, not that of ranks that may be gone."""
     config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5)
     earlier = workspace._workspaces[dist.group.WORLD]
+    # A store of its own: in the first group's, a rank would find its peer's old address and wait there for ever.
+    store = dist.PrefixStore("later", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     batch = make_batch("uniform", device=device)
     check("a later group of that name", same(run(batch, config), run(batch, Fp8FlowMoEConfig())))
     later = workspace._workspaces[dist.group.WORLD]

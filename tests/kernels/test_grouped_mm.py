@@ -7,6 +7,7 @@ is plain Triton on Hopper. Without a GPU it is the Hopper kernels, emulated (:mo
 import pytest
 import torch
 
+from experiments.timing import occupy
 from tests.gluon_emulator import emulate
 from tests.kernels.compare import offsets, randn
 from tests.kernels.conftest import INTERPRETED
@@ -14,7 +15,6 @@ from titan_fp8moe import recipe
 from titan_fp8moe.kernels.gemm import forward, grouped_mm, portable, wgrad
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.testing import occupy
 
 # Hopper sums the products of 128 values with about 14 bits.
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float32: 2e-4}

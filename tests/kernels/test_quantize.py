@@ -157,3 +157,44 @@ def test_weight_hard_blocks(generator):
     w *= rows.abs().nan_to_num(0, 0, 0).amax(1)[:, None, None]
     w[:, 64] = rows
     check_weight([w])
+
+
+@pytest.mark.parametrize(
+    "E, N, K, pair, dtype, turned",
+    [(2, 200, 256, False, BF16, False), (33, 16, 128, True, FP32, False), (2, 200, 256, False, FP32, True)],
+)
+def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
+    """Into the same memory, if a sample, the step or the caller says so; the state is the recipe's. One weight may be
+    stored transposed, ``turned``."""
+    weights = [randn(generator, E, N, K).to(dtype) for _ in range(1 + pair)]
+    as_stored = weights
+    if turned:
+        as_stored = [w.transpose(1, 2).contiguous() for w in weights]
+        weights = [w.transpose(1, 2) for w in as_stored]
+    q, q_t, scale = quantize.quantize_weight(weights, True, True)
+    q, q_t, scale = (torch.empty_like(t) for t in (q, q_t, scale))
+    state = torch.full((1 + len(weights) * recipe.num_samples(weights[0]),), -1, dtype=torch.int32, device=q.device)
+    steps, kept = torch.full((1,), 7, dtype=torch.int32, device=q.device), state.clone()
+
+    def refresh(steps, force, want, transposed=q_t):
+        changed = quantize.refresh_weight(weights, q, transposed, scale, state, steps, force)
+        assert changed.item() == recipe.weights_changed(as_stored, kept, steps, force) == want
+        assert torch.equal(state, kept)
+        for got, expected in zip((q, q_t, scale), quantize.quantize_weight(weights, True, True), strict=True):
+            same = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+            assert same or (got is q_t and transposed is None)
+
+    refresh(steps, False, True)
+    refresh(steps, False, False)
+    refresh(None, False, False)
+    refresh(steps, True, True)
+    steps += 1
+    as_stored[-1].view(-1)[1] += 1  # no sample sees it
+    refresh(steps, False, True)
+    at = (recipe.num_samples(weights[0]) - 1) * recipe.sample_step(weights[0])
+    as_stored[-1].view(-1)[at] += 1
+    refresh(steps, False, True, transposed=None)
+    refresh(steps, False, False, transposed=None)
+    state[0] = kept[0] = -1
+    refresh(None, False, True)
+    assert (at * 1.0) / weights[0].numel() > 0.9 and recipe.sample_step(weights[0]) % 2

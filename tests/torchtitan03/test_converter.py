@@ -182,12 +182,10 @@ EP2 = set_("parallelism.expert_parallel_degree", 2)
     [
         (
             set_("training.disable_cuda_graphs", False),
-            {"cache_weights": True},
+            {"statistics_every": 5},
             1,
-            "cache_weights works outside of CUDA graphs; set training.disable_cuda_graphs = true",
+            "statistics_every works outside of CUDA graphs; set training.disable_cuda_graphs = true",
         ),
-        (set_("training.disable_cuda_graphs", False), {"emulate": True}, 1, "emulate works outside of CUDA graphs"),
-        (COMPILE, {"cache_weights": True}, 1, "cache_weights works outside of graphs"),
         (COMPILE, {"fp8_all_gather": True}, 1, "fp8_all_gather works outside of graphs"),
         (both(COMPILE, set_("activation_checkpoint", MemoryBudgetAC.Config())), {}, 1, "memory-budget checkpointing"),
         (lambda job: None, {"statistics_every": 5}, 1, "set metrics.enable_tensorboard or metrics.enable_wandb"),

@@ -39,6 +39,7 @@ from titan_fp8moe.torchtitan03 import metrics, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts
+from titan_fp8moe.trainer.cpu import compute_dtype
 
 VOCAB = 2048
 MODELS = {"deepseek_v3": (deepseek_v3_debugmodel, 3), "qwen3": (qwen3_moe_debug, 2)}  # with so many layers
@@ -58,7 +59,7 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
         seq_len=case.seq_len,
         steps=case.steps,
         disable_cuda_graphs=True,
-        mixed_precision_param="bfloat16" if case.steps > 1 else "float32",
+        mixed_precision_param=compute_dtype() if case.steps > 1 else "float32",
     )
     config.parallelism = dataclasses.replace(config.parallelism, **case.parallelism)
     config.activation_checkpoint = CHECKPOINTING[case.checkpointing]()

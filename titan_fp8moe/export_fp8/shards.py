@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.export_fp8.format import exported, has_nan
 from titan_fp8moe.export_fp8.sources import Source
-from titan_fp8moe.recipe import FP8, FP8_NAN, TILE
+from titan_fp8moe.recipe import FP8, TILE
 
 INDEX = "model.safetensors.index.json"
 FORMAT = {
@@ -26,7 +27,6 @@ FORMAT = {
     "weight_block_size": [TILE, TILE],
     "scale_fmt": "ue8m0",
 }
-_KEEPS_DTYPE = ("e_score_correction_bias",)  # the router's balance, which DeepSeek publishes in fp32
 _METADATA = "titan_fp8moe.export_fp8"  # in each shard's header: the plan that it belongs to
 
 
@@ -118,16 +118,10 @@ def convert(plan: Plan, name: str, quantize: Callable[[Tensor], tuple[Tensor, Te
     Raises:
         ValueError: for a matrix with a NaN or Inf.
     """
-    value = plan.source.read(name)
-    if name not in plan.fp8:
-        keeps = not value.is_floating_point() or name.endswith(_KEEPS_DTYPE)
-        return {name: value.contiguous() if keeps else value.bfloat16().contiguous()}
-    N, K = value.shape
-    q_1NK, scale = quantize(value.to(plan.fp8[name]).unsqueeze(0))
-    q = q_1NK[0, :N, :K].cpu().contiguous()  # without the zeros that pad the last blocks
-    if (q.view(torch.uint8) & 0x7F == FP8_NAN).any():
+    found = exported(name, plan.source.read(name), plan.fp8.get(name), quantize)
+    if name in plan.fp8 and has_nan(found[name]):
         raise ValueError(f"{name} holds a NaN or Inf: this checkpoint is of a run that diverged; export an earlier one")
-    return {name: q, f"{name}_scale_inv": recipe.exp2(recipe.exponent(scale[0])).cpu()}
+    return {key: value.cpu() for key, value in found.items()}
 
 
 def write_shards(plan: Plan, out: Path, device: torch.device, report: Callable[[str], None]) -> None:

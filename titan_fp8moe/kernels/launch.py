@@ -12,7 +12,8 @@ compared with Triton's own; if they differ, Triton launches everything (:func:`_
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ class Kernel:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[grid](*map(_readable, args), **constants, **self._bound)
             return
+        if _recorded is not None:
+            _recorded.append((self, args, constants))
+            return
         active = driver.active
         device = active.get_current_device()
         key, values = self._key(device, args, constants)
@@ -82,13 +86,16 @@ class Kernel:
             return
         if len(args) != self._num_args:
             raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
-        # Fused multiply-adds are the default of Triton 3.6 to 3.9, but 3.9 warns that 3.10 will change it.
         constants |= self._bound
-        compiled = self.kernel[grid](*map(_readable, args), enable_fp_fusion=True, **constants)
+        compiled = self.kernel[grid](*map(_readable, args), **constants, **_OPTIONS)
         if compiled is not None:
             names = self._constants
             found = compiled, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names)
             self._compiled[key] = found
+
+    def compile(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Compiles the kernel for such a launch, for the target of Triton's active driver, into Triton's cache."""
+        self.kernel.warmup(*map(_readable, args), grid=(1,), **constants, **self._bound, **_OPTIONS)
 
     def _key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple, list[Any]]:
         """The cache key of a launch, and the arguments with addresses in place of tensors.
@@ -122,6 +129,27 @@ class Kernel:
                 append(kind)  # of a float the value is no part of the key
             values.append(arg)
         return tuple(key), values
+
+
+# Fused multiply-adds are the default of Triton 3.6 to 3.9, but 3.9 warns that 3.10 will change it.
+_OPTIONS = {"enable_fp_fusion": True}
+
+_recorded: list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]] | None = None
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
+    """Yields the list to which launches in this context go, as kernel, arguments and constants. None runs."""
+    global _recorded
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
+
+
+def is_recording() -> bool:
+    return _recorded is not None
 
 
 _fast: bool | None = None

@@ -7,6 +7,7 @@
 import functools
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
-from titan_fp8moe.recipe import E8M0, FP8, TILE, group_rows, padded
+from titan_fp8moe.recipe import E8M0, FP8, SAMPLES, TILE, group_rows, padded, sample_step
 
 # Chosen by experiments/kernels/sweep.py on an H200; one configuration serves all shapes.
 TILES = 32  # per CTA: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
 WARPS = 4
 WEIGHT_WARPS = 4
+# Not measured: enough CTAs to fill an H100 twice, and few enough to be over at once where nothing has changed.
+REFRESH_CTAS = 2048
+SAMPLE_WARPS = 8
 
 
 @triton.jit
@@ -166,19 +170,17 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
     tl.store(q_t.to(tl.pointer_type(tl.int32)) + row * (stride // 4) + column[None, :], words)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_rows", "last_num_rows"])  # the kernel assigns to the first
-def _quantize_weight_kernel(
+@triton.jit
+def _quantize_block(
     w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
-    q_t, scale, N, K, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    q_t, scale, N, K, k_block, out_block, e, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """CTA (k_block, out_block, e) quantizes one 128x128 block: reads it once, writes it in one or both layouts.
+    """Quantizes one 128x128 block of the operand: reads it once, writes it in one or both layouts.
 
     w, last_w: (E, num_rows, num_columns), unit stride along the columns, each padded with zeros to whole blocks unless
         WHOLE, and concatenated along N; last_w starts at block ``last_block``.
     q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
     """
-    k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_block = out_block
     if n_block >= last_block:
         n_block -= last_block
@@ -209,6 +211,71 @@ def _quantize_weight_kernel(
     tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte.to(tl.uint8))
 
 
+@Kernel
+@triton.jit(do_not_specialize=["num_rows", "last_num_rows"])  # the block assigns to the first
+def _quantize_weight_kernel(
+    w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
+    q_t, scale, N, K, WHOLE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """CTA (k_block, out_block, e) quantizes one block."""
+    k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    _quantize_block(
+        w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns,
+        q, q_t, scale, N, K, k_block, out_block, e, WHOLE, TILE,
+    )  # fmt: skip
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_rows", "last_num_rows"])
+def _refresh_weight_kernel(
+    w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
+    q_t, scale, N, K, changed, WHOLE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_quantize_weight_kernel`, but only if ``changed`` (1,) is set. Few CTAs share an expert's blocks, so
+    that a launch which finds nothing to do is over at once."""
+    if tl.load(changed) == 0:
+        return
+    k_block, e = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    for out_block in range(tl.program_id(1), N // TILE, tl.num_programs(1)):
+        _quantize_block(
+            w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block,
+            num_columns, q, q_t, scale, N, K, k_block, out_block, e, WHOLE, TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _value_bits(w, stride_e, stride_n, index, N, K):
+    """Bit patterns of the values (E, N, K) at flat indices, as int32."""
+    x = tl.load(w + index // K // N * stride_e + index // K % N * stride_n + index % K)
+    return x.to(tl.int16, bitcast=True).to(tl.int32) if x.dtype == tl.bfloat16 else x.to(tl.int32, bitcast=True)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["force"])
+def _weights_changed_kernel(
+    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, force, changed, N, K, step, count,
+    PAIR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One CTA of :func:`titan_fp8moe.recipe.weights_changed`. ``step`` lies between the samples of a weight, of which
+    there are ``count``, a multiple of BLOCK."""
+    seen = tl.load(state)
+    now = seen if steps is None else tl.load(steps)
+    stale = (seen < 0) | (seen != now) | (force != 0)
+    different = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        bits = _value_bits(w, stride_e, stride_n, i.to(tl.int64) * step, N, K)
+        different |= bits ^ tl.load(state + 1 + i)
+        tl.store(state + 1 + i, bits)
+        if PAIR:
+            bits = _value_bits(last_w, last_stride_e, last_stride_n, i.to(tl.int64) * step, N, K)
+            different |= bits ^ tl.load(state + 1 + count + i)
+            tl.store(state + 1 + count + i, bits)
+    stale |= tl.max((different != 0).to(tl.int32), 0) != 0
+    tl.store(changed, stale.to(tl.int32))
+    tl.store(state, tl.maximum(now, 0))
+
+
 def stored_transposed(weights: Sequence[Tensor]) -> bool:
     """Whether the weights are one (E, N, K) that lies in memory as (E, K, N)."""
     return len(weights) == 1 and weights[0].stride(2) != 1 and weights[0].stride(1) == 1
@@ -229,6 +296,16 @@ def _warn_of_copies(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     )
 
 
+def _blocks(weights: list[Tensor]) -> tuple[list[Any], tuple[int, int, int], bool]:
+    """The arguments of :func:`_quantize_block` up to ``num_columns``, the operand's (E, N, K), and WHOLE."""
+    w, last_w = (w if w.stride(2) == 1 else _copied(w) for w in (weights[0], weights[-1]))
+    (E, rows, columns), last_rows, first_N = w.shape, last_w.shape[1], padded(w.shape[1])
+    args = [w, w.stride(0), w.stride(1), rows, last_w, last_w.stride(0), last_w.stride(1), last_rows, first_N // TILE]
+    N, K = first_N + (padded(last_rows) if len(weights) > 1 else 0), padded(columns)
+    whole = columns == K and rows == first_N and last_rows % TILE == 0
+    return [*args, columns], (E, N, K), whole
+
+
 def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_weight` for one or two weights, concatenated along N.
 
@@ -244,19 +321,43 @@ def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tup
     if stored_transposed(weights):  # a block's transpose has the same values
         q_t, q, scale = quantize_weight([weights[0].transpose(1, 2)], transposed, plain)
         return q, q_t, scale.transpose(1, 2)
-    weights = [w if w.stride(2) == 1 else _copied(w) for w in weights]
-    w, last_w = weights[0], weights[-1]
-    E, _, columns = w.shape
-    K, N, device = padded(columns), sum(padded(w.shape[1]) for w in weights), w.device
+    source, (E, N, K), whole = _blocks(weights)
+    device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
     _quantize_weight_kernel[(K // TILE, N // TILE, E)](
-        w, w.stride(0), w.stride(1), w.shape[1], last_w, last_w.stride(0), last_w.stride(1), last_w.shape[1],
-        padded(w.shape[1]) // TILE, columns, q if plain else None, q_t if transposed else None, scale, N, K,
-        WHOLE=columns == K and sum(w.shape[1] for w in weights) == N, TILE=TILE, num_warps=WEIGHT_WARPS,
+        *source, q if plain else None, q_t if transposed else None, scale, N, K,
+        WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return q, q_t, scale
+
+
+def refresh_weight(
+    weights: list[Tensor],
+    q: Tensor | None,
+    q_t: Tensor | None,
+    scale: Tensor,
+    state: Tensor,
+    steps: Tensor | None,
+    force: bool,
+) -> Tensor:
+    """Kernels of :func:`titan_fp8moe.ops.refresh_weight`: one reads the samples, the other quantizes if it must."""
+    if stored_transposed(weights):
+        return refresh_weight([weights[0].transpose(1, 2)], q_t, q, scale.transpose(1, 2), state, steps, force)
+    source, (E, N, K), whole = _blocks(weights)
+    w, stride_e, stride_n, rows, last_w, last_stride_e, last_stride_n, *_, columns = source
+    changed = torch.empty(1, dtype=torch.int32, device=w.device)
+    count = (state.numel() - 1) // len(weights)
+    _weights_changed_kernel[(1,)](
+        w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, int(force), changed, rows,
+        columns, sample_step(w), count, PAIR=len(weights) > 1, BLOCK=SAMPLES, num_warps=SAMPLE_WARPS,
+    )  # fmt: skip
+    parts = min(N // TILE, cdiv(REFRESH_CTAS, K // TILE * E))
+    _refresh_weight_kernel[(K // TILE, parts, E)](
+        *source, q, q_t, scale, N, K, changed, WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS
+    )
+    return changed
 
 
 @Kernel

@@ -32,7 +32,7 @@ and ``meanwhile`` runs between the two functions, in both directions. The weight
 import functools
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,26 +42,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, ops
-from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
+from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import Pairs
 from titan_fp8moe.dispatch.base import Pending, Returned
+from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
+from titan_fp8moe.layer.lora import NO_LORA, Lora, LoraSpec, lora_operands, split_lora
 from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import (
     NO_BIASES,
     NO_WEIGHTS,
     Biases,
     ExpertWeights,
+    are_frozen,
     forward_operands,
     one_expert,
     place_as,
     without_expert_dim,
 )
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
 from titan_fp8moe.ops.permute import SWAPPED
-from titan_fp8moe.recipe import group_rows, row_capacity
+from titan_fp8moe.recipe import E8M0, FP8, group_rows, row_capacity
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows
 from titan_fp8moe.spec import ExpertSpec
 
@@ -73,9 +77,11 @@ class Layer(NamedTuple):
 
     Attributes:
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
-        cache, shared_cache: hold the routed and the shared experts' quantized weights; unused where gradients are off.
+        cache, shared_cache: hold the routed and the shared experts' quantized weights; where gradients are off, only of
+            frozen weights.
         check_ids: refuse ids that are no expert's; else they count as -1.
-        biases: of the routed experts.
+        frozen, shared_frozen: whether none of the weights is trained.
+        biases, lora: of the routed experts.
     """
 
     config: Fp8FlowMoEConfig
@@ -84,14 +90,17 @@ class Layer(NamedTuple):
     cache: WeightCache | None = None
     shared_cache: WeightCache | None = None
     check_ids: bool = True
+    frozen: bool = False
+    shared_frozen: bool = False
     biases: Biases[Tensor] | None = None
+    lora: Lora | None = None
 
 
 def routed_experts(
     x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
+    w1: Tensor | Fp8Weight,
+    w2: Tensor | Fp8Weight,
+    w3: Tensor | Fp8Weight | None,
     topk_ids: Tensor,
     topk_scores: Tensor,
     *,
@@ -105,23 +114,26 @@ def routed_experts(
     b2: Tensor | None = None,
     b3: Tensor | None = None,
     interleaved: bool = False,
+    lora: Lora | None = None,
 ) -> Tensor:
     """Sum over a token's experts of score * (W2 activation(W1 x + b1, W3 x + b3) + b2), in FP8; by default
     silu(W1 x) * (W3 x) without biases.
 
-    Differentiable once in ``x``, ``topk_scores``, the weights and biases, and whatever ``meanwhile`` reads.
+    Differentiable once in ``x``, ``topk_scores``, the weights, biases and adapters, and whatever ``meanwhile`` reads.
 
     Args:
         x: (T, D) bf16 or fp32, D a multiple of 128.
         w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, H a
             multiple of 16. The quantized weights pad H to a multiple of 128. Or gate and up in one ``w1`` (E, 2H, D),
             gate first, with ``w3`` None and H a multiple of 128. That one and w2 may be transposes of contiguous
-            (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients.
+            (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients. Or all are
+            :class:`titan_fp8moe.Fp8Weight`, frozen, H a multiple of 128; a forward copies ``w1`` and ``w3`` into one,
+            but for a fused ``w1``.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
             id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
-        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``. A function has no use for ``filter_fqns``,
-            ``fp8_all_gather``, ``cache_weights``, ``statistics_every`` and ``emulate``.
+        config: the recipe's settings and the transport's, :data:`titan_fp8moe.config.RECIPE` and ``TRANSPORT``; by
+            default ``Fp8FlowMoEConfig()``.
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
         score_before_experts: multiply the experts' input, not their output, by the score.
         meanwhile: computes a tensor (T, D) that is added to the result. It runs while tokens travel between ranks, and
@@ -132,6 +144,7 @@ def routed_experts(
             up's in one ``b1`` (E, 2H), in the order of w1's rows. All or none.
         interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does, H a multiple
             of 16.
+        lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
 
     Returns:
         (T, D) in the dtype of ``x``.
@@ -149,19 +162,21 @@ def routed_experts(
     """
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
-        require_config(config)
+        require_config(config, "routed_experts", *RECIPE, *TRANSPORT)
     if interleaved:
         expert = expert._replace(interleaved=True)
     biases = None
     if b1 is not None or b2 is not None or b3 is not None:
         biases = Biases(b1, b2, b3)
-    layer = Layer(config or _DEFAULTS, ep_group, expert, biases=cast(Any, biases))
-    return apply_experts(x, ExpertWeights(w1, w2, w3), topk_ids, topk_scores, layer, meanwhile=meanwhile)
+    frozen = isinstance(w1, Fp8Weight) or are_frozen(cast(Any, (w1, w2, w3)))
+    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases), lora=lora)
+    weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
+    return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
 
 def apply_experts(
     x_TD: Tensor,
-    weights: ExpertWeights[Tensor],
+    weights: ExpertWeights[Any],
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
     layer: Layer,
@@ -185,15 +200,26 @@ def apply_experts(
     if layer.biases is not None:
         _check_biases(layer.biases, weights)
         expert = expert._replace(biased=True)
-    spec = LayerSpec(config.route(layer.ep_group), expert, config.backward, shared is not None, layer.check_ids)
-    call = _Call(spec, layer.cache if grad else None, layer.shared_cache if grad else None)
+    backward = config.backward._replace(weights="frozen") if layer.frozen else config.backward
+    of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
+    spec = LayerSpec(config.route(layer.ep_group), expert, backward, of_shared, layer.check_ids)
+    adapters: Sequence[Tensor] = ()
+    if layer.lora is not None:
+        lora, adapters = split_lora(layer.lora, cast(Any, weights))
+        kept = backward._replace(weights="adapted") if layer.frozen else backward
+        spec = spec._replace(lora=lora, backward=kept)
+    cache = layer.cache if grad or layer.frozen else None
+    stored = weights if isinstance(weights.w1, Fp8Weight) else None
+    call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None, stored)
+    given = weights if stored is None else NO_WEIGHTS
     scores_TK, ids_TK = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
-    inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, weights, shared or NO_WEIGHTS, layer.biases)
+    inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, given, shared or NO_WEIGHTS, layer.biases)
     if not spec.dispatch.overlaps:
-        out = _RoutedExperts.apply(*inputs.flatten(), call, None)
+        out = _RoutedExperts.apply(*inputs.flatten(), *adapters, call, None)
         return out if meanwhile is None else _add(out, meanwhile())
     in_flight = _in_flight(x_TD.device)
-    placeholder, payload, *handed = _start_eagerly(*inputs._replace(shared=NO_WEIGHTS).flatten(), call, in_flight)
+    start = inputs._replace(shared=NO_WEIGHTS).flatten()
+    placeholder, payload, *handed = _start_eagerly(*start, *adapters, call, in_flight)
     extra = None if meanwhile is None else meanwhile()
     end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
     out = _finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
@@ -223,7 +249,7 @@ def _warn_once(message: str) -> None:
 
 
 def _check_inputs(
-    x_TD: Tensor, weights: ExpertWeights[Tensor], topk_ids_TK: Tensor, topk_scores_TK: Tensor, interleaved: bool
+    x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, interleaved: bool
 ) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
@@ -256,6 +282,8 @@ def _check_inputs(
             "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
             f"gate and up one after the other; got D {D} and H {H}"
         )
+    if isinstance(w1, Fp8Weight):
+        _check_stored(weights)
     if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(_why_not_dtypes(topk_ids_TK.dtype, topk_scores_TK.dtype))
     check_caller(x_TD)
@@ -273,6 +301,26 @@ def _check_biases(biases: Biases[Any], weights: ExpertWeights[Tensor]) -> None:
     if kinds not in ({(torch.bfloat16, weights.w1.device)}, {(torch.float32, weights.w1.device)}):
         got = ", ".join(f"{name} {b.dtype} on {b.device}" for name, b in given.items())
         raise ValueError(f"b1, b2 and b3 must be all bf16 or all fp32, on the weights' device; got {got}")
+
+
+def _check_stored(weights: ExpertWeights[Any]) -> None:
+    """Rejects weights stored in FP8 that the GEMMs could not read, or that a caller expects to train."""
+    for name, w in zip(weights._fields, weights, strict=True):
+        if w is None:
+            continue
+        blocks = w.shape[0], *(size // 128 for size in w.shape[1:])
+        sizes = w.shape[1] % 128 == 0 and w.scale.shape == blocks and w.q.is_contiguous() and w.scale.is_contiguous()
+        if not sizes or (w.q.dtype, w.scale.dtype) != (FP8, E8M0):
+            raise ValueError(
+                f"{name} must be contiguous e4m3 (E, N, K), N and K multiples of 128, with e8m0 scales (E, N // 128, "
+                f"K // 128); got {tuple(w.shape)} {w.dtype} and {tuple(w.scale.shape)} {w.scale.dtype}; "
+                "Fp8Weight.of_blocks converts DeepSeek's format"
+            )
+        if torch.is_grad_enabled() and (w.q.requires_grad or w.scale.requires_grad):
+            raise ValueError(
+                f"{name} is stored in FP8 and requires a gradient, but an optimizer's step is far smaller than the "
+                "distance of two e4m3 values; freeze it with requires_grad_(False), or train bf16 or fp32 weights"
+            )
 
 
 def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
@@ -299,6 +347,7 @@ def _routed_experts_forward(
     topk_ids_TK: Tensor,
     weights: list[Tensor | None],
     shared_weights: list[Tensor | None],
+    adapters: list[Tensor],
     nan_flags: Tensor | None,
     layer: str,
     signature: int,
@@ -310,6 +359,7 @@ def _routed_experts_forward(
 
     Args:
         weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
+        adapters: the tensors of :func:`titan_fp8moe.layer.lora.split_lora`; empty without adapters.
         b1, b2, b3: the fields of :class:`Biases`, for experts that have them.
         layer: an encoded :class:`LayerSpec`.
         signature: see :func:`_signature`.
@@ -318,6 +368,8 @@ def _routed_experts_forward(
         The output and :data:`_WHOLE`. With a dispatch that overlaps instead: a placeholder of the output's gradient,
         the payload in flight, and :data:`_STARTED`.
     """
+    if layer not in warm_up.started and x_TD.is_cuda:
+        warm_up.start(x_TD, topk_ids_TK, nan_flags, weights, shared_weights, layer)
     spec, nans = LayerSpec.decode(layer), NanFlags.of(nan_flags)
     T, E = x_TD.shape[0], cast(Tensor, weights[0]).shape[0]
     pairs = Pairs(topk_ids_TK, topk_scores_TK, E)
@@ -334,20 +386,22 @@ def _routed_experts_forward(
     kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
     del q, scale
     biases = Biases(b1, b2, b3) if spec.expert.biased else None
-    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases))
-    h = ffn.product(rows, w13)
+    lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters)
+    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora)
+    h = ffn.product(rows, w13, ffn.lora.w13)
     del rows
     a, saved_ffn = ffn.activate(h)
     del h
-    pending = tokens.send_back(ffn.product(a, w2), None, ffn.row_bias())
+    pending = tokens.send_back(ffn.product(a, w2, ffn.lora.w2), None, ffn.row_bias())
     saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn)
     if group is not None:
         saved = saved._replace(shared_rows=group)
     if tokens.overlaps:
-        return [x_TD.new_empty(0), cast(Tensor, pending.rows), *saved.pack(layout(spec, *_STARTED))]
+        return [x_TD.new_empty(0), cast(Tensor, pending.rows), *saved.pack(layout(spec.handing, *_STARTED))]
     shared_y = None
     if group is not None:
-        shared_y, shared_ffn = group_ffn(group_of(group, spec.expert, spec.backward, nans), group, shared_weights)
+        of_shared = group_of(group, spec.expert, spec.shared_backward, nans)
+        shared_y, shared_ffn = group_ffn(of_shared, group, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn)
     out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
     return [out, *saved.pack(layout(spec, *_WHOLE))]
@@ -370,10 +424,10 @@ def _routed_experts_finish(
             "the policy save all of titan_fp8moe.SAVED_OPS, or neither of the two"
         )
     spec = LayerSpec.decode(layer)
-    saved, shared_y = Saved.unpack(layout(spec, *_HANDED), handed), None
+    saved, shared_y = Saved.unpack(layout(spec.handing, *_HANDED), handed), None
     if spec.shared:
         rows = saved.rows_of_shared
-        ffn = group_of(rows, spec.expert, spec.backward, NanFlags.of(nan_flags))
+        ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags))
         shared_y, shared_ffn = group_ffn(ffn, rows, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn)
     tokens = spec.dispatch.resume(saved.state, None, spec.route, dim)
@@ -394,10 +448,12 @@ SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
-def _forward_flops(x, scores, topk_ids, weights, shared_weights, *_: Any, **__: Any) -> int:
+def _forward_flops(x, scores, topk_ids, weights, shared_weights, adapters, *_: Any, **__: Any) -> int:
     """FLOPs of all GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
     (T, K), E = topk_ids, weights[0][0]
-    return product_flops(row_capacity(T * K, E), weights) + product_flops(group_rows(T), shared_weights)
+    rows = row_capacity(T * K, E)
+    of_lora = sum(2 * rows * N * K for _, N, K in adapters)
+    return product_flops(rows, weights) + product_flops(group_rows(T), shared_weights) + of_lora
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
@@ -422,11 +478,18 @@ def _checksum(*values: Any) -> int:
 
 
 class _Call(NamedTuple):
-    """The arguments of both autograd functions that are no tensors. Caches are None where gradients are off."""
+    """The arguments of both autograd functions that autograd does not see. A cache is None where nothing is kept;
+    ``stored`` are weights that are stored in FP8, else None."""
 
     spec: LayerSpec
     cache: WeightCache | None
     shared_cache: WeightCache | None
+    stored: ExpertWeights[Fp8Weight] | None
+
+
+def _packed_shared(matrices: ExpertWeights[Tensor], call: _Call) -> list[Tensor | None]:
+    """The shared experts' weights as the ops take them."""
+    return packed_weights(one_expert(matrices), call.shared_cache, call.spec.shared == "frozen")
 
 
 class InFlight:
@@ -466,6 +529,7 @@ class _RoutedExperts(torch.autograd.Function):
         *tensors, call, in_flight = args
         spec, signature = call.spec, 0
         inputs = Inputs.of(tensors, spec.expert.biased)
+        adapters = [] if spec.lora is None else _last(tensors, len(spec.lora.fields))
         ctx.weights_spec = ctx.biases_spec = None
         if isinstance(inputs.weights.w1, DTensor):  # not by to_local(), whose autograd nodes take longer than this one
             w1, w2, w3 = cast(Any, inputs.weights)
@@ -482,8 +546,9 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.x,
             inputs.topk_scores,
             inputs.topk_ids,
-            packed_weights(inputs.weights, call.cache),
-            packed_weights(one_expert(inputs.shared), call.shared_cache) if has_shared else [],
+            packed_weights(call.stored or inputs.weights, call.cache, spec.backward.weights != "trained"),
+            _packed_shared(inputs.shared, call) if has_shared else [],
+            adapters,
             inputs.nan_flags,
             spec.encode(),
             signature,
@@ -492,17 +557,18 @@ class _RoutedExperts(torch.autograd.Function):
         handed, parts = [], _WHOLE
         if spec.dispatch.overlaps:
             payload, *results = results
-            saved, parts = Saved.unpack(layout(spec, *_STARTED), results), _EXPERTS
-            handed = [payload, *saved.pack(layout(spec, *_HANDED))]
+            saved, parts = Saved.unpack(layout(spec.handing, *_STARTED), results), _EXPERTS
+            handed = [payload, *saved.pack(layout(spec.handing, *_HANDED))]
             results = saved.pack(layout(spec, *_EXPERTS))
             ctx.mark_non_differentiable(*handed)
             ctx.set_materialize_grads(False)  # no zeros for those
             in_flight.needs_dx = Inputs.of(ctx.needs_input_grad, False).x
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(*inputs.weights, *inputs.shared, *(inputs.biases or ()), *results)
+        ctx.save_for_backward(*inputs.weights, *inputs.shared, *(inputs.biases or ()), *adapters, *results)
         # The flags are not saved: hooks of saved tensors may return copies.
-        ctx.call, ctx.parts, ctx.nan_flags, ctx.in_flight = call, parts, inputs.nan_flags, in_flight
+        ctx.parts = parts if spec.lora is None else ("lora", *parts)
+        ctx.call, ctx.nan_flags, ctx.in_flight = call, inputs.nan_flags, in_flight
         ctx.x_dtype = inputs.x.dtype
         return (out, *handed) if handed else out
 
@@ -514,10 +580,14 @@ class _RoutedExperts(torch.autograd.Function):
         saved = Saved.unpack(layout(spec, "weights", "shared_weights", "biases", *ctx.parts), ctx.saved_tensors)
         if spec.expert.biased:
             biases = saved.biases
-        weights, routing, dim = saved.weights, saved.routing, saved.weights.w1.shape[2]
+        weights, routing = call.stored or saved.weights, saved.routing
+        dim = weights.w1.shape[2]
         tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
-        x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
-        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, biases), saved.ffn
+        x = None
+        if spec.backward.keeps_rows:
+            x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
+        lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, saved.lora)
+        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, biases, lora), saved.ffn
         w13, w13_t, w2_t = cached_backward_operands(weights, call.cache, spec.backward)
         saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
         del w13
@@ -539,7 +609,7 @@ class _RoutedExperts(torch.autograd.Function):
         grads = ffn.hidden_gradients(dy, saved_ffn, w2_t, any(needs.biases or ()))
         del dy, saved_ffn, w2_t  # h is freed after its last use, also where checkpointing has kept it
         with_dx = tokens.returns_gradients(needs.x)
-        dx_M = ffn.product(grads.dh, w13_t) if with_dx else None
+        dx_M = ffn.product(grads.dh, w13_t, ffn.lora.w13_t) if with_dx else None
         del w13_t
         pending, returned = None, Returned(None)
         if with_dx or needs.topk_scores:
@@ -548,6 +618,9 @@ class _RoutedExperts(torch.autograd.Function):
         if pending is not None and not tokens.travels:  # the rows are freed before weight gradients are made
             returned, pending = tokens.finish(pending, ctx.x_dtype, shared_dx), None
         dw = ffn.weight_grads(x, grads, weights, needs.weights)
+        dlora: Sequence[Tensor | None] = ()
+        if spec.lora is not None:
+            dlora = _lora_grads(spec.lora, ffn, cast(Rows, x), grads, ctx.needs_input_grad[:-2])
         if ctx.weights_spec is not None:
             dw = ExpertWeights(*map(place_as, dw, ctx.weights_spec))
         dbiases = (
@@ -557,7 +630,21 @@ class _RoutedExperts(torch.autograd.Function):
         if pending is not None:
             returned = tokens.finish(pending, ctx.x_dtype, shared_dx)
         inputs = Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw, biases=dbiases)
-        return *inputs.flatten(), None, None
+        return *inputs.flatten(), *dlora, None, None
+
+
+def _last(values: Sequence[Any], count: int) -> list[Any]:
+    """The adapters' part of :class:`_RoutedExperts`'s tensors, behind those of :class:`Inputs`."""
+    return list(values[len(values) - count :])
+
+
+def _lora_grads(
+    lora: LoraSpec, ffn: FFN, x: Rows, grads: HiddenGradients, needs_input_grad: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of the adapters' tensors, None where not needed."""
+    needed = _last(needs_input_grad, len(lora.fields))
+    found = ffn.lora_grads(x, grads) if any(needed) else {}
+    return [found[field] if need else None for field, need in zip(lora.fields, needed, strict=True)]
 
 
 def _bias_gradients(
@@ -569,7 +656,7 @@ def _bias_gradients(
     return grads if specs is None else Biases(*map(place_as, grads, specs))
 
 
-def _cast_gradient(dout_TD: Tensor, shared: bool, nans: NanFlags) -> tuple[Rows, Rows | None]:
+def _cast_gradient(dout_TD: Tensor, shared: str, nans: NanFlags) -> tuple[Rows, Rows | None]:
     """The layer's second cast: the rows to send, and for shared experts the same as one group."""
     if not shared:
         return Rows(*ops.quantize_rows(dout_TD, nans.dy)), None
@@ -594,8 +681,8 @@ class _SharedBackward(NamedTuple):
 def _shared_backward(saved: Saved, call: _Call, dy: Rows, with_dx: bool, nans: NanFlags) -> _SharedBackward:
     spec, rows = call.spec, saved.rows_of_shared
     weights = one_expert(saved.shared_weights)
-    ffn = group_of(rows, spec.expert, spec.backward, nans)
-    operands = cached_backward_operands(weights, call.shared_cache, spec.backward)
+    ffn = group_of(rows, spec.expert, spec.shared_backward, nans)
+    operands = cached_backward_operands(weights, call.shared_cache, spec.shared_backward)
     dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
     return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, grads)
 
@@ -610,13 +697,15 @@ class _Finish(torch.autograd.Function):
         in_flight.check_stream()
         inputs, spec = FinishInputs.of(tensors), call.spec
         handed = tensors[len(inputs.flatten()) :]
-        shared = packed_weights(one_expert(inputs.shared), call.shared_cache) if spec.shared else []
+        shared = _packed_shared(inputs.shared, call) if spec.shared else []
         out, *results = _finish_op(inputs.payload, handed, shared, inputs.nan_flags, spec.encode(), dim, dtype)
         if torch._C._len_torch_dispatch_stack():
             # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
             ops.wait(inputs.payload)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
         inputs.payload.untyped_storage().resize_(0)
+        if spec.handing is not spec:
+            handed = Saved.unpack(layout(spec.handing, *_HANDED), handed).pack(layout(spec, *_HANDED))
         ctx.save_for_backward(*inputs.shared, *handed, *results)
         ctx.call, ctx.in_flight, ctx.nan_flags = call, in_flight, inputs.nan_flags
         ctx.placeholder_dtype, ctx.dim = inputs.placeholder.dtype, dim

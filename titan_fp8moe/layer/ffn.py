@@ -24,9 +24,10 @@ from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.lora import NO_LORA, GemmLora, LoraOperands
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, readable
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, RowBias, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -50,14 +51,15 @@ def saved_fields(backward: BackwardSpec) -> tuple[str, ...]:
     if backward.recompute == "experts":
         return ()
     fields = ("h", "h_scale") if backward.save_h == "fp8" else ("h",)
-    return (*fields, "a_q", "a_scale") if backward.recompute == "none" else fields
+    return (*fields, "a_q", "a_scale") if backward.keeps_operand else fields
 
 
 class HiddenGradients(NamedTuple):
     """The operands of the weight gradients, rows in expert order, and the scores' gradient.
 
     Attributes:
-        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output; a: (M, H), GEMM 2's operand.
+        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output; a: (M, H), GEMM 2's operand, empty
+            where weights are frozen.
         ds_M: (M,) fp32.
         dbias: the biases' gradients in one, (E, 2H + D), or None.
     """
@@ -77,10 +79,14 @@ class FFN(NamedTuple):
     routing: Routing
     nans: NanFlags = NO_FLAGS
     biases: Biases[Tensor] | None = None
+    lora: LoraOperands = NO_LORA
 
-    def product(self, rows: Rows, weight: QuantizedWeight) -> Tensor:
-        """Each expert's rows (M, K) times its weight (N, K): (M, N) bf16."""
-        return ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
+    def product(self, rows: Rows, weight: Fp8Weight, lora: GemmLora | None = None) -> Tensor:
+        """Each expert's rows (M, K) times its weight (N, K) and its adapter: (M, N) bf16."""
+        out = ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
+        if lora is None:
+            return out
+        return out.add_(ops.low_rank(*rows, lora.A, lora.B, self.routing.offsets_E))
 
     def activate(self, h_M2H: Tensor) -> tuple[Rows, SavedFFN]:
         """GEMM 2's operand (M, H), and the tensors that the backward needs."""
@@ -107,17 +113,16 @@ class FFN(NamedTuple):
         score_M = None if self.expert.score_before_experts else self.routing.score_M
         return RowBias(self.biases.b2.contiguous(), score_M, self.routing.offsets_E)
 
-    def with_hidden(self, saved: SavedFFN, x: Rows, w13: QuantizedWeight | None) -> SavedFFN:
+    def with_hidden(self, saved: SavedFFN, x: Rows | None, w13: Fp8Weight | None) -> SavedFFN:
         """``saved`` with h, which is computed again if the settings kept none. ``x``: as in :meth:`weight_grads`."""
         if saved.h is not None:
             return saved
-        return saved._replace(h=self.product(self.in_expert_order(x), cast(QuantizedWeight, w13)))
+        h = self.product(self.in_expert_order(cast(Rows, x)), cast(Fp8Weight, w13), self.lora.w13)
+        return saved._replace(h=h)
 
-    def hidden_gradients(
-        self, dy: Rows, saved: SavedFFN, w2_t: QuantizedWeight, of_biases: bool = False
-    ) -> HiddenGradients:
+    def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: Fp8Weight, of_biases: bool = False) -> HiddenGradients:
         """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients."""
-        d_MH = self.product(dy, w2_t)
+        d_MH = self.product(dy, w2_t, self.lora.w2_t)
         biases: dict[str, Any] = {}
         if self.biases is not None:
             biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert.interleaved)
@@ -129,7 +134,7 @@ class FFN(NamedTuple):
             self.routing.score_M,
             self.routing.offsets_E,
             self.expert.encode(),
-            recompute_a=saved.a_q is None,
+            recompute_a=saved.a_q is None and self.backward.weights != "frozen",
             nan_flag=self.nans.dh,
             **biases,
         )
@@ -137,19 +142,21 @@ class FFN(NamedTuple):
         return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M, *dbias)
 
     def weight_grads(
-        self, x: Rows, grads: HiddenGradients, weights: ExpertWeights[Tensor], needed: ExpertWeights[Any]
+        self, x: Rows | None, grads: HiddenGradients, weights: ExpertWeights[Tensor], needed: ExpertWeights[Any]
     ) -> ExpertWeights[Any]:
         """Gradients of the weights, in their dtype, bf16 or fp32.
 
         Args:
             x: the rows that GEMM 1's were permuted from, one per token: the transpose gathers from them, so that no
-                token is kept once per expert.
+                token is kept once per expert. None where the layer keeps none.
             weights: the parameters.
             needed: which of the gradients to compute. w1's and w3's come together.
 
         Returns:
             None where not needed, and for a w3 that is None.
         """
+        if x is None or self.backward.weights != "trained":
+            return NO_WEIGHTS
         mode, offsets_E = self.backward.wgrad, self.routing.offsets_E
         dtype, result = weights.w2.dtype, NO_WEIGHTS
         if needed.w1 or needed.w3:
@@ -162,6 +169,16 @@ class FFN(NamedTuple):
             result = result._replace(w2=dw2)
         if statistics.collecting():
             self._record(x, grads, weights)
+        return result
+
+    def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, Tensor]:
+        """Gradients of the adapters by the fields of :class:`titan_fp8moe.layer.lora.LoraTensors`. ``x``: as in
+        :meth:`weight_grads`."""
+        (w13, w2), offsets_E, result = self.lora, self.routing.offsets_E, {}
+        if w13 is not None:
+            result = w13.grads(self.in_expert_order(x), grads.dh, offsets_E)
+        if w2 is not None:
+            result |= w2.grads(grads.a, grads.dy, offsets_E)
         return result
 
     def in_expert_order(self, x: Rows) -> Rows:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import ops
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8
 
 # What FSDP, nn.Parameter and DTensor call on a whole parameter.
@@ -31,10 +31,10 @@ class Fp8GatheredWeight(Tensor):
         quantized: the values, in memory that FSDP frees and fills.
     """
 
-    quantized: QuantizedWeight
+    quantized: Fp8Weight
 
     @staticmethod
-    def __new__(cls, quantized: QuantizedWeight, dtype: torch.dtype) -> "Fp8GatheredWeight":
+    def __new__(cls, quantized: Fp8Weight, dtype: torch.dtype) -> "Fp8GatheredWeight":
         q = quantized.q
         self = Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
         self.quantized = quantized
@@ -65,10 +65,10 @@ class Fp8AllGather(nn.Module):
     gathers_fp8: bool = False
 
     def gather_in_fp8(self) -> None:
-        """Lets FSDP gather the parameters in FP8. Call it after ``fully_shard``, which must have sharded them along
-        dim 0."""
+        """Lets FSDP gather the module's own weights in FP8. Call it after ``fully_shard``, which must have sharded them
+        along dim 0."""
         self.gathers_fp8 = True
-        for param in self.parameters():
+        for param in self.parameters(recurse=False):
             if param.ndim == 3:  # not a bias
                 gather_in_fp8(cast(DTensor, param))  # a DTensor since fully_shard
 
@@ -125,7 +125,7 @@ def _post_all_gather(
     q, scale = gathered
     if out is None:
         # FSDP frees what it gathers into; nothing else is allocated here.
-        return Fp8GatheredWeight(QuantizedWeight(q.view(FP8), scale.view(E8M0)), dtype), ()
+        return Fp8GatheredWeight(Fp8Weight(q.view(FP8), scale.view(E8M0)), dtype), ()
     weight = cast(Fp8GatheredWeight, out._local_tensor if isinstance(out, DTensor) else out)
     if weight.quantized.q.data_ptr() != q.data_ptr():
         raise RuntimeError(

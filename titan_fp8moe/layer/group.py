@@ -23,7 +23,7 @@ from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, pack
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, saved_fields, weight_grads
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, forward_operands, one_expert, without_expert_dim
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
@@ -70,20 +70,28 @@ def _feed_forward(
     dtype: torch.dtype,
     nan_flags: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output (T, D) in ``dtype``; :class:`GroupRows`; the fields of :class:`SavedFFN` that there are."""
+    """The output (T, D) in ``dtype``; :class:`GroupRows`, of frozen weights only its end; the fields of
+    :class:`SavedFFN` that there are."""
     nans = NanFlags.of(nan_flags)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows, spec = GroupRows(q, scale, end), BackwardSpec.decode(backward)
     y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans), rows, weights)
-    return [y[: x_TD.shape[0]].to(dtype), *rows, *(getattr(saved, name) for name in saved_fields(spec))]
+    kept = rows if spec.keeps_rows else rows[2:]
+    return [y[: x_TD.shape[0]].to(dtype), *kept, *(getattr(saved, name) for name in saved_fields(spec))]
 
 
 def _linear(
-    x_TK: Tensor, w: Tensor, w_scale: Tensor | None, dtype: torch.dtype, nan_flags: Tensor | None = None
+    x_TK: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+    dtype: torch.dtype,
+    nan_flags: Tensor | None = None,
+    refreshed: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output (T, N) in ``dtype``, and :class:`GroupRows`. ``w`` (1, N, K) has a scale if it is quantized."""
+    """The output (T, N) in ``dtype``, and :class:`GroupRows`. ``w`` (1, N, K) has a scale if it is quantized.
+    ``refreshed`` orders the op in a graph after the refresh of a cached weight."""
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
-    weight = ops.quantize_weight(w) if w_scale is None else QuantizedWeight(w, w_scale)
+    weight = ops.quantize_weight(w) if w_scale is None else Fp8Weight(w, w_scale)
     return [ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]], q, scale, end]
 
 
@@ -110,18 +118,24 @@ def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, config, cache, dtype):
-        weights, expert = packed_weights(one_expert(ExpertWeights(w1, w2, w3)), cache), ExpertSpec().encode()
-        y, *tensors = _feed_forward_op(x_TD, weights, expert, config.backward.encode(), dtype, nan_flags)
+    def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, backward, cache, dtype):
+        weights = packed_weights(one_expert(ExpertWeights(w1, w2, w3)), cache, backward.weights == "frozen")
+        y, *tensors = _feed_forward_op(x_TD, weights, ExpertSpec().encode(), backward.encode(), dtype, nan_flags)
         ctx.save_for_backward(w1, w2, w3, *tensors)
-        ctx.config, ctx.cache, ctx.nan_flags, ctx.x_dtype = config, cache, nan_flags, x_TD.dtype
+        ctx.spec, ctx.cache, ctx.nan_flags, ctx.x_dtype = backward, cache, nan_flags, x_TD.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        w1, w2, w3, q, scale, end, *tensors = ctx.saved_tensors
-        rows, backward, nans = GroupRows(q, scale, end), ctx.config.backward, NanFlags.of(ctx.nan_flags)
+        backward, nans = ctx.spec, NanFlags.of(ctx.nan_flags)
+        w1, w2, w3, *tensors = ctx.saved_tensors
+        q: Any = None
+        scale: Any = None
+        if backward.keeps_rows:
+            q, scale, *tensors = tensors
+        end, *tensors = tensors
+        rows = GroupRows(q, scale, end)
         weights = one_expert(ExpertWeights(w1, w2, w3))
         ffn, x = group_of(rows, ExpertSpec(), backward, nans), Rows(q, scale)
         saved = SavedFFN(**dict(zip(saved_fields(backward), tensors, strict=True)))
@@ -143,6 +157,7 @@ def feed_forward(
     config: Fp8FlowMoEConfig,
     cache: WeightCache | None = None,
     nan_flags: Tensor | None = None,
+    frozen: bool = False,
 ) -> Tensor:
     """W2 (silu(W1 x) * (W3 x)) in FP8, with two casts: of x, and of the output's gradient.
 
@@ -151,8 +166,9 @@ def feed_forward(
     Args:
         x: (..., D) bf16 or fp32, D a multiple of 128.
         weights: w1 and w3 (H, D), w2 (D, H), all bf16 or all fp32, H a multiple of 16.
-        cache: of the weights; not used where gradients are off.
+        cache: of the weights; where gradients are off, used only if they are frozen.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`.
+        frozen: whether none of the weights is trained.
 
     Returns:
         (..., D) in the dtype of ``x``, or in autocast's.
@@ -165,8 +181,9 @@ def feed_forward(
         shapes = ", ".join("None" if w is None else str(tuple(w.shape)) for w in weights)
         raise ValueError(f"w1 and w3 must be (H, D) and w2 (D, H), H a multiple of 16; got {shapes}")
     _check_input(x, D)
-    cache = cache if torch.is_grad_enabled() else None
-    out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, config, cache, _result_dtype(x))
+    cache = cache if frozen or torch.is_grad_enabled() else None
+    backward = config.backward._replace(weights="frozen") if frozen else config.backward
+    out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, backward, cache, _result_dtype(x))
     return out.view(x.shape)
 
 
@@ -191,12 +208,14 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags):
-        operand, scale = w.unsqueeze(0), None
+    def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
+        operand, scale, refreshed = w.unsqueeze(0), None, None
         if cache is not None:
-            (operand, scale), _ = cache.get((operand,), ops.quantize_weight_both)
-        y, *rows = _linear_op(x_TK, operand, scale, dtype, nan_flags)
-        ctx.save_for_backward(w, *rows)
+            (refreshed,) = cache.refresh([[operand]], frozen)
+            operand, scale = cache.operands[0].plain
+        y, q, x_scale, end = _linear_op(x_TK, operand, scale, dtype, nan_flags, refreshed)
+        kept = (None, None) if frozen else (q, x_scale)
+        ctx.save_for_backward(w, *kept, end)
         ctx.config, ctx.cache, ctx.nan_flags, ctx.x_dtype = config, cache, nan_flags, x_TK.dtype
         return y
 
@@ -209,7 +228,7 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if needs_dx:
             if ctx.cache is not None:
-                _, (w_t, w_t_scale) = ctx.cache.get((w.unsqueeze(0),), ops.quantize_weight_both)
+                w_t, w_t_scale = ctx.cache.operands[0].transposed()
             else:
                 w_t, w_t_scale = ops.quantize_weight_transposed(w.unsqueeze(0))
             dx = ops.grouped_mm(dy_q, dy_scale, w_t, w_t_scale, end, ctx.x_dtype)[: dy.shape[0]]
@@ -217,10 +236,10 @@ class _Linear(torch.autograd.Function):
             operands = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)
             (dw,) = weight_grads(operands, ctx.config.wgrad, w.dtype, (w.unsqueeze(0),))
             dw = dw.squeeze(0)
-        if statistics.collecting():
+        if statistics.collecting() and q is not None:
             operands = Operand("x", Rows(q, scale), 1, w.shape[1]), Operand("dy", Rows(dy_q, dy_scale), 1, w.shape[0])
             statistics.record([operands], [(w.unsqueeze(0),)], end, None, ctx.config.wgrad)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def linear(
@@ -229,14 +248,16 @@ def linear(
     config: Fp8FlowMoEConfig,
     cache: WeightCache | None = None,
     nan_flags: Tensor | None = None,
+    frozen: bool = False,
 ) -> Tensor:
     """x W^T in FP8, with two casts: of x, and of the output's gradient. Differentiable once in both.
 
     Args:
         x: (..., K) bf16 or fp32.
         w: (N, K) bf16 or fp32, N and K multiples of 128.
-        cache: of the weight; not used where gradients are off.
+        cache: of the weight; where gradients are off, used only if it is frozen.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; only x and dy are noted.
+        frozen: whether the weight is not trained.
 
     Returns:
         (..., N) in the dtype of ``x``, or in autocast's.
@@ -248,5 +269,6 @@ def linear(
     if N % 128:
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
-    cache = cache if torch.is_grad_enabled() else None
-    return _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags).view(*x.shape[:-1], N)
+    cache = cache if frozen or torch.is_grad_enabled() else None
+    out = _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags, frozen)
+    return out.view(*x.shape[:-1], N)

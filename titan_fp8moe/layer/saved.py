@@ -6,10 +6,11 @@ so a new field is a new field of a record, and nothing else::
 
     weights, shared_weights   the parameters, not quantized: FSDP refills them before the backward
     biases                    b1 b2 b3 of experts that have them
+    lora                      the adapters' tensors, of a layer that has them
     state                     the dispatch's, from which its backward is resumed
     routing                   offsets_E, token_M, score_M, row_TK
-    tokens                    one quantized row per token that arrived, or its payload
-    ffn                       h [h_scale] [a_q a_scale], nothing with recompute = "experts"
+    tokens                    one quantized row per token that arrived, or its payload; none where weights are frozen
+    ffn                       h [h_scale] [a_q a_scale], nothing with recompute = "experts", no a of frozen weights
     shared_rows               this rank's tokens as one group; without expert parallelism they share q with ``tokens``
     shared_ffn                as ffn, of the shared experts
 """
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
 from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
+from titan_fp8moe.layer.lora import LoraSpec, LoraTensors
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
-from titan_fp8moe.rows import GroupRows, Routing
+from titan_fp8moe.rows import GroupRows, Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 
@@ -32,15 +34,27 @@ class LayerSpec(NamedTuple):
     """A layer apart from its tensors.
 
     Attributes:
-        shared: whether shared experts read the rows that are quantized for the routed ones.
+        shared: empty, or of shared experts that read the rows that are quantized for the routed ones, whether their
+            weights are ``trained`` or ``frozen``.
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
+        lora: of the routed experts' adapters, or None.
     """
 
     route: Route
     expert: ExpertSpec
     backward: BackwardSpec
-    shared: bool
+    shared: str
     check_ids: bool
+    lora: LoraSpec | None = None
+
+    @property
+    def shared_backward(self) -> BackwardSpec:
+        return self.backward if self.shared == self.backward.weights else self.backward._replace(weights=self.shared)
+
+    @property
+    def handing(self) -> "LayerSpec":
+        """For tensors on the way from one function to the next: shared experts will read their rows, if only once."""
+        return self._replace(shared="trained") if self.shared == "frozen" else self
 
     @property
     def dispatch(self) -> type[Dispatch]:
@@ -48,15 +62,15 @@ class LayerSpec(NamedTuple):
 
     def encode(self) -> str:
         """The specification as a string, which an op can take."""
-        flags = f"{int(self.shared)}{int(self.check_ids)}"
-        return f"{self.expert.encode()}|{self.backward.encode()}|{flags}|{self.route.encode()}"
+        flags, lora = f"{self.shared}|{int(self.check_ids)}", "" if self.lora is None else self.lora.encode()
+        return f"{self.expert.encode()}|{self.backward.encode()}|{flags}|{lora}|{self.route.encode()}"
 
     @classmethod
     @functools.cache
     def decode(cls, text: str) -> "LayerSpec":
-        expert, backward, flags, route = text.split("|", 3)
-        shared, check_ids = (flag == "1" for flag in flags)
-        return cls(Route.decode(route), ExpertSpec.decode(expert), BackwardSpec.decode(backward), shared, check_ids)
+        expert, backward, shared, check_ids, lora, route = text.split("|", 5)
+        specs = ExpertSpec.decode(expert), BackwardSpec.decode(backward)
+        return cls(Route.decode(route), *specs, shared, check_ids == "1", LoraSpec.decode(lora) if lora else None)
 
 
 class Layout(NamedTuple):
@@ -80,19 +94,24 @@ def layout(spec: LayerSpec, *parts: str) -> Layout:
 
 def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
     kind = spec.dispatch
-    own_rows = () if kind.travels else ("q",)  # of shared experts, without rows of their own
-    shared_rows = tuple(name for name in GroupRows._fields if name not in own_rows) if spec.shared else ()
-    ffn = saved_fields(spec.backward)
+    tokens = kind.Tokens._fields if spec.backward.keeps_rows else ()
+    shared_rows = ffn_of_shared = ()
+    if spec.shared:
+        shared_rows = GroupRows._fields if spec.shared_backward.keeps_rows else ("end",)
+        if tokens and not kind.travels:
+            shared_rows = tuple(name for name in shared_rows if name != "q")
+        ffn_of_shared = saved_fields(spec.shared_backward)
     fields: dict[str, tuple[Any, tuple[str, ...]]] = {
         "weights": (ExpertWeights, ExpertWeights._fields),
         "shared_weights": (ExpertWeights, ExpertWeights._fields),
         "biases": (Biases, Biases._fields if spec.expert.biased else ()),
+        "lora": (LoraTensors, () if spec.lora is None else spec.lora.fields),
         "state": (kind.State, kind.State._fields),
         "routing": (Routing, Routing._fields),
-        "tokens": (kind.Tokens, kind.Tokens._fields),
-        "ffn": (SavedFFN, ffn),
+        "tokens": (kind.Tokens, tokens),
+        "ffn": (SavedFFN, saved_fields(spec.backward)),
         "shared_rows": (GroupRows, shared_rows),
-        "shared_ffn": (SavedFFN, ffn if spec.shared else ()),
+        "shared_ffn": (SavedFFN, ffn_of_shared),
     }
     names = [(part, field) for part in parts for field in fields[part][1]]
     place = {name: at for at, name in enumerate(names)}
@@ -121,12 +140,13 @@ class Saved(NamedTuple):
     shared_rows: GroupRows = _ABSENT
     shared_ffn: SavedFFN = _ABSENT
     biases: Biases[Any] = _ABSENT
+    lora: LoraTensors = _ABSENT
 
     @property
     def rows_of_shared(self) -> GroupRows:
         """``shared_rows``, also where they share their q with ``tokens``."""
         rows = self.shared_rows
-        return rows if rows.q is not None else rows._replace(q=self.tokens.q)
+        return rows._replace(q=self.tokens.q) if rows.q is None and isinstance(self.tokens, Rows) else rows
 
     def pack(self, layout: Layout) -> list[Any]:
         return [getattr(getattr(self, part), field) for part, field in layout.names]

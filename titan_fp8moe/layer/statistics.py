@@ -131,7 +131,7 @@ def record(
             _add(operand.kind, operand.rows.q, byte_BRG, live_M.view(-1, TILE), shift_BRG, counts_GL)
 
     for ws in weights:
-        if isinstance(ws[0], ops.QuantizedWeight):
+        if isinstance(ws[0], ops.Fp8Weight):
             continue
         q, scale = ops.quantize_weight(*ws)
         byte_BRG = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)

@@ -6,6 +6,7 @@ the direction. :mod:`titan_fp8moe.layer.cache` keeps one for the microbatches of
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor
@@ -13,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 
-Weight = Tensor | QuantizedWeight
+Weight = Tensor | Fp8Weight
 """A weight as the ops read it: bf16 or fp32 values, or values that are quantized already."""
 
 W = TypeVar("W")
@@ -46,18 +47,18 @@ class ExpertWeights(NamedTuple, Generic[W]):
     def pack(self) -> list[Tensor | None]:
         """The tensors that an op takes: each field's value, then each field's scale where the weights are quantized."""
         weights: list[Any] = list(self)
-        if not isinstance(self.w1, QuantizedWeight):
+        if not isinstance(self.w1, Fp8Weight):
             return weights
         return [w and w.q for w in weights] + [w and w.scale for w in weights]
 
     @classmethod
     def unpack(cls, tensors: list[Tensor | None]) -> "ExpertWeights[Any]":
-        """The inverse of :meth:`pack`: weights, or quantized weights."""
+        """The inverse of :meth:`pack`: weights, or quantized weights. What follows orders ops in a graph."""
         count = len(cls._fields)
         if len(tensors) == count:
             return cls(*tensors)
-        pairs = zip(tensors[:count], tensors[count:], strict=True)
-        return cls(*(None if q is None else QuantizedWeight(q, cast(Tensor, scale)) for q, scale in pairs))
+        pairs = zip(tensors[:count], tensors[count : 2 * count], strict=True)
+        return cls(*(None if q is None else Fp8Weight(q, cast(Tensor, scale)) for q, scale in pairs))
 
 
 class Biases(NamedTuple, Generic[W]):
@@ -105,6 +106,11 @@ def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
     return ExpertWeights(*(None if grad is None else grad.squeeze(0) for grad in grads))
 
 
+def are_frozen(parameters: Iterable[Tensor | None]) -> bool:
+    """Whether none of them is trained. Ask it of parameters: without gradients, their local tensors require none."""
+    return not any(p is not None and p.requires_grad for p in parameters)
+
+
 def place_as(grad: Tensor | None, spec: Any) -> DTensor | None:
     """A gradient of this rank's experts as the gradient of the DTensor that has ``spec``."""
     if grad is None:
@@ -129,8 +135,8 @@ def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
 class ForwardOperands(NamedTuple):
     """Operands of a forward: ``w13`` (E, 2H, D), gate and up in one, and ``w2`` (E, D, H)."""
 
-    w13: QuantizedWeight
-    w2: QuantizedWeight
+    w13: Fp8Weight
+    w2: Fp8Weight
 
     def pack(self) -> list[Tensor | None]:
         """As fused weights that are quantized already; see :meth:`ExpertWeights.pack`."""
@@ -146,9 +152,9 @@ class BackwardOperands(NamedTuple):
         w2_t: down transposed, (E, H, D).
     """
 
-    w13: QuantizedWeight | None
-    w13_t: QuantizedWeight
-    w2_t: QuantizedWeight
+    w13: Fp8Weight | None
+    w13_t: Fp8Weight
+    w2_t: Fp8Weight
 
 
 def forward_operands(weights: ExpertWeights[Weight]) -> ForwardOperands:
@@ -164,10 +170,3 @@ def backward_operands(weights: ExpertWeights[Weight], with_w13: bool) -> Backwar
     else:
         w13_t = ops.quantize_weight_transposed(*weights.gate_up)
     return BackwardOperands(w13, w13_t, ops.quantize_weight_transposed(weights.w2))
-
-
-def both_operands(w1: Tensor, w2: Tensor, w3: Tensor | None) -> tuple[ForwardOperands, BackwardOperands]:
-    """The operands of both directions, from one read of the weights."""
-    w13, w13_t = ops.quantize_weight_both(*ExpertWeights(w1, w2, w3).gate_up)
-    w2_q, w2_t = ops.quantize_weight_both(w2)
-    return ForwardOperands(w13, w2_q), BackwardOperands(w13, w13_t, w2_t)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
-from titan_fp8moe.ops import QuantizedWeight
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller, once_differentiable
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.rows import Rows
@@ -92,7 +92,7 @@ def _is_transposed(w: Tensor) -> bool:
     return w.stride(1) == 1 and w.stride(2) != 1
 
 
-def _operand(w: Tensor, transpose: bool) -> QuantizedWeight:
+def _operand(w: Tensor, transpose: bool) -> Fp8Weight:
     """w (E, K, N) as a GEMM operand in its own layout, or transposed. The kernel reads contiguous rows."""
     if _is_transposed(w):
         w, transpose = w.transpose(1, 2), not transpose

@@ -12,14 +12,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
-from titan_fp8moe.config import Fp8FlowMoEConfig, require_config
+from titan_fp8moe import ops
+from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
-from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.cache import WeightCache, kind_of
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.weights import Biases, ExpertWeights
-from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
+from titan_fp8moe.nn.lora import AddsLora
+from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread, uniform_by_expert_
+from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.recipe import E8M0, FP8
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -43,8 +47,9 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"the weights would be {dtype}; make the module with dtype=torch.bfloat16 or torch.float32")
 
 
-class RoutedExperts(Fp8AllGather):
-    """The experts of one MoE layer in FP8; the router and shared experts are the caller's.
+class RoutedExperts(Fp8AllGather, AddsLora):
+    """The experts of one MoE layer in FP8; the router and shared experts are the caller's. :meth:`add_lora` freezes
+    them and trains adapters.
 
     With ``ep_group`` the weights are DTensors, ``Shard(0)`` over its ranks, so that PyTorch's tools do not take them
     for replicas: :mod:`titan_fp8moe.nn.parallel`, and docs/parallel.md for a training loop. A copy of the module shares
@@ -53,7 +58,7 @@ class RoutedExperts(Fp8AllGather):
     Args:
         num_experts: experts of all ranks.
         dim, hidden_dim: D and H, multiples of 128.
-        config: the recipe's settings; by default ``Fp8FlowMoEConfig()``.
+        config: the settings of the recipe and the transport, and ``cache_weights``; by default ``Fp8FlowMoEConfig()``.
         ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``. Where
             FSDP shards the experts further, the mesh dim of those ranks, such as ``mesh["ep"]``.
         score_before_experts: multiply the experts' input, not their output, by the score.
@@ -68,7 +73,7 @@ class RoutedExperts(Fp8AllGather):
 
     Raises:
         ValueError: for dims that are no multiples of 128, experts that do not divide over the ranks, a dtype that is
-            not bf16 or fp32, or a group that this rank is not in.
+            not bf16 or fp32, a setting without effect here, or a group that this rank is not in.
 
     Example::
 
@@ -80,7 +85,7 @@ class RoutedExperts(Fp8AllGather):
     w1: nn.Parameter
     w2: nn.Parameter
     w3: nn.Parameter
-    cache: WeightCache | None
+    cache: WeightCache
     ep_group: dist.ProcessGroup | None
     b1: nn.Parameter | None
     b2: nn.Parameter | None
@@ -129,37 +134,49 @@ class RoutedExperts(Fp8AllGather):
             self.register_load_state_dict_pre_hook(_spread_plain_weights)
         self.reset_parameters()
 
+    @staticmethod
+    def from_fp8(
+        w1: Fp8Weight,
+        w2: Fp8Weight,
+        w3: Fp8Weight | None = None,
+        *,
+        config: Fp8FlowMoEConfig | None = None,
+        ep_group: dist.ProcessGroup | None = None,
+        score_before_experts: bool = False,
+        activation: str = "swiglu",
+        activation_parameters: dict[str, float] | None = None,
+    ) -> "Fp8RoutedExperts":
+        """Frozen experts that are stored in FP8, 1 byte per parameter; see :class:`Fp8RoutedExperts`.
+
+        Args:
+            w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's experts, H and D multiples of
+                128; or gate and up in one ``w1`` (E, 2H, D) with ``w3`` None, which is not copied.
+            config, ep_group, score_before_experts, activation, activation_parameters: as of :class:`RoutedExperts`.
+        """
+        expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
+        w13 = w1 if w3 is None else ops.quantize_weight(w1, w3)
+        return Fp8RoutedExperts(w13, w2, expert, config or Fp8FlowMoEConfig(), ep_group)
+
     def configure(self, config: Fp8FlowMoEConfig) -> None:
         """Replaces the settings."""
+        require_config(config, "RoutedExperts", *RECIPE, *TRANSPORT, *CACHE)
         self.config = config
         add_cache(self)
 
     def reset_parameters(self) -> None:
         """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts with or without ``ep_group``,
         for any number of ranks."""
-        weights = list(self.parameters(recurse=False))
-        _, hidden_dim, dim = self.w1.shape
-        bounds = [size**-0.5 for size in (dim, hidden_dim, dim)] * 2  # of b1, b2 and b3 as of w1, w2 and w3
-        if self.w1.is_meta:
-            return
-        if self.ep_group is None and isinstance(self.w1, DTensor):  # FSDP's, sharded along any dim
-            for weight, bound in zip(weights, bounds, strict=False):
-                nn.init.uniform_(weight, -bound, bound)
-            return
-        experts, local = torch.arange(len(self.w1), device=self.w1.device), [w.detach() for w in weights]
-        if isinstance(self.w1, DTensor):
-            experts = distribute_tensor(experts, self.w1.device_mesh, self.w1.placements, src_data_rank=None).to_local()
-            local = [cast(DTensor, w).to_local() for w in local]
-        seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
-        generator = torch.Generator(self.w1.device)
-        for i, expert in enumerate(experts.tolist()):
-            generator.manual_seed(seed + expert)
-            for weight, bound in zip(local, bounds, strict=False):
-                nn.init.uniform_(weight[i], -bound, bound, generator)
+        if not self.w1.is_meta:
+            weights = list(self.parameters(recurse=False))
+            _, hidden_dim, dim = self.w1.shape
+            bounds = [size**-0.5 for size in (dim, hidden_dim, dim)] * 2  # of b1, b2 and b3 as of w1, w2 and w3
+            uniform_by_expert_(weights, bounds[: len(weights)], spread=self.ep_group is not None)
+        if self.lora_scale is not None:
+            self.reset_lora_parameters()
 
     def _apply(self, *args: Any, **kwargs: Any) -> "RoutedExperts":
         super()._apply(*args, **kwargs)
-        for weight in self.parameters(recurse=False):
+        for weight in self.parameters():
             if self.ep_group is not None and isinstance(weight, DTensor):
                 follow_device(weight, self.ep_group)
         return self
@@ -193,12 +210,21 @@ class RoutedExperts(Fp8AllGather):
     ) -> Tensor:
         """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
         topk_scores (T, K)."""
+        frozen = are_frozen((self.w1, self.w2, self.w3))
         return apply_experts(
             x,
             self._weights(),
             topk_ids,
             topk_scores,
-            Layer(self.config, self.ep_group, self.expert, self.cache, biases=self._biases()),
+            Layer(
+                self.config,
+                self.ep_group,
+                self.expert,
+                cache_of(self, frozen),
+                frozen=frozen,
+                biases=self._biases(),
+                lora=self.lora(),
+            ),
             meanwhile=meanwhile,
         )
 
@@ -222,25 +248,85 @@ class RoutedExperts(Fp8AllGather):
         return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {bias}{self.config.describe()}"
 
 
+class Fp8RoutedExperts(nn.Module):
+    """The experts of one MoE layer, frozen and stored in FP8. Made by :meth:`RoutedExperts.from_fp8`.
+
+    Output and gradients of x and the scores equal those of experts with the dequantized weights. The parameters hold
+    bytes, so that casts such as ``.bfloat16()`` leave them alone, and PyTorch refuses a gradient of them. With
+    ``ep_group`` they are this rank's, and so are those in its state dict.
+
+    Attributes:
+        w13, w13_scale: gate and up (E, 2H, D) and (E, 2H // 128, D // 128) uint8; w2, w2_scale: down.
+    """
+
+    w13: nn.Parameter
+    w13_scale: nn.Parameter
+    w2: nn.Parameter
+    w2_scale: nn.Parameter
+
+    def __init__(
+        self,
+        w13: Fp8Weight,
+        w2: Fp8Weight,
+        expert: ExpertSpec,
+        config: Fp8FlowMoEConfig,
+        ep_group: dist.ProcessGroup | None,
+    ):
+        super().__init__()
+        require_config(config, "experts stored in FP8", "recompute", "save_h", *TRANSPORT)
+        check_member(ep_group)
+        self.expert, self.config, self.ep_group = expert, config, ep_group
+        for name, weight in (("w13", w13), ("w2", w2)):
+            for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):
+                self.register_parameter(key, nn.Parameter(tensor.detach().view(torch.uint8), requires_grad=False))
+
+    def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
+        """Gate and up in one, and down."""
+        return (
+            Fp8Weight(self.w13.detach().view(FP8), self.w13_scale.detach().view(E8M0)),
+            Fp8Weight(self.w2.detach().view(FP8), self.w2_scale.detach().view(E8M0)),
+        )
+
+    def forward(
+        self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, meanwhile: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """As :meth:`RoutedExperts.forward`."""
+        layer = Layer(self.config, self.ep_group, self.expert, frozen=True)
+        weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
+        return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
+
+    def extra_repr(self) -> str:
+        experts, dim, hidden_dim = self.w2.shape
+        return f"num_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, stored in FP8, {self.config.describe()}"
+
+
 def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     x, topk_ids, topk_scores = args
     return x, topk_ids, topk_scores.tensor if isinstance(topk_scores, KeepDtype) else topk_scores
 
 
 def add_cache(module: Any) -> None:
-    """Gives a module, whose ``config`` is set, the weight cache that its settings ask for. Loading a state dict clears
-    it."""
-    require_config(module.config)
+    """Gives a module, whose ``config`` is set, a weight cache for :func:`cache_of`. Loading a state dict clears it."""
     if "cache" not in vars(module):
         module.register_load_state_dict_post_hook(_clear_cache)
-    module.cache = WeightCache() if module.config.cache_weights else None
+    layouts = module.config.kept_layouts
+    module.cache = WeightCache(layouts, kind_of(module, layouts))
+
+
+def cache_of(module: Any, frozen: bool) -> WeightCache | None:
+    """The cache of a module's weights, or None if they are to be quantized each time: trained weights without
+    ``cache_weights``, and those that FSDP gathers in FP8."""
+    config = module.config
+    if config.fp8_all_gather or not (frozen or config.cache_weights):
+        return None
+    return module.cache
 
 
 def _spread_plain_weights(
     module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
 ) -> None:
     """Lets spread experts load plain tensors of all experts, each rank its own."""
-    for name, weight in module.named_parameters(recurse=False):
+    for name, weight in module.named_parameters():
         plain = state.get(prefix + name)
         if not isinstance(weight, DTensor) or plain is None or isinstance(plain, DTensor):
             continue
@@ -256,19 +342,23 @@ def _spread_plain_weights(
 
 
 def _clear_cache(module: Any, _: Any) -> None:
-    if module.cache is not None:
-        module.cache.clear()
+    module.cache.clear()
 
 
 class Fp8FFN(nn.Module):
     """Mixin of torchtitan's FeedForward: a dense FFN, or the shared experts of a MoE layer, which reads its weights."""
 
     config: Fp8FlowMoEConfig
-    cache: WeightCache | None = None
+    cache: WeightCache
     nan_flags: Tensor | None = None
     w1: nn.Linear
     w2: nn.Linear
     w3: nn.Linear
+
+    @property
+    def frozen(self) -> bool:
+        """Whether none of the weights is trained."""
+        return are_frozen(linear.weight for linear in (self.w1, self.w2, self.w3))
 
     def matrices(self) -> ExpertWeights[Tensor]:
         """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
@@ -277,7 +367,8 @@ class Fp8FFN(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         """This rank's part of the FFN, (..., D) -> (..., D)."""
-        return feed_forward(x, self.matrices(), self.config, self.cache, self.nan_flags)
+        frozen = self.frozen
+        return feed_forward(x, self.matrices(), self.config, cache_of(self, frozen), self.nan_flags, frozen)
 
     def extra_repr(self) -> str:
         return self.config.describe()
@@ -295,11 +386,11 @@ class Fp8FlowLinear(nn.Linear):
             ``Fp8FlowMoEConfig()``.
 
     Raises:
-        ValueError: for other dims, or a dtype that is not bf16 or fp32.
+        ValueError: for other dims, a dtype that is not bf16 or fp32, or a setting without effect here.
     """
 
     config: Fp8FlowMoEConfig
-    cache: WeightCache | None
+    cache: WeightCache
     nan_flags: Tensor | None = None
 
     def __init__(
@@ -312,7 +403,9 @@ class Fp8FlowLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
-        self._configure(config or Fp8FlowMoEConfig())
+        config = config or Fp8FlowMoEConfig()
+        require_config(config, "Fp8FlowLinear", "wgrad", *CACHE)
+        self._configure(config)
 
     @staticmethod
     def convert(module: nn.Linear, config: Fp8FlowMoEConfig) -> None:
@@ -338,16 +431,17 @@ class Fp8FlowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``input`` or autocast's."""
-        x, w = input, self.weight
+        x, w, frozen = input, self.weight, not self.weight.requires_grad
+        cache = cache_of(self, frozen)
         if not isinstance(w, DTensor):
-            return linear(x, w, self.config, self.cache, self.nan_flags)
+            return linear(x, w, self.config, cache, self.nan_flags, frozen)
         placements, x_grad = w.placements, w.placements  # replicated
         if w.placements == (Shard(0),):
             placements, x_grad = (Shard(x.ndim - 1),), (Partial(),)
         elif w.placements == (Shard(1),):
             placements, x_grad = (Partial(),), (Shard(x.ndim - 1),)
         x = cast(DTensor, x).to_local(grad_placements=x_grad)
-        out = linear(x, w.to_local(), self.config, self.cache, self.nan_flags)
+        out = linear(x, w.to_local(), self.config, cache, self.nan_flags, frozen)
         return DTensor.from_local(out, w.device_mesh, placements, run_check=False)
 
     def extra_repr(self) -> str:

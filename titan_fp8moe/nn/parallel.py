@@ -7,14 +7,14 @@ DTensors or plain tensors, but not both at once. Other uses of those tools are r
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -119,6 +119,26 @@ def mesh_of(ep_group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> D
 def spread(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's experts (E, ...) as a part of the experts of all ranks, without communication."""
     return DTensor.from_local(local, mesh, _BY_EXPERTS, run_check=False)
+
+
+def uniform_by_expert_(weights: Sequence[Tensor], bounds: Sequence[float], spread: bool) -> None:
+    """Fills weights (E, N, K) uniformly within their ± ``bounds``. One seed draws the same experts whether they are
+    ``spread`` over ranks or not, for any number of ranks."""
+    first, local = weights[0], [w.detach() for w in weights]
+    if not spread and isinstance(first, DTensor):  # FSDP's, sharded along any dim
+        for weight, bound in zip(weights, bounds, strict=True):
+            nn.init.uniform_(weight, -bound, bound)
+        return
+    experts = torch.arange(len(first), device=first.device)
+    if isinstance(first, DTensor):
+        experts = distribute_tensor(experts, first.device_mesh, first.placements, src_data_rank=None).to_local()
+        local = [cast(DTensor, w).to_local() for w in local]
+    seed = int(torch.randint(2**48, (), device="cpu"))  # on every rank, which stay alike in what they draw next
+    generator = torch.Generator(first.device)
+    for i, expert in enumerate(experts.tolist()):
+        generator.manual_seed(seed + expert)
+        for weight, bound in zip(local, bounds, strict=True):
+            nn.init.uniform_(weight[i], -bound, bound, generator)
 
 
 def follow_device(weight: DTensor, group: dist.ProcessGroup) -> None:

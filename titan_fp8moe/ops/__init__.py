@@ -10,6 +10,7 @@ No op has a gradient, because autograd would cast the gradient of an FP8 tensor 
 from titan_fp8moe.ops.all_to_all import start_all_to_all, wait
 from titan_fp8moe.ops.backend import emulate
 from titan_fp8moe.ops.grouped_mm import grouped_mm, grouped_mm_wgrad
+from titan_fp8moe.ops.lora import low_rank, low_rank_grads
 from titan_fp8moe.ops.permute import (
     dispatch_routing,
     expert_routing,
@@ -22,23 +23,26 @@ from titan_fp8moe.ops.permute import (
     unpermute_sum,
 )
 from titan_fp8moe.ops.quantize import (
-    QuantizedWeight,
+    Fp8Weight,
     quantize_group,
     quantize_rows,
     quantize_weight,
     quantize_weight_both,
     quantize_weight_transposed,
+    refresh_weight,
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
 from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
-    "QuantizedWeight",
+    "Fp8Weight",
     "dispatch_routing",
     "emulate",
     "expert_routing",
     "grouped_mm",
     "grouped_mm_wgrad",
+    "low_rank",
+    "low_rank_grads",
     "pack_combine",
     "pack_dispatch",
     "permute_rows",
@@ -47,6 +51,7 @@ __all__ = [
     "quantize_weight",
     "quantize_weight_both",
     "quantize_weight_transposed",
+    "refresh_weight",
     "start_all_to_all",
     "swiglu_quantize",
     "swiglu_quantize_backward",

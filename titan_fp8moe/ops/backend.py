@@ -5,11 +5,14 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+
+from titan_fp8moe.kernels.launch import is_recording
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -54,7 +57,7 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
             if isinstance(first, list):
                 first = first[0]
             # DTensors and other subclasses must meet the op: they handle or refuse it.
-            if type(first) in _ORDINARY and not first.is_meta:
+            if type(first) in _ORDINARY and (not first.is_meta or is_recording()):
                 return untyped(*args, **kwargs)
         return op(*args, **kwargs)
 
@@ -83,20 +86,21 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-_emulating = False
+_emulating = os.environ.get("TITAN_FP8MOE_EMULATE") == "1"
 
 
 def emulate(on: bool) -> None:
-    """Switches every op of this process to :mod:`titan_fp8moe.recipe` on GPUs too.
+    """Switches every op of this process to :mod:`titan_fp8moe.recipe` on GPUs too. ``TITAN_FP8MOE_EMULATE=1`` in the
+    environment does so from the start.
 
-    Slow; for GPUs that the kernels do not support.
+    Slow; for GPUs that the kernels do not support: AMD's, or compute capability below 8.9.
     """
     global _emulating
     _emulating = on
 
 
 def emulating() -> bool:
-    """Whether :func:`emulate` has switched the kernels off."""
+    """Whether :func:`emulate`, or the environment, has switched the kernels off."""
     return _emulating
 
 
@@ -111,7 +115,7 @@ def before_first_kernel(gate: Callable[[], None]) -> None:
 
 def use_kernels(x: torch.Tensor) -> bool:
     """Whether an op runs its Triton kernels on ``x``."""
-    return x.is_cuda and not _emulating and (_gate is None or pass_gate())
+    return (x.is_cuda and not _emulating and (_gate is None or pass_gate())) or (is_recording() and x.is_meta)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Quantization ops: 1x128 tiles for activations and gradients, 128x128 blocks for weights."""
 
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -65,11 +65,78 @@ def _(x_TD, nan_flag=None):
     return q, scale, scale_t, x_TD.new_empty(1, dtype=torch.int32)
 
 
-class QuantizedWeight(NamedTuple):
-    """A GEMM operand of all local experts: ``q`` (E, N, K) e4m3 contiguous, ``scale`` (E, N // 128, K // 128) e8m0."""
+class Fp8Weight(NamedTuple):
+    """Weights of all local experts in FP8: operands of the GEMMs, and a form in which to store frozen weights.
+
+    Attributes:
+        q: (E, N, K) e4m3, contiguous, N and K multiples of 128.
+        scale: (E, N // 128, K // 128) e8m0, the power of two of each 128x128 block.
+    """
 
     q: Tensor
     scale: Tensor
+
+    @classmethod
+    def quantize(cls, w: Tensor) -> "Fp8Weight":
+        """The FP8 form of (E, N, K) bf16 or fp32, as a forward quantizes it."""
+        q, _, scale = _operands((w.detach(),), True, False)
+        return cls(q, scale)
+
+    @classmethod
+    def of_blocks(cls, q: Tensor, scale: Tensor, *, scales: Literal["exact", "round"] = "exact") -> "Fp8Weight":
+        """Weights in the format of DeepSeek's checkpoints; ``scale`` is their ``weight_scale_inv``.
+
+        Args:
+            q: (E, N, K) e4m3, N and K multiples of 128.
+            scale: (E, N // 128, K // 128) fp32 or e8m0.
+            scales: what to do with scales that are no powers of two. ``exact`` refuses them. ``round`` quantizes the
+                values anew, with one more rounding to e4m3 for values of such blocks.
+
+        Raises:
+            ValueError: for other shapes or dtypes, and for such scales unless ``round``.
+        """
+        blocks = scale.shape == (q.shape[0], q.shape[1] // TILE, q.shape[2] // TILE) if q.dim() == 3 else False
+        if q.dtype != FP8 or not blocks or q.shape[1] % TILE or q.shape[2] % TILE:
+            raise ValueError(
+                f"FP8 weights must be (E, N, K) e4m3, N and K multiples of 128, with one scale per 128x128 block; got "
+                f"{tuple(q.shape)} {q.dtype} and {tuple(scale.shape)}"
+            )
+        if scale.dtype == E8M0:
+            return cls(q.detach().contiguous(), scale.detach().contiguous())
+        bits = scale.detach().float().contiguous().view(torch.int32)
+        byte = bits >> 23
+        if ((bits & 0x7FFFFF == 0) & (byte >= 1) & (byte <= 254)).all():
+            return cls(q.detach().contiguous(), byte.to(torch.uint8).view(E8M0))
+        if scales == "exact":
+            raise ValueError(
+                "the scales of these FP8 weights are no powers of two, but the recipe's are; let them be rounded with "
+                'scales="round", at one more rounding to e4m3, or load the weights dequantized to bf16'
+            )
+        rounded = cls(torch.empty_like(q, requires_grad=False), torch.empty_like(byte, dtype=E8M0))
+        for e in range(q.shape[0]):  # one expert's fp32 values at a time
+            values = q[e].detach().float() * scale[e].detach().repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
+            for kept, new in zip(rounded, cls.quantize(values.unsqueeze(0)), strict=True):
+                kept[e].view(torch.uint8).copy_(new[0].view(torch.uint8))
+        return rounded
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The values; every one is a bf16 number."""
+        return recipe.dequantize(self.q, self.scale, dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.q.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    def dim(self) -> int:
+        return self.q.dim()
 
 
 @custom_op
@@ -98,6 +165,49 @@ def _(weights, plain, transposed):
         weights[0].new_empty(E, K, N, dtype=FP8) if transposed else none,
         scale,
     )
+
+
+@custom_op
+def refresh_weight(
+    weights: list[Tensor],
+    q: Tensor,
+    q_t: Tensor | None,
+    scale: Tensor,
+    state: Tensor,
+    steps: Tensor | None,
+    force: bool,
+) -> Tensor:
+    """Quantizes weights into buffers that are kept, if they are no longer the weights that the buffers hold.
+
+    The device decides, by :func:`titan_fp8moe.recipe.weights_changed`, so that a replay of a CUDA graph and a compiled
+    graph decide anew. The schema does not say that the buffers change: autograd would count a new version of what an
+    earlier microbatch's backward will read, and graphs would copy the buffers. Ops that read them take the result as an
+    argument, which orders them after this one.
+
+    Args:
+        weights: one or two (E, N, K) of one shape, as for :func:`quantize_weight_both`.
+        q, q_t, scale: the buffers, as its results; ``q_t`` None where the transpose is not kept.
+        state, steps, force: as in the recipe.
+
+    Returns:
+        (1,) int32, 1 if the weights had changed.
+    """
+    if use_kernels(weights[0]):
+        return kernels.refresh_weight(weights, q, q_t, scale, state, steps, force)
+    changed = recipe.weights_changed(weights, state.data, steps, force)
+    if changed:
+        # .data: without a new version, as kernels write.
+        got, got_t, got_scale = _quantize_weight(weights, True, q_t is not None)
+        q.data.copy_(got)
+        scale.data.copy_(got_scale)
+        if q_t is not None:
+            q_t.data.copy_(got_t)
+    return torch.full((1,), int(changed), dtype=torch.int32, device=q.device)
+
+
+@refresh_weight.register_fake
+def _(weights, q, q_t, scale, state, steps, force):
+    return state.new_empty(1)
 
 
 def _check_weights(weights: list[Tensor]) -> None:
@@ -136,9 +246,9 @@ def _(w, w_scale, last_w, last_scale, plain, transposed):
     )
 
 
-def _operands(weights: tuple[Tensor | QuantizedWeight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
-    if isinstance(weights[0], QuantizedWeight):
-        first, *rest = cast(list[QuantizedWeight], list(weights))
+def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
+    if isinstance(weights[0], Fp8Weight):
+        first, *rest = cast(list[Fp8Weight], list(weights))
         ((last, last_scale),) = rest or [(None, None)]
         return _join_weight(first.q, first.scale, last, last_scale, plain, transposed)
     tensors: list[Any] = list(weights)
@@ -146,7 +256,7 @@ def _operands(weights: tuple[Tensor | QuantizedWeight, ...], plain: bool, transp
     return _quantize_weight(tensors, plain, transposed)
 
 
-def quantize_weight(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
+def quantize_weight(*weights: Tensor | Fp8Weight) -> Fp8Weight:
     """Quantizes one or two weights in 128x128 blocks into one operand, concatenated along N.
 
     Args:
@@ -159,19 +269,19 @@ def quantize_weight(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
     Raises:
         ValueError: for more than two weights, other dtypes, or shapes that do not fit.
     """
-    if len(weights) == 1 and isinstance(weights[0], QuantizedWeight):
+    if len(weights) == 1 and isinstance(weights[0], Fp8Weight):
         return weights[0]
     q, _, scale = _operands(weights, True, False)
-    return QuantizedWeight(q, scale)
+    return Fp8Weight(q, scale)
 
 
-def quantize_weight_transposed(*weights: Tensor | QuantizedWeight) -> QuantizedWeight:
+def quantize_weight_transposed(*weights: Tensor | Fp8Weight) -> Fp8Weight:
     """The transpose of :func:`quantize_weight`, an operand (E, K, sum of N_i); its scale is a strided view."""
     _, q, scale = _operands(weights, False, True)
-    return QuantizedWeight(q, scale.transpose(1, 2))
+    return Fp8Weight(q, scale.transpose(1, 2))
 
 
-def quantize_weight_both(*weights: Tensor | QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:
+def quantize_weight_both(*weights: Tensor | Fp8Weight) -> tuple[Fp8Weight, Fp8Weight]:
     """The operands of :func:`quantize_weight` and :func:`quantize_weight_transposed`, from one read of the weights."""
     q, q_t, scale = _operands(weights, True, True)
-    return QuantizedWeight(q, scale), QuantizedWeight(q_t, scale.transpose(1, 2))
+    return Fp8Weight(q, scale), Fp8Weight(q_t, scale.transpose(1, 2))

@@ -143,7 +143,7 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
         typed = [w.to(dtype) for w in weights]
         yield Case(f"quantize_weight {dtype}", ops.quantize_weight, (typed[0],))
         yield Case(f"quantize_weight_transposed {dtype}", ops.quantize_weight_transposed, (*typed,))
-    quantized = [ops.QuantizedWeight(*recipe.quantize_weight(w)) for w in weights]
+    quantized = [ops.Fp8Weight(*recipe.quantize_weight(w)) for w in weights]
     args = tuple(t for pair in quantized for t in pair)
     yield Case("join_weight", ops.quantize._join_weight, (*args, True, True))
 
@@ -213,7 +213,7 @@ def require_checked() -> None:
     (major, minor), torch_version, triton_version = where = combination()
     if reason := why_no_kernels():
         raise ValueError(
-            f"{reason}; run the slow reference with fp8_flow_moe.emulate = true or titan_fp8moe.ops.emulate(True), or "
+            f"{reason}; run the slow reference with TITAN_FP8MOE_EMULATE=1 in the environment, or "
             "use bf16 (in torchtitan, model.converters = [])"
         )
     gpu = _gpu()
@@ -224,7 +224,7 @@ def require_checked() -> None:
     if wrong := self_check():
         raise RuntimeError(
             f"FP8 kernels differ from the specification on {gpu} with {versions}: {', '.join(wrong)}; please report "
-            "the output of python -m titan_fp8moe.doctor. Use bf16, other versions, or fp8_flow_moe.emulate = true"
+            "the output of python -m titan_fp8moe.doctor. Use bf16, other versions, or TITAN_FP8MOE_EMULATE=1"
         )
     if (major, minor) != (9, 0):
         logger.warning(f"FP8 kernels agree with the specification on {gpu}, but are not tuned for it and may be slow")

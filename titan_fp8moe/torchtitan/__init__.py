@@ -9,10 +9,9 @@ All other changes to torchtitan and PyTorch wait for a converter that converts s
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 
 from titan_fp8moe.versions import installed, warn_about_versions
 
@@ -30,30 +29,6 @@ from titan_fp8moe.trainer.cpu import compute_dtype
 
 
 @dataclass
-class Fp8FlowMoETable(Fp8FlowMoEConfig):
-    """The ``[fp8_flow_moe]`` table: the settings, and an error with the replacement for those that were removed."""
-
-    # Parsed as any string: tyro would reject "requantize" with a list of choices, before __post_init__ can explain.
-    # pyrefly: ignore [bad-override-mutable-attribute]
-    wgrad: Annotated[str, tyro.conf.arg(metavar="{balanced,scaling_aware,bf16}")] = "balanced"
-
-    combine: Annotated[str, tyro.conf.arg(metavar="REMOVED")] = ""
-    """Removed: ranks always return one row per token, summed in fp32."""
-
-    def __post_init__(self) -> None:
-        if self.combine != "":
-            raise ValueError(
-                "fp8_flow_moe.combine was removed: ranks always return one row per token, summed in fp32; delete it"
-            )
-        if self.wgrad == "requantize":
-            raise ValueError(
-                "fp8_flow_moe.wgrad = 'requantize' was removed: use 'balanced' (default) or 'scaling_aware'; the "
-                "ablation is in experiments/ablations.py"
-            )
-        super().__post_init__()
-
-
-@dataclass
 class Training:
     """A default of torchtitan's ``[training]`` table that depends on the machine."""
 
@@ -66,7 +41,7 @@ class JobConfig:
 
     training: Training = field(default_factory=Training)
 
-    fp8_flow_moe: Fp8FlowMoETable = field(default_factory=Fp8FlowMoETable)
+    fp8_flow_moe: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
     """Settings of the model converter ``fp8_flow_moe``."""
 
 

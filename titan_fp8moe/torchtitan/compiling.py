@@ -49,8 +49,6 @@ def why_eager(block: Any) -> str | None:
 
 
 def _why_settings_need_eager(config: Fp8FlowMoEConfig) -> str | None:
-    if config.cache_weights:
-        return "fp8_flow_moe.cache_weights"
     if config.statistics_every:
         return "fp8_flow_moe.statistics_every"
     if torch._functorch.config.activation_memory_budget < 1:

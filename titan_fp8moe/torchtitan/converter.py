@@ -21,7 +21,7 @@ from torchtitan.protocols.model_converter import (
 )
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import SAVED_OPS, ops
+from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.nn.modules import Fp8FlowLinear
@@ -29,7 +29,7 @@ from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, nan_watch
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.torchtitan.statistics import log_statistics
 from titan_fp8moe.trainer import compat, preflight
-from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Part, describe
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, describe, make_plan
 
 NAME = "fp8_flow_moe"
 
@@ -63,15 +63,16 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
         preflight.warn_about_settings(self.config, self.layout.fsdp_shards)
         local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if self.trains_here else None
-        preflight.check_dispatch(
-            self.config,
-            self.layout,
-            None if local_ranks is None else int(local_ranks),
-            remedy="lower parallelism.expert_parallel_degree",
-        )
+        preflight.check_dispatch(self.config, self.layout, local_ranks)
 
     def convert(self, model: nn.Module) -> None:
-        plan = self._plan(model)
+        plan = make_plan(
+            self._candidates(model),
+            self.config,
+            check_layer=lambda name, layer: job_checks.check_layer(name, layer, self.config, self.layout),
+            why_not_ffn=self._why_not_fp8,
+            check_linear=self._check_linear,
+        )
         fp8 = [part for part in plan if part.reason is None]
         backend = self._check_hardware() if fp8 else "nothing to convert"
         if self.config.statistics_every and not fp8:
@@ -102,46 +103,19 @@ class Fp8FlowMoEConverter(ModelConverter):
         for line in describe(plan, f"{backend}; {way}{self.config.describe()}"):
             logger.info(line)
 
-    def _plan(self, model: nn.Module) -> list[Part]:
-        """Every module that could run in FP8, and why some do not. Checks all of them; changes nothing."""
+    def _candidates(self, model: nn.Module) -> Candidates:
         modules = dict(model.named_modules())
         layers = {name: module for name, module in modules.items() if isinstance(module, MoE)}
-        if not layers:
-            raise ValueError(
-                f"model.converters has {NAME!r}, but the model has no MoE layer; remove it or choose a flavor with MoE"
-            )
-        kinds = dict.fromkeys(layers, MOE)
-        kinds |= {f"{name}.{SHARED}": SHARED for name, layer in layers.items() if layer.shared_experts is not None}
-        kinds |= {name: DENSE for name in modules if name.split(".")[-1] == DENSE}
-        filtered = preflight.matching([*kinds], self.config.filter_fqns, setting="filter_fqns")
-        plan = []
-        for name, kind in kinds.items():
-            reason = f"{NAME}.filter_fqns" if name in filtered else None
-            if kind == MOE and reason is None:
-                job_checks.check_layer(name, layers[name], self.config, self.layout)
-            elif kind != MOE and reason is None:
-                reason = self._why_not_fp8(modules[name])
-            plan.append(Part(name, kind, modules[name], reason))
-        return plan + self._plan_linears(modules, [*kinds])
+        ffns = {f"{name}.{SHARED}": m.shared_experts for name, m in layers.items() if m.shared_experts is not None}
+        ffns |= {name: module for name, module in modules.items() if name.split(".")[-1] == DENSE}
+        return Candidates(layers, ffns, {name: m for name, m in modules.items() if isinstance(m, nn.Linear)})
 
-    def _plan_linears(self, modules: dict[str, nn.Module], others: list[str]) -> list[Part]:
-        """The linears that ``linear_fqns`` chooses, outside of MoE layers and FFNs."""
-        if not self.config.linear_fqns:
-            return []
-        linears = {
-            name: module
-            for name, module in modules.items()
-            if isinstance(module, nn.Linear) and not any(name.startswith(f"{other}.") for other in others)
-        }
+    def _check_linear(self, name: str, linear: nn.Linear) -> None:
         if self.converts_linears:
             raise ValueError(
                 f"{NAME}.linear_fqns and model.converters' quantize.linear both convert linears; keep one of them"
             )
-        chosen = preflight.matching([*linears], self.config.linear_fqns, setting="linear_fqns")
-        for name in chosen:
-            out_features, in_features = linears[name].weight.shape
-            preflight.check_linear(name, out_features, in_features, self.tensor_shards)
-        return [Part(name, LINEAR, linears[name], None) for name in chosen]
+        preflight.check_linear(name, linear.out_features, linear.in_features, self.tensor_shards)
 
     def _why_not_fp8(self, ffn: nn.Module) -> str | None:
         if self.converts_linears:
@@ -151,7 +125,7 @@ class Fp8FlowMoEConverter(ModelConverter):
     def _check_hardware(self) -> str:
         if not self.trains_here:
             return "dry run"
-        return preflight.check_hardware(self.config.emulate)
+        return preflight.check_hardware()
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""
@@ -167,7 +141,6 @@ def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
     for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
         module._op_sac_save_list.update(_SAVED_OPS)
         compiling.install(module)
-    ops.emulate(config.emulate)
     if config.statistics_every:
         log_statistics()
 

@@ -12,7 +12,7 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-from titan_fp8moe.dispatch.symmetric import workspace
+from titan_fp8moe import check_room
 from titan_fp8moe.trainer.compat import kept_buffers
 
 
@@ -89,4 +89,4 @@ class MoEValidator(Validator):
         # expert_bias by the counts.
         with kept_buffers(model_parts):
             super().validate(model_parts, step)
-        workspace.check_room()
+        check_room()

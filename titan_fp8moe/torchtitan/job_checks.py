@@ -12,7 +12,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.trainer import preflight
-from titan_fp8moe.trainer.preflight import ExpertLayout
+from titan_fp8moe.trainer.preflight import ExpertLayout, LayerSizes
 
 
 def check_job(job: JobConfig) -> None:
@@ -23,37 +23,24 @@ def check_job(job: JobConfig) -> None:
             'job.custom_config_module = "titan_fp8moe.torchtitan", or give the JobConfig of your own module the field '
             "fp8_flow_moe: titan_fp8moe.config.Fp8FlowMoEConfig, and import titan_fp8moe.torchtitan in it"
         )
-    config, metrics = job.fp8_flow_moe, job.metrics
-    preflight.check_logging(
-        config,
-        metrics.enable_tensorboard or metrics.enable_wandb,
-        remedy="set metrics.enable_tensorboard or metrics.enable_wandb",
-    )
-    preflight.check_optimizer(config, job.optimizer.early_step_in_backward, setting="optimizer.early_step_in_backward")
-    preflight.check_offload(config, job.training.enable_cpu_offload, setting="training.enable_cpu_offload")
-    preflight.check_dtype(job.training.dtype, setting="training.dtype")
-    preflight.check_dtype(job.training.mixed_precision_param, setting="training.mixed_precision_param")
-    if job.parallelism.pipeline_parallel_degree > 1:
-        has_csv = bool(job.parallelism.pipeline_parallel_schedule_csv)
-        name = "pipeline_parallel_schedule_csv" if has_csv else "pipeline_parallel_schedule"
-        preflight.check_pipeline_schedule(getattr(job.parallelism, name), setting=f"parallelism.{name}")
+    config = job.fp8_flow_moe
+    preflight.check_job(job, config, validation="validation")
+    if config.cache_weights and job.optimizer.early_step_in_backward:
+        raise ValueError(
+            "fp8_flow_moe.cache_weights keeps quantized weights for a whole step, but with "
+            "optimizer.early_step_in_backward each microbatch changes the weights; set one of the two to false"
+        )
     _check_converters(job.model.converters)
     compiles = job.compile.enable and "model" in job.compile.components
-    if config.linear_fqns and compiles and (config.cache_weights or config.statistics_every):
-        setting = "cache_weights" if config.cache_weights else "statistics_every"
+    if config.linear_fqns and compiles and config.statistics_every:
         raise ValueError(
-            f"fp8_flow_moe.{setting} works outside of graphs, but compile takes the linears of "
+            "fp8_flow_moe.statistics_every works outside of graphs, but compile takes the linears of "
             "fp8_flow_moe.linear_fqns into one; leave out one of the three"
         )
     if job.parallelism.expert_parallel_comm_backend != "standard":
         raise ValueError(
             "fp8_flow_moe dispatches FP8 rows itself and cannot use parallelism.expert_parallel_comm_backend = "
             f'{job.parallelism.expert_parallel_comm_backend!r}; set it to "standard"'
-        )
-    if job.validation.enable and job.parallelism.context_parallel_degree > 1:
-        raise ValueError(
-            "fp8_flow_moe with validation under context parallelism is untested; set validation.enable = false or "
-            "parallelism.context_parallel_degree = 1"
         )
 
 
@@ -123,25 +110,5 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
     remedy = "set parallelism.expert_tensor_parallel_degree = 1"
     if layout.expert_shards == 1:
         remedy = f"lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and {remedy}"
-    preflight.check_dims(name, dim, hidden_dim, layout.hidden_dim_shards, remedy=remedy)
-    preflight.check_experts(
-        name,
-        num_experts,
-        layout.expert_shards,
-        remedy="choose a parallelism.expert_parallel_degree that divides them",
-    )
-    if config.fp8_all_gather:
-        preflight.check_fp8_all_gather(
-            name,
-            num_experts,
-            hidden_dim // layout.hidden_dim_shards,
-            layout.expert_shards,
-            layout.fsdp_shards,
-            remedy="raise parallelism.data_parallel_replicate_degree until they do",
-        )
-    preflight.check_rows(
-        name,
-        layout.tokens,
-        layer.router.top_k,
-        remedy="lower training.local_batch_size or training.seq_len",
-    )
+    sizes = LayerSizes(num_experts, dim, hidden_dim, layer.router.top_k)
+    preflight.check_layer(name, sizes, config, layout, sharding_remedy=remedy)

@@ -198,10 +198,11 @@ def _weight(module: Any, param: nn.Parameter) -> Weights:
     elif param.dtype == torch.float32 and config is None:
         gathered, backward = count * BF16, count * BF16
     if config is not None:
+        in_backward = 2 if config.recompute == "experts" else 1  # the transpose, and the forward's operand again
         if config.cache_weights:
-            cached = 2 * count
-        else:
-            backward += count * (2 if config.recompute == "experts" else 1)
+            kept = 2 if config.cache_layouts == "both" else 1
+            cached, in_backward = kept * count, 2 - kept
+        backward += count * in_backward
     sharded = local.numel() * local.dtype.itemsize
     return Weights(sharded, 0 if shards is None else sharded, gathered, backward, unreduced, cached)
 

@@ -19,8 +19,8 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
-from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache
+from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
+from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache, cache_of
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
 
@@ -32,7 +32,7 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
     """
 
     config: Fp8FlowMoEConfig
-    cache: WeightCache | None = None
+    cache: WeightCache
     score_before_experts: bool = False
     ep_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
@@ -67,12 +67,15 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
                 "these experts have been sharded by a parallel style that fp8_flow_moe does not know; use torchtitan's "
                 "TensorParallel, ExpertParallel or ExpertTensorParallel (torchtitan.distributed.expert_parallel)"
             )
+        frozen = are_frozen((self.w1, self.w2, self.w3))
         layer = Layer(
             self.config,
             None if self.ep_mesh is None else self.ep_mesh.get_group(),
             ExpertSpec(score_before_experts=self.score_before_experts),
-            self.cache,
-            None if shared is None else shared.cache,
+            cache_of(self, frozen),
+            None if shared is None else cache_of(shared, shared.frozen),
+            frozen=frozen,
+            shared_frozen=shared is not None and shared.frozen,
         )
         return apply_experts(
             x_TD,

@@ -20,7 +20,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import SAVED_OPS, ops
+from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks, parallel
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
@@ -77,7 +77,7 @@ class Conversion:
         fp8, settings, outside_fsdp = self.fp8, self.settings, False
         if isinstance(job, Trainer.Config):
             outside_fsdp = self._check(job, dims, configs)
-        backend = preflight.check_hardware(settings.emulate) if fp8 else "nothing to convert"
+        backend = preflight.check_hardware() if fp8 else "nothing to convert"
         for name, part in fp8.items():
             if part.kind == MOE:
                 shared = "fp8" if f"{name}.{SHARED}" in fp8 else "meanwhile" if dims.tp == 1 else "apart"
@@ -88,7 +88,6 @@ class Conversion:
         for line in describe(self.plan, f"{backend}; {way}{settings.describe()}"):
             logger.info(line)
         if fp8:
-            ops.emulate(settings.emulate)
             compat.fix_shape_inference()
             parallel.install()
             self._attach(job)
@@ -99,12 +98,7 @@ class Conversion:
         job_checks.check_job(job, settings)
         preflight.warn_about_settings(settings, layout.fsdp_shards)
         local_ranks = os.environ.get("LOCAL_WORLD_SIZE")
-        preflight.check_dispatch(
-            settings,
-            layout,
-            None if local_ranks is None else int(local_ranks),
-            remedy="lower parallelism.expert_parallel_degree",
-        )
+        preflight.check_dispatch(settings, layout, local_ranks)
         for name, part in self.fp8.items():
             if part.kind == MOE:
                 job_checks.check_layer(name, configs[name], settings, layout)

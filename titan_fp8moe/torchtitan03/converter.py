@@ -26,8 +26,7 @@ from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowRoutedExperts,
 )
 from titan_fp8moe.trainer import preflight
-from titan_fp8moe.trainer.plan import DENSE, LINEAR, SHARED, Part
-from titan_fp8moe.trainer.plan import MOE as MOE_LAYER
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, Part, make_plan
 
 
 class Fp8FlowConverter(QuantizationConverter):
@@ -52,7 +51,13 @@ class Fp8FlowConverter(QuantizationConverter):
         """
         if conversion_of(model_config) is not None:
             raise ValueError("Fp8FlowConverter has converted this model before; name it once among the converters")
-        plan = _plan(model_config, self.settings)
+        plan = make_plan(
+            _candidates(model_config),
+            self.settings,
+            check_layer=lambda name, place: job_checks.check_classes(name, place.config),
+            why_not_ffn=_why_not_fp8,
+            check_linear=_check_linear,
+        )
         fp8 = {part.name: part for part in plan if part.reason is None}
         for part in fp8.values():
             part.module.replace(_converted(part, self.settings, f"{part.name}.{SHARED}" in fp8))
@@ -72,54 +77,30 @@ class _Place:
             setattr(self.parent, self.key, config)
 
 
-def _plan(model: Any, config: Fp8FlowMoEConfig) -> list[Part]:
-    """Every config that could become FP8, and why some do not. Checks all of them; changes nothing."""
-    places = {name: _Place(cfg, parent, key) for name, cfg, parent, key in model.traverse(MoE.Config)}
-    if not places:
-        raise ValueError("fp8_flow_moe: the model has no MoE layer; use torchtitan's own --module, or a model with MoE")
-    kinds = dict.fromkeys(places, MOE_LAYER)
-    for name in list(places):
-        layer = places[name].config
-        if layer.shared_experts is not None:
-            places[f"{name}.{SHARED}"] = _Place(layer.shared_experts, layer, SHARED)
-            kinds[f"{name}.{SHARED}"] = SHARED
-    for name, cfg, parent, key in model.traverse(FeedForward.Config):
-        if name.split(".")[-1] == DENSE:
-            places[name], kinds[name] = _Place(cfg, parent, key), DENSE
-    filtered = preflight.matching([*kinds], config.filter_fqns, setting="filter_fqns")
-    plan = []
-    for name, kind in kinds.items():
-        reason = "fp8_flow_moe.filter_fqns" if name in filtered else None
-        if kind == MOE_LAYER and reason is None:
-            job_checks.check_classes(name, places[name].config)
-        elif kind != MOE_LAYER and reason is None:
-            reason = _why_not_fp8(places[name].config)
-        plan.append(Part(name, kind, places[name], reason))
-    return plan + _plan_linears(model, config, [*kinds])
+def _candidates(model: Any) -> Candidates:
+    def places(kind: type) -> dict[str, _Place]:
+        return {name: _Place(config, parent, key) for name, config, parent, key in model.traverse(kind)}
+
+    layers, ffns = places(MoE.Config), {}
+    for name, place in layers.items():
+        if place.config.shared_experts is not None:
+            ffns[f"{name}.{SHARED}"] = _Place(place.config.shared_experts, place.config, SHARED)
+    ffns |= {name: place for name, place in places(FeedForward.Config).items() if name.split(".")[-1] == DENSE}
+    return Candidates(layers, ffns, places(Linear.Config))
 
 
-def _plan_linears(model: Any, config: Fp8FlowMoEConfig, others: list[str]) -> list[Part]:
-    """The linears that ``linear_fqns`` chooses, outside of MoE layers and FFNs."""
-    if not config.linear_fqns:
-        return []
-    places = {
-        name: _Place(cfg, parent, key)
-        for name, cfg, parent, key in model.traverse(Linear.Config)
-        if not any(name.startswith(f"{other}.") for other in others)
-    }
-    chosen = preflight.matching([*places], config.linear_fqns, setting="linear_fqns")
-    for name in chosen:
-        linear = places[name].config
-        if type(linear) is not Linear.Config or linear.bias:
-            raise ValueError(
-                f"fp8_flow_moe.linear_fqns: {name} is a {type(linear).__qualname__}, bias {linear.bias}, no plain "
-                "Linear without a bias; remove it from the list"
-            )
-        preflight.check_linear(name, linear.out_features, linear.in_features, 1)
-    return [Part(name, LINEAR, places[name], None) for name in chosen]
+def _check_linear(name: str, place: _Place) -> None:
+    linear = place.config
+    if type(linear) is not Linear.Config or linear.bias:
+        raise ValueError(
+            f"fp8_flow_moe.linear_fqns: {name} is a {type(linear).__qualname__}, bias {linear.bias}, no plain Linear "
+            "without a bias; remove it from the list"
+        )
+    preflight.check_linear(name, linear.out_features, linear.in_features, 1)
 
 
-def _why_not_fp8(ffn: FeedForward.Config) -> str | None:
+def _why_not_fp8(place: _Place) -> str | None:
+    ffn = place.config
     linears = ffn.w1, ffn.w2, ffn.w3
     if type(ffn) is not FeedForward.Config or any(type(w) is not Linear.Config or w.bias for w in linears):
         return f"{type(ffn).__qualname__} of {', '.join(type(w).__qualname__ for w in linears)}"
@@ -131,7 +112,7 @@ def _converted(part: Part, config: Fp8FlowMoEConfig, fp8_shared: bool) -> Any:
     old = part.module.config
     if part.kind == LINEAR:
         return derive(old, Fp8FlowLinear03.Config, fp8_flow=config)
-    if part.kind != MOE_LAYER:
+    if part.kind != MOE:
         return derive(old, Fp8FlowFeedForward.Config, fp8_flow=config)
     routed = old.routed_experts
     experts = derive(routed.inner_experts, Fp8FlowGroupedExperts.Config, fp8_all_gather=config.fp8_all_gather)

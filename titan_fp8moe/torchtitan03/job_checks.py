@@ -6,15 +6,15 @@ All of them run before anything is converted or allocated. Each raises ValueErro
 
 from typing import Any
 
-from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.ops.backend import emulating
 from titan_fp8moe.trainer import preflight
-from titan_fp8moe.trainer.preflight import ExpertLayout
+from titan_fp8moe.trainer.preflight import ExpertLayout, LayerSizes
 
 # The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else.
 _KNOWN = (MoE.Config, TokenChoiceTopKRouter.Config, RoutedExperts.Config, GroupedExperts.Config)
@@ -33,36 +33,15 @@ def bf16_layers(job: Any) -> list[str]:
 
 def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
     """The settings of a trainer's config, without its model."""
-    training: TrainingConfig = job.training
-    preflight.check_logging(
-        config,
-        job.metrics.enable_tensorboard or job.metrics.enable_wandb,
-        remedy="set metrics.enable_tensorboard or metrics.enable_wandb",
-    )
-    preflight.check_offload(config, training.enable_cpu_offload, setting="training.enable_cpu_offload")
-    preflight.check_dtype(training.dtype, setting="training.dtype")
-    preflight.check_dtype(training.mixed_precision_param, setting="training.mixed_precision_param")
-    _check_parallelism(job.parallelism)
-    _check_host_work(job, config)
-    if job.debug.spmd_typechecking:
-        raise ValueError("fp8_flow_moe's ops have no SPMD types; set debug.spmd_typechecking = false")
-    if job.validator.enable and job.parallelism.context_parallel_degree > 1:
-        raise ValueError(
-            "fp8_flow_moe with validation under context parallelism is untested; set validator.enable = false or "
-            "parallelism.context_parallel_degree = 1"
-        )
-
-
-def _check_parallelism(parallelism: ParallelismConfig) -> None:
-    if parallelism.pipeline_parallel_degree > 1:
-        has_csv = bool(parallelism.pipeline_parallel_schedule_csv)
-        name = "pipeline_parallel_schedule_csv" if has_csv else "pipeline_parallel_schedule"
-        preflight.check_pipeline_schedule(str(getattr(parallelism, name)), setting=f"parallelism.{name}")
-    if parallelism.spmd_backend == "full_dtensor":
+    preflight.check_job(job, config, validation="validator")
+    if job.parallelism.spmd_backend == "full_dtensor":
         raise ValueError(
             "fp8_flow_moe computes on plain tensors, but parallelism.spmd_backend = 'full_dtensor' passes DTensors; "
             "use 'spmd_types' or 'partial_dtensor'"
         )
+    _check_host_work(job, config)
+    if job.debug.spmd_typechecking:
+        raise ValueError("fp8_flow_moe's ops have no SPMD types; set debug.spmd_typechecking = false")
 
 
 def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
@@ -73,18 +52,17 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
             f'CUDA graphs exclude fp8_flow_moe.dispatch = "{config.dispatch}", which reads split sizes on the host; '
             'set training.disable_cuda_graphs = true, or fp8_flow_moe.dispatch = "symmetric" if the ranks share a node'
         )
-    setting = "cache_weights" if config.cache_weights else "statistics_every"
-    on_the_host = config.cache_weights or config.statistics_every
-    if (on_the_host or config.emulate) and cuda_graphs:
-        setting = setting if on_the_host else "emulate"
+    if emulating() and cuda_graphs:
+        raise ValueError("TITAN_FP8MOE_EMULATE works outside of CUDA graphs; set training.disable_cuda_graphs = true")
+    if config.statistics_every and cuda_graphs:
         raise ValueError(
-            f"fp8_flow_moe.{setting} works outside of CUDA graphs; set training.disable_cuda_graphs = true, or leave "
-            f"{setting} out"
+            "fp8_flow_moe.statistics_every works outside of CUDA graphs; set training.disable_cuda_graphs = true, or "
+            "leave statistics_every out"
         )
     if not compiles_model(job):
         return
-    if on_the_host or config.fp8_all_gather:
-        setting = setting if on_the_host else "fp8_all_gather"
+    if config.statistics_every or config.fp8_all_gather:
+        setting = "statistics_every" if config.statistics_every else "fp8_all_gather"
         raise ValueError(
             f"fp8_flow_moe.{setting} works outside of graphs, but torchtitan 0.3 compiles whole blocks; leave it out, "
             'or set compile.components = ["loss"]'
@@ -133,22 +111,6 @@ def check_classes(name: str, layer: MoE.Config) -> None:
 def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """The dims of one MoE layer, on ranks of this layout."""
     experts = layer.routed_experts.inner_experts
+    sizes = LayerSizes(experts.num_experts, experts.dim, experts.hidden_dim, layer.router.top_k)
     remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
-    preflight.check_dims(name, experts.dim, experts.hidden_dim, layout.hidden_dim_shards, remedy=remedy)
-    preflight.check_experts(
-        name,
-        experts.num_experts,
-        layout.expert_shards,
-        remedy="choose a parallelism.expert_parallel_degree that divides them",
-    )
-    if config.fp8_all_gather:
-        preflight.check_fp8_all_gather(
-            name,
-            experts.num_experts,
-            experts.hidden_dim // layout.hidden_dim_shards,
-            layout.expert_shards,
-            layout.fsdp_shards,
-            remedy="raise parallelism.data_parallel_replicate_degree until they do",
-        )
-    remedy = "lower training.local_batch_size or training.seq_len"
-    preflight.check_rows(name, layout.tokens, layer.router.top_k, remedy=remedy)
+    preflight.check_layer(name, sizes, config, layout, sharding_remedy=remedy)

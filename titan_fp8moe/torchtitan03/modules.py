@@ -22,8 +22,8 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
-from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache
+from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
+from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache, cache_of
 
 # Mesh dims over which FSDP does not gather, but may shard a parameter too.
 _NOT_FSDP = {"ep", "tp", "pp", "dp_replicate"}
@@ -107,11 +107,14 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         B, _, D = x_BLD.shape
         K = topk_scores_BLK.shape[-1]
         experts, mesh = self.inner_experts, self.token_dispatcher.ep_mesh
+        frozen = are_frozen((experts.w1_EFD, experts.w2_EDF, experts.w3_EFD))
         layer = Layer(
             self.config,
             None if mesh is None else mesh.get_group(),
-            cache=self.cache,
-            shared_cache=None if shared is None else shared.cache,
+            cache=cache_of(self, frozen),
+            shared_cache=None if shared is None else cache_of(shared, shared.frozen),
+            frozen=frozen,
+            shared_frozen=shared is not None and shared.frozen,
         )
         out = apply_experts(
             x_BLD.reshape(-1, D),

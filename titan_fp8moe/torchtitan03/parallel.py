@@ -1,17 +1,22 @@
-"""Two of torchtitan's steps, changed for converted layers: which parameters FSDP manages, and how blocks compile.
+"""Three of torchtitan's steps, changed for converted layers: which parameters FSDP manages, which of them train, how
+blocks compile.
 
 FSDP over one rank has nothing to gather or reduce. But it would cast the experts' parameters to bf16 and copy them
 twice a step, and copy the gradients twice. Quantization reads fp32 as well, and weight gradients come in the
 parameters' dtype. Therefore such experts leave FSDP after it has sharded them. Their parameters stay the DTensors that
 FSDP made, so that clipping, optimizers and checkpoints see the same types as ever.
+
+torchtitan 0.3.0 lets frozen parameters train: with ``spmd_backend = "spmd_types"``, its default, it replaces each by a
+parameter that requires a gradient. So LoRA would train its base.
 """
 
 import functools
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torchtitan.distributed import fsdp
+from torchtitan.protocols.module import Module
 
 from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp
@@ -40,8 +45,8 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
 
 @functools.cache
 def install() -> None:
-    """Gives torchtitan this ``fully_shard``, and lets blocks with an all-to-all compile to several graphs. Calling
-    again does nothing.
+    """Gives torchtitan this ``fully_shard``, keeps frozen parameters frozen, and lets blocks with an all-to-all compile
+    to several graphs. Calling again does nothing.
 
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
@@ -52,6 +57,14 @@ def install() -> None:
             "torchtitan 0.3.0"
         )
     fsdp.fully_shard = fully_shard
+    distribute = Module._spmd_distribute_state
+
+    def distribute_(self: Module, dims: Any, name: str, tensor: Tensor, layout: Any, *, is_param: bool) -> None:
+        distribute(self, dims, name, tensor, layout, is_param=is_param)
+        if is_param:
+            self._parameters[name].requires_grad_(tensor.requires_grad)
+
+    Module._spmd_distribute_state = distribute_
     compile_module = nn.Module.compile
 
     def compile_(self: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -4,8 +4,11 @@ A converter lists every module that could run in FP8 as a :class:`Part`, before 
 many of each kind are in FP8, and the reasons for the others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.trainer import preflight
 
 # Kinds of modules, and what the log calls several. A shared or dense FFN is an attribute of this name in torchtitan.
 MOE, SHARED, DENSE, LINEAR = "moe", "shared_experts", "feed_forward", "linear"
@@ -19,6 +22,57 @@ class Part(NamedTuple):
     kind: str
     module: Any
     reason: str | None
+
+
+class Candidates(NamedTuple):
+    """What of a model could run in FP8, by fully qualified names: modules, or whatever else the adapter converts.
+
+    Attributes:
+        layers: MoE layers.
+        ffns: shared experts and dense FFNs. The last part of a name says which.
+        linears: of which those inside of the others are left out.
+    """
+
+    layers: dict[str, Any]
+    ffns: dict[str, Any]
+    linears: dict[str, Any]
+
+
+def make_plan(
+    found: Candidates,
+    config: Fp8FlowMoEConfig,
+    *,
+    check_layer: Callable[[str, Any], None],
+    why_not_ffn: Callable[[Any], str | None],
+    check_linear: Callable[[str, Any], None],
+) -> list[Part]:
+    """Every module that could run in FP8, and why some do not. Checks all of them; changes nothing.
+
+    Args:
+        check_layer, check_linear: raise ValueError for a MoE layer or a linear that was chosen and cannot run in FP8.
+        why_not_ffn: the reason why an FFN stays as it is, or None.
+
+    Raises:
+        ValueError: for a model without MoE layers, or a string of ``filter_fqns`` or ``linear_fqns`` without a match.
+    """
+    if not found.layers:
+        raise ValueError("fp8_flow_moe: the model has no MoE layer; remove the converter, or choose a model with some")
+    filtered = preflight.matching([*found.layers, *found.ffns], config.filter_fqns, setting="filter_fqns")
+    plan = []
+    for name, layer in found.layers.items():
+        reason = "fp8_flow_moe.filter_fqns" if name in filtered else None
+        if reason is None:
+            check_layer(name, layer)
+        plan.append(Part(name, MOE, layer, reason))
+    for name, ffn in found.ffns.items():
+        reason = "fp8_flow_moe.filter_fqns" if name in filtered else why_not_ffn(ffn)
+        plan.append(Part(name, name.split(".")[-1], ffn, reason))
+    others = tuple(f"{part.name}." for part in plan)
+    linears = [name for name in found.linears if not name.startswith(others)]
+    for name in preflight.matching(linears, config.linear_fqns, setting="linear_fqns"):
+        check_linear(name, found.linears[name])
+        plan.append(Part(name, LINEAR, found.linears[name], None))
+    return plan
 
 
 def describe(plan: list[Part], details: str) -> Iterator[str]:

@@ -1,19 +1,18 @@
-"""Checks of a job before its model is converted, for any trainer.
+"""Checks of a job before its model is converted, for torchtitan 0.2.2 and 0.3.
 
-Each function takes plain numbers and names, and raises ValueError with the setting to change. Settings of this package
-have the same names everywhere. The caller passes what its trainer calls the others: ``setting`` is the name of one, and
-``remedy`` ends the message with what to change.
+Each raises ValueError with the setting to change. Nearly all settings have the same names in both releases; the
+adapters' ``job_checks`` have the others, and limits of one release.
 """
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.ops.backend import pass_gate
+from titan_fp8moe.ops.backend import emulating, pass_gate
 from titan_fp8moe.recipe import TILE
 
 logger = logging.getLogger(__name__)
@@ -59,35 +58,54 @@ def matches(name: str, parts: Sequence[str]) -> bool:
     return any(part in f"{name}." for part in parts)
 
 
-def check_experts(layer: str, num_experts: int, expert_shards: int, *, remedy: str) -> None:
-    """Every expert-parallel rank must hold equally many experts."""
-    if num_experts % expert_shards:
+class LayerSizes(NamedTuple):
+    """The sizes of a MoE layer, of all ranks."""
+
+    num_experts: int
+    dim: int
+    hidden_dim: int
+    top_k: int
+
+
+def check_layer(
+    name: str, sizes: LayerSizes, config: Fp8FlowMoEConfig, layout: ExpertLayout, *, sharding_remedy: str
+) -> None:
+    """The sizes of one MoE layer, on ranks of this layout. ``sharding_remedy`` is for a hidden dim that only tensor
+    parallelism breaks."""
+    _check_dims(name, sizes.dim, sizes.hidden_dim, layout.hidden_dim_shards, sharding_remedy)
+    if sizes.num_experts % layout.expert_shards:
         raise ValueError(
-            f"{layer}: {num_experts} experts do not divide over {expert_shards} expert-parallel ranks; {remedy}"
+            f"{name}: {sizes.num_experts} experts do not divide over {layout.expert_shards} expert-parallel ranks; "
+            "choose a parallelism.expert_parallel_degree that divides them"
+        )
+    if config.fp8_all_gather:
+        _check_fp8_all_gather(name, sizes, layout)
+    if layout.tokens * sizes.top_k > MAX_ROWS:
+        raise ValueError(
+            f"{name}: {layout.tokens} tokens of a microbatch have {layout.tokens * sizes.top_k} rows for their "
+            f"top-{sizes.top_k} experts, but a rank can have {MAX_ROWS}; lower training.local_batch_size or "
+            "training.seq_len"
         )
 
 
-def check_fp8_all_gather(
-    layer: str, num_experts: int, hidden_dim: int, expert_shards: int, fsdp_shards: int, *, remedy: str
-) -> None:
-    """With ``fp8_all_gather`` FSDP must shard whole experts, since a 128x128 block has one scale, without padding."""
+def _check_fp8_all_gather(layer: str, sizes: LayerSizes, layout: ExpertLayout) -> None:
+    """FSDP must shard whole experts, since a 128x128 block has one scale, without padding."""
+    hidden_dim = sizes.hidden_dim // layout.hidden_dim_shards
     if hidden_dim % TILE:
         raise ValueError(
             f"{layer}: fp8_flow_moe.fp8_all_gather needs a hidden dim of multiples of {TILE} on each rank, got "
             f"{hidden_dim}; set it to false"
         )
-    if num_experts % (expert_shards * fsdp_shards):
+    if sizes.num_experts % (layout.expert_shards * layout.fsdp_shards):
         raise ValueError(
-            f"{layer}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {num_experts} experts do not "
-            f"divide over {expert_shards} expert-parallel x {fsdp_shards} FSDP ranks; set it to false, or {remedy}"
+            f"{layer}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {sizes.num_experts} experts "
+            f"do not divide over {layout.expert_shards} expert-parallel x {layout.fsdp_shards} FSDP ranks; set it to "
+            "false, or raise parallelism.data_parallel_replicate_degree until they do"
         )
 
 
-def check_dims(layer: str, dim: int, hidden_dim: int, hidden_dim_shards: int, *, remedy: str) -> None:
-    """The model dim must be whole FP8 tiles. The hidden dim is padded, from a multiple of 16 on every rank.
-
-    ``remedy`` is for a hidden dim that only the sharding breaks.
-    """
+def _check_dims(layer: str, dim: int, hidden_dim: int, hidden_dim_shards: int, remedy: str) -> None:
+    """The model dim must be whole FP8 tiles. The hidden dim is padded, from a multiple of 16 on every rank."""
     if dim % TILE:
         raise ValueError(f"{layer}: model dim {dim} is not a multiple of {TILE}, the width of an FP8 tile; choose one")
     if hidden_dim % PADDED_FROM:
@@ -119,63 +137,53 @@ def check_linear(name: str, out_features: int, in_features: int, shards: int) ->
         )
 
 
-def check_rows(layer: str, tokens: int, top_k: int, *, remedy: str) -> None:
-    """A rank's routed pairs of one microbatch must fit, if every rank gets as many. The kernels check what arrives."""
-    if tokens * top_k > MAX_ROWS:
-        raise ValueError(
-            f"{layer}: {tokens} tokens of a microbatch have {tokens * top_k} rows for their top-{top_k} experts, but a "
-            f"rank can have {MAX_ROWS}; {remedy}"
-        )
-
-
 # --- The job ----------------------------------------------------------------------------------------------------------
 
 
-def check_dtype(dtype: str, *, setting: str) -> None:
-    """Weights and activations reach the quantization in bf16 or fp32."""
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"fp8_flow_moe quantizes bf16 or fp32, but {setting} = {dtype!r}; set it to one of them")
-
-
-def check_optimizer(config: Fp8FlowMoEConfig, steps_in_backward: bool, *, setting: str) -> None:
-    """Weights that change within a step cannot be cached for the step."""
-    if config.cache_weights and steps_in_backward:
+def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
+    """The settings that both releases have, without the parallel degrees and the model. ``validation`` is the name of
+    the table that turns validation on."""
+    training, parallelism = job.training, job.parallelism
+    if config.statistics_every and not (job.metrics.enable_tensorboard or job.metrics.enable_wandb):
         raise ValueError(
-            "fp8_flow_moe.cache_weights keeps quantized weights for a whole step, but with "
-            f"{setting} each microbatch changes the weights; set one of the two to false"
+            f"fp8_flow_moe.statistics_every = {config.statistics_every}, but nothing logs the statistics; set "
+            "metrics.enable_tensorboard or metrics.enable_wandb, or set it to 0"
+        )
+    if config.fp8_all_gather and training.enable_cpu_offload:
+        raise ValueError(
+            "fp8_flow_moe.fp8_all_gather quantizes shards where they are stored, but training.enable_cpu_offload "
+            "stores them on the CPU; set one of the two to false"
+        )
+    for setting in ("dtype", "mixed_precision_param"):
+        if (dtype := getattr(training, setting)) not in ("bfloat16", "float32"):
+            raise ValueError(
+                f"fp8_flow_moe quantizes bf16 or fp32, but training.{setting} = {dtype!r}; set it to one of them"
+            )
+    if parallelism.pipeline_parallel_degree > 1:
+        _check_pipeline_schedule(parallelism)
+    if getattr(job, validation).enable and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"fp8_flow_moe with validation under context parallelism is untested; set {validation}.enable = false or "
+            "parallelism.context_parallel_degree = 1"
         )
 
 
-def check_offload(config: Fp8FlowMoEConfig, offloads: bool, *, setting: str) -> None:
-    """Shards are quantized where they are stored, and the kernels need them on the GPU."""
-    if config.fp8_all_gather and offloads:
-        raise ValueError(
-            f"fp8_flow_moe.fp8_all_gather quantizes shards where they are stored, but {setting} stores them on the "
-            "CPU; set one of the two to false"
-        )
-
-
-def check_logging(config: Fp8FlowMoEConfig, logs: bool, *, remedy: str) -> None:
-    """Statistics that nothing logs would cost time for nothing."""
-    if config.statistics_every and not logs:
-        raise ValueError(
-            f"fp8_flow_moe.statistics_every = {config.statistics_every}, but nothing logs the statistics; {remedy}, or "
-            "set it to 0"
-        )
-
-
-def check_pipeline_schedule(schedule: str, *, setting: str) -> None:
+def _check_pipeline_schedule(parallelism: Any) -> None:
     """The schedule must not split the backward. Upper and lower case are the same, as in PyTorch."""
+    setting = "pipeline_parallel_schedule_csv"
+    if not parallelism.pipeline_parallel_schedule_csv:
+        setting = "pipeline_parallel_schedule"
+    schedule = str(getattr(parallelism, setting))
     if schedule.lower() not in [name.lower() for name in _SCHEDULES]:
         raise ValueError(
-            f"{setting} = {schedule!r} may split the backward, but fp8_flow_moe computes input and weight gradients "
-            f"together; use {', '.join(_SCHEDULES[:-1])} or {_SCHEDULES[-1]} instead"
+            f"parallelism.{setting} = {schedule!r} may split the backward, but fp8_flow_moe computes input and weight "
+            f"gradients together; use {', '.join(_SCHEDULES[:-1])} or {_SCHEDULES[-1]} instead"
         )
 
 
-def check_hardware(emulate: bool) -> str:
+def check_hardware() -> str:
     """Names the implementation that the ops run, for logs. The machine must have kernels that work or no GPU, unless
-    ``emulate`` is set.
+    the reference is switched on.
 
     Raises:
         ValueError, RuntimeError: of :func:`titan_fp8moe.ops.self_check.require_checked`.
@@ -185,33 +193,37 @@ def check_hardware(emulate: bool) -> str:
             logger.warning("PyTorch is built for CUDA but finds no GPU: this process trains on the CPU")
         return "plain PyTorch reference on the CPU"
     name = torch.cuda.get_device_name()
-    if emulate:
-        return f"plain PyTorch reference on {name} (emulate)"
+    if emulating():
+        return f"plain PyTorch reference on {name} (TITAN_FP8MOE_EMULATE)"
     pass_gate()
     return f"Triton kernels on {name}"
 
 
-def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout, local_ranks: int | None, *, remedy: str) -> None:
+def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout, local_ranks: str | None) -> None:
     """A backend may need all ranks of a group on one node, which has ``local_ranks`` unless None."""
     if not config.backend.single_node:
         return
     ranks = layout.expert_shards * layout.hidden_dim_shards
     if layout.expert_shards == 1:
         logger.warning(f'fp8_flow_moe.dispatch = "{config.dispatch}" has no effect without expert parallelism')
-    elif local_ranks is not None and ranks > local_ranks:
+    elif local_ranks is not None and ranks > int(local_ranks):
         raise ValueError(
             f'fp8_flow_moe.dispatch = "{config.dispatch}" needs all expert-parallel ranks on one node, but {ranks} '
-            f"ranks share the experts and a node has {local_ranks}; {remedy}, or set "
-            'fp8_flow_moe.dispatch = "all_to_all"'
+            f"ranks share the experts and a node has {local_ranks}; lower "
+            'parallelism.expert_parallel_degree, or set fp8_flow_moe.dispatch = "all_to_all"'
         )
 
 
 def warn_about_settings(config: Fp8FlowMoEConfig, fsdp_shards: int) -> None:
     """Logs warnings about settings that have no effect, or cost more than they seem to."""
+    both = config.cache_layouts == "both"
+    if not both and not config.cache_weights:
+        logger.warning("fp8_flow_moe.cache_layouts has no effect without fp8_flow_moe.cache_weights; set that to true")
     if config.cache_weights and fsdp_shards > 1:
+        size, less = ("2 bytes", 'fp8_flow_moe.cache_layouts = "forward" or ') if both else ("1 byte", "")
         logger.warning(
-            "fp8_flow_moe.cache_weights keeps quantized weights unsharded, 2 bytes per parameter, although FSDP shards "
-            f"the experts over {fsdp_shards} ranks; set it to false if memory runs out"
+            f"fp8_flow_moe.cache_weights keeps quantized weights unsharded, {size} per parameter, although FSDP shards "
+            f"the experts over {fsdp_shards} ranks; set {less}it to false if memory runs out"
         )
     if config.recompute == "experts" and config.save_h == "fp8":
         logger.warning('fp8_flow_moe.save_h has no effect with fp8_flow_moe.recompute = "experts", which keeps no h')

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from titan_fp8moe.kernels.launch import is_recording
 from titan_fp8moe.recipe import FP8, TILE
 
 GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -22,7 +23,7 @@ GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: g
 def is_hopper(x: Tensor) -> bool:
     """Whether the Hopper kernels run on ``x``'s device. They do not with ``TRITON_INTERPRET=1``: Gluon has no
     interpreter."""
-    return x.is_cuda and _is_hopper(x.get_device())
+    return (x.is_cuda and _is_hopper(x.get_device())) or (is_recording() and not triton.knobs.runtime.interpret)
 
 
 # Cached, because every GEMM asks and torch looks the device up each time.

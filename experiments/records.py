@@ -1,0 +1,100 @@
+"""Parsers, preliminaries and records that the scripts share."""
+
+import json
+import os
+import signal
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from titan_fp8moe.testing import commit, environment
+
+T = TypeVar("T")
+
+
+def script_parser(description: str, *, out: str = "", budget: str = "") -> ArgumentParser:
+    """A parser whose help is a script's docstring.
+
+    ``out`` says what ``--out`` names. ``budget`` says what is not begun after the seconds of ``--budget``.
+    """
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    if out:
+        parser.add_argument("--out", type=Path, required=True, help=out)
+    if budget:
+        parser.add_argument("--budget", type=float, default=3600, help=f"seconds after which no {budget} is begun")
+    return parser
+
+
+def require_gpu() -> None:
+    """Ends the program with one sentence if PyTorch finds no GPU, before anything is built for it."""
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else ", and is built without CUDA"
+        sys.exit(f"error: this measures on a GPU, and PyTorch {torch.__version__} finds none{built}")
+
+
+def begin() -> None:
+    """Requires a GPU, prints where the script runs and seeds torch."""
+    require_gpu()
+    setting = environment()
+    print(setting["hardware"], setting["versions"], flush=True)
+    torch.manual_seed(0)
+
+
+def within(seconds: float, items: Iterable[T]) -> Iterator[T]:
+    """Yields the items that begin within a time, and frees the GPU's memory behind each."""
+    deadline = time.monotonic() + seconds
+    for item in items:
+        if time.monotonic() > deadline:
+            print("out of time", flush=True)
+            return
+        yield item
+        torch.cuda.empty_cache()
+
+
+def add_trial(parser: ArgumentParser) -> None:
+    parser.add_argument("--trial", action="store_true", help="record from files that differ from their commit")
+
+
+def require_commit(trial: bool) -> None:
+    """Ends the program, before it measures, if its files are not those of a commit."""
+    name = commit()
+    if trial or (name and not name.endswith("+")):
+        return
+    what = f"files differ from commit {name[:-1]}" if name else "there is no checkout"
+    sys.exit(f"error: {what}; commit them, name the commit in $TITAN_FP8MOE_COMMIT, or pass --trial")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file as a whole: a reader, or whoever ends this process, finds the old text or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    """Adds ``records`` to the list in ``path``, one per line.
+
+    They replace records of the same name, shape and reference, and get the fields of :func:`environment` that they
+    lack.
+    """
+
+    def key(record: dict) -> tuple[str, str, str]:
+        return record["name"], json.dumps(record["shape"]), record["reference"]
+
+    env = environment()
+    new = {key(record): env | record for record in records}
+    old = json.loads(path.read_text()) if path.exists() else []
+    kept = [record for record in old if key(record) not in new]
+    lines = ",\n".join(json.dumps(record) for record in kept + list(new.values()))
+    write_text(path, f"[\n{lines}\n]\n")
+
+
+def exit_on_sigterm() -> None:
+    """Turns SIGTERM into SystemExit, so that ``finally`` blocks end the processes that this one has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))

@@ -1,0 +1,85 @@
+"""How far the layer is from a rollout engine that serves the same FP8 weights: vLLM's activation grid, dequantized.
+
+The engine's arithmetic is written down here from its sources; the engine has not run. It quantizes rows in 1x128 groups
+with a scale of amax / 448, which DeepGEMM's E8M0 mode rounds up to a power of two. SiLU and product are rounded to
+bf16, and scores multiply the results of GEMM 2. Here scores multiply its operand before it is quantized.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_fp8moe import recipe, routed_experts
+from titan_fp8moe.testing import LayerInputs, make_layer, moe_layer, relative_error
+
+T, D, H, E, K = 256, 512, 256, 8, 2
+
+
+def group_quantize(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """e4m3 values (M, D) and fp32 scales (M, D // 128) of the engine."""
+    groups = x.float().unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    if power_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    return (groups / scale).clamp(-448, 448).to(recipe.FP8).flatten(-2), scale.squeeze(-1)
+
+
+def rounded(x: Tensor, power_of_two: bool) -> Tensor:
+    q, scale = group_quantize(x, power_of_two)
+    return q.float() * scale.repeat_interleave(128, -1)
+
+
+def engine(layer: LayerInputs, power_of_two: bool, as_here: bool = False) -> Tensor:
+    """The engine's layer; ``as_here`` applies scores where the recipe does, and leaves the activation in fp32."""
+    x, scores, ids, weights = layer
+    w1, w2, w3 = (recipe.dequantize(*recipe.quantize_weight(w)) for w in weights)
+    x, out = rounded(x, power_of_two), torch.zeros(x.shape)
+    for e in range(E):
+        token, k = (ids == e).nonzero(as_tuple=True)
+        score = scores[token, k].unsqueeze(1)
+        gate, up = ((x[token] @ w[e].T).bfloat16() for w in (w1, w3))
+        a = F.silu(gate.float()) * up.float() * score if as_here else F.silu(gate.float()).bfloat16() * up
+        y = rounded(a, power_of_two) @ w2[e].T
+        out.index_add_(0, token, (y if as_here else y * score).bfloat16().float())
+    return out.bfloat16()
+
+
+@pytest.fixture
+def layer() -> LayerInputs:
+    made = make_layer(T, D, H, E, K, torch.bfloat16)
+    return made._replace(weights=[w.bfloat16() for w in made.weights])
+
+
+def ours(layer: LayerInputs) -> Tensor:
+    x, scores, ids, weights = layer
+    return routed_experts(x, *weights, ids, scores)
+
+
+@pytest.mark.parametrize("magnitude", [1e-8, 1.0, 1e20])
+def test_power_of_two_groups_are_tiles(magnitude: float):
+    """Values and scales of every group whose amax is not below the engine's floor of 1e-10."""
+    x = torch.randn(64, D) * magnitude * torch.exp2(torch.randint(-3, 4, (64, 1)))
+    q, scale = group_quantize(x, True)
+    want_q, want_scale = recipe.quantize_rows(x)
+    assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8))
+    assert torch.equal(scale, recipe.exp2(recipe.exponent(want_scale)))
+
+
+def test_distance(layer: LayerInputs):
+    """With power-of-two scales half of FP8's own error remains: of the scores' place. fp32 scales are another grid."""
+    got = ours(layer)
+    assert 0.030 < relative_error(engine(layer, True), got) < 0.045
+    assert 0.057 < relative_error(engine(layer, False), got) < 0.071
+
+
+def test_the_rest_is_the_place_of_the_scores(layer: LayerInputs):
+    assert relative_error(engine(layer, True, as_here=True), ours(layer)) < 1e-3
+    assert relative_error(engine(layer, False, as_here=True), ours(layer)) > 0.057
+
+
+def test_neither_is_nearer_to_the_unquantized_layer(layer: LayerInputs):
+    x, scores, ids, weights = layer
+    want = moe_layer(x.double(), scores.double(), ids, *(w.double() for w in weights), False)
+    errors = [relative_error(out, want) for out in (ours(layer), engine(layer, True), engine(layer, False))]
+    assert all(0.06 < error < 0.072 for error in errors) and max(errors) < 1.07 * min(errors)

@@ -1,0 +1,122 @@
+"""FP8 tensors of a live model: Transformers' and torchtitan's, as the files of an export, in buckets, over ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.distributed.conftest import ROOT
+from titan_fp8moe import RoutedExperts, recipe
+from titan_fp8moe.export_fp8 import fp8_tensors
+
+
+def test_transformers(tmp_path: Path, monkeypatch):
+    """The names and bytes of the export's files, in buckets that are full."""
+    pytest.importorskip("accelerate")
+    from safetensors.torch import load_file
+
+    from tests.test_export_transformers import MODELS, export, transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(MODELS["qwen3_moe"](), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved")
+    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8")
+    want = {k: v for file in (tmp_path / "fp8").glob("*.safetensors") for k, v in load_file(file).items()}
+    buckets = list(fp8_tensors(model, bucket_bytes=1 << 18))
+    got = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+    assert got.keys() == want.keys() and any(name.endswith("_scale_inv") for name in got)
+    for name, tensor in got.items():
+        assert tensor.dtype == want[name].dtype and torch.equal(tensor.view(torch.uint8), want[name].view(torch.uint8))
+    sizes = [sum(t.nbytes for t in bucket.values()) for bucket in buckets]
+    assert len(sizes) == 5 and all(size <= 1 << 18 or len(b) == 1 for size, b in zip(sizes, buckets, strict=True))
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.experts.down_proj")[2, 3, 5] = torch.inf
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.2\.down_proj\.weight holds a NaN or Inf"):
+        list(fp8_tensors(model))
+    with pytest.raises(ValueError, match="nothing is quantized"):
+        list(fp8_tensors(model, quantize=["missing"]))
+
+
+def test_torchtitan():
+    """What the converter has made FP8 is, dense FFNs and shared experts included; the rest is bf16."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from tests.test_converter import convert, make_config, make_model
+
+    config = make_config("--fp8_flow_moe.filter_fqns=layers.1.")
+    model = make_model(config, "cpu")
+    with torch.no_grad():
+        model.init_weights()
+    convert(config, model)
+    spec = get_train_spec("deepseek_v3")
+    adapter = spec.state_dict_adapter(model.model_args, None)
+    got = _all(fp8_tensors(model, adapter=adapter, bucket_bytes=1 << 20))
+    values = adapter.to_hf(model.state_dict())
+    for name, value in values.items():
+        fp8 = f"{name}_scale_inv" in got
+        assert fp8 == (".mlp." in name and "gate.weight" not in name and "bias" not in name and "layers.1." not in name)
+        want = value.bfloat16()
+        if fp8:
+            q, scale = recipe.quantize_weight(value.unsqueeze(0))
+            want = q[0, : value.shape[0], : value.shape[1]]
+            assert torch.equal(got[f"{name}_scale_inv"], recipe.exp2(recipe.exponent(scale[0])))
+        if not name.endswith("e_score_correction_bias"):
+            assert torch.equal(got[name].view(torch.uint8), want.contiguous().view(torch.uint8)), name
+    assert got.keys() >= values.keys()
+
+
+class Adapter:
+    """As torchtitan's: an expert has a name of its own."""
+
+    @staticmethod
+    def to_hf(tensors):
+        ((key, value),) = tensors.items()
+        return {f"model.layers.0.experts.{e}.{key.split('.')[-1]}.weight": w for e, w in enumerate(value.unbind())}
+
+
+def _worker(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    whole = RoutedExperts(4, 128, 128)
+    experts = RoutedExperts(4, 128, 128, ep_group=mesh["ep"])
+    experts.load_state_dict(whole.state_dict())
+    model = torch.nn.ModuleDict({"moe": experts})
+    want = _all(fp8_tensors(torch.nn.ModuleDict({"moe": whole}), adapter=Adapter))
+    with pytest.raises(ValueError, match="set quantized_from"):
+        _all(fp8_tensors(model, adapter=Adapter))
+    gathered = _all(fp8_tensors(model, adapter=Adapter, quantized_from=torch.float32))
+    own = _all(fp8_tensors(model, adapter=Adapter, quantized_from=torch.float32, gather=False))
+    assert gathered.keys() == want.keys() and len(want) == 4 * 3 * 2
+    assert own.keys() == {name for name in want if int(name.split(".")[4]) // 2 == rank}
+    for got in (gathered, own):
+        for name, tensor in got.items():
+            assert torch.equal(tensor.view(torch.uint8), want[name].view(torch.uint8)), name
+    experts.w2 = torch.nn.Parameter(distribute_tensor(whole.w2.detach(), mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match="set gather=True"):
+        _all(fp8_tensors(model, adapter=Adapter, quantized_from=torch.float32, gather=False))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _all(buckets):
+    return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+
+
+def test_over_ranks(tmp_path: Path):
+    """Gathered, each rank has all experts; else its own, and together they are all."""
+    mp.spawn(_worker, (str(tmp_path),), nprocs=2)
+
+
+def test_example():
+    pytest.importorskip("transformers", "5.17")
+    command = [sys.executable, str(ROOT / "examples/fp8_weights.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    experts = 2 * 8 * 3
+    assert f"{experts} of them in FP8" in done.stdout

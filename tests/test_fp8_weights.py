@@ -1,0 +1,98 @@
+"""Frozen experts that are stored in FP8."""
+
+import io
+
+import pytest
+import torch
+
+from tests.layer import DEVICE, make_layer
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, recipe, routed_experts
+
+
+def make_inputs():
+    x, scores, ids, weights = make_layer(dtype=torch.bfloat16)
+    return [x.requires_grad_(), scores.requires_grad_()], ids, [Fp8Weight.quantize(w) for w in weights]
+
+
+def fused(w1, w3):
+    pairs = zip(w1, w3, strict=True)
+    joined = Fp8Weight(*(torch.cat([a.view(torch.uint8), b.view(torch.uint8)], 1) for a, b in pairs))
+    return Fp8Weight(joined.q.view(w1.q.dtype), joined.scale.view(w1.scale.dtype))
+
+
+def grads(out, leaves):
+    return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_equal_to_dequantized_weights(recompute, compiled):
+    """Output and gradients, bit for bit: three weights, gate and up in one, and the module; also in one graph."""
+    (x, scores), ids, stored = make_inputs()
+    config, leaves = Fp8FlowMoEConfig(recompute=recompute), [x, scores]
+    w1, w2, w3 = (w.dequantize() for w in stored)
+    assert all(torch.equal(w.dequantize(), w.dequantize(torch.float32).bfloat16()) for w in stored)
+    want = grads(routed_experts(x, w1, w2, w3, ids, scores, config=config), leaves)
+    q1, q2, q3 = stored
+    experts = RoutedExperts.from_fp8(q1, q2, q3, config=config)
+    calls = [
+        lambda: routed_experts(x, q1, q2, q3, ids, scores, config=config),
+        lambda: routed_experts(x, fused(q1, q3), q2, None, ids, scores, config=config),
+        lambda: experts(x, ids, scores),
+    ]
+    for call in calls[2:] if compiled else calls:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+        for got, value in zip(grads(call(), leaves), want, strict=True):
+            assert torch.equal(got, value)
+
+
+def test_the_module_keeps_bytes():
+    """Through casts, copies and state dicts; and it shares a fused weight's memory."""
+    (x, scores), ids, (q1, q2, q3) = make_inputs()
+    w13 = fused(q1, q3)
+    experts = RoutedExperts.from_fp8(w13, q2)
+    assert experts.w13.data_ptr() == w13.q.data_ptr()
+    assert sum(p.nbytes for p in experts.parameters()) == (w13.q.numel() + q2.q.numel()) * (1 + 1 / 128**2)
+    want = experts(x, ids, scores)
+    file = io.BytesIO()
+    torch.save(experts.state_dict(), file)
+    other = RoutedExperts.from_fp8(*(Fp8Weight(*map(torch.zeros_like, w)) for w in (w13, q2))).float().bfloat16()
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    assert torch.equal(other(x, ids, scores), want)
+    with pytest.raises(RuntimeError, match="floating point"):
+        experts.requires_grad_()
+
+
+def test_deepseeks_blocks():
+    """Scales in fp32 that are powers of two are taken as they are; others are refused, or rounded with the values."""
+    w = torch.randn(2, 256, 384, device=DEVICE)
+    want = Fp8Weight.quantize(w)
+    scale = recipe.exp2(recipe.exponent(want.scale))
+    for given in (scale, want.scale):
+        got = Fp8Weight.of_blocks(want.q, given)
+        assert torch.equal(got.q.view(torch.uint8), want.q.view(torch.uint8)) and got.q.data_ptr() == want.q.data_ptr()
+        assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
+    other = scale * 1.3
+    for wrong in (other, -scale, scale * 0, scale * float("inf")):
+        with pytest.raises(ValueError, match='no powers of two.*scales="round"'):
+            Fp8Weight.of_blocks(want.q, wrong)
+    got = Fp8Weight.of_blocks(want.q, other, scales="round")
+    expected = Fp8Weight.quantize(want.dequantize(torch.float32) * 1.3)
+    difference = got.dequantize(torch.float32) - expected.dequantize(torch.float32)
+    assert difference.norm() < 0.01 * expected.dequantize(torch.float32).norm()
+    with pytest.raises(ValueError, match="multiples of 128, with one scale per 128x128 block"):
+        Fp8Weight.of_blocks(want.q[:, :200], scale)
+
+
+def test_misuse_is_named():
+    (x, scores), ids, (q1, q2, q3) = make_inputs()
+    trained = Fp8Weight(q2.q.detach().requires_grad_(), q2.scale)
+    with pytest.raises(ValueError, match=r"w2 is stored in FP8 and requires a gradient.*requires_grad_\(False\)"):
+        routed_experts(x, q1, trained, q3, ids, scores)
+    with torch.no_grad():
+        routed_experts(x, q1, trained, q3, ids, scores)
+    with pytest.raises(ValueError, match="w2 must be contiguous e4m3.*of_blocks"):
+        routed_experts(x, q1, Fp8Weight(q2.q, recipe.exp2(recipe.exponent(q2.scale))), q3, ids, scores)
+    with pytest.raises(ValueError, match="all of one dtype"):
+        routed_experts(x, q1, q2.dequantize(), q3, ids, scores)

@@ -1,0 +1,490 @@
+"""Low-rank adapters beside FP8 experts, against fp32 experts whose weights are W + scale B A."""
+
+import copy
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cosine_similarity
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.distributed.conftest import ROOT
+from tests.layer import DEVICE, CastCounter
+from titan_fp8moe import (
+    SAVED_OPS,
+    Adapter,
+    Fp8FlowMoEConfig,
+    Fp8Weight,
+    Lora,
+    RoutedExperts,
+    ops,
+    recipe,
+    routed_experts,
+    testing,
+)
+from titan_fp8moe.layer.lora import lora_operands, split_lora
+
+T, D, H, E, K = 300, 256, 128, 8, 3
+SCALE = 0.5
+NAMES = Lora._fields
+
+
+def make_layer(tokens=T, hidden=H):
+    """x, scores, ids and the frozen weights by name."""
+    x, scores, ids, weights = testing.make_layer(tokens, D, hidden, E, K, device=DEVICE)
+    return x, scores, ids, dict(zip(NAMES, weights, strict=True))
+
+
+def make_adapter(weight, rank, size=0.3, dtype=torch.float32):
+    """An adapter whose scale * B A has ``size`` times the weight's norm."""
+    E, N, K = weight.shape
+    A, B = torch.randn(E, rank, K, device=DEVICE), torch.randn(E, N, rank, device=DEVICE)
+    B *= size * weight.norm() / (SCALE * (B @ A).norm())
+    return Adapter(A.to(dtype), B.to(dtype), SCALE)
+
+
+def make_lora(weights, rank=8, names=NAMES, **options):
+    return Lora(**{name: make_adapter(weights[name], rank, **options) for name in names})
+
+
+def parts(lora):
+    return [t for adapter in lora if adapter is not None for t in adapter[:2]]
+
+
+def with_tensors(lora, tensors):
+    rest = iter(tensors)
+    return Lora(*(a and Adapter(next(rest), next(rest), a.scale) for a in lora))
+
+
+def merged(weights, lora):
+    """W + scale B A."""
+    return [
+        weights[name] if a is None else weights[name] + a.scale * a.B @ a.A for name, a in zip(NAMES, lora, strict=True)
+    ]
+
+
+def gradients(function, leaves, dout):
+    """The output, and the gradients of the leaves."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+
+def step(x, scores, ids, weights, lora, dout, **options):
+    """Of the FP8 layer: the output, and gradients of x, scores and the adapters."""
+
+    def layer(x, scores, *tensors):
+        return routed_experts(x, *weights.values(), ids, scores, lora=with_tensors(lora, tensors), **options)
+
+    return gradients(layer, [x, scores, *parts(lora)], dout)
+
+
+def reference(x, scores, ids, weights, lora, dout, score_before_experts=False):
+    def layer(x, scores, *tensors):
+        values = merged(weights, with_tensors(lora, tensors))
+        return testing.moe_layer(x, scores, ids, *values, score_before_experts)
+
+    return gradients(layer, [x, scores, *parts(lora)], dout)
+
+
+def cosine(a, b):
+    return float(cosine_similarity(a.double().flatten(), b.double().flatten(), 0))
+
+
+def equal(got, want):
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# --- against fp32 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "rank", "hidden", "score_before_experts"),
+    [(NAMES, 4, 128, False), (NAMES, 64, 144, True), (("w1",), 8, 128, False), (("w2", "w3"), 20, 144, False)],
+)
+def test_output_and_gradients(names, rank, hidden, score_before_experts):
+    x, scores, ids, weights = make_layer(hidden=hidden)
+    lora, dout = make_lora(weights, rank, names), torch.randn_like(x)
+    want = reference(x, scores, ids, weights, lora, dout, score_before_experts)
+    got = step(x, scores, ids, weights, lora, dout, score_before_experts=score_before_experts)
+    assert min(map(cosine, got, want)) > 0.995, list(map(cosine, got, want))
+    assert all(a.dtype == b.dtype and 0.95 < a.norm() / b.norm() < 1.05 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_and_up_in_one(dtype):
+    """As Transformers has them: one adapter, whose A both read."""
+    x, scores, ids, weights = make_layer()
+    both = dict(w1=torch.cat([weights["w1"], weights["w3"]], 1), w2=weights["w2"], w3=None)
+    lora, dout = make_lora(both, 16, ("w1", "w2"), dtype=dtype), torch.randn_like(x)
+
+    def layer(x, scores, a1, b1, a2, b2):
+        gate, up = (both["w1"] + SCALE * b1.float() @ a1.float()).chunk(2, 1)
+        return testing.moe_layer(x, scores, ids, gate, both["w2"] + SCALE * b2.float() @ a2.float(), up, False)
+
+    want = gradients(layer, [x, scores, *parts(lora)], dout)
+    got = step(x, scores, ids, both, lora, dout)
+    assert min(map(cosine, got, want)) > 0.995 and got[3].dtype == dtype
+    assert all(0.95 < a.norm() / b.norm() < 1.05 for a, b in zip(got, want, strict=True))
+
+
+def test_the_adapters_own_products():
+    """Before anything rounds their sum with the base's."""
+    x, _, _, weights = make_layer(tokens=512)
+    ends = torch.arange(128, 513, 128, dtype=torch.int32, device=DEVICE)
+    four = {name: w[:4] for name, w in weights.items()}
+    lora = make_lora(four, 16)
+    operands = lora_operands(*split_lora(lora, list(four.values())))
+    for name, gemm, rows in (("w1", operands.w13, x), ("w3", operands.w13, x), ("w2", operands.w2, x[:, :H])):
+        q, scale = recipe.quantize_rows(rows)
+        got = ops.low_rank(q, recipe.column_major(scale), gemm.A, gemm.B, ends)
+        if name != "w2":
+            got = got.chunk(2, 1)[name == "w3"]
+        adapter = getattr(lora, name)
+        want = torch.cat([r @ (SCALE * b @ a).T for r, a, b in zip(rows.split(128), *adapter[:2], strict=True)])
+        assert cosine(got, want) > 0.999 and testing.relative_error(got, want) < 0.04
+
+
+def test_effect_on_8192_tokens():
+    """The change of the output regressed on the true one. A token's own change through gate and up drowns in the
+    rounding of GEMM 2's operand."""
+    x, scores, ids, weights = make_layer(tokens=8192)
+
+    def change(lora):
+        values = merged(weights, lora)
+        true = testing.moe_layer(x, scores, ids, *values, False) - plain
+        beside = routed_experts(x, *weights.values(), ids, scores, lora=lora) - base
+        return true, beside, routed_experts(x, *values, ids, scores) - base
+
+    with torch.no_grad():
+        plain = testing.moe_layer(x, scores, ids, *weights.values(), False)
+        base = routed_experts(x, *weights.values(), ids, scores)
+        for names, error_merged in (("w2",), 8), (NAMES, 1.5):
+            true, beside, requantized = change(make_lora(weights, 16, names, size=0.01))
+            assert abs(float((beside * true).sum() / true.square().sum()) - 1) < 0.03
+            errors = [testing.relative_error(got, true) for got in (requantized, beside)]
+            assert errors[0] > error_merged * errors[1], errors
+
+
+def test_example():
+    command = [sys.executable, str(ROOT / "examples/lora.py"), "--steps", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    match = re.search(r"last loss ([+-][\d.]+)% from bf16\nloss ([\d.]+) beside, ([\d.]+) merged", done.stdout)
+    assert match, done.stdout + done.stderr
+    assert abs(float(match[1])) < 5 and float(match[2]) < float(match[3]) < 0.25
+
+
+def test_training_follows_fp32():
+    """Losses of Adam on the adapters, which learn what other adapters do."""
+    x, scores, ids, weights = make_layer()
+    start, goal = make_lora(weights, size=0.0), make_lora(weights, size=1.0)
+    target = testing.moe_layer(x, scores, ids, *merged(weights, goal), False)
+    losses = {}
+    for name in ("fp32", "fp8"):
+        tensors = [t.clone().requires_grad_() for t in parts(start)]
+        optimizer, losses[name] = torch.optim.Adam(tensors, lr=5e-3), []
+        for _ in range(15):
+            lora = with_tensors(start, tensors)
+            if name == "fp32":
+                out = testing.moe_layer(x, scores, ids, *merged(weights, lora), False)
+            else:
+                out = routed_experts(x, *weights.values(), ids, scores, lora=lora)
+            loss = (out - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[name].append(loss.item())
+    assert losses["fp8"][-1] < 0.5 * losses["fp8"][0]
+    assert losses["fp8"] == pytest.approx(losses["fp32"], rel=0.05)
+
+
+# --- in the layer -----------------------------------------------------------------------------------------------------
+
+
+def test_no_adapter_and_an_adapter_of_zeros_have_the_same_bits():
+    x, scores, ids, weights = make_layer()
+    lora, saved = make_lora(weights, size=0.0), {}
+    plain = routed_experts(x, *weights.values(), ids, scores)
+    assert torch.equal(routed_experts(x, *weights.values(), ids, scores, lora=lora), plain)
+    for w in weights.values():  # of frozen weights the rows are saved for the adapters only
+        w.requires_grad_()
+    for name, option in (("without", None), ("with", with_tensors(lora, [t.requires_grad_() for t in parts(lora)]))):
+        saved[name] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=saved[name]: kept.append(t) or t, lambda t: t):
+            routed_experts(x.requires_grad_(), *weights.values(), ids, scores, lora=option)
+    extra = len(saved["with"]) - len(saved["without"])
+    assert extra == 6 and {id(t) for t in parts(lora)} <= {id(t) for t in saved["with"]}
+
+
+def test_frozen_weights_cost_no_gradient():
+    x, scores, ids, weights = make_layer()
+    with CastCounter() as counter:
+        step(x, scores, ids, weights, make_lora(weights), torch.randn_like(x))
+    assert counter.ops["grouped_mm"] == 4 and counter.ops["low_rank"] == 4 and counter.ops["low_rank_grads"] == 2
+    assert not counter.ops.keys() & {"grouped_mm_wgrad", "transpose_pair"} and not counter.stray_casts
+
+
+def test_trained_weights_get_their_gradients_too():
+    x, scores, ids, weights = make_layer()
+    lora, dout = make_lora(weights), torch.randn_like(x)
+    got = gradients(lambda *w: routed_experts(x, *w, ids, scores, lora=lora), weights.values(), dout)
+
+    def layer(*w):
+        return testing.moe_layer(x, scores, ids, *merged(dict(zip(NAMES, w, strict=True)), lora), False)
+
+    assert min(map(cosine, got, gradients(layer, weights.values(), dout))) > 0.995
+
+
+def test_weights_stored_in_fp8_and_biases():
+    """Equal the dequantized weights, bit for bit."""
+    x, scores, ids, weights = make_layer()
+    lora, dout = make_lora(weights), torch.randn_like(x)
+    stored = {name: Fp8Weight(*recipe.quantize_weight(w)) for name, w in weights.items()}
+    plain = {name: recipe.dequantize(*w).bfloat16() for name, w in stored.items()}
+    biases = dict(b1=torch.randn(E, H), b2=torch.randn(E, D), b3=torch.randn(E, H))
+    for options in ({}, {name: b.to(DEVICE) for name, b in biases.items()}):
+        want = step(x, scores, ids, plain, lora, dout, **options)
+        assert equal(step(x, scores, ids, stored, lora, dout, **options), want)
+
+
+@pytest.mark.parametrize("save_h", ["bf16", "fp8"])
+def test_recompute_settings(save_h):
+    x, scores, ids, weights = make_layer()
+    lora, dout = make_lora(weights), torch.randn_like(x)
+    settings = [Fp8FlowMoEConfig(recompute=r, save_h=save_h) for r in ("activation", "none", "experts")]
+    want, *others = [step(x, scores, ids, weights, lora, dout, config=config) for config in settings]
+    if save_h == "bf16":
+        assert equal(others[0], want) and equal(others[1], want)
+    assert all(min(map(cosine, other, want)) > 0.997 for other in others)
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "symmetric"])
+def test_every_dispatch(group, dispatch):
+    """Tokens' sums travel in bf16, so that gradients differ in their last bits."""
+    x, scores, ids, weights = make_layer()
+    lora, dout = make_lora(weights), torch.randn_like(x)
+    config = Fp8FlowMoEConfig(dispatch=dispatch)
+    want = step(x, scores, ids, weights, lora, dout)
+    got = step(x, scores, ids, weights, lora, dout, config=config, ep_group=group)
+    assert all(testing.relative_error(a, b) < 5e-3 for a, b in zip(got, want, strict=True))
+    assert equal(got[3:], want[3:])  # gradients of scores and adapters meet no bf16 sum
+
+
+def test_checkpointing_and_compile():
+    x, scores, ids, weights = make_layer()
+    lora, dout = make_lora(weights), torch.randn_like(x)
+
+    def layer(x, scores, *tensors):
+        return routed_experts(x, *weights.values(), ids, scores, lora=with_tensors(lora, tensors))
+
+    leaves = [x, scores, *parts(lora)]
+    want = gradients(layer, leaves, dout)
+
+    def per_op():
+        return create_selective_checkpoint_contexts(list(SAVED_OPS))
+
+    for options in ({}, {"context_fn": per_op}):
+        got = gradients(lambda *a, options=options: checkpoint(layer, *a, use_reentrant=False, **options), leaves, dout)
+        assert equal(got, want)
+    assert equal(gradients(torch.compile(layer, fullgraph=True, backend="aot_eager"), leaves, dout), want)
+
+
+def test_flops_of_adapters_are_counted():
+    x, scores, ids, weights = make_layer()
+    lora = make_lora(weights, 8)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        routed_experts(x, *weights.values(), ids, scores, lora=lora)
+    width = 3 * H * D + 3 * 8 * (H + D)
+    assert counter.get_total_flops() == 2 * recipe.row_capacity(T * K, E) * width
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def wrong(change):
+    """Adapters of a layer whose w1 has shape (8, 128, 256), with one mistake."""
+    _, _, _, weights = make_layer()
+    lora = make_lora(weights)
+    A, B, scale = lora.w1
+    return {
+        "dict": dict(w1=lora.w1),
+        "empty": Lora(),
+        "pair": Lora(w1=(A, B)),
+        "shape": Lora(w1=Adapter(A, B.transpose(1, 2), scale)),
+        "peft": Lora(w1=Adapter(A.flatten(0, 1), B.permute(1, 2, 0).flatten(1), scale)),
+        "rank": Lora(w1=Adapter(A, B[:, :, :4], scale)),
+        "half": Lora(w1=Adapter(A.half(), B.half(), scale)),
+        "scale": Lora(w1=Adapter(A, B, torch.tensor(2.0))),
+        "nan": Lora(w1=Adapter(A, B, float("nan"))),
+        "device": Lora(w1=Adapter(A.to("meta"), B, scale)),
+        "fused": Lora(w3=lora.w3),
+    }[change]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("dict", r"titan_fp8moe\.Lora, got dict; use Lora\(w1=Adapter"),
+        ("empty", "lora has no adapter; give it one of w1, w2 and w3"),
+        ("pair", r"lora\.w1 must be an Adapter, got tuple; use Adapter\(A, B, scale\)"),
+        ("shape", r"A \(8, r, 256\) and B \(8, 128, r\).*got \(8, 8, 256\) and \(8, 8, 128\)"),
+        ("peft", r"A \(8, r, 256\) and B \(8, 128, r\).*got \(64, 256\) and \(128, 64\)"),
+        ("rank", r"got \(8, 8, 256\) and \(8, 128, 4\)"),
+        ("half", r"must be bf16 or fp32, got torch\.float16 and torch\.float16; use A\.bfloat16\(\)"),
+        ("scale", r"scale of lora\.w1 is tensor\(2\.\); set it to a number, alpha / r"),
+        ("nan", "scale of lora.w1 is nan"),
+        ("device", "must be on the weights' device, .* got meta"),
+        ("fused", r"lora\.w3 has no weight: w1 holds gate and up, so lora\.w1 is the adapter of both"),
+    ],
+)
+def test_wrong_adapters_are_refused(change, message):
+    x, scores, ids, weights = make_layer()
+    values = list(weights.values())
+    if change == "fused":
+        values = [torch.cat([weights["w1"], weights["w3"]], 1), weights["w2"], None]
+    with pytest.raises(ValueError, match=message):
+        routed_experts(x, *values, ids, scores, lora=wrong(change))
+
+
+# --- the module -------------------------------------------------------------------------------------------------------
+
+
+def make_module(**options):
+    return RoutedExperts(E, D, H, device=DEVICE, **options)
+
+
+def test_module_with_adapters():
+    x, scores, ids, _ = make_layer()
+    module = make_module()
+    want = module(x, ids, scores)
+    module.add_lora(16, 8, weights=("w1", "w2"))
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert trained == ["lora_A.w1", "lora_A.w2", "lora_B.w1", "lora_B.w2"]
+    assert module.lora_scale == 0.5 and module.lora_A["w1"].abs().max() <= D**-0.5 and not module.lora_B["w1"].any()
+    assert torch.equal(module(x, ids, scores), want)
+    for B in module.lora_B.values():
+        torch.nn.init.normal_(B)
+    out = module(x, ids, scores)
+    assert not torch.equal(out, want)
+    lora = Lora(*(Adapter(module.lora_A[n], module.lora_B[n], 0.5) for n in ("w1", "w2")))
+    assert torch.equal(out, routed_experts(x, module.w1, module.w2, module.w3, ids, scores, lora=lora))
+    out.square().sum().backward()
+    assert module.w1.grad is None and all(p.grad.any() for p in module.parameters() if p.requires_grad)
+    assert torch.equal(copy.deepcopy(module)(x, ids, scores), out)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, ids, scores), out)
+
+
+def test_module_saves_and_merges_its_adapters():
+    x, scores, ids, _ = make_layer()
+    module = make_module(dtype=torch.bfloat16)
+    module.add_lora(4, 8, dtype=torch.float32)
+    for B in module.lora_B.values():
+        torch.nn.init.normal_(B, std=0.05)
+    adapters = {name: t for name, t in module.state_dict().items() if "lora_" in name}
+    assert len(adapters) == 6 and adapters["lora_A.w1"].dtype == torch.float32
+    other = make_module(dtype=torch.bfloat16)
+    other.load_state_dict({name: getattr(module, name) for name in NAMES})
+    other.add_lora(4, 8, dtype=torch.float32)
+    other.load_state_dict(adapters, strict=False)
+    assert torch.equal(other(x, ids, scores), module(x, ids, scores))
+    want = [getattr(module, n).float() + 2 * module.lora_B[n] @ module.lora_A[n] for n in NAMES]
+    module.merge_lora()
+    assert all(torch.equal(getattr(module, n), w.bfloat16()) for n, w in zip(NAMES, want, strict=True))
+    assert [*module.state_dict()] == [*NAMES] and module.lora() is None
+    module.add_lora(8, 8)
+
+
+def test_module_on_the_meta_device():
+    """As large models are made: parameters get their values at the end."""
+    module = RoutedExperts(E, D, H, device="meta")
+    module.add_lora(8, 8)
+    module = module.to_empty(device=DEVICE)
+    module.reset_parameters()
+    assert module.lora_A["w2"].any() and not module.lora_B["w2"].any() and module.w1.any()
+
+
+def test_adapters_of_spread_experts(group):
+    """DTensors like the experts, which load plain tensors of all experts."""
+    x, scores, ids, _ = make_layer()
+    modules = []
+    for options in ({}, {"ep_group": group}):
+        torch.manual_seed(0)
+        modules.append(make_module(**options))
+        modules[-1].add_lora(8, 8)
+    plain, spread = modules
+    assert all(torch.equal(spread.lora_A[n].to_local(), A) for n, A in plain.lora_A.items())
+    for B in plain.lora_B.values():
+        torch.nn.init.normal_(B)
+    spread.load_state_dict(plain.state_dict())
+    for module in modules:
+        module(x, ids, scores).square().sum().backward()
+    for n, B in plain.lora_B.items():
+        grad = spread.lora_B[n].grad
+        assert grad.placements == spread.w1.placements and testing.relative_error(grad.to_local(), B.grad) < 0.05
+    for module in modules:
+        module.merge_lora()
+    assert torch.equal(spread.w1.to_local(), plain.w1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(rank=0, alpha=8), "rank = 0 must be a positive int"),
+        (dict(rank=8.0, alpha=8), r"rank = 8\.0 must be a positive int"),
+        (dict(rank=8, alpha=None), r"alpha = None must be a number; adapters are scaled by alpha / rank"),
+        (dict(rank=8, alpha=8, weights=("gate",)), r"weights = \('gate',\) must be a list of names among w1, w2, w3"),
+        (dict(rank=8, alpha=8, weights="w1"), "weights = 'w1' must be a list"),
+        (dict(rank=8, alpha=8, dtype=torch.float16), r"dtype = torch\.float16 must be torch\.bfloat16 or"),
+    ],
+)
+def test_module_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_module().add_lora(**arguments)
+
+
+def test_module_refuses_adapters_in_the_wrong_order(group):
+    module = make_module()
+    with pytest.raises(RuntimeError, match=r"no adapters to merge; call add_lora\(rank, alpha\) first"):
+        module.merge_lora()
+    module.add_lora(8, 8)
+    with pytest.raises(RuntimeError, match=r"have adapters already; call merge_lora\(\) first"):
+        module.add_lora(8, 8)
+    sharded = RoutedExperts(E, D, H)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(RuntimeError, match="FSDP has sharded these experts; call add_lora before fully_shard"):
+        sharded.add_lora(8, 8)
+
+
+@pytest.mark.parametrize("policy", [None, torch.bfloat16], ids=["", "mixed precision"])
+def test_adapters_under_fsdp(group, policy):
+    """FSDP shards trained adapters and frozen experts in one group."""
+    x, scores, ids, _ = make_layer()
+    torch.manual_seed(0)
+    plain = make_module()
+    plain.add_lora(8, 8)
+    for B in plain.lora_B.values():
+        torch.nn.init.normal_(B)
+    sharded = copy.deepcopy(plain)
+    mesh = init_device_mesh(DEVICE, (1,))
+    fully_shard(sharded, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=policy))
+    sharded.set_force_sum_reduction_for_comms(True)
+    outs = [module(x.to(policy or x.dtype), ids, scores) for module in (plain, sharded)]
+    for out in outs:
+        out.square().sum().backward()
+    assert testing.relative_error(outs[1].detach(), outs[0].detach()) < 0.05
+    for n, B in plain.lora_B.items():
+        assert testing.relative_error(sharded.lora_B[n].grad.to_local(), B.grad) < 0.1
+    assert sharded.w1.grad is None

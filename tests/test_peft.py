@@ -1,0 +1,164 @@
+"""PEFT's adapters of Transformers' experts, beside their FP8 weights. The reference is PEFT's own forward, in fp32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", "5.17")
+peft = pytest.importorskip("peft", "0.21")
+
+from peft.tuners.lora import ParamWrapper  # noqa: E402
+from torch.nn.functional import cosine_similarity  # noqa: E402
+
+from tests.layer import CastCounter  # noqa: E402
+from tests.test_transformers import loss_and_grads, make_model, make_tokens, train  # noqa: E402
+from titan_fp8moe import transformers as adapter  # noqa: E402
+from titan_fp8moe.testing import relative_error  # noqa: E402
+
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    adapter.register()
+    yield
+    adapter.ops.emulate(False)
+
+
+def lora_config(parameters: list[str] = BOTH, **options: Any) -> Any:
+    return peft.LoraConfig(target_modules=[], target_parameters=parameters, **dict(r=8, lora_alpha=16) | options)
+
+
+def fill(model: torch.nn.Module, std: float = 0.05) -> None:
+    """Adapters that change something; PEFT begins with B = 0."""
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=std)
+
+
+def make_adapted(parameters: list[str] = BOTH, **changes: Any) -> Any:
+    model = peft.get_peft_model(make_model(num_hidden_layers=1, **changes), lora_config(parameters))
+    fill(model)
+    return model
+
+
+def use(model: Any, implementation: str) -> Any:
+    model.get_base_model().set_experts_implementation(implementation)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor, implementation: str = "fp8_flow") -> Tensor:
+    return use(model, implementation)(input_ids=tokens).logits
+
+
+@pytest.mark.parametrize("parameters", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
+def test_loss_and_gradients(parameters: list[str]):
+    model, tokens = make_adapted(parameters), make_tokens()
+    want_loss, want = loss_and_grads(use(model, "eager"), tokens)
+    with CastCounter() as counter:
+        loss, grads = loss_and_grads(use(model, "fp8_flow"), tokens)
+    assert loss == pytest.approx(want_loss, rel=5e-3) and len(want) == 2 * len(parameters)
+    assert all("lora_" in name for name in grads)
+    assert min(float(cosine_similarity(grads[n].flatten(), want[n].flatten(), 0)) for n in want) > 0.995
+    assert counter.ops["low_rank_grads"] == len(parameters) and not counter.ops["grouped_mm_wgrad"]
+
+
+def test_weights_are_not_parametrized(monkeypatch: pytest.MonkeyPatch):
+    """Which would make W + B A for the whole stack of experts in every forward."""
+    model, tokens = make_adapted(), make_tokens()
+    want = logits(model, tokens)
+    monkeypatch.setattr(torch.nn.utils.parametrize, "register_parametrization", None)
+    assert torch.equal(logits(model, tokens), want)
+    with pytest.raises(TypeError):
+        logits(model, tokens, "eager")
+
+
+def test_checkpointing_and_compile():
+    model, tokens = use(make_adapted(), "fp8_flow"), make_tokens()
+    _, want = loss_and_grads(model, tokens)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    _, got = loss_and_grads(model, tokens, compiled)
+    assert all(relative_error(got[name], want[name]) < 1e-2 for name in want)
+    model.train()
+    model.get_base_model().gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    _, got = loss_and_grads(model, tokens)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_save_and_load(tmp_path: Path):
+    """PEFT's own files: with FP8 the same bits, without it the same function."""
+    base, tokens = make_model(num_hidden_layers=1), make_tokens()
+    weights = {name: t.clone() for name, t in base.state_dict().items()}
+    model = peft.get_peft_model(base, lora_config())
+    fill(model)
+    want, eager = logits(model, tokens), logits(model, tokens, "eager")
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    fresh = make_model(num_hidden_layers=1)
+    fresh.load_state_dict(weights)
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
+    assert torch.equal(logits(loaded, tokens), want) and torch.equal(logits(loaded, tokens, "eager"), eager)
+
+
+def test_merge_unmerge_and_disable():
+    model, tokens = make_adapted(), make_tokens()
+    experts = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    weight, beside = experts.gate_up_proj.clone(), logits(model, tokens)
+    with model.disable_adapter():
+        plain = logits(model, tokens)
+    assert not torch.equal(plain, beside)
+    model.merge_adapter()
+    assert not torch.equal(experts.gate_up_proj, weight)
+    assert relative_error(logits(model, tokens) - plain, beside - plain) < 0.3  # FP8 rounds the sum
+    model.unmerge_adapter()
+    assert relative_error(experts.gate_up_proj, weight) < 1e-6
+    assert relative_error(logits(model, tokens), beside) < 1e-2
+    merged = model.merge_and_unload()
+    assert relative_error(merged(tokens).logits - plain, beside - plain) < 0.3
+
+
+def test_several_active_adapters():
+    """As one, whose rank is the sum; PEFT would add their products to the weights."""
+    model, tokens = make_adapted(), make_tokens()
+    one = logits(model, tokens)
+    model.add_adapter("second", lora_config(r=4, lora_alpha=12))
+    fill(model)
+    model.base_model.set_adapter(["default", "second"])
+    got, want = logits(model, tokens), logits(model, tokens, "eager")
+    assert relative_error(got, want) < 0.1 < relative_error(one, want)
+
+
+def test_trainer(tmp_path: Path):
+    """Trainer's loss on adapters falls as PEFT's in fp32."""
+    losses, first = {}, make_model().state_dict()
+    for implementation in ("eager", "fp8_flow"):
+        base = make_model()
+        base.load_state_dict(first)
+        torch.manual_seed(0)
+        model = use(peft.get_peft_model(base, lora_config(r=16)), implementation)
+        torch.manual_seed(0)
+        losses[implementation] = train(model, tmp_path, learning_rate=5e-3, max_steps=10)
+    assert losses["fp8_flow"][-1] < 0.95 * losses["fp8_flow"][0]
+    assert losses["fp8_flow"] == pytest.approx(losses["eager"], rel=0.02)
+
+
+def test_experts_that_stay_keep_pefts_forward():
+    adapter.register(unsupported="keep")
+    model, tokens = make_adapted(hidden_act="gelu"), make_tokens()
+    adapter._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="stays on grouped_mm"):
+        got = logits(model, tokens)
+    assert torch.equal(got, logits(model, tokens, "grouped_mm"))
+    with model.disable_adapter():
+        assert not torch.equal(got, logits(model, tokens, "grouped_mm"))
+
+
+def test_another_peft_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(ParamWrapper, "_activate_lora")
+    with pytest.raises(RuntimeError, match=r"PEFT .* has no lora\.ParamWrapper .*install peft 0\.21"):
+        adapter.register()

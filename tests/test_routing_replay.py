@@ -1,0 +1,414 @@
+"""Routing replay: every router of Transformers' registry and torchtitan's, what gradients mean, and what is refused."""
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torchtitan.models.moe.moe import MoE, MoEArgs
+
+pytest.importorskip("transformers", "5.17")
+
+import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
+from tests.distributed.conftest import ROOT, ended_well, run_workers
+from tests.layer import DEVICE, D, E, H, K
+from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, record_routing, replay_routing
+from titan_fp8moe import transformers as adapter
+from titan_fp8moe.testing import relative_error
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+
+B, S = 2, 24
+EXPERTS, TOP_K = 6, 2  # of the models
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    adapter.register()
+    yield
+    adapter.ops.emulate(False)
+
+
+def choose(*shape: int, experts: int = EXPERTS, top_k: int = TOP_K) -> Tensor:
+    """Different experts for each token, at random."""
+    return torch.rand(*shape, experts, device=DEVICE).topk(top_k).indices
+
+
+class Spy:
+    """The ids and scores with which experts are called."""
+
+    def __init__(self, experts: nn.Module):
+        self.calls: list[tuple[Tensor, Tensor]] = []
+        experts.register_forward_pre_hook(lambda _, args: self.calls.append(args[1:3]))
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+
+
+# --- routers ----------------------------------------------------------------------------------------------------------
+
+
+class BlockConfig:
+    """Settings of any MoE block, under all the names that families have; None for others."""
+
+    VALUES: ClassVar = dict(
+        scoring_func="sigmoid", score_func="sigmoid", expert_selection_fn="sigmoid", topk_method="group_limited_greedy",
+        shared_expert_combination_strategy="sum", shared_experts_intermediate_size=H,
+        n_group=3, num_group=3, num_expert_groups=3, topk_group=2, mlp_layer_types=["sparse"] * 4, mlp_bias=False,
+        moe_k=TOP_K, top_k_experts=TOP_K, moe_topk=TOP_K, num_experts_per_tok=[TOP_K] * 4, vocab_size=64,
+        n_shared_experts=1, num_shared_experts=1, moe_num_shared_experts=1, moe_shared_expert_intermediate_size=H,
+        shared_expert_intermediate_size=H, shared_intermediate_size=H, router_hidden_size=D, use_expert_bias=True,
+        moe_norm_min=1e-12, rms_norm_eps=1e-6, router_jitter_noise=0.0, input_jitter_noise=0.0, norm_topk_prob=True,
+        moe_router_logit_softcapping=30.0,
+    )  # fmt: skip
+    SCALES = (
+        "routed_scaling_factor",
+        "route_scale",
+        "router_scaling_factor",
+        "output_multiplier",
+        "moe_routed_scaling_factor",
+    )
+
+    def __init__(self, **changes: Any):
+        own = {name: value for name, value in vars(make_config()).items() if name != "num_experts_per_tok"}
+        vars(self).update(self.VALUES | dict.fromkeys(self.SCALES, 1.5) | own | changes)
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class RouterAndExperts(nn.Module):
+    """Of families whose decoder layer holds both beside attention."""
+
+    def __init__(self, module: Any, config: BlockConfig, experts: str):
+        super().__init__()
+        self.router = getattr(module, experts.replace("Experts", "Router"))(config)
+        self.experts = getattr(module, experts)(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, D)
+        _, scores, ids = self.router(flat)
+        return self.experts(flat, ids, scores).view(x.shape)
+
+
+def make_block(module_name: str, name: str) -> nn.Module:
+    """The block that holds the experts class ``name`` and its router, with random parameters."""
+    module = importlib.import_module(module_name)
+    made = re.compile(rf"self\.experts = {name}\(")
+    classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
+    holders = [c for c in classes if "__init__" in vars(c) and made.search(inspect.getsource(c.__init__))]
+    if "gemma" in module_name:
+        block = RouterAndExperts(module, BlockConfig(num_experts_per_tok=TOP_K), name)
+    else:
+        wanted = inspect.signature(holders[0].__init__).parameters
+        given = {"config": BlockConfig(num_experts_per_tok=TOP_K), "layer_idx": 1}
+        given |= {"num_experts": EXPERTS, "intermediate_size": H}
+        block = holders[0](**{key: value for key, value in given.items() if key in wanted})
+    for param in block.parameters():
+        nn.init.normal_(param, std=0.05)
+    return block.to(DEVICE)
+
+
+def run(block: nn.Module, x: Tensor) -> Tensor:
+    out = block(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("module,name", CLASSES, ids=[name for _, name in CLASSES])
+def test_every_router_of_the_registry(module: str, name: str):
+    """Its own choice gives its own bits, another choice the scores of that choice, and gradients to the router."""
+    block, x = make_block(module, name), torch.randn(B, S, D, device=DEVICE)
+    spy = Spy(block.experts)
+    with record_routing(block) as routing:
+        want = run(block, x)
+    ids = routing.routed_experts()
+    assert ids.shape == (B, S, 1, TOP_K)
+    with replay_routing(block, ids):
+        assert torch.equal(run(block, x), want)
+    if name == "PhimoeExperts":
+        message = "router of experts does not choose by torch.topk"
+        with pytest.raises(RuntimeError, match=message), replay_routing(block, choose(B, S, 1)):
+            run(block, x)
+        return
+    with replay_routing(block, ids.flip(-1)):
+        run(block, x)
+    (own_ids, own_scores), _, (flipped_ids, flipped_scores) = spy.calls
+    assert torch.equal(flipped_ids, own_ids.flip(-1))
+    torch.testing.assert_close(flipped_scores, own_scores.flip(-1))
+    others = choose(B, S, 1)
+    with replay_routing(block, others):
+        out = run(block, x)
+        (out * torch.randn_like(out)).sum().backward()
+    replayed, scores = spy.calls[-1]
+    assert torch.equal(replayed, others.view(-1, TOP_K)) and (scores != 0).all()
+    routers = [p for n, p in block.named_parameters() if ("gate" in n or "router" in n) and "expert" not in n]
+    assert any(param.grad is not None and param.grad.any() for param in routers)
+
+
+def test_a_router_that_looks_experts_up_needs_no_replay():
+    """The first layers of DeepSeek-V4 take them from a table, by token."""
+    module = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = BlockConfig(num_experts_per_tok=TOP_K, mlp_layer_types=["hash_moe"] * 4)
+    block, tokens = module.DeepseekV4SparseMoeBlock(config, 1).to(DEVICE), torch.randint(64, (B, S), device=DEVICE)
+    block.gate.tid2eid.copy_(choose(64))
+    for param in block.parameters():
+        nn.init.normal_(param, std=0.05)
+    x = torch.randn(B, S, D, device=DEVICE)
+    with record_routing(block) as routing:
+        want = block(x, tokens)
+    ids = routing.routed_experts()
+    assert torch.equal(ids[:, :, 0], block.gate.tid2eid[tokens])
+    with replay_routing(block, ids):
+        assert torch.equal(block(x, tokens), want)
+    with pytest.raises(RuntimeError, match="does not choose by torch.topk"), replay_routing(block, (ids + 1) % EXPERTS):
+        block(x, tokens)
+
+
+def make_torchtitan(fp8: bool, **arguments: Any) -> MoE:
+    layer = MoE(MoEArgs(num_experts=E, top_k=K, **arguments), dim=D, hidden_dim=H).to(DEVICE)
+    with torch.no_grad():
+        layer.init_weights(0.05, torch.device(DEVICE))
+        nn.init.normal_(layer.router.gate.weight, std=0.3)
+    if fp8:
+        Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
+    return layer
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("groups", [None, 4])
+def test_torchtitan(fp8: bool, groups: int | None):
+    """The load that the expert bias is to balance is the replayed one."""
+    layer = make_torchtitan(fp8, num_expert_groups=groups, num_limited_groups=groups and 2)
+    x = torch.randn(B, S, D, device=DEVICE)
+    with record_routing(layer) as routing:
+        want = layer(x)
+    ids = routing.routed_experts()
+    with replay_routing(layer, ids):
+        assert torch.equal(layer(x), want)
+    others = choose(B, S, 1, experts=E, top_k=K)
+    layer.tokens_per_expert.zero_()
+    with replay_routing(layer, others):
+        out = layer(x)
+        out.square().sum().backward()
+    assert torch.equal(layer.tokens_per_expert.long(), others.flatten().bincount(minlength=E))
+    assert layer.router.gate.weight.grad.any() and relative_error(out.detach(), want) > 0.1
+
+
+class Model(nn.Module):
+    """Experts of a plain PyTorch model."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.ffn = nn.Linear(D, E, bias=False), RoutedExperts(E, D, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.router(x).softmax(-1).topk(K)
+        return self.ffn(x, ids, scores)
+
+
+def test_plain_pytorch():
+    model, x = Model().to(DEVICE), torch.randn(S, D, device=DEVICE)
+    ids = choose(S, experts=E, top_k=K)
+    with replay_routing(model, ids.unsqueeze(-2)):
+        got = model(x)
+    assert torch.equal(got, model.ffn(x, ids, model.router(x).softmax(-1).gather(1, ids)))
+    with record_routing(model) as routing:
+        model(x)
+    assert routing.routed_experts().shape == (S, 1, K)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_the_router_are_of_the_replayed_scores():
+    """As if the choice were an input: softmax over all experts, normalized over the replayed ones."""
+    block = make_block("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts")
+    block.experts.config._experts_implementation = "fp8_flow"
+    x, dout, ids = torch.randn(B, S, D, device=DEVICE), torch.randn(B * S, D, device=DEVICE), choose(B * S)
+    with replay_routing(block, ids.view(B, S, 1, TOP_K)):
+        got = block(x).view(-1, D)
+        (got_grad,) = torch.autograd.grad(got, block.gate.weight, dout)
+    scores = F.linear(x.view(-1, D), block.gate.weight).softmax(-1).gather(1, ids)
+    want = block.experts(x.view(-1, D), ids, scores / scores.sum(-1, keepdim=True))
+    (want_grad,) = torch.autograd.grad(want, block.gate.weight, dout)
+    assert torch.equal(got, want) and torch.equal(got_grad, want_grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_replays_the_same_experts(reentrant: bool):
+    model, tokens = make_model(), make_tokens()
+    model.set_experts_implementation("fp8_flow")
+    routed = choose(*tokens.shape, 2)
+    with replay_routing(model, routed):
+        want_loss, want = loss_and_grads(model, tokens)
+    model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    model.train()
+    if reentrant:
+        model.enable_input_require_grads()
+    spies = [Spy(experts) for experts in experts_of(model)]
+    with replay_routing(model, routed):
+        loss, grads = loss_and_grads(model, tokens)
+    for layer, spy in enumerate(spies):
+        assert len(spy.calls) == 2  # the backward has repeated it
+        assert all(torch.equal(ids, routed[:, :, layer].flatten(0, 1)) for ids, _ in spy.calls)
+    assert loss == want_loss and all(torch.equal(grads[name], want[name]) for name in want)
+
+
+def test_a_backward_outside_is_refused():
+    model, tokens = make_model(num_hidden_layers=1), make_tokens()
+    with replay_routing(model, choose(*tokens.shape, 1)):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    with pytest.raises(RuntimeError, match=r"backward runs outside of replay_routing, .*call backward\(\) inside"):
+        loss.backward()
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_experts_decode_to_the_bits_of_a_forward():
+    """With one token per sequence, as in generation, in any order."""
+    block = make_block("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts")
+    block.experts.config._experts_implementation = "fp8_flow"
+    x, ids, scores = torch.randn(B * S, D, device=DEVICE), choose(B * S), torch.rand(B * S, TOP_K, device=DEVICE)
+    want = block.experts(x, ids, scores)
+    for tokens in torch.randperm(B * S, device=DEVICE).view(-1, 8):
+        assert torch.equal(block.experts(x[tokens], ids[tokens], scores[tokens]), want[tokens])
+
+
+def test_generation_and_training_agree():
+    """The routing of prompt and of single tokens, in the order of the sequence; the last token was never fed."""
+    model, prompt = make_model().eval(), make_tokens(length=9)
+    model.set_experts_implementation("fp8_flow")
+    with record_routing(model) as routing:
+        done = model.generate(
+            prompt, max_new_tokens=5, do_sample=False, eos_token_id=None, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    routed = routing.routed_experts()
+    assert routed.shape == (2, 13, 2, TOP_K)
+    routed = F.pad(routed, (0, 0, 0, 0, 0, 1), value=-1)
+    with torch.no_grad(), replay_routing(model, routed), record_routing(model) as again:
+        logits = model(input_ids=done.sequences).logits
+    assert relative_error(logits[:, 8:-1], torch.stack(done.logits, 1)) < 3e-2
+    assert again.routed_experts().shape == (2, 14, 2, TOP_K)
+
+
+def test_tokens_without_ids_are_routed_by_the_router():
+    model, tokens = make_model("DeepseekV3"), make_tokens()
+    (experts,) = experts_of(model)
+    spy = Spy(experts)
+    with torch.no_grad():
+        model(tokens)
+        routed = choose(*tokens.shape, 1).to(torch.int16)
+        routed[:, ::3] = -1
+        with replay_routing(model, routed):
+            model(tokens)
+    live, replayed = (ids.view(*tokens.shape, TOP_K) for ids, _ in spy.calls)
+    assert torch.equal(replayed[:, ::3], live[:, ::3])
+    assert torch.equal(replayed[:, 1::3], routed[:, 1::3, 0].long())
+
+
+def test_packed_sequences():
+    """Routing is by token: a row of sequences replays theirs in turn."""
+    model = make_model().eval()
+    model.set_experts_implementation("fp8_flow")
+    first, second = make_tokens(1, 20), make_tokens(1, 12)
+    routed = [choose(1, tokens.shape[1], 2) for tokens in (first, second)]
+    positions = torch.cat([torch.arange(20), torch.arange(12)])[None].to(DEVICE)
+    spies = [Spy(experts) for experts in experts_of(model)]
+    with torch.no_grad():
+        apart = []
+        for tokens, ids in zip((first, second), routed, strict=True):
+            with replay_routing(model, ids):
+                apart.append(model(tokens).logits)
+        with replay_routing(model, torch.cat(routed, 1)):
+            packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
+    for spy in spies:
+        *of_sequences, (ids, scores) = spy.calls
+        assert torch.equal(ids, torch.cat([ids for ids, _ in of_sequences]))
+        torch.testing.assert_close(scores, torch.cat([scores for _, scores in of_sequences]), rtol=0.05, atol=0.02)
+    assert relative_error(packed, torch.cat(apart, 1)) < 3e-2
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("routed", "message"),
+    [
+        (choose(B, S), r"routed_experts must be ids \(..., L, K\)|has 24 layers"),
+        (torch.rand(B, S, 1, TOP_K), r"must be ids \(..., L, K\), got \(2, 24, 1, 2\) torch.float32"),
+        (choose(B, S, 3), "routed_experts has 3 layers, but the model 1 MoE layers; leave out dense layers"),
+        (choose(B, S, 1) + EXPERTS, r"has the id \d+, but a layer has 6 experts"),
+        (choose(B, S - 1, 1), "experts got 48 tokens, but routed_experts has 46"),
+    ],
+)
+def test_routing_that_does_not_fit_is_refused(routed: Tensor, message: str):
+    block = make_block("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
+    with pytest.raises(ValueError, match=message), replay_routing(block, routed.to(DEVICE)):
+        block(torch.randn(B, S, D, device=DEVICE))
+    assert "forward" not in vars(block)
+
+
+def test_models_without_experts_are_refused():
+    for replayed in (replay_routing(nn.Linear(D, D), choose(B, S, 1)), record_routing(nn.Linear(D, D))):
+        with pytest.raises(ValueError, match="Linear has no experts whose routing could be replayed"), replayed:
+            pass
+
+
+def test_layers_without_a_forward_are_named():
+    model = make_model()
+    message = "no routing was replayed in model.layers.0.mlp.experts, model.layers.1.mlp.experts; run a forward inside"
+    with pytest.raises(RuntimeError, match=message), replay_routing(model, choose(B, S, 2)):
+        pass
+    with record_routing(model) as routing:
+        pass
+    with pytest.raises(RuntimeError, match="no routing was recorded in model.layers.0.mlp.experts"):
+        routing.routed_experts()
+
+
+def test_blocks_of_compiled_models_run_eagerly():
+    model, tokens = make_model(num_hidden_layers=1).eval(), make_tokens()
+    model.set_experts_implementation("fp8_flow")
+    compiled, routed = torch.compile(model, backend="aot_eager"), choose(*tokens.shape, 1)
+    with torch.no_grad():
+        live = compiled(tokens).logits
+        with replay_routing(model, routed):
+            want, got = model(tokens).logits, compiled(tokens).logits
+        assert torch.equal(compiled(tokens).logits, live)
+    assert relative_error(got, want) < 1e-2 < relative_error(got, live)
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="torch.compiler.disable"), replay_routing(model, routed):
+        whole(tokens)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes():
+    """Expert parallelism of torchtitan and of Transformers, and FSDP2, against one process."""
+    done = run_workers("replay_worker.py", 2, timeout=200)
+    log = done.stdout[-3000:] + done.stderr[-3000:]
+    assert ended_well(done) and done.stdout.count("ok ") == 3 and "FAILED" not in done.stdout, log
+
+
+def test_example():
+    """Sampling with the training's experts agrees far better, and replay takes the largest differences away."""
+    command = [sys.executable, str(ROOT / "examples/grpo_step.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    rows = re.findall(r"^ *(fp8_flow|batched_mm) +(no|yes) +([\d.]+) +([\d.]+)", done.stdout, re.MULTILINE)
+    assert len(rows) == 4, done.stdout + done.stderr
+    mean = {(sampled, replay): float(value) for sampled, replay, value, _ in rows}
+    largest = {(sampled, replay): float(value) for sampled, replay, _, value in rows}
+    assert mean["fp8_flow", "yes"] < 0.1 * mean["batched_mm", "yes"] < 0.1 * mean["batched_mm", "no"]
+    assert largest["batched_mm", "yes"] < 0.7 * largest["batched_mm", "no"]

@@ -1,0 +1,34 @@
+"""DeepSeek's FP8 format: the tensors of an export for one tensor of a model. Files and live models share it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import recipe
+from titan_fp8moe.recipe import FP8_NAN
+
+_KEEPS_DTYPE = ("e_score_correction_bias",)  # the router's balance, which DeepSeek publishes in fp32
+
+
+def exported(
+    name: str, value: Tensor, precision: torch.dtype | None, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """The exported tensors of one of a model's, by name.
+
+    Args:
+        precision: what training quantizes it from; None for a tensor that stays as it is, or becomes bf16.
+        quantize: :func:`titan_fp8moe.recipe.quantize_weight`, or an equal of it.
+    """
+    if precision is None:
+        keeps = not value.is_floating_point() or name.endswith(_KEEPS_DTYPE)
+        return {name: value.contiguous() if keeps else value.bfloat16().contiguous()}
+    N, K = value.shape
+    q_1NK, scale = quantize(value.to(precision).unsqueeze(0))
+    q = q_1NK[0, :N, :K].contiguous()  # without the zeros that pad the last blocks
+    return {name: q, f"{name}_scale_inv": recipe.exp2(recipe.exponent(scale[0]))}
+
+
+def has_nan(q: Tensor) -> Tensor:
+    """Whether e4m3 values were quantized from a NaN or Inf, as a tensor ()."""
+    return (q.view(torch.uint8) & 0x7F == FP8_NAN).any()

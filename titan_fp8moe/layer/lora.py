@@ -1,0 +1,234 @@
+"""Low-rank adapters (LoRA) beside the FP8 weights of experts.
+
+    h = x W13^T + x A13^T B13^T        y = a W2^T + a A2^T B2^T        the first product in FP8, the second in bf16
+
+Quantizing W + B A would round most of an adapter away: a step of e4m3 is 6 to 12% of a value. So the adapters multiply
+the same quantized rows and add to the GEMMs' results, before the activation and before tokens are summed. Gate's and
+up's adapters become one, whose B is block diagonal. :mod:`titan_fp8moe.recipe` has the numbers.
+
+:class:`Lora` is the caller's record. Autograd and ops take flat lists of its tensors, which :class:`LoraSpec`
+describes. :class:`LoraOperands` is what the FFN multiplies by.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_fp8moe import ops
+from titan_fp8moe.ops.lora import RANK_STEP
+from titan_fp8moe.recipe import padded
+from titan_fp8moe.rows import Rows
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter of a weight (E, N, K) of this rank's experts, which become W + scale * B A.
+
+    Attributes:
+        A: (E, r, K), bf16 or fp32; gradients come in its dtype, and so for B.
+        B: (E, N, r), bf16 or fp32.
+        scale: alpha / r.
+    """
+
+    A: Tensor
+    B: Tensor
+    scale: float = 1.0
+
+
+class Lora(NamedTuple):
+    """The adapters of a layer's experts; None for a weight without one.
+
+    Attributes:
+        w1: of the gate projection; where ``w3`` of the layer is None, of gate and up in one.
+        w2: of the down projection.
+        w3: of the up projection.
+
+    Example::
+
+        lora = Lora(w1=Adapter(a1, b1, alpha / r), w2=Adapter(a2, b2, alpha / r), w3=Adapter(a3, b3, alpha / r))
+        y = routed_experts(x, w1, w2, w3, ids, scores, lora=lora)
+    """
+
+    w1: Adapter | None = None
+    w2: Adapter | None = None
+    w3: Adapter | None = None
+
+
+class LoraTensors(NamedTuple):
+    """The tensors of a :class:`Lora`, as autograd saves them; None for those that there are not."""
+
+    w1_A: Any = None
+    w1_B: Any = None
+    w2_A: Any = None
+    w2_B: Any = None
+    w3_A: Any = None
+    w3_B: Any = None
+
+
+class LoraSpec(NamedTuple):
+    """A :class:`Lora` apart from its tensors.
+
+    Attributes:
+        w1, w2, w3: the adapters' scales; None for a weight without one.
+        fused: whether w1 holds gate and up.
+    """
+
+    w1: float | None
+    w2: float | None
+    w3: float | None
+    fused: bool
+
+    def encode(self) -> str:
+        """The specification as a string, which an op can take."""
+        scales = ("" if scale is None else repr(float(scale)) for scale in self[:3])
+        return f"{','.join(scales)},{int(self.fused)}"
+
+    @classmethod
+    @functools.cache
+    def decode(cls, text: str) -> "LoraSpec":
+        *scales, fused = text.split(",")
+        w1, w2, w3 = (float(scale) if scale else None for scale in scales)
+        return cls(w1, w2, w3, fused == "1")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of :class:`LoraTensors` that there are, in the order of flat lists."""
+        names = [name for name, scale in zip(Lora._fields, self[:3], strict=True) if scale is not None]
+        return tuple(f"{name}_{factor}" for name in names for factor in "AB")
+
+    def adapters(self, tensors: Sequence[Tensor]) -> Lora:
+        """The inverse of :func:`split_lora`."""
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        return Lora(*(None if scale is None else Adapter(*next(pairs), scale) for scale in self[:3]))
+
+
+def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, list[Tensor]]:
+    """The specification of adapters of these w1, w2 and w3, and the list of their tensors.
+
+    Raises:
+        ValueError: for adapters that do not fit the weights.
+    """
+    if not isinstance(lora, Lora):
+        raise ValueError(
+            f"lora must be a titan_fp8moe.Lora, got {type(lora).__name__}; use Lora(w1=Adapter(A, B, scale), ...)"
+        )
+    present = {name: adapter for name, adapter in zip(Lora._fields, lora, strict=True) if adapter is not None}
+    if not present:
+        raise ValueError("lora has no adapter; give it one of w1, w2 and w3, or leave lora out")
+    for name, adapter in present.items():
+        _check_adapter(name, adapter, weights[Lora._fields.index(name)])
+    scales = [None if adapter is None else float(adapter.scale) for adapter in lora]
+    return LoraSpec(*scales, fused=weights[2] is None), [t for a in present.values() for t in (a.A, a.B)]
+
+
+def _check_adapter(name: str, adapter: Any, weight: Tensor | None) -> None:
+    if weight is None:
+        raise ValueError(f"lora.{name} has no weight: w1 holds gate and up, so lora.w1 is the adapter of both")
+    if not isinstance(adapter, Adapter):
+        raise ValueError(f"lora.{name} must be an Adapter, got {type(adapter).__name__}; use Adapter(A, B, scale)")
+    A, B, scale = adapter
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"the scale of lora.{name} is {scale!r}; set it to a number, alpha / r")
+    if isinstance(A, DTensor) or isinstance(B, DTensor):
+        raise ValueError(f"A and B of lora.{name} must be this rank's plain tensors, got a DTensor; use to_local()")
+    E, N, K = weight.shape if not isinstance(weight, DTensor) else weight._local_tensor.shape
+    rank = A.shape[1] if A.dim() == 3 else 0
+    if rank < 1 or A.shape != (E, rank, K) or B.shape != (E, N, rank):
+        raise ValueError(
+            f"lora.{name} must have A ({E}, r, {K}) and B ({E}, {N}, r) for its weight ({E}, {N}, {K}), r at least 1; "
+            f"got {tuple(A.shape)} and {tuple(B.shape)}"
+        )
+    if not {A.dtype, B.dtype} <= {torch.bfloat16, torch.float32}:
+        raise ValueError(f"A and B of lora.{name} must be bf16 or fp32, got {A.dtype} and {B.dtype}; use A.bfloat16()")
+    if not A.device == B.device == weight.device:
+        raise ValueError(
+            f"A and B of lora.{name} must be on the weights' device, {weight.device}, got {A.device} and {B.device}"
+        )
+
+
+# --- operands ---------------------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A weight's adapter, and where it lies in the operands of its GEMM: rows of B, and ranks."""
+
+    name: str
+    adapter: Adapter
+    rows: slice
+    ranks: slice
+
+
+class GemmLora(NamedTuple):
+    """The adapters of one GEMM as products read them, in bf16: A (E, R, K), and B (E, N, R) times the scales. N and K
+    are padded as the quantized weight's, R to a multiple of :data:`titan_fp8moe.ops.lora.RANK_STEP`."""
+
+    A: Tensor
+    B: Tensor
+    parts: list[_Part]
+
+    @property
+    def transposed(self) -> "GemmLora":
+        """For the gradient of the GEMM's input."""
+        return GemmLora(self.B.transpose(1, 2), self.A.transpose(1, 2), self.parts)
+
+    def grads(self, x: Rows, dy: Rows, offsets_E: Tensor) -> dict[str, Tensor]:
+        """Gradients by the fields of :class:`LoraTensors`, each in its tensor's dtype.
+
+        Args:
+            x: the GEMM's input; dy: the gradient of its output; both in expert order.
+        """
+        da, db = ops.low_rank_grads(*x, *dy, self.A, self.B, offsets_E)
+        grads = {}
+        for name, (A, B, scale), rows, ranks in self.parts:
+            grads[f"{name}_A"] = da[:, ranks, : A.shape[2]].to(A.dtype)
+            grads[f"{name}_B"] = db[:, rows, ranks].to(B.dtype) * scale
+        return grads
+
+
+class LoraOperands(NamedTuple):
+    """The adapters of an FFN's GEMMs, under the names of the weights' operands; None for a GEMM without one."""
+
+    w13: GemmLora | None = None
+    w2: GemmLora | None = None
+
+    @property
+    def w13_t(self) -> GemmLora | None:
+        return self.w13 and self.w13.transposed
+
+    @property
+    def w2_t(self) -> GemmLora | None:
+        return self.w2 and self.w2.transposed
+
+
+NO_LORA = LoraOperands()
+
+
+def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor | None]) -> LoraOperands:
+    """The operands of adapters that :func:`split_lora` took apart. ``tensors`` may be a :class:`LoraTensors`."""
+    adapters = spec.adapters([t for t in tensors if t is not None])
+    gate_up = [(name, a) for name, a in (("w1", adapters.w1), ("w3", adapters.w3)) if a is not None]
+    return LoraOperands(
+        _join(gate_up, 1 if spec.fused else 2) if gate_up else None,
+        None if adapters.w2 is None else _join([("w2", adapters.w2)], 1),
+    )
+
+
+def _join(adapters: list[tuple[str, Adapter]], num_weights: int) -> GemmLora:
+    """The adapters of a GEMM whose operand holds ``num_weights`` weights. Up's rows follow gate's, which are padded."""
+    _, (A, B, _) = adapters[0]
+    (E, _, K), N, rank, parts = A.shape, B.shape[1], 0, []
+    for name, adapter in adapters:
+        first, r = padded(N) if name == "w3" else 0, adapter.A.shape[1]
+        parts.append(_Part(name, adapter, slice(first, first + N), slice(rank, rank + r)))
+        rank += r
+    R = rank + -rank % RANK_STEP
+    joined_A = A.new_zeros(E, R, padded(K), dtype=torch.bfloat16)
+    joined_B = B.new_zeros(E, num_weights * padded(N), R, dtype=torch.bfloat16)
+    for _, (A, B, scale), rows, ranks in parts:
+        joined_A[:, ranks, :K] = A
+        joined_B[:, rows, ranks] = B * scale
+    return GemmLora(joined_A, joined_B, parts)

@@ -1,0 +1,114 @@
+"""Low-rank adapters (LoRA) of a module of experts; :mod:`titan_fp8moe.layer.lora` computes with them."""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.nn.parallel import spread, uniform_by_expert_
+
+_WEIGHTS = Lora._fields
+
+
+class AddsLora(nn.Module):
+    """Mixin of experts with parameters w1, w2 and w3.
+
+    Attributes:
+        lora_A, lora_B: ``nn.ParameterDict`` by the weights' names, A (num_experts, rank, K) and B (num_experts, N,
+            rank) of a weight (num_experts, N, K); their names in a state dict are ``lora_A.w1`` and so on.
+        lora_scale: alpha / rank; None without adapters.
+    """
+
+    ep_group: dist.ProcessGroup | None
+    lora_scale: float | None = None
+
+    def add_lora(
+        self, rank: int, alpha: float, *, weights: Sequence[str] = _WEIGHTS, dtype: torch.dtype | None = None
+    ) -> None:
+        """Freezes the experts, and adds an adapter to each of their ``weights``: W + alpha / rank * B A.
+
+        Adapters run in bf16 beside the FP8 weights. A is drawn as ``nn.Linear``'s weight and B is zero, so the output
+        is unchanged. Call it before ``fully_shard`` and before the optimizer is made.
+
+        Args:
+            rank: of each adapter, usually 4 to 64; products pad it to a multiple of 16.
+            dtype: of the adapters, bf16 or fp32; by default the weights'. Gradients and optimizer states follow it.
+
+        Raises:
+            ValueError: for another rank, alpha, name or dtype.
+            RuntimeError: for experts that have adapters or that FSDP has sharded.
+        """
+        params = cast(dict[str, nn.Parameter], dict(self.named_parameters(recurse=False)))
+        dtype = dtype or params["w1"].dtype
+        self._check_lora(rank, alpha, weights, dtype)
+        self.requires_grad_(False)
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        for name in (name for name in _WEIGHTS if name in weights):
+            weight = params[name]
+            local, mesh = (weight.to_local(), weight.device_mesh) if isinstance(weight, DTensor) else (weight, None)
+            E, N, K = local.shape
+            self.lora_A[name] = _parameter(local.new_empty(E, rank, K, dtype=dtype), mesh)
+            self.lora_B[name] = _parameter(local.new_empty(E, N, rank, dtype=dtype), mesh)
+        self.lora_scale = alpha / rank
+        self.reset_lora_parameters()
+
+    def _check_lora(self, rank: int, alpha: float, weights: Sequence[str], dtype: torch.dtype) -> None:
+        if self.lora_scale is not None:
+            raise RuntimeError("these experts have adapters already; call merge_lora() first, or make new experts")
+        if not isinstance(rank, Integral) or rank < 1:
+            raise ValueError(f"rank = {rank!r} must be a positive int, such as 16")
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ValueError(f"alpha = {alpha!r} must be a number; adapters are scaled by alpha / rank")
+        if isinstance(weights, str) or not weights or set(weights) - set(_WEIGHTS):
+            raise ValueError(f"weights = {weights!r} must be a list of names among {', '.join(_WEIGHTS)}")
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype = {dtype} must be torch.bfloat16 or torch.float32")
+        w1 = self.w1
+        if isinstance(w1, DTensor) and (w1.device_mesh.ndim > 1 or self.ep_group is None):
+            raise RuntimeError("FSDP has sharded these experts; call add_lora before fully_shard")
+
+    def reset_lora_parameters(self) -> None:
+        """Draws A and sets B to zero. One seed draws the same adapters for any number of ranks."""
+        for name, A in self.lora_A.items():
+            if not A.is_meta:
+                uniform_by_expert_([A], [A.shape[2] ** -0.5], spread=self.ep_group is not None)
+                nn.init.zeros_(self.lora_B[name])
+
+    @torch.no_grad()
+    def merge_lora(self) -> None:
+        """Adds the adapters to the weights, each sum rounded once to the weight's dtype, and removes them.
+
+        The merged experts are quantized as a whole, and a step of e4m3 is 6 to 12% of a value. An adapter that changes
+        the weights by about 1% is then mostly rounded away in FP8 layers: merge for bf16 inference or for a
+        checkpoint, and train and evaluate in FP8 with the adapters beside.
+        """
+        if self.lora_scale is None:
+            raise RuntimeError("these experts have no adapters to merge; call add_lora(rank, alpha) first")
+        for name, A in self.lora_A.items():
+            weight, A, B = (_local(t) for t in (getattr(self, name), A, self.lora_B[name]))
+            for w, a, b in zip(weight, A, B, strict=True):  # an expert at a time, for memory
+                w.copy_(torch.addmm(w.float(), b.float(), a.float(), alpha=self.lora_scale))
+        del self.lora_A, self.lora_B
+        self.lora_scale = None
+
+    def lora(self) -> Lora | None:
+        """The adapters of this rank's experts."""
+        if self.lora_scale is None:
+            return None
+        pairs = {name: (_local(A), _local(self.lora_B[name])) for name, A in self.lora_A.items()}
+        return Lora(**{name: Adapter(*pair, self.lora_scale) for name, pair in pairs.items()})
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _parameter(local: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
+    return nn.Parameter(local if mesh is None else spread(local, mesh))

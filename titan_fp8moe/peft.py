@@ -1,0 +1,81 @@
+"""PEFT's adapters of Transformers' experts (``target_parameters``), run beside their FP8 weights.
+
+PEFT wraps the experts in one ``ParamWrapper`` per parameter. In its forward a wrapper replaces the parameter by
+W + scale * B A, and FP8 would round most of B A away. Here it hands the factors to the experts instead, and
+:func:`titan_fp8moe.transformers.register` passes them to the layer. Everything else is PEFT's: names, files, merging,
+switching adapters on and off.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.versions import installed, warn_about_versions
+
+_PARAMETERS = {"gate_up_proj": "w1", "down_proj": "w2"}  # of Transformers' experts, and the weights of a layer
+
+
+def run_beside(serves: Callable[[nn.Module], bool]) -> None:
+    """Lets PEFT's wrappers hand their adapters to the experts for which ``serves`` is true. Does nothing without PEFT.
+
+    Raises:
+        RuntimeError: for a version of PEFT whose wrappers are others.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return
+    warn_about_versions("peft")
+    wrapper: Any = getattr(importlib.import_module("peft.tuners.lora"), "ParamWrapper", None)
+    if wrapper is None or not hasattr(wrapper, "_activate_lora"):
+        raise RuntimeError(
+            f"PEFT {installed('peft')} has no lora.ParamWrapper with _activate_lora, by which its adapters reach FP8 "
+            "experts; install peft 0.21"
+        )
+    merge = getattr(wrapper._activate_lora, "merges", wrapper._activate_lora)
+
+    @functools.wraps(merge)
+    def activate(self: Any, active_adapters: list[str]) -> contextlib.AbstractContextManager:
+        experts = self.get_base_layer()
+        if self.parameter_name not in _PARAMETERS or not serves(experts):
+            return merge(self, active_adapters)
+        return _hand_over(self, experts, [name for name in active_adapters if name in self.lora_A])
+
+    cast(Any, activate).merges = merge
+    wrapper._activate_lora = activate
+
+
+@contextlib.contextmanager
+def _hand_over(wrapper: Any, experts: Any, names: list[str]) -> Iterator[None]:
+    weight, handed = _PARAMETERS[wrapper.parameter_name], vars(experts).setdefault("_fp8_flow_lora", {})
+    if names:
+        handed[weight] = _join([_adapter(wrapper, name) for name in names])
+    try:
+        yield
+    finally:
+        handed.pop(weight, None)
+
+
+def _adapter(wrapper: Any, name: str) -> Adapter:
+    """PEFT's A is (E r, K), expert by expert, and its B (N, r E), rank by rank."""
+    E, A, B = wrapper.num_experts, wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    A, B = A.view(E, -1, A.shape[1]), B.view(B.shape[0], -1, E).permute(2, 0, 1)
+    return Adapter(A, B, wrapper.scaling[name])
+
+
+def _join(adapters: list[Adapter]) -> Adapter:
+    """Several active adapters as one, whose rank is the sum of theirs."""
+    if len(adapters) == 1:
+        return adapters[0]
+    return Adapter(torch.cat([a.A for a in adapters], 1), torch.cat([a.B * a.scale for a in adapters], 2))
+
+
+def handed_over(experts: nn.Module) -> Lora | None:
+    """The adapters that PEFT's wrappers have handed to these experts for the call that runs."""
+    adapters = vars(experts).get("_fp8_flow_lora")
+    return Lora(**adapters) if adapters else None
