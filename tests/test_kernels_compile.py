@@ -94,6 +94,15 @@ def calls(M, D, H, E, T=12288):
                 output = swiglu.OutputBias(b2, *rows_of_dy, with_gradients)
                 args = (d, *kept, score_M, offsets_E, spec, True, flag, bias, output)
                 yield f"{spec.encode()} backward biased {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
+    paired = next(spec for spec in SPECS if spec.activation == "clamped_swiglu")._replace(interleaved=True)
+    pair_bias = swiglu.Bias(*meta(E, H, 2, dtype=BF16).unbind(2))
+    for kept in ((h, None), rows(M, 2 * H)):
+        for given in (None, pair_bias):
+            output = given and swiglu.OutputBias(b2, *rows_of_dy, True)
+            args = (d, *kept, score_M, offsets_E, paired, True, flag, given, output)
+            yield f"interleaved backward {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
+    for given in (None, pair_bias):
+        yield "interleaved", swiglu.swiglu_quantize, (h, score_M, offsets_E, paired, True, flag, given)
     for keep_h in (False, True):
         yield f"no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], ExpertSpec(), keep_h)
     for kept in ((h, None), rows(M, 2 * H)):

@@ -223,3 +223,40 @@ def test_transposed_weights(wgrad):
         assert a.grad.is_contiguous() and relative_error(a.grad.transpose(1, 2), b.grad) < 1e-6
     if wgrad == "balanced":
         assert big.count == 2  # the gradients themselves
+
+
+@pytest.mark.parametrize(("hidden", "before"), [(128, False), (176, False), (32, True)])
+def test_gpt_oss_experts(hidden, before):
+    """Interleaved, transposed and with biases; H any multiple of 16."""
+    x, scores, ids, weights = make_layer(T, D, hidden, E, K, device=DEVICE)
+    biases, dout = make_biases(hidden=hidden), torch.randn(T, D, device=DEVICE)
+    (out, dx, dscores, dw1, dw2, dw3, *db) = want_of(x, scores, ids, weights, biases, dout, before)
+    want = [
+        out,
+        dx,
+        dscores,
+        interleave(dw1, dw3).transpose(1, 2),
+        dw2.transpose(1, 2),
+        interleave(db[0], db[2]),
+        db[1],
+    ]
+    gate_up = interleave(weights[0], weights[2]).transpose(1, 2).contiguous()
+    stored = [gate_up, weights[1].transpose(1, 2).contiguous(), interleave(biases[0], biases[2]), biases[1]]
+    for config in CONFIGS:
+        leaves = [t.clone().requires_grad_() for t in (x, scores, *stored)]
+        x_, scores_, w1, w2, b1, b2 = leaves
+        options = dict(score_before_experts=before, config=config, interleaved=True, **GPT_OSS)
+        out = routed_experts(x_, w1.transpose(1, 2), w2.transpose(1, 2), None, ids, scores_, b1=b1, b2=b2, **options)
+        got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+        assert max(errors) < 0.1 and min(errors) > 0.001, (config, errors)
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.stack([gate, up], 2).flatten(1, 2)
+
+
+def test_interleaved_gate_and_up_are_one_weight():
+    x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
+    with pytest.raises(ValueError, match="interleaved says how one w1 .* holds gate and up; give it with w3 None"):
+        routed_experts(x, w1, w2, w3, ids, scores, interleaved=True)

@@ -309,7 +309,7 @@ def test_an_op_refuses_unknown_activations():
     with pytest.raises(ValueError, match="activation is 'gelu'; set it to one of 'swiglu'"):
         ExpertSpec.decode(ExpertSpec("gelu").encode())
     spec = ExpertSpec.of("clamped_swiglu", {"limit": 7}, True)
-    assert ExpertSpec.decode(spec.encode()) == spec == ("clamped_swiglu", True, (7.0, 1.0, 0.0), False)
+    assert ExpertSpec.decode(spec.encode()) == spec == ("clamped_swiglu", True, (7.0, 1.0, 0.0), False, False)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)

@@ -300,7 +300,8 @@ def swiglu_quantize(
     to h instead: ``act(s * g, s * u)``. A bias is added after that.
 
     Args:
-        h_M2H: (M, 2H) bf16 or fp32, gate then up.
+        h_M2H: (M, 2H) bf16 or fp32, gate then up; with ``spec.interleaved`` (M, N), N a multiple of 128, gate and up of
+            a hidden unit side by side. The operand's H is then N / 2, padded with zeros to a multiple of 128.
         score_M: (M,) fp32, the router's score of each row; None for an FFN without a router, whose scores are 1.
         bias_M2H: (M, 2H) fp32 or None, GEMM 1's bias of each row's expert.
 
@@ -310,16 +311,29 @@ def swiglu_quantize(
     s = _scores(score_M, h_M2H)
     g, u = _activation_input(h_M2H, s, spec, bias_M2H)
     out = ACTIVATIONS[spec.activation].forward(g, u, *spec.parameters)
-    q, scale = quantize_rows(out if spec.score_before_experts else out * s)
+    q, scale = quantize_rows(_padded_columns(out if spec.score_before_experts else out * s))
     return q, column_major(scale)
+
+
+def split_gate_up(h_M2H: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
+    g, u = h_M2H.unflatten(1, (-1, 2)).unbind(2) if spec.interleaved else h_M2H.chunk(2, dim=1)
+    return g, u
+
+
+def join_gate_up(g: Tensor, u: Tensor, spec: ExpertSpec) -> Tensor:
+    """The inverse of :func:`split_gate_up`."""
+    return torch.stack([g, u], 2).flatten(1) if spec.interleaved else torch.cat([g, u], 1)
+
+
+def _padded_columns(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % TILE))
 
 
 def _activation_input(h_M2H: Tensor, s_M1: Tensor, spec: ExpertSpec, bias_M2H: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up (M, H) fp32 as the activation reads them."""
     h = h_M2H.float()
     h = s_M1 * h if spec.score_before_experts else h
-    g, u = (h if bias_M2H is None else h + bias_M2H).chunk(2, dim=1)
-    return g, u
+    return split_gate_up(h if bias_M2H is None else h + bias_M2H, spec)
 
 
 def _scores(score_M: Tensor | None, like: Tensor) -> Tensor:
@@ -343,7 +357,7 @@ def quantize_hidden(
         return q, scale
     s, rounded = _scores(score_M, h_M2H), dequantize(q, scale)
     inputs = (_activation_input(x, s, spec, bias_M2H) for x in (h_M2H, rounded))
-    sides = [torch.cat(beyond(*g_u, *spec.parameters), 1).to(torch.uint8) for g_u in inputs]
+    sides = [join_gate_up(*beyond(*g_u, *spec.parameters), spec).to(torch.uint8) for g_u in inputs]
     step = torch.where(rounded.isnan(), 0, sides[0] - sides[1])  # 255 is -1
     return (q.view(torch.uint8) + step).to(torch.uint8).view(FP8), scale
 
@@ -364,12 +378,13 @@ def swiglu_quantize_backward(
         dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, the operand (M, H) e4m3, its scale (M, H // 128) e8m0,
         ds (M,) fp32, and the gradient of each row's bias, (M, 2H) fp32. Scales are column-major.
     """
-    d, s = d_MH.float(), _scores(score_M, d_MH)
+    s = _scores(score_M, d_MH)
     g, u = _activation_input(h_M2H, s, spec, bias_M2H)
+    d = d_MH.float()[:, : g.shape[1]]
     activation = ACTIVATIONS[spec.activation]
     operand = activation.forward(g, u, *spec.parameters)
     dg, du = activation.backward(g, u, d if spec.score_before_experts else s * d, *spec.parameters)
-    dh = dbias_M2H = torch.cat([dg, du], 1)
+    dh = dbias_M2H = join_gate_up(dg, du, spec)
     if spec.score_before_experts:
         ds = (dh * h_M2H.float()).sum(1)
         dh = s * dh
@@ -377,7 +392,7 @@ def swiglu_quantize_backward(
         ds = (d * operand).sum(1)
         operand = operand * s
     dh, dh_scale = quantize_rows(dh)
-    q, scale = quantize_rows(operand)
+    q, scale = quantize_rows(_padded_columns(operand))
     return dh, column_major(dh_scale), q, column_major(scale), ds, dbias_M2H
 
 

@@ -18,12 +18,14 @@ class ExpertSpec(NamedTuple):
         score_before_experts: multiply the experts' input, not their output, by the score.
         parameters: of the activation, in the order of its entry.
         biased: both products have biases.
+        interleaved: h holds gate and up of a hidden unit side by side, as the rows of W1, not all gates first.
     """
 
     activation: str = "swiglu"
     score_before_experts: bool = False
     parameters: tuple[float, ...] = ()
     biased: bool = False
+    interleaved: bool = False
 
     @classmethod
     def of(
@@ -49,17 +51,19 @@ class ExpertSpec(NamedTuple):
 
     def encode(self) -> str:
         parameters = ",".join(map(repr, self.parameters))
-        return f"{self.activation}:{int(self.score_before_experts)}{int(self.biased)}:{parameters}"
+        flags = f"{int(self.score_before_experts)}{int(self.biased)}{int(self.interleaved)}"
+        return f"{self.activation}:{flags}:{parameters}"
 
     @classmethod
     @functools.cache
     def decode(cls, text: str) -> "ExpertSpec":
         """Inverts :meth:`encode`; raises ValueError for an unknown activation."""
-        activation, (score_before_experts, biased), parameters = text.split(":")
+        activation, flags, parameters = text.split(":")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; set it to one of {', '.join(map(repr, ACTIVATIONS))}")
         values = tuple(float(value) for value in parameters.split(",") if value)
-        return cls(activation, score_before_experts == "1", values, biased == "1")
+        score_before_experts, biased, interleaved = (flag == "1" for flag in flags)
+        return cls(activation, score_before_experts, values, biased, interleaved)
 
 
 class BackwardSpec(NamedTuple):

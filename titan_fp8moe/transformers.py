@@ -7,8 +7,7 @@
     # or, with a model at hand: model.set_experts_implementation("fp8_flow")
 
 The registry hands a function the module of a layer's experts, its tokens and the router's choice. The functions here
-pass them to :func:`titan_fp8moe.layer.experts.apply_experts`. The fused ``gate_up_proj`` (E, 2H, D) is its ``w1`` as
-it is.
+pass them to :func:`titan_fp8moe.layer.experts.apply_experts`. The fused ``gate_up_proj`` is its ``w1`` as it lies.
 """
 
 import functools
@@ -20,12 +19,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from titan_fp8moe import peft
+from titan_fp8moe import peft, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.cache import Layouts, WeightCache, _cache_key
 from titan_fp8moe.layer.experts import Layer, apply_experts
-from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8, TILE, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
@@ -36,7 +35,6 @@ warn_about_versions("transformers")
 
 try:
     import transformers
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import (
         ALL_EXPERTS_FUNCTIONS,
         use_experts_implementation,
@@ -46,8 +44,13 @@ except ImportError as error:
         "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install -e '.[transformers]' in a checkout"
     ) from error
 
+try:  # experts whose weights are stored in FP8 have a registry of their own, and get the reason why they are refused
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+except ImportError:
+    ALL_FP8_EXPERTS_FUNCTIONS = None
+
 NAME = "fp8_flow"
-_REGISTRIES = ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS  # the second serves weights that are stored in FP8
+_REGISTRIES = [r for r in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS) if r is not None]
 # What Transformers 5.17 to 5.23 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
@@ -60,9 +63,10 @@ def register(
 ) -> None:
     """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
 
-    It serves experts without biases, with ``silu(gate) * up``, dims that are multiples of 128 and weights in bf16 or
-    fp32. Parameters, their names and checkpoints stay as they are. Experts of an FP8 checkpoint in DeepSeek's format
-    stay in FP8, 1 byte per parameter; they are frozen, so call ``requires_grad_(False)`` on them before training.
+    It serves experts whose gate is one of :data:`titan_fp8moe.activations.ACTIVATIONS`, with or without biases, in any
+    of Transformers' layouts, with dims that are multiples of 128 and weights in bf16 or fp32. Parameters, their names
+    and checkpoints stay as they are. Experts of an FP8 checkpoint in DeepSeek's format stay in FP8, 1 byte per
+    parameter; they are frozen, so call ``requires_grad_(False)`` on them before training.
 
     Args:
         config: the settings of the recipe and of the weight cache; by default ``Fp8FlowMoEConfig()``. With gradient
@@ -148,7 +152,12 @@ def _experts_forward(
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     stored = experts.gate_up_proj.dtype == FP8
-    weights: ExpertWeights[Any] = ExpertWeights(experts.gate_up_proj, experts.down_proj)
+    gate_up, down, biases = experts.gate_up_proj, experts.down_proj, None
+    if experts.is_transposed:  # (E, D, 2H) and (E, H, D), read where they lie
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if experts.has_bias:
+        biases = Biases(experts.gate_up_proj_bias, experts.down_proj_bias)
+    weights: ExpertWeights[Any] = ExpertWeights(gate_up, down)
     frozen, cache = stored or are_frozen(weights), None
     if stored:
         _check_scales(experts, scales)
@@ -160,7 +169,12 @@ def _experts_forward(
         _add_cache(experts, config.kept_layouts)
         cache = experts.fp8_flow_cache
     spec, lora = cast(ExpertSpec, _expert(experts)), peft.handed_over(experts)
-    layer = Layer(config, expert=spec, cache=cache, check_ids=False, frozen=frozen, lora=lora)
+    if lora is not None and experts.is_transposed:
+        raise ValueError(
+            f"{type(experts).__name__} has transposed weights, whose PEFT adapters {NAME} does not run; leave its "
+            "gate_up_proj and down_proj out of target_parameters"
+        )
+    layer = Layer(config, expert=spec, cache=cache, check_ids=False, frozen=frozen, biases=biases, lora=lora)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
@@ -215,18 +229,16 @@ def _why_not(experts: Any) -> str | None:
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
     if dtype == FP8 and tuple(experts.block_size or ()) != (TILE, TILE):
         return f"its FP8 weights have scales per block {experts.block_size}, not per {TILE}x{TILE}"
+    if dtype == FP8 and (experts.is_transposed or experts.has_bias or not experts.is_concatenated):
+        return "its FP8 weights are transposed, interleaved or beside biases; load them dequantized"
     if getattr(experts, "has_post_expert_norm", False):  # since 5.23
         return "its experts' outputs are normalized"
-    if experts.has_bias:
-        return "its projections have biases"
-    if experts.is_transposed:
-        return "its weights are transposed, (E, D, 2H) and (E, H, D)"
-    if not experts.is_concatenated:
-        return "its gate and up weights are interleaved"
     if _expert(experts) is None:
         return f"its gate is none of {', '.join(ACTIVATIONS)}"
     _, D, H = experts.down_proj.shape
-    if D % TILE or H % TILE:
+    if experts.is_transposed:
+        D, H = H, D
+    if D % TILE or H % (TILE if experts.is_concatenated else 16):
         return f"its dims {D} and {H} are not both multiples of {TILE}, the width of an FP8 tile"
     return None
 
@@ -255,12 +267,13 @@ def _compare_gate(experts: Any) -> ExpertSpec | None:
         candidates += [ExpertSpec.of("clamped_swiglu", values) for values in parameters]
     values = torch.linspace(-2 * abs(limit), 2 * abs(limit), _PROBED)
     gate, up = (grid.reshape(-1, 1) for grid in torch.meshgrid(values, values, indexing="ij"))
+    interleaved = not getattr(experts, "is_concatenated", True)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        got = experts._apply_gate(torch.cat([gate, up], 1))
+        got = experts._apply_gate(recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))
     for spec in candidates:
         want = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
         if torch.allclose(got, want, rtol=1e-5, atol=1e-4):  # the two forms of GELU are 0.01 apart here
-            return spec
+            return spec._replace(interleaved=interleaved)
     return None
 
 

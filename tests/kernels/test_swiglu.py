@@ -112,6 +112,55 @@ def test_backward(generator, spec, fp8_h, special):
             assert_same_bits(first[:end], second[:end])
 
 
+CLAMPED = [spec for spec in SPECS if spec.activation == "clamped_swiglu"]
+INTERLEAVED = [spec._replace(interleaved=True) for spec in CLAMPED]
+
+
+@pytest.mark.parametrize("hidden", [256, 176, 32])
+@pytest.mark.parametrize("spec", INTERLEAVED, ids=ExpertSpec.encode)
+def test_interleaved_gate_and_up(generator, spec, hidden):
+    """Columns past 2 * hidden are padding. With an even number of tile columns, an odd one, and a single one."""
+    end, N, H = 128, recipe.padded(2 * hidden), recipe.padded(hidden)
+    M = end if H == 128 else 256  # a part of a single column of scales would have another stride
+    h, d, score = inputs(generator, M, N // 2)
+    d = torch.nn.functional.pad(d, (0, H - N // 2))
+    h[:, 2 * hidden :], d[:, hidden:] = 0, 0
+    if hidden > 65:
+        put_non_finite(h[:, : 2 * hidden], d)
+    offsets_E = offsets(0, end, device=h.device)
+    bias = swiglu.Bias(*randn(generator, 2, 2 * hidden).view(2, hidden, 2).unbind(2))
+    b2, dy = randn(generator, 2, 128), recipe.quantize_rows(randn(generator, M, 128) * 1e-10)
+    rows = torch.nn.functional.pad(torch.stack(bias, 2).flatten(1), (0, N - 2 * hidden))
+    rows = recipe.expert_rows(rows, offsets_E, M)
+    for given, given_rows in ((None, None), (bias, rows[:end])):
+        q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, True, None, given)
+        assert q.shape == (M, H) and h_q.shape == (M, N)
+        want = recipe.swiglu_quantize(h[:end], score[:end], spec, given_rows)
+        assert_nearly_same(q[:end].contiguous(), recipe.column_major(scale[:end]), *want)
+        want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec, given_rows)
+        assert_same_bits(h_q[:end], want_h)
+        assert_same_bits(h_scale[:end], want_h_scale)
+        wide_h = recipe.dequantize(want_h, want_h_scale)
+        for kept, wide in (((h, None), h[:end]), ((h_q, h_scale), wide_h)):
+            output = given and swiglu.OutputBias(b2, dy[0], recipe.column_major(dy[1]), True)
+            dh, dh_scale, q, q_scale, ds, *dbias = swiglu.swiglu_quantize_backward(
+                d, *kept, score, offsets_E, spec, True, None, given, output
+            )
+            *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(d[:end], wide, score[:end], spec, given_rows)
+            assert_nearly_same(dh[:end].contiguous(), recipe.column_major(dh_scale[:end]), *want[:2])
+            assert_nearly_same(q[:end].contiguous(), recipe.column_major(q_scale[:end]), *want[2:4])
+            if given is None:
+                finite = want_ds.isfinite()
+                assert torch.equal(ds[:end].isfinite(), finite)
+                torch.testing.assert_close(ds[:end][finite], want_ds[finite], rtol=1e-4, atol=1e-13)
+                continue
+            want_dbias = recipe.bias_gradient(dbias_rows[:, : 2 * hidden], offsets_E[1:])
+            finite = want_dbias.isfinite()
+            got_dbias = dbias[0][1:, : 2 * hidden]
+            assert torch.equal(got_dbias.isfinite(), finite) and dbias[0].shape == (2, 2 * hidden + 128)
+            torch.testing.assert_close(got_dbias[finite], want_dbias[finite], rtol=1e-4, atol=1e-13)
+
+
 @pytest.mark.parametrize("fp8_h", [False, True])
 def test_without_a_router(generator, fp8_h):
     """Scores of None are ones, and have no gradient."""
@@ -133,9 +182,6 @@ def test_without_a_router(generator, fp8_h):
     assert ds.numel() == 0
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
-
-
-CLAMPED = [spec for spec in SPECS if spec.activation == "clamped_swiglu"]
 
 
 @pytest.mark.parametrize("special", [False, True])

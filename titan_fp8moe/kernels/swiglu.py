@@ -17,7 +17,7 @@ from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import quantize_tiles
 from titan_fp8moe.kernels.routing import expert_of
 from titan_fp8moe.kernels.sizes import cdiv
-from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major
+from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major, padded
 from titan_fp8moe.spec import ExpertSpec
 
 # Rows per CTA. It divides 128, so no CTA straddles offsets_E[-1], and the scales of 32 rows are one 32-byte sector of a
@@ -102,6 +102,43 @@ def _load_scales(scale, row, tile, H, M, TILE: tl.constexpr):
 
 
 @triton.jit
+def _pairs(first, tile, ROWS: tl.constexpr):
+    """Rows and tile columns (2 * ROWS,) of the two tiles of interleaved h that make a tile of gate and one of up."""
+    i = tl.arange(0, 2 * ROWS)
+    return first + i // 2, 2 * tile + i % 2
+
+
+@triton.jit
+def _load_pairs(h, scale, row, tile, M, TILES: tl.constexpr, TILE: tl.constexpr):
+    """As :func:`_load_tiles` for h of TILES tile columns; zeros past the last."""
+    at = row.to(tl.int64)[:, None] * (TILES * TILE) + (tile * TILE)[:, None] + tl.arange(0, TILE)[None, :]
+    values = tl.load(h + at, mask=(tile < TILES)[:, None], other=0.0).to(tl.float32)
+    if scale is not None:
+        byte = tl.load(scale + tile * M + row, mask=tile < TILES, other=1)
+        values *= (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
+    return values
+
+
+@triton.jit
+def _store_pairs(q, scale, values, byte, row, tile, M, TILES: tl.constexpr, TILE: tl.constexpr):
+    at = row.to(tl.int64)[:, None] * (TILES * TILE) + (tile * TILE)[:, None] + tl.arange(0, TILE)[None, :]
+    tl.store(q + at, values, mask=(tile < TILES)[:, None])
+    tl.store(scale + tile * M + row, byte, mask=tile < TILES)
+
+
+@triton.jit
+def _split(pairs, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Gate and up (ROWS, 128) of interleaved tiles (2 * ROWS, 128)."""
+    return tl.split(tl.reshape(pairs, (ROWS, TILE, 2)))
+
+
+@triton.jit
+def _join(g, u, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """The inverse of :func:`_split`."""
+    return tl.reshape(tl.join(g, u), (2 * ROWS, TILE))
+
+
+@triton.jit
 def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.constexpr):
     """Loads tile column ``tile`` of an expert's bias as fp32 (1, 128), zeros past column HIDDEN."""
     column = tile * TILE + tl.arange(0, TILE)
@@ -112,17 +149,24 @@ def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.
 def _swiglu_kernel(
     h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H, p0, p1, p2, gate_bias, up_bias, E: tl.constexpr,
     FORWARD: tl.constexpr, BEYOND: tl.constexpr, SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr,
-    BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized. p0 to p2: the
-    activation's parameters. gate_bias, up_bias: None, or (E, HIDDEN)."""
+    activation's parameters. gate_bias, up_bias: None, or (E, HIDDEN). PAIRED: None, or h's tile columns where gate and
+    up are interleaved."""
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return
     row = first + tl.arange(0, ROWS)
     up_tile = tile + H // TILE
-    g = _load_tiles(h, None, row, tile, 2 * H, TILE)
-    u = _load_tiles(h, None, row, up_tile, 2 * H, TILE)
+    pair_row, pair_tile = _pairs(first, tile, ROWS)
+    if PAIRED is not None:
+        pairs = _load_pairs(h, None, pair_row, pair_tile, M, PAIRED, TILE)
+        g, u = _split(pairs, ROWS, TILE)
+    else:
+        pairs = None
+        g = _load_tiles(h, None, row, tile, 2 * H, TILE)
+        u = _load_tiles(h, None, row, up_tile, 2 * H, TILE)
     s = 1.0 if score is None else tl.load(score + row)[:, None]
     if gate_bias is not None:
         at = expert_of(offsets_E, first, E).to(tl.int64) * BIAS_STRIDE_E
@@ -130,7 +174,19 @@ def _swiglu_kernel(
         b_u = _load_bias(up_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE)
     else:
         b_g, b_u = None, None
-    if h_q is not None:
+    if h_q is not None and PAIRED is not None:
+        pairs_q, pairs_byte = quantize_tiles(pairs, None)
+        if BEYOND is not None:
+            side = s if SCORE_FIRST else 1.0
+            g_side, u_side = BEYOND(_plus(side * g, b_g), _plus(side * u, b_u), p0, p1, p2)
+            read = _dequantize(pairs_q, pairs_byte)
+            g_read, u_read = _split(read, ROWS, TILE)
+            g_read_side, u_read_side = BEYOND(_plus(side * g_read, b_g), _plus(side * u_read, b_u), p0, p1, p2)
+            sides = _join(g_side.to(tl.int8), u_side.to(tl.int8), ROWS, TILE)
+            read_sides = _join(g_read_side.to(tl.int8), u_read_side.to(tl.int8), ROWS, TILE)
+            pairs_q = _step(pairs_q, read, sides, read_sides)
+        _store_pairs(h_q, h_scale, pairs_q, pairs_byte, pair_row, pair_tile, M, PAIRED, TILE)
+    if h_q is not None and PAIRED is None:
         g_q, g_byte = quantize_tiles(g, None)
         u_q, u_byte = quantize_tiles(u, None)
         if BEYOND is not None:
@@ -155,8 +211,10 @@ def _plus(x, bias):
 
 
 @functools.cache
-def _forward(activation: str, biased: bool) -> Kernel:
+def _forward(activation: str, biased: bool, interleaved: bool) -> Kernel:
     entry, absent = ACTIVATIONS[activation], {} if biased else _NO_BIAS
+    if not interleaved:
+        absent = absent | dict(PAIRED=None)
     return Kernel(_swiglu_kernel, FORWARD=entry.forward_triton, BEYOND=entry.beyond_triton, **absent)
 
 
@@ -187,11 +245,14 @@ def swiglu_quantize(
     M and H are multiples of 128, ``h_M2H`` is contiguous.
     """
     assert h_M2H.is_contiguous()
-    M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
+    M, N = h_M2H.shape
+    H = padded(N // 2)
     q, q_scale = _rows(h_M2H, M, H)
-    h_q, h_scale = _rows(h_M2H, M, 2 * H) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
+    h_q, h_scale = _rows(h_M2H, M, N) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
     biases, constants = _bias_arguments(bias)
-    _forward(spec.activation, bias is not None)[(H // TILE, M // ROWS)](
+    if spec.interleaved:
+        constants["PAIRED"] = N // TILE
+    _forward(spec.activation, bias is not None, spec.interleaved)[(H // TILE, M // ROWS)](
         h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, nan_flag,
         M, H, *_parameters(spec), *biases,
         E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS, **constants,
@@ -204,14 +265,17 @@ def _swiglu_backward_kernel(
     d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, p0, p1, p2, gate_bias, up_bias, b2, dy,
     dy_scale, partial, H: tl.constexpr, E: tl.constexpr, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
     SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr,
-    D: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, DIM: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes whole rows, so that the order in which ds is summed is fixed. Without ``score`` there is no ds.
 
     h: bf16, or e4m3 with h_scale. q and q_scale are None unless GEMM 2's operand is recomputed.
     gate_bias, up_bias: None, or (E, HIDDEN). b2: (E, DIM), None where ds does not depend on it; dy: (M, D) e4m3.
-    partial: None, or (M // ROWS, 2H + D) fp32 for the CTAs' sums of the biases' gradients.
+    partial: None, or (M // ROWS, N + D) fp32 for the CTAs' sums of the biases' gradients, N the columns of h.
+    PAIRED: as in the forward.
     """
+    N: tl.constexpr = 2 * H if PAIRED is None else PAIRED * TILE
     first = tl.program_id(0) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return
@@ -224,7 +288,7 @@ def _swiglu_backward_kernel(
         gate_bias += expert * BIAS_STRIDE_E
         up_bias += expert * BIAS_STRIDE_E
     if partial is not None:
-        partial += tl.program_id(0).to(tl.int64) * (2 * H + D) + tl.arange(0, TILE)
+        partial += tl.program_id(0).to(tl.int64) * (N + D)
     if dy is not None:
         for tile in tl.range(D // TILE):
             y = _load_tiles(dy, tl.load(dy_scale + tile * M + row), row, tile, D, TILE)
@@ -232,17 +296,23 @@ def _swiglu_backward_kernel(
                 ds_row += tl.sum(y * _load_bias(b2 + expert * DIM, tile, 1, DIM, TILE), axis=1)
                 y *= s
             if partial is not None:
-                tl.store(partial + 2 * H + tile * TILE, tl.sum(y, axis=0))
+                tl.store(partial + N + tile * TILE + tl.arange(0, TILE), tl.sum(y, axis=0))
     # Scales are loaded one tile ahead by hand: Triton does not pipeline loads of single bytes.
-    next_g_byte, next_u_byte = (None, None) if h_scale is None else _load_scales(h_scale, row, 0, H, M, TILE)
+    next_g_byte, next_u_byte = None, None
+    if h_scale is not None and PAIRED is None:
+        next_g_byte, next_u_byte = _load_scales(h_scale, row, 0, H, M, TILE)
     for tile in tl.range(H // TILE, num_stages=STAGES):
         up_tile = tile + H // TILE
         g_byte, u_byte = next_g_byte, next_u_byte
-        if h_scale is not None:
+        if h_scale is not None and PAIRED is None:
             next_g_byte, next_u_byte = _load_scales(h_scale, row, tl.minimum(tile + 1, H // TILE - 1), H, M, TILE)
         da = _load_tiles(d, None, row, tile, H, TILE)
-        h_g = _load_tiles(h, g_byte, row, tile, 2 * H, TILE)
-        h_u = _load_tiles(h, u_byte, row, up_tile, 2 * H, TILE)
+        pair_row, pair_tile = _pairs(first, tile, ROWS)
+        if PAIRED is not None:
+            h_g, h_u = _split(_load_pairs(h, h_scale, pair_row, pair_tile, M, PAIRED, TILE), ROWS, TILE)
+        else:
+            h_g = _load_tiles(h, g_byte, row, tile, 2 * H, TILE)
+            h_u = _load_tiles(h, u_byte, row, up_tile, 2 * H, TILE)
         if SCORE_FIRST:
             g, u = s * h_g, s * h_u
         else:
@@ -256,15 +326,23 @@ def _swiglu_backward_kernel(
             out *= s
             da *= s
         dg, du = BACKWARD(g, u, da, p0, p1, p2)
-        if partial is not None:
-            tl.store(partial + tile * TILE, tl.sum(dg, axis=0))
-            tl.store(partial + up_tile * TILE, tl.sum(du, axis=0))
+        if partial is not None and PAIRED is not None:
+            column = 2 * tile * TILE + tl.arange(0, 2 * TILE)
+            sums = tl.reshape(tl.join(tl.sum(dg, axis=0), tl.sum(du, axis=0)), (2 * TILE,))
+            tl.store(partial + column, sums, mask=column < N)
+        if partial is not None and PAIRED is None:
+            tl.store(partial + tile * TILE + tl.arange(0, TILE), tl.sum(dg, axis=0))
+            tl.store(partial + up_tile * TILE + tl.arange(0, TILE), tl.sum(du, axis=0))
         if SCORE_FIRST:
             ds_row += tl.sum(dg * h_g + du * h_u, axis=1)
             dg *= s
             du *= s
-        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE, nan_flag)
-        _store_tiles(dh, dh_scale, du, row, up_tile, M, 2 * H, TILE, nan_flag)
+        if PAIRED is not None:
+            values, byte = quantize_tiles(_join(dg, du, ROWS, TILE), nan_flag)
+            _store_pairs(dh, dh_scale, values, byte, pair_row, pair_tile, M, PAIRED, TILE)
+        else:
+            _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE, nan_flag)
+            _store_tiles(dh, dh_scale, du, row, up_tile, M, 2 * H, TILE, nan_flag)
         if q is not None:
             _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
     if score is not None:
@@ -272,20 +350,20 @@ def _swiglu_backward_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["columns", "hidden"])
+@triton.jit(do_not_specialize=["columns", "hidden", "up_gap", "down_gap"])
 def _bias_gradient_kernel(
-    partial, offsets_E, dbias, columns, hidden, H: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    partial, offsets_E, dbias, columns, hidden, up_gap, down_gap, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """CTA (column block, e) sums the rows of ``partial`` (M // ROWS, WIDTH) that belong to expert e, in a fixed order.
 
-    dbias: (E, columns), without the padding of gate and up from ``hidden`` to H columns.
+    dbias: (E, columns), without the padding before up, ``up_gap`` columns, and before down, ``down_gap``.
     """
     e = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(offsets_E + e - 1, mask=e > 0, other=0) // ROWS
     end = tl.load(offsets_E + e) // ROWS
-    at = column + tl.where(column >= hidden, H - hidden, 0) + tl.where(column >= 2 * hidden, H - hidden, 0)
+    at = column + tl.where(column >= hidden, up_gap, 0) + tl.where(column >= 2 * hidden, down_gap, 0)
     total = tl.zeros((BLOCKS, COLUMNS), tl.float32)
     for first in range(start, end, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
@@ -295,10 +373,12 @@ def _bias_gradient_kernel(
 
 
 @functools.cache
-def _backward(activation: str, biased: bool) -> Kernel:
+def _backward(activation: str, biased: bool, interleaved: bool) -> Kernel:
     entry, absent = ACTIVATIONS[activation], {}
     if not biased:
         absent = _NO_BIAS | dict(b2=None, dy=None, dy_scale=None, partial=None, D=None, DIM=None)
+    if not interleaved:
+        absent = absent | dict(PAIRED=None)
     return Kernel(_swiglu_backward_kernel, FORWARD=entry.forward_triton, BACKWARD=entry.backward_triton, **absent)
 
 
@@ -320,19 +400,21 @@ def swiglu_quantize_backward(
     unless column-major: a saved tensor may return with other strides (``torch.autograd.graph.save_on_cpu``).
     """
     assert d_MH.is_contiguous() and h_M2H.is_contiguous()
-    M, H = d_MH.shape
-    dh, dh_scale = _rows(d_MH, M, 2 * H)
+    (M, H), N = d_MH.shape, h_M2H.shape[1]
+    dh, dh_scale = _rows(d_MH, M, N)
     q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
     partial, biases, constants = None, (), {}
     if bias is not None and output is not None:
         (gate_up, constants), D = _bias_arguments(bias), output.dy.shape[1]
         if output.with_gradients:
-            partial = torch.empty(M // BACKWARD_ROWS, 2 * H + D, dtype=torch.float32, device=d_MH.device)
+            partial = torch.empty(M // BACKWARD_ROWS, N + D, dtype=torch.float32, device=d_MH.device)
         reads_dy = output.with_gradients or not spec.score_before_experts
         rows = (output.b2, output.dy, output.dy_scale) if reads_dy else (None, None, None)
         biases, constants = (*gate_up, *rows, partial), constants | dict(D=D, DIM=output.b2.shape[1])
-    _backward(spec.activation, bias is not None)[(M // BACKWARD_ROWS,)](
+    if spec.interleaved:
+        constants["PAIRED"] = N // TILE
+    _backward(spec.activation, bias is not None, spec.interleaved)[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, nan_flag, M,
         *_parameters(spec), *biases, H=H,
@@ -343,16 +425,19 @@ def swiglu_quantize_backward(
     if partial is None:
         return results
     assert bias is not None and output is not None
-    return [*results, _bias_gradient(partial, offsets_E, bias.gate, output.b2, H)]
+    return [*results, _bias_gradient(partial, offsets_E, bias.gate, output.b2, N, spec.interleaved)]
 
 
-def _bias_gradient(partial: Tensor, offsets_E: Tensor, gate_bias: Tensor, b2: Tensor, H: int) -> Tensor:
-    """(E, 2 * hidden + D) of the biases' dtype: gate, up, down."""
+def _bias_gradient(
+    partial: Tensor, offsets_E: Tensor, gate_bias: Tensor, b2: Tensor, N: int, interleaved: bool
+) -> Tensor:
+    """(E, 2 * hidden + D) of the biases' dtype: gate and up in the order of h, down."""
     E, hidden = gate_bias.shape
+    up_gap = 0 if interleaved else N // 2 - hidden
     columns = 2 * hidden + b2.shape[1]
     dbias = torch.empty(E, columns, dtype=b2.dtype, device=b2.device)
     _bias_gradient_kernel[(cdiv(columns, BIAS_COLUMNS), E)](
-        partial, offsets_E, dbias, columns, hidden, H=H, WIDTH=partial.shape[1], ROWS=BACKWARD_ROWS, BLOCKS=32,
-        COLUMNS=BIAS_COLUMNS, num_warps=4,
+        partial, offsets_E, dbias, columns, hidden, up_gap, N - 2 * hidden - up_gap, WIDTH=partial.shape[1],
+        ROWS=BACKWARD_ROWS, BLOCKS=32, COLUMNS=BIAS_COLUMNS, num_warps=4,
     )  # fmt: skip
     return dbias

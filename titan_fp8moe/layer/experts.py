@@ -113,6 +113,7 @@ def routed_experts(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     b3: Tensor | None = None,
+    interleaved: bool = False,
     lora: Lora | None = None,
 ) -> Tensor:
     """Sum over a token's experts of score * (W2 activation(W1 x + b1, W3 x + b3) + b2), in FP8; by default
@@ -141,6 +142,8 @@ def routed_experts(
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
         b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None gate's and
             up's in one ``b1`` (E, 2H), in the order of w1's rows. All or none.
+        interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does, H a multiple
+            of 16.
         lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
 
     Returns:
@@ -160,6 +163,8 @@ def routed_experts(
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
         require_config(config, "routed_experts", *RECIPE, *TRANSPORT)
+    if interleaved:
+        expert = expert._replace(interleaved=True)
     biases = None
     if b1 is not None or b2 is not None or b3 is not None:
         biases = Biases(b1, b2, b3)
@@ -190,7 +195,7 @@ def apply_experts(
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
-    _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK)
+    _check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert.interleaved)
     config, expert, grad = layer.config, layer.expert, torch.is_grad_enabled()
     if layer.biases is not None:
         _check_biases(layer.biases, weights)
@@ -243,7 +248,9 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=5)
 
 
-def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> None:
+def _check_inputs(
+    x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, interleaved: bool
+) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
     dims = [x_TD.dim(), len(pairs), w1.dim()]
@@ -268,10 +275,12 @@ def _check_inputs(x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor
         raise ValueError(
             "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None, and w2 (E, D, H), all of one dtype; got " + got
         )
-    if D % 128 or H % (128 if w3 is None else 16):
+    if interleaved and w3 is not None:
+        raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None")
+    if D % 128 or H % (128 if w3 is None and not interleaved else 16):
         raise ValueError(
             "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
-            f"gate and up; got D {D} and H {H}"
+            f"gate and up one after the other; got D {D} and H {H}"
         )
     if isinstance(w1, Fp8Weight):
         _check_stored(weights)

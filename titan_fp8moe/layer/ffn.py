@@ -93,7 +93,7 @@ class FFN(NamedTuple):
         fields = saved_fields(self.backward)
         biases: dict[str, Any] = {}
         if self.biases is not None:
-            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up()
+            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert.interleaved)
         a_q, a_scale, h_q, h_scale = ops.swiglu_quantize(
             h_M2H,
             self.routing.score_M,
@@ -125,7 +125,7 @@ class FFN(NamedTuple):
         d_MH = self.product(dy, w2_t, self.lora.w2_t)
         biases: dict[str, Any] = {}
         if self.biases is not None:
-            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up()
+            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert.interleaved)
             biases |= dict(b2=self.biases.b2, dy=dy.q, dy_scale=dy.scale, bias_gradients=of_biases)
         dh, dh_scale, a_q, a_scale, ds_M, *dbias = ops.swiglu_quantize_backward(
             d_MH,
@@ -190,7 +190,10 @@ class FFN(NamedTuple):
     def _record(self, x: Rows, grads: HiddenGradients, weights: ExpertWeights[Tensor]) -> None:
         _, D, H = weights.w2.shape
         x_operand, dy = Operand("x", self.in_expert_order(x), 1, D), Operand("dy", grads.dy, 1, D)
-        pairs = [(x_operand, Operand("dh", grads.dh, 2, H)), (Operand("a", grads.a, 1, H), dy)]
+        pairs = [
+            (x_operand, Operand("dh", grads.dh, *((1, 2 * H) if self.expert.interleaved else (2, H)))),
+            (Operand("a", grads.a, 1, H), dy),
+        ]
         values = readable(weights)
         gemms = values.gate_up, (values.w2,)
         statistics.record(pairs, gemms, self.routing.offsets_E, self.routing.token_M, self.backward.wgrad)

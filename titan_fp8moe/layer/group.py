@@ -34,7 +34,12 @@ from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: NanFlags) -> FFN:
     """The FFN of these rows, which have no router."""
-    return FFN(expert._replace(score_before_experts=False, biased=False), backward, one_group(rows.end), nans)
+    return FFN(
+        expert._replace(score_before_experts=False, biased=False, interleaved=False),
+        backward,
+        one_group(rows.end),
+        nans,
+    )
 
 
 def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN]:

@@ -74,8 +74,10 @@ class Biases(NamedTuple, Generic[W]):
     b2: W
     b3: W | None = None
 
-    def gate_up(self: "Biases[Tensor]") -> tuple[Tensor, Tensor]:
+    def gate_up(self: "Biases[Tensor]", interleaved: bool) -> tuple[Tensor, Tensor]:
         """Gate's and up's (E, H), with equal strides."""
+        if interleaved:
+            return self.b1[:, ::2], self.b1[:, 1::2]
         if self.b3 is None:
             gate, up = self.b1.chunk(2, 1)
             return gate, up

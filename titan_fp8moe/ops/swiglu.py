@@ -33,7 +33,7 @@ def swiglu_quantize(
     """:func:`titan_fp8moe.recipe.swiglu_quantize` for rows in expert order; can also quantize h itself.
 
     Args:
-        h_M2H: (M, 2H) bf16, gate then up.
+        h_M2H: (M, 2H) bf16, gate then up; or as ``spec.interleaved`` says.
         score_M: (M,) fp32, or None where there is no router.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
         spec: an encoded :class:`titan_fp8moe.spec.ExpertSpec`.
@@ -49,7 +49,7 @@ def swiglu_quantize(
     bias = None if gate_bias is None or up_bias is None else Bias(gate_bias, up_bias)
     if use_kernels(h_M2H):
         return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag, bias)
-    bias_M2H = _bias_rows(bias, offsets_E, h_M2H)
+    bias_M2H = _bias_rows(bias, offsets_E, h_M2H, expert)
     q, scale = recipe.swiglu_quantize(h_M2H, score_M, expert, bias_M2H)
     note_nan(q, nan_flag)
     if keep_h:
@@ -58,20 +58,20 @@ def swiglu_quantize(
     return q, scale, q.new_empty(0), scale.new_empty(0)
 
 
-def _bias_rows(bias: Bias | None, offsets_E: Tensor, h_M2H: Tensor) -> Tensor | None:
+def _bias_rows(bias: Bias | None, offsets_E: Tensor, h_M2H: Tensor, expert: ExpertSpec) -> Tensor | None:
     """(M, 2H) fp32, the biases of each row's expert, padded as h is."""
     if bias is None:
         return None
     M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
-    padded = [torch.nn.functional.pad(b.float(), (0, H - b.shape[1])) for b in bias]
-    return recipe.expert_rows(torch.cat(padded, 1), offsets_E, M)
+    gate, up = (torch.nn.functional.pad(b.float(), (0, H - b.shape[1])) for b in bias)
+    return recipe.expert_rows(recipe.join_gate_up(gate, up, expert), offsets_E, M)
 
 
 @swiglu_quantize.register_fake
 def _(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
     M, H2 = h_M2H.shape
     h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
-    return *_fake_rows(h_M2H, M, H2 // 2), *h
+    return *_fake_rows(h_M2H, M, recipe.padded(H2 // 2)), *h
 
 
 @custom_op
@@ -118,7 +118,7 @@ def swiglu_quantize_backward(
             d_MH, h_M2H, h_scale, score_M, offsets_E, expert, recompute_a, nan_flag, bias, output
         )
     h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
-    bias_M2H = _bias_rows(bias, offsets_E, h)
+    bias_M2H = _bias_rows(bias, offsets_E, h, expert)
     dh, dh_scale, a, a_scale, ds, dbias_M2H = recipe.swiglu_quantize_backward(d_MH, h, score_M, expert, bias_M2H)
     note_nan(dh, nan_flag)
     if not recompute_a:
@@ -134,7 +134,8 @@ def swiglu_quantize_backward(
     results[4] = ds + ds_of_b2
     if not bias_gradients:
         return results
-    rows = torch.cat([*(half[:, :hidden] for half in dbias_M2H.chunk(2, 1)), db2_MD], 1)
+    dg, du = (half[:, :hidden] for half in recipe.split_gate_up(dbias_M2H, expert))
+    rows = torch.cat([recipe.join_gate_up(dg, du, expert), db2_MD], 1)
     return [*results, recipe.bias_gradient(rows, offsets_E).to(output.b2.dtype)]
 
 
@@ -146,7 +147,7 @@ def _(
     M, H = d_MH.shape
     a = _fake_rows(d_MH, M, H) if recompute_a else _no_rows(d_MH)
     ds = d_MH.new_empty(0 if score_M is None else M, dtype=torch.float32)
-    results = [*_fake_rows(d_MH, M, 2 * H), *a, ds]
+    results = [*_fake_rows(d_MH, M, h_M2H.shape[1]), *a, ds]
     if gate_bias is None or b2 is None or not bias_gradients:
         return results
     return [*results, b2.new_empty(offsets_E.shape[0], 2 * gate_bias.shape[1] + b2.shape[1])]
