@@ -28,7 +28,7 @@ TOP_K = 8
 NO_ROWS = (
     *("_balance_exponent_kernel", "_count_kernel", "_place_rows_kernel", "_place_dispatched_kernel"),
     *("_arrive_kernel", "_wait_kernel", "_plan_kernel", "_pull_pairs_kernel", "_pull_scales_kernel"),
-    *("_place_scales_kernel", "_weights_changed_kernel"),
+    *("_place_scales_kernel", "_weights_changed_kernel", "_bias_gradient_kernel"),
 )
 
 

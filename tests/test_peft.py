@@ -181,6 +181,12 @@ def test_weights_stored_in_fp8():
         out.float().square().sum().backward()
         outs.append([out.detach(), *(p.grad for _, p in adapters(model))])
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)) and outs[0][1].any()
+    wrappers = [m for model in models for m in model.modules() if isinstance(m, ParamWrapper)]
+    stored = [w for w in wrappers if getattr(w.get_base_layer(), w.parameter_name).dtype == torch.float8_e4m3fn]
+    assert len(stored) == 2
+    for wrapper in stored:
+        with pytest.raises(ValueError, match=f"{wrapper.parameter_name} is stored in FP8.*beside it"):
+            wrapper.merge()
 
 
 def adapters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

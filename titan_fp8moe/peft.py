@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.recipe import FP8
 from titan_fp8moe.versions import installed, warn_about_versions
 
 _PARAMETERS = {"gate_up_proj": "w1", "down_proj": "w2"}  # of Transformers' experts, and the weights of a layer
@@ -48,6 +49,19 @@ def run_beside(serves: Callable[[nn.Module], bool]) -> None:
 
     cast(Any, activate).merges = merge
     wrapper._activate_lora = activate
+    merge_for_good = getattr(wrapper.merge, "merges", wrapper.merge)
+
+    @functools.wraps(merge_for_good)
+    def merge_into(self: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(self.get_base_layer(), self.parameter_name).dtype == FP8:
+            raise ValueError(
+                f"{self.parameter_name} is stored in FP8, and PEFT would add to its codes without their scales; keep "
+                "the adapter beside it, or merge it into bf16 weights"
+            )
+        merge_for_good(self, *args, **kwargs)
+
+    cast(Any, merge_into).merges = merge_for_good
+    wrapper.merge = merge_into
 
 
 @contextlib.contextmanager
