@@ -27,7 +27,8 @@ SWIGLU = ExpertSpec()
 def processes(monkeypatch):
     """Pretends that this is a Hopper machine of five CPUs, and yields what the processes would be told."""
     told, calls = [], []
-    monkeypatch.setattr(warm_up, "started", set())
+    monkeypatch.setattr(warm_up, "started", False)
+    monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
     monkeypatch.setattr(warm_up, "_is_hopper", lambda device: True)
     monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(5))
 
@@ -62,7 +63,7 @@ def start(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = False, 
 )
 def test_all_kernels_of_a_layer(processes, how):
     start(**how)
-    assert [work["share"] for work in processes] == [[i, 4] for i in range(4)]
+    assert warm_up.started and [work["share"] for work in processes] == [[i, 4] for i in range(4)]
     launches = worker.launches_of(processes[0])
     names = [kernel.kernel.__name__ for kernel, *_ in launches]
     gemms = [name for name in names if "hopper" in name]

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 8
 
-started: set[str] = set()
-"""The encoded layers for which :func:`start` was called."""
+started = False
+"""Whether :func:`start` was called in this process. Layers after the first are alike, or compile as ever."""
 
 
 def start(
@@ -32,9 +32,10 @@ def start(
     shared_weights: list[Tensor | None],
     layer: str,
 ) -> None:
-    """Begins to compile for a layer, given the arguments of its forward's op. One rank of a node does, on a Hopper
-    GPU."""
-    started.add(layer)
+    """Begins to compile for a process's first layer, given the arguments of its forward's op. One rank of a node does,
+    on a Hopper GPU."""
+    global started
+    started = True
     cpus = len(os.sched_getaffinity(0)) - 1
     if os.environ.get("LOCAL_RANK", "0") != "0" or cpus < 1 or not _is_hopper(x_TD.device):
         return

@@ -368,7 +368,7 @@ def _routed_experts_forward(
         The output and :data:`_WHOLE`. With a dispatch that overlaps instead: a placeholder of the output's gradient,
         the payload in flight, and :data:`_STARTED`.
     """
-    if layer not in warm_up.started and x_TD.is_cuda:
+    if not warm_up.started and x_TD.is_cuda:
         warm_up.start(x_TD, topk_ids_TK, nan_flags, weights, shared_weights, layer)
     spec, nans = LayerSpec.decode(layer), NanFlags.of(nan_flags)
     T, E = x_TD.shape[0], cast(Tensor, weights[0]).shape[0]
