@@ -315,7 +315,7 @@ def test_linears_are_not_converted_twice():
         "--model.converters=quantize.linear.float8,fp8_flow_moe", "--fp8_flow_moe.linear_fqns=attention.wo."
     )
     with pytest.raises(ValueError, match="linear_fqns and model.converters' quantize.linear both convert linears"):
-        convert(config, make_model(config))
+        Fp8FlowMoEConverter(config, make_dims()).convert(make_model(config))
 
 
 class Mesh(NamedTuple):
