@@ -5,7 +5,6 @@
 Each layer runs in its own process with an empty Triton cache, as after a fresh install.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -15,9 +14,8 @@ import time
 import torch
 import triton
 
-from titan_fp8moe import testing
+from experiments.records import begin, require_gpu, script_parser
 from titan_fp8moe.layer.experts import routed_experts
-from titan_fp8moe.testing import environment
 
 LAYERS = {  # D model dim, H expert hidden dim, E experts, top_k, dtype of the weights
     "671B, 8 experts": (7168, 2048, 8, 8, torch.bfloat16),
@@ -56,14 +54,13 @@ def measure(layer: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--layer", choices=LAYERS, help="one layer, in this process and with its cache")
     layer = parser.parse_args().layer
-    testing.require_gpu()
+    require_gpu()
     if layer is not None:
         return measure(layer)
-    setting = environment()
-    print(setting["hardware"], setting["versions"], flush=True)
+    begin()
     failed = False
     for layer in LAYERS:
         with tempfile.TemporaryDirectory() as cache:
