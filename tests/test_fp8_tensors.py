@@ -113,6 +113,7 @@ def test_over_ranks(tmp_path: Path):
     mp.spawn(_worker, (str(tmp_path),), nprocs=2)
 
 
+@pytest.mark.slow
 def test_example():
     pytest.importorskip("transformers", "5.17")
     command = [sys.executable, str(ROOT / "examples/fp8_weights.py")]

@@ -399,6 +399,7 @@ def test_two_processes():
     assert ended_well(done) and done.stdout.count("ok ") == 3 and "FAILED" not in done.stdout, log
 
 
+@pytest.mark.slow
 def test_example():
     """Sampling with the training's experts agrees far better, and replay takes the largest differences away."""
     command = [sys.executable, str(ROOT / "examples/grpo_step.py")]
