@@ -44,7 +44,7 @@ class Routing(NamedTuple):
 
 
 class RowBias(NamedTuple):
-    """What is added to rows in expert order where a token's rows are summed: the b2 of a row's expert, times its score.
+    """The bias added to rows in expert order where a token's rows are summed: b2 of a row's expert, times its score.
 
     Attributes:
         b2_ED: (E, D) bf16 or fp32, contiguous.

@@ -142,8 +142,8 @@ def _cache_key(weight: Tensor) -> tuple:
 
 
 class _Sizes(NamedTuple):
-    """Of an operand's buffers: its shape (E, N, K), the number of samples, and the strides of the scales. These lie as
-    the weight does, so that one which is stored transposed is quantized from where it lies."""
+    """The sizes of an operand's buffers: shape (E, N, K), number of samples, strides of the scales. Scales lie as the
+    weight does, so that one which is stored transposed is quantized from where it lies."""
 
     shape: tuple[int, int, int]
     samples: int

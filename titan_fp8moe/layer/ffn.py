@@ -107,7 +107,7 @@ class FFN(NamedTuple):
         return Rows(a_q, a_scale), SavedFFN(**{name: kept[name] for name in fields})
 
     def row_bias(self) -> RowBias | None:
-        """What :meth:`product` of GEMM 2 leaves out."""
+        """The bias that :meth:`product` of GEMM 2 leaves out."""
         if self.biases is None:
             return None
         score_M = None if self.expert.score_before_experts else self.routing.score_M

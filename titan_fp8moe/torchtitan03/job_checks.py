@@ -45,7 +45,7 @@ def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
 
 
 def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
-    """What a layer decides on the host in each call cannot be part of a compiled graph or of a CUDA graph."""
+    """Refuses decisions of each call on the host, which no compiled graph and no CUDA graph can have."""
     cuda_graphs = not job.training.disable_cuda_graphs
     if cuda_graphs and job.parallelism.expert_parallel_degree > 1 and config.backend.syncs_host:
         raise ValueError(

@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What of a model could run in FP8, by fully qualified names: modules, or whatever else the adapter converts.
+    """The parts of a model that could run in FP8, by fully qualified names: modules, or what else the adapter converts.
 
     Attributes:
         layers: MoE layers.
