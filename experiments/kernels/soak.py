@@ -29,7 +29,7 @@ LIMIT, LIMIT_OF_FEW = 0.01, 0.03
 FEW = 64
 MODULES = (permute, quantize, routing, swiglu, transpose, forward, wgrad)
 KERNELS = [value for module in MODULES for value in vars(module).values() if isinstance(value, Kernel)]
-KERNELS += [swiglu._forward("swiglu"), swiglu._backward("swiglu")]
+KERNELS += [swiglu._forward("swiglu", False, False), swiglu._backward("swiglu", False, False)]
 ROUTINGS = ("uniform", "skewed", "one expert", "mostly none")
 
 
