@@ -201,7 +201,7 @@ def test_blocks_of_another_model_compile(moe_enabled):
 
 
 def test_copies_run_their_own_weights():
-    model = make_model(CACHE, backend="eager")
+    model = make_model(*CACHE, backend="eager")
     copied, tokens = copy.deepcopy(model.layers["1"]), torch.randn(1, TOKENS, 256, device=DEVICE)
     with torch.no_grad():
         for parameter in copied.parameters():

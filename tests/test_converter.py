@@ -310,6 +310,14 @@ def test_linears_inside_of_experts_and_ffns_are_none_of_linear_fqns():
         convert(config, make_model(config))
 
 
+def test_linears_are_not_converted_twice():
+    config = make_config(
+        "--model.converters=quantize.linear.float8,fp8_flow_moe", "--fp8_flow_moe.linear_fqns=attention.wo."
+    )
+    with pytest.raises(ValueError, match="linear_fqns and model.converters' quantize.linear both convert linears"):
+        Fp8FlowMoEConverter(config, make_dims()).convert(make_model(config))
+
+
 class Mesh(NamedTuple):
     """The sizes of a DeviceMesh: replicas, then shards."""
 

@@ -17,7 +17,7 @@ from torchtitan.config import ConfigManager
 
 from tests.distributed.conftest import ended_well
 from tests.jobs import make_config, make_model
-from titan_fp8moe.dispatch.symmetric import workspace
+from titan_fp8moe.torchtitan import flavors
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 from titan_fp8moe.trainer import cpu
 
@@ -173,6 +173,6 @@ def test_validation_without_room_is_an_error(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("a larger dispatch_capacity")
 
     monkeypatch.setattr(Validator, "validate", lambda *_, **__: None)
-    monkeypatch.setattr(workspace, "check_room", overflow)
+    monkeypatch.setattr(flavors, "check_room", overflow)
     with pytest.raises(RuntimeError, match="larger dispatch_capacity"):
         MoEValidator.validate(object.__new__(MoEValidator), [nn.Module()], step=1)

@@ -4,6 +4,7 @@ import copy
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, clip_grad_norm_, parameter_groups
+from titan_fp8moe.nn import modules
 
 LOAD = "import sys, torch; torch.load(sys.argv[1], weights_only=False)"
 
@@ -161,3 +163,9 @@ def test_groups_of_parameters(group):
     groups = parameter_groups([*plain.parameters(), *experts.parameters(), *others.parameters()])
     assert [len(g["params"]) for g in groups] == [2, 6]
     assert groups[1]["params"][0] is experts.w1 and isinstance(experts.w1.device_mesh, DeviceMesh)
+
+
+def test_experts_divide_over_the_group(monkeypatch):
+    monkeypatch.setattr(modules, "check_member", lambda group: None)
+    with pytest.raises(ValueError, match="num_experts = 5 do not divide over the 2 ranks of ep_group"):
+        RoutedExperts(5, 128, 128, ep_group=SimpleNamespace(size=lambda: 2))

@@ -5,7 +5,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -31,10 +30,8 @@ EXPERTS, TOP_K = 6, 2  # of the models
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def registered() -> None:
     adapter.register()
-    yield
-    adapter.ops.emulate(False)
 
 
 def choose(*shape: int, experts: int = EXPERTS, top_k: int = TOP_K) -> Tensor:

@@ -12,11 +12,12 @@ precision has no autocast and leaves it in fp32, which ``bf16 fp32 bmm`` shows. 
 
 Under expert parallelism the host reads split sizes in the layer, so nothing compiles whole: FP8-Flow goes by parts too.
 
-Compiled whole, a layer cannot use :class:`titan_fp8moe.layer.weights.WeightCache`, which looks for changed weights
-outside graphs. Variants whose weights are quantized beforehand read them from :class:`FixedWeights` instead, in the
-same graph as the variant that quantizes them at every step: the two differ by the quantization alone.
+A :class:`titan_fp8moe.WeightCache` looks for changed weights in every forward. Variants whose weights are quantized
+beforehand read them from :class:`FixedWeights` instead, in the same graph as the variant that quantizes them at every
+step: the two differ by the quantization alone.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -38,7 +39,6 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import routed_experts
-from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, ForwardOperands
 from titan_fp8moe.testing import in_model
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -140,20 +140,21 @@ def variants(shape: Shape, gpus: int) -> dict[str, Variant]:
     return found
 
 
-class FixedWeights:
-    """In place of a :class:`WeightCache`, for weights that never change: a graph can read it."""
+class FixedWeights(WeightCache):
+    """A cache of weights that never change: nothing looks at them again."""
 
     def __init__(self, *weights: Tensor):
+        super().__init__()
         local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-        self.operands = WeightCache().get(ExpertWeights(*(w.detach() for w in local)))
+        gate, down, up = (w.detach() for w in local)
+        super().refresh(((gate, up), (down,)), frozen=True)
 
-    def get(self, _: ExpertWeights[Tensor]) -> tuple[ForwardOperands, BackwardOperands]:
-        return self.operands
+    def refresh(self, groups: Any, frozen: bool) -> list[Tensor]:
+        return []
 
     def storages(self) -> set[int]:
         """Addresses of what the operands are kept in."""
-        quantized = [w for part in self.operands for w in part if w is not None]
-        return {t.untyped_storage().data_ptr() for w in quantized for t in w}
+        return {t.untyped_storage().data_ptr() for operand in self.operands for t in (*operand.plain, operand.q_t)}
 
 
 _EAGER_EXPERTS = moe_module._run_experts_grouped_mm
@@ -214,10 +215,9 @@ class Bench:
 
     def _forward(self, moe: MoE, variant: Variant) -> Callable[[], Tensor]:
         if variant.config is not None and not variant.quantizes_weights:
-            routed, *shared = self._fixed_weights()
-            cast(Any, moe).experts.cache = routed
-            if cast(Fp8FlowMoE, moe).fp8_shared:
-                cast(Any, moe).shared_experts.cache = shared[0]
+            parts = [moe.experts, *([moe.shared_experts] if cast(Fp8FlowMoE, moe).fp8_shared else [])]
+            for part, fixed in zip(cast(Any, parts), self._fixed_weights(), strict=False):
+                part.cache, part.config = fixed, dataclasses.replace(variant.config, cache_weights=True)
         moe_module._run_experts_grouped_mm = _EAGER_EXPERTS  # or torchtitan compiles what is compiled
         call: Callable[[Tensor], Tensor] = moe
         if variant.compiled == "parts":
