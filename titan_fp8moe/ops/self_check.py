@@ -147,6 +147,14 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
     args = tuple(t for pair in quantized for t in pair)
     yield Case("join_weight", ops.quantize._join_weight, (*args, True, True))
 
+    def refreshed(w: Tensor) -> tuple[Tensor, ...]:
+        q, q_t = (torch.empty(shape, dtype=FP8, device=w.device) for shape in ((E, H, D), (E, D, H)))
+        scale = torch.empty(E, H // TILE, D // TILE, dtype=E8M0, device=w.device)
+        state = torch.full((1 + recipe.num_samples(w),), -1, dtype=torch.int32, device=w.device)
+        return ops.refresh_weight([w], q, q_t, scale, state, None, False), q, q_t, scale, state
+
+    yield Case("refresh_weight", refreshed, (weights[0],))
+
 
 def _movement(randn: Callable[..., Tensor], ids_TK: Tensor, scores_TK: Tensor) -> Iterator[Case]:
     capacity = recipe.row_capacity(T * K, RANKS * E)
@@ -158,6 +166,8 @@ def _movement(randn: Callable[..., Tensor], ids_TK: Tensor, scores_TK: Tensor) -
     y, shared = randn(M, D).bfloat16(), randn(T, D).bfloat16()
     yield Case("permute_rows", ops.permute_rows, (*tokens, row_TK, token_M, offsets_E))
     yield Case("unpermute_sum", ops.unpermute_sum, (y, row_TK, torch.bfloat16, shared))
+    biased = y, row_TK, torch.bfloat16, None, randn(RANKS * E, D), score_M, offsets_E
+    yield Case("unpermute_sum with a bias", ops.unpermute_sum, biased)
     gradients = y, score_M.unsqueeze(1), row_TK, torch.float32
     yield Case("unpermute_gradients", ops.unpermute_gradients, gradients)
 
@@ -180,6 +190,26 @@ def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator
         yield Case(f"swiglu_quantize {spec}", ops.swiglu_quantize, args, nearly=True)
         args = d, h, None, score_M, offsets_E, spec, True
         yield Case(f"swiglu_quantize_backward {spec}", ops.swiglu_quantize_backward, args, nearly=True)
+    spec, biases = ExpertSpec(biased=True).encode(), (randn(E, H), randn(E, H))
+    args = h, score_M, offsets_E, spec, False, None, *biases
+    yield Case("swiglu_quantize with biases", ops.swiglu_quantize, args, nearly=True)
+    dy, dy_scale = recipe.quantize_rows(randn(M, D))
+    args = (
+        d,
+        h,
+        None,
+        score_M,
+        offsets_E,
+        spec,
+        True,
+        None,
+        *biases,
+        randn(E, D),
+        dy,
+        recipe.column_major(dy_scale),
+        True,
+    )
+    yield Case("swiglu_quantize_backward with biases", ops.swiglu_quantize_backward, args, nearly=True)
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------
