@@ -131,7 +131,9 @@ def test_memory_budget_keeps_what_the_experts_save():
     assert saved.count((rows, width)) == 2  # h of each of the two layers
 
 
-@pytest.mark.parametrize("flags", [[], [*CACHE, "--fp8_flow_moe.cache_layouts=forward"]])
+@pytest.mark.parametrize(
+    "flags", [[], pytest.param([*CACHE, "--fp8_flow_moe.cache_layouts=forward"], marks=pytest.mark.slow)]
+)
 def test_blocks_with_inductor(flags):
     """The real backend, forward and backward, before and after weights change."""
     eager, compiled = make_model(), make_model(*flags, backend="inductor")

@@ -171,6 +171,7 @@ def test_effect_on_8192_tokens():
             assert errors[0] > error_merged * errors[1], errors
 
 
+@pytest.mark.slow
 def test_example():
     command = [sys.executable, str(ROOT / "examples/lora.py"), "--steps", "10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

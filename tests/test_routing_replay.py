@@ -374,6 +374,7 @@ def test_layers_without_a_forward_are_named():
         routing.routed_experts()
 
 
+@pytest.mark.slow
 def test_blocks_of_compiled_models_run_eagerly():
     model, tokens = make_model(num_hidden_layers=1).eval(), make_tokens()
     model.set_experts_implementation("fp8_flow")
@@ -392,6 +393,7 @@ def test_blocks_of_compiled_models_run_eagerly():
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes():
     """Expert parallelism of torchtitan and of Transformers, and FSDP2, against one process."""
     done = run_workers("replay_worker.py", 2, timeout=200)
