@@ -181,7 +181,7 @@ EP2 = set_("parallelism.expert_parallel_degree", 2)
     "change, fp8, ranks, said",
     [
         (
-            set_("training.disable_cuda_graphs", False),
+            both(set_("training.disable_cuda_graphs", False), set_("metrics.enable_tensorboard", True)),
             {"statistics_every": 5},
             1,
             "statistics_every works outside of CUDA graphs; set training.disable_cuda_graphs = true",
