@@ -16,7 +16,7 @@ from tests.specs import SPECS
 from titan_fp8moe import RoutedExperts, dispatch, ops, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer import experts, group
+from titan_fp8moe.layer import checks, experts, group
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn import grouped_mm
@@ -436,7 +436,7 @@ def test_another_than_the_current_device_is_refused(monkeypatch):
     there.device = torch.device("cuda", 0)
     backend.check_caller(there)
     checked = []
-    for module in (experts, grouped_mm, group):
+    for module in (checks, grouped_mm, group):
         monkeypatch.setattr(module, "check_caller", checked.append)
     routed_experts(x, *weights, chosen, scores)
     grouped_mm.grouped_mm(x.bfloat16(), weights[0].mT, torch.tensor([T] * E, dtype=torch.int32, device=DEVICE))

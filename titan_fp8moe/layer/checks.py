@@ -1,0 +1,99 @@
+"""Checks of a layer's tensors: each raises ValueError for what the kernels cannot take, with the remedy.
+
+They read shapes, dtypes and devices only, and run in every forward, so their host time counts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe.layer.weights import Biases, ExpertWeights
+from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.ops.backend import check_caller
+from titan_fp8moe.ops.permute import SWAPPED
+from titan_fp8moe.recipe import E8M0, FP8
+
+
+def check_inputs(
+    x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, interleaved: bool
+) -> None:
+    """Rejects inputs that would make a kernel access invalid memory."""
+    pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
+    dims = [x_TD.dim(), len(pairs), w1.dim()]
+    if dims != [2, 2, 3] or x_TD.shape != (pairs[0], w1.shape[2]) or topk_scores_TK.shape != pairs:
+        flatten = "; flatten the batch dims, as by x.flatten(0, -2)" if x_TD.dim() > 2 else ""
+        raise ValueError(
+            f"x must be (T, D), topk_ids and topk_scores (T, K), and w1 (E, H, D); got {tuple(x_TD.shape)}, "
+            f"{tuple(pairs)}, {tuple(topk_scores_TK.shape)} and {tuple(w1.shape)}{flatten}"
+        )
+    E, H, D = w1.shape
+    if x_TD.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"x must be bf16 or fp32, got {x_TD.dtype}; use x.bfloat16()")
+    device, dtype, up = x_TD.device, w1.dtype, w1 if w3 is None else w3
+    if not device == topk_ids_TK.device == topk_scores_TK.device == w1.device == w2.device == up.device:
+        devices = {t.device for t in (x_TD, topk_ids_TK, topk_scores_TK, w1, w2, up)}
+        raise ValueError(f"x, ids, scores and weights must be on one device, got {', '.join(map(str, devices))}")
+    even = w3 is not None or H % 2 == 0
+    if w3 is None:
+        H //= 2
+    if not (even and up.shape == w1.shape and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype):
+        got = ", ".join("None" if w is None else f"{tuple(w.shape)} {w.dtype}" for w in weights)
+        raise ValueError(
+            "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None, and w2 (E, D, H), all of one dtype; got " + got
+        )
+    if interleaved and w3 is not None:
+        raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None")
+    if D % 128 or H % (128 if w3 is None and not interleaved else 16):
+        raise ValueError(
+            "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
+            f"gate and up one after the other; got D {D} and H {H}"
+        )
+    if isinstance(w1, Fp8Weight):
+        _check_stored(weights)
+    if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
+        raise ValueError(_why_not_dtypes(topk_ids_TK.dtype, topk_scores_TK.dtype))
+    check_caller(x_TD)
+
+
+def check_biases(biases: Biases[Any], weights: ExpertWeights[Tensor]) -> None:
+    """Rejects biases that do not fit the weights."""
+    E, rows, D = weights.w1.shape
+    shapes = dict(b1=(E, rows), b2=(E, D)) | ({} if weights.w3 is None else dict(b3=(E, rows)))
+    given = {name: b for name, b in zip(Biases._fields, biases, strict=True) if b is not None}
+    if {name: tuple(b.shape) for name, b in given.items()} != shapes:
+        got = ", ".join(f"{name} {tuple(b.shape)}" for name, b in given.items())
+        wanted = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"with these weights the biases must be {wanted}; got {got}")
+    kinds = {(b.dtype, b.device) for b in given.values()}
+    if kinds not in ({(torch.bfloat16, weights.w1.device)}, {(torch.float32, weights.w1.device)}):
+        got = ", ".join(f"{name} {b.dtype} on {b.device}" for name, b in given.items())
+        raise ValueError(f"b1, b2 and b3 must be all bf16 or all fp32, on the weights' device; got {got}")
+
+
+def _check_stored(weights: ExpertWeights[Any]) -> None:
+    """Rejects weights stored in FP8 that the GEMMs could not read, or that a caller expects to train."""
+    for name, w in zip(weights._fields, weights, strict=True):
+        if w is None:
+            continue
+        blocks = w.shape[0], *(size // 128 for size in w.shape[1:])
+        sizes = w.shape[1] % 128 == 0 and w.scale.shape == blocks and w.q.is_contiguous() and w.scale.is_contiguous()
+        if not sizes or (w.q.dtype, w.scale.dtype) != (FP8, E8M0):
+            raise ValueError(
+                f"{name} must be contiguous e4m3 (E, N, K), N and K multiples of 128, with e8m0 scales (E, N // 128, "
+                f"K // 128); got {tuple(w.shape)} {w.dtype} and {tuple(w.scale.shape)} {w.scale.dtype}; "
+                "Fp8Weight.of_blocks converts DeepSeek's format"
+            )
+        if torch.is_grad_enabled() and (w.q.requires_grad or w.scale.requires_grad):
+            raise ValueError(
+                f"{name} is stored in FP8 and requires a gradient, but an optimizer's step is far smaller than the "
+                "distance of two e4m3 values; freeze it with requires_grad_(False), or train bf16 or fp32 weights"
+            )
+
+
+def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
+    if ids.is_floating_point or not scores.is_floating_point:
+        return f"{SWAPPED}; got {ids} ids and {scores} scores"
+    if scores != torch.float32:
+        return f"topk_scores must be fp32, got {scores}; use topk_scores.float()"
+    return f"topk_ids must be int32 or int64, got {ids}; use topk_ids.long()"
