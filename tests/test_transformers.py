@@ -216,8 +216,8 @@ def test_settings_reach_the_layer():
     ("change", "why"),
     [
         (dict(hidden_act="gelu"), "gate is none of swiglu, clamped_swiglu, geglu_tanh"),
-        (dict(moe_intermediate_size=192), "dims 256 and 192 are not both multiples of 128"),
-        (dict(hidden_size=320), "dims 320 and 128 are not both multiples of 128"),
+        (dict(moe_intermediate_size=200), "dims 256 and 200 are not both multiples of 16"),
+        (dict(hidden_size=328), "dims 328 and 128 are not both multiples of 16"),
         (torch.float16, "weights are torch.float16; load them in bfloat16"),
     ],
     ids=str,

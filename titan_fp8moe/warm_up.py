@@ -36,8 +36,11 @@ def launches_of(work: dict[str, Any]) -> list[tuple[launch.Kernel, tuple[Any, ..
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
     x, ids, nan_flags, *tensors = map(make, work["tensors"])
-    names, count = ExpertWeights._fields, work["weights"]
+    names, count, D = ExpertWeights._fields, work["weights"], x.shape[1]
     weights = ExpertWeights(*tensors[: len(names)])
+    if weights.w1.shape[2] != D:  # quantized ones are padded
+        w1, w2 = weights.w1.detach()[:, :, :D].contiguous(), weights.w2.detach()[:, :D].contiguous()
+        weights = ExpertWeights(w1.requires_grad_(), w2.requires_grad_())
     shared: Any = None
     if tensors[count:]:
         shared = ExpertWeights(
