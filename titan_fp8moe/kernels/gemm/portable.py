@@ -226,7 +226,7 @@ def _wgrad(
     grouped_mm_wgrad_kernel[grid](
         _tiles(aT_NM),
         _tiles(bT_KM),
-        TensorDescriptor.from_tensor(out, [1, TILE, TILE]) if parts is None else _tiles(out.flatten(0, 1)),
+        TensorDescriptor.from_tensor(out, [1, TILE, TILE]) if parts is None else _tiles(out.view(-1, out.shape[2])),
         aT_scale.view(torch.uint8),
         bT_scale.view(torch.uint8),
         offsets_E,

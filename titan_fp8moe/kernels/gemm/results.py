@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from titan_fp8moe.recipe import WGRAD_LAYOUTS
+
 
 def wgrad(
     launch: Callable[..., None],
@@ -36,14 +38,11 @@ def wgrad(
         out = torch.empty(parts * E, rows, columns, dtype=out_dtype, device=device)
         launch(a, a_scale, b, b_scale, offsets_E, out, parts)
         return out
-    axis, *shape = {
-        "apart": (0, parts, E, rows, columns),
-        "joined": (1, E, parts, rows, columns),
-        "transposed": (2, E, columns, parts, rows),
-    }[layout]
-    out = torch.empty(shape, dtype=out_dtype, device=device)
-    of_parts = zip(a.chunk(parts), a_scale.chunk(parts), out.unbind(axis), strict=True)
-    for part, part_scale, result in of_parts:
+    axis = WGRAD_LAYOUTS.index(layout)  # along which the parts follow each other
+    shape = [E, columns, rows] if layout == "transposed" else [E, rows, columns]
+    of_parts = torch.empty(*shape[:axis], parts, *shape[axis:], dtype=out_dtype, device=device)
+    shape[axis] *= parts
+    for part, part_scale, result in zip(a.chunk(parts), a_scale.chunk(parts), of_parts.unbind(axis), strict=True):
         pair = (b, b_scale, part, part_scale) if layout == "transposed" else (part, part_scale, b, b_scale)
         launch(*pair, offsets_E, result, None)
-    return out.flatten(axis, axis + 1)
+    return of_parts.view(shape)
