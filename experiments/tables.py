@@ -347,14 +347,16 @@ def sonicmoe(records: Records) -> str:
 
 
 def routed_vs_fused_bf16(records: Records) -> str:
-    """Routed experts against the strongest bf16, weights quantized in each direction and beforehand."""
-    rows = []
+    """Routed experts against the strongest bf16: weights quantized in each direction, once for four microbatches, and
+    beforehand."""
+    rows, fused = [], "bf16 fused"
     for base in records.bases("routed_vs_fused_bf16"):
-        found = records.of("routed_vs_fused_bf16", f"{base}, {BACK_TO_BACK}")
-        cached = number(next(iter(found.values()))["weights_cached"])
-        rows.append([base, cell(found, "bf16 fused"), ours(found) + ratios(found, "bf16 fused"), cached])
-    head = ["ms, forward and backward", "bf16, fused", "titan_fp8moe", "without quantizing the weights"]
-    return markdown(head, rows)
+        names = "", *(f", {bytes} kept for 4 microbatches" for bytes in ("1 byte", "2 bytes"))
+        first, *kept = [records.of(f"routed_vs_fused_bf16{name}", f"{base}, {BACK_TO_BACK}") for name in names]
+        cells = [ours(found) + ratios(found, fused) if found else "" for found in (first, *kept)]
+        rows.append([base, cell(first, fused), *cells, number(next(iter(first.values()))["weights_cached"])])
+    kept = "quantized once for four microbatches, 1 byte a parameter kept", "the same, 2 bytes"
+    return markdown(["ms, forward and backward", "bf16, fused", "titan_fp8moe", *kept, "without quantizing"], rows)
 
 
 def ffns(records: Records) -> str:
