@@ -188,6 +188,30 @@ def training(records: Records) -> str:
     return markdown(["tokens/s per GPU, GiB reserved", *PEERS, "titan_fp8moe", "spread"], rows)
 
 
+TITAN03 = {
+    "bf16": "bf16",
+    "bf16_outside_fsdp": "bf16, experts outside of FSDP",
+    "bf16_fused_swiglu": "bf16, `fused_swiglu`",
+    "bf16_strongest": "bf16, both, grouped GEMMs kept",
+    "bf16_async_ep": "bf16, MinimalAsyncEP",
+    "torchao": "torchao FP8 experts",
+}
+
+
+def titan03(records: Records) -> str:
+    """Training under torchtitan 0.3, one row for each setting and options of ours."""
+    rows = []
+    for name in records.names(r"train_\S+_titan03( \S+=\S+)*"):
+        for shape in records.shapes(name):
+            speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
+            short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
+            title = joined(short.replace("parallelism.expert_parallel_degree=1", "FSDP 2"), *name.split()[1:])
+            cells = [joined(cell(speed, reference), cell(memory, reference)) for reference in TITAN03]
+            rows.append([title, *cells, joined(ours(speed) + ratios(speed, *TITAN03), ours(memory))])
+    rows.sort(key=lambda row: "GPUs" in row[0])
+    return markdown(["tokens/s per GPU, GiB reserved", *TITAN03.values(), "titan_fp8moe"], rows)
+
+
 CHECKPOINTING = {
     "": "per op",
     ":checkpointing=saved": "per op, bf16's grouped GEMMs kept",
@@ -220,7 +244,9 @@ def variants(records: Records) -> str:
             rows.append([title, setting(shape), joined(cell(speed, reference), cell(memory, reference)), share])
     for name in records.names(r"train_16b \S+=\S+"):
         for shape in records.shapes(name, "fp8_flow"):
-            speed, memory = records.of(name, shape)["fp8_flow"], records.of(f"{name} memory", shape)
+            if (speed := records.of(name, shape).get("fp8_flow")) is None:
+                continue  # the newest run had other references
+            memory = records.of(f"{name} memory", shape)
             cells = joined(number(speed["value"]), ours(memory)), f"{speed['speedup']:.3f}x"
             rows.append([f"`{name.split()[1]}`", setting(shape), *cells])
     return markdown(["variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed"], rows)
@@ -562,7 +588,7 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, checkpointing, variants, sweep, largest_batch, step),
+        *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
         *(layers, layers_without_fused, layer_ablations, sonicmoe, ffns),
         routed_vs_fused_bf16,
         *(transformers, transformers_token, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),

@@ -269,6 +269,7 @@ def _train(layouts, whole, captured):
 
     body = step if whole else microbatch
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the tensors were made on another stream
     with torch.cuda.stream(stream):
         body()
     torch.cuda.synchronize()

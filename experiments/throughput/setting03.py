@@ -5,6 +5,7 @@
 * ``bf16`` is torchtitan's.
 * ``bf16_outside_fsdp`` keeps experts outside of FSDP over one rank, as the FP8 adapter does, so that both copy alike.
 * ``bf16_fused_swiglu`` has torchtitan's overrides ``fused_swiglu`` and ``fused_grouped_experts``.
+* ``bf16_strongest`` has them outside of FSDP, and selective checkpointing keeps its grouped GEMMs.
 * ``bf16_async_ep`` dispatches with torchtitan's MinimalAsyncEP, which CUDA graphs with expert parallelism need.
 * ``torchao`` has torchtitan's rowwise Float8 experts.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan import trainer
 from torchtitan.components.quantization.float8 import Float8GroupedExpertsConverter
 from torchtitan.config import CompileConfig
@@ -25,6 +27,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
 from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3_models
 from torchtitan.models.qwen3 import config_registry as qwen3
+from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
 
 from experiments.throughput import kernel_trace
 from titan_fp8moe.torchtitan03 import parallel
@@ -60,6 +63,23 @@ def _fused_swiglu(config: Any) -> Any:
     return config
 
 
+class KeepsGroupedGemms(SelectiveAC):
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | {torch.ops.aten._grouped_mm.default}
+
+
+def _strongest(config: Any) -> Any:
+    parallel.install()
+    FusedGroupedExperts.outside_fsdp = True
+    if type(config.activation_checkpoint) is SelectiveAC.Config:
+        config.activation_checkpoint = derive(config.activation_checkpoint, KeepsGroupedGemms.Config)
+    return _fused_swiglu(config)
+
+
 def _torchao(config: Any) -> Any:
     model = config.model_spec.model
     config.model_spec.model = Float8GroupedExpertsConverter.Config(model_compile_enabled=True).build().convert(model)
@@ -77,6 +97,7 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda config: config,
     "bf16_outside_fsdp": _outside_fsdp,
     "bf16_fused_swiglu": _fused_swiglu,
+    "bf16_strongest": _strongest,
     "bf16_async_ep": _async_ep,
     "torchao": _torchao,
     "fp8_flow": with_fp8_flow,

@@ -78,6 +78,7 @@ VARIANTS_03 = (
     "bf16",
     "bf16_outside_fsdp",
     "bf16_fused_swiglu",
+    "bf16_strongest",
     "bf16_async_ep",
     "torchao",
     "fp8_flow",
