@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -50,9 +49,9 @@ def compile_ahead(kind: Hashable, x: Tensor, on_meta: Callable[[], None]) -> Non
 
     Args:
         kind: is added to :data:`seen`.
-        x: the layer's input. While ``torch.compile`` traces with fake tensors there is nothing to do yet.
+        x: the layer's input. ``torch.compile`` traces with a subclass in its place, and nothing is to be done yet.
     """
-    if isinstance(x, FakeTensor):
+    if type(x) is not Tensor:
         return
     seen.add(kind)
     processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
