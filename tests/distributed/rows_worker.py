@@ -1,6 +1,6 @@
 """The routed experts on an expert-parallel group against all experts in one process, row by row.
 
-    torchrun --nproc_per_node N rows_worker.py
+    torchrun --nproc_per_node N rows_worker.py [D H]
 
 Each rank holds its own tokens and its share of the experts. The reference needs no group: the part of a rank's experts
 is computed for all tokens and rounded to bf16, and the parts are added in the order in which a rank does. Output, input
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
 
-D, H, EXPERTS, TOP_K = 256, 128, 8, 3
+EXPERTS, TOP_K = 8, 3
 
 
 def choose(kind: str, tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -66,6 +66,7 @@ def main() -> None:
     dist.broadcast_object_list(seed)
     print(f"seed {seed[0]}", flush=True)
     generator = torch.Generator().manual_seed(seed[0])
+    D, H = map(int, sys.argv[1:3] or (256, 128))
 
     local = EXPERTS // ranks
     cases = [(kind, before) for kind in ("uniform", "skewed", "one_expert", "empty_rank") for before in (False, True)]

@@ -5,9 +5,9 @@ import pytest
 from tests.distributed.conftest import ended_well, run_workers
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_rows_equal_one_process(num_ranks):
-    done = run_workers("rows_worker.py", num_ranks, timeout=300)
+@pytest.mark.parametrize(("num_ranks", "dims"), [(2, ()), (4, ()), (2, ("192", "80"))])
+def test_rows_equal_one_process(num_ranks, dims):
+    done = run_workers("rows_worker.py", num_ranks, *dims, timeout=300)
     log = done.stdout[-3000:] + done.stderr[-3000:]
     assert ended_well(done), log
     # 8 cases x 3 settings x (3 results of rows + 3 weight gradients), and none failed.
