@@ -29,7 +29,7 @@ def like(tensor: Tensor | None) -> Tensor | None:
 
 
 def _weights(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
-    weights = ExpertWeights(*map(like, packed[: len(ExpertWeights._fields)]))
+    weights: ExpertWeights[Any] = ExpertWeights(*map(like, packed[: len(ExpertWeights._fields)]))
     if weights.w1.shape[2] == D:
         return weights
     w1, w2 = weights.w1.detach()[:, :, :D], weights.w2.detach()[:, :D]  # quantized ones are padded
