@@ -7,9 +7,6 @@ goes on where it was.
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,8 @@ from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3Sta
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from tests.distributed.checkpoint_worker import COMMON, FOUR_RANKS, ONE_RANK, TWO_RANKS
-from tests.distributed.conftest import ROOT, WorkerResults, case_dir  # noqa: F401  case_dir is a fixture
+from tests.distributed.conftest import WorkerResults, case_dir  # noqa: F401  case_dir is a fixture
+from tests.processes import run_workers
 
 State = dict[str, torch.Tensor]
 # Relative difference of losses between bf16 and FP8. With weights that were not loaded it is 5% and more.
@@ -45,20 +43,7 @@ def seed_checkpoint(out: Path) -> Path:
         f"--model.hf_assets_path={out}/tokenizer",
     ]
     args = [*COMMON, *data, "--model.converters=fp8_flow_moe", f"--job.dump_folder={out}/seed"]
-    run = subprocess.run(
-        ["tools/run_train.sh", *args, "--checkpoint.create_seed_checkpoint"],
-        cwd=ROOT,
-        env=os.environ
-        | {
-            "NGPU": "1",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = run_workers("-m", 1, "torchtitan.train", *args, "--checkpoint.create_seed_checkpoint", cpu_only=True)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
     return out / "seed/checkpoint/step-0"
 

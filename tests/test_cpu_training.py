@@ -15,8 +15,8 @@ from torch import nn
 from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
 
-from tests.distributed.conftest import ended_well
 from tests.jobs import make_config, make_model
+from tests.processes import ended_well, run_workers, time_limit
 from titan_fp8moe.torchtitan import flavors
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 from titan_fp8moe.trainer import cpu
@@ -57,12 +57,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int, overrides: list[str]) -> str:
-    """Log of a run of train_configs/debug.toml with these model converters."""
+    """Log of a run of train_configs/debug.toml with these model converters; of several processes through the script."""
     debug_toml = (ROOT / "train_configs/debug.toml").read_text()
     config = tmp_path / "config.toml"
     text, n_replaced = re.subn(r"(?m)^converters = .*$", f"converters = {json.dumps(converters)}", debug_toml)
     assert n_replaced == 1
     config.write_text(text.replace("outputs/corpus", str(corpus)))
+    arguments = [*OVERRIDES, f"--job.dump_folder={tmp_path}", *overrides]
+    if n_processes == 1:
+        run = run_workers("-m", 1, "torchtitan.train", f"--job.config_file={config}", *arguments, cpu_only=True)
+        assert run.returncode == 0, run.stderr[-6000:]
+        return run.stdout
     environment = os.environ | {
         "NGPU": str(n_processes),
         "LOG_RANK": ",".join(map(str, range(n_processes))),  # any may say why it ended
@@ -73,12 +78,12 @@ def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     run = subprocess.run(
-        ["tools/run_train.sh", *OVERRIDES, f"--job.dump_folder={tmp_path}", *overrides],
+        ["tools/run_train.sh", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=time_limit(120),
     )
     log = run.stdout + run.stderr
     assert ended_well(run) and "for other ranks to complete" in log, log[-6000:]  # what rank 0 says when it is done
@@ -86,7 +91,9 @@ def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int,
 
 
 def losses(log: str, kind: str = "step") -> list[float]:
-    return [float(loss) for loss in re.findall(rf"(?m)^\[rank0\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)]
+    return [
+        float(loss) for loss in re.findall(rf"(?m)^(?:\[rank0\]:)?\[titan\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)
+    ]
 
 
 @pytest.mark.parametrize(

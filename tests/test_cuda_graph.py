@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from tests.distributed.conftest import ROOT
 from tests.layer import make_layer, run
+from tests.processes import ROOT
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
 
 

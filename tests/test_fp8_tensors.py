@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.distributed.conftest import ROOT
+from tests.processes import ROOT
 from titan_fp8moe import RoutedExperts, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
 

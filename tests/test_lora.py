@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, CastCounter
+from tests.processes import ROOT
 from titan_fp8moe import (
     SAVED_OPS,
     Adapter,

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import titan_fp8moe
-from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, D, E, H, K, T, make_layer
+from tests.processes import ROOT
 from titan_fp8moe import (
     Fp8FlowLinear,
     Fp8FlowMoEConfig,

@@ -17,8 +17,8 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 pytest.importorskip("transformers", "5.17")
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
-from tests.distributed.conftest import ROOT, ended_well, run_workers
 from tests.layer import DEVICE, D, E, H, K
+from tests.processes import ROOT, ended_well, run_workers
 from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
@@ -396,7 +396,7 @@ def test_blocks_of_compiled_models_run_eagerly():
 @pytest.mark.slow
 def test_two_processes():
     """Expert parallelism of torchtitan and of Transformers, and FSDP2, against one process."""
-    done = run_workers("replay_worker.py", 2, timeout=200)
+    done = run_workers("replay_worker.py", 2)
     log = done.stdout[-3000:] + done.stderr[-3000:]
     assert ended_well(done) and done.stdout.count("ok ") == 3 and "FAILED" not in done.stdout, log
 

@@ -26,8 +26,8 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
 from experiments.transformers import run  # noqa: E402
-from tests.distributed.conftest import ROOT, ended_well, run_workers  # noqa: E402
 from tests.layer import DEVICE, CastCounter  # noqa: E402
+from tests.processes import ROOT, ended_well, run_workers  # noqa: E402
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.testing import relative_error  # noqa: E402
@@ -539,7 +539,7 @@ def test_layers_on_two_gpus(tmp_path: Path):
 
 def test_two_processes(tmp_path: Path):
     """FSDP2, and Transformers' own expert parallelism, against one process."""
-    done = run_workers("transformers_worker.py", 2, str(tmp_path), timeout=200)
+    done = run_workers("transformers_worker.py", 2, str(tmp_path))
     log = done.stdout[-3000:] + done.stderr[-3000:]
     assert ended_well(done) and "ok fsdp2" in done.stdout and "ok expert parallel" in done.stdout, log
 

@@ -21,6 +21,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
 from tests.distributed.rows_worker import check
 from tests.distributed.symmetric_faults_worker import report_ends
+from tests.processes import time_limit
 from titan_fp8moe import ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import base
@@ -30,7 +31,7 @@ from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 D, H, EXPERTS, TOP_K = 256, 128, 4, 2
 TIMEOUT = 5  # seconds a collective may wait for a lost rank
-SETUP = 120  # and before
+SETUP = time_limit(60)  # and before
 WEIGHTS = ("w1", "w2", "w3")
 
 

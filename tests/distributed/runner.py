@@ -1,6 +1,8 @@
 """What the workers share: running the cases of a command line, and gathering their results over the ranks."""
 
 import faulthandler
+import functools
+import inspect
 import os
 import sys
 import traceback
@@ -10,7 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-CASE_TIMEOUT = 120  # seconds; a hang prints every thread's stack and ends the run
+from tests.processes import time_limit
+
+CASE_TIMEOUT = time_limit(60)  # seconds; a hang prints every thread's stack and ends the run
 
 
 def plain_name(name: str) -> str:
@@ -25,17 +29,17 @@ def gather_list(value) -> list:
 
 
 def gather(values: dict) -> dict:
-    """The union of all ranks' dicts: pipeline stages hold different parameters."""
-    merged = {}
-    for part in gather_list(values):
-        merged |= part
-    return merged
+    """On rank 0 the union of all ranks' dicts: pipeline stages hold different parameters."""
+    parts = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(values, parts)
+    return {name: value for part in parts or () for name, value in part.items()}
 
 
 def run_all(run: Callable[[str, Path], dict]) -> None:
     """Runs the cases named on the command line, ``OUT_DIR CASE...``, and leaves each result, or error, in OUT_DIR."""
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
+    inspect.getsource = functools.cache(inspect.getsource)  # each command line reads the comments of all settings
     for case in sys.argv[2:]:
         faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
         try:

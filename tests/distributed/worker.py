@@ -86,7 +86,7 @@ class RecordingTrainer(torchtitan.train.Trainer):
         clip, recorded, counted = torchtitan.train.dist_utils.clip_grad_norm_, {}, {}
 
         def clip_and_record(*args, **kwargs):
-            if not recorded:
+            if self.step == 1:
                 recorded.update(self.gradients())
                 counted.update(self.counted())
             return clip(*args, **kwargs)
