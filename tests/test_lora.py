@@ -2,8 +2,6 @@
 
 import copy
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import DEVICE, CastCounter
-from tests.processes import ROOT
+from tests.processes import run_script
 from titan_fp8moe import (
     SAVED_OPS,
     Adapter,
@@ -173,8 +171,7 @@ def test_effect_on_8192_tokens():
 
 @pytest.mark.slow
 def test_example():
-    command = [sys.executable, str(ROOT / "examples/lora.py"), "--steps", "10"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_script("examples/lora.py", "--steps", "10", gpu=torch.cuda.is_available())
     match = re.search(r"last loss ([+-][\d.]+)% from bf16\nloss ([\d.]+) beside, ([\d.]+) merged", done.stdout)
     assert match, done.stdout + done.stderr
     assert abs(float(match[1])) < 5 and float(match[2]) < float(match[3]) < 0.25

@@ -2,8 +2,6 @@
 
 import copy
 import io
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.processes import run_script
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, clip_grad_norm_, parameter_groups
 from titan_fp8moe.nn import modules
 
@@ -75,9 +74,7 @@ def test_a_copy_shares_the_group(group, make):
 
 def test_a_module_without_its_group_is_refused(group, tmp_path):
     torch.save(RoutedExperts(4, 128, 128, ep_group=group), tmp_path / "module")
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, tmp_path / "module"], capture_output=True, text=True, timeout=120
-    )
+    done = run_script("-c", LOAD, tmp_path / "module")
     assert "create the same groups before you load the module, or save state dicts" in done.stderr
 
 

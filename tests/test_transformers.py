@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import re
-import subprocess
 import sys
 import types
 import warnings
@@ -27,7 +26,7 @@ from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
 from experiments.transformers import run  # noqa: E402
 from tests.layer import DEVICE, CastCounter  # noqa: E402
-from tests.processes import ROOT, ended_well, run_workers  # noqa: E402
+from tests.processes import ended_well, run_script, run_workers  # noqa: E402
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.testing import relative_error  # noqa: E402
@@ -567,7 +566,6 @@ def test_records_of_known_times():
 
 
 def test_example():
-    command = [sys.executable, str(ROOT / "examples/finetune_transformers.py"), "--steps", "6", "--tiny"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_script("examples/finetune_transformers.py", "--steps", "6", "--tiny", gpu=torch.cuda.is_available())
     match = re.search(r"last loss ([+-][\d.]+)% from (?:bf16|fp32)", done.stdout)
     assert match and abs(float(match[1])) < 2, done.stdout + done.stderr

@@ -1,8 +1,6 @@
 """What the workers share: running the cases of a command line, and gathering their results over the ranks."""
 
 import faulthandler
-import functools
-import inspect
 import os
 import sys
 import traceback
@@ -39,7 +37,6 @@ def run_all(run: Callable[[str, Path], dict]) -> None:
     """Runs the cases named on the command line, ``OUT_DIR CASE...``, and leaves each result, or error, in OUT_DIR."""
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
-    inspect.getsource = functools.cache(inspect.getsource)  # each command line reads the comments of all settings
     for case in sys.argv[2:]:
         faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
         try:
