@@ -543,13 +543,14 @@ def test_two_processes(tmp_path: Path):
     assert ended_well(done) and "ok fsdp2" in done.stdout and "ok expert parallel" in done.stdout, log
 
 
-def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """Every phase leaves a record, and what does not fit the budget is named."""
+    monkeypatch.setitem(run.TINY, "num_hidden_layers", 1)  # a graph of two takes twice as long to trace
     arguments = ["--out", str(tmp_path), "--tiny", "--rounds", "1", "--calls", "1", "--steps", "3", "--models", "qwen3"]
     run.main(arguments)
     records = json.loads((tmp_path / "results.json").read_text())
     assert {record["name"] for record in records} == {"transformers_qwen3"} and len(records) == 5
-    assert all(record["experts_in_fp8"] == 2 and record["speedup"] > 0 for record in records)
+    assert all(record["experts_in_fp8"] == 1 and record["speedup"] > 0 for record in records)
     loss = next(record for record in records if "loss after" in record["shape"])
     assert loss["value"] == pytest.approx(loss["reference_value"], rel=5e-3) and len(loss["losses"]) == 3
     assert loss["losses"] != loss["reference_losses"]
