@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cosine_similarity
@@ -259,13 +258,6 @@ def test_recompute_settings(save_h):
     if save_h == "bf16":
         assert equal(others[0], want) and equal(others[1], want)
     assert all(min(map(cosine, other, want)) > 0.997 for other in others)
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dispatch", ["all_to_all", "symmetric"])

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,13 +15,6 @@ from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, clip_grad_norm_, param
 from titan_fp8moe.nn import modules
 
 LOAD = "import sys, torch; torch.load(sys.argv[1], weights_only=False)"
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def step(experts):

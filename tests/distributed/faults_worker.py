@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
-from tests.distributed.rows_worker import check
+from tests.distributed.runner import check, start
 from tests.distributed.symmetric_faults_worker import report_ends
 from tests.processes import time_limit
 from titan_fp8moe import ops, routed_experts
@@ -215,15 +215,10 @@ def lose_ranks(out: Path, backend: str) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     if len(sys.argv) > 1:
         return lose_ranks(Path(sys.argv[1]), sys.argv[2])
     parallel.install()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    device = "cuda" if cuda else "cpu"
+    device = start()
     check_routing(device, dist.get_rank(), dist.get_world_size())
     check_nan(device, dist.get_rank())
     check_agreement(device, dist.get_rank())

@@ -33,10 +33,27 @@ def gather(values: dict) -> dict:
     return {name: value for part in parts or () for name, value in part.items()}
 
 
+def start() -> str:
+    """Begins the ranks' group, with NCCL where there are GPUs, and says where their tensors are."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return "cuda" if cuda else "cpu"
+
+
+def check(name: str, ok: bool) -> None:
+    """Ends the ranks unless all of them are ``ok``; rank 0 prints which."""
+    ok = all(gather_list(bool(ok)))
+    if dist.get_rank() == 0:
+        print(f"{'ok' if ok else 'FAILED'} {name}", flush=True)
+    if not ok:
+        sys.exit(1)
+
+
 def run_all(run: Callable[[str, Path], dict]) -> None:
     """Runs the cases named on the command line, ``OUT_DIR CASE...``, and leaves each result, or error, in OUT_DIR."""
     out = Path(sys.argv[1])
-    torch.set_num_threads(1)
     for case in sys.argv[2:]:
         faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
         try:
