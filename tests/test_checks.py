@@ -3,13 +3,12 @@
 import contextlib
 import logging
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.processes import run_script
 from titan_fp8moe import Fp8FlowLinear, RoutedExperts, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
@@ -23,7 +22,7 @@ def refused(message: str | None) -> contextlib.AbstractContextManager:
 
 def test_torchtitan_is_not_imported():
     code = "import sys, titan_fp8moe.trainer.preflight; sys.exit('torchtitan' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert run_script("-c", code).returncode == 0
 
 
 @pytest.mark.parametrize(

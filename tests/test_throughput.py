@@ -38,6 +38,7 @@ from experiments.throughput.kernel_trace import (
 )
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
+from tests.processes import run_script
 from tests.test_rooms import ADAPTERS
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.testing import relative_error
@@ -647,8 +648,7 @@ for arguments in json.loads(sys.argv[1]):
         options = f"--out o --model {model} --layers 5 --attention flex --local-batch 2"
         overrides = train.overrides("bf16", train.parser("").parse_args(options.split()), 0)
         runs.append([f"--job.config_file={train.CONFIG}", *overrides])
-    command = [sys.executable, "-c", script, json.dumps(runs)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = run_script("-c", script, json.dumps(runs))
     assert found.stdout.splitlines() == ["5 flex block_causal 2"] * len(train.MODELS), found.stderr
 
 

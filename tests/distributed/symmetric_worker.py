@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.distributed.rows_worker import check
+from tests.distributed.runner import check
 from tests.layer import apply_layer
 from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import workspace
