@@ -6,9 +6,7 @@ import torch.distributed as dist
 
 from titan_fp8moe.kernels import warm_up
 
-warm_up.MAX_PROCESSES = (
-    0  # a test compiles its kernels itself: on a GPU each of the suite's processes would start eight
-)
+warm_up.MAX_PROCESSES = 0  # a test compiles its kernels itself: on a GPU each worker of pytest would start sixteen
 LONGEST = "tests/distributed/test_layouts", "tests/test_transformers", "tests/test_checkpoint", "tests/test_compiling"
 
 

@@ -25,6 +25,7 @@ from titan_fp8moe import (
     testing,
 )
 from titan_fp8moe.layer.lora import lora_operands, split_lora
+from titan_fp8moe.spec import ExpertSpec
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 SCALE = 0.5
@@ -136,7 +137,7 @@ def test_the_adapters_own_products():
     ends = torch.arange(128, 513, 128, dtype=torch.int32, device=DEVICE)
     four = {name: w[:4] for name, w in weights.items()}
     lora = make_lora(four, 16)
-    operands = lora_operands(*split_lora(lora, list(four.values())))
+    operands = lora_operands(*split_lora(lora, list(four.values())), ExpertSpec())
     for name, gemm, rows in (("w1", operands.w13, x), ("w3", operands.w13, x), ("w2", operands.w2, x[:, :H])):
         q, scale = recipe.quantize_rows(rows)
         got = ops.low_rank(q, recipe.column_major(scale), gemm.A, gemm.B, ends)

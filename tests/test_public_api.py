@@ -82,8 +82,8 @@ def test_module_is_the_function():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(dim=200), "dim = 200 and hidden_dim = 128 must be multiples of 128"),
-        (dict(hidden_dim=64), "hidden_dim = 64"),
+        (dict(dim=200), "dim = 200 and hidden_dim = 128 must be multiples of 16"),
+        (dict(hidden_dim=72), "hidden_dim = 72"),
         (dict(num_experts=0), "num_experts = 0 must be a positive int"),
         (dict(num_experts=4.0), r"num_experts = 4\.0 must be a positive int"),
         (dict(dim=0, hidden_dim=0), "dim = 0, hidden_dim = 0 must be a positive int"),

@@ -115,6 +115,42 @@ def test_every_class_of_the_registry(module: str, name: str):
     assert all(0.01 < error < ONE_LAYER for error in errors), errors
 
 
+PADDED = ("AriaExperts", "GptOssExperts", "OpenAIPrivacyFilterExperts", "Qwen3MoeExperts")
+PADDED_SIZES = dict.fromkeys(("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size"), 144)
+
+
+@pytest.mark.parametrize("module,name", [found for found in CLASSES if found[1] in PADDED], ids=PADDED)
+def test_padded_sizes(module: str, name: str):
+    """In every layout: transposed or not, gate and up interleaved or not, with biases or without. Parameters and their
+    gradients keep their shapes and strides."""
+    experts, dout = make_experts(module, name, hidden_size=192, **PADDED_SIZES), torch.randn(T, 192, device=DEVICE)
+    _, ids, scores = make_inputs()
+    inputs = torch.randn(T, 192, device=DEVICE), ids, scores
+    want, got = (step(experts, implementation, inputs, dout) for implementation in ("eager", "fp8_flow"))
+    errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    assert all(0.01 < error < ONE_LAYER for error in errors), errors
+    for param, grad in zip(experts.parameters(), got[3:], strict=True):
+        assert grad.shape == param.shape and (grad.dim() < 3 or grad.is_contiguous())
+
+
+def test_a_padded_gpt_oss_model():
+    """Whole, tiny, in fp32: logits and the gradients of all parameters near those of eager experts."""
+    sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=VOCABULARY)
+    experts = dict(hidden_size=192, intermediate_size=144, num_local_experts=E, num_experts_per_tok=K)
+    config = transformers.GptOssConfig(**sizes, **experts, pad_token_id=0, eos_token_id=1)
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).to(DEVICE)
+    ids, results = torch.randint(0, VOCABULARY, (2, 40), device=DEVICE), []
+    for implementation in ("eager", "fp8_flow"):
+        model.set_experts_implementation(implementation)
+        out = model(ids, labels=ids)
+        grads = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad])
+        results.append([out.logits.detach(), torch.cat([grad.flatten() for grad in grads])])
+    assert adapter.converted(model) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    for want, got in zip(*results, strict=True):
+        assert 1e-5 < relative_error(got, want) < 0.1
+
+
 def test_gates_are_found_by_their_values():
     """Each layer for itself: in some models the limit is a layer's own."""
     experts = [qwen3_experts(), qwen3_experts(hidden_act="gelu_pytorch_tanh"), qwen3_experts(hidden_act="relu")]
@@ -215,8 +251,8 @@ def test_settings_reach_the_layer():
     ("change", "why"),
     [
         (dict(hidden_act="gelu"), "gate is none of swiglu, clamped_swiglu, geglu_tanh"),
-        (dict(moe_intermediate_size=192), "dims 256 and 192 are not both multiples of 128"),
-        (dict(hidden_size=320), "dims 320 and 128 are not both multiples of 128"),
+        (dict(moe_intermediate_size=200), "dims 256 and 200 are not both multiples of 16"),
+        (dict(hidden_size=328), "dims 328 and 128 are not both multiples of 16"),
         (torch.float16, "weights are torch.float16; load them in bfloat16"),
     ],
     ids=str,

@@ -26,7 +26,7 @@ from titan_fp8moe.layer.cache import Layouts, WeightCache, _cache_key
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import E8M0, FP8, TILE, exp2, exponent
+from titan_fp8moe.recipe import E8M0, FP8, STEP, TILE, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.versions import warn_about_versions
@@ -64,7 +64,7 @@ def register(
     """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
 
     It serves experts whose gate is one of :data:`titan_fp8moe.activations.ACTIVATIONS`, with or without biases, in any
-    of Transformers' layouts, with dims that are multiples of 128 and weights in bf16 or fp32. Parameters, their names
+    of Transformers' layouts, with dims that are multiples of 16 and weights in bf16 or fp32. Parameters, their names
     and checkpoints stay as they are. Experts of an FP8 checkpoint in DeepSeek's format stay in FP8, 1 byte per
     parameter; they are frozen, so call ``requires_grad_(False)`` on them before training.
 
@@ -238,8 +238,10 @@ def _why_not(experts: Any) -> str | None:
     _, D, H = experts.down_proj.shape
     if experts.is_transposed:
         D, H = H, D
-    if D % TILE or H % (TILE if experts.is_concatenated else 16):
-        return f"its dims {D} and {H} are not both multiples of {TILE}, the width of an FP8 tile"
+    if dtype == FP8 and (D % TILE or H % TILE):
+        return f"its FP8 weights have dims {D} and {H} that are not both multiples of {TILE}; load them dequantized"
+    if D % STEP or H % STEP:
+        return f"its dims {D} and {H} are not both multiples of {STEP}"
     return None
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tests import test_sizes
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import grouped_mm
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -135,6 +136,19 @@ def test_kernels_give_the_reference(layer, request):
     for a, b in zip(got, want, strict=True):
         # bf16 rounding of the GEMMs' results, and the few fp8 codes it moves.
         assert relative_error(a, b) < 5e-3
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_sizes.py compares the kernels with float64")
+@pytest.mark.parametrize("how", ["apart", "fused", "fused transposed", "interleaved transposed"])
+def test_kernels_give_the_reference_of_padded_sizes(request, seed, how):
+    torch.manual_seed(seed)
+    args, _ = test_sizes.make(192, 80, torch.bfloat16)
+    want, _ = test_sizes.run(how, *args)
+    request.getfixturevalue("on_kernels")
+    got, parameters = test_sizes.run(how, *args)
+    for name, a, b in zip(test_sizes.NAMES, got, want, strict=True):
+        assert relative_error(a, b) < 5e-3, name
+    assert all(p.grad.stride() == p.stride() for p in parameters)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/test_matmul.py compares the kernels with float64")
