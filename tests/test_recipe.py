@@ -240,6 +240,12 @@ def test_activation_backward_is_the_gradient(spec):
     forward, backward = (lambda *args, f=f: f(*args, *spec.parameters) for f in (entry.forward, entry.backward))
     g, u = (values(1000).requires_grad_() for _ in range(2))
     dout = values(1000)
+    if not spec.gated:
+        (want,) = torch.autograd.grad(forward(g, None), g, dout)
+        got, none = backward(g.detach(), None, dout)
+        assert none is None
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+        return
     want = torch.autograd.grad(forward(g, u), (g, u), dout)
     torch.testing.assert_close(backward(g.detach(), u.detach(), dout), want, rtol=1e-12, atol=1e-14)
 
@@ -268,6 +274,20 @@ def test_geglu_is_gelu_times_up():
     g, u = values(1000), values(1000)
     want = torch.nn.functional.gelu(g, approximate="tanh") * u
     torch.testing.assert_close(ACTIVATIONS["geglu_tanh"].forward(g, u), want)
+
+
+def test_relu2_is_that_of_models():
+    """Torch's square of relu, with autograd's derivative at 0 and for values that are not finite."""
+    h, dout = values(1000), values(1000)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), -1.0, -1.0])
+    h[:7], dout[5:7] = special, torch.tensor([float("inf"), float("nan")])
+    h.requires_grad_()
+    want = torch.square(torch.nn.functional.relu(h))
+    (gradient,) = torch.autograd.grad(want, h, dout)
+    entry = ACTIVATIONS["relu2"]
+    torch.testing.assert_close(entry.forward(h, None), want, equal_nan=True)
+    torch.testing.assert_close(entry.backward(h.detach(), None, dout)[0], gradient, equal_nan=True)
+    assert not gradient[[0, 1, 3, 5, 6]].any() and gradient[4].isnan()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
@@ -321,12 +341,12 @@ def test_operand_and_gradients(spec):
         return ACTIVATIONS[spec.activation].forward(g, u, *spec.parameters)
 
     M, H = 64, 256
-    h = torch.randn(M, 2 * H).bfloat16()
+    h = torch.randn(M, spec.rows_per_unit * H).bfloat16()
     d, score = torch.randn(M, H).bfloat16(), torch.rand(M)
     h64, score64 = h.double().requires_grad_(), score.double().requires_grad_()
-    g, u = h64.chunk(2, 1)
     s = score64.unsqueeze(1)
-    operand = act(s * g, s * u) if score_before_experts else act(g, u) * s
+    g, u = recipe.split_gate_up(s * h64 if score_before_experts else h64, spec)
+    operand = act(g, u) if score_before_experts else act(g, u) * s
     operand.backward(d.double())
     dh, dh_scale, q, q_scale, ds, _ = recipe.swiglu_quantize_backward(d, h, score, spec)
     forward = recipe.swiglu_quantize(h, score, spec)

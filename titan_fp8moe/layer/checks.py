@@ -13,10 +13,11 @@ from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller
 from titan_fp8moe.ops.permute import SWAPPED
 from titan_fp8moe.recipe import E8M0, FP8
+from titan_fp8moe.spec import ExpertSpec
 
 
 def check_inputs(
-    x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, interleaved: bool
+    x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, expert: ExpertSpec
 ) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
@@ -34,17 +35,19 @@ def check_inputs(
     if not device == topk_ids_TK.device == topk_scores_TK.device == w1.device == w2.device == up.device:
         devices = {t.device for t in (x_TD, topk_ids_TK, topk_scores_TK, w1, w2, up)}
         raise ValueError(f"x, ids, scores and weights must be on one device, got {', '.join(map(str, devices))}")
-    even = w3 is not None or H % 2 == 0
-    if w3 is None:
-        H //= 2
-    if not (even and up.shape == w1.shape and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype):
+    gated = expert.gated
+    parts = 2 if gated and w3 is None else 1
+    even, H = H % parts == 0, H // parts
+    fits = even and up.shape == w1.shape and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype
+    if not fits or not (gated or w3 is None):
         got = ", ".join("None" if w is None else f"{tuple(w.shape)} {w.dtype}" for w in weights)
-        raise ValueError(
-            "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None, and w2 (E, D, H), all of one dtype; got " + got
-        )
-    if interleaved and w3 is not None:
-        raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None")
-    if D % 128 or H % (128 if w3 is None and not interleaved else 16):
+        shapes = "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None"
+        if not gated:
+            shapes = f"activation {expert.activation!r} has no gate: w1 must be (E, H, D) with w3 None"
+        raise ValueError(f"{shapes}, and w2 (E, D, H), all of one dtype; got {got}")
+    if expert.interleaved and parts == 1:
+        raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None and a gate")
+    if D % 128 or H % (128 if parts == 2 and not expert.interleaved else 16):
         raise ValueError(
             "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
             f"gate and up one after the other; got D {D} and H {H}"

@@ -117,7 +117,7 @@ def routed_experts(
     lora: Lora | None = None,
 ) -> Tensor:
     """Sum over a token's experts of score * (W2 activation(W1 x + b1, W3 x + b3) + b2), in FP8; by default
-    silu(W1 x) * (W3 x) without biases.
+    silu(W1 x) * (W3 x) without biases. Experts without a gate compute W2 activation(W1 x + b1) + b2.
 
     Differentiable once in ``x``, ``topk_scores``, the weights, biases and adapters, and whatever ``meanwhile`` reads.
 
@@ -125,8 +125,9 @@ def routed_experts(
         x: (T, D) bf16 or fp32, D a multiple of 128.
         w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, H a
             multiple of 16. The quantized weights pad H to a multiple of 128. Or gate and up in one ``w1`` (E, 2H, D),
-            gate first, with ``w3`` None and H a multiple of 128. That one and w2 may be transposes of contiguous
-            (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients. Or all are
+            gate first, with ``w3`` None and H a multiple of 128. An activation without a gate, such as ``"relu2"``,
+            has one projection (E, H, D), ``w1``, and ``w3`` None. A ``w1`` with ``w3`` None and w2 may be transposes of
+            contiguous (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients. Or all are
             :class:`titan_fp8moe.Fp8Weight`, frozen, H a multiple of 128; a forward copies ``w1`` and ``w3`` into one,
             but for a fused ``w1``.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
@@ -140,8 +141,8 @@ def routed_experts(
             so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
-        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None gate's and
-            up's in one ``b1`` (E, 2H), in the order of w1's rows. All or none.
+        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None one ``b1``
+            of all rows of w1, in their order. All or none.
         interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does, H a multiple
             of 16.
         lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
@@ -188,14 +189,15 @@ def apply_experts(
     """:func:`routed_experts` for modules.
 
     Args:
-        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It reads the rows that are
-            quantized for the routed experts, in both directions, and adds to their sums.
+        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H), with the routed experts'
+            activation, so w3 None without a gate. It reads the rows that are quantized for the routed experts, in both
+            directions, and adds to their sums.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
     """
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
-    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert.interleaved)
+    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert)
     config, expert, grad = layer.config, layer.expert, torch.is_grad_enabled()
     if layer.biases is not None:
         check_biases(layer.biases, weights)
@@ -450,12 +452,13 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.weights_spec = ctx.biases_spec = None
         if isinstance(inputs.weights.w1, DTensor):  # not by to_local(), whose autograd nodes take longer than this one
             w1, w2, w3 = cast(Any, inputs.weights)
-            ctx.weights_spec = w1._spec, w2._spec, w3._spec
-            inputs = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3._local_tensor))
+            w3_spec, w3_local = (None, None) if w3 is None else (w3._spec, w3._local_tensor)
+            ctx.weights_spec = w1._spec, w2._spec, w3_spec
+            inputs = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3_local))
             if inputs.biases is not None:
                 biases = cast(Any, inputs.biases)
-                ctx.biases_spec = [b._spec for b in biases]
-                inputs = inputs._replace(biases=Biases(*(b._local_tensor for b in biases)))
+                ctx.biases_spec = [None if b is None else b._spec for b in biases]
+                inputs = inputs._replace(biases=Biases(*(None if b is None else b._local_tensor for b in biases)))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
         has_shared = inputs.shared.w1 is not None

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe import ops
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.spec import ExpertSpec
 
 Weight = Tensor | Fp8Weight
 """A weight as the ops read it: bf16 or fp32 values, or values that are quantized already."""
@@ -26,7 +27,8 @@ class ExpertWeights(NamedTuple, Generic[W]):
     """One value for each weight of this rank's E experts: tensors, all bf16, all fp32 or all quantized; or gradients.
 
     Attributes:
-        w1: the gate projection (E, H, D); with ``w3`` None gate and up in one, (E, 2H, D), gate first.
+        w1: the gate projection (E, H, D); with ``w3`` None gate and up in one, (E, 2H, D), gate first. Of experts
+            without a gate the up projection (E, H, D), with ``w3`` None.
         w2: the down projection (E, D, H).
         w3: the up projection (E, H, D), or None.
     """
@@ -65,7 +67,7 @@ class Biases(NamedTuple, Generic[W]):
     """The biases of both products: tensors, all bf16 or all fp32; or one value for each, such as its gradient.
 
     Attributes:
-        b1: of the gate projection (E, H); with ``b3`` None of gate and up in one, (E, 2H), in the order of w1's rows.
+        b1: of the gate projection (E, H); with ``b3`` None of all of w1's rows, in their order, (E, 2H) or (E, H).
         b2: of the down projection (E, D).
         b3: of the up projection (E, H), or None.
     """
@@ -74,9 +76,11 @@ class Biases(NamedTuple, Generic[W]):
     b2: W
     b3: W | None = None
 
-    def gate_up(self: "Biases[Tensor]", interleaved: bool) -> tuple[Tensor, Tensor]:
-        """Gate's and up's (E, H), with equal strides."""
-        if interleaved:
+    def gate_up(self: "Biases[Tensor]", expert: ExpertSpec) -> tuple[Tensor, Tensor | None]:
+        """Gate's and up's (E, H), with equal strides; without a gate b1 and None."""
+        if not expert.gated:
+            return self.b1.contiguous(), None
+        if expert.interleaved:
             return self.b1[:, ::2], self.b1[:, 1::2]
         if self.b3 is None:
             gate, up = self.b1.chunk(2, 1)
@@ -96,9 +100,8 @@ NO_BIASES: Biases[Any] = Biases(None, None, None)
 
 
 def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:
-    """The matrices of an FFN, (H, D), (D, H) and (H, D), as the weights of one expert."""
-    matrices: Any = weights
-    return ExpertWeights(*(w.unsqueeze(0) for w in matrices))
+    """The matrices of an FFN, (H, D), (D, H) and (H, D) or None, as the weights of one expert."""
+    return ExpertWeights(*cast(Any, [None if w is None else w.unsqueeze(0) for w in weights]))
 
 
 def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
@@ -126,14 +129,14 @@ def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
     if not isinstance(weights.w1, Fp8GatheredWeight):
         return cast(Any, weights)
     values: Any = weights
-    return ExpertWeights(*(w.quantized for w in values))
+    return ExpertWeights(*cast(Any, [None if w is None else w.quantized for w in values]))
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------
 
 
 class ForwardOperands(NamedTuple):
-    """Operands of a forward: ``w13`` (E, 2H, D), gate and up in one, and ``w2`` (E, D, H)."""
+    """Operands of a forward: ``w13`` (E, 2H, D), gate and up in one, or up alone without a gate; ``w2`` (E, D, H)."""
 
     w13: Fp8Weight
     w2: Fp8Weight
