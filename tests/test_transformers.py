@@ -58,11 +58,14 @@ def experts_classes() -> list[tuple[str, str]]:
 CLASSES = experts_classes()
 # Not what the recipe serves, whatever the model's config. Some are newer than Transformers 5.17.
 REFUSED = {
-    "Inkling2Experts": "its gate is none of",
     "MuseSparkExperts": "its experts' outputs are normalized",
 }
-# The activation of a family whose experts have no gate.
-ACTIVATION = {"NemotronHExperts": dict(mlp_hidden_act="relu2")}
+# What a family has in the place of silu.
+ACTIVATION = {
+    "NemotronHExperts": dict(mlp_hidden_act="relu2"),
+    "Gemma4TextExperts": dict(hidden_activation="gelu_pytorch_tanh"),
+    "DiffusionGemmaTextExperts": dict(hidden_activation="gelu_pytorch_tanh"),
+}
 
 
 def make_config(implementation: str = "eager", **changes: Any) -> SimpleNamespace:
@@ -123,6 +126,8 @@ def test_gates_are_found_by_their_values():
     experts = [qwen3_experts(), qwen3_experts(hidden_act="gelu_pytorch_tanh"), qwen3_experts(hidden_act="relu")]
     names = [spec and spec.activation for spec in map(adapter._expert, experts)]
     assert names == ["swiglu", "geglu_tanh", None]
+    capped = make_experts("transformers.models.inkling2.modeling_inkling2", "Inkling2Experts", mlp_up_softcap=5.0)
+    assert adapter._expert(capped)[::2] == ("softcapped_swiglu", (7.0, 5.0), False)
     for limit in (2.0, 5.0):
         clamped = types.SimpleNamespace(limit=limit, alpha=1.5)
 
@@ -217,7 +222,7 @@ def test_settings_reach_the_layer():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (dict(hidden_act="gelu"), "gate is none of swiglu, clamped_swiglu, geglu_tanh"),
+        (dict(hidden_act="gelu"), "gate is none of swiglu, clamped_swiglu, geglu_tanh, softcapped_swiglu"),
         (dict(moe_intermediate_size=192), "dims 256 and 192 are not both multiples of 128"),
         (dict(hidden_size=320), "dims 320 and 128 are not both multiples of 128"),
         (torch.float16, "weights are torch.float16; load them in bfloat16"),

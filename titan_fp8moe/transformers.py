@@ -13,6 +13,7 @@ without a gate, is its ``w1`` as it lies.
 
 import functools
 import inspect
+import itertools
 import warnings
 import weakref
 from typing import Any, Literal, cast
@@ -272,11 +273,15 @@ def _compare_activation(experts: Any) -> ExpertSpec | None:
 
 def _compare_gate(experts: Any) -> ExpertSpec | None:
     def number(*names: str, default: float) -> float:
-        found = [value for name in names if isinstance(value := getattr(experts, name, None), int | float)]
+        places = itertools.product((experts, getattr(experts, "config", None)), names)
+        found = [value for at, name in places if isinstance(value := getattr(at, name, None), int | float)]
         return float(found[0]) if found else default
 
     limit, alpha = number("limit", "swiglu_limit", default=10.0), number("alpha", "swiglu_alpha", default=1.0)
     candidates = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if entry.gated and not entry.parameters]
+    caps = dict(gate_cap=number("mlp_gate_softcap", default=0.0), up_cap=number("mlp_up_softcap", default=0.0))
+    if min(caps.values()) > 0:
+        candidates.append(ExpertSpec.of("softcapped_swiglu", caps))
     if limit > 0:
         parameters = [dict(limit=limit, alpha=alpha, offset=offset) for offset in (0.0, 1.0)]
         candidates += [ExpertSpec.of("clamped_swiglu", values) for values in parameters]
