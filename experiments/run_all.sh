@@ -7,21 +7,22 @@
 #     bash experiments/run_all.sh --only layers_16b train_qwen3
 #     bash experiments/run_all.sh --list            # parts, the seconds each may take, and whether it is done
 #     bash experiments/run_all.sh --deepgemm DIR    # with DeepGEMM's compiled kernels, see kernels/deepgemm.py
+#     bash experiments/run_all.sh --gpus 8          # instead, what takes all GPUs of a node, in the order of its worth
 #
 # A part that is done leaves outputs/run_all/PART.done; remove that folder to begin again. Logs lie next to it. Records go
-# to experiments/*/results.json. The convergence study and several GPUs have scripts of their own: convergence/run.sh and
-# expert_parallel/exchange.py.
+# to experiments/*/results.json. The convergence study has a script of its own, convergence/run.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-done_in=outputs/run_all deepgemm="" limit=1000000 list="" only=""
+done_in=outputs/run_all deepgemm="" limit=1000000 list="" only="" gpus=1
 while [ $# -gt 0 ]; do
     case $1 in
     --deepgemm) deepgemm=$(realpath "$2") && shift 2 ;;
+    --gpus) gpus=$2 && shift 2 ;;
     --limit) limit=$2 && shift 2 ;;
     --list) list=1 && shift ;;
     --only) shift && only="$* " && shift $# ;;
-    *) sed -n '2,13p' "$0" >&2 && exit 2 ;;
+    *) sed -n '2,12p' "$0" >&2 && exit 2 ;;
     esac
 done
 
@@ -58,6 +59,23 @@ kernels() { # module, seconds, arguments
 
 mkdir -p "$done_in"
 part corpus 60 python3 tools/build_corpus.py --out outputs/corpus --max-bytes 60000000
+
+if [ "$gpus" -gt 1 ]; then
+    node() { # name, seconds, arguments of train.py
+        part "node${gpus}_$1" "$2" python3 -m experiments.throughput.train --out experiments/throughput --gpus "$gpus" --seeds 0 \
+            --budget 520 --steps 30 --timeout 240 "${@:3}"
+    }
+    both=(fp8_flow:dispatch=symmetric fp8_flow:dispatch=all_to_all bf16)
+    node 16b 530 --variants "${both[@]}"
+    part "node${gpus}_exchange" 530 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
+    part "node${gpus}_tests" 530 python3 -m pytest tests/distributed -m gpu -q -p no:cacheprovider
+    part "node${gpus}_layer_671b" 530 python3 -m experiments.throughput.layer --out experiments/throughput --gpus "$gpus" \
+        --models 671B --experts $((256 / gpus)) --tokens 4096
+    node 16b_batch1 530 --local-batch 1 --variants "${both[@]}"
+    # With torchtitan 0.3 in the environment, which excludes 0.2.2.
+    node 16b_titan03 530 --torchtitan 0.3.0 --variants fp8_flow:dispatch=symmetric bf16
+    exit $failed
+fi
 
 six=(--layers 6 --attention sdpa)
 fused=(bf16_fused:checkpointing={saved,none,full})

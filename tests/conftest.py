@@ -5,9 +5,7 @@ import torch
 
 from titan_fp8moe.kernels import warm_up
 
-warm_up.MAX_PROCESSES = (
-    0  # a test compiles its kernels itself: on a GPU each of the suite's processes would start eight
-)
+warm_up.MAX_PROCESSES = 0  # a test compiles its kernels itself: on a GPU each worker of pytest would start sixteen
 
 
 def pytest_addoption(parser):

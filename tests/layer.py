@@ -64,13 +64,14 @@ class CastCounter(TorchDispatchMode):
 
 
 class CountingCache(WeightCache):
-    """Counts the operands that it has quantized."""
+    """Counts the operands that it has quantized, but for those of a CUDA graph."""
 
     quantized = 0
 
     def refresh(self, groups, frozen):
         changed = super().refresh(groups, frozen)
-        self.quantized += sum(int(c) for c in changed)
+        if not (changed[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # to read them would sync
+            self.quantized += sum(int(c) for c in changed)
         return changed
 
 

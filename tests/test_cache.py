@@ -251,7 +251,7 @@ def test_replays_of_a_captured_step(layouts):
 def _train(layouts, whole, captured):
     torch.manual_seed(0)
     layer = Layer(layouts)
-    optimizer = torch.optim.SGD(layer.weights, lr=0.1)
+    optimizer = torch.optim.SGD(layer.weights, lr=1e-4)
     for w in layer.weights:
         w.grad = torch.zeros_like(w)
 
@@ -269,6 +269,7 @@ def _train(layouts, whole, captured):
 
     body = step if whole else microbatch
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the tensors were made on another stream
     with torch.cuda.stream(stream):
         body()
     torch.cuda.synchronize()

@@ -21,7 +21,7 @@ LAYERS = [
     {"layer"},
     {"nn"},
     {""},
-    {"doctor", "testing", "trainer", "warm_up"},
+    {"doctor", "testing", "trainer"},
     set(ADAPTERS),
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}

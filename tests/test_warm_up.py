@@ -1,8 +1,8 @@
 """Kernels that are compiled ahead are those that a layer launches."""
 
-import json
+import functools
 import os
-from types import SimpleNamespace
+import time
 
 import pytest
 import torch
@@ -12,9 +12,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
 from tests.offline_compile import record_launches
-from titan_fp8moe import warm_up as worker
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import swiglu, warm_up
+from titan_fp8moe.layer import on_meta
+from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.spec import ExpertSpec
@@ -23,25 +25,7 @@ T, K, E, D, H = 96, 2, 4, 256, 128
 SWIGLU = ExpertSpec()
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """Pretends that this is a Hopper machine of five CPUs, and yields what the processes would be told."""
-    told, calls = [], []
-    monkeypatch.setattr(warm_up, "started", False)
-    monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
-    monkeypatch.setattr(warm_up, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(5))
-
-    def popen(args, **kwargs):
-        told.append(json.loads(args[-1]))
-        calls.append(kwargs)
-
-    monkeypatch.setattr(warm_up, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=None))
-    yield told
-    assert all(call["env"]["CUDA_VISIBLE_DEVICES"] == "" and "RANK" not in call["env"] for call in calls)
-
-
-def start(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = False, **settings) -> None:
+def layer_of(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = False, **settings):
     config = Fp8FlowMoEConfig(**settings)
     layer = LayerSpec(config.route(None), spec, config.backward, "trained" if shared else "", True)
     shapes = (E, H, D), (E, D, H), (E, H, D)
@@ -49,7 +33,12 @@ def start(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = False, 
     shared_weights = [torch.empty(1, *shape[1:]) for shape in shapes] if shared else []
     x, ids = torch.empty(T, D, dtype=torch.bfloat16), torch.empty(T, K, dtype=torch.int64)
     nan_flags = torch.zeros(4, dtype=torch.uint8) if flags else None
-    warm_up.start(x, ids, nan_flags, weights, shared_weights, layer.encode())
+    tensors = x, ids, nan_flags, weights, shared_weights
+    return functools.partial(on_meta.experts, apply_experts, Layer, *tensors, layer)
+
+
+def names(launches) -> list[str]:
+    return [kernel.kernel.__name__ for kernel, *_ in launches]
 
 
 @pytest.mark.parametrize(
@@ -61,20 +50,26 @@ def start(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = False, 
         dict(spec=ExpertSpec.of("clamped_swiglu")._replace(biased=True), recompute="none"),
     ],
 )
-def test_all_kernels_of_a_layer(processes, how):
-    start(**how)
-    assert warm_up.started and [work["share"] for work in processes] == [[i, 4] for i in range(4)]
-    launches = worker.launches_of(processes[0])
-    names = [kernel.kernel.__name__ for kernel, *_ in launches]
-    gemms = [name for name in names if "hopper" in name]
-    assert names[: len(gemms)] == gemms and set(gemms) == {"grouped_mm_hopper_kernel", "wgrad_hopper_kernel"}
-    assert {"_quantize_weight_kernel", "_permute_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= {*names}
-    unaligned = [name for name, (_, args, _) in zip(names, launches, strict=True) if any(map(is_unaligned, args))]
+def test_all_kernels_of_a_layer(how):
+    launches = warm_up.recorded(layer_of(**how))
+    found = names(launches)
+    gemms = [name for name in found if "hopper" in name]
+    assert found[: len(gemms)] == gemms and set(gemms) == {"grouped_mm_hopper_kernel", "wgrad_hopper_kernel"}
+    assert {"_quantize_weight_kernel", "_permute_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= {*found}
+    unaligned = [name for name, (_, args, _) in zip(found, launches, strict=True) if any(map(is_unaligned, args))]
     assert ("_swiglu_kernel" in unaligned) == ("flags" in how)  # a flag is one of several bytes
 
 
+def test_all_kernels_of_an_ffn():
+    weights = [torch.empty(1, *shape) for shape in ((H, D), (D, H), (H, D))]
+    x, backward = torch.empty(T, D, dtype=torch.bfloat16), Fp8FlowMoEConfig().backward
+    found = names(warm_up.recorded(functools.partial(on_meta.ffn, feed_forward, x, weights, None, backward)))
+    assert {"grouped_mm_hopper_kernel", "wgrad_hopper_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= {*found}
+    assert "_permute_kernel" not in found
+
+
 def is_unaligned(arg) -> bool:
-    return isinstance(arg, worker._Pointer) and arg.data_ptr() % 16 != 0
+    return isinstance(arg, warm_up._Pointer) and arg.data_ptr() % 16 != 0
 
 
 def swiglu_of_the_layer(count: int, device: str) -> list:
@@ -87,38 +82,66 @@ def swiglu_of_the_layer(count: int, device: str) -> list:
     return [torch.empty_like(arg, device=device) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
-def test_a_share_is_what_a_layer_finds(processes, tmp_path, monkeypatch):
-    """In Triton's cache on disk, and under the key that tensors in memory have."""
-    start()
+@pytest.fixture
+def swiglu_launch(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    work = processes[0]
-    launches = worker.launches_of(work)
-    index = [kernel.kernel.__name__ for kernel, *_ in launches].index("_swiglu_kernel")
-    work["share"] = [index, len(launches)]
-    kernel, args, constants = launches[index]
+    launches = warm_up.recorded(layer_of())
+    launch = launches[names(launches).index("_swiglu_kernel")]
     active = driver._active
-    try:
-        assert worker.compile_share(work) == ["_swiglu_kernel"]
-        found = kernel.kernel.device_caches[0][0]
-        known = len(found)
-        kernel.compile(tuple(swiglu_of_the_layer(len(args), "cpu")), constants)
-        assert len(found) == known == 1
-    finally:
-        driver.set_active(active)
-        kernel.kernel.device_caches.clear()
+    yield launch
+    driver.set_active(active)
+    launch[0].kernel.device_caches.clear()
+
+
+def test_a_share_is_what_a_layer_finds(swiglu_launch, tmp_path):
+    """In Triton's cache on disk, and under the key that tensors in memory have."""
+    kernel, args, constants = swiglu_launch
+    warm_up.compile_share([swiglu_launch])
+    found = kernel.kernel.device_caches[0][0]
+    known = len(found)
+    kernel.compile(tuple(swiglu_of_the_layer(len(args), "cpu")), constants)
+    assert len(found) == known == 1
     assert [*tmp_path.rglob("_swiglu_kernel.cubin")]
 
 
-def test_other_ranks_leave_it_to_the_first(processes, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    start()
-    assert not processes
+def test_processes_that_fail_or_hang(swiglu_launch, tmp_path, monkeypatch):
+    """The others' kernels are in the cache, and the hanging one is ended."""
+    kernel, args, _ = swiglu_launch
+
+    class Hanging:
+        def compile(self, *_):
+            time.sleep(600)
+
+    monkeypatch.setattr(warm_up, "DEADLINE", 30.0)
+    begin = time.monotonic()
+    warm_up.compile_shares([[swiglu_launch], [], [(kernel, args, {"NO_SUCH": 1})], [(Hanging(), (), {})]])
+    assert time.monotonic() - begin < 60
+    assert [*tmp_path.rglob("_swiglu_kernel.cubin")]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
-def test_a_process_that_cannot_start_is_a_warning(processes, monkeypatch, caplog):
-    def popen(*args, **kwargs):
-        raise OSError("no more processes")
+def test_a_layer_that_does_not_run_on_meta_tensors(monkeypatch, caplog):
+    monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
+    monkeypatch.setattr(warm_up, "_is_hopper", lambda device: True)
+    warm_up.compile_ahead("broken", torch.empty(1), lambda: 1 / 0)
+    assert "one after the other" in caplog.text and "ZeroDivisionError" in caplog.text
 
-    monkeypatch.setattr(warm_up, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=None))
-    start()
-    assert "compile one after the other" in caplog.text
+
+@pytest.mark.parametrize(
+    "how", [dict(rank="1"), dict(cpus=1), dict(hopper=False), dict(fake=True), dict()], ids=lambda how: "".join(how)
+)
+def test_who_compiles(monkeypatch, how):
+    """One rank of a node, with CPUs for it and a Hopper GPU, and not while torch.compile traces."""
+    shares = []
+    monkeypatch.setattr(warm_up, "seen", set())
+    monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
+    monkeypatch.setattr(warm_up, "_is_hopper", lambda device: how.get("hopper", True))
+    monkeypatch.setattr(warm_up, "compile_shares", shares.extend)
+    monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(how.get("cpus", 5)))
+    monkeypatch.setenv("LOCAL_RANK", how.get("rank", "0"))
+    with torch._subclasses.FakeTensorMode() if how.get("fake") else torch.no_grad():
+        x = torch.empty(1)
+    warm_up.compile_ahead("kind", x, layer_of())
+    assert len(shares) == (0 if how else 5) and ("kind" in warm_up.seen) == ("fake" not in how)
+    assert len({id(launch) for share in shares for launch in share}) == sum(map(len, shares))

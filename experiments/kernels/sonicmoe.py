@@ -22,12 +22,17 @@ from torch import Tensor
 from experiments.records import begin, script_parser, within, write_records
 from experiments.throughput.variants import MODELS
 from experiments.timing import launched, median_ms, ms_records, show
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, WeightCache
 from titan_fp8moe.testing import relative_error
 
 BF16 = torch.bfloat16
 SHAPES, TOKENS = ("16B", "Qwen3-30B", "GLM-4.5-Air", "Kimi-K2"), (8192, 16384)
 OURS, CACHED, PEER = "ours, weights quantized", "ours", "sonicmoe"
+CONFIGS = {  # by what is kept of the weights
+    "": Fp8FlowMoEConfig(),
+    "both": Fp8FlowMoEConfig(cache_weights=True),
+    "forward": Fp8FlowMoEConfig(cache_weights=True, cache_layouts="forward"),
+}
 UNIT = "ms forward + backward"
 Step = Callable[[], list[Tensor]]
 
@@ -46,33 +51,35 @@ class Problem:
 
     def __init__(self, sizes: Sizes, tokens: int, device: str = "cuda"):
         D, H, E, K = sizes
-        self.experts = {
-            weights_cached: RoutedExperts(
-                E, D, H, config=Fp8FlowMoEConfig(cache_weights=weights_cached), device=device, dtype=BF16
-            )
-            for weights_cached in (True, False)
-        }
-        with torch.no_grad():
-            for mine, other in zip(*(module.parameters() for module in self.experts.values()), strict=True):
-                other.copy_(mine)
+        self.sizes, self.experts = sizes, RoutedExperts(E, D, H, device=device, dtype=BF16)
         self.x = torch.randn(tokens, D, device=device, dtype=BF16).requires_grad_()
         self.dout = torch.randn_like(self.x)
         self.ids = torch.rand(tokens, E, device=device).topk(K, sorted=False).indices
         self.scores = torch.rand(tokens, K, device=device).requires_grad_()
 
-    def ours(self, weights_cached: bool) -> Step:
-        module = self.experts[weights_cached]
-        leaves = [self.x, self.scores, *module.parameters()]
+    def ours(self, kept: str = "", microbatches: int = 0) -> Step:
+        """A forward and backward, or so many behind a change of the weights, which keep ``kept`` of them."""
+        module = RoutedExperts(
+            self.sizes.E, self.sizes.D, self.sizes.H, config=CONFIGS[kept], device="meta", dtype=BF16
+        )
+        module.w1, module.w2, module.w3 = weights = [*self.experts.parameters()]
+        leaves = [self.x, self.scores, *weights]
 
-        def step() -> list[Tensor]:
+        def once() -> list[Tensor]:
             out = module(self.x, self.ids, self.scores)
             return [out, *torch.autograd.grad(out, leaves, self.dout)]
 
-        return step
+        def step() -> list[Tensor]:
+            WeightCache.clear_all()
+            for _ in range(microbatches):
+                results = once()
+            return results
+
+        return step if microbatches else once
 
     def fused_weights(self) -> list[Tensor]:
         """w1 and w3 as one, and w2."""
-        w1, w2, w3 = (w.detach() for w in self.experts[False].parameters())
+        w1, w2, w3 = (w.detach() for w in self.experts.parameters())
         return [torch.cat((w1, w3), 1).requires_grad_(), w2.clone().requires_grad_()]
 
     def sonicmoe(self) -> Step:
@@ -121,7 +128,7 @@ def main() -> None:
     for model, tokens in within(args.budget, itertools.product(SHAPES, TOKENS)):
         sizes, experts = MODELS[model], MODELS[model].experts[0]
         problem = Problem(Sizes(sizes.D, sizes.H, experts, sizes.top_k), tokens)
-        steps = {OURS: problem.ours(weights_cached=False), CACHED: problem.ours(weights_cached=True)}
+        steps = {OURS: problem.ours(), CACHED: problem.ours("both")}
         steps[PEER] = problem.sonicmoe()
         shape = f"{model}, {experts} experts per GPU, {tokens} tokens"
         apart = check(steps[CACHED], steps[PEER])

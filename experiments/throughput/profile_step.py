@@ -14,7 +14,7 @@ import os
 from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_records
 from experiments.throughput import kernel_trace
 from experiments.throughput.kernel_trace import TRACE_WRITTEN, TRACED
-from experiments.throughput.train import CONVERTERS, Run, finish, parser
+from experiments.throughput.train import CONVERTERS, Run, finish, parser, record_model
 
 VARIANTS = ("bf16", "bf16_whole", "fp8_flow")
 OURS = "fp8_flow"
@@ -82,7 +82,7 @@ def main() -> None:
         finally:
             run.end()
             trace.unlink(missing_ok=True)
-    write_records(args.out / "results.json", records(shares, classes, f"train_{args.model}: {shape}"))
+    write_records(args.out / "results.json", records(shares, classes, f"train_{record_model(args)}: {shape}"))
 
 
 if __name__ == "__main__":

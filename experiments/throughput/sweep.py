@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_records, write_text
-from experiments.throughput.train import OUT_OF_MEMORY, STEP, Run, finish, parser
+from experiments.throughput.train import OUT_OF_MEMORY, STEP, Run, finish, parser, record_model
 from titan_fp8moe.testing import environment
 
 CURVES = [
@@ -120,7 +120,7 @@ def main() -> None:
         for found in (points, every):
             found.append(point | {"shape": shape} | setting)
         write_text(path, "[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
-    write_records(args.out / "results.json", records(points, args.model, shape))
+    write_records(args.out / "results.json", records(points, record_model(args), shape))
     print("to do: " + ", ".join(f"{curve} {batch}" for curve, batch in waiting) if waiting else "complete")
     failed = {p["variant"]: p["error"] for p in points if p["error"] not in (None, OUT_OF_MEMORY)}
     if failed:

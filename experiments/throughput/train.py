@@ -13,6 +13,9 @@ A variant may set the converter's options, ``fp8_flow:recompute=experts,save_h=f
 ``bf16_fused:checkpointing=saved``. That is torchtitan's per op unless it is ``saved`` (per op, and ``_grouped_mm`` kept
 too), ``none`` or ``full``. Overrides of torchtitan's after ``--`` hold for every run; the records carry them in their
 shape. How much fits is :mod:`experiments.throughput.sweep`'s question.
+
+``--torchtitan 0.3.0`` measures torchtitan 0.3, installed in its place: other variants, flex attention and forced
+routing only, without or with ``--cuda-graphs``.
 """
 
 import argparse
@@ -26,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +44,7 @@ from experiments.records import (
 )
 
 CONFIG = "experiments/throughput/train.toml"
+SETTING_03 = "experiments.throughput.setting03"
 WORK = Path("outputs/throughput")
 
 
@@ -70,6 +74,15 @@ CONVERTERS = {
     "unfused_permute": ["unfused_permute", "fp8_flow_moe"],  # ours with one more pass to pad
     "fp8_flow": ["fp8_flow_moe"],
 }
+VARIANTS_03 = (
+    "bf16",
+    "bf16_outside_fsdp",
+    "bf16_fused_swiglu",
+    "bf16_strongest",
+    "bf16_async_ep",
+    "torchao",
+    "fp8_flow",
+)  # setting03.py's
 ROUTING = {
     "random": (["balanced_random"], []),
     "forced": ([], ["--debug.moe_force_load_balance"]),
@@ -86,7 +99,9 @@ STEADY = 10  # steps before: compilation, allocator, warm-up of clocks
 STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
 
-def parse(variant: str) -> tuple[str, dict[str, str]]:
+def parse(
+    variant: str, names: Collection[str] = CONVERTERS, kinds: Collection[str] = CHECKPOINTING
+) -> tuple[str, dict[str, str]]:
     """``name`` or ``name:option=value,...``.
 
     Raises:
@@ -94,10 +109,14 @@ def parse(variant: str) -> tuple[str, dict[str, str]]:
     """
     name, _, options = variant.partition(":")
     found = dict(option.split("=", 1) for option in options.split(",") if option)
-    if name not in CONVERTERS or found.get("checkpointing", "saved") not in CHECKPOINTING:
-        choice = f"{', '.join(CONVERTERS)}, with checkpointing={' | '.join(CHECKPOINTING)} or none of these"
+    if name not in names or found.get("checkpointing") not in (None, *kinds):
+        choice = f"{', '.join(names)}, with checkpointing={' | '.join(kinds)} or none of these"
         sys.exit(f"error: no variant {variant}; choose of {choice}")
     return name, found
+
+
+def converter_options(options: dict[str, str]) -> list[str]:
+    return [f"--fp8_flow_moe.{name}" + ("" if value == "true" else f"={value}") for name, value in options.items()]
 
 
 def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
@@ -115,12 +134,29 @@ def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
         f"--debug.seed={seed}",
         *flags,
         *checkpointing,
-        *(f"--fp8_flow_moe.{option}={value}" for option, value in options.items()),
+        *converter_options(options),
         *args.overrides,
     ]
     if converters:
         flags.append(f"--model.converters={','.join(converters)}")
     return flags
+
+
+def overrides_03(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
+    """torchtitan 0.3's command line for a variant."""
+    name, options = parse(variant, VARIANTS_03, ("full", "none"))
+    config = f"{args.model}:{args.layers}:{options.pop('checkpointing', 'selective')}:{name}"
+    return [
+        f"--module={SETTING_03}",
+        f"--config={config}",
+        f"--training.local_batch_size={args.local_batch}",
+        f"--training.{'no-' * args.cuda_graphs}disable_cuda_graphs",
+        f"--parallelism.expert_parallel_degree={args.gpus}",
+        f"--training.steps={args.steps}",
+        f"--debug.seed={seed}",
+        *converter_options(options),
+        *args.overrides,
+    ]
 
 
 class Run:
@@ -132,10 +168,13 @@ class Run:
         self.gate.unlink(missing_ok=True)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
         launcher += ["--role=rank", "--tee=3", "-m", "torchtitan.train"]  # all ranks: any may run out of memory
-        flags = [f"--job.config_file={CONFIG}", f"--job.dump_folder={self.dump}"]
+        if args.torchtitan == "0.2.2":
+            flags = [f"--job.config_file={CONFIG}", f"--job.dump_folder={self.dump}", *overrides(variant, args, seed)]
+        else:
+            flags = [f"--dump_folder={self.dump}", *overrides_03(variant, args, seed)]
         env = {"THROUGHPUT_GATE": str(self.gate), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.process = subprocess.Popen(
-            [*launcher, *flags, *overrides(variant, args, seed), *extra],
+            [*launcher, *flags, *extra],
             env=os.environ | env | {"TOKENIZERS_PARALLELISM": "false"},
             stdout=self.log.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -262,6 +301,10 @@ def records(results: list[dict], model: str, shape: str) -> list[dict]:
     return out
 
 
+def record_model(args: argparse.Namespace) -> str:
+    return args.model + {"0.2.2": "", "0.3.0": "_titan03"}[args.torchtitan]
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     p = script_parser(description, out="folder of results.json")
     p.add_argument("--gpus", type=int, default=4)
@@ -270,6 +313,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--attention", choices=("flex", "sdpa"), help="default: the model's; sdpa is cuDNN's on Hopper")
     p.add_argument("--local-batch", type=int, default=4)
     p.add_argument("--routing", choices=ROUTING, default="random")
+    p.add_argument("--torchtitan", choices=("0.2.2", "0.3.0"), default="0.2.2", help="what is installed")
+    p.add_argument("--cuda-graphs", action="store_true", help="torchtitan 0.3's, of whole steps")
     p.add_argument("--steps", type=int, default=40, help="a multiple of 10")
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
     add_trial(p)
@@ -282,11 +327,14 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
     sweep's has no local batch."""
     model = MODELS[args.model]
     args.layers, args.attention = args.layers or model.layers, args.attention or model.attention
+    if args.torchtitan == "0.3.0":
+        args.attention, args.routing = "flex", "forced"
     shape = ", ".join(
         [
             f"{model.label}, {args.layers} layers, {args.attention}",
             *[f"local batch {args.local_batch}"] * (prefix != "sweep"),
             f"{args.routing} routing, {args.gpus} GPU{'s' * (args.gpus > 1)}",
+            *["CUDA graphs"] * args.cuda_graphs,
             *(setting.removeprefix("--") for setting in args.overrides),  # other settings are other measurements
         ]
     )
@@ -314,7 +362,7 @@ def main() -> None:
         print(f"\n{shape}\n{table(results, range(LOG_FREQ, args.steps + 1, LOG_FREQ))}", flush=True)
         print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
-        write_records(args.out / "results.json", records(results, args.model, shape))
+        write_records(args.out / "results.json", records(results, record_model(args), shape))
     if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:
         sys.exit(f"error: runs failed: {'; '.join(failed)}")
 

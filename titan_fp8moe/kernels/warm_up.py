@@ -1,61 +1,147 @@
-"""Starts processes that compile a layer's kernels, :mod:`titan_fp8moe.warm_up`.
+"""Compiles the kernels of a layer in parallel processes, before its first launch.
 
 A layer has some 20 kernels, of which the six GEMMs take most of the time. Triton compiles each at its first launch, one
-after the other. The processes compile a share each into Triton's cache on disk. The process that trains goes on as
-ever: what it finds in the cache it loads, and what is not there yet it compiles itself. So a process that fails or is
-killed costs nothing but time, and Triton writes the entries of its cache in one piece.
+after the other. Here the layer first runs on meta tensors, which collects its launches. Forked processes then compile a
+share each into Triton's cache on disk, where the launches find them. A process that fails costs nothing but time: what
+is not in the cache is compiled at its launch, as ever.
+
+The processes only parse Python, run LLVM and call ``ptxas``. They touch neither CUDA nor a tensor in memory.
 """
 
 import functools
-import json
+import gc
 import logging
 import os
-import subprocess
-import sys
+import signal
+import time
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from titan_fp8moe.kernels import launch
+from titan_fp8moe.recipe import E8M0
 
 logger = logging.getLogger(__name__)
 
-MAX_PROCESSES = 8
+MAX_PROCESSES = 16
+DEADLINE = 120.0
+"""Seconds after which processes are ended that have not compiled their share. A GEMM takes four."""
 
-started = False
-"""Whether :func:`start` was called in this process. Layers after the first are alike, or compile as ever."""
+HOPPER = GPUTarget("cuda", 90, 32)
+Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
+
+seen: set[Hashable] = set()
+"""The kinds of layers for which :func:`compile_ahead` was called in this process."""
 
 
-def start(
-    x_TD: Tensor,
-    topk_ids_TK: Tensor,
-    nan_flags: Tensor | None,
-    weights: list[Tensor | None],
-    shared_weights: list[Tensor | None],
-    layer: str,
-) -> None:
-    """Begins to compile for a process's first layer, given the arguments of its forward's op. One rank of a node does,
-    on a Hopper GPU."""
-    global started
-    started = True
-    cpus = len(os.sched_getaffinity(0)) - 1
-    if os.environ.get("LOCAL_RANK", "0") != "0" or cpus < 1 or not _is_hopper(x_TD.device):
+def compile_ahead(kind: Hashable, x: Tensor, on_meta: Callable[[], None]) -> None:
+    """Compiles what ``on_meta`` launches: a layer's forward and backward on meta tensors.
+
+    One rank of a node does, on a Hopper GPU.
+
+    Args:
+        kind: is added to :data:`seen`.
+        x: the layer's input. ``torch.compile`` traces with a subclass in its place, and nothing is to be done yet.
+    """
+    if type(x) is not Tensor:
         return
-    tensors = [x_TD, topk_ids_TK, nan_flags, *weights, *shared_weights]
-    described = [None if t is None else (list(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
-    processes = min(cpus, MAX_PROCESSES)
-    # Without CUDA, and without torchrun's variables, which would make them ranks.
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "TITAN_FP8MOE_EMULATE": ""}
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | hidden
-    for index in range(processes):
-        work = json.dumps(dict(tensors=described, weights=len(weights), layer=layer, share=(index, processes)))
-        try:
-            subprocess.Popen(
-                [sys.executable, "-m", "titan_fp8moe.warm_up", work], env=environment, stderr=subprocess.DEVNULL
-            )
-        except OSError as error:
-            logger.warning(f"kernels compile one after the other, since a process cannot be started: {error!r}")
-            return
+    seen.add(kind)
+    processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    if os.environ.get("LOCAL_RANK", "0") != "0" or processes < 2 or not _is_hopper(x.device):
+        return
+    try:
+        launches = recorded(on_meta)
+    except Exception as error:
+        logger.warning(f"FP8-Flow-MoE: kernels compile one after the other, each at its first launch: {error!r}")
+        return
+    compile_shares([launches[index::processes] for index in range(processes)])
 
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    interpreted = triton.knobs.runtime.interpret
+    return device.type == "cuda" and not interpreted and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def recorded(on_meta: Callable[[], None]) -> list[Launch]:
+    """The launches that compile to different kernels, those of GEMMs first."""
+    unique: dict[tuple, Launch] = {}
+
+    def run() -> None:
+        with launch.recording() as launches:
+            on_meta()
+        for kernel, tensors, constants in launches:
+            args = tuple(_Pointer(arg) if isinstance(arg, Tensor) else arg for arg in tensors)
+            unique.setdefault((id(kernel), *kernel._key(0, args, constants)[0]), (kernel, args, constants))
+
+    # A thread has none of the modes and autograd states in which an op's forward is called.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
+    # Triton 3.6's hash of a kernel depends on which others were hashed before, so this keeps the order of launches.
+    for kernel, *_ in unique.values():
+        _ = kernel.kernel.cache_key
+    return sorted(unique.values(), key=lambda item: "gemm" not in item[0].kernel.__module__)
+
+
+class _Pointer:
+    """In the place of a meta tensor, whose ``data_ptr()`` is 0 whatever its offset. Allocations are aligned."""
+
+    def __init__(self, x: Tensor):
+        self.dtype = torch.uint8 if x.dtype == E8M0 else x.dtype
+        self._offset = int(x.storage_offset()) * x.itemsize
+
+    def data_ptr(self) -> int:
+        return self._offset
+
+    def get_device(self) -> int:
+        return 0
+
+
+def compile_shares(shares: Sequence[list[Launch]]) -> None:
+    """Compiles each share in a process of its own, and waits for them."""
+    waiting = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
+        for share in filter(None, shares):
+            pid = os.fork()
+            if pid == 0:
+                _compile_and_exit(share)
+            waiting.add(pid)
+    end = time.monotonic() + DEADLINE
+    while waiting:
+        waiting = {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        if time.monotonic() > end:
+            for pid in waiting:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _compile_and_exit(share: list[Launch]) -> None:
+    """A process's work. It ends without the cleanup that would free its parent's memory on the GPU."""
+    try:
+        gc.disable()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(nowhere, descriptor)
+        compile_share(share)
+    finally:
+        os._exit(0)
+
+
+def compile_share(share: list[Launch]) -> None:
+    """Compiles the launches into Triton's cache, for a Hopper GPU that need not be there."""
+    triton.knobs.compilation.listener = None
+    no_gpu: Any = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: HOPPER
+    )
+    driver.set_active(no_gpu)
+    for kernel, args, constants in share:
+        kernel.compile(args, constants)

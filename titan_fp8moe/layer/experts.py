@@ -46,6 +46,7 @@ from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_con
 from titan_fp8moe.dispatch import Pairs
 from titan_fp8moe.dispatch.base import Pending, Returned
 from titan_fp8moe.kernels import warm_up
+from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.checks import check_biases, check_inputs
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
@@ -287,9 +288,10 @@ def _routed_experts_forward(
         The output and :data:`_WHOLE`. With a dispatch that overlaps instead: a placeholder of the output's gradient,
         the payload in flight, and :data:`_STARTED`.
     """
-    if not warm_up.started and x_TD.is_cuda:
-        warm_up.start(x_TD, topk_ids_TK, nan_flags, weights, shared_weights, layer)
     spec, nans = LayerSpec.decode(layer), NanFlags.of(nan_flags)
+    if x_TD.is_cuda and (kind := (layer, cast(Tensor, weights[0]).shape)) not in warm_up.seen:
+        tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
+        warm_up.compile_ahead(kind, x_TD, functools.partial(on_meta.experts, apply_experts, Layer, *tensors, spec))
     T, E = x_TD.shape[0], cast(Tensor, weights[0]).shape[0]
     pairs = Pairs(topk_ids_TK, topk_scores_TK, E)
     tokens = dispatch.begin(pairs, spec.route, signature, spec.check_ids)

@@ -8,8 +8,9 @@ shared experts of a MoE layer read the rows that are quantized for the routed on
 calls :func:`group_ffn` and :func:`group_dgrad` with these rows.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils.flop_counter
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer import on_meta, statistics
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, saved_fields, weight_grads
 from titan_fp8moe.layer.statistics import Operand
@@ -72,9 +74,12 @@ def _feed_forward(
 ) -> list[Tensor]:
     """The output (T, D) in ``dtype``; :class:`GroupRows`, of frozen weights only its end; the fields of
     :class:`SavedFFN` that there are."""
-    nans = NanFlags.of(nan_flags)
+    spec, nans = BackwardSpec.decode(backward), NanFlags.of(nan_flags)
+    if x_TD.is_cuda and (kind := (backward, cast(Tensor, weights[0]).shape)) not in warm_up.seen:
+        run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec)
+        warm_up.compile_ahead(kind, x_TD, run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
-    rows, spec = GroupRows(q, scale, end), BackwardSpec.decode(backward)
+    rows = GroupRows(q, scale, end)
     y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans), rows, weights)
     kept = rows if spec.keeps_rows else rows[2:]
     return [y[: x_TD.shape[0]].to(dtype), *kept, *(getattr(saved, name) for name in saved_fields(spec))]
@@ -197,7 +202,8 @@ def _check_input(x: Tensor, D: int) -> None:
 
 def _result_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    autocast = not x.is_meta and torch.is_autocast_enabled(device)  # which knows no meta
+    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
     if dtype not in (torch.bfloat16, torch.float32):  # nor could the backward quantize such a gradient
         raise ValueError(f"the result would be {dtype}, of x or of autocast; use bf16 or fp32")
     return dtype

@@ -62,8 +62,8 @@ class LayerSpec(NamedTuple):
 
     def encode(self) -> str:
         """The specification as a string, which an op can take."""
-        flags, lora = f"{self.shared}|{int(self.check_ids)}", "" if self.lora is None else self.lora.encode()
-        return f"{self.expert.encode()}|{self.backward.encode()}|{flags}|{lora}|{self.route.encode()}"
+        # torch.compile traces the function itself: it would warn of a cache.
+        return _encode(self) if torch.compiler.is_compiling() else _cached_encode(self)
 
     @classmethod
     @functools.cache
@@ -71,6 +71,14 @@ class LayerSpec(NamedTuple):
         expert, backward, shared, check_ids, lora, route = text.split("|", 5)
         specs = ExpertSpec.decode(expert), BackwardSpec.decode(backward)
         return cls(Route.decode(route), *specs, shared, check_ids == "1", LoraSpec.decode(lora) if lora else None)
+
+
+def _encode(spec: LayerSpec) -> str:
+    flags, lora = f"{spec.shared}|{int(spec.check_ids)}", "" if spec.lora is None else spec.lora.encode()
+    return f"{spec.expert.encode()}|{spec.backward.encode()}|{flags}|{lora}|{spec.route.encode()}"
+
+
+_cached_encode = functools.cache(_encode)
 
 
 class Layout(NamedTuple):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torchtitan.distributed import fsdp
 from torchtitan.protocols.module import Module
 
-from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp
 
 
@@ -38,7 +38,7 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
     sharded = torch_fully_shard(module, **kwargs)
     for part in module if isinstance(module, list) else [module]:
         if getattr(part, "moe_enabled", False):
-            experts = [m for m in part.modules() if isinstance(m, Fp8FlowGroupedExperts) and m.outside_fsdp]
+            experts = [m for m in part.modules() if getattr(m, "outside_fsdp", False)]
             leave_fsdp(part, [p for m in experts for p in m.parameters()])
     return sharded
 

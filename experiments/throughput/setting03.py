@@ -1,0 +1,135 @@
+"""The module of torchtitan 0.3 that train.py names. A config is MODEL:LAYERS:CHECKPOINTING:VARIANT.
+
+``16b:6:selective:fp8_flow`` has the first six layers of the 16B model. References:
+
+* ``bf16`` is torchtitan's.
+* ``bf16_outside_fsdp`` keeps experts outside of FSDP over one rank, as the FP8 adapter does, so that both copy alike.
+* ``bf16_fused_swiglu`` has torchtitan's overrides ``fused_swiglu`` and ``fused_grouped_experts``.
+* ``bf16_strongest`` has them outside of FSDP, and selective checkpointing keeps its grouped GEMMs.
+* ``bf16_async_ep`` dispatches with torchtitan's MinimalAsyncEP, which CUDA graphs with expert parallelism need.
+* ``torchao`` has torchtitan's rowwise Float8 experts.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan import trainer
+from torchtitan.components.quantization.float8 import Float8GroupedExpertsConverter
+from torchtitan.config import CompileConfig
+from torchtitan.config.override import derive
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3_models
+from torchtitan.models.qwen3 import config_registry as qwen3
+from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
+
+from experiments.throughput import kernel_trace
+from titan_fp8moe.torchtitan03 import parallel
+from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
+
+MODELS: dict[str, Callable[[], Any]] = {"16b": deepseek_v3.deepseek_v3_16b, "qwen3_30b": qwen3.qwen3_30b_a3b}
+CHECKPOINTING: dict[str, Callable[[], Any]] = {
+    "selective": SelectiveAC.Config,
+    "full": FullAC.Config,
+    "none": lambda: None,
+}
+
+
+class ExpertsOutsideFsdp(GroupedExperts):
+    """torchtitan's experts, which leave FSDP after it has sharded them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    outside_fsdp = True
+
+
+def _outside_fsdp(config: Any) -> Any:
+    parallel.install()
+    for _, experts, parent, name in list(config.model_spec.model.traverse(GroupedExperts.Config)):
+        setattr(parent, name, derive(experts, ExpertsOutsideFsdp.Config))
+    return config
+
+
+def _fused_swiglu(config: Any) -> Any:
+    deepseek_v3.enable_fused_swiglu(config)
+    return config
+
+
+class KeepsGroupedGemms(SelectiveAC):
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | {torch.ops.aten._grouped_mm.default}
+
+
+def _strongest(config: Any) -> Any:
+    parallel.install()
+    FusedGroupedExperts.outside_fsdp = True
+    if type(config.activation_checkpoint) is SelectiveAC.Config:
+        config.activation_checkpoint = derive(config.activation_checkpoint, KeepsGroupedGemms.Config)
+    return _fused_swiglu(config)
+
+
+def _torchao(config: Any) -> Any:
+    model = config.model_spec.model
+    config.model_spec.model = Float8GroupedExpertsConverter.Config(model_compile_enabled=True).build().convert(model)
+    return config
+
+
+def _async_ep(config: Any) -> Any:
+    dispatching = deepseek_v3_models("16B", attn_backend="flex", moe_comm_backend="minimal_async_ep").model
+    layers = len(config.model_spec.model.layers)
+    config.model_spec.model.layers = dispatching.layers[:layers]
+    return _fused_swiglu(config)
+
+
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "bf16": lambda config: config,
+    "bf16_outside_fsdp": _outside_fsdp,
+    "bf16_fused_swiglu": _fused_swiglu,
+    "bf16_strongest": _strongest,
+    "bf16_async_ep": _async_ep,
+    "torchao": _torchao,
+    "fp8_flow": with_fp8_flow,
+}
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    """The config function of a name."""
+    if name.count(":") != 3:
+        raise AttributeError(name)
+    model, layers, checkpointing, variant = name.split(":")
+
+    def config() -> Any:
+        c = MODELS[model]()
+        del c.model_spec.model.layers[int(layers) :]
+        c.activation_checkpoint = CHECKPOINTING[checkpointing]()
+        c.compile = CompileConfig(enable=True, components=["model", "loss"])
+        c.dataloader.dataset, c.dataloader.dataset_path = "c4_test", "outputs/corpus/train"
+        c.dataloader.num_workers, c.dataloader.prefetch_factor = 1, 8  # tokenization off the training thread
+        c.dataloader.persistent_workers = c.dataloader.pin_memory = True
+        c.hf_assets_path = "outputs/corpus/tokenizer"
+        c.training.seq_len = 4096
+        c.lr_scheduler.warmup_steps = 20
+        c.debug.moe_force_load_balance = True
+        c.metrics.disable_color_printing = True
+        return VARIANTS[variant](c)
+
+    return config
+
+
+if (trace := os.environ.get("THROUGHPUT_TRACE")) and os.environ.get("RANK") == "0":
+    kernel_trace.trace_steps(trainer.Trainer, trace)
+if gate := os.environ.get("THROUGHPUT_GATE"):
+    while not Path(gate).exists():
+        time.sleep(0.05)

@@ -1,0 +1,90 @@
+"""Runs a layer's forward and backward on meta tensors like those of an op's call.
+
+:mod:`titan_fp8moe.kernels.warm_up` compiles what they launch. The kernels that exchange rows with other ranks are left
+out, as are adapters' GEMMs. They are small.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig
+from titan_fp8moe.layer.saved import LayerSpec
+from titan_fp8moe.layer.weights import Biases, ExpertWeights
+from titan_fp8moe.recipe import FP8
+from titan_fp8moe.spec import BackwardSpec
+
+
+def like(tensor: Tensor | None) -> Tensor | None:
+    """A tensor of that shape and dtype; bf16 in the place of a weight that is quantized already."""
+    if tensor is None:
+        return None
+    dtype = torch.bfloat16 if tensor.dtype == FP8 else tensor.dtype
+    strides = tensor.stride()
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype, device="meta").requires_grad_(
+        dtype.is_floating_point
+    )
+
+
+def _weights(packed: list[Tensor | None]) -> ExpertWeights[Any]:
+    return ExpertWeights(*map(like, packed[: len(ExpertWeights._fields)]))
+
+
+def _one_expert(packed: list[Tensor | None]) -> ExpertWeights[Any]:
+    """Of weights with a dim of one expert, those without it."""
+    return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_() for w in _weights(packed)))
+
+
+def _config(backward: BackwardSpec) -> Fp8FlowMoEConfig:
+    return Fp8FlowMoEConfig(**{name: getattr(backward, name) for name in RECIPE})
+
+
+def _backward(out: Tensor) -> None:
+    out.backward(torch.empty_like(out))
+
+
+def experts(
+    apply_experts: Callable[..., Tensor],
+    make_layer: Callable[..., Any],
+    x_TD: Tensor,
+    topk_ids_TK: Tensor,
+    nan_flags: Tensor | None,
+    weights: list[Tensor | None],
+    shared_weights: list[Tensor | None],
+    spec: LayerSpec,
+) -> None:
+    """Runs ``apply_experts`` with tensors like the op's, and the layer that ``make_layer`` makes of the settings."""
+    routed, shared = _weights(weights), _one_expert(shared_weights) if shared_weights else None
+    backward, biases = spec.backward, None
+    if spec.expert.biased:
+        E, D = routed.w2.shape[:2]
+        b1, b2 = (
+            torch.empty(E, n, dtype=routed.w1.dtype, device="meta", requires_grad=True) for n in (routed.w1.shape[1], D)
+        )
+        biases = Biases(b1, b2, None if routed.w3 is None else b1)
+    layer = make_layer(
+        _config(backward),
+        expert=spec.expert,
+        biases=biases,
+        frozen=backward.weights == "frozen",
+        shared_frozen=spec.shared == "frozen",
+    )
+    scores = torch.empty(topk_ids_TK.shape, device="meta", requires_grad=True)
+    _backward(
+        apply_experts(like(x_TD), routed, like(topk_ids_TK), scores, layer, shared=shared, nan_flags=like(nan_flags))
+    )
+
+
+def ffn(
+    feed_forward: Callable[..., Tensor],
+    x_TD: Tensor,
+    weights: list[Tensor | None],
+    nan_flags: Tensor | None,
+    backward: BackwardSpec,
+) -> None:
+    """Runs ``feed_forward`` with tensors like the op's, whose weights have a dim of one expert."""
+    frozen = backward.weights == "frozen"
+    inputs = like(x_TD), _one_expert(weights), _config(backward)
+    _backward(feed_forward(*inputs, nan_flags=like(nan_flags), frozen=frozen))
