@@ -35,11 +35,11 @@ from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 
 def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: NanFlags) -> FFN:
-    """The FFN of these rows, which have no router."""
+    """The FFN of these rows, which have no router, but may have scores."""
     return FFN(
         expert._replace(score_before_experts=False, biased=False, interleaved=False),
         backward,
-        one_group(rows.end),
+        one_group(rows.end, rows.score),
         nans,
     )
 
@@ -81,7 +81,7 @@ def _feed_forward(
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
     y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans), rows, weights)
-    kept = rows if spec.keeps_rows else rows[2:]
+    kept = rows[:3] if spec.keeps_rows else (end,)
     return [y[: x_TD.shape[0]].to(dtype), *kept, *(getattr(saved, name) for name in saved_fields(spec))]
 
 

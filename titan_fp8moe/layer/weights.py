@@ -95,6 +95,30 @@ class Biases(NamedTuple, Generic[W]):
         return Biases(*(grad if need else None for grad, need in zip(grads, needed, strict=True)))
 
 
+class SharedExperts(NamedTuple):
+    """An FFN that serves every token, in the FP8 data flow of a layer of routed experts, with their activation.
+
+    Attributes:
+        w1, w2, w3: gate (H, D), down (D, H) and up (H, D), all bf16 or all fp32, H a multiple of 16. Where gate and up
+            are one weight, or there is no gate, as in :func:`titan_fp8moe.routed_experts`.
+        scores: (T,) fp32, by which each token's output is multiplied, such as a sigmoid of a product with x; or None.
+
+    Example::
+
+        shared = SharedExperts(w1, w2, w3, torch.sigmoid(x @ gate))  # Qwen3-Next's
+        y = routed_experts(x, *weights, ids, scores, shared=shared)
+    """
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None = None
+    scores: Tensor | None = None
+
+    @property
+    def weights(self) -> ExpertWeights[Tensor]:
+        return ExpertWeights(self.w1, self.w2, self.w3)
+
+
 NO_WEIGHTS: ExpertWeights[Any] = ExpertWeights(None, None, None)
 NO_BIASES: Biases[Any] = Biases(None, None, None)
 

@@ -16,10 +16,10 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.cache import WeightCache, kind_of
-from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.experts import Layer, apply_experts, apply_with_shared
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
@@ -193,8 +193,11 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             refuse_misuse()
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
-        scores = KeepDtype(topk_scores) if isinstance(self, FSDPModule) else topk_scores
-        return super().__call__(x, topk_ids, scores, **kwargs)
+        if not isinstance(self, FSDPModule):
+            return super().__call__(x, topk_ids, topk_scores, **kwargs)
+        if (shared := kwargs.get("shared")) is not None:
+            kwargs["shared"] = shared._replace(scores=KeepDtype(shared.scores))
+        return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
         """See ``nn.Module``. The first call registers a hook that unwraps the scores: after FSDP's, which FSDP
@@ -209,26 +212,26 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         topk_ids: Tensor,
         topk_scores: Tensor,
         meanwhile: Callable[[], Tensor] | None = None,
+        shared: SharedExperts | None = None,
     ) -> Tensor:
         """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
         topk_scores (T, K)."""
         frozen = are_frozen((self.w1, self.w2, self.w3))
-        return apply_experts(
-            x,
-            self._weights(),
-            topk_ids,
-            topk_scores,
-            Layer(
-                self.config,
-                self.ep_group,
-                self.expert,
-                cache_of(self, frozen),
-                frozen=frozen,
-                biases=self._biases(),
-                lora=self.lora(),
-            ),
-            meanwhile=meanwhile,
+        layer = Layer(
+            self.config,
+            self.ep_group,
+            self.expert,
+            cache_of(self, frozen),
+            frozen=frozen,
+            biases=self._biases(),
+            lora=self.lora(),
         )
+        weights = self._weights()
+        if shared is None:
+            return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
+        if isinstance(shared.scores, KeepDtype):
+            shared = shared._replace(scores=shared.scores.tensor)
+        return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
 
     def _weights(self) -> ExpertWeights[Tensor]:
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
@@ -297,11 +300,18 @@ class Fp8RoutedExperts(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, meanwhile: Callable[[], Tensor] | None = None
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_scores: Tensor,
+        meanwhile: Callable[[], Tensor] | None = None,
+        shared: SharedExperts | None = None,
     ) -> Tensor:
         """As :meth:`RoutedExperts.forward`."""
         layer = Layer(self.config, self.ep_group, self.expert, frozen=True)
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
+        if shared is not None:
+            return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
         return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
     def extra_repr(self) -> str:
