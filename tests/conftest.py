@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titan_fp8moe.kernels import warm_up
 
@@ -23,6 +24,14 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of this process alone: the path that tokens take between ranks, without other ranks."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

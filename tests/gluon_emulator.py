@@ -133,6 +133,9 @@ class Shared:
     def slice(self, start: int, length: int) -> "Shared":
         return Shared(self.tensor[start : start + length])
 
+    def reshape(self, shape: list[int]) -> "Shared":
+        return Shared(self.tensor.view(shape))
+
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.tensor.permute(order))
 
@@ -150,6 +153,7 @@ class Descriptor:
     def __init__(self, descriptor: TensorDescriptor):
         self.matrix = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
         self.dtype, self.layout = gemm_launch.GLUON_DTYPE[descriptor.base.dtype], descriptor.layout
+        self.block_shape = descriptor.block_shape
 
 
 # --- asynchronous operations ------------------------------------------------------------------------------------------
@@ -274,11 +278,13 @@ def load_tile(desc: Descriptor, place: list, barrier: Barrier, smem: Shared, pre
 
 def store_slice(desc: Descriptor, place: list, buffer: Shared) -> None:
     assert not thread.unfenced, "TMA may not see what was stored: fence_async_shared is missing"
-    row, column = map(int, place)
-    out = desc.matrix[row : row + 64, column : column + 64]
-    # TMA drops columns past the end: those that pad the last tile of a weight.
-    assert out.shape[0] == 64 and column < -(-desc.matrix.shape[1] // 256) * 256, "out of bounds"
-    thread.stores.append(lambda: out.copy_(buffer.tensor[:, : out.shape[1]]))
+    *expert, row, column = map(int, place)
+    matrix = desc.matrix[expert[0]] if expert else desc.matrix
+    out = matrix[row : row + 64, column : column + 64]
+    # TMA drops columns past the end, and rows where it knows an expert's last: those that pad a weight's last tile.
+    for first, size, known in ((row, matrix.shape[0], bool(expert)), (column, matrix.shape[1], True)):
+        assert first < -(-size // 256) * 256 and (known or first + 64 <= size), "out of bounds"
+    thread.stores.append(lambda: out.copy_(buffer.tensor.view(64, 64)[: out.shape[0], : out.shape[1]]))
 
 
 def store_wait(pendings: int) -> None:

@@ -55,17 +55,24 @@ class Exchanged(NamedTuple):
     ds: Tensor
 
 
-def stand_in(x: Tensor, x_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (M, D) bf16 and (M,) fp32 in place of an FFN's results, by the row alone; padding is not zero."""
+def stand_in(x: Tensor, x_scale: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rows (M, D) bf16 and (M,) fp32 in place of an FFN's results, by the row alone; padding is not zero. ``dim`` is
+    their D if the tokens' is padded."""
     byte = x.view(torch.uint8).float() + x_scale.view(torch.uint8).float().sum(1, keepdim=True)
-    return (byte * 0.37 - 11).bfloat16(), byte.sum(1)
+    return (byte * 0.37 - 11).bfloat16()[:, :dim].contiguous(), byte.sum(1)
 
 
 def exchange_all(
-    impl, workspaces: list[Workspace], tokens: list[Tokens], factor: float, b2_ED: Tensor | None = None
+    impl,
+    workspaces: list[Workspace],
+    tokens: list[Tokens],
+    factor: float,
+    b2_ED: Tensor | None = None,
+    dim: int | None = None,
 ) -> list[Exchanged]:
     """A forward's exchange and a backward's of all ranks, with ``impl``: titan_fp8moe.dispatch.symmetric.exchange or
-    its kernels. Each step runs on all ranks before the next begins. ``b2_ED``: a bias of all ranks' experts."""
+    its kernels. Each step runs on all ranks before the next begins. ``b2_ED``: a bias of all ranks' experts; ``dim``:
+    D, if the tokens' is padded."""
     sizes, ranks = workspaces[0].sizes, range(len(workspaces))
     N, T, K = sizes.num_ranks, tokens[0].ids.shape[0], sizes.top_k
     M, C = capacities(T, K, N, sizes.num_local, factor)
@@ -82,7 +89,7 @@ def exchange_all(
         token_scale = impl.pull_scales(at, plan, token_C)
         x, x_scale, token_q = impl.pull_rows(at, plan, token_C, row_CK, token_M, token_scale, offsets, True)
         bias = None if b2_ED is None else RowBias(b2_ED, score_M, offsets)
-        impl.push_sums(at, plan, stand_in(x, x_scale)[0], None, row_CK, pair_CK, bias)
+        impl.push_sums(at, plan, stand_in(x, x_scale, dim)[0], None, row_CK, pair_CK, bias)
         impl.arrive(at, COMBINE)
         end, count = int(offsets[-1]), int(plan[0, -1])
         kept = x[:end], x_scale[:end], token_q[:count], token_scale[:count]
@@ -90,7 +97,7 @@ def exchange_all(
     outs = []
     for at, (sent_TK, *_) in zip(workspaces, sent, strict=True):
         impl.wait(at, COMBINE)
-        outs.append(ops.unpermute_sum(at.view("sums"), sent_TK, torch.float32))
+        outs.append(ops.unpermute_sum(at.sums(dim or sizes.dim), sent_TK, torch.float32))
     for at, t in zip(workspaces, tokens, strict=True):
         impl.publish(at, *gradient(t), None, None)
         impl.arrive(at, DISPATCH)
@@ -99,12 +106,12 @@ def exchange_all(
         plan, token_C, pair_CK, _, offsets, token_M, _, row_CK = state[n]
         scale = impl.pull_scales(at, plan, token_C)
         dy = impl.pull_rows(at, plan, token_C, row_CK, token_M, scale, offsets, False)[:2]
-        impl.push_sums(at, plan, *stand_in(*dy), row_CK, pair_CK)
+        impl.push_sums(at, plan, *stand_in(*dy, dim), row_CK, pair_CK)
         impl.arrive(at, COMBINE)
     results = []
     for n in ranks:
         impl.wait(workspaces[n], COMBINE)
-        sums, ds = workspaces[n].view("sums"), workspaces[n].view("score_gradients")
+        sums, ds = workspaces[n].sums(dim or sizes.dim), workspaces[n].view("score_gradients")
         plan, _, _, kept, offsets, token_M, score_M, row_CK = state[n]
         end, count = int(offsets[-1]), int(plan[0, -1])
         grads = ops.unpermute_gradients(sums, ds, sent[n][0], torch.float32)
@@ -117,9 +124,11 @@ def gradient(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return tokens.q.flip(0), tokens.scale.view(torch.uint8).flip(0).view(E8M0)
 
 
-def all_to_all(tokens: list[Tokens], num_local: int, b2_ED: Tensor | None = None) -> list[Exchanged]:
+def all_to_all(
+    tokens: list[Tokens], num_local: int, b2_ED: Tensor | None = None, dim: int | None = None
+) -> list[Exchanged]:
     """What the all-to-all path's ops give, with the exchange of payloads done here."""
-    N, (T, D), K = len(tokens), tokens[0].q.shape, tokens[0].ids.shape[1]
+    N, T, D, K = len(tokens), tokens[0].q.shape[0], dim or tokens[0].q.shape[1], tokens[0].ids.shape[1]
     sent = [ops.dispatch_routing(t.ids, N, num_local) for t in tokens]
     splits = [counts_N[:, 0].tolist() for _, _, counts_N in sent]
 
@@ -144,7 +153,7 @@ def all_to_all(tokens: list[Tokens], num_local: int, b2_ED: Tensor | None = None
         x = ops.permute_rows(q, scale, routing[3], routing[1], routing[0])
         state.append((q, scale, x, routing))
         offsets, _, score_M, row_CK = routing
-        payloads.append(ops.pack_combine(stand_in(*x)[0], None, row_CK, b2_ED, score_M, offsets))
+        payloads.append(ops.pack_combine(stand_in(*x, dim)[0], None, row_CK, b2_ED, score_M, offsets))
     outs = [
         ops.unpermute_sum(unpack_combine(payload, D, 0)[0], s[0], torch.float32)
         for payload, s in zip(back(payloads), sent, strict=True)
@@ -153,7 +162,7 @@ def all_to_all(tokens: list[Tokens], num_local: int, b2_ED: Tensor | None = None
     payloads = []
     for payload, (_, _, _, routing) in zip(arrived, state, strict=True):
         dy = ops.permute_rows(*unpack_dispatch(payload, D, 0)[:2], routing[3], routing[1], routing[0])
-        payloads.append(ops.pack_combine(*stand_in(*dy), routing[3]))
+        payloads.append(ops.pack_combine(*stand_in(*dy, dim), routing[3]))
     results = []
     for n, payload in enumerate(back(payloads)):
         q, scale, (x, x_scale), (offsets, token_M, score_M, row_CK) = state[n]

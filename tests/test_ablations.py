@@ -1,17 +1,14 @@
 """The ablations of experiments/ablations.py against the specification."""
 
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from experiments.ablations import dequantize_transpose_requantize, permute_then_copy, requantized_pair
+from tests.processes import run_script
 from titan_fp8moe import ops, recipe
 
-ROOT = Path(__file__).parents[1]
 M, D, N = 384, 256, 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -117,5 +114,5 @@ want = moe._run_experts_for_loop(*weights, x, counts)
 setting.NaiveBlockwise(None, None).convert(None)
 print(float(relative_error(moe._run_experts_grouped_mm(*weights, x, counts), want)))
 """
-    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    found = run_script("-c", script)
     assert 0.02 < float(found.stdout) < 0.1, found.stderr

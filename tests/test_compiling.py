@@ -86,10 +86,8 @@ COUNT = ["--fp8_flow_moe.statistics_every=1000", "--metrics.enable_tensorboard"]
 @pytest.mark.parametrize(
     ("mode", "flags", "counts_per_token"),
     # Checkpointing recomputes what precedes an eager FFN. torchtitan halves the counts of checkpointed blocks.
-    [
-        *[(mode, flags, 1) for mode in ("none", "selective", "full") for flags in ([], CACHE)],
-        *[(mode, COUNT, 2) for mode in ("selective", "full")],
-    ],
+    # test_blocks_with_inductor checks no checkpointing and no flags.
+    [("none", CACHE, 1), ("selective", [], 1), ("full", CACHE, 1), ("selective", COUNT, 2)],
 )
 def test_same_numbers_and_no_recompilation(mode, flags, counts_per_token):
     """Under every kind of checkpointing; new tokens and routings compile nothing."""

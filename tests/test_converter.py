@@ -153,8 +153,8 @@ def test_cache_of_what_fsdp_shards_is_warned_of(caplog: pytest.LogCaptureFixture
 
 def test_model_dim_must_fit():
     config = make_config()
-    with pytest.raises(ValueError, match=r"layers\.1\.moe: model dim 192 is not a multiple of 128"):
-        convert(config, make_model(config, dim=192))
+    with pytest.raises(ValueError, match=r"layers\.1\.moe: model dim 200 is not a multiple of 16"):
+        convert(config, make_model(config, dim=200))
 
 
 def test_hidden_dim_must_fit():

@@ -15,8 +15,8 @@ from torch import nn
 from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
 
-from tests.distributed.conftest import ended_well
 from tests.jobs import make_config, make_model
+from tests.processes import ended_well, run_workers, time_limit
 from titan_fp8moe.torchtitan import flavors
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 from titan_fp8moe.trainer import cpu
@@ -33,6 +33,7 @@ OVERRIDES = [
 ]
 EP2 = ["--parallelism.expert_parallel_degree=2"]
 VALIDATION = ["--validation.enable", "--validation.freq=5", "--validation.steps=2", "--validation.seq_len=128"]
+DONE = "for other ranks to complete"  # what rank 0 says at the end
 OP_AC = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 
 
@@ -56,13 +57,22 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int, overrides: list[str]) -> str:
-    """Log of a run of train_configs/debug.toml with these model converters."""
+def train(
+    corpus: Path, tmp_path: Path, converters: list[str], n_processes: int, overrides: list[str], script: bool = False
+) -> str:
+    """Log of a run of train_configs/debug.toml with these model converters; with ``script`` through run_train.sh."""
     debug_toml = (ROOT / "train_configs/debug.toml").read_text()
     config = tmp_path / "config.toml"
     text, n_replaced = re.subn(r"(?m)^converters = .*$", f"converters = {json.dumps(converters)}", debug_toml)
     assert n_replaced == 1
     config.write_text(text.replace("outputs/corpus", str(corpus)))
+    arguments = [*OVERRIDES, f"--job.dump_folder={tmp_path}", *overrides]
+    if not script:
+        run = run_workers(
+            "-m", n_processes, "torchtitan.train", f"--job.config_file={config}", *arguments, cpu_only=True
+        )
+        assert ended_well(run) and DONE in run.stdout, run.stderr[-6000:]
+        return run.stdout
     environment = os.environ | {
         "NGPU": str(n_processes),
         "LOG_RANK": ",".join(map(str, range(n_processes))),  # any may say why it ended
@@ -73,20 +83,22 @@ def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     run = subprocess.run(
-        ["tools/run_train.sh", *OVERRIDES, f"--job.dump_folder={tmp_path}", *overrides],
+        ["tools/run_train.sh", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=time_limit(120),
     )
     log = run.stdout + run.stderr
-    assert ended_well(run) and "for other ranks to complete" in log, log[-6000:]  # what rank 0 says when it is done
+    assert ended_well(run) and DONE in log, log[-6000:]
     return log
 
 
 def losses(log: str, kind: str = "step") -> list[float]:
-    return [float(loss) for loss in re.findall(rf"(?m)^\[rank0\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)]
+    return [
+        float(loss) for loss in re.findall(rf"(?m)^(?:\[rank0\]:)?\[titan\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +111,7 @@ def losses(log: str, kind: str = "step") -> list[float]:
     ],
 )
 def test_loss_falls(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int, overrides: list[str]):
-    log = train(corpus, tmp_path, converters, n_processes, overrides)
+    log = train(corpus, tmp_path, converters, n_processes, overrides, script=n_processes > 1)
     loss = losses(log)
     assert len(loss) == STEPS
     assert loss[-1] < loss[0] - 2, loss

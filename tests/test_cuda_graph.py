@@ -1,19 +1,15 @@
 """The layer and a training step as CUDA graphs."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.distributed.conftest import ROOT
 from tests.layer import make_layer, run
+from tests.processes import run_script
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
 
 
 def test_example():
-    command = [sys.executable, str(ROOT / "examples/cuda_graph.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_script("examples/cuda_graph.py", gpu=torch.cuda.is_available())
     if torch.cuda.is_available():
         assert done.returncode == 0 and "17 replays equal eager steps bit for bit" in done.stdout, done.stderr
     else:

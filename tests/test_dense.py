@@ -132,7 +132,7 @@ def test_inputs_that_do_not_fit_are_refused():
     x, *weights = leaves()
     with pytest.raises(ValueError, match=r"w1 and w3 must be \(H, D\).*got \(176, 256\), \(256, 176\), None"):
         feed_forward(x, ExpertWeights(*weights[:2], None), DEFAULTS)
-    with pytest.raises(ValueError, match="H a multiple of 16"):
+    with pytest.raises(ValueError, match="D and H multiples of 16"):
         feed_forward(x, ExpertWeights(weights[0][:170], weights[1][:, :170], weights[2][:170]), DEFAULTS)
     with pytest.raises(ValueError, match=r"x is \(2, 300, 128\) and the weights take 256"):
         feed_forward(x[..., :128], ExpertWeights(*weights), DEFAULTS)

@@ -1,9 +1,7 @@
 """The FP8 export: what it writes, that torchtitan reads it back, resuming, verification and refusals."""
 
 import json
-import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3Sta
 from torchtitan.models.qwen3 import qwen3_args
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from tests.processes import call
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
 from titan_fp8moe.export_fp8 import shards
@@ -405,15 +404,6 @@ def _precisions_of_a_run(world_size: int, overrides: list[str]) -> tuple[str, se
     return told, kinds
 
 
-@pytest.fixture(scope="module")
-def separate_process():
-    """The fake process group can be made once per process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_export_fp8"])
-    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        yield lambda *arguments: pool.submit(*arguments).result(timeout=120)
-
-
 @pytest.mark.parametrize(
     ("world_size", "overrides", "told"),
     [
@@ -427,10 +417,11 @@ def separate_process():
         (4, "--training.mixed_precision_param=float32", "fp32"),
     ],
 )
-def test_what_a_run_quantizes(separate_process, world_size, overrides, told):
+def test_what_a_run_quantizes(world_size, overrides, told):
     routed, shared = told.removesuffix("-routed"), "bf16" if told == "fp32-routed" else told
     want = {f"routed {routed}", f"shared {shared}"}
-    assert separate_process(_precisions_of_a_run, world_size, overrides.split()) == (told, want)
+    # The fake process group can be made once per process.
+    assert call(_precisions_of_a_run, world_size, overrides.split()) == (told, want)
 
 
 def test_world_size_tells(checkpoint, assets, export, tmp_path):

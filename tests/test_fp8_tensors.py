@@ -1,7 +1,5 @@
 """FP8 tensors of a live model: Transformers' and torchtitan's, as the files of an export, in buckets, over ranks."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.distributed.conftest import ROOT
+from tests.processes import forks, run_script
 from titan_fp8moe import RoutedExperts, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
 
@@ -110,14 +108,13 @@ def _all(buckets):
 
 def test_over_ranks(tmp_path: Path):
     """Gathered, each rank has all experts; else its own, and together they are all."""
-    mp.spawn(_worker, (str(tmp_path),), nprocs=2)
+    mp.start_processes(_worker, (str(tmp_path),), nprocs=2, start_method=forks().get_start_method())
 
 
 @pytest.mark.slow
 def test_example():
     pytest.importorskip("transformers", "5.17")
-    command = [sys.executable, str(ROOT / "examples/fp8_weights.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_script("examples/fp8_weights.py", gpu=torch.cuda.is_available())
     assert done.returncode == 0, done.stderr
     experts = 2 * 8 * 3
     assert f"{experts} of them in FP8" in done.stdout

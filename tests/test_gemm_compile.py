@@ -71,6 +71,21 @@ def test_wgrad(model, kernels, dtype):
         check(f"{model} {name} {dtype}", kernels.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets_E, dtype, parts)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernels", [wgrad, portable], ids=["Hopper", "plain"])
+@pytest.mark.parametrize("N, K, rows, columns, layout", [
+    (5888, 2944, 5760, 2880, "joined"), (5888, 2944, 5760, 2880, "transposed"), (768, 2816, 704, 2816, "joined"),
+    (2944, 2816, 2880, 2816, "joined"),
+])  # fmt: skip
+def test_wgrad_of_padded_weights(kernels, N, K, rows, columns, layout, dtype):
+    """gpt-oss and Gemma 4, one of whose two matrices a launch fills."""
+    M, offsets_E = 8192, meta(8, dtype=torch.int32)
+    a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
+    a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
+    args = a, a_scale, b, b_scale, offsets_E, dtype, 1, rows, columns, layout
+    check(f"wgrad {rows}x{columns} {layout} {dtype}", kernels.grouped_mm_wgrad, *args)
+
+
 @pytest.mark.parametrize(
     "capability, shared_memory, instruction",
     [

@@ -55,6 +55,12 @@ def calls(M, D, H, E, T=12288):
         yield f"quantize_rows {dtype} {nan is None}", quantize.quantize_rows, (meta(T, D, dtype=dtype), nan)
         yield f"quantize_group {dtype} {nan is None}", quantize.quantize_group, (meta(T, D, dtype=dtype), nan)
     for dtype in (BF16, FP32):
+        for width in (D - 64, D - 112):  # padded
+            x = meta(T, width, dtype=dtype), flag
+            yield f"quantize_rows {dtype} {width}", quantize.quantize_rows, x
+            yield f"quantize_group {dtype} {width}", quantize.quantize_group, x
+        stored = meta(E, D - 64, 2 * H - 96, dtype=dtype).transpose(1, 2).chunk(2, 1)
+        yield f"quantize_weight halves {dtype}", quantize.quantize_weight, ([*stored], True, True)
         pair, w2 = [meta(E, H, D, dtype=dtype)] * 2, [meta(E, D, H, dtype=dtype)]
         yield f"quantize_weight plain {dtype}", quantize.quantize_weight, (pair, True, False)
         yield f"quantize_weight transposed {dtype}", quantize.quantize_weight, (w2, False, True)

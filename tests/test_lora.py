@@ -2,19 +2,16 @@
 
 import copy
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, CastCounter
+from tests.processes import run_script
 from titan_fp8moe import (
     SAVED_OPS,
     Adapter,
@@ -28,6 +25,7 @@ from titan_fp8moe import (
     testing,
 )
 from titan_fp8moe.layer.lora import lora_operands, split_lora
+from titan_fp8moe.spec import ExpertSpec
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 SCALE = 0.5
@@ -139,7 +137,7 @@ def test_the_adapters_own_products():
     ends = torch.arange(128, 513, 128, dtype=torch.int32, device=DEVICE)
     four = {name: w[:4] for name, w in weights.items()}
     lora = make_lora(four, 16)
-    operands = lora_operands(*split_lora(lora, list(four.values())))
+    operands = lora_operands(*split_lora(lora, list(four.values())), ExpertSpec())
     for name, gemm, rows in (("w1", operands.w13, x), ("w3", operands.w13, x), ("w2", operands.w2, x[:, :H])):
         q, scale = recipe.quantize_rows(rows)
         got = ops.low_rank(q, recipe.column_major(scale), gemm.A, gemm.B, ends)
@@ -173,8 +171,7 @@ def test_effect_on_8192_tokens():
 
 @pytest.mark.slow
 def test_example():
-    command = [sys.executable, str(ROOT / "examples/lora.py"), "--steps", "10"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_script("examples/lora.py", "--steps", "10", gpu=torch.cuda.is_available())
     match = re.search(r"last loss ([+-][\d.]+)% from bf16\nloss ([\d.]+) beside, ([\d.]+) merged", done.stdout)
     assert match, done.stdout + done.stderr
     assert abs(float(match[1])) < 5 and float(match[2]) < float(match[3]) < 0.25
@@ -262,13 +259,6 @@ def test_recompute_settings(save_h):
     if save_h == "bf16":
         assert equal(others[0], want) and equal(others[1], want)
     assert all(min(map(cosine, other, want)) > 0.997 for other in others)
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dispatch", ["all_to_all", "symmetric"])

@@ -2,11 +2,9 @@
 
 import functools
 import json
-import multiprocessing
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from torchtitan.models.moe.moe import FeedForward
 from torchtitan.tools.utils import set_default_dtype
 
 from tests.jobs import make_config, make_dims
+from tests.processes import call
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import memory
 from titan_fp8moe.torchtitan.memory import Estimate, estimate
@@ -95,16 +94,11 @@ LARGEST = [(13, "save_h=bf16"), (18, "save_h=fp8")]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., Estimate]]:
+def run() -> Callable[..., Estimate]:
     """The estimate for rank ``rank`` of a job of the throughput experiment. Each needs its own process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["experiments.throughput.setting", "titan_fp8moe.torchtitan.dry_run"])
-    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        yield functools.cache(
-            lambda *overrides, gpus=1, rank=0, file=THROUGHPUT: pool.submit(
-                _estimate, file, gpus, rank, overrides
-            ).result(timeout=120)
-        )
+    return functools.cache(
+        lambda *overrides, gpus=1, rank=0, file=THROUGHPUT: call(_estimate, file, gpus, rank, overrides)
+    )
 
 
 def _estimate(file: str, gpus: int, rank: int, overrides: tuple[str, ...]) -> Estimate:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.layer import DEVICE
-from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, routed_experts
+from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.spec import ExpertSpec
@@ -343,6 +343,23 @@ def test_a_module_without_a_gate(bias, group):
         assert torch.equal(RoutedExperts.from_fp8(*stored, activation="relu2")(x, ids, scores), out)
     experts.add_lora(4, 8)
     assert list(experts.lora_A) == ["w1", "w2"] and torch.equal(experts(x, ids, scores), out)
+
+
+@pytest.mark.parametrize("hidden", [128, 176])
+def test_adapters_without_a_gate(hidden):
+    x, scores, ids, (w1, w2, _) = make_layer(T, D, hidden, E, K, device=DEVICE)
+    factors = [torch.randn(E, *shape, device=DEVICE) for shape in ((4, D), (hidden, 4), (4, hidden), (D, 4))]
+    dout, none = torch.randn(T, D, device=DEVICE), (None,) * 4
+    leaves = [(f * 0.1).double().requires_grad_() for f in factors]
+    weights = [w + 0.5 * b @ a for w, a, b in zip((w1, w2), leaves[::2], leaves[1::2], strict=True)]
+    out = in_float64(x.double(), scores.double(), ids, *weights, *none, spec=ExpertSpec.of("relu2"))
+    want = [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+    a1, b1, a2, b2 = leaves = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    lora = Lora(Adapter(a1, b1, 0.5), Adapter(a2, b2, 0.5))
+    out = routed_experts(x, w1, w2, None, ids, scores, activation="relu2", lora=lora)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    assert max(errors) < 0.1, errors
 
 
 def test_statistics_count_the_columns_that_there_are():

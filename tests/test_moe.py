@@ -495,11 +495,11 @@ def test_emulation_on_a_gpu():
 def test_dims_that_do_not_fit_are_refused():
     x, scores, chosen, weights = make_layer()
     w1, w2, w3 = weights
-    with pytest.raises(ValueError, match="D must be a multiple of 128.*got D 200 and H 128"):
+    with pytest.raises(ValueError, match="D and H must be multiples of 16.*got D 200 and H 128"):
         routed_experts(x[:, :200], w1[..., :200], w2[:, :200], w3[..., :200], chosen, scores)
-    with pytest.raises(ValueError, match="got D 256 and H 64"):  # gate and up in one
-        routed_experts(x, w1, w2[..., :64], None, chosen, scores)
-    with pytest.raises(ValueError, match="H a multiple of 16.*got D 256 and H 120"):
+    with pytest.raises(ValueError, match="got D 256 and H 60"):  # gate and up in one
+        routed_experts(x, w1[:, :120], w2[..., :60], None, chosen, scores)
+    with pytest.raises(ValueError, match="got D 256 and H 120"):
         routed_experts(x, w1[:, :120], w2[..., :120], w3[:, :120], chosen, scores)
 
 

@@ -43,6 +43,8 @@ def cases():
     yield "quantize_rows", (torch.randn(T, D, dtype=BF16),)
     yield "quantize_rows", (torch.randn(128, T).t(),)
     yield "quantize_group", (torch.randn(T, D, dtype=BF16),)
+    for op in ("quantize_rows", "quantize_group"):
+        yield op, (torch.randn(T, 144, dtype=BF16),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield "quantize_weight", (weights, plain, transposed)
         first, last = (recipe.quantize_weight(w) for w in weights)
@@ -69,9 +71,12 @@ def cases():
     for mode in recipe.TRANSPOSE_MODES:
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
         yield "transpose_pair", (*tokens, *dy, offsets_E, mode, token_M)
-    yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16)
-    for parts, columns in ((1, None), (2, None), (1, 144), (2, 144)):
-        yield "grouped_mm_wgrad", (*recipe.transpose_pair(*x, *dy), offsets_E, FP32, parts, columns)
+    for columns in (None, 80):
+        yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16, columns)
+    for parts, rows_, columns in ((1, None, None), (2, None, None), (1, 144, None), (2, None, 144), (2, 80, 144)):
+        for layout in recipe.WGRAD_LAYOUTS:
+            args = *recipe.transpose_pair(*x, *dy), offsets_E, FP32, parts, rows_, columns, layout
+            yield "grouped_mm_wgrad", args
     factors = torch.randn(E, 16, D, dtype=BF16), torch.randn(E, 2 * H, 16, dtype=BF16)
     yield "low_rank", (*x, *factors, offsets_E)
     yield "low_rank", (*rows(M, 2 * H), *(f.transpose(1, 2) for f in reversed(factors)), offsets_E)
@@ -278,8 +283,6 @@ def test_compiles_as_one_graph():
 
 
 def test_errors_say_what_to_do():
-    with pytest.raises(ValueError, match="multiple of 128"):
-        ops.quantize_rows(torch.randn(4, 100))
     w = torch.randn(2, 128, 128)
     for other in (w[:1], torch.randn(2, 128, 256), w.bfloat16()):
         with pytest.raises(ValueError, match="share E, K and a dtype"):
@@ -291,11 +294,11 @@ def test_errors_say_what_to_do():
     operands = recipe.transpose_pair(*rows(M, 384), *rows(M, 128))
     with pytest.raises(ValueError, match="N is 384, but 2 weights need a multiple of 256"):
         ops.grouped_mm_wgrad(*operands, torch.tensor([M], dtype=INT32), FP32, 2)
-    for columns in (0, 129, 60):
-        with pytest.raises(
-            ValueError, match=rf"columns is {columns}; it must be in 1\.\.128, and a row of torch.bfloat16"
-        ):
-            ops.grouped_mm_wgrad(*operands, torch.tensor([M], dtype=INT32), torch.bfloat16, 1, columns)
+    for name, most in (("rows", 384), ("columns", 128)):
+        for size in (0, most + 1, 60):
+            message = rf"{name} is {size}; it must be in 1\.\.{most}, and as many values of torch.bfloat16"
+            with pytest.raises(ValueError, match=message):
+                ops.grouped_mm_wgrad(*operands, torch.tensor([M], dtype=INT32), BF16, **{name: size})
     with pytest.raises(ValueError, match="balanced"):
         ops.transpose_pair(*rows(128, 128), *rows(128, 128), torch.tensor([128], dtype=INT32), "rowwise")
 

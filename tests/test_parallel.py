@@ -2,28 +2,19 @@
 
 import copy
 import io
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.processes import run_script
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, clip_grad_norm_, parameter_groups
 from titan_fp8moe.nn import modules
 
 LOAD = "import sys, torch; torch.load(sys.argv[1], weights_only=False)"
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def step(experts):
@@ -75,9 +66,7 @@ def test_a_copy_shares_the_group(group, make):
 
 def test_a_module_without_its_group_is_refused(group, tmp_path):
     torch.save(RoutedExperts(4, 128, 128, ep_group=group), tmp_path / "module")
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, tmp_path / "module"], capture_output=True, text=True, timeout=120
-    )
+    done = run_script("-c", LOAD, tmp_path / "module")
     assert "create the same groups before you load the module, or save state dicts" in done.stderr
 
 

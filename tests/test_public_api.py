@@ -2,10 +2,8 @@
 
 import copy
 import importlib.util
-import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import titan_fp8moe
-from tests.distributed.conftest import ROOT
 from tests.layer import DEVICE, D, E, H, K, T, make_layer
+from tests.processes import ROOT, run_script, run_workers
 from titan_fp8moe import (
     Fp8FlowLinear,
     Fp8FlowMoEConfig,
@@ -35,16 +33,12 @@ EXAMPLE = str(ROOT / "examples/plain_pytorch.py")
 
 
 @pytest.fixture
-def mesh(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def mesh(group):
+    return init_device_mesh("cpu", (1,))
 
 
-def run_example(*command: str) -> float:
-    """The example's last loss relative to fp32's."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+def last_loss(done: subprocess.CompletedProcess) -> float:
+    """The example's, relative to fp32's."""
     match = re.search(r"last loss ([+-][\d.]+)% from fp32", done.stdout)
     assert match, done.stdout + done.stderr
     return float(match[1]) / 100
@@ -52,7 +46,7 @@ def run_example(*command: str) -> float:
 
 @pytest.mark.parametrize("arguments", [(), ("--compile",)], ids=["eager", "compiled"])
 def test_example(arguments):
-    assert abs(run_example(sys.executable, EXAMPLE, *arguments)) < 0.02
+    assert abs(last_loss(run_script(EXAMPLE, *arguments, gpu=torch.cuda.is_available()))) < 0.02
 
 
 def test_gradients_of_the_example():
@@ -71,8 +65,7 @@ def test_gradients_of_the_example():
 
 
 def test_example_on_two_processes():
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    assert abs(run_example(*launcher, EXAMPLE)) < 0.02
+    assert abs(last_loss(run_workers(EXAMPLE, 2))) < 0.02
 
 
 def test_module_is_the_function():
@@ -89,8 +82,8 @@ def test_module_is_the_function():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(dim=200), "dim = 200 and hidden_dim = 128 must be multiples of 128"),
-        (dict(hidden_dim=64), "hidden_dim = 64"),
+        (dict(dim=200), "dim = 200 and hidden_dim = 128 must be multiples of 16"),
+        (dict(hidden_dim=72), "hidden_dim = 72"),
         (dict(num_experts=0), "num_experts = 0 must be a positive int"),
         (dict(num_experts=4.0), r"num_experts = 4\.0 must be a positive int"),
         (dict(dim=0, hidden_dim=0), "dim = 0, hidden_dim = 0 must be a positive int"),

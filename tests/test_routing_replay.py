@@ -3,8 +3,6 @@
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from typing import Any, ClassVar
 
 import pytest
@@ -17,8 +15,8 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 pytest.importorskip("transformers", "5.17")
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
-from tests.distributed.conftest import ROOT, ended_well, run_workers
 from tests.layer import DEVICE, D, E, H, K
+from tests.processes import ended_well, run_script, run_workers
 from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
@@ -396,7 +394,7 @@ def test_blocks_of_compiled_models_run_eagerly():
 @pytest.mark.slow
 def test_two_processes():
     """Expert parallelism of torchtitan and of Transformers, and FSDP2, against one process."""
-    done = run_workers("replay_worker.py", 2, timeout=200)
+    done = run_workers("replay_worker.py", 2)
     log = done.stdout[-3000:] + done.stderr[-3000:]
     assert ended_well(done) and done.stdout.count("ok ") == 3 and "FAILED" not in done.stdout, log
 
@@ -404,8 +402,7 @@ def test_two_processes():
 @pytest.mark.slow
 def test_example():
     """Sampling with the training's experts agrees far better, and replay takes the largest differences away."""
-    command = [sys.executable, str(ROOT / "examples/grpo_step.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_script("examples/grpo_step.py", gpu=torch.cuda.is_available())
     rows = re.findall(r"^ *(fp8_flow|batched_mm) +(no|yes) +([\d.]+) +([\d.]+)", done.stdout, re.MULTILINE)
     assert len(rows) == 4, done.stdout + done.stderr
     mean = {(sampled, replay): float(value) for sampled, replay, value, _ in rows}

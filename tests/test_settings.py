@@ -1,10 +1,7 @@
 """The settings of [fp8_flow_moe] in TOML and on the command line: wrong, removed and conflicting ones are refused."""
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -13,6 +10,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.protocols.model_converter import build_model_converters
 
 from tests.jobs import CUSTOM_MODULE, cpu_only, make_config, make_dims  # noqa: F401
+from tests.processes import run_script
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 
@@ -69,15 +67,8 @@ def test_wrong_config_ends_the_real_command(tmp_path: Path):
     """It ends before anything is built: process group, tokenizer (which does not exist here) or model."""
     assert 'wgrad = "balanced"' in DEBUG_TOML
     (tmp_path / "wrong.toml").write_text(DEBUG_TOML.replace('wgrad = "balanced"', 'wgrad = "fp8"'))
-    run = subprocess.run(
-        [sys.executable, "-m", "torchtitan.train", f"--job.config_file={tmp_path}/wrong.toml"],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode != 0
+    run = run_script("-m", "torchtitan.train", f"--job.config_file={tmp_path}/wrong.toml")
+    assert run.returncode == 1
     last_line = run.stderr.strip().splitlines()[-1]
     assert "fp8_flow_moe.wgrad is 'fp8'; set it to one of 'balanced'" in last_line, run.stderr[-3000:]
     assert "Starting job" not in run.stdout + run.stderr

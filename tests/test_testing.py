@@ -15,6 +15,7 @@ from experiments.gemm_range import run as gemm_range
 from experiments.kernels import deepgemm, gemm
 from experiments.records import write_records
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS, group_ends, median_ms
+from tests.processes import run_script
 from titan_fp8moe import testing
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.testing import environment, relative_error
@@ -176,8 +177,7 @@ def test_scripts_ask_for_a_gpu_first(path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_a_script_without_a_gpu_ends_with_a_sentence():
-    command = [sys.executable, "-m", "experiments.kernels.gemm", "--out", "o"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    done = run_script("-m", "experiments.kernels.gemm", "--out", "o")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: this measures on a GPU, and PyTorch")
 

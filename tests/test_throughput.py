@@ -38,6 +38,7 @@ from experiments.throughput.kernel_trace import (
 )
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
+from tests.processes import run_script
 from tests.test_rooms import ADAPTERS
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.testing import relative_error
@@ -570,6 +571,24 @@ def test_checkpointing_of_a_variant():
             train.overrides(variant, args, 0)
 
 
+def test_a_variant_under_torchtitan_0_3(tmp_path: Path, monkeypatch):
+    """Its config is named, its options are flags, and its records and shapes do not mix with 0.2.2's."""
+    monkeypatch.setattr(train, "WORK", tmp_path)
+    options = ["--out", "o", "--gpus", "2", "--layers", "6", "--torchtitan", "0.3.0", "--cuda-graphs"]
+    args = train.parser("").parse_args(options)
+    shape = train.finish(args, "train")
+    assert shape == "16B, 6 layers, flex, local batch 4, forced routing, 2 GPUs, CUDA graphs"
+    assert train.record_model(args) == "16b_titan03"
+    flags = train.overrides_03("fp8_flow:checkpointing=full,cache_weights=true,save_h=fp8", args, 3)
+    assert "--config=16b:6:full:fp8_flow" in flags and "--training.no-disable_cuda_graphs" in flags
+    assert {"--fp8_flow_moe.cache_weights", "--fp8_flow_moe.save_h=fp8", "--debug.seed=3"} <= {*flags}
+    args.cuda_graphs = False
+    assert {"--training.disable_cuda_graphs", "--config=16b:6:selective:bf16"} <= {*train.overrides_03("bf16", args, 0)}
+    for variant in ("bf16_whole", "bf16:checkpointing=saved"):
+        with pytest.raises(SystemExit, match=f"no variant {variant}"):
+            train.overrides_03(variant, args, 0)
+
+
 def test_records_come_from_a_commit(monkeypatch):
     for commit, trial in (("c1", False), ("c1+", True)):
         monkeypatch.setattr(records, "commit", lambda commit=commit: commit)
@@ -629,8 +648,7 @@ for arguments in json.loads(sys.argv[1]):
         options = f"--out o --model {model} --layers 5 --attention flex --local-batch 2"
         overrides = train.overrides("bf16", train.parser("").parse_args(options.split()), 0)
         runs.append([f"--job.config_file={train.CONFIG}", *overrides])
-    command = [sys.executable, "-c", script, json.dumps(runs)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = run_script("-c", script, json.dumps(runs))
     assert found.stdout.splitlines() == ["5 flex block_causal 2"] * len(train.MODELS), found.stderr
 
 

@@ -139,7 +139,7 @@ def test_other_filters_are_named(filter_fn, message):
 @pytest.mark.parametrize(
     ("layer", "config", "message"),
     [
-        (dict(dim=200), {}, "the layer: model dim 200 is not a multiple of 128"),
+        (dict(dim=200), {}, "the layer: model dim 200 is not a multiple of 16"),
         (dict(hidden_dim=72), {}, "the layer: expert hidden dim 72 is not a multiple of 16"),
         ({}, dict(filter_fqns=["layers.1."]), "the config names 'layers.1.', but quantize_ shows it no names"),
         ({}, dict(linear_fqns=["wo."]), "the config names 'wo.', but quantize_ shows it no names"),

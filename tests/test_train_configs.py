@@ -1,18 +1,17 @@
 """Every TOML file in train_configs loads, validates and builds its parallel layout without its machines."""
 
 import io
-import multiprocessing
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
+from tests.processes import call, run_script
 from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.dry_run import check_config, main, smallest_world_size
 
@@ -31,14 +30,10 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def dry_run() -> Iterator[Callable[..., str]]:
-    """Output of the dry run. It needs its own process: torchtitan and the fake process group are global state. All are
-    forks of a server that has imported torchtitan."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["titan_fp8moe.torchtitan.dry_run"])
-    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        yield lambda *arguments, path="": pool.submit(_dry_run, path, *map(str, arguments)).result(timeout=120)
+@pytest.fixture
+def dry_run() -> Callable[..., str]:
+    """Output of the dry run. It needs its own process: torchtitan and the fake process group are global state."""
+    return lambda *arguments, path="": call(_dry_run, path, *map(str, arguments))
 
 
 def _dry_run(path: str, *arguments: str) -> str:
@@ -164,25 +159,21 @@ def test_dry_run_ends_with_the_mistake_alone(tmp_path: Path, argument: str, mess
     if not argument:
         config = tmp_path / "broken.toml"
         config.write_text("[training]\nsteps = ")
-    command = [sys.executable, "-m", "titan_fp8moe.torchtitan.dry_run", str(config)]
-    run = subprocess.run([*command, *argument.split()], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = run_script("-m", "titan_fp8moe.torchtitan.dry_run", config, *argument.split())
     assert run.returncode == 1
     assert re.search(f"^error: .*{message}", run.stderr, re.MULTILINE) and "Traceback" not in run.stderr
 
 
 def test_dry_run_ignores_the_hardware():
     """A machine with a GPU that the kernels do not support can still check a config."""
-    code = """if True:
-        import sys, torch
-        from titan_fp8moe.torchtitan import dry_run
-        torch.cuda.is_available = lambda: True
-        torch.cuda.get_device_name = lambda: "Ampere"
-        torch.cuda.get_device_capability = lambda: (8, 0)
-        sys.argv = ["dry_run", "train_configs/debug.toml"]
-        dry_run.main()
-    """
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and "Fp8FlowGroupedExperts" in run.stdout, run.stderr
+    assert "Fp8FlowGroupedExperts" in call(_dry_run_beside_an_old_gpu)
+
+
+def _dry_run_beside_an_old_gpu() -> str:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_name = lambda: "Ampere"
+    torch.cuda.get_device_capability = lambda: (8, 0)
+    return _dry_run("", "train_configs/debug.toml")
 
 
 def test_wrong_validation_dataset_is_named():

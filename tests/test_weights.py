@@ -51,7 +51,7 @@ def test_only_weights_that_are_trained_have_gradients(trained):
 
 def gathered(weight):
     """A parameter as FSDP makes it of gathered FP8."""
-    return torch.nn.Parameter(Fp8GatheredWeight(ops.quantize_weight(weight.detach()), weight.dtype))
+    return torch.nn.Parameter(Fp8GatheredWeight(ops.quantize_weight(weight.detach()), weight.shape[1:], weight.dtype))
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])

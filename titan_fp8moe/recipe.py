@@ -21,6 +21,10 @@ end of each group. Buffers are sized without a host-device sync, so rows at and 
 bytes. Scales in expert order have shape (M, D // 128) and are column-major, stride (1, M): a GEMM reads the scales of
 one K block from contiguous memory.
 
+D and H need not be multiples of 128. Quantized rows, quantized weights and what their products hand to the next
+quantization (h) are *padded* with zeros to multiples of 128; the shapes below mean these sizes. What leaves the recipe
+has the model's sizes: GEMM 2's and the input gradient's results, and weight gradients.
+
 A *routed pair* ``(token, k)`` is a token's k-th choice of an expert; it becomes one row in expert order.
 ``topk_ids_TK`` holds its expert, ``topk_scores_TK`` its score, ``row_TK`` its row. A dispatched token counts once for
 each rank that serves it.
@@ -37,6 +41,7 @@ from titan_fp8moe.spec import ExpertSpec
 FP8 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
 TILE = 128
+STEP = 16  # D and H are multiples of it on every rank: TMA needs rows of 16 bytes
 FP8_MAX = 448.0
 FP8_NAN = 0x7F
 MIN_EXPONENT = -126  # byte 1: bytes 0 (2**-127, an fp32 subnormal) and 255 (NaN) are never written
@@ -105,14 +110,16 @@ def quantize_tiles(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tenso
 
 
 def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """1x128 quantization.
+    """1x128 quantization. Columns are padded with zeros to a multiple of 128.
 
     Args:
-        x_TD: (T, D) bf16 or fp32, D a multiple of 128.
+        x_TD: (T, D) bf16 or fp32.
 
     Returns:
-        q_TD (T, D) e4m3 and scale (T, D // 128) e8m0, both row-major.
+        q_TD (T, D) e4m3 and scale (T, D // 128) e8m0, with the padded D, both row-major.
     """
+    if x_TD.shape[1] % TILE:
+        x_TD = torch.nn.functional.pad(x_TD, (0, -x_TD.shape[1] % TILE))
     T, D = x_TD.shape
     q, byte = quantize_tiles(x_TD.float().contiguous().view(T, D // TILE, TILE), -1)
     return q.view(T, D), byte.squeeze(-1).to(torch.uint8).view(E8M0)
@@ -132,11 +139,11 @@ def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`quantize_rows` for an FFN whose rows are one group: T is padded to R, a multiple of 128.
 
     Args:
-        x_TD: (T, D) bf16 or fp32, D a multiple of 128.
+        x_TD: (T, D) bf16 or fp32.
 
     Returns:
         q (R, D) e4m3, scale (R, D // 128) e8m0 row-major, the same scales column-major, and the group's end (1,) int32,
-        which is R. Padding is zeros with the smallest scale (byte 1).
+        which is R. Padding is zeros; a tile of padding has the smallest scale (byte 1). D is padded.
     """
     rows = group_rows(x_TD.shape[0])
     q, scale = quantize_rows(torch.nn.functional.pad(x_TD, (0, 0, 0, rows - x_TD.shape[0])))
@@ -312,7 +319,7 @@ def swiglu_quantize(
     s = _scores(score_M, h_M2H)
     g, u = _activation_input(h_M2H, s, spec, bias_M2H)
     out = ACTIVATIONS[spec.activation].forward(g, u, *spec.parameters)
-    q, scale = quantize_rows(_padded_columns(out if spec.score_before_experts else out * s))
+    q, scale = quantize_rows(out if spec.score_before_experts else out * s)
     return q, column_major(scale)
 
 
@@ -329,10 +336,6 @@ def join_gate_up(g: Tensor, u: Tensor | None, spec: ExpertSpec) -> Tensor:
     if u is None:
         return g
     return torch.stack([g, u], 2).flatten(1) if spec.interleaved else torch.cat([g, u], 1)
-
-
-def _padded_columns(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % TILE))
 
 
 def _activation_input(
@@ -400,7 +403,7 @@ def swiglu_quantize_backward(
         ds = (d * operand).sum(1)
         operand = operand * s
     dh, dh_scale = quantize_rows(dh)
-    q, scale = quantize_rows(_padded_columns(operand))
+    q, scale = quantize_rows(operand)
     return dh, column_major(dh_scale), q, column_major(scale), ds, dbias_M2H
 
 
@@ -588,16 +591,23 @@ def _fp32_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def grouped_mm(
-    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_ENK: Tensor,
+    b_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    columns: int | None = None,
 ) -> Tensor:
     """out[m] = a[m] @ b[e]^T for the expert e whose group holds row m; products accumulated in fp32.
 
     Args:
         a_MK: (M, K) e4m3 in expert order; a_scale: (M, K // 128) e8m0.
         b_ENK: (E, N, K) e4m3; b_scale: (E, N // 128, K // 128) e8m0.
+        columns: how many of the N columns to return, where the others are b's padding; by default all.
 
     Returns:
-        (M, N) out_dtype.
+        (M, N or columns) out_dtype.
     """
     out = torch.zeros(a_MK.shape[0], b_ENK.shape[1], dtype=out_dtype, device=a_MK.device)
     start = 0
@@ -608,7 +618,10 @@ def grouped_mm(
             for m in range(start, end, TILE):
                 out[m : m + TILE] = _fp32_matmul(dequantize(a_MK[m : m + TILE], a_scale[m : m + TILE]), b_KN)
         start = end
-    return out
+    return out[:, :columns]
+
+
+WGRAD_LAYOUTS = ("apart", "joined", "transposed")
 
 
 def grouped_mm_wgrad(
@@ -619,19 +632,26 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    rows: int | None = None,
     columns: int | None = None,
+    layout: str = "apart",
 ) -> Tensor:
     """out[e] = sum over the rows m of expert e of a[m]^T b[m], from operands of :func:`transpose_pair`.
 
     Args:
         aT_NM: (N, M) e4m3; aT_scale: (N // 128, M // 128) e8m0.
         bT_KM: (K, M) e4m3; bT_scale: (K // 128, M // 128) e8m0.
-        parts: how many weights of equal shape N is made of, 2 for gate and up.
-        columns: how many of the K columns to compute, where the others are a weight's padding; by default all.
+        parts: how many matrices of equal shape N is made of, each of them padded; 2 for gate and up.
+        rows: how many rows of a matrix to return, where the others are its padding; by default all, N // parts.
+        columns: the same of the K columns.
+        layout: where the matrices of an expert lie.
 
     Returns:
-        (parts * E, N // parts, K or columns) out_dtype, all experts' first weights before their second; zero for an
-        expert without rows.
+        Results of experts without rows are zero. By ``layout``:
+
+        * ``apart``: (parts * E, rows, columns) out_dtype, all experts' first matrices before their second.
+        * ``joined``: (E, parts * rows, columns), one weight per expert.
+        * ``transposed``: (E, columns, parts * rows), its transpose.
     """
     E, N, K = offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0]
     out = torch.zeros(E, N, K, dtype=out_dtype, device=aT_NM.device)
@@ -639,12 +659,16 @@ def grouped_mm_wgrad(
     for e, end in enumerate(offsets_E.tolist()):
         acc = torch.zeros(N, K, dtype=torch.float32, device=aT_NM.device)
         for m in range(start, end, TILE):
-            rows, block = slice(m, m + TILE), slice(m // TILE, m // TILE + 1)
-            a = dequantize(aT_NM[:, rows], aT_scale[:, block])
-            acc += _fp32_matmul(a, dequantize(bT_KM[:, rows], bT_scale[:, block]).t())
+            step, block = slice(m, m + TILE), slice(m // TILE, m // TILE + 1)
+            a = dequantize(aT_NM[:, step], aT_scale[:, block])
+            acc += _fp32_matmul(a, dequantize(bT_KM[:, step], bT_scale[:, block]).t())
         out[e] = acc
         start = end
-    return out[:, :, :columns].unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)
+    matrices = out.unflatten(1, (parts, -1))[:, :, :rows, :columns]
+    if layout == "apart":
+        return matrices.transpose(0, 1).flatten(0, 1)
+    joined = matrices.flatten(1, 2)
+    return joined if layout == "joined" else joined.transpose(1, 2)
 
 
 # --- low-rank adapters ------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ without a gate, is its ``w1`` as it lies.
 
 import functools
 import inspect
-import itertools
 import warnings
 import weakref
 from typing import Any, Literal, cast
@@ -28,7 +27,7 @@ from titan_fp8moe.layer.cache import Layouts, WeightCache, _cache_key
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import E8M0, FP8, TILE, exp2, exponent
+from titan_fp8moe.recipe import E8M0, FP8, STEP, TILE, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.versions import warn_about_versions
@@ -66,7 +65,7 @@ def register(
     """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
 
     It serves experts of the :data:`titan_fp8moe.activations.ACTIVATIONS`, with or without a gate and biases, in any
-    of Transformers' layouts, with dims that are multiples of 128 and weights in bf16 or fp32. Parameters, their names
+    of Transformers' layouts, with dims that are multiples of 16 and weights in bf16 or fp32. Parameters, their names
     and checkpoints stay as they are. Experts of an FP8 checkpoint in DeepSeek's format stay in FP8, 1 byte per
     parameter; they are frozen, so call ``requires_grad_(False)`` on them before training.
 
@@ -242,8 +241,10 @@ def _why_not(experts: Any) -> str | None:
     _, D, H = experts.down_proj.shape
     if experts.is_transposed:
         D, H = H, D
-    if D % TILE or H % (TILE if experts.has_gate and experts.is_concatenated else 16):
-        return f"its dims {D} and {H} are not both multiples of {TILE}, the width of an FP8 tile"
+    if dtype == FP8 and (D % TILE or H % TILE):
+        return f"its FP8 weights have dims {D} and {H} that are not both multiples of {TILE}; load them dequantized"
+    if D % STEP or H % STEP:
+        return f"its dims {D} and {H} are not both multiples of {STEP}"
     return None
 
 
@@ -272,14 +273,15 @@ def _compare_activation(experts: Any) -> ExpertSpec | None:
 
 
 def _compare_gate(experts: Any) -> ExpertSpec | None:
-    def number(*names: str, default: float) -> float:
-        places = itertools.product((experts, getattr(experts, "config", None)), names)
-        found = [value for at, name in places if isinstance(value := getattr(at, name, None), int | float)]
+    def number(*names: str, default: float, of: Any = experts) -> float:
+        found = [value for name in names if isinstance(value := getattr(of, name, None), int | float)]
         return float(found[0]) if found else default
 
     limit, alpha = number("limit", "swiglu_limit", default=10.0), number("alpha", "swiglu_alpha", default=1.0)
     candidates = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if entry.gated and not entry.parameters]
-    caps = dict(gate_cap=number("mlp_gate_softcap", default=0.0), up_cap=number("mlp_up_softcap", default=0.0))
+    names = dict(gate_cap="mlp_gate_softcap", up_cap="mlp_up_softcap")  # Inkling 2's
+    config = getattr(experts, "config", None)
+    caps = {parameter: number(name, default=0.0, of=config) for parameter, name in names.items()}
     if min(caps.values()) > 0:
         candidates.append(ExpertSpec.of("softcapped_swiglu", caps))
     if limit > 0:

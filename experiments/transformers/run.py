@@ -8,8 +8,10 @@ Both implementations run the same module with the same bf16 parameters, and take
 
     eager      forward and backward of a batch: tokens/s, peak memory, loss
     training   50 steps of AdamW from the same weights on the same bytes of Python sources: losses at the end
-    decode     the forward of one token without gradients, also with Transformers' batched_mm
+    decode     the forward of one token of some sequences without gradients, also with Transformers' batched_mm
+    frozen     the same as eager with experts that do not train, as beside adapters
     compiled   the same as eager under torch.compile, with causal attention and no mask
+    compiled_frozen   both
 
 Records are written after each phase. A phase does not begin after ``--budget`` seconds; stderr names it. The vocabulary
 has 32,768 tokens, so that the output layer does not dominate four layers.
@@ -22,7 +24,8 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,8 @@ from titan_fp8moe.transformers import NAME, converted, register
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE, BATCHED = "grouped_mm", "batched_mm"
-PHASES = ("eager", "training", "decode", "compiled")
+PHASES = ("eager", "training", "decode", "frozen", "compiled", "compiled_frozen")
+SEQUENCES = (1, 8, 64, 256)  # of a decoding step
 
 # Where torch is older than 2.14, compiled models build a causal mask, and attention then computes what it hides.
 CAUSAL = "causal_sdpa"
@@ -168,12 +172,31 @@ class Bench:
     def eager(self) -> list[dict]:
         return self.forward_backward("eager", self.model)
 
-    def compiled(self) -> list[dict]:
+    def frozen(self) -> list[dict]:
+        with self.experts_frozen():
+            return self.forward_backward("eager, experts frozen", self.model)
+
+    def compiled(self, what: str = "torch.compile") -> list[dict]:
         # Once per implementation: the graph depends on the config.
         torch._dynamo.reset()
         self.model.set_attn_implementation(CAUSAL)
         compiled = torch.compile(self.model, dynamic=False, backend="inductor" if CUDA else "aot_eager")
-        return self.forward_backward("torch.compile", compiled)
+        return self.forward_backward(what, compiled)
+
+    def compiled_frozen(self) -> list[dict]:
+        with self.experts_frozen():
+            # Quantized weights that a layer keeps are made by a call outside of the trace.
+            self.step(NAME, self.model)
+            return self.compiled("torch.compile, experts frozen")
+
+    @contextmanager
+    def experts_frozen(self) -> Iterator[None]:
+        experts = [param for name, param in self.model.named_parameters() if ".experts." in name]
+        for param in experts:
+            param.requires_grad_(False)
+        yield
+        for param in experts:
+            param.requires_grad_(True)
 
     def training(self) -> list[dict]:
         batches, losses = self.setting.batches(self.steps), {}
@@ -196,17 +219,20 @@ class Bench:
 
     @torch.no_grad()
     def decode(self) -> list[dict]:
-        token = self.tokens[:1, :1]
+        found = []
+        for sequences in SEQUENCES:
+            tokens = self.tokens.flatten()[:sequences, None]
 
-        def forward(name: str) -> None:
-            self.model.set_experts_implementation(name)
-            self.model(input_ids=token, use_cache=False)
+            def forward(name: str, tokens: Tensor = tokens) -> None:
+                self.model.set_experts_implementation(name)
+                self.model(input_ids=tokens, use_cache=False)
 
-        runs = {name: lambda name=name: forward(name) for name in (NAME, REFERENCE, BATCHED)}
-        take_turns(runs, 1, 1)  # compiles
-        ms = take_turns(runs, self.rounds, 2 * self.calls)
-        what = "forward of one token"
-        return [self.record(what, ms[NAME], other, ms[other], "ms") for other in (REFERENCE, BATCHED)]
+            runs = {name: functools.partial(forward, name) for name in (NAME, REFERENCE, BATCHED)}
+            take_turns(runs, 1, 1)  # compiles
+            ms = take_turns(runs, self.rounds, 2 * self.calls)
+            what = "forward of one token" + (f" of {sequences} sequences" if sequences > 1 else "")
+            found += [self.record(what, ms[NAME], other, ms[other], "ms") for other in (REFERENCE, BATCHED)]
+        return found
 
 
 def measure(name: str, setting: Setting, args: argparse.Namespace, start: float) -> None:
@@ -237,7 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=5, help="steps in a turn")
     parser.add_argument("--steps", type=int, default=50, help="of training")
-    parser.add_argument("--budget", type=float, default=100, help="seconds after which no phase begins")
+    parser.add_argument("--budget", type=float, default=150, help="seconds after which no phase begins")
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
     if not args.tiny:

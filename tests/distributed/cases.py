@@ -77,6 +77,7 @@ SINGLE = {
 TWO_RANKS = {
     "fsdp2": _parallel(4),
     "fsdp2_fp8_gather": _parallel(2, **FP8_GATHER),  # two microbatches
+    "fsdp2_fp8_gather_padded": _parallel(2, **PADDED, **FP8_GATHER),
     "ep2": _parallel(4, ep=2),
     "ep2_linears": _parallel(4, ep=2, **LINEARS),
     "tp2": _parallel(8, tp=2),

@@ -18,15 +18,15 @@ from tests.distributed.cases import BASE, GLOBAL_BATCH
 from tests.distributed.runner import run_all
 from tests.distributed.worker import RecordingTrainer
 
-NUM_BATCHES = 4
+NUM_BATCHES = 2
 
 COMMON = [
     *BASE,
-    "--optimizer.lr=2e-3",
+    "--optimizer.lr=4e-3",
     "--lr_scheduler.total_steps=100",  # runs that stop early are on the same schedule
     "--metrics.log_freq=1",
     "--checkpoint.enable",
-    "--checkpoint.interval=4",
+    "--checkpoint.interval=2",
 ]
 FP8 = ["--model.converters=fp8_flow_moe"]
 KEEP_ALL = ["--checkpoint.no_last_save_model_only"]  # the last checkpoint, too, can be resumed
@@ -58,24 +58,24 @@ QUANTIZED = [*model_of("quantized"), *FROM_HF, "--checkpoint.initial_load_in_hf_
 ANY_RANKS = ["--checkpoint.exclude_from_loading=dataloader"]
 
 ONE_RANK = {
-    "bf16": [*steps(12), *KEEP_ALL],
-    "fp8_from_bf16": [*steps(8), *KEEP_ALL, *FP8, *resume("bf16/checkpoint/step-4")],
-    "bf16_from_fp8": [*steps(12), *resume("fp8_from_bf16/checkpoint/step-8")],
-    "bf16_to_hf": [*steps(8), *TO_HF, *resume("bf16/checkpoint/step-4")],
-    "fp8_to_hf": [*steps(8), *TO_HF, *FP8, *resume("bf16/checkpoint/step-4")],
-    "fp8_from_hf": [*steps(1), *FP8, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-8")],
-    "bf16_from_hf": [*steps(1), *FROM_HF, *model_of("fp8_to_hf/checkpoint/step-8")],
+    "bf16": [*steps(6), *KEEP_ALL],
+    "fp8_from_bf16": [*steps(4), *KEEP_ALL, *FP8, *resume("bf16/checkpoint/step-2")],
+    "bf16_from_fp8": [*steps(6), *resume("fp8_from_bf16/checkpoint/step-4")],
+    "bf16_to_hf": [*steps(4), *TO_HF, *resume("bf16/checkpoint/step-2")],
+    "fp8_to_hf": [*steps(4), *TO_HF, *FP8, *resume("bf16/checkpoint/step-2")],
+    "fp8_from_hf": [*steps(1), *FP8, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-4")],
+    "bf16_from_hf": [*steps(1), *FROM_HF, *model_of("fp8_to_hf/checkpoint/step-4")],
     "quantized": [*steps(1), *FP8, *QUANTIZED],
 }
 TWO_RANKS = {
-    "ep2": [*steps(8), *EP2, *TO_HF],
+    "ep2": [*steps(4), *EP2, *TO_HF],
     "ep2_from_seed": [*steps(1), *EP2, *model_of("seed/checkpoint/step-0")],
-    "ep2_from_hf": [*steps(1), *EP2, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-8")],
+    "ep2_from_hf": [*steps(1), *EP2, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-4")],
     "ep2_quantized": [*steps(1), *EP2, *QUANTIZED],
     "fsdp2_quantized": [*steps(1), *FSDP2, *QUANTIZED],
-    "fsdp2_fp8_gather": [*steps(8), *KEEP_ALL, *FSDP2, *FP8_GATHER, *resume("bf16/checkpoint/step-4"), *ANY_RANKS],
+    "fsdp2_fp8_gather": [*steps(4), *KEEP_ALL, *FSDP2, *FP8_GATHER, *resume("bf16/checkpoint/step-2"), *ANY_RANKS],
 }
-FOUR_RANKS = {"ep4_from_ep2": [*steps(8), *EP4, *resume("ep2/checkpoint/step-4"), *ANY_RANKS]}
+FOUR_RANKS = {"ep4_from_ep2": [*steps(4), *EP4, *resume("ep2/checkpoint/step-2"), *ANY_RANKS]}
 RUNS = ONE_RANK | TWO_RANKS | FOUR_RANKS
 
 

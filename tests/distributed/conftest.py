@@ -1,42 +1,11 @@
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-
-
-def run_workers(
-    script: str, num_ranks: int, *args: str, timeout: int = 900, cpu_only: bool = False
-) -> subprocess.CompletedProcess:
-    """Runs tests/distributed/<script> on ``num_ranks`` processes: gloo on CPU, NCCL where there are enough GPUs. Exit
-    code 124 after a timeout."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    if cpu_only or torch.cuda.device_count() < num_ranks:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command += [str(ROOT / "tests/distributed" / script), *args]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as launcher:
-        try:
-            out, err = launcher.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            launcher.terminate()  # not killed: it is to end its ranks
-            out, err = launcher.communicate()
-            return subprocess.CompletedProcess(command, 124, out, f"{err}\nstopped after {timeout} s")
-    return subprocess.CompletedProcess(command, launcher.returncode, out, err)
-
-
-def ended_well(done: subprocess.CompletedProcess) -> bool:
-    """Exit code 0, or the one abort that is not about what ran: gloo's threads have been seen to terminate a process
-    that was done and on its way out. Callers check besides that the work was reported as done."""
-    return done.returncode == 0 or "terminate called without an active exception" in done.stdout + done.stderr
+from tests.processes import run_workers
 
 
 class WorkerResults:

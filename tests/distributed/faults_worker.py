@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
-from tests.distributed.rows_worker import check
+from tests.distributed.runner import check, start
 from tests.distributed.symmetric_faults_worker import report_ends
+from tests.processes import time_limit
 from titan_fp8moe import ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import base
@@ -30,7 +31,7 @@ from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 D, H, EXPERTS, TOP_K = 256, 128, 4, 2
 TIMEOUT = 5  # seconds a collective may wait for a lost rank
-SETUP = 120  # and before
+SETUP = time_limit(60)  # and before
 WEIGHTS = ("w1", "w2", "w3")
 
 
@@ -214,15 +215,10 @@ def lose_ranks(out: Path, backend: str) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     if len(sys.argv) > 1:
         return lose_ranks(Path(sys.argv[1]), sys.argv[2])
     parallel.install()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    device = "cuda" if cuda else "cpu"
+    device = start()
     check_routing(device, dist.get_rank(), dist.get_world_size())
     check_nan(device, dist.get_rank())
     check_agreement(device, dist.get_rank())

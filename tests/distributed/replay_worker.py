@@ -6,8 +6,6 @@ The replayed experts are drawn at random, so a forward that routes by itself is 
 move a value over an FP8 rounding boundary, which is visible at a fraction of a percent.
 """
 
-import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,12 +14,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
-from tests.distributed.transformers_worker import CONFIG, expert_parallel, load
+from tests.distributed import runner
+from tests.distributed.transformers_worker import CONFIG, expert_parallel, load, shard
 from titan_fp8moe import Fp8FlowMoEConfig, replay_routing
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -37,15 +35,8 @@ def choose(*shape: int) -> Tensor:
 
 def check(name: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     errors = {key: relative_error(got[key], want[key]) for key in want}
-    ok = all(error < TOLERANCE for error in errors.values())
     worst = max(errors, key=lambda key: errors[key])
-    of_ranks: list[tuple[bool, str]] = [None] * dist.get_world_size()  # pyrefly: ignore[bad-assignment]
-    dist.all_gather_object(of_ranks, (ok, f"{worst} {errors[worst]:.2e}"))
-    whole = all(ok for ok, _ in of_ranks)
-    if dist.get_rank() == 0:
-        print(f"{'ok' if whole else 'FAILED'} {name}: {of_ranks}", flush=True)
-    if not whole:
-        sys.exit(1)
+    runner.check(f"{name}: {worst} {errors[worst]:.2e}", errors[worst] < TOLERANCE)
 
 
 def layer_step(layer: MoE, x: Tensor, routed: Tensor, dout: Tensor) -> dict[str, Tensor]:
@@ -87,7 +78,7 @@ def model_step(model: nn.Module, tokens: Tensor, routed: Tensor) -> dict[str, Te
     return {"loss": loss.detach(), **whole}
 
 
-def transformers_models(folder: Path, device: str, cuda: bool) -> None:
+def transformers_models(folder: Path, device: str) -> None:
     """The same tokens on both ranks, so that FSDP's mean is one rank's gradient."""
     torch.manual_seed(3)
     tokens = torch.randint(0, CONFIG["vocab_size"], (2, 48)).to(device)
@@ -101,21 +92,12 @@ def transformers_models(folder: Path, device: str, cuda: bool) -> None:
     sharded = load(folder, device)
     sharded.gradient_checkpointing_enable(dict(use_reentrant=False))
     sharded.train()
-    for layer in sharded.model.layers:
-        fully_shard(layer)
-    fully_shard(sharded)
-    for module in sharded.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(not cuda)  # gloo has no average
+    shard(sharded, device)
     check("FSDP2 with checkpointing", model_step(sharded, tokens, routed), want)
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    device = "cuda" if cuda else "cpu"
+    device = runner.start()
     torchtitan_layers(init_device_mesh(device, (dist.get_world_size(),)), device)
     register()
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -124,7 +106,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(path)
     dist.barrier()
-    transformers_models(path, device, cuda)
+    transformers_models(path, device)
     dist.destroy_process_group()
 
 

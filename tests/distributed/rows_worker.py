@@ -1,6 +1,6 @@
 """The routed experts on an expert-parallel group against all experts in one process, row by row.
 
-    torchrun --nproc_per_node N rows_worker.py
+    torchrun --nproc_per_node N rows_worker.py [D H]
 
 Each rank holds its own tokens and its share of the experts. The reference needs no group: the part of a rank's experts
 is computed for all tokens and rounded to bf16, and the parts are added in the order in which a rank does. Output, input
@@ -14,9 +14,11 @@ import sys
 import torch
 import torch.distributed as dist
 
+from tests.distributed.runner import check, gather_list, start
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
 
-D, H, EXPERTS, TOP_K = 256, 128, 8, 3
+EXPERTS, TOP_K = 8, 3
+CONFIGS = Fp8FlowMoEConfig(), Fp8FlowMoEConfig(recompute="experts"), Fp8FlowMoEConfig(save_h="fp8", recompute="none")
 
 
 def choose(kind: str, tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -41,31 +43,17 @@ def added_by_rank(parts: list[torch.Tensor], rank_TK: torch.Tensor) -> torch.Ten
 
 def gathered(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The tensors of every rank, on the CPU."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, [t.cpu() for t in tensors])
-    return of_ranks
-
-
-def check(name: str, ok: bool) -> None:
-    flags = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, bool(ok))
-    if dist.get_rank() == 0:
-        print(f"{'ok' if all(flags) else 'FAILED'} {name}", flush=True)
-    if not all(flags):
-        sys.exit(1)
+    return gather_list([t.cpu() for t in tensors])
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    device = "cuda" if cuda else "cpu"
+    device = start()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     seed = [int(os.environ.get("SEED", torch.seed() % 2**31))]
     dist.broadcast_object_list(seed)
     print(f"seed {seed[0]}", flush=True)
     generator = torch.Generator().manual_seed(seed[0])
+    D, H = map(int, sys.argv[1:3] or (256, 128))
 
     local = EXPERTS // ranks
     cases = [(kind, before) for kind in ("uniform", "skewed", "one_expert", "empty_rank") for before in (False, True)]
@@ -99,11 +87,7 @@ def main() -> None:
             out.backward(dout[tokens].to(device))
             return [out.detach(), *[leaf.grad for leaf in leaves]]
 
-        for config in (
-            Fp8FlowMoEConfig(),
-            Fp8FlowMoEConfig(recompute="experts"),
-            Fp8FlowMoEConfig(save_h="fp8", recompute="none"),
-        ):
+        for config in CONFIGS[: 3 if (ranks, D) == (2, 256) else 1]:
             everything = slice(None), slice(None), None, config
             parts = gathered(run(*everything, rank))  # each part by a process without a group, and only once
             reference = gathered(run(*everything) if rank == 0 else [])[0]

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-CASE_TIMEOUT = 120  # seconds; a hang prints every thread's stack and ends the run
+from tests.processes import time_limit
+
+CASE_TIMEOUT = time_limit(60)  # seconds; a hang prints every thread's stack and ends the run
 
 
 def plain_name(name: str) -> str:
@@ -25,17 +27,33 @@ def gather_list(value) -> list:
 
 
 def gather(values: dict) -> dict:
-    """The union of all ranks' dicts: pipeline stages hold different parameters."""
-    merged = {}
-    for part in gather_list(values):
-        merged |= part
-    return merged
+    """On rank 0 the union of all ranks' dicts: pipeline stages hold different parameters."""
+    parts = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(values, parts)
+    return {name: value for part in parts or () for name, value in part.items()}
+
+
+def start() -> str:
+    """Begins the ranks' group, with NCCL where there are GPUs, and says where their tensors are."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return "cuda" if cuda else "cpu"
+
+
+def check(name: str, ok: bool) -> None:
+    """Ends the ranks unless all of them are ``ok``; rank 0 prints which."""
+    ok = all(gather_list(bool(ok)))
+    if dist.get_rank() == 0:
+        print(f"{'ok' if ok else 'FAILED'} {name}", flush=True)
+    if not ok:
+        sys.exit(1)
 
 
 def run_all(run: Callable[[str, Path], dict]) -> None:
     """Runs the cases named on the command line, ``OUT_DIR CASE...``, and leaves each result, or error, in OUT_DIR."""
     out = Path(sys.argv[1])
-    torch.set_num_threads(1)
     for case in sys.argv[2:]:
         faulthandler.dump_traceback_later(CASE_TIMEOUT, exit=True)
         try:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.processes import time_limit
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
 from titan_fp8moe.dispatch.symmetric import exchange, kernels
 
 TIMEOUT = 5  # seconds a rank may be late
-SETUP = 120
+SETUP = time_limit(60)
 FAULTS = ("dies", "raises", "stalls", "late")
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.distributed.rows_worker import check
+from tests.distributed.runner import check
 from tests.layer import apply_layer
 from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import workspace
@@ -54,9 +54,11 @@ def make_ids(kind: str, T: int, K: int, experts: int) -> torch.Tensor:
     return ids.masked_fill(torch.rand(T, K) < 0.2, -1) if kind == "missing" else ids
 
 
-def make_batch(kind: str, T: int = TOKENS, K: int = TOP_K, experts: int = EXPERTS, dtype=torch.float32, device=None):
+def make_batch(
+    kind: str, T: int = TOKENS, K: int = TOP_K, experts: int = EXPERTS, dtype=torch.float32, device=None, dims=(D, H)
+):
     """x, scores, ids, this rank's w1, w2, w3 and shared experts, and the gradient of the output."""
-    local = experts // dist.get_world_size()
+    local, (D, H) = experts // dist.get_world_size(), dims
     shapes = [(local, H, D), (local, D, H), (local, H, D), (H, D), (D, H), (H, D)]
     weights = [(torch.randn(shape) * 0.05).to(device, dtype) for shape in shapes]
     x, dout = (torch.randn(T, D).to(device, dtype) for _ in range(2))
@@ -121,6 +123,9 @@ def check_routings(routings: int, device: torch.device) -> None:
         call = functools.partial(with_biases, [torch.randn(w.shape[:2], device=device) for w in batch[3][:3]])
         want = run(batch, Fp8FlowMoEConfig(), before=before, call=call)
         check(f"biases, score before {before}", same(run(batch, default, before=before, call=call), want))
+    padded = make_batch("uniform", device=device, dims=(192, 80))
+    want = run(padded, Fp8FlowMoEConfig(), shared=True)
+    check("padded sizes", same(run(padded, default, shared=True), want))
     frozen = run(batch, default, call=functools.partial(with_frozen_input, dist.get_rank() == 0))
     want = run(batch, Fp8FlowMoEConfig(), call=functools.partial(with_frozen_input, dist.get_rank() == 0))
     check("one rank's input is frozen", frozen[1] is want[1] is None or same(frozen[1:2], want[1:2]))

@@ -1,4 +1,4 @@
-"""What the tests of layouts share: a case that ends the workers does not fail those after it."""
+"""What tests share: workers that fail or hang end, and a case that ends them does not fail those after it."""
 
 import subprocess
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import conftest
+from tests.processes import TIMED_OUT, run_script, run_workers
 
 
 def test_a_case_that_ends_the_workers_fails_alone(tmp_path, monkeypatch):
@@ -49,3 +50,14 @@ def test_workers_that_never_begin_are_not_tried_for_each_case(tmp_path, monkeypa
         with pytest.raises(AssertionError, match="ImportError"):
             results.get(name)
     assert len(runs) == 2
+
+
+def test_a_rank_that_fails_ends_the_others():
+    code = "import os, sys, time; time.sleep(1000) if os.environ['RANK'] == '0' else sys.exit('its reason')"
+    done = run_workers("-c", 2, code, cpu_only=True)
+    assert (done.returncode, done.stderr.strip()) == (1, "its reason")
+
+
+def test_a_process_that_hangs_ends():
+    done = run_script("-c", "import time; print('begun', flush=True); time.sleep(1000)", seconds=1)
+    assert (done.returncode, done.stdout) == (TIMED_OUT, "begun\n") and "stopped after" in done.stderr

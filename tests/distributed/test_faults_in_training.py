@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.distributed.conftest import ROOT
+from tests.processes import ROOT
 from tests.test_cpu_training import EP2, OVERRIDES, corpus  # noqa: F401  a fixture
 
 STEPS, INTERVAL = 6, 2

@@ -7,7 +7,6 @@ same batch. Sums in another order may move a value over an FP8 rounding boundary
 percent. A missing or doubled reduction is off by 30% and more.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+from tests.distributed import runner
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.transformers import converted, register
 
@@ -61,17 +61,21 @@ def check(name: str, got: tuple[float, dict], want: tuple[float, dict]) -> None:
     ok = ok and abs(got[0] / want[0] - 1) < 1e-4
     worst = max(errors, key=lambda key: errors[key])
     figures = f"loss {got[0]:.5f}, {want[0]:.5f}; {worst} {errors[worst]:.2e}"
-    print(f"{'ok' if ok else 'FAILED'} {name}: {figures}", flush=True)
-    if not ok:
-        raise SystemExit(1)
+    runner.check(f"{name}: {figures}", ok)
+
+
+def shard(model: torch.nn.Module, device: str) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(device == "cpu")  # gloo has no average
 
 
 def main() -> None:
-    folder, cuda = Path(sys.argv[1]), torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    device, rank, ranks = "cuda" if cuda else "cpu", dist.get_rank(), dist.get_world_size()
+    folder, device = Path(sys.argv[1]), runner.start()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     register()
     if rank == 0:
         transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(folder)
@@ -80,12 +84,7 @@ def main() -> None:
     batches = [torch.randint(0, CONFIG["vocab_size"], (2, 48)).to(device) for _ in range(ranks)]
 
     model = load(folder, device)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(not cuda)  # gloo has no average
+    shard(model, device)
     assert len(converted(model)) == 2
     loss, grads = gradients(model, [batches[rank]])
     losses = torch.tensor(loss, device=device)

@@ -7,7 +7,6 @@ the same global batches. Rank 0 writes OUT_DIR/<case>.pt: {"grads", "losses", "e
 "gate_spread", "expert_meshes", "gathered", "graphs", "whole"} or {"error"}.
 """
 
-import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_paral
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
 from tests.distributed.cases import BASE, CASES, GLOBAL_BATCH, SEQ_LEN, STEPS
-from tests.distributed.runner import gather, gather_list, plain_name, run_all
+from tests.distributed.runner import gather, gather_list, plain_name, run_all, start
 
 VOCAB = 2048
 
@@ -86,7 +85,7 @@ class RecordingTrainer(torchtitan.train.Trainer):
         clip, recorded, counted = torchtitan.train.dist_utils.clip_grad_norm_, {}, {}
 
         def clip_and_record(*args, **kwargs):
-            if not recorded:
+            if self.step == 1:
                 recorded.update(self.gradients())
                 counted.update(self.counted())
             return clip(*args, **kwargs)
@@ -196,14 +195,12 @@ def run(case: str, out: Path) -> dict:
 
 
 def main() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     infer_from_zeros()
     deepseek_v3_parallelize.apply_cp_to_attention_module = gather_context
     tiny = deepseekv3_args["tiny"]
     deepseekv3_args["tiny_padded"] = replace(tiny, moe_args=replace(tiny.moe_args), inter_dim=480, moe_inter_dim=288)
     # One process group for all cases: torchtitan uses what exists.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    start()
     run_all(run)
 
 

@@ -38,7 +38,7 @@ def check_rows(x):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("T, D", [(1, 128), (129, 256), (7, 1408)])
+@pytest.mark.parametrize("T, D", [(1, 128), (129, 256), (7, 1408), (5, 16), (33, 64), (65, 192), (7, 1360)])
 def test_rows(generator, T, D, dtype):
     check_rows((randn(generator, T, D) * 2.0 ** randint(generator, -20, 20, T, 1)).to(dtype))
 
@@ -49,7 +49,7 @@ def test_rows_hard_tiles(generator, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("T, D", [(0, 128), (1, 256), (128, 384), (129, 1408)])
+@pytest.mark.parametrize("T, D", [(0, 128), (1, 256), (128, 384), (129, 1408), (0, 64), (33, 64), (129, 272)])
 def test_group(generator, T, D, dtype):
     """Rows padded with zeros to a multiple of 128, their scales in both layouts, and their number."""
     x = (randn(generator, T, D) * 2.0 ** randint(generator, -20, 20, T, 1)).to(dtype)
@@ -130,12 +130,14 @@ def test_weights_that_are_copied_are_warned_of(generator):
         warnings.simplefilter("error")
         check_weight([*both.chunk(2, 1)])
         for K, N in ((256, 128), (192, 272)):
-            check_weight([randn(generator, 2, K, N).transpose(1, 2)])  # read where it lies
-    stored_E_K_N = [randn(generator, 2, 256, 128).transpose(1, 2) for _ in range(2)]
+            stored_E_K_N = randn(generator, 2, K, 2 * N).transpose(1, 2)
+            check_weight([stored_E_K_N])  # read where it lies
+            check_weight([*stored_E_K_N.chunk(2, 1)])
+    strided = [randn(generator, 2, 128, 256, 2)[..., 0] for _ in range(2)]
     with pytest.warns(
-        UserWarning, match=r"weights \(2, 128, 256\) with strides \(32768, 1, 128\) are copied"
+        UserWarning, match=r"weights \(2, 128, 256\) with strides \(65536, 512, 2\) are copied"
     ) as caught:
-        check_weight(stored_E_K_N)
+        check_weight(strided)
     assert len(caught) == 1
 
 
@@ -161,10 +163,15 @@ def test_weight_hard_blocks(generator):
 
 @pytest.mark.parametrize(
     "E, N, K, pair, dtype, turned",
-    [(2, 200, 256, False, BF16, False), (33, 16, 128, True, FP32, False), (2, 200, 256, False, FP32, True)],
+    [
+        (2, 200, 256, False, BF16, False),
+        (33, 16, 128, True, FP32, False),
+        (2, 200, 256, False, FP32, True),
+        (2, 144, 192, True, BF16, True),
+    ],
 )
 def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
-    """Into the same memory, if a sample, the step or the caller says so; the state is the recipe's. One weight may be
+    """Into the same memory, if a sample, the step or the caller says so; the state is the recipe's. Weights may be
     stored transposed, ``turned``."""
     weights = [randn(generator, E, N, K).to(dtype) for _ in range(1 + pair)]
     as_stored = weights
@@ -176,11 +183,16 @@ def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
     state = torch.full((1 + len(weights) * recipe.num_samples(weights[0]),), -1, dtype=torch.int32, device=q.device)
     steps, kept = torch.full((1,), 7, dtype=torch.int32, device=q.device), state.clone()
 
+    operands = ()
+
     def refresh(steps, force, want, transposed=q_t):
+        nonlocal operands
+        if want:
+            operands = quantize.quantize_weight(weights, True, True)
         changed = quantize.refresh_weight(weights, q, transposed, scale, state, steps, force)
         assert changed.item() == recipe.weights_changed(as_stored, kept, steps, force) == want
         assert torch.equal(state, kept)
-        for got, expected in zip((q, q_t, scale), quantize.quantize_weight(weights, True, True), strict=True):
+        for got, expected in zip((q, q_t, scale), operands, strict=True):
             same = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
             assert same or (got is q_t and transposed is None)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.compare import assert_same_bits, offsets, randint, randn
+from tests.kernels.conftest import INTERPRETED
 from tests.specs import SPECS
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu
@@ -53,14 +54,12 @@ def test_nan_flags(generator, special):
         assert flag.tolist() == [int(special)] + [0] * 15
 
 
-@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
 @pytest.mark.parametrize("keep_h", [False, True])
-def test_forward(generator, spec, keep_h, special):
+def test_forward(generator, spec, keep_h):
     M, H, end = 256, 384, 128
     h, d, score = inputs(generator, M, H, spec)
-    if special:
-        put_non_finite(h, d)
+    put_non_finite(h, d)
     offsets_E = offsets(0, end, end, device=h.device)
     q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, keep_h)
     want = recipe.swiglu_quantize(h[:end], score[:end], spec)
@@ -76,14 +75,12 @@ def test_forward(generator, spec, keep_h, special):
         assert h_q.numel() == h_scale.numel() == 0
 
 
-@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
 @pytest.mark.parametrize("fp8_h", [False, True])
-def test_backward(generator, spec, fp8_h, special):
-    M, H, end = 256, 384, 128
+def test_backward(generator, spec, fp8_h):
+    M, H, end = 256, 256, 128
     h, d, score = inputs(generator, M, H, spec)
-    if special:
-        put_non_finite(h, d)
+    put_non_finite(h, d)
     h_scale, wide_h = None, h
     if fp8_h:
         h, h_scale = recipe.quantize_hidden(h, score, spec)
@@ -104,8 +101,9 @@ def test_backward(generator, spec, fp8_h, special):
     assert torch.equal(ds[:end].isfinite(), finite)
     finite &= size.isfinite()  # a NaN of d where there is no gradient leaves ds finite
     assert ((ds[:end] - want[4]).abs()[finite] <= 1e-6 * size[finite]).all()
-    for first, second in zip((dh, q, ds), run()[::2], strict=True):
-        assert_same_bits(first[:end], second[:end])
+    if not INTERPRETED:  # sums of several warps
+        for first, second in zip((dh, q, ds), run()[::2], strict=True):
+            assert_same_bits(first[:end], second[:end])
     for first, second in zip((dh, q.new_empty(0), ds), run(recompute_a=False)[::2], strict=True):
         assert_same_bits(first[:end], second[:end])
     if fp8_h:
@@ -189,18 +187,16 @@ def test_without_a_router(generator, fp8_h):
 UNGATED = [spec for spec in SPECS if not spec.gated]
 
 
-@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("spec", CLAMPED + UNGATED, ids=ExpertSpec.encode)
 @pytest.mark.parametrize("fp8_h", [False, True])
-def test_biases(generator, spec, fp8_h, special):
+def test_biases(generator, spec, fp8_h):
     """Forward and backward; of H columns some are padding. Experts 0 and 3 have no rows."""
     M, H, hidden, D, dim, end = 384, 256, 176, 256, 192, 256
     h, d, score = inputs(generator, M, H, spec)
     h.view(M, -1, H)[:, :, hidden:], d[:, hidden:] = 0, 0
     dy_q, dy_scale = recipe.quantize_rows(torch.nn.functional.pad(randn(generator, M, dim) * 1e-10, (0, D - dim)))
     dy_scale = recipe.column_major(dy_scale)
-    if special:
-        put_non_finite(h[:, :hidden], d[:, :hidden])
+    put_non_finite(h[:, :hidden], d[:, :hidden])
     offsets_E = offsets(0, 128, end, end, device=h.device)
     b1, b2, b3 = randn(generator, 4, hidden), randn(generator, 4, dim).bfloat16(), randn(generator, 4, hidden)
     bias = swiglu.Bias(*(b.bfloat16() for b in (b1, b3)[: spec.rows_per_unit]))

@@ -48,6 +48,16 @@ def test_sums_with_a_bias(generator, device, impl):
 
 
 @pytest.mark.parametrize("impl", [exchange, kernels])
+def test_sums_of_padded_tokens(generator, device, impl):
+    """Tokens travel with 256 columns, of which the model has 192."""
+    N, T, K, E, dim = 3, 17, 2, 5, 192
+    workspaces, b2 = make_workspaces(Sizes(N, T, 256, K, E), device), randn(generator, E, dim)
+    tokens = [make_tokens(workspaces[0].sizes, make_ids(generator, T, K, N * E)) for _ in range(N)]
+    for bias in (None, b2):
+        assert_equal(exchange_all(impl, workspaces, tokens, N, bias, dim), all_to_all(tokens, E, bias, dim))
+
+
+@pytest.mark.parametrize("impl", [exchange, kernels])
 def test_plan_and_pairs(generator, device, impl):
     """From first principles: whose tokens arrive, in which order, with which pairs."""
     N, T, D, K, E = 3, 30, 128, 2, 2

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.conftest import ROOT
+from tests.processes import ROOT
 
 DEBUG = ["--config", "deepseek_v3_debugmodel", "--training.disable_cuda_graphs"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import ended_well
+from tests.processes import ended_well
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = """

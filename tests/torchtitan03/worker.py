@@ -167,7 +167,7 @@ def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
     clip, grads, norms, losses, bias = torchtitan.trainer.dist_utils.clip_grad_norm_, {}, [], [], {}
 
     def clip_and_record(*args, **kwargs):
-        if not grads:
+        if trainer.step == 1:
             grads.update(gradients(trainer.model_parts))
         norms.append(float(full(norm := clip(*args, **kwargs))))
         return norm
@@ -178,7 +178,7 @@ def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
         data = batches(trainer)
         for trainer.step in range(1, steps + 1):
             trainer.train_step(data)
-            if not bias:
+            if trainer.step == 1:
                 buffers = [(n, b) for part in trainer.model_parts for n, b in part.named_buffers()]
                 bias = gather({plain_name(n): full(b) for n, b in buffers if n.endswith("expert_bias_E")})
     finally:

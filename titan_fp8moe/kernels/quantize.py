@@ -60,28 +60,43 @@ def quantize_tiles(x, nan_flag):
     return (x * factor[:, None]).to(tl.float8e4nv), byte.to(tl.uint8)
 
 
-@Kernel
+@triton.jit
+def _load_tiles(x, tile, num_tiles, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Loads tiles (TILES, TILE) as fp32, zeros from the ``num_tiles``-th on. x is contiguous. Its rows are whole tiles
+    or, with COLUMNS, have so many columns; then each row's last tile is filled up with zeros."""
+    column, mask = tl.arange(0, TILE)[None, :], (tile < num_tiles)[:, None]
+    if COLUMNS is None:
+        at = tile[:, None] * TILE + column
+    else:
+        tiles: tl.constexpr = (COLUMNS + TILE - 1) // TILE  # of a row
+        column += (tile % tiles * TILE)[:, None]
+        at, mask = (tile // tiles)[:, None] * COLUMNS + column, mask & (column < COLUMNS)
+    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
-def _quantize_rows_kernel(x, q, scale, nan_flag, num_tiles, TILES: tl.constexpr, TILE: tl.constexpr):
-    """x, q: (num_tiles, TILE) contiguous; scale: (num_tiles,) uint8."""
+def _quantize_rows_kernel(
+    x, q, scale, nan_flag, num_tiles, COLUMNS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
+):
+    """x: see :func:`_load_tiles`; q: (num_tiles, TILE) contiguous; scale: (num_tiles,) uint8."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     mask = tile < num_tiles
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    values, byte = quantize_tiles(tl.load(x + at, mask=mask[:, None], other=0.0).to(tl.float32), nan_flag)
+    values, byte = quantize_tiles(_load_tiles(x, tile, num_tiles, COLUMNS, TILE), nan_flag)
     tl.store(q + at, values, mask=mask[:, None])
     tl.store(scale + tile, byte, mask=mask)
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_tiles", "R"])
 def _quantize_group_kernel(
-    x, q, scale, scale_t, end, nan_flag, num_tiles, R, G: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
-):
+    x, q, scale, scale_t, end, nan_flag, num_tiles, R, COLUMNS: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """As :func:`_quantize_rows_kernel` for R rows of G tiles, of which ``num_tiles`` are in x and the others zeros.
     Also stores the scales column-major, (G, R), and R itself."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    values, byte = quantize_tiles(tl.load(x + at, mask=(tile < num_tiles)[:, None], other=0.0).to(tl.float32), nan_flag)
+    values, byte = quantize_tiles(_load_tiles(x, tile, num_tiles, COLUMNS, TILE), nan_flag)
     mask = tile < R * G  # also tiles past x: they were read as zeros
     tl.store(q + at, values, mask=mask[:, None])
     tl.store(scale + tile, byte, mask=mask)
@@ -90,17 +105,24 @@ def _quantize_group_kernel(
         tl.store(end, R)
 
 
+_rows, _padded_rows = Kernel(_quantize_rows_kernel, COLUMNS=None), Kernel(_quantize_rows_kernel)
+_group, _padded_group = Kernel(_quantize_group_kernel, COLUMNS=None), Kernel(_quantize_group_kernel)
+
+
 def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_rows`."""
     T, D = x_TD.shape
+    kernel, constants = _rows, {}
+    if D % TILE:
+        kernel, constants, D = _padded_rows, dict(COLUMNS=D), padded(D)
     q = torch.empty(T, D, dtype=FP8, device=x_TD.device)
     scale = torch.empty(T, D // TILE, dtype=E8M0, device=x_TD.device)
-    # D is a multiple of 128 and rows are contiguous, so the tensor is one list of tiles.
+    # Rows are contiguous, so the result is one list of tiles.
     num_tiles = scale.numel()
     if num_tiles:
         grid = (cdiv(num_tiles, TILES),)
-        _quantize_rows_kernel[grid](
-            x_TD.contiguous(), q, scale, nan_flag, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS
+        kernel[grid](
+            x_TD.contiguous(), q, scale, nan_flag, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS, **constants
         )
     return q, scale
 
@@ -108,13 +130,17 @@ def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor,
 def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_group`."""
     (T, D), device = x_TD.shape, x_TD.device
+    kernel, constants = _group, {}
+    if D % TILE:
+        kernel, constants, D = _padded_group, dict(COLUMNS=D), padded(D)
     R, G = group_rows(T), D // TILE
     q = torch.empty(R, D, dtype=FP8, device=device)
     scale, scale_t = (torch.empty(shape, dtype=E8M0, device=device) for shape in ((R, G), (G, R)))
     end = torch.empty(1, dtype=torch.int32, device=device)
-    _quantize_group_kernel[(cdiv(R * G, TILES),)](
-        x_TD.contiguous(), q, scale, scale_t, end, nan_flag, T * G, R, G=G, TILES=TILES, TILE=TILE, num_warps=WARPS
-    )
+    kernel[(cdiv(R * G, TILES),)](
+        x_TD.contiguous(), q, scale, scale_t, end, nan_flag, T * G, R, G=G, TILES=TILES, TILE=TILE, num_warps=WARPS,
+        **constants,
+    )  # fmt: skip
     return q, scale, scale_t.t(), end
 
 
@@ -173,26 +199,31 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
 @triton.jit
 def _quantize_block(
     w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
-    q_t, scale, N, K, k_block, out_block, e, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    q_t, scale, N, K, k_block, out_block, e, BESIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantizes one 128x128 block of the operand: reads it once, writes it in one or both layouts.
 
     w, last_w: (E, num_rows, num_columns), unit stride along the columns, each padded with zeros to whole blocks unless
-        WHOLE, and concatenated along N; last_w starts at block ``last_block``.
+        WHOLE, and concatenated along N, or along K if BESIDE; last_w starts at block ``last_block``.
     q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
     """
-    n_block = out_block
-    if n_block >= last_block:
+    n_block, first_column = out_block, k_block * TILE
+    if BESIDE:
+        if k_block >= last_block:
+            first_column -= last_block * TILE
+            w = last_w  # of the same shape and strides
+    elif n_block >= last_block:
         n_block -= last_block
         w, stride_e, stride_n, num_rows = last_w, last_stride_e, last_stride_n, last_num_rows
     n = 4 * tl.arange(0, TILE // 4)
+    column = first_column + tl.arange(0, TILE)
     k = k_block * TILE + tl.arange(0, TILE)
     row = (n_block * TILE + n).to(tl.int64)[:, None]
-    block = w + e * stride_e + row * stride_n + k[None, :]
+    block = w + e * stride_e + row * stride_n + column[None, :]
     if WHOLE:
         rows = load_four(block, stride_n)
     else:
-        rows = _load_four_inside(block, stride_n, row, num_rows, k[None, :] < num_columns)
+        rows = _load_four_inside(block, stride_n, row, num_rows, column[None, :] < num_columns)
     x = join_four(rows)
     if x.dtype == tl.bfloat16:
         # amax of the 16-bit patterns: a block widened to fp32 would stay in registers and halve occupancy. A bf16 is
@@ -211,25 +242,23 @@ def _quantize_block(
     tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte.to(tl.uint8))
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_rows", "last_num_rows"])  # the block assigns to the first
 def _quantize_weight_kernel(
     w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
-    q_t, scale, N, K, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    q_t, scale, N, K, BESIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (k_block, out_block, e) quantizes one block."""
     k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     _quantize_block(
         w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns,
-        q, q_t, scale, N, K, k_block, out_block, e, WHOLE, TILE,
+        q, q_t, scale, N, K, k_block, out_block, e, BESIDE, WHOLE, TILE,
     )  # fmt: skip
 
 
-@Kernel
 @triton.jit(do_not_specialize=["num_rows", "last_num_rows"])
 def _refresh_weight_kernel(
     w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
-    q_t, scale, N, K, changed, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    q_t, scale, N, K, changed, BESIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_quantize_weight_kernel`, but only if ``changed`` (1,) is set. Few CTAs share an expert's blocks, so
     that a launch which finds nothing to do is over at once."""
@@ -239,8 +268,12 @@ def _refresh_weight_kernel(
     for out_block in range(tl.program_id(1), N // TILE, tl.num_programs(1)):
         _quantize_block(
             w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block,
-            num_columns, q, q_t, scale, N, K, k_block, out_block, e, WHOLE, TILE,
+            num_columns, q, q_t, scale, N, K, k_block, out_block, e, BESIDE, WHOLE, TILE,
         )  # fmt: skip
+
+
+_quantize, _quantize_beside = (Kernel(_quantize_weight_kernel, BESIDE=beside) for beside in (False, True))
+_refresh, _refresh_beside = (Kernel(_refresh_weight_kernel, BESIDE=beside) for beside in (False, True))
 
 
 @triton.jit
@@ -277,8 +310,10 @@ def _weights_changed_kernel(
 
 
 def stored_transposed(weights: Sequence[Tensor]) -> bool:
-    """Whether the weights are one (E, N, K) that lies in memory as (E, K, N)."""
-    return len(weights) == 1 and weights[0].stride(2) != 1 and weights[0].stride(1) == 1
+    """Whether the weights (E, N, K) lie in memory as (E, K, N), two alike: such as gate and up of one (E, K, 2N)."""
+    first, last = weights[0], weights[-1]
+    alike = first is last or (first.shape == last.shape and first.stride() == last.stride())
+    return first.stride(2) != 1 and first.stride(1) == 1 and alike
 
 
 def _copied(w: Tensor) -> Tensor:
@@ -296,37 +331,42 @@ def _warn_of_copies(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     )
 
 
-def _blocks(weights: list[Tensor]) -> tuple[list[Any], tuple[int, int, int], bool]:
+def _blocks(weights: list[Tensor], beside: bool) -> tuple[list[Any], tuple[int, int, int], bool]:
     """The arguments of :func:`_quantize_block` up to ``num_columns``, the operand's (E, N, K), and WHOLE."""
     w, last_w = (w if w.stride(2) == 1 else _copied(w) for w in (weights[0], weights[-1]))
-    (E, rows, columns), last_rows, first_N = w.shape, last_w.shape[1], padded(w.shape[1])
-    args = [w, w.stride(0), w.stride(1), rows, last_w, last_w.stride(0), last_w.stride(1), last_rows, first_N // TILE]
-    N, K = first_N + (padded(last_rows) if len(weights) > 1 else 0), padded(columns)
+    (E, rows, columns), last_rows, first_N, K = w.shape, last_w.shape[1], padded(w.shape[1]), padded(w.shape[2])
     whole = columns == K and rows == first_N and last_rows % TILE == 0
-    return [*args, columns], (E, N, K), whole
+    last_block, shape = first_N // TILE, (E, first_N + (padded(last_rows) if len(weights) > 1 else 0), K)
+    if beside:
+        last_block, shape = K // TILE, (E, first_N, 2 * K)
+    args = [w, w.stride(0), w.stride(1), rows, last_w, last_w.stride(0), last_w.stride(1), last_rows, last_block]
+    return [*args, columns], shape, whole
 
 
-def quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_weight(
+    weights: list[Tensor], plain: bool, transposed: bool, beside: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_weight` for one or two weights, concatenated along N.
 
     Args:
-        weights: (E, N_i, K) bf16 or fp32, any strides. Unless the stride along K is 1, or that along N of a single
-            weight, it is copied, with one warning.
+        weights: (E, N_i, K) bf16 or fp32, any strides. Unless they have unit stride along K, or are
+            :func:`stored_transposed`, they are copied, with one warning.
         plain, transposed: which of the two layouts to write.
+        beside: concatenate two along K.
 
     Returns:
         q (E, N, K) e4m3, empty unless ``plain``; q_t (E, K, N) e4m3, empty unless ``transposed``; scale
         (E, N // 128, K // 128) e8m0. N is the sum of the padded N_i, K is padded.
     """
     if stored_transposed(weights):  # a block's transpose has the same values
-        q_t, q, scale = quantize_weight([weights[0].transpose(1, 2)], transposed, plain)
+        q_t, q, scale = quantize_weight([w.transpose(1, 2) for w in weights], transposed, plain, len(weights) > 1)
         return q, q_t, scale.transpose(1, 2)
-    source, (E, N, K), whole = _blocks(weights)
+    source, (E, N, K), whole = _blocks(weights, beside)
     device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
     scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
-    _quantize_weight_kernel[(K // TILE, N // TILE, E)](
+    (_quantize_beside if beside else _quantize)[(K // TILE, N // TILE, E)](
         *source, q if plain else None, q_t if transposed else None, scale, N, K,
         WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
@@ -341,11 +381,13 @@ def refresh_weight(
     state: Tensor,
     steps: Tensor | None,
     force: bool,
+    beside: bool = False,
 ) -> Tensor:
     """Kernels of :func:`titan_fp8moe.ops.refresh_weight`: one reads the samples, the other quantizes if it must."""
     if stored_transposed(weights):
-        return refresh_weight([weights[0].transpose(1, 2)], q_t, q, scale.transpose(1, 2), state, steps, force)
-    source, (E, N, K), whole = _blocks(weights)
+        matrices, scale = [w.transpose(1, 2) for w in weights], scale.transpose(1, 2)
+        return refresh_weight(matrices, q_t, q, scale, state, steps, force, len(weights) > 1)
+    source, (E, N, K), whole = _blocks(weights, beside)
     w, stride_e, stride_n, rows, last_w, last_stride_e, last_stride_n, *_, columns = source
     changed = torch.empty(1, dtype=torch.int32, device=w.device)
     count = (state.numel() - 1) // len(weights)
@@ -354,7 +396,7 @@ def refresh_weight(
         columns, sample_step(w), count, PAIR=len(weights) > 1, BLOCK=SAMPLES, num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     parts = min(N // TILE, cdiv(REFRESH_CTAS, K // TILE * E))
-    _refresh_weight_kernel[(K // TILE, parts, E)](
+    (_refresh_beside if beside else _refresh)[(K // TILE, parts, E)](
         *source, q, q_t, scale, N, K, changed, WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS
     )
     return changed

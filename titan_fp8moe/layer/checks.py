@@ -12,7 +12,7 @@ from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller
 from titan_fp8moe.ops.permute import SWAPPED
-from titan_fp8moe.recipe import E8M0, FP8
+from titan_fp8moe.recipe import E8M0, FP8, STEP, padded
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -22,7 +22,9 @@ def check_inputs(
     """Rejects inputs that would make a kernel access invalid memory."""
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
     dims = [x_TD.dim(), len(pairs), w1.dim()]
-    if dims != [2, 2, 3] or x_TD.shape != (pairs[0], w1.shape[2]) or topk_scores_TK.shape != pairs:
+    stored = isinstance(w1, Fp8Weight)  # with padded sizes
+    dim = padded(x_TD.shape[-1]) if stored else x_TD.shape[-1]
+    if dims != [2, 2, 3] or (x_TD.shape[0], dim) != (pairs[0], w1.shape[2]) or topk_scores_TK.shape != pairs:
         flatten = "; flatten the batch dims, as by x.flatten(0, -2)" if x_TD.dim() > 2 else ""
         raise ValueError(
             f"x must be (T, D), topk_ids and topk_scores (T, K), and w1 (E, H, D); got {tuple(x_TD.shape)}, "
@@ -47,22 +49,23 @@ def check_inputs(
         raise ValueError(f"{shapes}, and w2 (E, D, H), all of one dtype; got {got}")
     if expert.interleaved and parts == 1:
         raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None and a gate")
-    if D % 128 or H % (128 if parts == 2 and not expert.interleaved else 16):
+    D = x_TD.shape[1]
+    if D % STEP or H % STEP:
         raise ValueError(
-            "D must be a multiple of 128, the width of an FP8 tile, and H a multiple of 16, or of 128 where w1 holds "
-            f"gate and up one after the other; got D {D} and H {H}"
+            f"D and H must be multiples of {STEP}, since kernels move rows in steps of {STEP} bytes; got D {D} and H "
+            f"{H}; pad the model with zeros"
         )
-    if isinstance(w1, Fp8Weight):
+    if stored:
         _check_stored(weights)
     if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(_why_not_dtypes(topk_ids_TK.dtype, topk_scores_TK.dtype))
     check_caller(x_TD)
 
 
-def check_biases(biases: Biases[Any], weights: ExpertWeights[Tensor]) -> None:
-    """Rejects biases that do not fit the weights."""
-    E, rows, D = weights.w1.shape
-    shapes = dict(b1=(E, rows), b2=(E, D)) | ({} if weights.w3 is None else dict(b3=(E, rows)))
+def check_biases(biases: Biases[Any], weights: ExpertWeights[Any], dim: int) -> None:
+    """Rejects biases that do not fit the weights and D, ``dim``."""
+    E, rows, _ = weights.w1.shape
+    shapes = dict(b1=(E, rows), b2=(E, dim)) | ({} if weights.w3 is None else dict(b3=(E, rows)))
     given = {name: b for name, b in zip(Biases._fields, biases, strict=True) if b is not None}
     if {name: tuple(b.shape) for name, b in given.items()} != shapes:
         got = ", ".join(f"{name} {tuple(b.shape)}" for name, b in given.items())

@@ -127,14 +127,14 @@ def routed_experts(
     Differentiable once in ``x``, ``topk_scores``, the weights, biases and adapters, and whatever ``meanwhile`` reads.
 
     Args:
-        x: (T, D) bf16 or fp32, D a multiple of 128.
-        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, H a
-            multiple of 16. The quantized weights pad H to a multiple of 128. Or gate and up in one ``w1`` (E, 2H, D),
-            gate first, with ``w3`` None and H a multiple of 128. An activation without a gate, such as ``"relu2"``,
-            has one projection (E, H, D), ``w1``, and ``w3`` None. A ``w1`` with ``w3`` None and w2 may be transposes of
+        x: (T, D) bf16 or fp32.
+        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, D
+            and H multiples of 16. Quantized rows and weights pad both to multiples of 128. Or gate and up in one ``w1``
+            (E, 2H, D), gate first, with ``w3`` None. An activation without a gate, such as ``"relu2"``, has one
+            projection (E, H, D), ``w1``, and ``w3`` None. A ``w1`` with ``w3`` None and w2 may be transposes of
             contiguous (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients. Or all are
-            :class:`titan_fp8moe.Fp8Weight`, frozen, H a multiple of 128; a forward copies ``w1`` and ``w3`` into one,
-            but for a fused ``w1``.
+            :class:`titan_fp8moe.Fp8Weight`, frozen, which are padded themselves; a forward copies ``w1`` and ``w3``
+            into one, but for a fused ``w1``.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
             id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
@@ -148,8 +148,7 @@ def routed_experts(
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
         b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None one ``b1``
             of all rows of w1, in their order. All or none.
-        interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does, H a multiple
-            of 16.
+        interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does.
         lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
         shared: shared experts, which read the rows that are quantized for the routed ones, in both directions, and add
             to their sums: no cast and no addition of their own.
@@ -226,7 +225,7 @@ def apply_experts(
     check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert)
     config, expert, grad = layer.config, layer.expert, torch.is_grad_enabled()
     if layer.biases is not None:
-        check_biases(layer.biases, weights)
+        check_biases(layer.biases, weights, x_TD.shape[1])
         expert = expert._replace(biased=True)
     backward = config.backward._replace(weights="frozen") if layer.frozen else config.backward
     of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
@@ -338,13 +337,13 @@ def _routed_experts_forward(
     kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
     del q, scale
     biases = Biases(b1, b2, b3) if spec.expert.biased else None
-    lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters)
-    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora)
+    lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters, spec.expert)
+    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora, x_TD.shape[1])
     h = ffn.product(rows, w13, ffn.lora.w13)
     del rows
     a, saved_ffn = ffn.activate(h)
     del h
-    pending = tokens.send_back(ffn.product(a, w2, ffn.lora.w2), None, ffn.row_bias())
+    pending = tokens.send_back(ffn.product(a, w2, ffn.lora.w2, ffn.dim), None, ffn.row_bias())
     saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn)
     if group is not None:
         saved = saved._replace(shared_rows=group)
@@ -352,7 +351,7 @@ def _routed_experts_forward(
         return [x_TD.new_empty(0), cast(Tensor, pending.rows), *saved.pack(layout(spec.handing, *_STARTED))]
     shared_y = None
     if group is not None:
-        of_shared = group_of(group, spec.expert, spec.shared_backward, nans)
+        of_shared = group_of(group, spec.expert, spec.shared_backward, nans, x_TD.shape[1])
         shared_y, shared_ffn = group_ffn(of_shared, group, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn)
     out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
@@ -379,7 +378,7 @@ def _routed_experts_finish(
     saved, shared_y = Saved.unpack(layout(spec.handing, *_HANDED), handed), None
     if spec.shared:
         rows = saved.rows_of_shared
-        ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags))
+        ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags), dim)
         shared_y, shared_ffn = group_ffn(ffn, rows, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn)
     tokens = spec.dispatch.resume(saved.state, None, spec.route, dim)
@@ -503,7 +502,9 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.x,
             inputs.topk_scores,
             inputs.topk_ids,
-            packed_weights(call.stored or inputs.weights, call.cache, spec.backward.weights != "trained"),
+            packed_weights(
+                call.stored or inputs.weights.apart(spec.expert), call.cache, spec.backward.weights != "trained"
+            ),
             _packed_shared(inputs.shared, call) if has_shared else [],
             adapters,
             inputs.nan_flags,
@@ -526,7 +527,7 @@ class _RoutedExperts(torch.autograd.Function):
         # The flags are not saved: hooks of saved tensors may return copies.
         ctx.parts = parts if spec.lora is None else ("lora", *parts)
         ctx.call, ctx.nan_flags, ctx.in_flight = call, inputs.nan_flags, in_flight
-        ctx.x_dtype = inputs.x.dtype
+        ctx.x_dtype, ctx.dim = inputs.x.dtype, inputs.x.shape[1]
         return (out, *handed) if handed else out
 
     @staticmethod
@@ -538,14 +539,14 @@ class _RoutedExperts(torch.autograd.Function):
         if spec.expert.biased:
             biases = saved.biases
         weights, routing = call.stored or saved.weights, saved.routing
-        dim = weights.w1.shape[2]
+        dim = ctx.dim
         tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
         x = None
         if spec.backward.keeps_rows:
             x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
-        lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, saved.lora)
-        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, biases, lora), saved.ffn
-        w13, w13_t, w2_t = cached_backward_operands(weights, call.cache, spec.backward)
+        lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, saved.lora, spec.expert)
+        ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, biases, lora, dim), saved.ffn
+        w13, w13_t, w2_t = cached_backward_operands(weights.apart(spec.expert), call.cache, spec.backward)
         saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
         del w13
         shared = None
@@ -569,7 +570,7 @@ class _RoutedExperts(torch.autograd.Function):
         grads = ffn.hidden_gradients(dy, saved_ffn, w2_t, any(needs.biases or ()))
         del dy, saved_ffn, w2_t  # h is freed after its last use, also where checkpointing has kept it
         with_dx = tokens.returns_gradients(needs.x)
-        dx_M = ffn.product(grads.dh, w13_t, ffn.lora.w13_t) if with_dx else None
+        dx_M = ffn.product(grads.dh, w13_t, ffn.lora.w13_t, dim) if with_dx else None
         del w13_t
         pending, returned = None, Returned(None)
         if with_dx or needs.topk_scores:
@@ -643,7 +644,7 @@ class _SharedBackward(NamedTuple):
 def _shared_backward(saved: Saved, call: _Call, dy: Rows, with_dx: bool, nans: NanFlags) -> _SharedBackward:
     spec, rows = call.spec, saved.rows_of_shared
     weights = one_expert(saved.shared_weights)
-    ffn = group_of(rows, spec.expert, spec.shared_backward, nans)
+    ffn = group_of(rows, spec.expert, spec.shared_backward, nans, weights.w2.shape[1])
     operands = cached_backward_operands(weights, call.shared_cache, spec.shared_backward)
     dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
     return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, grads)

@@ -74,7 +74,12 @@ class HiddenGradients(NamedTuple):
 
 
 class FFN(NamedTuple):
-    """An FFN apart from its rows and weights; ``biases`` if its expert has any."""
+    """An FFN apart from its rows and weights.
+
+    Attributes:
+        biases: if its expert has any.
+        dim: D, the columns of its results; None for those of the operands, which are padded to a multiple of 128.
+    """
 
     expert: ExpertSpec
     backward: BackwardSpec
@@ -82,13 +87,16 @@ class FFN(NamedTuple):
     nans: NanFlags = NO_FLAGS
     biases: Biases[Tensor] | None = None
     lora: LoraOperands = NO_LORA
+    dim: int | None = None
 
-    def product(self, rows: Rows, weight: Fp8Weight, lora: GemmLora | None = None) -> Tensor:
-        """Each expert's rows (M, K) times its weight (N, K) and its adapter: (M, N) bf16."""
-        out = ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16)
+    def product(
+        self, rows: Rows, weight: Fp8Weight, lora: GemmLora | None = None, columns: int | None = None
+    ) -> Tensor:
+        """Each expert's rows (M, K) times its weight (N, K) and its adapter: (M, N) bf16, or the first ``columns``."""
+        out = ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16, columns)
         if lora is None:
             return out
-        return out.add_(ops.low_rank(*rows, lora.A, lora.B, self.routing.offsets_E))
+        return out.add_(ops.low_rank(*rows, lora.A, lora.B, self.routing.offsets_E)[:, :columns])
 
     def activate(self, h_M2H: Tensor) -> tuple[Rows, SavedFFN]:
         """GEMM 2's operand (M, H), and the tensors that the backward needs."""
@@ -163,7 +171,8 @@ class FFN(NamedTuple):
         dtype, result = weights.w2.dtype, NO_WEIGHTS
         if needed.w1 or needed.w3:
             rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
-            dw = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, weights.gate_up)
+            matrices = 1 if weights.apart(self.expert) is weights else 2
+            dw = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, weights.gate_up, matrices)
             result = result._replace(**dict(zip(weights.gate_up_fields, dw, strict=True)))
         if needed.w2:
             operands = Operands(grads.dy, grads.a, None, offsets_E)
@@ -198,7 +207,7 @@ class FFN(NamedTuple):
             (x_operand, Operand("dh", grads.dh, parts, columns // parts)),
             (Operand("a", grads.a, 1, H), dy),
         ]
-        values = readable(weights)
+        values = readable(weights).apart(self.expert)
         gemms = values.gate_up, (values.w2,)
         statistics.record(pairs, gemms, self.routing.offsets_E, self.routing.token_M, self.backward.wgrad)
 
@@ -207,7 +216,7 @@ class Operands(NamedTuple):
     """Operands of a weight gradient dW = dy^T x.
 
     Attributes:
-        dy: (M, N), N the padded rows of the weights of one expert.
+        dy: (M, N), N the rows of the weights of one expert, of which each matrix is padded.
         x: (M, K), K their padded columns; with ``token_M`` in token order.
         token_M: (M,) int32 or None.
         offsets_E: (E,) int32, the end of each expert's group.
@@ -219,35 +228,49 @@ class Operands(NamedTuple):
     offsets_E: Tensor
 
 
-def weight_grads(operands: Operands, mode: str, dtype: torch.dtype, weights: Sequence[Tensor]) -> list[Tensor]:
+def weight_grads(
+    operands: Operands, mode: str, dtype: torch.dtype, weights: Sequence[Tensor], matrices: int = 1
+) -> list[Tensor]:
     """dW per expert, for each of the weights that dy's columns belong to.
 
     Args:
         mode: ``wgrad`` of the settings; dtype: bf16 or fp32, of the result.
         weights: (E, N_i, K_i), all of the same shape.
+        matrices: how many matrices, each of which the operands pad, a single weight holds along N_i.
 
     Returns:
-        A gradient (E, N_i, K_i) for each weight; contiguous if E is 1 or N_i a multiple of 128. That of a single weight
-        which lies in memory as (E, K, N) does so too.
+        A contiguous gradient (E, N_i, K_i) for each weight. That of a single weight which lies in memory as (E, K, N)
+        lies so too.
     """
-    (_, rows, columns), parts = weights[0].shape, len(weights)
-    if parts == 1 and weights[0].stride(2) != 1 and weights[0].stride(1) == 1:
-        return [_product(operands, mode, dtype, columns, rows, 1, swapped=True)[0].transpose(1, 2)]
-    return _product(operands, mode, dtype, rows, columns, parts, swapped=False)
+    (_, rows, columns), parts, rows_of = weights[0].shape, len(weights) * matrices, weights[0].stride()
+    layout = "apart" if matrices == 1 else "joined"
+    if len(weights) == 1 and rows_of[2] != 1 and rows_of[1] == 1:
+        layout = "transposed"
+    product = _bf16_product if mode == "bf16" else _fp8_product
+    grads = product(operands, mode, dtype, parts, rows // matrices, columns, layout)
+    if layout == "transposed":
+        return [grads.transpose(1, 2)]
+    return list(grads.chunk(len(weights))) if len(weights) > 1 else [grads]
 
 
-def _product(
-    operands: Operands, mode: str, dtype: torch.dtype, rows: int, columns: int, parts: int, swapped: bool
-) -> list[Tensor]:
-    """``parts`` results (E, rows, columns) of dy^T x, or of x^T dy if ``swapped``."""
+def _fp8_product(
+    operands: Operands, mode: str, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
+) -> Tensor:
+    """dy^T x; arguments and result as of :func:`titan_fp8moe.ops.grouped_mm_wgrad`."""
     dy, x, token_M, offsets_E = operands
-    if mode == "bf16":
-        left, right = (recipe.dequantize(*rows_, torch.bfloat16) for rows_ in ((x, dy) if swapped else (dy, x)))
-        grads = [torch._grouped_mm(part, right, offs=offsets_E).to(dtype) for part in left.t().chunk(parts)]
-        return [grad[:, :rows, :columns].contiguous() for grad in grads]
     x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
-    left, right = ((x_t, x_t_scale), (dy_t, dy_t_scale)) if swapped else ((dy_t, dy_t_scale), (x_t, x_t_scale))
-    kept = None if columns == right[0].shape[0] else columns
-    grads = ops.grouped_mm_wgrad(*left, *right, offsets_E, dtype, parts, kept)
-    each = grads.chunk(parts) if parts > 1 else [grads]
-    return [grad if grad.shape[1] == rows else grad[:, :rows] for grad in each]
+    return ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts, rows, columns, layout)
+
+
+def _bf16_product(
+    operands: Operands, mode: str, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
+) -> Tensor:
+    """As :func:`_fp8_product`, in bf16."""
+    dy, x, _, offsets_E = operands
+    dy_MN, x_MK = recipe.dequantize(*dy, torch.bfloat16), recipe.dequantize(*x, torch.bfloat16)
+    grads = []
+    for part in dy_MN.chunk(parts, 1):
+        left, right = (x_MK, part) if layout == "transposed" else (part, x_MK)
+        grad = torch._grouped_mm(left.t(), right, offs=offsets_E).to(dtype)
+        grads.append(grad[:, :columns, :rows] if layout == "transposed" else grad[:, :rows, :columns])
+    return torch.cat(grads, {"apart": 0, "joined": 1, "transposed": 2}[layout]).contiguous()

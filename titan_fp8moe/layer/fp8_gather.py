@@ -28,15 +28,15 @@ class Fp8GatheredWeight(Tensor):
     It holds no values in that dtype, so every operator but an alias of the whole raises NotImplementedError.
 
     Attributes:
-        quantized: the values, in memory that FSDP frees and fills.
+        quantized: the values, with N and K padded, in memory that FSDP frees and fills.
     """
 
     quantized: Fp8Weight
 
     @staticmethod
-    def __new__(cls, quantized: Fp8Weight, dtype: torch.dtype) -> "Fp8GatheredWeight":
+    def __new__(cls, quantized: Fp8Weight, shape: tuple[int, int], dtype: torch.dtype) -> "Fp8GatheredWeight":
         q = quantized.q
-        self = Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
+        self = Tensor._make_wrapper_subclass(cls, (q.shape[0], *shape), dtype=dtype, device=q.device)
         self.quantized = quantized
         return self
 
@@ -49,7 +49,7 @@ class Fp8GatheredWeight(Tensor):
         whole = [weight.shape, weight.stride(), 0]
         got = [tuple(a) if isinstance(a, list | tuple) else a or 0 for a in arguments]
         if func in _ALIASES and not kwargs and got == whole[: len(got)]:
-            return cls(weight.quantized, weight.dtype)
+            return cls(weight.quantized, weight.shape[1:], weight.dtype)
         raise NotImplementedError(
             f"{func}: only the experts read weights that were gathered in FP8; use the sharded parameters for anything "
             "else, or set fp8_flow_moe.fp8_all_gather = false"
@@ -112,20 +112,20 @@ class _PreAllGather:
 
     def __call__(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, Tensor], None]:
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         if (shard := self.shard()) is None:
             raise RuntimeError("this is a copy of a parameter that FSDP gathers in FP8, which FSDP cannot gather")
         q, scale = ops.quantize_weight(shard)
-        return (q.view(torch.uint8), scale.view(torch.uint8)), None
+        return (q.view(torch.uint8), scale.view(torch.uint8)), (shard.shape[1], shard.shape[2])
 
 
 def _post_all_gather(
-    gathered: tuple[Tensor, Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    gathered: tuple[Tensor, Tensor], shape: tuple[int, int], dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple] | None:
     q, scale = gathered
     if out is None:
         # FSDP frees what it gathers into; nothing else is allocated here.
-        return Fp8GatheredWeight(Fp8Weight(q.view(FP8), scale.view(E8M0)), dtype), ()
+        return Fp8GatheredWeight(Fp8Weight(q.view(FP8), scale.view(E8M0)), shape, dtype), ()
     weight = cast(Fp8GatheredWeight, out._local_tensor if isinstance(out, DTensor) else out)
     if weight.quantized.q.data_ptr() != q.data_ptr():
         raise RuntimeError(

@@ -27,28 +27,25 @@ from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, forward_operands, one_expert, without_expert_dim
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
-from titan_fp8moe.recipe import group_rows, padded
+from titan_fp8moe.recipe import STEP, TILE, group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
 
-def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: NanFlags) -> FFN:
-    """The FFN of these rows, which have no router, but may have scores."""
-    return FFN(
-        expert._replace(score_before_experts=False, biased=False, interleaved=False),
-        backward,
-        one_group(rows.end, rows.score),
-        nans,
-    )
+def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: NanFlags, dim: int) -> FFN:
+    """The FFN of these rows, which have no router, but may have scores. ``dim``: D, which the rows pad to a multiple of
+    128."""
+    plain = expert._replace(score_before_experts=False, biased=False, interleaved=False)
+    return FFN(plain, backward, one_group(rows.end, rows.score), nans, dim=dim)
 
 
 def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN]:
     """The FFN's output (R, D) bf16. ``weights``: packed, of one expert."""
     w13, w2 = forward_operands(ExpertWeights.unpack(weights))
     a, saved = ffn.activate(ffn.product(Rows(rows.q, rows.scale), w13))
-    return ffn.product(a, w2), saved
+    return ffn.product(a, w2, None, ffn.dim), saved
 
 
 def group_dgrad(
@@ -58,7 +55,7 @@ def group_dgrad(
     w13, w13_t, w2_t = operands
     saved = ffn.with_hidden(saved, Rows(rows.q, rows.scale), w13)
     grads = ffn.hidden_gradients(dy, saved, w2_t)
-    return ffn.product(grads.dh, w13_t) if with_dx else None, grads
+    return ffn.product(grads.dh, w13_t, None, ffn.dim) if with_dx else None, grads
 
 
 # --- FFN --------------------------------------------------------------------------------------------------------------
@@ -80,7 +77,7 @@ def _feed_forward(
         warm_up.compile_ahead(kind, x_TD, run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
-    y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans), rows, weights)
+    y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans, x_TD.shape[1]), rows, weights)
     kept = rows[:3] if spec.keeps_rows else (end,)
     return [y[: x_TD.shape[0]].to(dtype), *kept, *(getattr(saved, name) for name in saved_fields(spec))]
 
@@ -142,7 +139,7 @@ class _FeedForward(torch.autograd.Function):
         end, *tensors = tensors
         rows = GroupRows(q, scale, end)
         weights = one_expert(ExpertWeights(w1, w2, w3))
-        ffn, x = group_of(rows, ExpertSpec(), backward, nans), Rows(q, scale)
+        ffn, x = group_of(rows, ExpertSpec(), backward, nans, w2.shape[0]), Rows(q, scale)
         saved = SavedFFN(**dict(zip(saved_fields(backward), tensors, strict=True)))
         w13, w13_t, w2_t = cached_backward_operands(weights, ctx.cache, backward)
         saved = ffn.with_hidden(saved, x, w13)
@@ -151,7 +148,9 @@ class _FeedForward(torch.autograd.Function):
         grads = ffn.hidden_gradients(Rows(dy_q, dy_scale), saved, w2_t)
         del saved, w2_t  # h is freed after its last use
         needs_dx, *needs_dw = ctx.needs_input_grad[: 1 + len(weights)]
-        dx = ffn.product(grads.dh, w13_t)[: dy.shape[0]].to(ctx.x_dtype) if needs_dx else None
+        dx = None
+        if needs_dx:
+            dx = ffn.product(grads.dh, w13_t, None, ffn.dim)[: dy.shape[0]].to(ctx.x_dtype)
         dw = without_expert_dim(ffn.weight_grads(x, grads, weights, ExpertWeights(*needs_dw)))
         return dx, *dw, None, None, None, None
 
@@ -166,11 +165,11 @@ def feed_forward(
 ) -> Tensor:
     """W2 (silu(W1 x) * (W3 x)) in FP8, with two casts: of x, and of the output's gradient.
 
-    Differentiable once in x and the weights. The quantized weights pad the hidden dim to a multiple of 128.
+    Differentiable once in x and the weights. Quantized rows and weights pad both dims to multiples of 128.
 
     Args:
-        x: (..., D) bf16 or fp32, D a multiple of 128.
-        weights: w1 and w3 (H, D), w2 (D, H), all bf16 or all fp32, H a multiple of 16.
+        x: (..., D) bf16 or fp32.
+        weights: w1 and w3 (H, D), w2 (D, H), all bf16 or all fp32, D and H multiples of 16.
         cache: of the weights; where gradients are off, used only if they are frozen.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`.
         frozen: whether none of the weights is trained.
@@ -182,9 +181,9 @@ def feed_forward(
         ValueError: for other shapes and dtypes, or more rows than the kernels take.
     """
     H, D = weights.w1.shape
-    if weights.w3 is None or weights.w3.shape != (H, D) or weights.w2.shape != (D, H) or H % 16:
+    if weights.w3 is None or weights.w3.shape != (H, D) or weights.w2.shape != (D, H) or H % STEP or D % STEP:
         shapes = ", ".join("None" if w is None else str(tuple(w.shape)) for w in weights)
-        raise ValueError(f"w1 and w3 must be (H, D) and w2 (D, H), H a multiple of 16; got {shapes}")
+        raise ValueError(f"w1 and w3 must be (H, D) and w2 (D, H), D and H multiples of {STEP}; got {shapes}")
     _check_input(x, D)
     cache = cache if frozen or torch.is_grad_enabled() else None
     backward = config.backward._replace(weights="frozen") if frozen else config.backward
@@ -193,8 +192,8 @@ def feed_forward(
 
 
 def _check_input(x: Tensor, D: int) -> None:
-    if x.shape[-1] != D or D % 128:
-        raise ValueError(f"x is {tuple(x.shape)} and the weights take {D}; both must be one multiple of 128")
+    if x.shape[-1] != D:
+        raise ValueError(f"x is {tuple(x.shape)} and the weights take {D}; the last dim must be that")
     if x.numel() // D > MAX_ROWS:
         raise ValueError(f"x is {tuple(x.shape)}; kernels take at most {MAX_ROWS} rows: use smaller microbatches")
     check_caller(x)
@@ -272,7 +271,7 @@ def linear(
         ValueError: for other shapes and dtypes, or more rows than the kernels take.
     """
     N, K = w.shape
-    if N % 128:
+    if N % TILE or K % TILE:
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
     cache = cache if frozen or torch.is_grad_enabled() else None

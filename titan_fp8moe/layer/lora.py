@@ -23,6 +23,7 @@ from titan_fp8moe import ops
 from titan_fp8moe.ops.lora import RANK_STEP
 from titan_fp8moe.recipe import padded
 from titan_fp8moe.rows import Rows
+from titan_fp8moe.spec import ExpertSpec
 
 
 class Adapter(NamedTuple):
@@ -154,12 +155,18 @@ def _check_adapter(name: str, adapter: Any, weight: Tensor | None) -> None:
 
 
 class _Part(NamedTuple):
-    """A weight's adapter, and where it lies in the operands of its GEMM: rows of B, and ranks."""
+    """A weight's adapter, and where it lies in the operands of its GEMM: the matrices along B's rows, and the ranks."""
 
     name: str
     adapter: Adapter
-    rows: slice
+    matrices: slice
     ranks: slice
+
+    def of(self, b_ENR: Tensor) -> Tensor:
+        """The adapter's part of B, (E, matrices, rows of each, r)."""
+        first, end, rows = self.matrices.start, self.matrices.stop, self.adapter.B.shape[1]
+        rows //= end - first
+        return b_ENR.unflatten(1, (-1, padded(rows)))[:, first:end, :rows, self.ranks]
 
 
 class GemmLora(NamedTuple):
@@ -183,9 +190,10 @@ class GemmLora(NamedTuple):
         """
         da, db = ops.low_rank_grads(*x, *dy, self.A, self.B, offsets_E)
         grads = {}
-        for name, (A, B, scale), rows, ranks in self.parts:
+        for part in self.parts:
+            name, (A, B, scale), _, ranks = part
             grads[f"{name}_A"] = da[:, ranks, : A.shape[2]].to(A.dtype)
-            grads[f"{name}_B"] = db[:, rows, ranks].to(B.dtype) * scale
+            grads[f"{name}_B"] = part.of(db).flatten(1, 2).to(B.dtype) * scale
         return grads
 
 
@@ -207,28 +215,30 @@ class LoraOperands(NamedTuple):
 NO_LORA = LoraOperands()
 
 
-def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor | None]) -> LoraOperands:
+def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor | None], expert: ExpertSpec) -> LoraOperands:
     """The operands of adapters that :func:`split_lora` took apart. ``tensors`` may be a :class:`LoraTensors`."""
     adapters = spec.adapters([t for t in tensors if t is not None])
     gate_up = [(name, a) for name, a in (("w1", adapters.w1), ("w3", adapters.w3)) if a is not None]
+    matrices = 1 if not expert.gated or (spec.fused and expert.interleaved) else 2
     return LoraOperands(
-        _join(gate_up, 1 if spec.fused else 2) if gate_up else None,
-        None if adapters.w2 is None else _join([("w2", adapters.w2)], 1),
+        _join(gate_up, matrices, matrices if spec.fused else 1) if gate_up else None,
+        None if adapters.w2 is None else _join([("w2", adapters.w2)], 1, 1),
     )
 
 
-def _join(adapters: list[tuple[str, Adapter]], num_weights: int) -> GemmLora:
-    """The adapters of a GEMM whose operand holds ``num_weights`` weights. Up's rows follow gate's, which are padded."""
+def _join(adapters: list[tuple[str, Adapter]], matrices: int, each: int) -> GemmLora:
+    """The adapters of a GEMM whose operand holds so many ``matrices``, which are padded; a weight holds ``each``."""
     _, (A, B, _) = adapters[0]
-    (E, _, K), N, rank, parts = A.shape, B.shape[1], 0, []
+    (E, _, K), rows, rank, parts = A.shape, padded(B.shape[1] // each), 0, []
     for name, adapter in adapters:
-        first, r = padded(N) if name == "w3" else 0, adapter.A.shape[1]
-        parts.append(_Part(name, adapter, slice(first, first + N), slice(rank, rank + r)))
+        first, r = 1 if name == "w3" else 0, adapter.A.shape[1]
+        parts.append(_Part(name, adapter, slice(first, first + each), slice(rank, rank + r)))
         rank += r
     R = rank + -rank % RANK_STEP
     joined_A = A.new_zeros(E, R, padded(K), dtype=torch.bfloat16)
-    joined_B = B.new_zeros(E, num_weights * padded(N), R, dtype=torch.bfloat16)
-    for _, (A, B, scale), rows, ranks in parts:
-        joined_A[:, ranks, :K] = A
-        joined_B[:, rows, ranks] = B * scale
+    joined_B = B.new_zeros(E, matrices * rows, R, dtype=torch.bfloat16)
+    for part in parts:
+        A, B, scale = part.adapter
+        joined_A[:, part.ranks, :K] = A
+        part.of(joined_B).copy_((B * scale).unflatten(1, (each, -1)))
     return GemmLora(joined_A, joined_B, parts)

@@ -28,13 +28,17 @@ def like(tensor: Tensor | None) -> Tensor | None:
     )
 
 
-def _weights(packed: list[Tensor | None]) -> ExpertWeights[Any]:
-    return ExpertWeights(*map(like, packed[: len(ExpertWeights._fields)]))
+def _weights(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
+    weights: ExpertWeights[Any] = ExpertWeights(*map(like, packed[: len(ExpertWeights._fields)]))
+    if weights.w1.shape[2] == D:
+        return weights
+    w1, w2 = weights.w1.detach()[:, :, :D], weights.w2.detach()[:, :D]  # quantized ones are padded
+    return ExpertWeights(w1.contiguous().requires_grad_(), w2.contiguous().requires_grad_())
 
 
-def _one_expert(packed: list[Tensor | None]) -> ExpertWeights[Any]:
+def _one_expert(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
     """Of weights with a dim of one expert, those without it."""
-    return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_() for w in _weights(packed)))
+    return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_() for w in _weights(packed, D)))
 
 
 def _config(backward: BackwardSpec) -> Fp8FlowMoEConfig:
@@ -56,10 +60,11 @@ def experts(
     spec: LayerSpec,
 ) -> None:
     """Runs ``apply_experts`` with tensors like the op's, and the layer that ``make_layer`` makes of the settings."""
-    routed, shared = _weights(weights), _one_expert(shared_weights) if shared_weights else None
+    D = x_TD.shape[1]
+    routed, shared = _weights(weights, D), _one_expert(shared_weights, D) if shared_weights else None
     backward, biases = spec.backward, None
     if spec.expert.biased:
-        E, D = routed.w2.shape[:2]
+        E = routed.w2.shape[0]
         b1, b2 = (
             torch.empty(E, n, dtype=routed.w1.dtype, device="meta", requires_grad=True) for n in (routed.w1.shape[1], D)
         )
@@ -88,5 +93,5 @@ def ffn(
 ) -> None:
     """Runs ``feed_forward`` with tensors like the op's, whose weights have a dim of one expert."""
     frozen = backward.weights == "frozen"
-    inputs = like(x_TD), _one_expert(weights), _config(backward)
+    inputs = like(x_TD), _one_expert(weights, x_TD.shape[1]), _config(backward)
     _backward(feed_forward(*inputs, nan_flags=like(nan_flags), frozen=frozen))

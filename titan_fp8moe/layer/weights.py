@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe import ops
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.recipe import TILE
 from titan_fp8moe.spec import ExpertSpec
 
 Weight = Tensor | Fp8Weight
@@ -45,6 +46,13 @@ class ExpertWeights(NamedTuple, Generic[W]):
     def gate_up(self) -> tuple[W, ...]:
         """The weights that GEMM 1's operand is made of."""
         return (self.w1,) if self.w3 is None else (self.w1, self.w3)
+
+    def apart(self: "ExpertWeights[Any]", expert: ExpertSpec) -> "ExpertWeights[Any]":
+        """The same with gate and up of one ``w1`` as two views, where the operand has padding behind each of them."""
+        if self.w3 is not None or expert.interleaved or self.w1.shape[1] % (2 * TILE) == 0 or not expert.gated:
+            return self
+        gate, up = self.w1.chunk(2, 1)
+        return ExpertWeights(gate, self.w2, up)
 
     def pack(self) -> list[Tensor | None]:
         """The tensors that an op takes: each field's value, then each field's scale where the weights are quantized."""

@@ -23,7 +23,7 @@ from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import E8M0, FP8
+from titan_fp8moe.recipe import E8M0, FP8, STEP
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -57,7 +57,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
 
     Args:
         num_experts: experts of all ranks.
-        dim, hidden_dim: D and H, multiples of 128.
+        dim, hidden_dim: D and H, multiples of 16; quantized rows and weights pad them to multiples of 128.
         config: the settings of the recipe and the transport, and ``cache_weights``; by default ``Fp8FlowMoEConfig()``.
         ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``. Where
             FSDP shards the experts further, the mesh dim of those ranks, such as ``mesh["ep"]``.
@@ -73,7 +73,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         ep_group: the process group, or None.
 
     Raises:
-        ValueError: for dims that are no multiples of 128, experts that do not divide over the ranks, a dtype that is
+        ValueError: for dims that are no multiples of 16, experts that do not divide over the ranks, a dtype that is
             not bf16 or fp32, a setting without effect here, or a group that this rank is not in.
 
     Example::
@@ -113,8 +113,10 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         num_ranks = 1 if ep_group is None else ep_group.size()
         if num_experts % num_ranks:
             raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
-        if dim % 128 or hidden_dim % 128:
-            raise ValueError(f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of 128, an FP8 tile's width")
+        if dim % STEP or hidden_dim % STEP:
+            raise ValueError(
+                f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of {STEP}; pad the model with zeros"
+            )
         self.configure(config or Fp8FlowMoEConfig())
         self.expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
         mesh = None

@@ -166,13 +166,3 @@ def note_nan(q: torch.Tensor, nan_flag: torch.Tensor | None) -> None:
     in a graph reads the flag, so no op declares that it changes."""
     if nan_flag is not None and (q.view(torch.uint8) & 0x7F == 0x7F).any():
         nan_flag.data.fill_(1)  # its version stays, as with kernels: autograd has saved it
-
-
-def require_multiple_of_128(op: str, **dims: int) -> None:
-    """Raises ValueError for the first of ``dims`` that is no multiple of 128, and names ``op``, dim and remedy."""
-    for name, size in dims.items():
-        if size % 128:
-            raise ValueError(
-                f"{op}: {name} is {size}, but FP8 tiles are 128 wide; use a model whose {name} is a multiple of 128 "
-                "on every rank (a smaller tensor-parallel degree makes local dims larger)"
-            )

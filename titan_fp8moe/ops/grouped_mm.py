@@ -16,7 +16,13 @@ from titan_fp8moe.recipe import TILE
 
 @custom_op
 def grouped_mm(
-    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_ENK: Tensor,
+    b_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    columns: int | None = None,
 ) -> Tensor:
     """out[m] = a[m] @ b[e]^T for the expert e whose group holds row m; see :func:`titan_fp8moe.recipe.grouped_mm`.
 
@@ -25,17 +31,20 @@ def grouped_mm(
         b_ENK: (E, N, K) e4m3; b_scale: (E, N // 128, K // 128) e8m0, any strides.
         offsets_E: (E,) int32.
         out_dtype: bf16 or fp32.
+        columns: how many of the N columns to compute, a multiple of 16; by default all.
 
     Returns:
-        (M, N) ``out_dtype``. Rows at and past ``offsets_E[-1]`` are undefined.
+        (M, N or columns) ``out_dtype``. Rows at and past ``offsets_E[-1]`` are undefined.
     """
-    impl = kernels if use_kernels(a_MK) else recipe
-    return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype)
+    if use_kernels(a_MK):
+        return kernels.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype, columns)
+    # The recipe returns a view of all columns; graphs are compiled for the fake's strides.
+    return recipe.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype, columns).contiguous()
 
 
 @grouped_mm.register_fake
-def _(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype):
-    return a_MK.new_empty(a_MK.shape[0], b_ENK.shape[1], dtype=out_dtype)
+def _(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype, columns=None):
+    return a_MK.new_empty(a_MK.shape[0], columns or b_ENK.shape[1], dtype=out_dtype)
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.grouped_mm)
@@ -54,7 +63,9 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    rows: int | None = None,
     columns: int | None = None,
+    layout: str = "apart",
 ) -> Tensor:
     """out[e] = sum of a[m]^T b[m] over expert e's rows; see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
 
@@ -63,30 +74,38 @@ def grouped_mm_wgrad(
         aT_scale, bT_scale: (N // 128, M // 128) and (K // 128, M // 128) e8m0.
         offsets_E: (E,) int32.
         out_dtype: bf16 or fp32.
-        parts: how many weights of equal shape N is made of, 2 for gate and up.
-        columns: how many of the K columns to compute; their bytes in a row must be a multiple of 16. By default all.
+        parts, layout: as in the recipe.
+        rows, columns: as in the recipe. The bytes of as many values must be a multiple of 16.
 
     Returns:
-        (parts * E, N // parts, K or columns) ``out_dtype``, all experts' first weights before their second.
+        As the recipe, contiguous.
 
     Raises:
-        ValueError: N is no multiple of 128 for each of ``parts``; invalid ``columns``.
+        ValueError: N is no multiple of 128 for each of ``parts``; invalid ``rows`` or ``columns``.
     """
     if (N := aT_NM.shape[0]) % (parts * TILE):
         raise ValueError(f"grouped_mm_wgrad: N is {N}, but {parts} weights need a multiple of {parts * TILE}")
-    if columns is not None and not (0 < columns <= bT_KM.shape[0] and columns * out_dtype.itemsize % 16 == 0):
-        raise ValueError(
-            f"grouped_mm_wgrad: columns is {columns}; it must be in 1..{bT_KM.shape[0]}, and a row of {out_dtype} a "
-            "multiple of 16 bytes"
-        )
+    for name, size, most in (("rows", rows, N // parts), ("columns", columns, bT_KM.shape[0])):
+        if size is not None and not (0 < size <= most and size * out_dtype.itemsize % 16 == 0):
+            raise ValueError(
+                f"grouped_mm_wgrad: {name} is {size}; it must be in 1..{most}, and as many values of {out_dtype} a "
+                "multiple of 16 bytes"
+            )
     impl = kernels if use_kernels(aT_NM) else recipe
-    # The recipe returns a view of all columns; graphs are compiled for the fake's strides.
-    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts, columns).contiguous()
+    # The recipe returns views; graphs are compiled for the fake's strides.
+    return impl.grouped_mm_wgrad(
+        aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts, rows, columns, layout
+    ).contiguous()
 
 
 @grouped_mm_wgrad.register_fake
-def _(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts=1, columns=None):
-    shape = parts * offsets_E.shape[0], aT_NM.shape[0] // parts, columns or bT_KM.shape[0]
+def _(
+    aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts=1, rows=None, columns=None, layout="apart",
+):  # fmt: skip
+    E, rows, columns = offsets_E.shape[0], rows or aT_NM.shape[0] // parts, columns or bT_KM.shape[0]
+    shape = parts * E, rows, columns
+    if layout != "apart":
+        shape = (E, parts * rows, columns) if layout == "joined" else (E, columns, parts * rows)
     return aT_NM.new_empty(shape, dtype=out_dtype)
 
 

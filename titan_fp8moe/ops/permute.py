@@ -208,8 +208,10 @@ def _(dx_MD, ds, row_TK, out_dtype, addend_RD=None):
     return dx_MD.new_empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype), ds.new_empty(row_TK.shape)
 
 
-# A row of a dispatch payload: D value bytes; in a forward, K int32 local ids and K fp32 scores; D // 128 scale bytes.
-# A row of a combine payload: D bf16 values; in a backward, K fp32 score gradients. Both are padded to 16 bytes.
+# A row of a dispatch payload: D value bytes; in a forward, K int32 local ids and K fp32 scores; D // 128 scale bytes. D
+# is padded to a multiple of 128.
+# A row of a combine payload: D bf16 values; in a backward, K fp32 score gradients.
+# Both rows are padded to 16 bytes.
 
 
 def _dispatch_width(D: int, top_k: int) -> int:
@@ -265,11 +267,12 @@ def _(q_TD, scale, token_C, sent_TK, topk_ids_TK, topk_scores_TK, num_local):
 
 
 def unpack_dispatch(payload: Tensor, D: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Views of a dispatch payload (C, width) uint8; ``top_k`` is 0 in a backward.
+    """Views of a dispatch payload (C, width) uint8; D is padded here, ``top_k`` is 0 in a backward.
 
     Returns:
         q (C, D) e4m3, scale (C, D // 128) e8m0, topk_ids_CK (C, top_k) int32, topk_scores_CK (C, top_k) fp32.
     """
+    D = recipe.padded(D)
     values, ids, scores, scale, _ = payload.split(
         [D, 4 * top_k, 4 * top_k, D // TILE, payload.shape[1] - D - 8 * top_k - D // TILE], dim=1
     )

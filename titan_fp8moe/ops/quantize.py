@@ -7,22 +7,22 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
-from titan_fp8moe.ops.backend import custom_op, note_nan, require_multiple_of_128, use_kernels
+from titan_fp8moe.ops.backend import custom_op, note_nan, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
 @custom_op
 def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """:func:`titan_fp8moe.recipe.quantize_rows`: (T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0, row-major.
+    """:func:`titan_fp8moe.recipe.quantize_rows`: (T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0, row-major. The
+    results' D is padded to a multiple of 128.
 
     ``nan_flag``: see :func:`titan_fp8moe.ops.backend.note_nan`.
 
     Raises:
-        ValueError: for another dtype, or if D is no multiple of 128.
+        ValueError: for another dtype.
     """
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"quantize_rows: x must be bf16 or fp32, got {x_TD.dtype}")
-    require_multiple_of_128("quantize_rows", D=x_TD.shape[1])
     if use_kernels(x_TD):
         return kernels.quantize_rows(x_TD, nan_flag)
     results = recipe.quantize_rows(x_TD)
@@ -32,7 +32,7 @@ def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor,
 
 @quantize_rows.register_fake
 def _(x_TD, nan_flag=None):
-    T, D = x_TD.shape
+    T, D = x_TD.shape[0], recipe.padded(x_TD.shape[1])
     return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // TILE, dtype=E8M0)
 
 
@@ -41,15 +41,14 @@ def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor
     """:func:`quantize_rows` for an FFN whose rows are one group; see :func:`titan_fp8moe.recipe.quantize_group`.
 
     Returns:
-        q (R, D) e4m3, scale (R, D // 128) e8m0 row-major, the same column-major, the group's end (1,) int32; R is T
-        padded to a multiple of 128.
+        q (R, D) e4m3, scale (R, D // 128) e8m0 row-major, the same column-major, the group's end (1,) int32; R and D
+        are T and D padded to multiples of 128.
 
     Raises:
         ValueError: as :func:`quantize_rows`.
     """
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"quantize_group: x must be bf16 or fp32, got {x_TD.dtype}")
-    require_multiple_of_128("quantize_group", D=x_TD.shape[1])
     if use_kernels(x_TD):
         return kernels.quantize_group(x_TD, nan_flag)
     results = recipe.quantize_group(x_TD)
@@ -59,7 +58,7 @@ def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor
 
 @quantize_group.register_fake
 def _(x_TD, nan_flag=None):
-    R, G = recipe.group_rows(x_TD.shape[0]), x_TD.shape[1] // TILE
+    R, G = recipe.group_rows(x_TD.shape[0]), recipe.padded(x_TD.shape[1]) // TILE
     scale_t = x_TD.new_empty(G, R, dtype=E8M0).t()
     q, scale = x_TD.new_empty(R, G * TILE, dtype=FP8), x_TD.new_empty(R, G, dtype=E8M0)
     return q, scale, scale_t, x_TD.new_empty(1, dtype=torch.int32)
@@ -67,6 +66,8 @@ def _(x_TD, nan_flag=None):
 
 class Fp8Weight(NamedTuple):
     """Weights of all local experts in FP8: operands of the GEMMs, and a form in which to store frozen weights.
+
+    N and K of other sizes are padded with zeros. Of gate and up in one, each is padded: quantize them apart.
 
     Attributes:
         q: (E, N, K) e4m3, contiguous, N and K multiples of 128.
@@ -87,20 +88,23 @@ class Fp8Weight(NamedTuple):
         """Weights in the format of DeepSeek's checkpoints; ``scale`` is their ``weight_scale_inv``.
 
         Args:
-            q: (E, N, K) e4m3, N and K multiples of 128.
-            scale: (E, N // 128, K // 128) fp32 or e8m0.
+            q: (E, N, K) e4m3, which is copied unless N and K are multiples of 128.
+            scale: (E, ceil(N / 128), ceil(K / 128)) fp32 or e8m0.
             scales: what to do with scales that are no powers of two. ``exact`` refuses them. ``round`` quantizes the
                 values anew, with one more rounding to e4m3 for values of such blocks.
 
         Raises:
             ValueError: for other shapes or dtypes, and for such scales unless ``round``.
         """
-        blocks = scale.shape == (q.shape[0], q.shape[1] // TILE, q.shape[2] // TILE) if q.dim() == 3 else False
-        if q.dtype != FP8 or not blocks or q.shape[1] % TILE or q.shape[2] % TILE:
+        sizes = [recipe.padded(size) for size in q.shape[1:]]
+        if q.dtype != FP8 or q.dim() != 3 or scale.shape != (q.shape[0], *(size // TILE for size in sizes)):
             raise ValueError(
-                f"FP8 weights must be (E, N, K) e4m3, N and K multiples of 128, with one scale per 128x128 block; got "
-                f"{tuple(q.shape)} {q.dtype} and {tuple(scale.shape)}"
+                f"FP8 weights must be (E, N, K) e4m3 with one scale per 128x128 block; got {tuple(q.shape)} {q.dtype} "
+                f"and {tuple(scale.shape)}"
             )
+        if sizes != [*q.shape[1:]]:
+            padding = 0, sizes[1] - q.shape[2], 0, sizes[0] - q.shape[1]
+            q = torch.nn.functional.pad(q.detach().view(torch.uint8), padding).view(FP8)
         if scale.dtype == E8M0:
             return cls(q.detach().contiguous(), scale.detach().contiguous())
         bits = scale.detach().float().contiguous().view(torch.int32)

@@ -360,7 +360,7 @@ class _Activations:
             factor = config.dispatch_capacity if config.backend.bounded else 1.0
             rows, dispatched = capacities(self.tokens, top_k, self.ep, experts, factor)
             if config.backend.bounded:
-                self.workspace = Sizes(self.ep, self.tokens, D, top_k, experts).nbytes
+                self.workspace = Sizes(self.ep, self.tokens, padded(D), top_k, experts).nbytes
         kept = dispatched * 5 * top_k + rows * 2 * FP32  # identifiers, rows and scores of routed pairs
         kept += rows * _saved_h(config, hidden) + dispatched * _quantized(D)
         kept += self.tokens * BF16 * D
@@ -398,7 +398,7 @@ def _in_fp8(block: nn.Module, linear: nn.Module) -> bool:
 
 def _quantized(width: int) -> float:
     """Bytes of a quantized row: e4m3, and a scale for each tile."""
-    return width * (1 + 1 / TILE)
+    return padded(width) * (1 + 1 / TILE)
 
 
 def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:

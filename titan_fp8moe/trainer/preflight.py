@@ -13,12 +13,9 @@ import torch
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.backend import emulating, pass_gate
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import STEP, TILE
 
 logger = logging.getLogger(__name__)
-
-PADDED_FROM = 16
-"""A hidden dim on a rank is a multiple of this: TMA needs rows of 16 bytes. Quantized weights pad it to whole tiles."""
 
 # Other schedules may compute input and weight gradients at different times; a converted layer computes both at once.
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS")
@@ -89,13 +86,7 @@ def check_layer(
 
 
 def _check_fp8_all_gather(layer: str, sizes: LayerSizes, layout: ExpertLayout) -> None:
-    """FSDP must shard whole experts, since a 128x128 block has one scale, without padding."""
-    hidden_dim = sizes.hidden_dim // layout.hidden_dim_shards
-    if hidden_dim % TILE:
-        raise ValueError(
-            f"{layer}: fp8_flow_moe.fp8_all_gather needs a hidden dim of multiples of {TILE} on each rank, got "
-            f"{hidden_dim}; set it to false"
-        )
+    """FSDP must shard whole experts, since a 128x128 block has one scale."""
     if sizes.num_experts % (layout.expert_shards * layout.fsdp_shards):
         raise ValueError(
             f"{layer}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {sizes.num_experts} experts "
@@ -105,27 +96,26 @@ def _check_fp8_all_gather(layer: str, sizes: LayerSizes, layout: ExpertLayout) -
 
 
 def _check_dims(layer: str, dim: int, hidden_dim: int, hidden_dim_shards: int, remedy: str) -> None:
-    """The model dim must be whole FP8 tiles. The hidden dim is padded, from a multiple of 16 on every rank."""
-    if dim % TILE:
-        raise ValueError(f"{layer}: model dim {dim} is not a multiple of {TILE}, the width of an FP8 tile; choose one")
-    if hidden_dim % PADDED_FROM:
-        raise ValueError(
-            f"{layer}: expert hidden dim {hidden_dim} is not a multiple of {PADDED_FROM}; choose one, or leave the "
-            "layer in bf16 with fp8_flow_moe.filter_fqns"
-        )
-    if hidden_dim % (PADDED_FROM * hidden_dim_shards):
+    """Both dims are padded, the hidden dim on every rank."""
+    for name, size in (("model", dim), ("expert hidden", hidden_dim)):
+        if size % STEP:
+            raise ValueError(
+                f"{layer}: {name} dim {size} is not a multiple of {STEP}; choose one, or leave the layer in bf16 with "
+                "fp8_flow_moe.filter_fqns"
+            )
+    if hidden_dim % (STEP * hidden_dim_shards):
         raise ValueError(
             f"{layer}: expert hidden dim {hidden_dim} over {hidden_dim_shards} tensor-parallel ranks is "
-            f"{hidden_dim / hidden_dim_shards:g} per rank, not a multiple of {PADDED_FROM}; {remedy}"
+            f"{hidden_dim / hidden_dim_shards:g} per rank, not a multiple of {STEP}; {remedy}"
         )
 
 
 def why_not_fp8_dims(dim: int, hidden_dim: int, hidden_dim_shards: int) -> str | None:
     """The reason why an FFN of these dims stays as it is on ranks that share its hidden dim, or None."""
-    if dim % TILE == 0 and hidden_dim % (PADDED_FROM * hidden_dim_shards) == 0:
+    if dim % STEP == 0 and hidden_dim % (STEP * hidden_dim_shards) == 0:
         return None
-    per_rank = f"hidden dim {hidden_dim} / {hidden_dim_shards} none of {PADDED_FROM}"
-    return f"model dim {dim} is no multiple of {TILE}, or {per_rank}"
+    per_rank = f"hidden dim {hidden_dim} / {hidden_dim_shards} none of {STEP}"
+    return f"model dim {dim} is no multiple of {STEP}, or {per_rank}"
 
 
 def check_linear(name: str, out_features: int, in_features: int, shards: int) -> None:

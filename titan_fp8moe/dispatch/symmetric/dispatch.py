@@ -75,7 +75,7 @@ class SymmetricDispatch:
     @classmethod
     def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "SymmetricDispatch":
         self = cls(route)
-        self.state, self.routing, self.dim = state, cast(Routing, routing), dim
+        self.state, self.routing = state, cast(Routing, routing)
         return self
 
     # --- to the experts ---
@@ -94,7 +94,7 @@ class SymmetricDispatch:
         x, x_scale, token_q, token_scale, *routing, plan, arrived_C, pair_CK = symmetric_dispatch(
             q, scale, ids_TK, scores_TK, token_C, counts_N, self.route.capacity, name
         )
-        self.state, self.dim = State(sent_TK, plan, arrived_C, pair_CK), q.shape[1]
+        self.state = State(sent_TK, plan, arrived_C, pair_CK)
         self.routing, self.kept = Routing(*routing), Rows(token_q, token_scale)
         return Rows(x, x_scale)
 
@@ -111,7 +111,9 @@ class SymmetricDispatch:
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
         _, plan, _, pair_CK = self.state
         args = self.routing.row_TK, pair_CK, plan, self.route.group_name, *(bias or ())
-        return Pending(symmetric_start_combine(cast(Tensor, y_MD), ds_M, *args), with_gradients=ds_M is not None)
+        y_MD = cast(Tensor, y_MD)
+        self.dim = y_MD.shape[1]
+        return Pending(symmetric_start_combine(y_MD, ds_M, *args), with_gradients=ds_M is not None)
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
         started, with_gradients = cast(Tensor, pending.rows), pending.with_gradients

@@ -193,12 +193,9 @@ def push_sums(
     if int(workspace.overflow):
         workspace.view("sums").fill_(torch.nan)
         workspace.view("score_gradients").fill_(torch.nan)
-    bias_MD = bias_rows(bias, y_MD.shape[0])
-    if bias_MD is not None:
-        bias_MD = torch.nn.functional.pad(bias_MD, (0, y_MD.shape[1] - bias_MD.shape[1]))
-    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16, None, bias_MD)
+    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16, None, bias_rows(bias, y_MD.shape[0]))
     for n, here, there in _arrivals(workspace, plan):
-        workspace.view("sums", n)[there] = sums_CD[here]
+        workspace.sums(y_MD.shape[1], n)[there] = sums_CD[here]
         if ds_M is not None:
             c, j = (row_CK[here] >= 0).nonzero(as_tuple=True)
             gradients = workspace.view("score_gradients", n)[there]

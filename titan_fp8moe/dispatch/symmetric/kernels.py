@@ -314,13 +314,14 @@ def _place_scales_kernel(
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _work(workspace: Workspace, shape: dict[str, int]) -> tuple[int, int, dict[str, int]]:
-    """CTAs, items of work, and constants of a launch whose items are some columns of some tokens of each rank."""
+def _work(workspace: Workspace, shape: dict[str, int], dim: int) -> tuple[int, int, dict[str, int]]:
+    """CTAs, items of work, and constants of a launch whose items are some of ``dim`` columns of some tokens of each
+    rank."""
     sizes = workspace.sizes
-    blocks = cdiv(sizes.dim, shape["COLUMNS"])
+    blocks = cdiv(dim, shape["COLUMNS"])
     shape = shape | dict(BLOCKS=min(shape["BLOCKS"] or blocks, blocks))
     items = sizes.num_ranks * cdiv(sizes.tokens, shape["TOKENS"]) * cdiv(blocks, shape["BLOCKS"])
-    constants = dict(N=sizes.num_ranks, K=sizes.top_k, PAD_K=next_power_of_2(sizes.top_k), D=sizes.dim)
+    constants = dict(N=sizes.num_ranks, K=sizes.top_k, PAD_K=next_power_of_2(sizes.top_k), D=dim)
     return max(min(items, MAX_CTAS or items), 1), items, constants | shape
 
 
@@ -399,7 +400,7 @@ def pull_rows(
         scale, token_M, offsets_E, out, out_scale, M, D=D, E=sizes.num_local, ROWS=TILE, COLUMNS=256,
         PAD_TILES=next_power_of_2(D // TILE), num_warps=8,
     )  # fmt: skip
-    ctas, items, constants = _work(workspace, PULL if MAX_CTAS is None else FEW_PULL)
+    ctas, items, constants = _work(workspace, PULL if MAX_CTAS is None else FEW_PULL, D)
     _pull_rows_kernel[(ctas,)](
         workspace.addresses, workspace.offset("q"), plan, workspace.overflow, token_C, row_CK, out,
         kept if keep else None, workspace.rank, items, **constants,
@@ -417,28 +418,28 @@ def _fill_with_nan(to, count, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _load_row(y, row_CK, b2, score, offsets_E, c, inside, j, column, K: tl.constexpr, D: tl.constexpr,
-              E: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+              E: tl.constexpr):  # fmt: skip
     """The j-th row of each token, zeros for a token that has fewer."""
     row = _row(row_CK, c, inside, j, K)[:, None]
     value = tl.load(y + row * D + column[None, :], mask=(row >= 0) & (column < D)[None, :], other=0.0)
     if b2 is not None:
-        in_row = (column < DIM)[None, :]
-        value = value.to(tl.float32) + load_output_bias(b2, score, offsets_E, row, column[None, :], in_row, DIM, E)
+        in_row = (column < D)[None, :]
+        value = value.to(tl.float32) + load_output_bias(b2, score, offsets_E, row, column[None, :], in_row, D, E)
     return value
 
 
 @triton.jit
 def _sum_of_rows(
     y, row_CK, b2, score, offsets_E, c, inside, most, column, K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, E: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """fp32 sums of the tokens' rows in the order of k. Four loads, independent of each other, precede their sum."""
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for j in range(0, most, 4):
-        first = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j, column, K, D, E, DIM)
-        second = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 1, column, K, D, E, DIM)
-        third = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 2, column, K, D, E, DIM)
-        fourth = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 3, column, K, D, E, DIM)
+        first = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j, column, K, D, E)
+        second = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 1, column, K, D, E)
+        third = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 2, column, K, D, E)
+        fourth = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 3, column, K, D, E)
         total = total + first.to(tl.float32) + second.to(tl.float32) + third.to(tl.float32) + fourth.to(tl.float32)
     return total
 
@@ -446,11 +447,11 @@ def _sum_of_rows(
 @triton.jit(do_not_specialize=["sums_at", "ds_at", "P", "rank", "items"])
 def _push_sums_kernel(
     addresses, sums_at, ds_at, plan, overflow, y, ds, row_CK, pair_CK, P, rank, items, b2, score, offsets_E,
-    E: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, D: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Sums tokens' rows and writes them to the tokens' ranks. After an overflow it fills this rank's own sums, and with
-    ``ds`` its score gradients, with NaN instead. b2: (E, DIM) or None; see ``load_output_bias``."""
+    ``ds`` its score gradients, with NaN instead. b2: (E, D) or None; see ``load_output_bias``."""
     if tl.load(overflow) > 0:
         count = tl.full((), P, tl.int64)
         _fill_with_nan(_peer(addresses, rank, sums_at, tl.bfloat16), count * D, COLUMNS)
@@ -466,9 +467,7 @@ def _push_sums_kernel(
             to = _peer(addresses, peer, sums_at, tl.bfloat16) + there[:, None] * D
             for block in tl.static_range(BLOCKS):
                 column = first_column + block * COLUMNS + tl.arange(0, COLUMNS)
-                total = _sum_of_rows(
-                    y, row_CK, b2, score, offsets_E, c, inside, most, column, K, D, TOKENS, COLUMNS, E, DIM
-                )
+                total = _sum_of_rows(y, row_CK, b2, score, offsets_E, c, inside, most, column, K, D, TOKENS, COLUMNS, E)
                 tl.store(to + column[None, :], total.to(tl.bfloat16), mask=inside[:, None] & (column < D)[None, :])
             # Plain stores to another rank's memory. The arrive that follows in this stream publishes them.
             if ds is not None:  # noqa: SIM102  decided when the kernel is compiled
@@ -481,7 +480,7 @@ def _push_sums_kernel(
                     tl.store(to_ds, tl.load(ds + row, mask=row >= 0), mask=row >= 0)
 
 
-_push = Kernel(_push_sums_kernel, b2=None, score=None, offsets_E=None, E=None, DIM=None)
+_push = Kernel(_push_sums_kernel, b2=None, score=None, offsets_E=None, E=None)
 _biased_push = Kernel(_push_sums_kernel)
 
 
@@ -496,10 +495,10 @@ def push_sums(
 ) -> None:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.push_sums`. Score gradients of pairs that this rank does not
     serve are not written, and not read by the token's rank."""
-    ctas, items, constants = _work(workspace, PUSH if MAX_CTAS is None else FEW_PUSH)
+    ctas, items, constants = _work(workspace, PUSH if MAX_CTAS is None else FEW_PUSH, y_MD.shape[1])
     kernel, biases = _push, ()
     if bias is not None:
-        kernel, biases, constants = _biased_push, bias, constants | dict(E=bias.b2_ED.shape[0], DIM=bias.b2_ED.shape[1])
+        kernel, biases, constants = _biased_push, bias, constants | dict(E=bias.b2_ED.shape[0])
     kernel[(ctas,)](
         workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,
         y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.rank, items, *biases, **constants,

@@ -176,7 +176,7 @@ def symmetric_finish_combine(
     """
     at, impl = workspace.current(group_name), _impl(started)
     impl.wait(at, COMBINE)
-    sums, out_ds = at.view("sums"), started.new_empty(0, dtype=torch.float32)
+    sums, out_ds = at.sums(D), started.new_empty(0, dtype=torch.float32)
     if with_gradients:
         out, out_ds = unpermute_gradients(sums, at.view("score_gradients"), sent_TK, out_dtype, addend_RD)
     else:

@@ -46,7 +46,8 @@ class Section(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes that a workspace is made for: N ranks, T tokens of each, D, K, and E experts on each rank."""
+    """The sizes that a workspace is made for: N ranks, T tokens of each, D, K, and E experts on each rank. D is a
+    quantized token's, a multiple of 128."""
 
     num_ranks: int
     tokens: int
@@ -67,7 +68,8 @@ class Sizes(NamedTuple):
         * ``token``: (P,), ``token_C`` of :func:`titan_fp8moe.recipe.dispatch_routing`.
         * ``counts``: (N, 3 + E), its ``counts_N``. ``capacity``: (2,), the rows and dispatched tokens that this rank
           can take.
-        * ``sums`` (P, D) and ``score_gradients`` (P, K): what comes back for each dispatched token.
+        * ``sums`` (P, D) and ``score_gradients`` (P, K): what comes back for each dispatched token. See
+          :meth:`Workspace.sums`.
         * ``arrivals``: (2, N), how often each rank has arrived at DISPATCH and COMBINE.
         """
         N, T, D, K, E = self
@@ -156,6 +158,11 @@ class Workspace:
                 memory = self.peers[key[1]][offset : offset + math.prod(shape) * dtype.itemsize]
                 self._views[key] = memory.view(dtype).view(shape)
         return self._views[key]
+
+    def sums(self, dim: int, rank: int | None = None) -> Tensor:
+        """(P, dim), a rank's ``sums`` in a layer whose D is ``dim``: contiguous at the beginning of the section."""
+        sums = self.view("sums", rank)
+        return sums if dim == self.sizes.dim else sums.view(-1)[: sums.shape[0] * dim].view(-1, dim)
 
     def offset(self, name: str) -> int:
         return self.sizes.sections()[name].offset

@@ -159,11 +159,17 @@ def grouped_mm_hopper_kernel(
 
 
 def grouped_mm(
-    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_ENK: Tensor,
+    b_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    columns: int | None = None,
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
-    out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
+    out = torch.empty(M, columns or N, dtype=out_dtype, device=a_MK.device)
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
     grid = (launch.grid_size(M // TILE * (N // TILE), a_MK.device),)
     b_stride_e, b_stride_n, b_stride_k = b_scale.stride()

@@ -225,7 +225,10 @@ def allocate(a_desc, b_desc, out_desc):
     fence_async_shared()
     # Four stages of operands leave no room to stage a whole tile: a consumer stores it slice by slice.
     buffers: gl.constexpr = 32 // out_desc.dtype.primitive_bitwidth
-    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * buffers, 64, 64], out_desc.layout)
+    if len(out_desc.block_shape) == 3:
+        staging = gl.allocate_shared_memory(out_desc.dtype, [2 * buffers, 1, 64, 64], out_desc.layout)
+    else:
+        staging = gl.allocate_shared_memory(out_desc.dtype, [2 * buffers, 64, 64], out_desc.layout)
     return Rings(a, b, full, empty, tile_indices, tile_full, tile_empty), Output(out_desc, staging)
 
 
@@ -433,18 +436,25 @@ def _store(consumer, tile, acc, SLICE: gl.constexpr):
     # A tile has an even number of slices, so two buffers alternate over tile boundaries too. The only store that may
     # still read then is the other buffer's.
     buffer = consumer.output.staging.index(consumer.NUMBER * buffers + SLICE % buffers)
+    matrix = buffer
+    if len(out_desc.block_shape) == 3:
+        matrix = buffer.reshape([64, 64])
     tma.store_wait(buffers - 1)  # until the last store from this buffer has read it
     # bf16 goes to shared memory by STSM, fp32 by plain stores with twice the bytes.
     if consumer.scheduler.TRANSPOSED:
-        buffer.permute((1, 0)).store(acc.to(out_desc.dtype))
+        matrix.permute((1, 0)).store(acc.to(out_desc.dtype))
         row += 64 * SLICE
         column += 64 * consumer.NUMBER
     else:
-        buffer.store(acc.to(out_desc.dtype))
+        matrix.store(acc.to(out_desc.dtype))
         row += 64 * consumer.NUMBER
         column += 64 * SLICE
     fence_async_shared()  # ordinary stores have filled the buffer, and TMA reads it through the async proxy
-    tma_store(out_desc, [row, column], buffer)
+    # TMA drops what lies past the result's last column, and with three dims past an expert's last row.
+    if len(out_desc.block_shape) == 3:
+        tma_store(out_desc, [tile.expert, row, column], buffer)
+    else:
+        tma_store(out_desc, [row, column], buffer)
 
 
 @gluon.jit

@@ -51,6 +51,14 @@ def result(x: Tensor) -> TensorDescriptor:
     return _descriptor(x, 64)
 
 
+def padded_result(x: Tensor) -> TensorDescriptor:
+    """As :func:`result` for (E, rows, columns) with unit stride along the columns, of which a kernel computes padded
+    ones: TMA drops the rows and columns past an expert's last."""
+    block = [1, 64, 64]
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPE[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
     shape, strides = x.shape, x.stride()
     if len(shape) == 3:

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_fp8moe.kernels.gemm import results
 from titan_fp8moe.recipe import TILE
 
 # Rows of tiles in a swizzle group. CTAs that run at the same time then share both operands in L2: 132 CTAs on 8 rows of
@@ -109,7 +110,7 @@ def grouped_mm_kernel(
 def grouped_mm_wgrad_kernel(
     a_desc,  # (N, M) e4m3
     b_desc,  # (K, M) e4m3
-    out_desc,  # (E * N, K)
+    out_desc,  # (E * N, K); if PARTS is None, (E, rows, columns)
     a_scale,  # (N // 128, M // 128) bytes
     b_scale,  # (K // 128, M // 128) bytes
     offsets_E,
@@ -127,7 +128,6 @@ def grouped_mm_wgrad_kernel(
     """Each CTA computes every num_programs-th tile of out[e] = sum of a[:, m] b[:, m]^T over group e's rows m."""
     num_rows: tl.constexpr = N // TILE
     num_columns: tl.constexpr = K // TILE
-    part_rows: tl.constexpr = N // PARTS
     num_tiles: tl.constexpr = num_rows * num_columns
     for tile in range(tl.program_id(0), E * num_tiles, tl.num_programs(0)):
         expert = tile // num_tiles
@@ -145,8 +145,12 @@ def grouped_mm_wgrad_kernel(
             b = b_desc.load([k, block * TILE])
             product = tl.dot(a, b.T)
             acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))
-        # An expert without rows gets its zeros here.
-        out_desc.store([(n // part_rows * E + expert) * part_rows + n % part_rows, k], acc.to(out_desc.dtype))
+        # An expert without rows gets its zeros here. Rows and columns past the result's last are dropped.
+        if PARTS is None:
+            out_desc.store([expert, n, k], tl.reshape(acc.to(out_desc.dtype), (1, TILE, TILE)))
+        else:
+            part_rows: tl.constexpr = N // PARTS
+            out_desc.store([(n // part_rows * E + expert) * part_rows + n % part_rows, k], acc.to(out_desc.dtype))
 
 
 def _tiles(x: Tensor) -> TensorDescriptor:
@@ -161,11 +165,17 @@ def _grid_size(num_tiles: int, device: torch.device) -> int:
 
 
 def grouped_mm(
-    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out_dtype: torch.dtype
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_ENK: Tensor,
+    b_scale: Tensor,
+    offsets_E: Tensor,
+    out_dtype: torch.dtype,
+    columns: int | None = None,
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
-    out = torch.empty(M, N, dtype=out_dtype, device=a_MK.device)
+    out = torch.empty(M, columns or N, dtype=out_dtype, device=a_MK.device)
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
     grid = (_grid_size(M // TILE * (N // TILE), a_MK.device),)
     grouped_mm_kernel[grid](
@@ -198,16 +208,25 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    rows: int | None = None,
     columns: int | None = None,
+    layout: str = "apart",
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`."""
+    operands = aT_NM, aT_scale, bT_KM, bT_scale
+    return results.wgrad(_wgrad, operands, offsets_E, out_dtype, parts, rows, columns, layout)
+
+
+def _wgrad(
+    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out: Tensor, parts: int | None
+) -> None:
+    """Launches the kernel for a result of :func:`.results.wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
-    out = torch.empty(parts * E, N // parts, columns or K, dtype=out_dtype, device=aT_NM.device)
     grid = (_grid_size(E * (N // TILE) * (K // TILE), aT_NM.device),)
     grouped_mm_wgrad_kernel[grid](
         _tiles(aT_NM),
         _tiles(bT_KM),
-        _tiles(out.view(E * N, columns or K)),
+        TensorDescriptor.from_tensor(out, [1, TILE, TILE]) if parts is None else _tiles(out.view(-1, out.shape[2])),
         aT_scale.view(torch.uint8),
         bT_scale.view(torch.uint8),
         offsets_E,
@@ -223,4 +242,3 @@ def grouped_mm_wgrad(
         num_stages=WGRAD_STAGES,
         enable_fp_fusion=True,
     )
-    return out

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8moe.kernels.gemm import hopper, launch
+from titan_fp8moe.kernels.gemm import hopper, launch, results
 from titan_fp8moe.kernels.gemm.compat import aggregate
 from titan_fp8moe.kernels.gemm.hopper import SLICE_LAYOUT, WORKER_REGISTERS, WORKER_WARPS, ScalePointers, WorkTile
 from titan_fp8moe.kernels.launch import Kernel
@@ -33,7 +33,7 @@ class Problem:
     N: gl.constexpr
     K: gl.constexpr
     E: gl.constexpr
-    PARTS: gl.constexpr
+    PARTS: gl.constexpr  # None where the result has a dim of its own for the experts
     TRANSPOSED: gl.constexpr
 
 
@@ -91,11 +91,13 @@ class TileScheduler:
         num_k_blocks = (gl.load(offsets_E + expert) - start) // 128
         out_row = k if self.TRANSPOSED else n
         out_column = n if self.TRANSPOSED else k
-        part_rows: gl.constexpr = (K if self.TRANSPOSED else N) // self.problem.PARTS
-        # The result has all experts' first weights before their second: row part * part_rows + r of an expert moves to
-        # (part * E + expert) * part_rows + r. part_rows is a multiple of the tile's rows, so a tile is in one part.
-        part = out_row // part_rows
-        out_row += (part * (E - 1) + expert) * part_rows
+        if self.problem.PARTS is not None:
+            part_rows: gl.constexpr = (K if self.TRANSPOSED else N) // self.problem.PARTS
+            # The result has all experts' first weights before their second: row part * part_rows + r of an expert moves
+            # to (part * E + expert) * part_rows + r. part_rows is a multiple of the tile's rows, so a tile is in one
+            # part.
+            part = out_row // part_rows
+            out_row += (part * (E - 1) + expert) * part_rows
         is_wide = (is_half == 0) & (k + 256 <= K)
         return WorkTile(
             is_wide=is_wide,
@@ -149,7 +151,7 @@ def _consume(rings, output, scales, problem, CONSUMER: gl.constexpr):
 def wgrad_hopper_kernel(
     a_desc,  # (N, M) e4m3
     b_desc,  # (K, M) e4m3
-    out_desc,  # (E * N, K), all experts' first weights before their second; if TRANSPOSED, (E * K, N)
+    out_desc,  # (E * N, K), all experts' first weights before their second; if TRANSPOSED, (E * K, N); see PARTS
     a_scale,  # (N // 128, M // 128) bytes
     b_scale,  # (K // 128, M // 128) bytes
     offsets_E,
@@ -189,13 +191,22 @@ def grouped_mm_wgrad(
     offsets_E: Tensor,
     out_dtype: torch.dtype,
     parts: int = 1,
+    rows: int | None = None,
     columns: int | None = None,
+    layout: str = "apart",
 ) -> Tensor:
     """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`."""
+    operands = aT_NM, aT_scale, bT_KM, bT_scale
+    return results.wgrad(_wgrad, operands, offsets_E, out_dtype, parts, rows, columns, layout)
+
+
+def _wgrad(
+    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out: Tensor, parts: int | None
+) -> None:
+    """Launches the kernel for a result of :func:`.results.wgrad`."""
     N, K, E, device = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0], aT_NM.device
-    out = torch.empty(parts * E, N // parts, columns or K, dtype=out_dtype, device=device)
     # Narrow tiles cost more than half of wide ones. Exchanging the operands avoids them where N has no odd tile either.
-    transposed = K % (2 * TILE) != 0 and N // parts % (2 * TILE) == 0
+    transposed = K % (2 * TILE) != 0 and N // (parts or 1) % (2 * TILE) == 0
     a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale
     if transposed:
         a, a_scale, b, b_scale = b, b_scale, a, a_scale
@@ -203,7 +214,7 @@ def grouped_mm_wgrad(
     wgrad_hopper_kernel[grid](
         launch.operand(a),
         launch.operand(b),
-        launch.result(out),
+        launch.padded_result(out) if parts is None else launch.result(out),
         a_scale,
         b_scale,
         offsets_E,
@@ -217,4 +228,3 @@ def grouped_mm_wgrad(
         TRANSPOSED=transposed,
         **hopper.LAUNCH_OPTIONS,
     )
-    return out

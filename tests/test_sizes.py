@@ -1,0 +1,305 @@
+"""Experts whose D and H are no multiples of 128: against float64, in every storage of the weights, without copies."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.layer import DEVICE
+from tests.test_model_experts import GPT_OSS, NAMES, in_float64, make_biases
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, routed_experts
+from titan_fp8moe.kernels import launch
+from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
+from titan_fp8moe.nn.modules import add_cache
+from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.testing import make_layer, relative_error
+
+T, E, K = 100, 4, 2
+SIZES = [(64, 16), (192, 80), (320, 144), (80, 256)]  # D, H; gpt-oss's 2880 is 64 modulo 128, as are 192 and 320
+STORAGE = ["apart", "fused", "fused transposed", "interleaved", "interleaved transposed"]
+SPEC = ExpertSpec.of("clamped_swiglu", GPT_OSS["activation_parameters"])
+
+
+def store(how: str, w1: Tensor, w2: Tensor, w3: Tensor) -> list[Tensor | None]:
+    """w1, w2 and w3 as a layer takes them."""
+    if how == "apart":
+        return [w1, w2, w3]
+    w13 = torch.stack([w1, w3], 2).flatten(1, 2) if "interleaved" in how else torch.cat([w1, w3], 1)
+    weights = [w13, w2]
+    if "transposed" in how:
+        weights = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in weights]
+    return [*weights, None]
+
+
+def halves(how: str, w13: Tensor) -> tuple[Tensor, ...]:
+    """Gate and up of what :func:`store` made one."""
+    return w13.unflatten(1, (-1, 2)).unbind(2) if "interleaved" in how else w13.chunk(2, 1)
+
+
+def leaves_of(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
+
+
+def run(how: str, x, scores, ids, weights, biases, dout, **options) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients, by NAMES, of experts stored in this way; and the parameters with their gradients."""
+    interleaved, parameters = "interleaved" in how, leaves_of(*(w for w in store(how, *weights) if w is not None))
+    w1, w2, w3 = parameters if how == "apart" else (*parameters, None)
+    b1, b2, b3 = leaves_of(*biases)
+    if how != "apart":
+        b13 = torch.stack([biases[0], biases[2]], 2).flatten(1) if interleaved else torch.cat([biases[0], biases[2]], 1)
+        b1, b3 = *leaves_of(b13), None
+    x, scores = leaves_of(x, scores)
+    out = routed_experts(x, w1, w2, w3, ids, scores, b1=b1, b2=b2, b3=b3, interleaved=interleaved, **GPT_OSS, **options)
+    out.backward(dout)
+    if w3 is None:
+        gate_up = [half for t in (w1, b1) for half in halves(how, t.grad)]
+    else:
+        gate_up = [t.grad for t in (w1, w3, b1, b3)]
+    dw1, dw3, db1, db3 = gate_up
+    return [out.detach(), x.grad, scores.grad, dw1, w2.grad, dw3, db1, b2.grad, db3], parameters
+
+
+def make(D: int, H: int, dtype: torch.dtype = torch.float32):
+    """The arguments of :func:`run`, and what it should return."""
+    x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
+    biases, dout = make_biases(E, D, H), torch.randn(T, D, device=DEVICE)
+    leaves = [t.double().requires_grad_() for t in (x, scores, *weights, *biases)]
+    out = in_float64(*leaves[:2], ids, *leaves[2:], SPEC)
+    args = x, scores, ids, [w.to(dtype) for w in weights], [b.to(dtype) for b in biases], dout
+    return args, [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+
+
+@pytest.mark.parametrize(("D", "H"), SIZES)
+def test_against_float64(D, H):
+    args, want = make(D, H)
+    apart, _ = run("apart", *args)
+    for how, wgrad in itertools.product(STORAGE, ("balanced", "bf16")):
+        got, parameters = run(how, *args, config=Fp8FlowMoEConfig(wgrad=wgrad))
+        errors = dict(zip(NAMES, map(relative_error, got, want), strict=True))
+        assert max(errors.values()) < 0.1 and min(errors.values()) > 0.001, (how, errors)
+        assert all(p.grad.shape == p.shape and p.grad.stride() == p.stride() for p in parameters), how
+        if "interleaved" not in how and wgrad == "balanced":  # the same rows and blocks
+            assert all(relative_error(a, b) < 1e-6 for a, b in zip(got, apart, strict=True)), how
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts"])
+def test_other_settings(recompute):
+    """What is kept or computed again is padded alike."""
+    args, _ = make(192, 80)
+    want, _ = run("fused", *args)
+    got, _ = run("fused", *args, config=Fp8FlowMoEConfig(recompute=recompute))
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))
+
+
+def test_padding_is_zeros():
+    """With zeros behind x, weights and biases, as a user could pad a model, results are the same to the last bit."""
+    args, _ = make(192, 80)
+    x, scores, ids, weights, biases, dout = args
+    pad = torch.nn.functional.pad
+    wide = [pad(w, (0, 128 - 80 if w is weights[1] else 64, 0, 64 if w is weights[1] else 128 - 80)) for w in weights]
+    wide_b = [pad(b, (0, 64 if b is biases[1] else 128 - 80)) for b in biases]
+    got, _ = run("apart", *args)
+    want, _ = run("apart", pad(x, (0, 64)), scores, ids, wide, wide_b, pad(dout, (0, 64)))
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        cut = b[(..., *(slice(n) for n in a.shape[-2:]))] if a.dim() > 1 else b
+        assert torch.equal(a, cut), name
+
+
+class Allocations(TorchDispatchMode):
+    """The sizes in bytes of bf16 and fp32 tensors that are allocated, of at least ``floor`` values."""
+
+    def __init__(self, floor: int):
+        super().__init__()
+        self.floor, self.found = floor, []
+        self.storages = {}  # kept, so that no address is used again; a tensor that is kept would not become a gradient
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "titan_fp8moe":
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor):
+                self.storages[t.untyped_storage()._cdata] = t.untyped_storage()
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self.storages:
+                self.storages[t.untyped_storage()._cdata] = t.untyped_storage()
+                if t.dtype in (torch.bfloat16, torch.float32) and t.numel() >= self.floor:
+                    self.found.append((func._opname, t.numel()))
+        return out
+
+
+class Launches(list):
+    """Names of the kernels that :mod:`titan_fp8moe.kernels.launch` records. It would keep their tensors."""
+
+    def append(self, recorded):
+        super().append(recorded[0].kernel.__name__)
+
+
+@pytest.mark.parametrize("how", STORAGE)
+@pytest.mark.parametrize(("D", "H"), SIZES)
+def test_no_temporary_of_a_parameters_size(monkeypatch, D, H, how):
+    """Beside the gradients there are quantized weights only, and autograd takes the gradients without a copy. Kernels
+    are recorded, not run."""
+    experts, tokens = 256, 2
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    weights = store(how, meta(experts, H, D), meta(experts, D, H), meta(experts, H, D))
+    leaves = [w.detach().requires_grad_() for w in weights if w is not None]
+    w1, w2, w3 = leaves if how == "apart" else (*leaves, None)
+    ids, scores = torch.empty(tokens, 1, dtype=torch.int64, device="meta"), meta(tokens, 1).float()
+    layer = Layer(Fp8FlowMoEConfig(), expert=SPEC._replace(interleaved="interleaved" in how))
+    monkeypatch.setattr(launch, "_recorded", Launches())
+    with Allocations(experts * D * H) as mode:
+        out = apply_experts(meta(tokens, D), ExpertWeights(w1, w2, w3), ids, scores, layer)
+        out.backward(meta(tokens, D))
+    assert "wgrad_hopper_kernel" in launch._recorded
+    assert [w.grad.stride() for w in leaves] == [w.stride() for w in leaves]
+    # Gate's and up's gradients are one tensor.
+    assert mode.found == [("empty", 2 * experts * H * D), ("empty", experts * D * H)]
+
+
+def test_frozen_and_cached_weights():
+    """Also of gate and up in one, which the kept operands pad apart."""
+    x, scores, ids, weights = make_layer(T, 192, 80, E, K, device=DEVICE)
+    dout = torch.randn(T, 192, device=DEVICE)
+    for how in STORAGE:
+        w1, w2, w3 = store(how, *weights)
+        expert, results = ExpertSpec(interleaved="interleaved" in how), []
+        for cached, frozen in ((False, False), (True, True), (True, False)):
+            holder = torch.nn.Module()
+            holder.config = Fp8FlowMoEConfig(cache_weights=True)
+            add_cache(holder)
+            given = [w if w is None else w.detach().requires_grad_(not frozen) for w in (w1, w2, w3)]
+            layer = Layer(holder.config, expert=expert, cache=holder.cache if cached else None, frozen=frozen)
+            assert are_frozen(given) == frozen
+            x_ = x.clone().requires_grad_()
+            for _ in range(2):
+                out = apply_experts(x_, ExpertWeights(*given), ids, scores, layer)
+                out.backward(dout)
+            results.append((out.detach(), x_.grad))
+        for result in results[1:]:
+            assert all(map(torch.equal, result, results[0])), how
+
+
+def test_weights_stored_in_fp8():
+    """They are padded themselves, so D is that of x."""
+    args, _ = make(192, 80)
+    x, scores, ids, weights, _, dout = args
+    stored = [Fp8Weight.quantize(w) for w in weights]
+    assert [tuple(w.shape) for w in stored] == [(E, 128, 256), (E, 256, 128), (E, 128, 256)]
+    modules = [RoutedExperts.from_fp8(*stored)]
+    q, scale = stored[1]
+    again = Fp8Weight.of_blocks(q[:, :192, :80].contiguous(), scale)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again, stored[1], strict=True))
+    results = []
+    for call in (
+        lambda x, s: routed_experts(x, *weights, ids, s),
+        lambda x, s: routed_experts(x, *stored, ids, s),
+        lambda x, s: modules[0](x, ids, s),
+    ):
+        leaves = leaves_of(x, scores)
+        out = call(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+def test_adapters():
+    """Of gate and up in one as of both apart, whose A is then the same."""
+    D, H, r = 192, 80, 4
+    args, _ = make(D, H)
+    x, scores, ids, weights, _, dout = args
+    a1, a2 = torch.randn(E, r, D, device=DEVICE) / 8, torch.randn(E, r, H, device=DEVICE) / 8
+    b1, b2, b3 = (torch.randn(E, n, r, device=DEVICE) / 8 for n in (H, D, H))
+
+    def adapted(how: str) -> list[Tensor]:
+        w1, w2, w3 = (w if w is None else w.detach() for w in store(how, *weights))
+        factors = leaves_of(a1, b1, a2, b2, a1, b3)
+        if how != "apart":
+            joined = torch.stack([b1, b3], 2).flatten(1, 2) if how == "interleaved" else torch.cat([b1, b3], 1)
+            factors = leaves_of(a1, joined, a2, b2)
+        pairs = [Adapter(*factors[i : i + 2], 2.0) for i in range(0, len(factors), 2)]
+        x_ = x.clone().requires_grad_()
+        out = routed_experts(x_, w1, w2, w3, ids, scores, lora=Lora(*pairs), interleaved=how == "interleaved")
+        dx, da1, db1, *rest = torch.autograd.grad(out, [x_, *factors], dout)
+        if how == "apart":
+            da2, db2, da3, db3 = rest
+            return [out.detach(), dx, da1 + da3, db1, db3, da2, db2]
+        return [out.detach(), dx, da1, *halves(how, db1), *rest]
+
+    want = adapted("apart")
+    for a, b in zip(adapted("fused"), want, strict=True):
+        assert relative_error(a, b) < 0.02
+    for a, b in zip(adapted("interleaved"), want, strict=True):
+        assert relative_error(a, b) < 0.1
+
+
+def test_shared_experts():
+    """They read the padded rows of the routed ones, and their sums join."""
+    x, scores, ids, weights = make_layer(T, 192, 80, E, K, device=DEVICE)
+    shared = [torch.randn(shape, device=DEVICE) / 8 for shape in ((144, 192), (192, 144), (144, 192))]
+    leaves, dout = leaves_of(x, *shared), torch.randn(T, 192, device=DEVICE)
+
+    def layer(x, *shared):
+        together = ExpertWeights(*shared) if shared else None
+        return apply_experts(x, ExpertWeights(*weights), ids, scores, Layer(Fp8FlowMoEConfig()), shared=together)
+
+    out = layer(*leaves)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    alone = leaves_of(x, *shared)
+    out = layer(alone[0]) + feed_forward(alone[0], ExpertWeights(*alone[1:]), Fp8FlowMoEConfig())
+    want = [out.detach(), *torch.autograd.grad(out, alone, dout)]
+    assert all(relative_error(a, b) < 0.01 for a, b in zip(got, want, strict=True))
+
+
+def test_an_ffn_of_every_token():
+    x, (w1, w2, w3) = (
+        torch.randn(70, 192, device=DEVICE),
+        (torch.randn(shape, device=DEVICE) / 8 for shape in ((80, 192), (192, 80), (80, 192))),
+    )
+    leaves, dout = leaves_of(x, w1, w2, w3), torch.randn(70, 192, device=DEVICE)
+    out = feed_forward(leaves[0], ExpertWeights(*leaves[1:]), Fp8FlowMoEConfig())
+    got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    exact = [t.double().requires_grad_() for t in (x, w1, w2, w3)]
+    out = (torch.nn.functional.silu(exact[0] @ exact[1].T) * (exact[0] @ exact[3].T)) @ exact[2].T
+    for a, b in zip(got, [out.detach(), *torch.autograd.grad(out, exact, dout.double())], strict=True):
+        assert 0.001 < relative_error(a, b) < 0.1
+
+
+def test_compiled():
+    args, _ = make(192, 80)
+    want, _ = run("fused", *args)
+    torch._dynamo.reset()
+    x, scores, ids, weights, biases, dout = args
+    w1, w2, _ = store("fused", *weights)
+    leaves = leaves_of(x, scores, w1, w2, torch.cat([biases[0], biases[2]], 1), biases[1])
+
+    @torch.compile(fullgraph=True)
+    def layer(x, scores, w1, w2, b1, b2):
+        return routed_experts(x, w1, w2, None, ids, scores, b1=b1, b2=b2, **GPT_OSS)
+
+    layer(*leaves).backward(dout)
+    for leaf, wanted in zip(leaves[:2], want[1:3], strict=True):
+        assert torch.equal(leaf.grad, wanted)
+    assert torch.equal(leaves[2].grad, torch.cat([want[3], want[5]], 1)) and torch.equal(leaves[3].grad, want[4])
+
+
+@pytest.mark.parametrize(("D", "H"), [(72, 128), (128, 72), (200, 100)])
+def test_other_sizes_are_refused(D, H):
+    x, scores, ids, weights = make_layer(4, D, H, E, K, device=DEVICE)
+    message = rf"D and H must be multiples of 16.* got D {D} and H {H}; pad the model with zeros"
+    for how in STORAGE:
+        w1, w2, w3 = store(how, *weights)
+        with pytest.raises(ValueError, match=message):
+            routed_experts(x, w1, w2, w3, ids, scores, interleaved="interleaved" in how)
+    with pytest.raises(ValueError, match=f"dim = {D} and hidden_dim = {H} must be multiples of 16"):
+        RoutedExperts(E, D, H)
