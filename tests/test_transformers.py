@@ -29,6 +29,7 @@ from tests.layer import DEVICE, CastCounter  # noqa: E402
 from tests.processes import ended_well, run_script, run_workers  # noqa: E402
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
+from titan_fp8moe.export_fp8 import fp8_tensors  # noqa: E402
 from titan_fp8moe.testing import relative_error  # noqa: E402
 
 T, D, H, E, K = 96, 256, 128, 6, 2
@@ -154,6 +155,42 @@ def test_a_padded_gpt_oss_model():
     assert adapter.converted(model) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
     for want, got in zip(*results, strict=True):
         assert 1e-5 < relative_error(got, want) < 0.1
+
+
+def nemotron() -> torch.nn.Module:
+    """Two MoE layers, whose experts have no gate, and one of attention; without Mamba."""
+    sizes = dict(hidden_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=VOCABULARY)
+    experts = dict(n_routed_experts=E, num_experts_per_tok=K, moe_intermediate_size=144, n_group=1, topk_group=1)
+    shared = dict(moe_shared_expert_intermediate_size=64, intermediate_size=64, mlp_hidden_act="relu2")
+    blocks, ids = ["moe", "attention", "moe"], dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    config = transformers.NemotronHConfig(**sizes, **experts, **shared, **ids, layers_block_type=blocks)
+    torch.manual_seed(0)
+    return transformers.NemotronHForCausalLM(config).to(DEVICE)
+
+
+def test_a_nemotron_model():
+    """As gpt-oss's; and its matrices as FP8 tensors for another engine."""
+    model, results = nemotron(), []
+    ids = torch.randint(0, VOCABULARY, (2, 40), device=DEVICE)
+    for implementation in ("eager", "fp8_flow"):
+        model.set_experts_implementation(implementation)
+        out = model(ids, labels=ids)
+        grads = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad])
+        results.append([out.logits.detach(), torch.cat([grad.flatten() for grad in grads])])
+    assert adapter.converted(model) == [f"model.layers.{i}.mixer.experts" for i in (0, 2)]
+    for want, got in zip(*results, strict=True):
+        assert 1e-5 < relative_error(got, want) < 0.15  # a square doubles relative errors
+    tensors = {name: tensor for bucket in fp8_tensors(model.bfloat16()) for name, tensor in bucket.items()}
+    up = tensors["backbone.layers.2.mixer.experts.1.up_proj.weight"]
+    assert up.dtype == recipe.FP8 and up.shape == (144, 192)
+
+
+def test_fp8_tensors_of_gpt_oss_are_refused():
+    sizes = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=2, vocab_size=8)
+    config = transformers.GptOssConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    model = transformers.GptOssForCausalLM(config)
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj holds all experts.*gpt-oss's own format.*in bf16"):
+        list(fp8_tensors(model))
 
 
 def test_gates_are_found_by_their_values():
