@@ -85,17 +85,19 @@ def calls(M, D, H, E, T=12288):
             yield f"transpose w13 {mode} {x[0].stride(0)}", transpose.transpose_pair, args
         yield f"transpose w2 {mode}", transpose.transpose_pair, (*rows(M, H), *rows(M, D), offsets_E, mode)
     for spec in SPECS:
+        of_spec = meta(M, spec.rows_per_unit * H, dtype=BF16)
         for keep_h in (False, True):
-            yield f"{spec.encode()} {keep_h}", swiglu.swiglu_quantize, (h, score_M, offsets_E, spec, keep_h, flag)
-        for kept in ((h, None), rows(M, 2 * H)):
+            yield f"{spec.encode()} {keep_h}", swiglu.swiglu_quantize, (of_spec, score_M, offsets_E, spec, keep_h, flag)
+        for kept in ((of_spec, None), rows(*of_spec.shape)):
             for again in (False, True):
                 args = (d, *kept, score_M, offsets_E, spec, again, flag)
                 yield f"{spec.encode()} backward {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
-    bias = swiglu.Bias(*[meta(E, H - 64, dtype=BF16)] * 2)
     b2, rows_of_dy = meta(E, D, dtype=BF16), rows(M, D)
     for spec in SPECS:
-        yield f"{spec.encode()} biased", swiglu.swiglu_quantize, (h, score_M, offsets_E, spec, True, flag, bias)
-        for kept in ((h, None), rows(M, 2 * H)):
+        of_spec = meta(M, spec.rows_per_unit * H, dtype=BF16)
+        bias = swiglu.Bias(*[meta(E, H - 64, dtype=BF16)] * spec.rows_per_unit)
+        yield f"{spec.encode()} biased", swiglu.swiglu_quantize, (of_spec, score_M, offsets_E, spec, True, flag, bias)
+        for kept in ((of_spec, None), rows(*of_spec.shape)):
             for with_gradients in (False, True):
                 output = swiglu.OutputBias(b2, *rows_of_dy, with_gradients)
                 args = (d, *kept, score_M, offsets_E, spec, True, flag, bias, output)

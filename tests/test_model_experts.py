@@ -4,14 +4,17 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.layer import DEVICE, gradients
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, routed_experts
+from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.layer import statistics
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.testing import make_layer, relative_error
 
@@ -39,7 +42,8 @@ def in_float64(x, scores, ids, w1, w2, w3, b1, b2, b3, spec: ExpertSpec) -> Tens
         token, k = (ids == e).nonzero(as_tuple=True)
         score = scores[token, k].unsqueeze(1)
         rows = x[token] * score if spec.score_before_experts else x[token]
-        y = act(rows @ w1[e].T + b1[e], rows @ w3[e].T + b3[e], *spec.parameters) @ w2[e].T + b2[e]
+        h = (None if w is None else linear(rows, w[e], b if b is None else b[e]) for w, b in ((w1, b1), (w3, b3)))
+        y = linear(act(*h, *spec.parameters), w2[e], b2 if b2 is None else b2[e])
         out = out.index_add(0, token, y if spec.score_before_experts else y * score)
     return out
 
@@ -259,3 +263,111 @@ def test_interleaved_gate_and_up_are_one_weight():
     x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
     with pytest.raises(ValueError, match="interleaved says how one w1 .* holds gate and up; give it with w3 None"):
         routed_experts(x, w1, w2, w3, ids, scores, interleaved=True)
+
+
+# --- without a gate ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hidden", "before", "biased"), [(128, False, False), (176, True, True), (208, False, True)])
+def test_experts_without_a_gate(hidden, before, biased):
+    """W2 relu(W1 x + b1)^2 + b2, as of Nemotron-3, H any multiple of 16."""
+    x, scores, ids, (w1, w2, _) = make_layer(T, D, hidden, E, K, device=DEVICE)
+    b1, b2, _ = make_biases(hidden=hidden)
+    dout, tensors = torch.randn(T, D, device=DEVICE), [x, scores, w1, w2, *([b1, b2] if biased else [])]
+    exact = [t.double().requires_grad_() for t in tensors]
+    spec = ExpertSpec.of("relu2", score_before_experts=before)
+    out = in_float64(*exact[:2], ids, *exact[2:4], None, *(exact[4:] or (None, None)), None, spec)
+    want = [out.detach(), *torch.autograd.grad(out, exact, dout.double())]
+    for config in CONFIGS:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        bias = dict(zip(("b1", "b2"), leaves[4:], strict=False))
+        options = dict(activation="relu2", score_before_experts=before, config=config, **bias)
+        out = routed_experts(leaves[0], *leaves[2:4], None, ids, leaves[1], **options)
+        got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+        assert max(errors) < 0.1 and min(errors) > 0.001, (config, errors)
+
+
+def test_what_fits_experts_without_a_gate():
+    x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
+    no_gate = r"activation 'relu2' has no gate: w1 must be \(E, H, D\) with w3 None, and w2 \(E, D, H\)"
+    for weights in ((w1, w2, w3), (torch.cat([w1, w3], 1), w2, None)):
+        with pytest.raises(ValueError, match=no_gate):
+            routed_experts(x, *weights, ids, scores, activation="relu2")
+    with pytest.raises(ValueError, match="interleaved says .* with w3 None and a gate"):
+        routed_experts(x, w1, w2, None, ids, scores, activation="relu2", interleaved=True)
+    with pytest.raises(ValueError, match=r"the biases must be b1 \(8, 128\), b2 \(8, 256\); got b1 .* b3"):
+        routed_experts(
+            x, w1, w2, None, ids, scores, activation="relu2", **dict(zip(NAMES[-3:], make_biases(), strict=True))
+        )
+    up, down, gate = (Fp8Weight.quantize(w) for w in (w1, w2, w3))
+    for weights in ((up, down, gate), (Fp8Weight.quantize(torch.cat([w1, w3], 1)), down)):
+        with pytest.raises(ValueError, match="'relu2' takes 1 rows of w1 and w3 .* w2 has 128; got 256 rows"):
+            RoutedExperts.from_fp8(*weights, activation="relu2")
+    with pytest.raises(ValueError, match="'swiglu' takes 2 rows of w1 and w3 .* w2 has 128; got 128 rows"):
+        RoutedExperts.from_fp8(up, down)
+    with pytest.raises(ValueError, match=r"weights = \['w3'\] must be a list of names among w1, w2"):
+        RoutedExperts(E, D, H, activation="relu2").add_lora(4, 8, weights=["w3"])
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_module_without_a_gate(bias, group):
+    """Over one rank too; stored in FP8; with adapters; and one seed draws the same w1 and w2 as with a gate."""
+    modules, dout = [], torch.randn(T, D, device=DEVICE)
+    for ep_group, activation in ((None, "relu2"), (group, "relu2"), (None, "swiglu")):
+        torch.manual_seed(1)
+        options = dict(activation=activation, bias=bias, device=DEVICE)
+        modules.append(RoutedExperts(E, D, H, ep_group=ep_group, **options))
+    experts, over_ranks, gated = modules
+    assert list(experts.state_dict()) == ["w1", "w2", "b1", "b2"][: 4 if bias else 2] and experts.w3 is None
+    assert torch.equal(experts.w1[0], gated.w1[0]) and torch.equal(experts.w2[0], gated.w2[0])
+    assert D**-0.5 > experts.w1.max() > 0.9 * D**-0.5 and H**-0.5 > experts.w2.max() > 0.9 * H**-0.5
+    x, scores, ids, _ = make_layer(T, D, H, E, K, device=DEVICE)
+    out = experts(x, ids, scores)
+    out.backward(dout)
+    y = over_ranks(x, ids, scores)
+    y.backward(dout)
+    assert relative_error(y.detach(), out.detach()) < 0.01
+    for a, b in zip(experts.parameters(), over_ranks.parameters(), strict=True):
+        assert relative_error(b.grad.to_local(), a.grad) < 0.01
+    if not bias:
+        stored = [Fp8Weight.quantize(w) for w in (experts.w1, experts.w2)]
+        assert torch.equal(RoutedExperts.from_fp8(*stored, activation="relu2")(x, ids, scores), out)
+    experts.add_lora(4, 8)
+    assert list(experts.lora_A) == ["w1", "w2"] and torch.equal(experts(x, ids, scores), out)
+
+
+@pytest.mark.parametrize("hidden", [128, 176])
+def test_adapters_without_a_gate(hidden):
+    x, scores, ids, (w1, w2, _) = make_layer(T, D, hidden, E, K, device=DEVICE)
+    factors = [torch.randn(E, *shape, device=DEVICE) for shape in ((4, D), (hidden, 4), (4, hidden), (D, 4))]
+    dout, none = torch.randn(T, D, device=DEVICE), (None,) * 4
+    leaves = [(f * 0.1).double().requires_grad_() for f in factors]
+    weights = [w + 0.5 * b @ a for w, a, b in zip((w1, w2), leaves[::2], leaves[1::2], strict=True)]
+    out = in_float64(x.double(), scores.double(), ids, *weights, *none, spec=ExpertSpec.of("relu2"))
+    want = [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+    a1, b1, a2, b2 = leaves = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    lora = Lora(Adapter(a1, b1, 0.5), Adapter(a2, b2, 0.5))
+    out = routed_experts(x, w1, w2, None, ids, scores, activation="relu2", lora=lora)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    assert max(errors) < 0.1, errors
+
+
+def test_statistics_count_the_columns_that_there_are():
+    """With h positive, so that only padding has no gradient."""
+    x, scores, ids, (w1, w2, _) = make_layer(T, D, 176, E, K, device=DEVICE)
+    x, w1 = x.abs(), w1.abs().requires_grad_()
+    statistics.collect()
+    routed_experts(x, w1, w2, None, ids, scores, activation="relu2").backward(torch.randn(T, D, device=DEVICE))
+    counts = statistics.take(DEVICE)
+    for kind, columns in (("x", D), ("dh", 176), ("a", 176), ("dy", D)):
+        values = counts[statistics.KINDS.index(kind)][: statistics._UNCOUNTED * 128]
+        assert values.sum() == T * K * columns and values[::128].sum() < 0.02 * values.sum(), kind

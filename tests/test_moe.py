@@ -631,12 +631,14 @@ def test_activations(spec, save_h):
     parameters = dict(zip(entry.parameters, spec.parameters, strict=True))
     config = Fp8FlowMoEConfig(save_h=save_h)
 
-    def reference(x, scores, w1, w2, w3):
-        one_hot = torch.nn.functional.one_hot(chosen, E).to(x) * scores.unsqueeze(2)
-        a = entry.forward(torch.einsum("td,nhd->tnh", x, w1), torch.einsum("td,nhd->tnh", x, w3), *spec.parameters)
-        return torch.einsum("tnh,ndh,tn->td", a, w2, one_hot.sum(1))
+    weights = weights[: 1 + spec.rows_per_unit]
 
-    def ours(x, scores, w1, w2, w3):
+    def reference(x, scores, w1, w2, w3=None):
+        one_hot = torch.nn.functional.one_hot(chosen, E).to(x) * scores.unsqueeze(2)
+        h = (None if w is None else torch.einsum("td,nhd->tnh", x, w) for w in (w1, w3))
+        return torch.einsum("tnh,ndh,tn->td", entry.forward(*h, *spec.parameters), w2, one_hot.sum(1))
+
+    def ours(x, scores, w1, w2, w3=None):
         options = dict(config=config, activation=spec.activation, activation_parameters=parameters)
         return routed_experts(x, w1, w2, w3, chosen, scores, **options)
 

@@ -64,10 +64,10 @@ def cases():
     C = token_C.shape[0]
     yield "unpermute_gradients", (torch.randn(C, D, dtype=BF16), torch.rand(C, K), sent_TK, FP32)
     for expert in SPECS:
-        spec = expert.encode()
-        yield "swiglu_quantize", (h, score_M, offsets_E, spec, expert.score_before_experts)
-        yield "swiglu_quantize_backward", (d, h, None, score_M, offsets_E, spec, True)
-        yield "swiglu_quantize_backward", (d, *rows(M, 2 * H), score_M, offsets_E, spec, False)
+        spec, of_expert = expert.encode(), h[:, : expert.rows_per_unit * H].contiguous()
+        yield "swiglu_quantize", (of_expert, score_M, offsets_E, spec, expert.score_before_experts)
+        yield "swiglu_quantize_backward", (d, of_expert, None, score_M, offsets_E, spec, True)
+        yield "swiglu_quantize_backward", (d, *rows(*of_expert.shape), score_M, offsets_E, spec, False)
     for mode in recipe.TRANSPOSE_MODES:
         yield "transpose_pair", (*x, *dy, offsets_E, mode)
         yield "transpose_pair", (*tokens, *dy, offsets_E, mode, token_M)

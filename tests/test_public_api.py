@@ -253,7 +253,7 @@ def test_flops_are_counted():
 def test_public_names():
     names = {"Fp8FlowLinear", "Fp8FlowMoEConfig", "Fp8Weight", "RoutedExperts", "WeightCache", "check_room"}
     names |= {"grouped_mm", "routed_experts", "self_check", "clip_grad_norm_", "distributed_data_parallel"}
-    names |= {"parameter_groups", "Adapter", "Lora", "record_routing", "replay_routing"}
+    names |= {"parameter_groups", "Adapter", "Lora", "SharedExperts", "record_routing", "replay_routing"}
     assert set(titan_fp8moe.__all__) == {"SAVED_OPS", "__version__", *names}
     for name in names:
         assert len(getattr(titan_fp8moe, name).__doc__) > 80

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.specs import SPECS
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.activations import ACTIVATIONS, _tanh
 from titan_fp8moe.spec import ExpertSpec
 
 FP32 = torch.float32
@@ -240,8 +240,17 @@ def test_activation_backward_is_the_gradient(spec):
     forward, backward = (lambda *args, f=f: f(*args, *spec.parameters) for f in (entry.forward, entry.backward))
     g, u = (values(1000).requires_grad_() for _ in range(2))
     dout = values(1000)
+    if not spec.gated:
+        (want,) = torch.autograd.grad(forward(g, None), g, dout)
+        got, none = backward(g.detach(), None, dout)
+        assert none is None
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+        return
     want = torch.autograd.grad(forward(g, u), (g, u), dout)
-    torch.testing.assert_close(backward(g.detach(), u.detach(), dout), want, rtol=1e-12, atol=1e-14)
+    close = dict(rtol=1e-12, atol=1e-14)
+    if spec.activation == "softcapped_swiglu":  # its tanh is as precise as fp32
+        close = dict(rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(backward(g.detach(), u.detach(), dout), want, **close)
 
 
 def test_swiglu_is_silu_times_up():
@@ -268,6 +277,34 @@ def test_geglu_is_gelu_times_up():
     g, u = values(1000), values(1000)
     want = torch.nn.functional.gelu(g, approximate="tanh") * u
     torch.testing.assert_close(ACTIVATIONS["geglu_tanh"].forward(g, u), want)
+
+
+def test_softcapped_swiglu_is_that_of_models():
+    """Inkling 2's code; the caps are reached."""
+    g, u = values(1000), values(1000)
+
+    def cap(x, limit):
+        return torch.tanh(x / limit) * limit
+
+    want = cap(g, 3.0) * torch.sigmoid(g) * cap(u, 1.5)
+    torch.testing.assert_close(ACTIVATIONS["softcapped_swiglu"].forward(g, u, 3.0, 1.5), want)
+    small = torch.logspace(-12, 1, 1000)  # in fp32, where a difference of sigmoids would lose all digits
+    torch.testing.assert_close(_tanh(small), torch.tanh(small.double()).float(), rtol=2e-6, atol=0)
+    assert (cap(g, 3.0).abs() > 2.9).any() and (cap(u, 1.5).abs() > 1.49).any()
+
+
+def test_relu2_is_that_of_models():
+    """Torch's square of relu, with autograd's derivative at 0 and for values that are not finite."""
+    h, dout = values(1000), values(1000)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), -1.0, -1.0])
+    h[:7], dout[5:7] = special, torch.tensor([float("inf"), float("nan")])
+    h.requires_grad_()
+    want = torch.square(torch.nn.functional.relu(h))
+    (gradient,) = torch.autograd.grad(want, h, dout)
+    entry = ACTIVATIONS["relu2"]
+    torch.testing.assert_close(entry.forward(h, None), want, equal_nan=True)
+    torch.testing.assert_close(entry.backward(h.detach(), None, dout)[0], gradient, equal_nan=True)
+    assert not gradient[[0, 1, 3, 5, 6]].any() and gradient[4].isnan()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
@@ -321,12 +358,12 @@ def test_operand_and_gradients(spec):
         return ACTIVATIONS[spec.activation].forward(g, u, *spec.parameters)
 
     M, H = 64, 256
-    h = torch.randn(M, 2 * H).bfloat16()
+    h = torch.randn(M, spec.rows_per_unit * H).bfloat16()
     d, score = torch.randn(M, H).bfloat16(), torch.rand(M)
     h64, score64 = h.double().requires_grad_(), score.double().requires_grad_()
-    g, u = h64.chunk(2, 1)
     s = score64.unsqueeze(1)
-    operand = act(s * g, s * u) if score_before_experts else act(g, u) * s
+    g, u = recipe.split_gate_up(s * h64 if score_before_experts else h64, spec)
+    operand = act(g, u) if score_before_experts else act(g, u) * s
     operand.backward(d.double())
     dh, dh_scale, q, q_scale, ds, _ = recipe.swiglu_quantize_backward(d, h, score, spec)
     forward = recipe.swiglu_quantize(h, score, spec)

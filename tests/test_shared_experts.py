@@ -6,16 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.moe.moe import FeedForward
 
 from tests.layer import DEVICE, CastCounter, CountingCache, D, E, H, K, T, apply_layer, make_layer, results, saved_bytes
 from tests.specs import SETTINGS
-from titan_fp8moe import ops
+from titan_fp8moe import RoutedExperts, SharedExperts, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import experts
 from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.nn import modules
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -246,3 +249,165 @@ def test_frozen_weights(group, recompute, frozen, shared_frozen):
             assert torch.equal(a, b)
         # Without a dispatch both read the same rows: they go if nobody trains.
         assert (kept[True] < kept[False]) == (recompute != "experts"), (ep_group, kept)
+
+
+# --- times a score per token ------------------------------------------------------------------------------------------
+
+
+def with_scores(leaves, tokens=T):
+    """The leaves, and the shared experts' scores."""
+    return [*leaves, torch.rand(tokens, device=DEVICE).requires_grad_()]
+
+
+def run_scored(leaves, ids, config=None, **kwargs):
+    return run(leaves[:-1], ids, config, shared_scores=leaves[-1], **kwargs)
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 129, T])
+def test_scores_against_fp64(group, config, tokens):
+    """Without a dispatch, and with one that travels."""
+    leaves, ids = make_inputs(tokens)
+    leaves, dout = with_scores(leaves, tokens), torch.randn(tokens, D, device=DEVICE)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    x, _, _, _, _, gate, down, up, score = exact
+    shared = score.unsqueeze(1) * ((F.silu(x @ gate.T) * (x @ up.T)) @ down.T)
+    want = results(exact, moe_layer(x, exact[1], ids, *exact[2:5], False) + shared, dout.double())
+    for ep_group in (None, group):
+        got = results(leaves, run_scored(leaves, ids, config, ep_group=ep_group), dout)
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert a.shape == b.shape
+            if tokens == T:
+                assert 0.01 < relative_error(a, b) < 0.1, (i, relative_error(a, b))
+            elif tokens > 1 or i not in (2, 9):  # a single score's gradient may be near zero
+                assert relative_error(a, b) < 0.2, (i, relative_error(a, b))
+
+
+def test_scores_of_one_change_nothing():
+    leaves, ids = make_inputs()
+    ones, dout = torch.ones(T, device=DEVICE).requires_grad_(), torch.randn(T, D, device=DEVICE)
+    got = results([*leaves, ones], run_scored([*leaves, ones], ids), dout)
+    for a, b in zip(got, results(leaves, run(leaves, ids), dout), strict=False):
+        assert torch.equal(a, b)
+
+
+def test_scores_cost_no_pass():
+    """The same ops as without, and 4 bytes per token that are kept."""
+    leaves, ids = make_inputs()
+    dout, counts, kept = torch.randn(T, D, device=DEVICE), [], []
+    for forward in (functools.partial(run, leaves), functools.partial(run_scored, with_scores(leaves))):
+        with CastCounter() as counter:
+            out, saved = saved_bytes(lambda forward=forward: forward(ids))
+            out.backward(dout)
+        assert not counter.stray_casts
+        counts.append(counter.ops)
+        kept.append(saved)
+    assert counts[0] == counts[1] and kept[1] - kept[0] == 4 * group_rows(T)
+
+
+def test_scores_under_checkpointing_and_compile(group):
+    leaves, ids = make_inputs(64)
+    leaves = with_scores(leaves, 64)
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
+    for ep_group in (None, group):
+        layer = functools.partial(run_scored, ids=ids, ep_group=ep_group)
+        want = torch.autograd.grad(layer(leaves).square().sum(), leaves)
+        for options in (dict(context_fn=contexts), {}):
+            out = checkpoint(lambda x, layer=layer: layer([x, *leaves[1:]]), leaves[0], use_reentrant=False, **options)
+            for a, b in zip(torch.autograd.grad(out.square().sum(), leaves), want, strict=True):
+                assert torch.equal(a, b)
+    compiled = torch.compile(lambda *leaves: run_scored(leaves, ids), backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
+    want = torch.autograd.grad(run_scored(leaves, ids).square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [(0,), (2, 3, 4), (5, 6, 7), tuple(range(8))])
+def test_scores_beside_what_is_frozen(group, frozen):
+    leaves, ids = make_inputs(64)
+    leaves = with_scores(leaves, 64)
+    flags = dict(frozen={2, 3, 4} <= set(frozen), shared_frozen={5, 6, 7} <= set(frozen))
+    for ep_group in (None, group):
+        want = torch.autograd.grad(run_scored(leaves, ids, ep_group=ep_group).square().sum(), leaves)
+        some = [leaf.detach().requires_grad_(i not in frozen) for i, leaf in enumerate(leaves)]
+        out = run_scored(some, ids, ep_group=ep_group, **flags)
+        got = torch.autograd.grad(out.square().sum(), [leaf for leaf in some if leaf.requires_grad])
+        for a, b in zip(got, [grad for i, grad in enumerate(want) if i not in frozen], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_a_gated_shared_expert_in_plain_pytorch(activation):
+    """Qwen3-Next's: times sigmoid(x gate). By the function and by the module, against fp32."""
+    leaves, ids = make_inputs()
+    gate, dout = (torch.randn(D, device=DEVICE) / 16).requires_grad_(), torch.randn(T, D, device=DEVICE)
+    gated = activation == "swiglu"
+    used = [leaf for i, leaf in enumerate(leaves) if gated or i not in (4, 7)]
+
+    def of_experts(x, w1, w2, w3=None):
+        a = F.silu(x @ w1.T) * (x @ w3.T) if gated else F.relu(x @ w1.T).square()
+        return a @ w2.T
+
+    def reference(x, scores, *weights):
+        half = len(weights) // 2
+        one_hot = F.one_hot(ids, E).to(x) * scores.unsqueeze(2)
+        rows = torch.stack([of_experts(x, *w) for w in zip(*weights[:half], strict=True)], 1)
+        routed = torch.einsum("ted,te->td", rows, one_hot.sum(1))
+        return routed + torch.sigmoid(x @ gate).unsqueeze(1) * of_experts(x, *weights[half:])
+
+    def ours(x, scores, *weights):
+        half = len(weights) // 2
+        shared = SharedExperts(*weights[half:])._replace(scores=torch.sigmoid(x @ gate))
+        w1, w2, *w3 = weights[:half]
+        return routed_experts(x, w1, w2, *(w3 or [None]), ids, scores, activation=activation, shared=shared)
+
+    want = results([*used, gate], reference(*used), dout)
+    got = results([*used, gate], ours(*used), dout)
+    errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    assert min(errors) > 0.005 and max(errors) < 0.1, errors
+    module = RoutedExperts(E, D, H, activation=activation, device=DEVICE)
+    weights, x = used[2 : 2 + len(used[2:]) // 2], leaves[0]
+    for param, w in zip(module.parameters(), weights, strict=True):
+        param.data.copy_(w)
+    shared = SharedExperts(*used[2 + len(weights) :])._replace(scores=torch.sigmoid(x @ gate))
+    assert torch.equal(module(x, ids, leaves[1], shared=shared), got[0])
+
+
+def test_gate_and_up_of_shared_experts_in_one():
+    leaves, ids = make_inputs()
+    x, scores, *weights = leaves
+    gate, down, up = weights[3:]
+    want = routed_experts(x, *weights[:3], ids, scores, shared=SharedExperts(gate, down, up))
+    got = routed_experts(x, *weights[:3], ids, scores, shared=SharedExperts(torch.cat([gate, up]), down))
+    assert torch.equal(got, want)
+
+
+def test_scores_of_shared_experts_stay_fp32_under_fsdp(group, monkeypatch):
+    seen = []
+    monkeypatch.setattr(modules, "apply_with_shared", lambda x, *args: seen.append(args[4]) or x)
+    experts = RoutedExperts(2, 128, 128, device=DEVICE)
+    fully_shard(experts, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    x, scores = torch.randn(4, 128), torch.rand(4, 1)
+    experts(x, torch.zeros(4, 1).long(), scores, shared=SharedExperts(x, x, x, scores[:, 0]))
+    (shared,) = seen
+    assert shared.w1.dtype == torch.bfloat16 and torch.equal(shared.scores, scores[:, 0])
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (dict(w2=torch.zeros(256, 128)), r"shared must have w1 and w3 \(H, 256\).* and w2 \(256, H\).* w2 \(256, 128\)"),
+    (dict(w3=None, w1=torch.zeros(320, 256), w2=torch.zeros(256, 160)), r"w1 \(2H, 256\) with w3 None, H .* of 128"),
+    (dict(w1=torch.zeros(256, 256).half()), "all bf16 or all fp32 on .* torch.float16"),
+    (dict(scores=torch.zeros(T, 1)), r"shared.scores must be \(300,\) fp32.* got \(300, 1\) torch.float32"),
+    (dict(scores=torch.zeros(T).bfloat16()), r"shared.scores must be .*fp32.*use scores.float\(\).* got .*bfloat16"),
+])  # fmt: skip
+def test_shared_experts_that_do_not_fit(change, message):
+    (x, scores, *weights), ids = make_inputs()
+    change = {name: value if value is None else value.to(DEVICE) for name, value in change.items()}
+    shared = SharedExperts(*weights[3:])._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        routed_experts(x, *weights[:3], ids, scores, shared=shared)
+    with pytest.raises(ValueError, match="shared must be a titan_fp8moe.SharedExperts, got ExpertWeights"):
+        routed_experts(x, *weights[:3], ids, scores, shared=ExpertWeights(*weights[3:]))
+    shared, without_gate = SharedExperts(*weights[3:]), (*weights[:2], None)
+    with pytest.raises(ValueError, match="with w3 None, as 'relu2' has no gate"):
+        routed_experts(x, *without_gate, ids, scores, activation="relu2", shared=shared)

@@ -10,6 +10,7 @@ from titan_fp8moe.dispatch.symmetric.workspace import check_room
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import SAVED_OPS, routed_experts
 from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.layer.weights import SharedExperts
 from titan_fp8moe.nn.grouped_mm import grouped_mm
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.nn.parallel import clip_grad_norm_, distributed_data_parallel, parameter_groups
@@ -29,6 +30,7 @@ __all__ = [
     "Fp8Weight",
     "Lora",
     "RoutedExperts",
+    "SharedExperts",
     "WeightCache",
     "__version__",
     "check_room",

@@ -1,7 +1,8 @@
 """The experts' activations, one entry of :data:`ACTIVATIONS` each.
 
-An activation maps GEMM 1's output h = [g | u] to GEMM 2's operand, elementwise and in fp32. Score, quantization and the
-loads around it are in :mod:`titan_fp8moe.recipe` and :mod:`titan_fp8moe.kernels.swiglu`, which are the same for all.
+An activation maps GEMM 1's output h = [g | u] to GEMM 2's operand, elementwise and in fp32. Without a gate h has one
+column per hidden unit: it comes as g, u is None, and so is du. Score, quantization and the loads around it are in
+:mod:`titan_fp8moe.recipe` and :mod:`titan_fp8moe.kernels.swiglu`, which are the same for all.
 
 To add an activation, write its functions and add the entry. Nothing else changes: the tests take their activations from
 the table. The functions of an entry keep four rules:
@@ -10,8 +11,8 @@ the table. The functions of an entry keep four rules:
   another e4m3 code. Spell out what PyTorch has in one function: ``g * torch.sigmoid(g)``, not ``F.silu(g)``.
 * ``backward`` returns derivatives only. The backward pass recomputes the operand with ``forward``, and the compiler
   merges the subexpressions that the two share.
-* Inf and NaN of g, u and dout reach the results; the quantization marks their tiles. ``torch.where`` keeps a NaN where
-  ``tl.minimum`` would drop it.
+* Inf and NaN of g, u and dout reach the results, except where a clamp, a cap or relu bounds them in the models' code.
+  The quantization marks their tiles. ``torch.where`` keeps a NaN where ``tl.minimum`` would drop it.
 * Parameters are values of a launch: another limit compiles no other kernel. Functions of Triton take all of
   :data:`MAX_PARAMETERS`, functions of PyTorch those of the entry.
 """
@@ -39,16 +40,19 @@ class Activation(NamedTuple):
         positive: the parameters that must be greater than 0.
         beyond, beyond_triton: ``(g, u, *parameters) -> (bool, bool)``, where g and u are clamped and so have no
             gradient; None for an activation without a clamp. An h that is kept in FP8 stays on its side of the clamp.
+        gated: whether there is a u. One without has no clamp. Its ``backward_triton`` returns dg twice, since tuples
+            of Triton 3.6 hold no None.
     """
 
     forward: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor | None]]
     forward_triton: KernelInterface
     backward_triton: KernelInterface
     parameters: dict[str, float] = {}  # noqa: RUF012  NamedTuple's defaults are never written
     positive: tuple[str, ...] = ()
     beyond: Callable[..., tuple[Tensor, Tensor]] | None = None
     beyond_triton: KernelInterface | None = None
+    gated: bool = True
 
 
 # --- swiglu: silu(g) * u, with silu(g) = g * sigmoid(g) ---------------------------------------------------------------
@@ -160,6 +164,76 @@ def _geglu_tanh_backward_triton(g, u, dout, _0, _1, _2):
     return dout * u * (sigmoid * (1 + g * (1 - sigmoid) * slope)), dout * (g * sigmoid)
 
 
+# --- softcapped_swiglu: cap(g) * sigmoid(g) * cap(u), with cap(x) = limit * tanh(x / limit) ---------------------------
+#
+# Inkling 2's, whose sigmoid sees the raw gate. 2 sigmoid(2 x) - 1 cancels near 0, where tanh is a series.
+
+
+def _tanh(x: Tensor) -> Tensor:
+    square = x * x
+    series = x * (1 - square * (0.33333334 - square * (0.13333334 - square * 0.053968254)))
+    return torch.where(x.abs() < 0.15, series, 2 * torch.sigmoid(2 * x) - 1)
+
+
+def _softcapped_swiglu(g: Tensor, u: Tensor, gate_cap: float, up_cap: float) -> Tensor:
+    return gate_cap * _tanh(g / gate_cap) * torch.sigmoid(g) * (up_cap * _tanh(u / up_cap))
+
+
+def _softcapped_swiglu_backward(
+    g: Tensor, u: Tensor, dout: Tensor, gate_cap: float, up_cap: float
+) -> tuple[Tensor, Tensor]:
+    g_tanh, u_tanh, sigmoid = _tanh(g / gate_cap), _tanh(u / up_cap), torch.sigmoid(g)
+    gate, up = gate_cap * g_tanh, up_cap * u_tanh
+    dg = dout * up * (sigmoid * (1 - g_tanh * g_tanh + gate * (1 - sigmoid)))
+    return dg, dout * (gate * sigmoid) * (1 - u_tanh * u_tanh)
+
+
+@triton.jit
+def _tanh_triton(x):
+    square = x * x
+    series = x * (1 - square * (0.33333334 - square * (0.13333334 - square * 0.053968254)))
+    return tl.where(tl.abs(x) < 0.15, series, 2 * tl.sigmoid(2 * x) - 1)
+
+
+@triton.jit
+def _softcapped_swiglu_triton(g, u, gate_cap, up_cap, _2):
+    return gate_cap * _tanh_triton(g / gate_cap) * tl.sigmoid(g) * (up_cap * _tanh_triton(u / up_cap))
+
+
+@triton.jit
+def _softcapped_swiglu_backward_triton(g, u, dout, gate_cap, up_cap, _2):
+    g_tanh, u_tanh, sigmoid = _tanh_triton(g / gate_cap), _tanh_triton(u / up_cap), tl.sigmoid(g)
+    gate, up = gate_cap * g_tanh, up_cap * u_tanh
+    dg = dout * up * (sigmoid * (1 - g_tanh * g_tanh + gate * (1 - sigmoid)))
+    return dg, dout * (gate * sigmoid) * (1 - u_tanh * u_tanh)
+
+
+# --- relu2: relu(h)^2, without a gate ---------------------------------------------------------------------------------
+#
+# Nemotron-3's. As torch.relu has it, an h of 0 has no gradient.
+
+
+def _relu2(h: Tensor, _: None) -> Tensor:
+    relu = torch.where(h < 0, 0.0, h)
+    return relu * relu
+
+
+def _relu2_backward(h: Tensor, _: None, dout: Tensor) -> tuple[Tensor, None]:
+    return torch.where(h <= 0, 0.0, dout * (2 * h)), None
+
+
+@triton.jit
+def _relu2_triton(h, _u, _0, _1, _2):
+    relu = tl.where(h < 0, 0.0, h)
+    return relu * relu
+
+
+@triton.jit
+def _relu2_backward_triton(h, _u, dout, _0, _1, _2):
+    dh = tl.where(h <= 0, 0.0, dout * (2 * h))
+    return dh, dh
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -175,4 +249,13 @@ ACTIVATIONS: dict[str, Activation] = {
         beyond_triton=_beyond_limit_triton,
     ),
     "geglu_tanh": Activation(_geglu_tanh, _geglu_tanh_backward, _geglu_tanh_triton, _geglu_tanh_backward_triton),
+    "softcapped_swiglu": Activation(
+        _softcapped_swiglu,
+        _softcapped_swiglu_backward,
+        _softcapped_swiglu_triton,
+        _softcapped_swiglu_backward_triton,
+        parameters=dict(gate_cap=7.0, up_cap=7.0),
+        positive=("gate_cap", "up_cap"),
+    ),
+    "relu2": Activation(_relu2, _relu2_backward, _relu2_triton, _relu2_backward_triton, gated=False),
 }

@@ -20,7 +20,8 @@ from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.versions import installed, warn_about_versions
 
-_PARAMETERS = {"gate_up_proj": "w1", "down_proj": "w2"}  # of Transformers' experts, and the weights of a layer
+# Parameters of Transformers' experts, and the weights of a layer.
+_PARAMETERS = {"gate_up_proj": "w1", "up_proj": "w1", "down_proj": "w2"}
 
 
 def run_beside(serves: Callable[[nn.Module], bool]) -> None:

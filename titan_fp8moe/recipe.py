@@ -302,6 +302,7 @@ def swiglu_quantize(
     h_M2H: Tensor, score_M: Tensor | None, spec: ExpertSpec, bias_M2H: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """GEMM 2's quantized operand ``act(g, u) * s``, computed in fp32, with h = [g | u]; SwiGLU's act is silu(g) * u.
+    Without a gate it is ``act(h) * s``, and 2H reads H in all of this section.
 
     ``spec.score_before_experts`` multiplies the experts' input by the score. GEMM 1 is linear, so the score is applied
     to h instead: ``act(s * g, s * u)``. A bias is added after that.
@@ -322,17 +323,24 @@ def swiglu_quantize(
     return q, column_major(scale)
 
 
-def split_gate_up(h_M2H: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
+def split_gate_up(h_M2H: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor | None]:
+    """Gate and up; h and None where there is no gate."""
+    if not spec.gated:
+        return h_M2H, None
     g, u = h_M2H.unflatten(1, (-1, 2)).unbind(2) if spec.interleaved else h_M2H.chunk(2, dim=1)
     return g, u
 
 
-def join_gate_up(g: Tensor, u: Tensor, spec: ExpertSpec) -> Tensor:
+def join_gate_up(g: Tensor, u: Tensor | None, spec: ExpertSpec) -> Tensor:
     """The inverse of :func:`split_gate_up`."""
+    if u is None:
+        return g
     return torch.stack([g, u], 2).flatten(1) if spec.interleaved else torch.cat([g, u], 1)
 
 
-def _activation_input(h_M2H: Tensor, s_M1: Tensor, spec: ExpertSpec, bias_M2H: Tensor | None) -> tuple[Tensor, Tensor]:
+def _activation_input(
+    h_M2H: Tensor, s_M1: Tensor, spec: ExpertSpec, bias_M2H: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Gate and up (M, H) fp32 as the activation reads them."""
     h = h_M2H.float()
     h = s_M1 * h if spec.score_before_experts else h

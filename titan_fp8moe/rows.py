@@ -19,11 +19,13 @@ class GroupRows(NamedTuple):
         q: (R, D) e4m3, R the number of tokens padded to a multiple of 128.
         scale: (R, D // 128) e8m0, column-major.
         end: (1,) int32, R.
+        score: (R,) fp32, by which each row of the output is multiplied, 0 for padding; or None.
     """
 
     q: Tensor
     scale: Tensor
     end: Tensor
+    score: Tensor | None = None
 
 
 class Routing(NamedTuple):
@@ -79,7 +81,7 @@ class NanFlags(NamedTuple):
 NO_FLAGS = NanFlags(None, None, None, None)
 
 
-def one_group(end_1: Tensor) -> Routing:
+def one_group(end_1: Tensor, score_R: Tensor | None = None) -> Routing:
     """The routing of an FFN that serves every token: one group of rows, no router, no permutation."""
     none = cast(Tensor, None)
-    return Routing(end_1, none, none, none)
+    return Routing(end_1, none, cast(Tensor, score_R), none)

@@ -11,7 +11,8 @@ from titan_fp8moe.activations import ACTIVATIONS
 
 
 class ExpertSpec(NamedTuple):
-    """An expert: W2 (activation(W1 x, W3 x)), times the router's score. Made by :meth:`of`, which checks it.
+    """An expert: W2 (activation(W1 x, W3 x)), times the router's score; without a gate W2 (activation(W1 x)). Made by
+    :meth:`of`, which checks it.
 
     Attributes:
         activation: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`.
@@ -26,6 +27,15 @@ class ExpertSpec(NamedTuple):
     parameters: tuple[float, ...] = ()
     biased: bool = False
     interleaved: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return ACTIVATIONS[self.activation].gated
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows of GEMM 1's weights, and so columns of h, for each hidden unit: gate and up, or one."""
+        return 2 if self.gated else 1
 
     @classmethod
     def of(

@@ -7,7 +7,8 @@
     # or, with a model at hand: model.set_experts_implementation("fp8_flow")
 
 The registry hands a function the module of a layer's experts, its tokens and the router's choice. The functions here
-pass them to :func:`titan_fp8moe.layer.experts.apply_experts`. The fused ``gate_up_proj`` is its ``w1`` as it lies.
+pass them to :func:`titan_fp8moe.layer.experts.apply_experts`. The fused ``gate_up_proj``, or ``up_proj`` of experts
+without a gate, is its ``w1`` as it lies.
 """
 
 import functools
@@ -63,7 +64,7 @@ def register(
 ) -> None:
     """Adds the experts implementation ``fp8_flow`` to Transformers, or replaces it.
 
-    It serves experts whose gate is one of :data:`titan_fp8moe.activations.ACTIVATIONS`, with or without biases, in any
+    It serves experts of the :data:`titan_fp8moe.activations.ACTIVATIONS`, with or without a gate and biases, in any
     of Transformers' layouts, with dims that are multiples of 16 and weights in bf16 or fp32. Parameters, their names
     and checkpoints stay as they are. Experts of an FP8 checkpoint in DeepSeek's format stay in FP8, 1 byte per
     parameter; they are frozen, so call ``requires_grad_(False)`` on them before training.
@@ -151,18 +152,19 @@ def _experts_forward(
             )
         _warn(f"{message}; it stays on grouped_mm")
         return registry["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
-    stored = experts.gate_up_proj.dtype == FP8
-    gate_up, down, biases = experts.gate_up_proj, experts.down_proj, None
+    first = _first(experts)
+    w1, down, biases = getattr(experts, first), experts.down_proj, None
+    stored = w1.dtype == FP8
     if experts.is_transposed:  # (E, D, 2H) and (E, H, D), read where they lie
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        w1, down = w1.transpose(1, 2), down.transpose(1, 2)
     if experts.has_bias:
-        biases = Biases(experts.gate_up_proj_bias, experts.down_proj_bias)
-    weights: ExpertWeights[Any] = ExpertWeights(gate_up, down)
+        biases = Biases(getattr(experts, f"{first}_bias"), experts.down_proj_bias)
+    weights: ExpertWeights[Any] = ExpertWeights(w1, down)
     frozen, cache = stored or are_frozen(weights), None
     if stored:
         _check_scales(experts, scales)
         weights = ExpertWeights(
-            Fp8Weight(experts.gate_up_proj, _powers_of_two(experts.gate_up_proj_scale_inv)),
+            Fp8Weight(w1, _powers_of_two(getattr(experts, f"{first}_scale_inv"))),
             Fp8Weight(experts.down_proj, _powers_of_two(experts.down_proj_scale_inv)),
         )
     elif frozen or config.cache_weights:
@@ -172,7 +174,7 @@ def _experts_forward(
     if lora is not None and experts.is_transposed:
         raise ValueError(
             f"{type(experts).__name__} has transposed weights, whose PEFT adapters {NAME} does not run; leave its "
-            "gate_up_proj and down_proj out of target_parameters"
+            f"{first} and down_proj out of target_parameters"
         )
     layer = Layer(config, expert=spec, cache=cache, check_ids=False, frozen=frozen, biases=biases, lora=lora)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
@@ -180,6 +182,11 @@ def _experts_forward(
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
     with torch.cuda.device(device):  # device_map spreads layers over GPUs; autograd switches to them by itself
         return apply_experts(hidden_states, weights, top_k_index, scores, layer)
+
+
+def _first(experts: Any) -> str:
+    """The name of GEMM 1's weight."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 @torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
@@ -194,10 +201,7 @@ def _add_cache(experts: Any, layouts: Layouts) -> None:
 @torch.compiler.assume_constant_result  # reads values on the host; in a graph's trace it runs once
 def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
     """Refuses scales that are no powers of two, or replaces weights and scales by rounded ones."""
-    pairs = [
-        (experts.gate_up_proj, experts.gate_up_proj_scale_inv),
-        (experts.down_proj, experts.down_proj_scale_inv),
-    ]
+    pairs = [(getattr(experts, name), getattr(experts, f"{name}_scale_inv")) for name in (_first(experts), "down_proj")]
     key = [_cache_key(t) for pair in pairs for t in pair]
     if vars(experts).get("fp8_flow_checked") == key:
         return
@@ -222,9 +226,7 @@ def _clear_cache(experts: Any, _: Any) -> None:
 
 def _why_not(experts: Any) -> str | None:
     """Why the recipe does not serve these experts, or None."""
-    if not experts.has_gate:
-        return "it has no gate"
-    dtype = experts.gate_up_proj.dtype
+    dtype = getattr(experts, _first(experts)).dtype
     if dtype not in (torch.bfloat16, torch.float32, FP8):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
     if dtype == FP8 and tuple(experts.block_size or ()) != (TILE, TILE):
@@ -234,7 +236,8 @@ def _why_not(experts: Any) -> str | None:
     if getattr(experts, "has_post_expert_norm", False):  # since 5.23
         return "its experts' outputs are normalized"
     if _expert(experts) is None:
-        return f"its gate is none of {', '.join(ACTIVATIONS)}"
+        of_kind = (name for name, entry in ACTIVATIONS.items() if entry.gated == experts.has_gate)
+        return f"its {'gate' if experts.has_gate else 'activation'} is none of {', '.join(of_kind)}"
     _, D, H = experts.down_proj.shape
     if experts.is_transposed:
         D, H = H, D
@@ -251,27 +254,43 @@ _PROBED = 41  # values of gate, and of up, from minus to plus twice the limit
 
 @torch.compiler.assume_constant_result  # the same in every graph of these experts
 def _expert(experts: Any) -> ExpertSpec | None:
-    """The expert of the table that computes what these experts' gate does, by its values; None if there is none."""
+    """The expert of the table that computes what these experts do between their products, by its values; None if there
+    is none."""
     if experts not in _experts:
-        _experts[experts] = _compare_gate(experts)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            _experts[experts] = _compare_gate(experts) if experts.has_gate else _compare_activation(experts)
     return _experts[experts]
 
 
+def _compare_activation(experts: Any) -> ExpertSpec | None:
+    """For experts without a gate."""
+    h = torch.linspace(-20, 20, _PROBED)
+    got = experts.act_fn(h)
+    for name, entry in ACTIVATIONS.items():
+        if not entry.gated and torch.allclose(got, entry.forward(h, None), rtol=1e-5, atol=1e-4):
+            return ExpertSpec.of(name)
+    return None
+
+
 def _compare_gate(experts: Any) -> ExpertSpec | None:
-    def number(*names: str, default: float) -> float:
-        found = [value for name in names if isinstance(value := getattr(experts, name, None), int | float)]
+    def number(*names: str, default: float, of: Any = experts) -> float:
+        found = [value for name in names if isinstance(value := getattr(of, name, None), int | float)]
         return float(found[0]) if found else default
 
     limit, alpha = number("limit", "swiglu_limit", default=10.0), number("alpha", "swiglu_alpha", default=1.0)
-    candidates = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if not entry.parameters]
+    candidates = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if entry.gated and not entry.parameters]
+    names = dict(gate_cap="mlp_gate_softcap", up_cap="mlp_up_softcap")  # Inkling 2's
+    config = getattr(experts, "config", None)
+    caps = {parameter: number(name, default=0.0, of=config) for parameter, name in names.items()}
+    if min(caps.values()) > 0:
+        candidates.append(ExpertSpec.of("softcapped_swiglu", caps))
     if limit > 0:
         parameters = [dict(limit=limit, alpha=alpha, offset=offset) for offset in (0.0, 1.0)]
         candidates += [ExpertSpec.of("clamped_swiglu", values) for values in parameters]
     values = torch.linspace(-2 * abs(limit), 2 * abs(limit), _PROBED)
     gate, up = (grid.reshape(-1, 1) for grid in torch.meshgrid(values, values, indexing="ij"))
     interleaved = not getattr(experts, "is_concatenated", True)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        got = experts._apply_gate(recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))
+    got = experts._apply_gate(recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))
     for spec in candidates:
         want = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
         if torch.allclose(got, want, rtol=1e-5, atol=1e-4):  # the two forms of GELU are 0.01 apart here

@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 
 from titan_fp8moe.export_fp8 import shards
+from titan_fp8moe.export_fp8.format import ROUTED
 from titan_fp8moe.export_fp8.sources import HuggingFaceSource, Source
 from titan_fp8moe.recipe import TILE
-
-_ROUTED = ".experts."
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
@@ -106,7 +105,7 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
 
 def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[str]:
     """The matrices with one of ``parts`` in their name and none of ``filters``. Each must match one."""
-    chosen = {name for name in source.tensors if any(part in name for part in parts or [_ROUTED])}
+    chosen = {name for name in source.tensors if any(part in name for part in parts or [ROUTED])}
     for option, strings, names in (("quantize", parts or [], source.tensors), ("filter-fqns", filters, chosen)):
         if unused := [part for part in strings if not any(part in name for name in names)]:
             raise ValueError(f"--{option} has {unused[0]!r}, which matches no tensor; correct or remove it")
@@ -124,7 +123,7 @@ def _precisions(source: Source, fp8: set[str], quantized_from: str | None) -> di
         quantized_from = "bf16"
 
     def precision(name: str) -> torch.dtype:
-        routed = quantized_from == "fp32-routed" and _ROUTED in name
+        routed = quantized_from == "fp32-routed" and ROUTED in name
         return torch.float32 if quantized_from == "fp32" or routed else torch.bfloat16
 
     return {name: precision(name) for name in source.tensors if name in fp8}

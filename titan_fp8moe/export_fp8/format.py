@@ -8,6 +8,7 @@ from torch import Tensor
 from titan_fp8moe import recipe
 from titan_fp8moe.recipe import FP8_NAN
 
+ROUTED = ".experts."
 _KEEPS_DTYPE = ("e_score_correction_bias",)  # the router's balance, which DeepSeek publishes in fp32
 
 
@@ -27,6 +28,15 @@ def exported(
     q_1NK, scale = quantize(value.to(precision).unsqueeze(0))
     q = q_1NK[0, :N, :K].contiguous()  # without the zeros that pad the last blocks
     return {name: q, f"{name}_scale_inv": recipe.exp2(recipe.exponent(scale[0]))}
+
+
+def check_experts(name: str, dims: int) -> None:
+    """Raises ValueError for experts that DeepSeek's format cannot hold: all in one tensor, as gpt-oss stores them."""
+    if ROUTED in name and dims > 2:
+        raise ValueError(
+            f"{name} holds all experts of a layer, as gpt-oss's own format does, beside biases and with gate and up "
+            "interleaved; DeepSeek's FP8 format has one matrix per expert and no biases: serve such a model in bf16"
+        )
 
 
 def has_nan(q: Tensor) -> Tensor:

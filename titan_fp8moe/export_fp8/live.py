@@ -13,10 +13,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.export_fp8.format import exported, has_nan
+from titan_fp8moe.export_fp8.format import ROUTED, check_experts, exported, has_nan
 from titan_fp8moe.recipe import FP8
-
-_ROUTED = ".experts."
 
 
 def fp8_tensors(
@@ -86,7 +84,9 @@ def _named_values(
             raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")
         in_fp8 = key.startswith(converted) if quantize is None and converted else None
         for name, part in _parts(key, value, to_hf, gather):
-            chosen = any(s in name for s in quantize or [_ROUTED]) if in_fp8 is None else in_fp8
+            chosen = any(s in name for s in quantize or [ROUTED]) if in_fp8 is None else in_fp8
+            if chosen:
+                check_experts(name, part.dim())
             if not chosen or part.dim() != 2 or not name.endswith(".weight"):
                 yield name, part, None
                 continue

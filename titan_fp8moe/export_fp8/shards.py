@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.export_fp8.format import exported, has_nan
+from titan_fp8moe.export_fp8.format import check_experts, exported, has_nan
 from titan_fp8moe.export_fp8.sources import Source
 from titan_fp8moe.recipe import FP8, TILE
 
@@ -81,11 +81,14 @@ def _check_source(source: Source) -> None:
 def _check_quantized(source: Source, fp8: dict[str, torch.dtype]) -> None:
     if not fp8:
         raise ValueError("nothing is quantized: the checkpoint has no routed experts that the settings match")
+    for name in fp8:
+        check_experts(name, len(source.tensors[name].shape))
     for name, dtype in fp8.items():
         shape, stored = source.tensors[name]
         if len(shape) != 2 or not name.endswith(".weight"):
-            hint = "; save the model with one matrix per expert" if len(shape) == 3 else "; narrow --quantize"
-            raise ValueError(f"{name} {shape} is to be quantized, but is no matrix of a linear layer{hint}")
+            raise ValueError(
+                f"{name} {shape} is to be quantized, but is no matrix of a linear layer; narrow --quantize"
+            )
         if dtype == torch.float32 and stored != torch.float32:
             raise ValueError(
                 f"training quantized {name} from fp32, but the checkpoint has {stored}: the values are lost. Export an "

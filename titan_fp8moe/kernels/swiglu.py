@@ -33,10 +33,10 @@ _NO_BIAS = dict(gate_bias=None, up_bias=None, BIAS_STRIDE_E=None, BIAS_STRIDE_H=
 
 
 class Bias(NamedTuple):
-    """GEMM 1's biases: ``gate`` and ``up`` (E, H), bf16 or fp32, with equal strides."""
+    """GEMM 1's biases: ``gate`` and ``up`` (E, H), bf16 or fp32, with equal strides; ``up`` None without a gate."""
 
     gate: Tensor
-    up: Tensor
+    up: Tensor | None = None
 
 
 class OutputBias(NamedTuple):
@@ -96,9 +96,10 @@ def _load_tiles(x, byte, row, tile, D, TILE: tl.constexpr):
 
 
 @triton.jit
-def _load_scales(scale, row, tile, H, M, TILE: tl.constexpr):
+def _load_scales(scale, row, tile, H, M, GATED: tl.constexpr, TILE: tl.constexpr):
     """Loads the scale bytes (ROWS,) of gate and up for tile column ``tile``; ``scale`` is column-major."""
-    return tl.load(scale + tile * M + row), tl.load(scale + (tile + H // TILE) * M + row)
+    byte = tl.load(scale + tile * M + row)
+    return byte, tl.load(scale + (tile + H // TILE) * M + row) if GATED else byte
 
 
 @triton.jit
@@ -148,30 +149,32 @@ def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.
 @triton.jit
 def _swiglu_kernel(
     h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H, p0, p1, p2, gate_bias, up_bias, E: tl.constexpr,
-    FORWARD: tl.constexpr, BEYOND: tl.constexpr, SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr,
-    BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    FORWARD: tl.constexpr, BEYOND: tl.constexpr, GATED: tl.constexpr, SCORE_FIRST: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, PAIRED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized. p0 to p2: the
     activation's parameters. gate_bias, up_bias: None, or (E, HIDDEN). PAIRED: None, or h's tile columns where gate and
-    up are interleaved."""
+    up are interleaved. Unless GATED, h is (M, H), which is read as gate and as up, and only gate is stored."""
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return
     row = first + tl.arange(0, ROWS)
     up_tile = tile + H // TILE
+    N = 2 * H if GATED else H
     pair_row, pair_tile = _pairs(first, tile, ROWS)
     if PAIRED is not None:
         pairs = _load_pairs(h, None, pair_row, pair_tile, M, PAIRED, TILE)
         g, u = _split(pairs, ROWS, TILE)
     else:
         pairs = None
-        g = _load_tiles(h, None, row, tile, 2 * H, TILE)
-        u = _load_tiles(h, None, row, up_tile, 2 * H, TILE)
+        g = _load_tiles(h, None, row, tile, N, TILE)
+        u = _load_tiles(h, None, row, up_tile, N, TILE) if GATED else g
     s = 1.0 if score is None else tl.load(score + row)[:, None]
     if gate_bias is not None:
         at = expert_of(offsets_E, first, E).to(tl.int64) * BIAS_STRIDE_E
         b_g = _load_bias(gate_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE)
-        b_u = _load_bias(up_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE)
+        b_u = _load_bias(up_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE) if GATED else b_g
     else:
         b_g, b_u = None, None
     if h_q is not None and PAIRED is not None:
@@ -195,8 +198,9 @@ def _swiglu_kernel(
             g_read, u_read = _dequantize(g_q, g_byte), _dequantize(u_q, u_byte)
             g_read_side, u_read_side = BEYOND(_plus(side * g_read, b_g), _plus(side * u_read, b_u), p0, p1, p2)
             g_q, u_q = _step(g_q, g_read, g_side, g_read_side), _step(u_q, u_read, u_side, u_read_side)
-        _store(h_q, h_scale, g_q, g_byte, row, tile, M, 2 * H, TILE)
-        _store(h_q, h_scale, u_q, u_byte, row, up_tile, M, 2 * H, TILE)
+        _store(h_q, h_scale, g_q, g_byte, row, tile, M, N, TILE)
+        if GATED:
+            _store(h_q, h_scale, u_q, u_byte, row, up_tile, M, N, TILE)
     if SCORE_FIRST:
         g, u = s * g, s * u
     out = FORWARD(_plus(g, b_g), _plus(u, b_u), p0, p1, p2)
@@ -215,14 +219,15 @@ def _forward(activation: str, biased: bool, interleaved: bool) -> Kernel:
     entry, absent = ACTIVATIONS[activation], {} if biased else _NO_BIAS
     if not interleaved:
         absent = absent | dict(PAIRED=None)
-    return Kernel(_swiglu_kernel, FORWARD=entry.forward_triton, BEYOND=entry.beyond_triton, **absent)
+    functions = dict(FORWARD=entry.forward_triton, BEYOND=entry.beyond_triton)
+    return Kernel(_swiglu_kernel, GATED=entry.gated, **functions, **absent)
 
 
-def _bias_arguments(bias: Bias | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def _bias_arguments(bias: Bias | None) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Positional and constexpr arguments of a kernel with biases."""
     if bias is None:
         return (), {}
-    assert bias.gate.stride() == bias.up.stride()
+    assert bias.up is None or bias.gate.stride() == bias.up.stride()
     stride_e, stride_h = bias.gate.stride()
     return bias, dict(BIAS_STRIDE_E=stride_e, BIAS_STRIDE_H=stride_h, HIDDEN=bias.gate.shape[1])
 
@@ -246,7 +251,7 @@ def swiglu_quantize(
     """
     assert h_M2H.is_contiguous()
     M, N = h_M2H.shape
-    H = padded(N // 2)
+    H = padded(N // spec.rows_per_unit)
     q, q_scale = _rows(h_M2H, M, H)
     h_q, h_scale = _rows(h_M2H, M, N) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
     biases, constants = _bias_arguments(bias)
@@ -264,18 +269,18 @@ def swiglu_quantize(
 def _swiglu_backward_kernel(
     d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, p0, p1, p2, gate_bias, up_bias, b2, dy,
     dy_scale, partial, H: tl.constexpr, E: tl.constexpr, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
-    SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr,
-    D: tl.constexpr, DIM: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    GATED: tl.constexpr, SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr,
+    HIDDEN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes whole rows, so that the order in which ds is summed is fixed. Without ``score`` there is no ds.
 
     h: bf16, or e4m3 with h_scale. q and q_scale are None unless GEMM 2's operand is recomputed.
     gate_bias, up_bias: None, or (E, HIDDEN). b2: (E, DIM), None where ds does not depend on it; dy: (M, D) e4m3.
     partial: None, or (M // ROWS, N + D) fp32 for the CTAs' sums of the biases' gradients, N the columns of h.
-    PAIRED: as in the forward.
+    PAIRED, GATED: as in the forward.
     """
-    N: tl.constexpr = 2 * H if PAIRED is None else PAIRED * TILE
+    N: tl.constexpr = PAIRED * TILE if PAIRED is not None else 2 * H if GATED else H
     first = tl.program_id(0) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return
@@ -286,7 +291,8 @@ def _swiglu_backward_kernel(
     if gate_bias is not None:
         expert = expert_of(offsets_E, first, E).to(tl.int64)
         gate_bias += expert * BIAS_STRIDE_E
-        up_bias += expert * BIAS_STRIDE_E
+        if GATED:
+            up_bias += expert * BIAS_STRIDE_E
     if partial is not None:
         partial += tl.program_id(0).to(tl.int64) * (N + D)
     if dy is not None:
@@ -300,26 +306,28 @@ def _swiglu_backward_kernel(
     # Scales are loaded one tile ahead by hand: Triton does not pipeline loads of single bytes.
     next_g_byte, next_u_byte = None, None
     if h_scale is not None and PAIRED is None:
-        next_g_byte, next_u_byte = _load_scales(h_scale, row, 0, H, M, TILE)
+        next_g_byte, next_u_byte = _load_scales(h_scale, row, 0, H, M, GATED, TILE)
     for tile in tl.range(H // TILE, num_stages=STAGES):
         up_tile = tile + H // TILE
         g_byte, u_byte = next_g_byte, next_u_byte
         if h_scale is not None and PAIRED is None:
-            next_g_byte, next_u_byte = _load_scales(h_scale, row, tl.minimum(tile + 1, H // TILE - 1), H, M, TILE)
+            next_tile = tl.minimum(tile + 1, H // TILE - 1)
+            next_g_byte, next_u_byte = _load_scales(h_scale, row, next_tile, H, M, GATED, TILE)
         da = _load_tiles(d, None, row, tile, H, TILE)
         pair_row, pair_tile = _pairs(first, tile, ROWS)
         if PAIRED is not None:
             h_g, h_u = _split(_load_pairs(h, h_scale, pair_row, pair_tile, M, PAIRED, TILE), ROWS, TILE)
         else:
-            h_g = _load_tiles(h, g_byte, row, tile, 2 * H, TILE)
-            h_u = _load_tiles(h, u_byte, row, up_tile, 2 * H, TILE)
+            h_g = _load_tiles(h, g_byte, row, tile, N, TILE)
+            h_u = _load_tiles(h, u_byte, row, up_tile, N, TILE) if GATED else h_g
         if SCORE_FIRST:
             g, u = s * h_g, s * h_u
         else:
             g, u = h_g, h_u
         if gate_bias is not None:
             g += _load_bias(gate_bias, tile, BIAS_STRIDE_H, HIDDEN, TILE)
-            u += _load_bias(up_bias, tile, BIAS_STRIDE_H, HIDDEN, TILE)
+            if GATED:
+                u += _load_bias(up_bias, tile, BIAS_STRIDE_H, HIDDEN, TILE)
         out = FORWARD(g, u, p0, p1, p2)
         if not SCORE_FIRST:
             ds_row += tl.sum(da * out, axis=1)
@@ -332,17 +340,19 @@ def _swiglu_backward_kernel(
             tl.store(partial + column, sums, mask=column < N)
         if partial is not None and PAIRED is None:
             tl.store(partial + tile * TILE + tl.arange(0, TILE), tl.sum(dg, axis=0))
-            tl.store(partial + up_tile * TILE + tl.arange(0, TILE), tl.sum(du, axis=0))
+            if GATED:
+                tl.store(partial + up_tile * TILE + tl.arange(0, TILE), tl.sum(du, axis=0))
         if SCORE_FIRST:
-            ds_row += tl.sum(dg * h_g + du * h_u, axis=1)
+            ds_row += tl.sum(dg * h_g + du * h_u if GATED else dg * h_g, axis=1)
             dg *= s
             du *= s
         if PAIRED is not None:
             values, byte = quantize_tiles(_join(dg, du, ROWS, TILE), nan_flag)
             _store_pairs(dh, dh_scale, values, byte, pair_row, pair_tile, M, PAIRED, TILE)
         else:
-            _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE, nan_flag)
-            _store_tiles(dh, dh_scale, du, row, up_tile, M, 2 * H, TILE, nan_flag)
+            _store_tiles(dh, dh_scale, dg, row, tile, M, N, TILE, nan_flag)
+            if GATED:
+                _store_tiles(dh, dh_scale, du, row, up_tile, M, N, TILE, nan_flag)
         if q is not None:
             _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
     if score is not None:
@@ -357,7 +367,8 @@ def _bias_gradient_kernel(
 ):  # fmt: skip
     """CTA (column block, e) sums the rows of ``partial`` (M // ROWS, WIDTH) that belong to expert e, in a fixed order.
 
-    dbias: (E, columns), without the padding before up, ``up_gap`` columns, and before down, ``down_gap``.
+    dbias: (E, columns), without the padding before up, ``up_gap`` columns, and before down, ``down_gap``. Without a
+    gate down comes in the place of up.
     """
     e = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -379,7 +390,8 @@ def _backward(activation: str, biased: bool, interleaved: bool) -> Kernel:
         absent = _NO_BIAS | dict(b2=None, dy=None, dy_scale=None, partial=None, D=None, DIM=None)
     if not interleaved:
         absent = absent | dict(PAIRED=None)
-    return Kernel(_swiglu_backward_kernel, FORWARD=entry.forward_triton, BACKWARD=entry.backward_triton, **absent)
+    functions = dict(FORWARD=entry.forward_triton, BACKWARD=entry.backward_triton)
+    return Kernel(_swiglu_backward_kernel, GATED=entry.gated, **functions, **absent)
 
 
 def swiglu_quantize_backward(
@@ -425,19 +437,19 @@ def swiglu_quantize_backward(
     if partial is None:
         return results
     assert bias is not None and output is not None
-    return [*results, _bias_gradient(partial, offsets_E, bias.gate, output.b2, N, spec.interleaved)]
+    return [*results, _bias_gradient(partial, offsets_E, bias.gate, output.b2, N, spec)]
 
 
 def _bias_gradient(
-    partial: Tensor, offsets_E: Tensor, gate_bias: Tensor, b2: Tensor, N: int, interleaved: bool
+    partial: Tensor, offsets_E: Tensor, gate_bias: Tensor, b2: Tensor, N: int, spec: ExpertSpec
 ) -> Tensor:
-    """(E, 2 * hidden + D) of the biases' dtype: gate and up in the order of h, down."""
-    E, hidden = gate_bias.shape
-    up_gap = 0 if interleaved else N // 2 - hidden
-    columns = 2 * hidden + b2.shape[1]
+    """(E, 2 * hidden + D) of the biases' dtype: gate and up in the order of h, down; without a gate (E, hidden + D)."""
+    (E, hidden), parts = gate_bias.shape, spec.rows_per_unit
+    up_gap = 0 if spec.interleaved else N // parts - hidden
+    columns = parts * hidden + b2.shape[1]
     dbias = torch.empty(E, columns, dtype=b2.dtype, device=b2.device)
     _bias_gradient_kernel[(cdiv(columns, BIAS_COLUMNS), E)](
-        partial, offsets_E, dbias, columns, hidden, up_gap, N - 2 * hidden - up_gap, WIDTH=partial.shape[1],
+        partial, offsets_E, dbias, columns, hidden, up_gap, N - parts * hidden - up_gap, WIDTH=partial.shape[1],
         ROWS=BACKWARD_ROWS, BLOCKS=32, COLUMNS=BIAS_COLUMNS, num_warps=4,
     )  # fmt: skip
     return dbias

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_fp8moe.layer.weights import Biases, ExpertWeights
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller
 from titan_fp8moe.ops.permute import SWAPPED
 from titan_fp8moe.recipe import E8M0, FP8, STEP, padded
+from titan_fp8moe.spec import ExpertSpec
 
 
 def check_inputs(
-    x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, interleaved: bool
+    x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, expert: ExpertSpec
 ) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
@@ -36,16 +37,18 @@ def check_inputs(
     if not device == topk_ids_TK.device == topk_scores_TK.device == w1.device == w2.device == up.device:
         devices = {t.device for t in (x_TD, topk_ids_TK, topk_scores_TK, w1, w2, up)}
         raise ValueError(f"x, ids, scores and weights must be on one device, got {', '.join(map(str, devices))}")
-    even = w3 is not None or H % 2 == 0
-    if w3 is None:
-        H //= 2
-    if not (even and up.shape == w1.shape and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype):
+    gated = expert.gated
+    parts = 2 if gated and w3 is None else 1
+    even, H = H % parts == 0, H // parts
+    fits = even and up.shape == w1.shape and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype
+    if not fits or not (gated or w3 is None):
         got = ", ".join("None" if w is None else f"{tuple(w.shape)} {w.dtype}" for w in weights)
-        raise ValueError(
-            "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None, and w2 (E, D, H), all of one dtype; got " + got
-        )
-    if interleaved and w3 is not None:
-        raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None")
+        shapes = "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None"
+        if not gated:
+            shapes = f"activation {expert.activation!r} has no gate: w1 must be (E, H, D) with w3 None"
+        raise ValueError(f"{shapes}, and w2 (E, D, H), all of one dtype; got {got}")
+    if expert.interleaved and parts == 1:
+        raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None and a gate")
     D = x_TD.shape[1]
     if D % STEP or H % STEP:
         raise ValueError(
@@ -72,6 +75,28 @@ def check_biases(biases: Biases[Any], weights: ExpertWeights[Any], dim: int) -> 
     if kinds not in ({(torch.bfloat16, weights.w1.device)}, {(torch.float32, weights.w1.device)}):
         got = ", ".join(f"{name} {b.dtype} on {b.device}" for name, b in given.items())
         raise ValueError(f"b1, b2 and b3 must be all bf16 or all fp32, on the weights' device; got {got}")
+
+
+def check_shared(shared: Any, x_TD: Tensor, expert: ExpertSpec) -> None:
+    """Rejects shared experts that do not fit the tokens or the activation."""
+    if not isinstance(shared, SharedExperts):
+        raise ValueError(f"shared must be a titan_fp8moe.SharedExperts, got {type(shared).__name__}")
+    (T, D), (w1, w2, w3, scores), device = x_TD.shape, shared, x_TD.device
+    parts = 2 if expert.gated and w3 is None else 1
+    H = w1.shape[0] // parts
+    fits = w3 is None or (expert.gated and w3.shape == w1.shape)
+    fits = fits and w1.shape == (parts * H, D) and w2.shape == (D, H) and H % (128 if parts == 2 else 16) == 0
+    given = {name: w for name, w in zip(shared._fields[:3], shared, strict=False) if w is not None}
+    kinds = {(w.dtype, w.device) for w in given.values()}
+    if not fits or kinds not in ({(torch.bfloat16, device)}, {(torch.float32, device)}):
+        got = ", ".join(f"{name} {tuple(w.shape)} {w.dtype} on {w.device}" for name, w in given.items())
+        shapes = f"w1 and w3 (H, {D}), H a multiple of 16, or w1 (2H, {D}) with w3 None, H a multiple of 128"
+        if not expert.gated:
+            shapes = f"w1 (H, {D}), H a multiple of 16, with w3 None, as {expert.activation!r} has no gate"
+        raise ValueError(f"shared must have {shapes}, and w2 ({D}, H), all bf16 or all fp32 on {device}; got {got}")
+    if scores is not None and (scores.shape, scores.dtype, scores.device) != ((T,), torch.float32, device):
+        got = f"{tuple(scores.shape)} {scores.dtype} on {scores.device}"
+        raise ValueError(f"shared.scores must be ({T},) fp32 on {device}; use scores.float() of one dim; got {got}")
 
 
 def _check_stored(weights: ExpertWeights[Any]) -> None:

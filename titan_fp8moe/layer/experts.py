@@ -48,7 +48,7 @@ from titan_fp8moe.dispatch.base import Pending, Returned
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
-from titan_fp8moe.layer.checks import check_biases, check_inputs
+from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
 from titan_fp8moe.layer.lora import NO_LORA, Lora, LoraSpec, lora_operands, split_lora
@@ -58,6 +58,7 @@ from titan_fp8moe.layer.weights import (
     NO_WEIGHTS,
     Biases,
     ExpertWeights,
+    SharedExperts,
     are_frozen,
     forward_operands,
     one_expert,
@@ -83,6 +84,7 @@ class Layer(NamedTuple):
         check_ids: refuse ids that are no expert's; else they count as -1.
         frozen, shared_frozen: whether none of the weights is trained.
         biases, lora: of the routed experts.
+        shared_scores: (T,) fp32, by which the shared experts' output is multiplied; or None.
     """
 
     config: Fp8FlowMoEConfig
@@ -95,6 +97,7 @@ class Layer(NamedTuple):
     shared_frozen: bool = False
     biases: Biases[Tensor] | None = None
     lora: Lora | None = None
+    shared_scores: Tensor | None = None
 
 
 def routed_experts(
@@ -116,9 +119,10 @@ def routed_experts(
     b3: Tensor | None = None,
     interleaved: bool = False,
     lora: Lora | None = None,
+    shared: SharedExperts | None = None,
 ) -> Tensor:
     """Sum over a token's experts of score * (W2 activation(W1 x + b1, W3 x + b3) + b2), in FP8; by default
-    silu(W1 x) * (W3 x) without biases.
+    silu(W1 x) * (W3 x) without biases. Experts without a gate compute W2 activation(W1 x + b1) + b2.
 
     Differentiable once in ``x``, ``topk_scores``, the weights, biases and adapters, and whatever ``meanwhile`` reads.
 
@@ -126,8 +130,9 @@ def routed_experts(
         x: (T, D) bf16 or fp32.
         w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, D
             and H multiples of 16. Quantized rows and weights pad both to multiples of 128. Or gate and up in one ``w1``
-            (E, 2H, D), gate first, with ``w3`` None. That one and w2 may be transposes of contiguous (E, D, 2H) and
-            (E, H, D): they are read where they lie, and so lie their gradients. Or all are
+            (E, 2H, D), gate first, with ``w3`` None. An activation without a gate, such as ``"relu2"``, has one
+            projection (E, H, D), ``w1``, and ``w3`` None. A ``w1`` with ``w3`` None and w2 may be transposes of
+            contiguous (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients. Or all are
             :class:`titan_fp8moe.Fp8Weight`, frozen, which are padded themselves; a forward copies ``w1`` and ``w3``
             into one, but for a fused ``w1``.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
@@ -141,10 +146,12 @@ def routed_experts(
             so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
-        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None gate's and
-            up's in one ``b1`` (E, 2H), in the order of w1's rows. All or none.
+        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None one ``b1``
+            of all rows of w1, in their order. All or none.
         interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does.
         lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
+        shared: shared experts, which read the rows that are quantized for the routed ones, in both directions, and add
+            to their sums: no cast and no addition of their own.
 
     Returns:
         (T, D) in the dtype of ``x``.
@@ -171,7 +178,26 @@ def routed_experts(
     frozen = isinstance(w1, Fp8Weight) or are_frozen(cast(Any, (w1, w2, w3)))
     layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases), lora=lora)
     weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
-    return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
+    if shared is None:
+        return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
+    return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
+
+
+def apply_with_shared(
+    x_TD: Tensor,
+    weights: ExpertWeights[Any],
+    topk_ids_TK: Tensor,
+    topk_scores_TK: Tensor,
+    layer: Layer,
+    shared: SharedExperts,
+    meanwhile: Callable[[], Tensor] | None,
+) -> Tensor:
+    """:func:`apply_experts` with a caller's shared experts, which are checked after the routed ones' shapes."""
+    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert)
+    check_shared(shared, x_TD, layer.expert)
+    layer = layer._replace(shared_scores=shared.scores, shared_frozen=are_frozen(shared.weights))
+    options: dict[str, Any] = dict(meanwhile=meanwhile, shared=shared.weights)
+    return apply_experts(x_TD, weights, topk_ids_TK, topk_scores_TK, layer, **options)
 
 
 def apply_experts(
@@ -188,14 +214,15 @@ def apply_experts(
     """:func:`routed_experts` for modules.
 
     Args:
-        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It reads the rows that are
-            quantized for the routed experts, in both directions, and adds to their sums.
+        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H), with the routed experts'
+            activation, so w3 None without a gate. It reads the rows that are quantized for the routed experts, in both
+            directions, and adds to their sums.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
     """
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
-    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert.interleaved)
+    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert)
     config, expert, grad = layer.config, layer.expert, torch.is_grad_enabled()
     if layer.biases is not None:
         check_biases(layer.biases, weights, x_TD.shape[1])
@@ -208,12 +235,14 @@ def apply_experts(
         lora, adapters = split_lora(layer.lora, cast(Any, weights))
         kept = backward._replace(weights="adapted") if layer.frozen else backward
         spec = spec._replace(lora=lora, backward=kept)
+    if (shared_scores := layer.shared_scores) is not None:
+        spec = spec._replace(shared_scored=True)
     cache = layer.cache if grad or layer.frozen else None
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
     call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None, stored)
     given = weights if stored is None else NO_WEIGHTS
     scores_TK, ids_TK = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
-    inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, given, shared or NO_WEIGHTS, layer.biases)
+    inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, shared_scores, given, shared or NO_WEIGHTS, layer.biases)
     if not spec.dispatch.overlaps:
         out = _RoutedExperts.apply(*inputs.flatten(), *adapters, call, None)
         return out if meanwhile is None else _add(out, meanwhile())
@@ -271,6 +300,7 @@ def _routed_experts_forward(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     b3: Tensor | None = None,
+    shared_scores_T: Tensor | None = None,
 ) -> list[Tensor]:
     """The forward of a layer; with a dispatch that overlaps, up to ``send_back``.
 
@@ -278,6 +308,7 @@ def _routed_experts_forward(
         weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
         adapters: the tensors of :func:`titan_fp8moe.layer.lora.split_lora`; empty without adapters.
         b1, b2, b3: the fields of :class:`Biases`, for experts that have them.
+        shared_scores_T: see :class:`Layer`.
         layer: an encoded :class:`LayerSpec`.
         signature: see :func:`_signature`.
 
@@ -296,6 +327,8 @@ def _routed_experts_forward(
     if spec.shared:
         q, scale, scale_t, end = ops.quantize_group(x_TD, nans.x)
         group = GroupRows(q, scale_t, end)
+        if shared_scores_T is not None:
+            group = group._replace(score=torch.nn.functional.pad(shared_scores_T, (0, q.shape[0] - T)))
     else:
         q, scale = ops.quantize_rows(x_TD, nans.x)
     w13, w2 = forward_operands(ExpertWeights.unpack(weights))
@@ -412,7 +445,7 @@ def _packed_shared(matrices: ExpertWeights[Tensor], call: _Call) -> list[Tensor 
 
 class InFlight:
     """Carries two things from the autograd node that begins the backward to the node that ends it: the transfer in
-    flight, and the shared experts' input gradient if that node needs it (``needs_dx``).
+    flight, and the shared experts' input gradient if that node needs it (``needs_dx``). Also their scores' gradient.
 
     The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
     """
@@ -421,6 +454,7 @@ class InFlight:
     needs_dx: bool = True
     pending: Pending | None = None
     shared_dx_RD: Tensor | None = None
+    shared_ds_T: Tensor | None = None
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -451,15 +485,19 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.weights_spec = ctx.biases_spec = None
         if isinstance(inputs.weights.w1, DTensor):  # not by to_local(), whose autograd nodes take longer than this one
             w1, w2, w3 = cast(Any, inputs.weights)
-            ctx.weights_spec = w1._spec, w2._spec, w3._spec
-            inputs = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3._local_tensor))
+            w3_spec, w3_local = (None, None) if w3 is None else (w3._spec, w3._local_tensor)
+            ctx.weights_spec = w1._spec, w2._spec, w3_spec
+            inputs = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3_local))
             if inputs.biases is not None:
                 biases = cast(Any, inputs.biases)
-                ctx.biases_spec = [b._spec for b in biases]
-                inputs = inputs._replace(biases=Biases(*(b._local_tensor for b in biases)))
+                ctx.biases_spec = [None if b is None else b._spec for b in biases]
+                inputs = inputs._replace(biases=Biases(*(None if b is None else b._local_tensor for b in biases)))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
         has_shared = inputs.shared.w1 is not None
+        further = inputs.biases or ()
+        if spec.shared_scored:
+            further = *(inputs.biases or NO_BIASES), inputs.shared_scores
         out, *results = _forward_op(
             inputs.x,
             inputs.topk_scores,
@@ -472,7 +510,7 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.nan_flags,
             spec.encode(),
             signature,
-            *(inputs.biases or ()),
+            *further,
         )
         handed, parts = [], _WHOLE
         if spec.dispatch.overlaps:
@@ -515,12 +553,15 @@ class _RoutedExperts(torch.autograd.Function):
         if spec.dispatch.overlaps:
             # This node lives as long as the loss; what it holds would add up over the layers.
             shared_dx, ctx.in_flight.shared_dx_RD = ctx.in_flight.shared_dx_RD, None
+            shared_ds, ctx.in_flight.shared_ds_T = ctx.in_flight.shared_ds_T, None
             pending = ctx.in_flight.take()
         else:
             dout_rows, group_dy = _cast_gradient(dout, spec.shared, nans)
             if group_dy is not None:
                 shared = _shared_backward(saved, call, group_dy, needs.x, nans)
-            shared_dx = None if shared is None else shared.dx_RD
+            shared_dx = shared_ds = None
+            if shared is not None:
+                shared_dx, shared_ds = shared.dx_RD, shared.grads.ds_M[: dout.shape[0]]
             pending = tokens.send(dout_rows)
             del dout_rows, group_dy
         del saved
@@ -550,6 +591,8 @@ class _RoutedExperts(torch.autograd.Function):
         if pending is not None:
             returned = tokens.finish(pending, ctx.x_dtype, shared_dx)
         inputs = Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw, biases=dbiases)
+        if spec.shared_scored:
+            inputs = inputs._replace(shared_scores=shared_ds)
         return *inputs.flatten(), *dlora, None, None
 
 
@@ -645,12 +688,12 @@ class _Finish(torch.autograd.Function):
         if group_dy is not None:
             shared = _shared_backward(saved, call, group_dy, in_flight.needs_dx, nans)
             del saved
-            in_flight.shared_dx_RD = shared.dx_RD
+            in_flight.shared_dx_RD, in_flight.shared_ds_T = shared.dx_RD, shared.grads.ds_M[: dout_TD.shape[0]]
             shared_dw = shared.weight_grads(needs.shared)
         # needs_input_grad is no answer: torch.autograd.grad may ask for the shared experts' gradients only.
         if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
             ops.wait(cast(Tensor, in_flight.take().rows))  # other ranks may need the gradients
-            in_flight.shared_dx_RD = None
+            in_flight.shared_dx_RD = in_flight.shared_ds_T = None
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
         grads = FinishInputs(placeholder, shared=shared_dw).flatten()
         return *grads, *(None for _ in ctx.needs_input_grad[len(grads) :])

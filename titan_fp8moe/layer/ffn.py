@@ -4,6 +4,8 @@
     dy fp8 --GEMM 2 dgrad--> bf16 --activation backward, quantize--> dh fp8 --GEMM 1 dgrad--> dx bf16
     dW1, dW3 = dh^T x and dW2 = dy^T a, from transposes that stay in FP8; the transpose of x gathers its rows
 
+h has 2H columns, gate and up, or H where experts have no gate; then there is no W3.
+
 Rows arrive quantized, and the only quantization here is fused into the activation. Nothing here knows of autograd or of
 ranks: :mod:`titan_fp8moe.layer.experts` and :mod:`titan_fp8moe.layer.group` call the steps in their order::
 
@@ -101,7 +103,7 @@ class FFN(NamedTuple):
         fields = saved_fields(self.backward)
         biases: dict[str, Any] = {}
         if self.biases is not None:
-            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert.interleaved)
+            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert)
         a_q, a_scale, h_q, h_scale = ops.swiglu_quantize(
             h_M2H,
             self.routing.score_M,
@@ -133,7 +135,7 @@ class FFN(NamedTuple):
         d_MH = self.product(dy, w2_t, self.lora.w2_t)
         biases: dict[str, Any] = {}
         if self.biases is not None:
-            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert.interleaved)
+            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert)
             biases |= dict(b2=self.biases.b2, dy=dy.q, dy_scale=dy.scale, bias_gradients=of_biases)
         dh, dh_scale, a_q, a_scale, ds_M, *dbias = ops.swiglu_quantize_backward(
             d_MH,
@@ -199,8 +201,10 @@ class FFN(NamedTuple):
     def _record(self, x: Rows, grads: HiddenGradients, weights: ExpertWeights[Tensor]) -> None:
         _, D, H = weights.w2.shape
         x_operand, dy = Operand("x", self.in_expert_order(x), 1, D), Operand("dy", grads.dy, 1, D)
+        columns = self.expert.rows_per_unit * H
+        parts = 1 if self.expert.interleaved else self.expert.rows_per_unit
         pairs = [
-            (x_operand, Operand("dh", grads.dh, *((1, 2 * H) if self.expert.interleaved else (2, H)))),
+            (x_operand, Operand("dh", grads.dh, parts, columns // parts)),
             (Operand("a", grads.a, 1, H), dy),
         ]
         values = readable(weights).apart(self.expert)

@@ -78,8 +78,8 @@ class Fp8AllGather(nn.Module):
             self.gather_in_fp8()
         return self
 
-    def local_weights(self, *params: nn.Parameter) -> list[Tensor]:
-        """The parameters as this rank's plain tensors.
+    def local_weights(self, *params: nn.Parameter | None) -> list[Any]:
+        """The parameters as this rank's plain tensors; None for None.
 
         Raises:
             RuntimeError: if FSDP was to gather them in FP8 and has not.

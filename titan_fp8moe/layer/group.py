@@ -35,9 +35,10 @@ from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 
 def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: NanFlags, dim: int) -> FFN:
-    """The FFN of these rows, which have no router. ``dim``: D, which the rows pad to a multiple of 128."""
+    """The FFN of these rows, which have no router, but may have scores. ``dim``: D, which the rows pad to a multiple of
+    128."""
     plain = expert._replace(score_before_experts=False, biased=False, interleaved=False)
-    return FFN(plain, backward, one_group(rows.end), nans, dim=dim)
+    return FFN(plain, backward, one_group(rows.end, rows.score), nans, dim=dim)
 
 
 def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN]:
@@ -77,7 +78,7 @@ def _feed_forward(
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
     y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans, x_TD.shape[1]), rows, weights)
-    kept = rows if spec.keeps_rows else rows[2:]
+    kept = rows[:3] if spec.keeps_rows else (end,)
     return [y[: x_TD.shape[0]].to(dtype), *kept, *(getattr(saved, name) for name in saved_fields(spec))]
 
 

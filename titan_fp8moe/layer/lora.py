@@ -44,7 +44,7 @@ class Lora(NamedTuple):
     """The adapters of a layer's experts; None for a weight without one.
 
     Attributes:
-        w1: of the gate projection; where ``w3`` of the layer is None, of gate and up in one.
+        w1: of the gate projection; where ``w3`` of the layer is None, of all of ``w1``, such as gate and up in one.
         w2: of the down projection.
         w3: of the up projection.
 
@@ -75,7 +75,7 @@ class LoraSpec(NamedTuple):
 
     Attributes:
         w1, w2, w3: the adapters' scales; None for a weight without one.
-        fused: whether w1 holds gate and up.
+        fused: whether w1 is all of GEMM 1's weight.
     """
 
     w1: float | None
@@ -128,7 +128,7 @@ def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, 
 
 def _check_adapter(name: str, adapter: Any, weight: Tensor | None) -> None:
     if weight is None:
-        raise ValueError(f"lora.{name} has no weight: w1 holds gate and up, so lora.w1 is the adapter of both")
+        raise ValueError(f"lora.{name} has no weight: w1 is all of GEMM 1, so lora.w1 is the adapter of all of it")
     if not isinstance(adapter, Adapter):
         raise ValueError(f"lora.{name} must be an Adapter, got {type(adapter).__name__}; use Adapter(A, B, scale)")
     A, B, scale = adapter
@@ -219,7 +219,7 @@ def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor | None], expert: Expe
     """The operands of adapters that :func:`split_lora` took apart. ``tensors`` may be a :class:`LoraTensors`."""
     adapters = spec.adapters([t for t in tensors if t is not None])
     gate_up = [(name, a) for name, a in (("w1", adapters.w1), ("w3", adapters.w3)) if a is not None]
-    matrices = 1 if spec.fused and expert.interleaved else 2
+    matrices = 1 if not expert.gated or (spec.fused and expert.interleaved) else 2
     return LoraOperands(
         _join(gate_up, matrices, matrices if spec.fused else 1) if gate_up else None,
         None if adapters.w2 is None else _join([("w2", adapters.w2)], 1, 1),

@@ -69,12 +69,14 @@ def experts(
             torch.empty(E, n, dtype=routed.w1.dtype, device="meta", requires_grad=True) for n in (routed.w1.shape[1], D)
         )
         biases = Biases(b1, b2, None if routed.w3 is None else b1)
+    scores_T = torch.empty(x_TD.shape[0], device="meta", requires_grad=True) if spec.shared_scored else None
     layer = make_layer(
         _config(backward),
         expert=spec.expert,
         biases=biases,
         frozen=backward.weights == "frozen",
         shared_frozen=spec.shared == "frozen",
+        shared_scores=scores_T,
     )
     scores = torch.empty(topk_ids_TK.shape, device="meta", requires_grad=True)
     _backward(

@@ -11,7 +11,8 @@ so a new field is a new field of a record, and nothing else::
     routing                   offsets_E, token_M, score_M, row_TK
     tokens                    one quantized row per token that arrived, or its payload; none where weights are frozen
     ffn                       h [h_scale] [a_q a_scale], nothing with recompute = "experts", no a of frozen weights
-    shared_rows               this rank's tokens as one group; without expert parallelism they share q with ``tokens``
+    shared_rows               this rank's tokens as one group; without expert parallelism they share q with ``tokens``;
+                              with a gate of the shared experts also its scores
     shared_ffn                as ffn, of the shared experts
 """
 
@@ -38,6 +39,7 @@ class LayerSpec(NamedTuple):
             weights are ``trained`` or ``frozen``.
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
         lora: of the routed experts' adapters, or None.
+        shared_scored: whether the shared experts' output is multiplied by a score per token.
     """
 
     route: Route
@@ -46,6 +48,7 @@ class LayerSpec(NamedTuple):
     shared: str
     check_ids: bool
     lora: LoraSpec | None = None
+    shared_scored: bool = False
 
     @property
     def shared_backward(self) -> BackwardSpec:
@@ -68,13 +71,15 @@ class LayerSpec(NamedTuple):
     @classmethod
     @functools.cache
     def decode(cls, text: str) -> "LayerSpec":
-        expert, backward, shared, check_ids, lora, route = text.split("|", 5)
+        expert, backward, shared, flags, lora, route = text.split("|", 5)
         specs = ExpertSpec.decode(expert), BackwardSpec.decode(backward)
-        return cls(Route.decode(route), *specs, shared, check_ids == "1", LoraSpec.decode(lora) if lora else None)
+        check_ids, scored = (flag == "1" for flag in flags)
+        return cls(Route.decode(route), *specs, shared, check_ids, LoraSpec.decode(lora) if lora else None, scored)
 
 
 def _encode(spec: LayerSpec) -> str:
-    flags, lora = f"{spec.shared}|{int(spec.check_ids)}", "" if spec.lora is None else spec.lora.encode()
+    flags = f"{spec.shared}|{int(spec.check_ids)}{int(spec.shared_scored)}"
+    lora = "" if spec.lora is None else spec.lora.encode()
     return f"{spec.expert.encode()}|{spec.backward.encode()}|{flags}|{lora}|{spec.route.encode()}"
 
 
@@ -105,9 +110,11 @@ def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
     tokens = kind.Tokens._fields if spec.backward.keeps_rows else ()
     shared_rows = ffn_of_shared = ()
     if spec.shared:
-        shared_rows = GroupRows._fields if spec.shared_backward.keeps_rows else ("end",)
+        shared_rows = ("q", "scale", "end") if spec.shared_backward.keeps_rows else ("end",)
         if tokens and not kind.travels:
             shared_rows = tuple(name for name in shared_rows if name != "q")
+        if spec.shared_scored:
+            shared_rows = ("score", *shared_rows)
         ffn_of_shared = saved_fields(spec.shared_backward)
     fields: dict[str, tuple[Any, tuple[str, ...]]] = {
         "weights": (ExpertWeights, ExpertWeights._fields),
@@ -178,6 +185,7 @@ class Inputs(NamedTuple):
     topk_scores: Any = None
     topk_ids: Any = None
     nan_flags: Any = None
+    shared_scores: Any = None
     weights: ExpertWeights[Any] = NO_WEIGHTS
     shared: ExpertWeights[Any] = NO_WEIGHTS
     biases: Biases[Any] | None = None

@@ -28,7 +28,8 @@ class ExpertWeights(NamedTuple, Generic[W]):
     """One value for each weight of this rank's E experts: tensors, all bf16, all fp32 or all quantized; or gradients.
 
     Attributes:
-        w1: the gate projection (E, H, D); with ``w3`` None gate and up in one, (E, 2H, D), gate first.
+        w1: the gate projection (E, H, D); with ``w3`` None gate and up in one, (E, 2H, D), gate first. Of experts
+            without a gate the up projection (E, H, D), with ``w3`` None.
         w2: the down projection (E, D, H).
         w3: the up projection (E, H, D), or None.
     """
@@ -48,7 +49,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
 
     def apart(self: "ExpertWeights[Any]", expert: ExpertSpec) -> "ExpertWeights[Any]":
         """The same with gate and up of one ``w1`` as two views, where the operand has padding behind each of them."""
-        if self.w3 is not None or expert.interleaved or self.w1.shape[1] % (2 * TILE) == 0:
+        if self.w3 is not None or expert.interleaved or self.w1.shape[1] % (2 * TILE) == 0 or not expert.gated:
             return self
         gate, up = self.w1.chunk(2, 1)
         return ExpertWeights(gate, self.w2, up)
@@ -74,7 +75,7 @@ class Biases(NamedTuple, Generic[W]):
     """The biases of both products: tensors, all bf16 or all fp32; or one value for each, such as its gradient.
 
     Attributes:
-        b1: of the gate projection (E, H); with ``b3`` None of gate and up in one, (E, 2H), in the order of w1's rows.
+        b1: of the gate projection (E, H); with ``b3`` None of all of w1's rows, in their order, (E, 2H) or (E, H).
         b2: of the down projection (E, D).
         b3: of the up projection (E, H), or None.
     """
@@ -83,9 +84,11 @@ class Biases(NamedTuple, Generic[W]):
     b2: W
     b3: W | None = None
 
-    def gate_up(self: "Biases[Tensor]", interleaved: bool) -> tuple[Tensor, Tensor]:
-        """Gate's and up's (E, H), with equal strides."""
-        if interleaved:
+    def gate_up(self: "Biases[Tensor]", expert: ExpertSpec) -> tuple[Tensor, Tensor | None]:
+        """Gate's and up's (E, H), with equal strides; without a gate b1 and None."""
+        if not expert.gated:
+            return self.b1.contiguous(), None
+        if expert.interleaved:
             return self.b1[:, ::2], self.b1[:, 1::2]
         if self.b3 is None:
             gate, up = self.b1.chunk(2, 1)
@@ -100,14 +103,37 @@ class Biases(NamedTuple, Generic[W]):
         return Biases(*(grad if need else None for grad, need in zip(grads, needed, strict=True)))
 
 
+class SharedExperts(NamedTuple):
+    """An FFN that serves every token, in the FP8 data flow of a layer of routed experts, with their activation.
+
+    Attributes:
+        w1, w2, w3: gate (H, D), down (D, H) and up (H, D), all bf16 or all fp32, H a multiple of 16. Where gate and up
+            are one weight, or there is no gate, as in :func:`titan_fp8moe.routed_experts`.
+        scores: (T,) fp32, by which each token's output is multiplied, such as a sigmoid of a product with x; or None.
+
+    Example::
+
+        shared = SharedExperts(w1, w2, w3, torch.sigmoid(x @ gate))  # Qwen3-Next's
+        y = routed_experts(x, *weights, ids, scores, shared=shared)
+    """
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None = None
+    scores: Tensor | None = None
+
+    @property
+    def weights(self) -> ExpertWeights[Tensor]:
+        return ExpertWeights(self.w1, self.w2, self.w3)
+
+
 NO_WEIGHTS: ExpertWeights[Any] = ExpertWeights(None, None, None)
 NO_BIASES: Biases[Any] = Biases(None, None, None)
 
 
 def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:
-    """The matrices of an FFN, (H, D), (D, H) and (H, D), as the weights of one expert."""
-    matrices: Any = weights
-    return ExpertWeights(*(w.unsqueeze(0) for w in matrices))
+    """The matrices of an FFN, (H, D), (D, H) and (H, D) or None, as the weights of one expert."""
+    return ExpertWeights(*cast(Any, [None if w is None else w.unsqueeze(0) for w in weights]))
 
 
 def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
@@ -135,14 +161,14 @@ def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
     if not isinstance(weights.w1, Fp8GatheredWeight):
         return cast(Any, weights)
     values: Any = weights
-    return ExpertWeights(*(w.quantized for w in values))
+    return ExpertWeights(*cast(Any, [None if w is None else w.quantized for w in values]))
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------
 
 
 class ForwardOperands(NamedTuple):
-    """Operands of a forward: ``w13`` (E, 2H, D), gate and up in one, and ``w2`` (E, D, H)."""
+    """Operands of a forward: ``w13`` (E, 2H, D), gate and up in one, or up alone without a gate; ``w2`` (E, D, H)."""
 
     w13: Fp8Weight
     w2: Fp8Weight

@@ -18,7 +18,7 @@ _WEIGHTS = Lora._fields
 
 
 class AddsLora(nn.Module):
-    """Mixin of experts with parameters w1, w2 and w3.
+    """Mixin of experts with parameters w1, w2 and, if they have a gate, w3.
 
     Attributes:
         lora_A, lora_B: ``nn.ParameterDict`` by the weights' names, A (num_experts, rank, K) and B (num_experts, N,
@@ -30,7 +30,7 @@ class AddsLora(nn.Module):
     lora_scale: float | None = None
 
     def add_lora(
-        self, rank: int, alpha: float, *, weights: Sequence[str] = _WEIGHTS, dtype: torch.dtype | None = None
+        self, rank: int, alpha: float, *, weights: Sequence[str] | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Freezes the experts, and adds an adapter to each of their ``weights``: W + alpha / rank * B A.
 
@@ -38,6 +38,7 @@ class AddsLora(nn.Module):
         is unchanged. Call it before ``fully_shard`` and before the optimizer is made.
 
         Args:
+            weights: names, by default of all weights that the experts have.
             rank: of each adapter, usually 4 to 64; products pad it to a multiple of 16.
             dtype: of the adapters, bf16 or fp32; by default the weights'. Gradients and optimizer states follow it.
 
@@ -47,10 +48,12 @@ class AddsLora(nn.Module):
         """
         params = cast(dict[str, nn.Parameter], dict(self.named_parameters(recurse=False)))
         dtype = dtype or params["w1"].dtype
+        present = [name for name in _WEIGHTS if name in params]
+        weights = present if weights is None else weights
         self._check_lora(rank, alpha, weights, dtype)
         self.requires_grad_(False)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        for name in (name for name in _WEIGHTS if name in weights):
+        for name in (name for name in present if name in weights):
             weight = params[name]
             local, mesh = (weight.to_local(), weight.device_mesh) if isinstance(weight, DTensor) else (weight, None)
             E, N, K = local.shape
@@ -66,8 +69,9 @@ class AddsLora(nn.Module):
             raise ValueError(f"rank = {rank!r} must be a positive int, such as 16")
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise ValueError(f"alpha = {alpha!r} must be a number; adapters are scaled by alpha / rank")
-        if isinstance(weights, str) or not weights or set(weights) - set(_WEIGHTS):
-            raise ValueError(f"weights = {weights!r} must be a list of names among {', '.join(_WEIGHTS)}")
+        present = [name for name in _WEIGHTS if getattr(self, name) is not None]
+        if isinstance(weights, str) or not weights or set(weights) - set(present):
+            raise ValueError(f"weights = {weights!r} must be a list of names among {', '.join(present)}")
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"dtype = {dtype} must be torch.bfloat16 or torch.float32")
         w1 = self.w1

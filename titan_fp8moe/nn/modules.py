@@ -16,10 +16,10 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.cache import WeightCache, kind_of
-from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.experts import Layer, apply_experts, apply_with_shared
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
@@ -63,11 +63,12 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             FSDP shards the experts further, the mesh dim of those ranks, such as ``mesh["ep"]``.
         score_before_experts: multiply the experts' input, not their output, by the score.
         activation, activation_parameters: as in :func:`titan_fp8moe.routed_experts`.
-        bias: whether the three projections have biases.
+        bias: whether the projections have biases.
 
     Attributes:
         w1, w2, w3: gate (num_experts, H, D), down (num_experts, D, H) and up (num_experts, H, D), initialized like
-            ``nn.Linear``. ``w1.to_local()`` are this rank's experts.
+            ``nn.Linear``. ``w1.to_local()`` are this rank's experts. With an activation without a gate ``w1`` is up,
+            and ``w3`` and ``b3`` are None.
         b1, b2, b3: the biases (num_experts, H), (num_experts, D) and (num_experts, H), or None.
         ep_group: the process group, or None.
 
@@ -84,7 +85,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
 
     w1: nn.Parameter
     w2: nn.Parameter
-    w3: nn.Parameter
+    w3: nn.Parameter | None
     cache: WeightCache
     ep_group: dist.ProcessGroup | None
     b1: nn.Parameter | None
@@ -122,7 +123,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         shapes = dict(w1=(hidden_dim, dim), w2=(dim, hidden_dim), w3=(hidden_dim, dim))
         shapes |= dict(b1=(hidden_dim,), b2=(dim,), b3=(hidden_dim,))
         for name, shape in shapes.items():
-            if name in ("b1", "b2", "b3") and not bias:
+            if (name[0] == "b" and not bias) or (name[1] == "3" and not self.expert.gated):
                 self.register_parameter(name, None)
                 continue
             weight = torch.empty(num_experts // num_ranks, *shape, device=device, dtype=dtype)
@@ -152,7 +153,8 @@ class RoutedExperts(Fp8AllGather, AddsLora):
 
         Args:
             w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's experts, H and D multiples of
-                128; or gate and up in one ``w1`` (E, 2H, D) with ``w3`` None, which is not copied.
+                128; or gate and up in one ``w1`` (E, 2H, D) with ``w3`` None, which is not copied. Without a gate up is
+                ``w1`` (E, H, D), and ``w3`` None.
             config, ep_group, score_before_experts, activation, activation_parameters: as of :class:`RoutedExperts`.
         """
         expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
@@ -169,10 +171,10 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts with or without ``ep_group``,
         for any number of ranks."""
         if not self.w1.is_meta:
-            weights = list(self.parameters(recurse=False))
+            weights = dict(self.named_parameters(recurse=False))
             _, hidden_dim, dim = self.w1.shape
-            bounds = [size**-0.5 for size in (dim, hidden_dim, dim)] * 2  # of b1, b2 and b3 as of w1, w2 and w3
-            uniform_by_expert_(weights, bounds[: len(weights)], spread=self.ep_group is not None)
+            bounds = [(hidden_dim if name in ("w2", "b2") else dim) ** -0.5 for name in weights]
+            uniform_by_expert_(list(weights.values()), bounds, spread=self.ep_group is not None)
         if self.lora_scale is not None:
             self.reset_lora_parameters()
 
@@ -193,8 +195,11 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             refuse_misuse()
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
-        scores = KeepDtype(topk_scores) if isinstance(self, FSDPModule) else topk_scores
-        return super().__call__(x, topk_ids, scores, **kwargs)
+        if not isinstance(self, FSDPModule):
+            return super().__call__(x, topk_ids, topk_scores, **kwargs)
+        if (shared := kwargs.get("shared")) is not None:
+            kwargs["shared"] = shared._replace(scores=KeepDtype(shared.scores))
+        return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
         """See ``nn.Module``. The first call registers a hook that unwraps the scores: after FSDP's, which FSDP
@@ -209,36 +214,37 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         topk_ids: Tensor,
         topk_scores: Tensor,
         meanwhile: Callable[[], Tensor] | None = None,
+        shared: SharedExperts | None = None,
     ) -> Tensor:
         """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
         topk_scores (T, K)."""
         frozen = are_frozen((self.w1, self.w2, self.w3))
-        return apply_experts(
-            x,
-            self._weights(),
-            topk_ids,
-            topk_scores,
-            Layer(
-                self.config,
-                self.ep_group,
-                self.expert,
-                cache_of(self, frozen),
-                frozen=frozen,
-                biases=self._biases(),
-                lora=self.lora(),
-            ),
-            meanwhile=meanwhile,
+        layer = Layer(
+            self.config,
+            self.ep_group,
+            self.expert,
+            cache_of(self, frozen),
+            frozen=frozen,
+            biases=self._biases(),
+            lora=self.lora(),
         )
+        weights = self._weights()
+        if shared is None:
+            return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
+        if isinstance(shared.scores, KeepDtype):
+            shared = shared._replace(scores=shared.scores.tensor)
+        return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
 
     def _weights(self) -> ExpertWeights[Tensor]:
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
             return ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3))
-        return ExpertWeights(self.w1, self.w2, self.w3)  # the layer reads DTensors faster than to_local() does
+        # The layer reads DTensors faster than to_local() does.
+        return ExpertWeights(self.w1, self.w2, cast(Any, self.w3))
 
     def _biases(self) -> Biases[Tensor] | None:
         if self.b1 is None:
             return None
-        biases = cast(list[nn.Parameter], [self.b1, self.b2, self.b3])
+        biases = cast(list[Any], [self.b1, self.b2, self.b3])
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
             return Biases(*(b.to_local() if isinstance(b, DTensor) else b for b in biases))
         return Biases(*biases)
@@ -258,7 +264,8 @@ class Fp8RoutedExperts(nn.Module):
     ``ep_group`` they are this rank's, and so are those in its state dict.
 
     Attributes:
-        w13, w13_scale: gate and up (E, 2H, D) and (E, 2H // 128, D // 128) uint8; w2, w2_scale: down.
+        w13, w13_scale: gate and up (E, 2H, D) and (E, 2H // 128, D // 128) uint8, or up alone without a gate.
+        w2, w2_scale: down.
     """
 
     w13: nn.Parameter
@@ -277,6 +284,11 @@ class Fp8RoutedExperts(nn.Module):
         super().__init__()
         require_config(config, "experts stored in FP8", "recompute", "save_h", *TRANSPORT)
         check_member(ep_group)
+        if w13.shape[1] != expert.rows_per_unit * w2.shape[2]:
+            raise ValueError(
+                f"activation {expert.activation!r} takes {expert.rows_per_unit} rows of w1 and w3 together per hidden "
+                f"unit, of which w2 has {w2.shape[2]}; got {w13.shape[1]} rows"
+            )
         self.expert, self.config, self.ep_group = expert, config, ep_group
         for name, weight in (("w13", w13), ("w2", w2)):
             for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):
@@ -290,11 +302,18 @@ class Fp8RoutedExperts(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, meanwhile: Callable[[], Tensor] | None = None
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_scores: Tensor,
+        meanwhile: Callable[[], Tensor] | None = None,
+        shared: SharedExperts | None = None,
     ) -> Tensor:
         """As :meth:`RoutedExperts.forward`."""
         layer = Layer(self.config, self.ep_group, self.expert, frozen=True)
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
+        if shared is not None:
+            return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
         return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
 
     def extra_repr(self) -> str:

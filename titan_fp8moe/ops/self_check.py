@@ -201,10 +201,11 @@ def _movement(randn: Callable[..., Tensor], ids_TK: Tensor, scores_TK: Tensor) -
 def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator[Case]:
     h, d, score_M = randn(M, 2 * H).bfloat16(), randn(M, H).bfloat16(), randn(M).sigmoid()
     for activation, first in itertools.product(ACTIVATIONS, (False, True)):
-        spec = ExpertSpec.of(activation, score_before_experts=first).encode()
-        args = h, score_M, offsets_E, spec, first
+        expert = ExpertSpec.of(activation, score_before_experts=first)
+        spec, columns = expert.encode(), h[:, : expert.rows_per_unit * H].contiguous()
+        args = columns, score_M, offsets_E, spec, first
         yield Case(f"swiglu_quantize {spec}", ops.swiglu_quantize, args, nearly=True)
-        args = d, h, None, score_M, offsets_E, spec, True
+        args = d, columns, None, score_M, offsets_E, spec, True
         yield Case(f"swiglu_quantize_backward {spec}", ops.swiglu_quantize_backward, args, nearly=True)
     spec, biases = ExpertSpec(biased=True).encode(), (randn(E, H), randn(E, H))
     args = h, score_M, offsets_E, spec, False, None, *biases

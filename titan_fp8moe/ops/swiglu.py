@@ -1,5 +1,7 @@
 """Biases, the activation, the router's score and quantization in one op, forward and backward."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -33,20 +35,20 @@ def swiglu_quantize(
     """:func:`titan_fp8moe.recipe.swiglu_quantize` for rows in expert order; can also quantize h itself.
 
     Args:
-        h_M2H: (M, 2H) bf16, gate then up; or as ``spec.interleaved`` says.
+        h_M2H: (M, 2H) bf16, gate then up; or as ``spec.interleaved`` says. Without a gate 2H reads H, here and below.
         score_M: (M,) fp32, or None where there is no router.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
         spec: an encoded :class:`titan_fp8moe.spec.ExpertSpec`.
         keep_h: whether to also quantize h, for a backward that saves it in fp8.
         nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`.
-        gate_bias, up_bias: (E, H') bf16 or fp32 with equal strides, H' at most H; or None.
+        gate_bias, up_bias: (E, H') bf16 or fp32 with equal strides, H' at most H; or None. Without a gate the first.
 
     Returns:
         q (M, H) e4m3, its scale (M, H // 128) e8m0, h (M, 2H) e4m3, its scale (M, 2H // 128) e8m0; the last two are
         empty unless ``keep_h``. Scales are column-major.
     """
     expert = ExpertSpec.decode(spec)
-    bias = None if gate_bias is None or up_bias is None else Bias(gate_bias, up_bias)
+    bias = None if gate_bias is None else Bias(gate_bias, up_bias)
     if use_kernels(h_M2H):
         return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag, bias)
     bias_M2H = _bias_rows(bias, offsets_E, h_M2H, expert)
@@ -62,16 +64,16 @@ def _bias_rows(bias: Bias | None, offsets_E: Tensor, h_M2H: Tensor, expert: Expe
     """(M, 2H) fp32, the biases of each row's expert, padded as h is."""
     if bias is None:
         return None
-    M, H = h_M2H.shape[0], h_M2H.shape[1] // 2
-    gate, up = (torch.nn.functional.pad(b.float(), (0, H - b.shape[1])) for b in bias)
-    return recipe.expert_rows(recipe.join_gate_up(gate, up, expert), offsets_E, M)
+    M, H = h_M2H.shape[0], h_M2H.shape[1] // expert.rows_per_unit
+    gate, up = (b if b is None else torch.nn.functional.pad(b.float(), (0, H - b.shape[1])) for b in bias)
+    return recipe.expert_rows(recipe.join_gate_up(cast(Tensor, gate), up, expert), offsets_E, M)
 
 
 @swiglu_quantize.register_fake
 def _(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
     M, H2 = h_M2H.shape
     h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
-    return *_fake_rows(h_M2H, M, recipe.padded(H2 // 2)), *h
+    return *_fake_rows(h_M2H, M, recipe.padded(H2 // ExpertSpec.decode(spec).rows_per_unit)), *h
 
 
 @custom_op
@@ -111,7 +113,7 @@ def swiglu_quantize_backward(
         with ``bias_gradients`` those of gate, up and down in one, (E, 2H' + D') in their dtype.
     """
     expert, bias, output = ExpertSpec.decode(spec), None, None
-    if gate_bias is not None and up_bias is not None and b2 is not None and dy is not None and dy_scale is not None:
+    if gate_bias is not None and b2 is not None and dy is not None and dy_scale is not None:
         bias, output = Bias(gate_bias, up_bias), OutputBias(b2.contiguous(), dy, dy_scale, bias_gradients)
     if use_kernels(d_MH):
         return kernels.swiglu_quantize_backward(
@@ -134,7 +136,8 @@ def swiglu_quantize_backward(
     results[4] = ds + ds_of_b2
     if not bias_gradients:
         return results
-    dg, du = (half[:, :hidden] for half in recipe.split_gate_up(dbias_M2H, expert))
+    dg, du = recipe.split_gate_up(dbias_M2H, expert)
+    dg, du = dg[:, :hidden], None if du is None else du[:, :hidden]
     rows = torch.cat([recipe.join_gate_up(dg, du, expert), db2_MD], 1)
     return [*results, recipe.bias_gradient(rows, offsets_E).to(output.b2.dtype)]
 
@@ -150,4 +153,5 @@ def _(
     results = [*_fake_rows(d_MH, M, h_M2H.shape[1]), *a, ds]
     if gate_bias is None or b2 is None or not bias_gradients:
         return results
-    return [*results, b2.new_empty(offsets_E.shape[0], 2 * gate_bias.shape[1] + b2.shape[1])]
+    parts = ExpertSpec.decode(spec).rows_per_unit
+    return [*results, b2.new_empty(offsets_E.shape[0], parts * gate_bias.shape[1] + b2.shape[1])]
