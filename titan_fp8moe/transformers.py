@@ -14,7 +14,7 @@ without a gate, is its ``w1`` as it lies.
 import functools
 import inspect
 import warnings
-import weakref
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -168,8 +168,10 @@ def _experts_forward(
             Fp8Weight(experts.down_proj, _powers_of_two(experts.down_proj_scale_inv)),
         )
     elif frozen or config.cache_weights:
-        _add_cache(experts, config.kept_layouts)
-        cache = experts.fp8_flow_cache
+        cache = getattr(experts, "fp8_flow_cache", None)
+        if cache is None or cache.layouts != config.kept_layouts:
+            _add_cache(experts, config.kept_layouts)
+            cache = experts.fp8_flow_cache
     spec, lora = cast(ExpertSpec, _expert(experts)), peft.handed_over(experts)
     if lora is not None and experts.is_transposed:
         raise ValueError(
@@ -191,11 +193,9 @@ def _first(experts: Any) -> str:
 
 @torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
 def _add_cache(experts: Any, layouts: Layouts) -> None:
-    cache = vars(experts).get("fp8_flow_cache")
-    if cache is None:
+    if "fp8_flow_cache" not in vars(experts):
         experts.register_load_state_dict_post_hook(_clear_cache)
-    if cache is None or cache.layouts != layouts:
-        experts.fp8_flow_cache = WeightCache(layouts)
+    experts.fp8_flow_cache = WeightCache(layouts)
 
 
 @torch.compiler.assume_constant_result  # reads values on the host; in a graph's trace it runs once
@@ -248,18 +248,50 @@ def _why_not(experts: Any) -> str | None:
     return None
 
 
-_experts: weakref.WeakKeyDictionary[nn.Module, ExpertSpec | None] = weakref.WeakKeyDictionary()
 _PROBED = 41  # values of gate, and of up, from minus to plus twice the limit
+_NUMBERS = "limit", "swiglu_limit", "alpha", "swiglu_alpha", "gate_softcap", "up_softcap"
+_NUMBERS_OF_CONFIG = "mlp_gate_softcap", "mlp_up_softcap"
 
 
-@torch.compiler.assume_constant_result  # the same in every graph of these experts
 def _expert(experts: Any) -> ExpertSpec | None:
     """The expert of the table that computes what these experts do between their products, by its values; None if there
     is none."""
-    if experts not in _experts:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            _experts[experts] = _compare_gate(experts) if experts.has_gate else _compare_activation(experts)
-    return _experts[experts]
+    act = getattr(experts, "act_fn", None)
+    act = type(act) if isinstance(act, nn.Module) else act
+    traits = experts.has_gate, getattr(experts, "is_concatenated", True)
+    numbers = _numbers(experts, _NUMBERS), _numbers(getattr(experts, "config", None), _NUMBERS_OF_CONFIG)
+    return _expert_of(type(experts), act, *traits, *numbers)
+
+
+def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    values = [(name, getattr(owner, name, None)) for name in names]
+    return tuple((name, value) for name, value in values if isinstance(value, int | float))
+
+
+# torch.compile before 2.13 passes no modules to such a function, but classes and numbers.
+@torch.compiler.assume_constant_result
+def _expert_of(*traits: Any) -> ExpertSpec | None:
+    return _compare(*traits)
+
+
+@functools.cache
+def _compare(
+    kind: type,
+    act: Any,
+    has_gate: bool,
+    is_concatenated: bool,
+    numbers: tuple[tuple[str, float], ...],
+    of_config: tuple[tuple[str, float], ...],
+) -> ExpertSpec | None:
+    """:func:`_expert` of experts of this class, by an object that has all that their gate reads."""
+    experts = SimpleNamespace(
+        act_fn=act() if isinstance(act, type) else act,
+        is_concatenated=is_concatenated,
+        config=SimpleNamespace(**dict(of_config)),
+        **dict(numbers),
+    )
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return _compare_gate(kind, experts) if has_gate else _compare_activation(experts)
 
 
 def _compare_activation(experts: Any) -> ExpertSpec | None:
@@ -272,7 +304,7 @@ def _compare_activation(experts: Any) -> ExpertSpec | None:
     return None
 
 
-def _compare_gate(experts: Any) -> ExpertSpec | None:
+def _compare_gate(kind: Any, experts: Any) -> ExpertSpec | None:
     def number(*names: str, default: float, of: Any = experts) -> float:
         found = [value for name in names if isinstance(value := getattr(of, name, None), int | float)]
         return float(found[0]) if found else default
@@ -280,8 +312,7 @@ def _compare_gate(experts: Any) -> ExpertSpec | None:
     limit, alpha = number("limit", "swiglu_limit", default=10.0), number("alpha", "swiglu_alpha", default=1.0)
     candidates = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if entry.gated and not entry.parameters]
     names = dict(gate_cap="mlp_gate_softcap", up_cap="mlp_up_softcap")  # Inkling 2's
-    config = getattr(experts, "config", None)
-    caps = {parameter: number(name, default=0.0, of=config) for parameter, name in names.items()}
+    caps = {parameter: number(name, default=0.0, of=experts.config) for parameter, name in names.items()}
     if min(caps.values()) > 0:
         candidates.append(ExpertSpec.of("softcapped_swiglu", caps))
     if limit > 0:
@@ -289,8 +320,8 @@ def _compare_gate(experts: Any) -> ExpertSpec | None:
         candidates += [ExpertSpec.of("clamped_swiglu", values) for values in parameters]
     values = torch.linspace(-2 * abs(limit), 2 * abs(limit), _PROBED)
     gate, up = (grid.reshape(-1, 1) for grid in torch.meshgrid(values, values, indexing="ij"))
-    interleaved = not getattr(experts, "is_concatenated", True)
-    got = experts._apply_gate(recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))
+    interleaved = not experts.is_concatenated
+    got = kind._apply_gate(experts, recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))
     for spec in candidates:
         want = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
         if torch.allclose(got, want, rtol=1e-5, atol=1e-4):  # the two forms of GELU are 0.01 apart here
