@@ -7,6 +7,7 @@ import torch.distributed as dist
 from titan_fp8moe.kernels import warm_up
 
 warm_up.MAX_PROCESSES = 0  # a test compiles its kernels itself: on a GPU each worker of pytest would start sixteen
+LONGEST = "tests/distributed/test_layouts", "tests/test_transformers", "tests/test_checkpoint", "tests/test_compiling"
 
 
 def pytest_addoption(parser):
@@ -14,7 +15,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked ``gpu`` need real kernels, those marked ``slow`` are asked for."""
+    """Tests marked ``gpu`` need real kernels, those marked ``slow`` are asked for. The longest files come first: each
+    is one worker's, and the other waits at the end."""
+    items.sort(key=lambda item: not any(path in item.nodeid for path in LONGEST))
     skipped = {}
     if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         skipped["gpu"] = "needs a GPU of compute capability 9.0"

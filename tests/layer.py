@@ -20,12 +20,23 @@ def make_layer(tokens=T, experts=E, dtype=torch.float32):
     return testing.make_layer(tokens, D, H, experts, K, dtype, DEVICE)
 
 
+def results(leaves, out, dout):
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+
+def gradients(function, leaves, dout):
+    """The function's output, and the gradients of copies of the leaves."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    return results(leaves, function(*leaves), dout)
+
+
 def run(x, scores, chosen, weights, dout, config, score_before=False):
     """Output and gradients of x, scores, w1, w2, w3 of the FP8 layer."""
-    leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *weights)]
-    out = routed_experts(leaves[0], *leaves[2:], chosen, leaves[1], config=config, score_before_experts=score_before)
-    out.backward(dout)
-    return [out.detach(), *[leaf.grad for leaf in leaves]]
+
+    def layer(x, scores, *weights):
+        return routed_experts(x, *weights, chosen, scores, config=config, score_before_experts=score_before)
+
+    return gradients(layer, (x, scores, *weights), dout)
 
 
 def apply_layer(

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.layer import DEVICE, CastCounter, CountingCache, apply_layer, make_layer, saved_bytes
+from tests.layer import DEVICE, CastCounter, CountingCache, apply_layer, make_layer, results, saved_bytes
 from tests.layer import run as run_layer
+from tests.specs import SETTINGS
 from titan_fp8moe import SAVED_OPS, Fp8FlowLinear, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
@@ -21,10 +22,6 @@ from titan_fp8moe.testing import relative_error
 
 D, H = 256, 176  # H is padded to 256
 DEFAULTS = Fp8FlowMoEConfig()
-SETTINGS = [
-    Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
-    for recompute, save_h in (("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16"))
-]
 
 
 def leaves(tokens=300, hidden=H, dtype=torch.float32):
@@ -35,10 +32,6 @@ def leaves(tokens=300, hidden=H, dtype=torch.float32):
 
 def ffn(inputs, config=DEFAULTS, cache=None):
     return feed_forward(inputs[0], ExpertWeights(*inputs[1:]), config, cache)
-
-
-def results(inputs, out, dout):
-    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
 @pytest.mark.parametrize("config", [*SETTINGS, Fp8FlowMoEConfig(wgrad="scaling_aware")], ids=str)

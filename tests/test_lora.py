@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import DEVICE, CastCounter
+from tests.layer import DEVICE, CastCounter, gradients
 from tests.processes import run_script
 from titan_fp8moe import (
     SAVED_OPS,
@@ -64,13 +64,6 @@ def merged(weights, lora):
     return [
         weights[name] if a is None else weights[name] + a.scale * a.B @ a.A for name, a in zip(NAMES, lora, strict=True)
     ]
-
-
-def gradients(function, leaves, dout):
-    """The output, and the gradients of the leaves."""
-    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
 
 def step(x, scores, ids, weights, lora, dout, **options):

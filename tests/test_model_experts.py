@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.layer import DEVICE
+from tests.layer import DEVICE, gradients
 from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.layer import statistics
@@ -49,20 +49,19 @@ def in_float64(x, scores, ids, w1, w2, w3, b1, b2, b3, spec: ExpertSpec) -> Tens
 
 
 def want_of(x, scores, ids, weights, biases, dout, before: bool = False) -> list[Tensor]:
-    leaves = [t.double().requires_grad_() for t in (x, scores, *weights, *biases)]
     spec = ExpertSpec.of(GPT_OSS["activation"], GPT_OSS["activation_parameters"], before)
-    out = in_float64(*leaves[:2], ids, *leaves[2:], spec)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+    leaves = [t.double() for t in (x, scores, *weights, *biases)]
+    return gradients(lambda x, scores, *rest: in_float64(x, scores, ids, *rest, spec), leaves, dout)
 
 
 def run(x, scores, ids, weights, biases, dout, before: bool = False, **options) -> list[Tensor]:
     """Output and gradients, named by NAMES."""
-    leaves = [t.clone().requires_grad_() for t in (x, scores, *weights, *biases)]
-    bias = dict(zip(("b1", "b2", "b3"), leaves[5:], strict=False))
-    out = routed_experts(
-        leaves[0], *leaves[2:5], ids, leaves[1], score_before_experts=before, **bias, **GPT_OSS, **options
-    )
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def layer(x, scores, w1, w2, w3, *biases):
+        bias = dict(zip(("b1", "b2", "b3"), biases, strict=False))
+        return routed_experts(x, w1, w2, w3, ids, scores, score_before_experts=before, **bias, **GPT_OSS, **options)
+
+    return gradients(layer, (x, scores, *weights, *biases), dout)
 
 
 # --- biases -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import time_limit
 from tools import launch, progress
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,7 @@ def test_last_error(log: str, error: str | None):
 
 def launched(*command: str) -> subprocess.CompletedProcess:
     script = [sys.executable, str(ROOT / "tools/launch.py")]
-    return subprocess.run([*script, *command], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*script, *command], capture_output=True, text=True, timeout=time_limit(60))
 
 
 def test_torchrun_ends_with_the_error_of_a_rank(tmp_path: Path):
@@ -127,7 +128,7 @@ def test_output_passes_as_it_comes():
 def test_progress_leaves_the_command_its_status():
     command = "(printf begun; printf ' failed' >&2; exit 3)"
     script = f"set -o pipefail; {command} 2>&1 | {sys.executable} tools/progress.py it"
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=time_limit(30))
     assert (done.returncode, done.stdout, done.stderr) == (3, "begun failed", "")
 
 
@@ -136,7 +137,7 @@ def test_a_wrong_config_file_is_found_before_imports(script: str):
     """Some 30 seconds of them, on a machine that has not read torch yet."""
     environment = os.environ | {"CONFIG_FILE": "train_configs/no_such.toml"}
     command = ["bash", str(ROOT / "tools" / script)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=time_limit(15))
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r".*CONFIG_FILE = train_configs/no_such.toml: no such file; .*\n", done.stderr)
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.moe.moe import FeedForward
 
-from tests.layer import DEVICE, CastCounter, CountingCache, D, E, H, K, T, apply_layer, make_layer, saved_bytes
+from tests.layer import DEVICE, CastCounter, CountingCache, D, E, H, K, T, apply_layer, make_layer, results, saved_bytes
+from tests.specs import SETTINGS
 from titan_fp8moe import RoutedExperts, SharedExperts, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import experts
@@ -24,10 +25,6 @@ from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.modules import why_not_fp8
 
 SHARED_H = 256
-SETTINGS = [
-    Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
-    for recompute, save_h in (("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16"))
-]
 
 
 def make_inputs(tokens=T, dtype=torch.float32):
@@ -40,10 +37,6 @@ def make_inputs(tokens=T, dtype=torch.float32):
 def run(leaves, ids, config=None, **kwargs):
     weights, shared = ExpertWeights(*leaves[2:5]), ExpertWeights(*leaves[5:])
     return apply_layer(leaves[0], weights, ids, leaves[1], config=config or SETTINGS[1], shared=shared, **kwargs)
-
-
-def results(leaves, out, dout):
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @pytest.fixture

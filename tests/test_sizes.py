@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.layer import DEVICE
 from tests.test_model_experts import GPT_OSS, NAMES, in_float64, make_biases
+from tests.test_weights import gathered
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, routed_experts
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer.experts import Layer, apply_experts
@@ -101,10 +102,11 @@ def test_padding_is_zeros():
     """With zeros behind x, weights and biases, as a user could pad a model, results are the same to the last bit."""
     args, _ = make(192, 80)
     x, scores, ids, weights, biases, dout = args
+    x, dout = x * 2.0**-10, dout * 2.0**-10  # other padding would be the largest value of its tile
     pad = torch.nn.functional.pad
     wide = [pad(w, (0, 128 - 80 if w is weights[1] else 64, 0, 64 if w is weights[1] else 128 - 80)) for w in weights]
     wide_b = [pad(b, (0, 64 if b is biases[1] else 128 - 80)) for b in biases]
-    got, _ = run("apart", *args)
+    got, _ = run("apart", x, scores, ids, weights, biases, dout)
     want, _ = run("apart", pad(x, (0, 64)), scores, ids, wide, wide_b, pad(dout, (0, 64)))
     for name, a, b in zip(NAMES, got, want, strict=True):
         cut = b[(..., *(slice(n) for n in a.shape[-2:]))] if a.dim() > 1 else b
@@ -211,6 +213,20 @@ def test_weights_stored_in_fp8():
         results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
+
+
+def test_weights_gathered_in_fp8():
+    """What FSDP gathers is padded; autograd takes it for the parameter."""
+    args, _ = make(192, 80)
+    x, scores, ids, weights, _, dout = args
+    results = []
+    for given in (weights, [gathered(w) for w in weights]):
+        leaves = [*leaves_of(x, scores), *(w if w.requires_grad else w.clone().requires_grad_() for w in given)]
+        out = routed_experts(leaves[0], *leaves[2:], ids, leaves[1])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    assert all(map(torch.equal, *results))
+    weight = gathered(weights[0])
+    assert weight.as_strided(weight.shape, weight.stride(), 0).quantized is weight.quantized
 
 
 def test_adapters():

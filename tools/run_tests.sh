@@ -34,6 +34,6 @@ fi
 export OMP_NUM_THREADS=1
 # Triton decides at import whether kernels are interpreted, so the kernel tests run in processes of their own.
 TRITON_INTERPRET=1 tests tests/kernels -n 2 "$@"
-# A worker takes a file at a time in the order of collection: tests/distributed, which takes longest, comes first. Its
-# processes wait for each other a third of the time, in which the other worker has the cores.
+# A worker takes a file at a time in the order of collection, in which tests/conftest.py puts the longest first. Processes
+# of tests/distributed wait for each other a third of the time, in which the other worker has the cores.
 tests tests --ignore tests/kernels -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.processes import ROOT
+from tests.processes import ROOT, time_limit
 from tests.test_cpu_training import EP2, OVERRIDES, corpus  # noqa: F401  a fixture
 
 STEPS, INTERVAL = 6, 2
@@ -36,7 +36,7 @@ def train(corpus: Path, out: Path, fault: str = "") -> tuple[int, str]:  # noqa:
     options = [*OVERRIDES, f"--training.steps={STEPS}", *EP2, "--debug.seed=1", "--comm.train_timeout_seconds=20"]
     options += ["--checkpoint.enable", f"--checkpoint.interval={INTERVAL}", "--checkpoint.no-last_save_model_only"]
     command = ["tools/run_train.sh", *options, f"--job.dump_folder={out}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=time_limit(75))
     return done.returncode, done.stdout + done.stderr
 
 

@@ -32,9 +32,9 @@ def make_ids(generator, name, top_k, num_tokens):
     return ids[torch.randperm(pairs, generator=generator, device=generator.device)].view(num_tokens, top_k)
 
 
-def strided(x_TK):
+def strided(x_TK, after=2):
     """The same values as a view of wider rows, with zeros between them: a valid id."""
-    return torch.nn.functional.pad(x_TK, (1, 2))[:, 1:-2]
+    return torch.nn.functional.pad(x_TK, (1, after))[:, 1:-after]
 
 
 @pytest.fixture(params=[2, routing.MAX_CTAS])
@@ -57,7 +57,7 @@ def test_expert_routing(generator, name, top_k, unserved_tokens, dtype, views, c
     capacity = recipe.row_capacity(R, E) + 128
     want = recipe.expert_routing(ids, scores, E, capacity)
     if views:
-        ids, scores = strided(ids), strided(strided(scores))
+        ids, scores = strided(ids), strided(scores, after=5)
     for g, w in zip(routing.expert_routing(ids, scores, E, capacity), want, strict=True):
         assert_same_bits(g, w)
 
@@ -96,7 +96,7 @@ def test_ids_are_asserted(generator, monkeypatch, wrong):
 EXCHANGES = {  # tokens, top_k, ranks, experts per rank, ids to choose from
     "two ranks": (300, 3, 2, 4, range(8)),
     "one rank": (70, 2, 1, 8, range(8)),
-    "an expert per rank": (70, 4, 33, 1, range(33)),
+    "an expert per rank": (40, 4, 33, 1, range(33)),
     "many ranks": (20, 8, 200, 1, range(0, 200, 3)),
     "half of the tokens": (150, 3, 4, 2, range(8)),
     "no token": (0, 2, 4, 2, range(8)),
@@ -164,7 +164,7 @@ def test_dispatched_tokens_carry_each_pair_once(generator, name, D, views):
     assert counts_N[:, 1:-2].flatten().tolist() == [int((ids == e).sum()) for e in range(ranks * experts)]
     token_C = token_C[: len(expected)]
     if views:
-        ids, scores = strided(ids.int()), strided(strided(scores))
+        ids, scores = strided(ids.int()), strided(scores, after=5)
     payload = pack_dispatch(q, scale, token_C, sent_TK, ids, scores, experts)
     got_q, got_scale, ids_CK, scores_CK = ops.unpack_dispatch(payload, D, top_k)
     for c, (token, pairs) in enumerate(expected):
@@ -226,7 +226,7 @@ def make_routing(generator, name, top_k, num_tokens):
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("from_payload", [False, True])
 def test_permute_rows(generator, name, from_payload):
-    T, D, top_k = 150, 1408, 3
+    T, D, top_k = 150, 640, 3
     offsets_E, token_M, _, row_TK = make_routing(generator, name, top_k, T)
     q, scale = fp8_rows(generator, T, D), column_major_scale(generator, T, D).contiguous()
     if from_payload:

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, time_limit
 
 DEBUG = ["--config", "deepseek_v3_debugmodel", "--training.disable_cuda_graphs"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "titan_fp8moe.torchtitan03.dry_run", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=time_limit(60))
 
 
 def test_a_rank_of_many(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ended_well
+from tests.processes import ended_well, time_limit
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = """
@@ -36,7 +36,7 @@ def train(case_dir: Path, tmp_path: Path, *more: str) -> str:
     command += ["--hf_assets_path", f"{case_dir}/tokenizer", "--dump_folder", str(tmp_path)]
     command += ["--dataloader.dataset_path", data, "--validator.dataloader.dataset_path", data, *more]
     environment = ENVIRONMENT | {"HF_HOME": str(tmp_path / "hf")}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=time_limit(120))
     log = run.stdout + run.stderr
     assert ended_well(run) and "Training completed" in log, log[-5000:]
     return log
@@ -48,7 +48,7 @@ def losses(log: str, kind: str = "step") -> list[float]:
 
 def export(*args: str | Path) -> str:
     command = [sys.executable, "-m", "titan_fp8moe.export_fp8", *args]
-    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=time_limit(60))
     return run.stdout + run.stderr
 
 

@@ -92,7 +92,7 @@ class AllToAllDispatch:
 
     def send(self, rows: Rows) -> Pending:
         if self.pairs is not None:
-            self.dim = rows.q.shape[1]
+            self.dim = rows.q.shape[1]  # padded already
             if self.counts_copied is not None:
                 self.counts_copied.synchronize()  # the layer's one host-device sync
             self._agree()

@@ -242,15 +242,15 @@ def weight_grads(
         A contiguous gradient (E, N_i, K_i) for each weight. That of a single weight which lies in memory as (E, K, N)
         lies so too.
     """
-    (_, rows, columns), parts, rows_of = weights[0].shape, len(weights) * matrices, weights[0].stride()
-    layout = "apart" if matrices == 1 else "joined"
-    if len(weights) == 1 and rows_of[2] != 1 and rows_of[1] == 1:
+    first, count, layout = weights[0], len(weights), "apart" if matrices == 1 else "joined"
+    if count == 1 and first.stride(2) != 1 and first.stride(1) == 1:
         layout = "transposed"
+    _, rows, columns = first.shape
     product = _bf16_product if mode == "bf16" else _fp8_product
-    grads = product(operands, mode, dtype, parts, rows // matrices, columns, layout)
+    grads = product(operands, mode, dtype, count * matrices, rows // matrices, columns, layout)
     if layout == "transposed":
         return [grads.transpose(1, 2)]
-    return list(grads.chunk(len(weights))) if len(weights) > 1 else [grads]
+    return list(grads.chunk(count)) if count > 1 else [grads]
 
 
 def _fp8_product(

@@ -130,6 +130,8 @@ def _cases() -> Iterator[Case]:
         yield Case(f"grouped_mm {dtype}", ops.grouped_mm, (*a, *b, offsets_E, dtype))
         a_t, b_t = ((integers(N, M), scales(N // TILE, M // TILE)) for N in (H, D))
         yield Case(f"grouped_mm_wgrad {dtype}", ops.grouped_mm_wgrad, (*a_t, *b_t, offsets_E, dtype))
+        padded = *a_t, *b_t, offsets_E, dtype, 1, H - 48, D - 64, "joined"
+        yield Case(f"grouped_mm_wgrad of padded weights {dtype}", ops.grouped_mm_wgrad, padded)
 
 
 def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
@@ -139,6 +141,9 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
     weights = [randn(E, H, D), randn(E, TILE, D)]
     for dtype in (torch.bfloat16, torch.float32):
         yield Case(f"quantize_rows {dtype}", ops.quantize_rows, (x.to(dtype),))
+        padded = x[:, : D - 48].to(dtype)
+        yield Case(f"quantize_rows, padded {dtype}", ops.quantize_rows, (padded,))
+        yield Case(f"quantize_group, padded {dtype}", ops.quantize_group, (padded,))
         yield Case(f"quantize_group {dtype}", ops.quantize_group, (x.to(dtype),))
         typed = [w.to(dtype) for w in weights]
         yield Case(f"quantize_weight {dtype}", ops.quantize_weight, (typed[0],))
@@ -147,13 +152,24 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
     args = tuple(t for pair in quantized for t in pair)
     yield Case("join_weight", ops.quantize._join_weight, (*args, True, True))
 
-    def refreshed(w: Tensor) -> tuple[Tensor, ...]:
-        q, q_t = (torch.empty(shape, dtype=FP8, device=w.device) for shape in ((E, H, D), (E, D, H)))
-        scale = torch.empty(E, H // TILE, D // TILE, dtype=E8M0, device=w.device)
-        state = torch.full((1 + recipe.num_samples(w),), -1, dtype=torch.int32, device=w.device)
-        return ops.refresh_weight([w], q, q_t, scale, state, None, False), q, q_t, scale, state
+    def both(*weights: Tensor) -> tuple[Tensor, ...]:
+        operand, transposed = ops.quantize_weight_both(*weights)
+        return *operand, *transposed
+
+    def refreshed(*weights: Tensor) -> tuple[Tensor, ...]:
+        q, scale, q_t, _ = map(torch.empty_like, both(*weights))
+        samples, device = len(weights) * recipe.num_samples(weights[0]), q.device
+        state = torch.full((1 + samples,), -1, dtype=torch.int32, device=device)
+        return ops.refresh_weight([*weights], q, q_t, scale, state, None, False), q, q_t, scale, state
+
+    def halves(w: Tensor) -> list[Tensor]:
+        """Gate and up, 48 rows each, of one weight that is stored transposed."""
+        return list(w[:, :96].transpose(1, 2).contiguous().transpose(1, 2).chunk(2, 1))
 
     yield Case("refresh_weight", refreshed, (weights[0],))
+    yield Case("quantize_weight_both of halves", lambda w: both(*halves(w)), (weights[0],))
+    # Without the state: kernels sample weights in the order in which they are stored.
+    yield Case("refresh_weight of halves", lambda w: refreshed(*halves(w))[:-1], (weights[0],))
 
 
 def _movement(randn: Callable[..., Tensor], ids_TK: Tensor, scores_TK: Tensor) -> Iterator[Case]:
