@@ -558,10 +558,8 @@ class _RoutedExperts(torch.autograd.Function):
         else:
             dout_rows, group_dy = _cast_gradient(dout, spec.shared, nans)
             if group_dy is not None:
-                shared = _shared_backward(saved, call, group_dy, needs.x, nans)
-            shared_dx = shared_ds = None
-            if shared is not None:
-                shared_dx, shared_ds = shared.dx_RD, shared.grads.ds_M[: dout.shape[0]]
+                shared = _shared_backward(saved, call, group_dy, needs.x, nans, dout.shape[0])
+            shared_dx, shared_ds = (None, None) if shared is None else (shared.dx_RD, shared.ds_T)
             pending = tokens.send(dout_rows)
             del dout_rows, group_dy
         del saved
@@ -590,9 +588,7 @@ class _RoutedExperts(torch.autograd.Function):
         shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
         if pending is not None:
             returned = tokens.finish(pending, ctx.x_dtype, shared_dx)
-        inputs = Inputs(returned.rows_TD, returned.ds_TK, weights=dw, shared=shared_dw, biases=dbiases)
-        if spec.shared_scored:
-            inputs = inputs._replace(shared_scores=shared_ds)
+        inputs = Inputs(returned.rows_TD, returned.ds_TK, None, None, shared_ds, dw, shared_dw, dbiases)
         return *inputs.flatten(), *dlora, None, None
 
 
@@ -635,19 +631,22 @@ class _SharedBackward(NamedTuple):
     x: Rows
     weights: ExpertWeights[Tensor]
     dx_RD: Tensor | None
+    ds_T: Tensor | None
     grads: HiddenGradients
 
     def weight_grads(self, needed: ExpertWeights[Any]) -> ExpertWeights[Any]:
         return without_expert_dim(self.ffn.weight_grads(self.x, self.grads, self.weights, needed))
 
 
-def _shared_backward(saved: Saved, call: _Call, dy: Rows, with_dx: bool, nans: NanFlags) -> _SharedBackward:
+def _shared_backward(saved: Saved, call: _Call, dy: Rows, with_dx: bool, nans: NanFlags, T: int) -> _SharedBackward:
+    """``T``: tokens, without the rows that pad their group."""
     spec, rows = call.spec, saved.rows_of_shared
     weights = one_expert(saved.shared_weights)
     ffn = group_of(rows, spec.expert, spec.shared_backward, nans, weights.w2.shape[1])
     operands = cached_backward_operands(weights, call.shared_cache, spec.shared_backward)
     dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
-    return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, grads)
+    ds_T = grads.ds_M[:T] if spec.shared_scored else None
+    return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, ds_T, grads)
 
 
 class _Finish(torch.autograd.Function):
@@ -686,9 +685,9 @@ class _Finish(torch.autograd.Function):
         in_flight.pending = tokens.send(dout_rows)
         shared_dw = NO_WEIGHTS
         if group_dy is not None:
-            shared = _shared_backward(saved, call, group_dy, in_flight.needs_dx, nans)
+            shared = _shared_backward(saved, call, group_dy, in_flight.needs_dx, nans, dout_TD.shape[0])
             del saved
-            in_flight.shared_dx_RD, in_flight.shared_ds_T = shared.dx_RD, shared.grads.ds_M[: dout_TD.shape[0]]
+            in_flight.shared_dx_RD, in_flight.shared_ds_T = shared.dx_RD, shared.ds_T
             shared_dw = shared.weight_grads(needs.shared)
         # needs_input_grad is no answer: torch.autograd.grad may ask for the shared experts' gradients only.
         if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
