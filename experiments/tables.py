@@ -7,6 +7,7 @@ On a page ``<!-- table: NAME -->`` and ``<!-- end -->`` stand around each table;
 it are hardware, dates, commits and commands of its records. What was not measured is an empty cell or no row.
 """
 
+import itertools
 import json
 import re
 import statistics
@@ -48,10 +49,10 @@ class Records:
         self.all = records
         self.used: list[Record] = []
 
-    def of(self, name: str, shape: str, ablation: str | None = None) -> dict[str, Record]:
-        """By reference, those of the newest run: others met another machine or another state. Without ``ablation``
-        none of :data:`ABLATIONS`, else that one alone."""
-        found = [r for r in self.all if r["name"] == name and r["shape"] == shape]
+    def of(self, name: str, shape: str, ablation: str | None = None, hardware: str = "") -> dict[str, Record]:
+        """By reference, those of the newest run, on that ``hardware`` if it is given: others met another machine or
+        another state. Without ``ablation`` none of :data:`ABLATIONS`, else that one alone."""
+        found = [r for r in self.all if r["name"] == name and r["shape"] == shape and hardware in r["hardware"]]
         found = [r for r in found if (r["reference"] == ablation if ablation else r["reference"] not in ABLATIONS)]
         newest = max(reversed(found), key=lambda r: r["date"], default=None)  # of one date, what was written last
         found = [r for r in found if all(r[key] == newest[key] for key in ("date", "commit", "hardware"))]
@@ -202,14 +203,16 @@ def titan03(records: Records) -> str:
     """Training under torchtitan 0.3, one row for each setting and options of ours."""
     rows = []
     for name in records.names(r"train_\S+_titan03( \S+=\S+)*"):
-        for shape in records.shapes(name):
-            speed, memory = records.of(name, shape), records.of(f"{name} memory", shape)
+        for shape, card in itertools.product(records.shapes(name), ("H200", "H100")):
+            speed, memory = (records.of(f"{name}{kind}", shape, hardware=card) for kind in ("", " memory"))
+            if not speed:
+                continue
             short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
             title = joined(short.replace("parallelism.expert_parallel_degree=1", "FSDP 2"), *name.split()[1:])
             cells = [joined(cell(speed, reference), cell(memory, reference)) for reference in TITAN03]
-            rows.append([title, *cells, joined(ours(speed) + ratios(speed, *TITAN03), ours(memory))])
+            rows.append([title, card, *cells, joined(ours(speed) + ratios(speed, *TITAN03), ours(memory))])
     rows.sort(key=lambda row: "GPUs" in row[0])
-    return markdown(["tokens/s per GPU, GiB reserved", *TITAN03.values(), "titan_fp8moe"], rows)
+    return markdown(["tokens/s per GPU, GiB reserved", "GPU", *TITAN03.values(), "titan_fp8moe"], rows)
 
 
 CHECKPOINTING = {

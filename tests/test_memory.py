@@ -64,7 +64,10 @@ def parse(record: dict[str, Any]) -> Iterator[Measured]:
     if record["date"] < "2026-11-24" and not record["name"].endswith("memory"):
         defaults.append(BF16_SHARED)  # these runs are older than FP8 shared experts
     tables = ("--activation_checkpoint.mode=", "--fp8_flow_moe.checkpointing=")
-    fp8 = [*defaults, *(f"--fp8_flow_moe.{option}".replace(tables[1], tables[0]) for option in options)]
+    fp8 = [
+        *defaults,
+        *(f"--fp8_flow_moe.{option}".replace(tables[1], tables[0]).removesuffix("=true") for option in options),
+    ]
     yield Measured(gpus, layers, (*common, *fp8), record["value"], record["date"])
     if record["reference"] in ("bf16", "fp8_flow"):
         reference = defaults if record["reference"] == "fp8_flow" else ()
@@ -77,7 +80,7 @@ def measured() -> list[Measured]:
     found = {}
     for record in (record for path in paths for record in json.loads(path.read_text())):
         named = record["name"].startswith("train_") and record["unit"] == "GiB reserved"
-        if named and "model routing" not in record["shape"]:
+        if named and "model routing" not in record["shape"] and "_titan03" not in record["name"]:
             for run in parse(record):
                 found[run[:3]] = run
     return list(found.values())

@@ -125,7 +125,7 @@ PADDED = ("AriaExperts", "GptOssExperts", "OpenAIPrivacyFilterExperts", "Qwen3Mo
 PADDED_SIZES = dict.fromkeys(("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size"), 144)
 
 
-@pytest.mark.parametrize("module,name", [found for found in CLASSES if found[1] in PADDED], ids=PADDED)
+@pytest.mark.parametrize("module,name", [found for found in CLASSES if found[1] in PADDED], ids=str)
 def test_padded_sizes(module: str, name: str):
     """In every layout: transposed or not, gate and up interleaved or not, with biases or without. Parameters and their
     gradients keep their shapes and strides."""
