@@ -60,6 +60,27 @@ def test_all_kernels_of_a_layer(how):
     assert ("_swiglu_kernel" in unaligned) == ("flags" in how)  # a flag is one of several bytes
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["gate and up in one", "apart"])
+def test_weights_that_are_quantized_and_padded(fused):
+    """D is 192 and H 80; stored weights have 256 and 128."""
+
+    def stored(N: int, K: int) -> list[torch.Tensor]:
+        return [
+            torch.empty(E, N, K, dtype=torch.float8_e4m3fn),
+            torch.empty(E, N // 128, K // 128, dtype=torch.float8_e8m0fnu),
+        ]
+
+    up = [None, None] if fused else stored(128, 256)
+    pairs = stored(256 if fused else 128, 256), stored(256, 128), up
+    weights = [q for q, _ in pairs] + [scale for _, scale in pairs]
+    config = Fp8FlowMoEConfig()
+    layer = LayerSpec(config.route(None), SWIGLU, config.backward._replace(weights="frozen"), "", True)
+    x, ids = torch.empty(T, 192, dtype=torch.bfloat16), torch.empty(T, K, dtype=torch.int64)
+    run = functools.partial(on_meta.experts, apply_experts, Layer, x, ids, None, weights, [], layer)
+    found = names(warm_up.recorded(run))
+    assert "grouped_mm_hopper_kernel" in found and "wgrad_hopper_kernel" not in found
+
+
 def test_all_kernels_of_an_ffn():
     weights = [torch.empty(1, *shape) for shape in ((H, D), (D, H), (H, D))]
     x, backward = torch.empty(T, D, dtype=torch.bfloat16), Fp8FlowMoEConfig().backward

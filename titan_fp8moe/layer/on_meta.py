@@ -32,8 +32,9 @@ def _weights(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
     weights: ExpertWeights[Any] = ExpertWeights(*map(like, packed[: len(ExpertWeights._fields)]))
     if weights.w1.shape[2] == D:
         return weights
-    w1, w2 = weights.w1.detach()[:, :, :D], weights.w2.detach()[:, :D]  # quantized ones are padded
-    return ExpertWeights(w1.contiguous().requires_grad_(), w2.contiguous().requires_grad_())
+    # Quantized ones are padded.
+    cut = weights.w1[:, :, :D], weights.w2[:, :D], None if weights.w3 is None else weights.w3[:, :, :D]
+    return ExpertWeights(*(None if w is None else w.detach().contiguous().requires_grad_() for w in cut))
 
 
 def _one_expert(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
