@@ -330,7 +330,7 @@ def wrong(change):
         ("scale", r"scale of lora\.w1 is tensor\(2\.\); set it to a number, alpha / r"),
         ("nan", "scale of lora.w1 is nan"),
         ("device", "must be on the weights' device, .* got meta"),
-        ("fused", r"lora\.w3 has no weight: w1 holds gate and up, so lora\.w1 is the adapter of both"),
+        ("fused", r"lora\.w3 has no weight: w1 is all of GEMM 1, so lora\.w1 is the adapter of all of it"),
     ],
 )
 def test_wrong_adapters_are_refused(change, message):

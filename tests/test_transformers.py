@@ -628,7 +628,7 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: 
     arguments = ["--out", str(tmp_path), "--tiny", "--rounds", "1", "--calls", "1", "--steps", "3", "--models", "qwen3"]
     run.main(arguments)
     records = json.loads((tmp_path / "results.json").read_text())
-    assert {record["name"] for record in records} == {"transformers_qwen3"} and len(records) == 5
+    assert {record["name"] for record in records} == {"transformers_qwen3"} and len(records) == 13
     assert all(record["experts_in_fp8"] == 1 and record["speedup"] > 0 for record in records)
     loss = next(record for record in records if "loss after" in record["shape"])
     assert loss["value"] == pytest.approx(loss["reference_value"], rel=5e-3) and len(loss["losses"]) == 3

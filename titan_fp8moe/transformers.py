@@ -257,18 +257,25 @@ def _expert(experts: Any) -> ExpertSpec | None:
     """The expert of the table that computes what these experts do between their products, by its values; None if there
     is none."""
     act = getattr(experts, "act_fn", None)
-    act = type(act) if isinstance(act, nn.Module) else act
+    if isinstance(act, nn.Module) and _needs_no_arguments(type(act)):
+        act = type(act)
     traits = experts.has_gate, getattr(experts, "is_concatenated", True)
     numbers = _numbers(experts, _NUMBERS), _numbers(getattr(experts, "config", None), _NUMBERS_OF_CONFIG)
     return _expert_of(type(experts), act, *traits, *numbers)
 
 
-def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, float | None], ...]:
     values = [(name, getattr(owner, name, None)) for name in names]
-    return tuple((name, value) for name, value in values if isinstance(value, int | float))
+    return tuple((name, value if isinstance(value, int | float) else None) for name, value in values)
 
 
-# torch.compile before 2.13 passes no modules to such a function, but classes and numbers.
+# torch.compile before 2.13 passes no modules to such functions, but classes and numbers.
+@torch.compiler.assume_constant_result
+def _needs_no_arguments(kind: type) -> bool:
+    parameters = inspect.signature(kind).parameters.values()
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
 @torch.compiler.assume_constant_result
 def _expert_of(*traits: Any) -> ExpertSpec | None:
     return _compare(*traits)
@@ -280,8 +287,8 @@ def _compare(
     act: Any,
     has_gate: bool,
     is_concatenated: bool,
-    numbers: tuple[tuple[str, float], ...],
-    of_config: tuple[tuple[str, float], ...],
+    numbers: tuple[tuple[str, float | None], ...],
+    of_config: tuple[tuple[str, float | None], ...],
 ) -> ExpertSpec | None:
     """:func:`_expert` of experts of this class, by an object that has all that their gate reads."""
     experts = SimpleNamespace(
