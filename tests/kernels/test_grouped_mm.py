@@ -16,8 +16,9 @@ from titan_fp8moe.kernels.gemm import forward, grouped_mm, portable, wgrad
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.recipe import TILE
 
-# Hopper sums the products of 128 values with about 14 bits.
-TOLERANCE = {torch.bfloat16: 2e-3, torch.float32: 2e-4}
+# Rounding to bf16 costs 1.6e-3, and more where few values dominate. Hopper sums the products of 128 values with about
+# 14 bits.
+TOLERANCE = {torch.bfloat16: 3e-3, torch.float32: 2e-4}
 DTYPES = list(TOLERANCE)
 GROUPS = {
     "uneven": (128, 512, 640),
