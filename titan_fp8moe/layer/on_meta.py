@@ -38,7 +38,7 @@ def _weights(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
 
 
 def _one_expert(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
-    """Of weights with a dim of one expert, those without it."""
+    """The weights without their dim of one expert."""
     return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_() for w in _weights(packed, D)))
 
 
