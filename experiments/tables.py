@@ -194,7 +194,6 @@ TITAN03 = {
     "bf16_outside_fsdp": "bf16, experts outside of FSDP",
     "bf16_fused_swiglu": "bf16, `fused_swiglu`",
     "bf16_strongest": "bf16, both, grouped GEMMs kept",
-    "bf16_async_ep": "bf16, MinimalAsyncEP",
     "torchao": "torchao FP8 experts",
 }
 

@@ -6,7 +6,6 @@
 * ``bf16_outside_fsdp`` keeps experts outside of FSDP over one rank, as the FP8 adapter does, so that both copy alike.
 * ``bf16_fused_swiglu`` has torchtitan's overrides ``fused_swiglu`` and ``fused_grouped_experts``.
 * ``bf16_strongest`` has them outside of FSDP, and selective checkpointing keeps its grouped GEMMs.
-* ``bf16_async_ep`` dispatches with torchtitan's MinimalAsyncEP, which CUDA graphs with expert parallelism need.
 * ``torchao`` has torchtitan's rowwise Float8 experts.
 """
 
@@ -25,7 +24,6 @@ from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
-from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3_models
 from torchtitan.models.qwen3 import config_registry as qwen3
 from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
 
@@ -86,19 +84,11 @@ def _torchao(config: Any) -> Any:
     return config
 
 
-def _async_ep(config: Any) -> Any:
-    dispatching = deepseek_v3_models("16B", attn_backend="flex", moe_comm_backend="minimal_async_ep").model
-    layers = len(config.model_spec.model.layers)
-    config.model_spec.model.layers = dispatching.layers[:layers]
-    return _fused_swiglu(config)
-
-
 VARIANTS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda config: config,
     "bf16_outside_fsdp": _outside_fsdp,
     "bf16_fused_swiglu": _fused_swiglu,
     "bf16_strongest": _strongest,
-    "bf16_async_ep": _async_ep,
     "torchao": _torchao,
     "fp8_flow": with_fp8_flow,
 }

@@ -79,7 +79,6 @@ VARIANTS_03 = (
     "bf16_outside_fsdp",
     "bf16_fused_swiglu",
     "bf16_strongest",
-    "bf16_async_ep",
     "torchao",
     "fp8_flow",
 )  # setting03.py's

@@ -16,9 +16,8 @@ from titan_fp8moe.kernels.gemm import forward, grouped_mm, portable, wgrad
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.recipe import TILE
 
-# Rounding to bf16 costs 1.6e-3, and more where few values dominate. Hopper sums the products of 128 values with about
-# 14 bits.
-TOLERANCE = {torch.bfloat16: 3e-3, torch.float32: 2e-4}
+# Hopper sums the products of 128 values with about 14 bits. For bf16 the error counts twice, see assert_close.
+TOLERANCE = {torch.bfloat16: 4e-4, torch.float32: 2e-4}
 DTYPES = list(TOLERANCE)
 GROUPS = {
     "uneven": (128, 512, 640),
@@ -52,11 +51,18 @@ def kernels(request):
 
 
 def assert_close(out, ref):
-    """Small relative error of the whole result, and of the worst 128x128 block: a wrong tile hides in a large one."""
+    """Small relative error of the whole result, and of the worst 128x128 block: a wrong tile hides in a large one.
+
+    A sum z that is rounded to the result's dtype is at most as far from it as the rounded reference: the result's error
+    is that of rounding the reference and twice that of z.
+    """
     blocks = (ref.numel() // (TILE * ref.shape[-1]), TILE, ref.shape[-1] // TILE, TILE)
+    rounding = ref.to(out.dtype).double() - ref
     for dims, factor in (((0, 1, 2, 3), 1), ((1, 3), 2)):
-        error, size = (torch.linalg.vector_norm(x.view(blocks), dim=dims) for x in (out.double() - ref, ref))
-        assert (error <= factor * TOLERANCE[out.dtype] * size).all(), (error / size).max()
+        error, rounded, size = (
+            torch.linalg.vector_norm(x.view(blocks), dim=dims) for x in (out.double() - ref, rounding, ref)
+        )
+        assert (error <= rounded + factor * TOLERANCE[out.dtype] * size).all(), ((error - rounded) / size).max()
 
 
 def by_expert(offsets_E):

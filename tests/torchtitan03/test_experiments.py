@@ -18,7 +18,7 @@ def test_a_variant(variant):
     assert experts == outside
     assert isinstance(config, Fp8FlowTrainer.Config) == (variant == "fp8_flow")
     assert any("fused_grouped_experts" in name for name in config.override.imports) == (
-        variant in ("bf16_fused_swiglu", "bf16_strongest", "bf16_async_ep")
+        variant in ("bf16_fused_swiglu", "bf16_strongest")
     )
     kept = config.activation_checkpoint.build().get_save_ops() - SelectiveAC.Config().build().get_save_ops()
     assert [str(op) for op in kept] == (["aten._grouped_mm.default"] if variant == "bf16_strongest" else [])
