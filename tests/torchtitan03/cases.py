@@ -94,3 +94,5 @@ FOUR_RANKS = {
     "pp2_tp2_routed": Case({}, PP2 | TP2 | {"spmd_backend": "partial_dtensor"}),  # with buffers that are DTensors
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
+FP8_TENSORS = "fsdp2", "ep2", "ep2_selective", "ep2_compile", "hsdp2_ep2"
+"""At whose end the model's FP8 tensors are compared with an export's."""

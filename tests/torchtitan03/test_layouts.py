@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.conftest import WorkerResults
-from tests.torchtitan03.cases import CASES
+from tests.torchtitan03.cases import CASES, FP8_TENSORS
 from titan_fp8moe.testing import relative_error
 
 TOLERANCE = 1e-2
@@ -113,6 +113,12 @@ def test_own_trainers_keep_their_steps(results: WorkerResults):
     got, want = results.get("single_own_trainer"), results.get("single_statistics")
     assert got["trainer"] == ("OwnTrainer", 3 * 42)
     assert got["losses"] == want["losses"] and got["logged"] == want["logged"] != {}
+
+
+@pytest.mark.parametrize("case", FP8_TENSORS)
+def test_fp8_tensors_are_those_of_an_export(results: WorkerResults, case: str):
+    """Gathered, and each rank its own."""
+    assert results.get(case)["wrong fp8_tensors"] == []
 
 
 def test_lora_trains_its_adapters(results: WorkerResults):

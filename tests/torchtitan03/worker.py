@@ -31,8 +31,8 @@ from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-from tests.distributed.runner import gather, gather_list, plain_name, run_all
-from tests.torchtitan03.cases import CASES, GLOBAL_BATCH, Case
+from tests.distributed.runner import gather, gather_list, run_all, wrong_fp8_tensors
+from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import metrics, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
@@ -40,6 +40,7 @@ from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts
 from titan_fp8moe.trainer.cpu import compute_dtype
+from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
 LORA = ["wo", "w2", "inner_experts"]
@@ -221,6 +222,9 @@ def run(name: str, out: Path) -> dict:
         try:
             result = train(trainer, case.steps)
             result["logged"] = logged
+            if name in FP8_TENSORS:
+                spec, part = trainer.config.model_spec, trainer.model_parts[0]
+                result["wrong fp8_tensors"] = wrong_fp8_tensors(part, spec.state_dict_adapter(spec.model, None))
             result["keys"] = [plain_name(key) for part in trainer.model_parts for key in part.state_dict()]
             result["graphs"] = counters["stats"]["unique_graphs"]
             result["gathered"] = gathered_dtypes(trainer.model_parts)
