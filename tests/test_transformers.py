@@ -600,6 +600,21 @@ def test_save_and_load(tmp_path: Path):
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, want) and not torch.equal(plain(tokens).logits, want)
     assert len(adapter.converted(again)) == 2
+    with pytest.raises(ValueError, match="a saved model does not keep the choice"):
+        adapter.converted(plain)
+    model.config.experts_implementation = "fp8_flow"  # recorded by hand
+    model.save_pretrained(tmp_path)
+    assert len(adapter.converted(auto.from_pretrained(tmp_path))) == 2
+
+
+def test_models_of_one_config_share_the_choice():
+    first = make_model(num_hidden_layers=1)
+    second = type(first)(first.config)
+    first.set_experts_implementation("fp8_flow")
+    assert adapter.converted(second)
+    second.set_experts_implementation("grouped_mm")
+    with pytest.raises(ValueError, match="no experts"):
+        adapter.converted(first)
 
 
 @pytest.mark.gpu
