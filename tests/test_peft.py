@@ -13,6 +13,7 @@ peft = pytest.importorskip("peft", "0.21")
 
 from peft.tuners.lora import ParamWrapper  # noqa: E402
 from torch.nn.functional import cosine_similarity  # noqa: E402
+from transformers import GptOssConfig, GptOssForCausalLM  # noqa: E402
 
 from experiments.lora_qwen3_30b import run as experiment  # noqa: E402
 from tests.layer import CastCounter  # noqa: E402
@@ -156,6 +157,29 @@ def test_experts_that_stay_keep_pefts_forward():
     assert torch.equal(got, logits(model, tokens, "grouped_mm"))
     with model.disable_adapter():
         assert not torch.equal(got, logits(model, tokens, "grouped_mm"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options", "message"),
+    [
+        (["mlp.experts.gate_up_projj"], {}, "no `target_parameters` found"),
+        (BOTH, dict(use_dora=True), "does not work with use_dora=True"),
+        (BOTH, dict(lora_dropout=0.1), "does not work with lora_dropout != 0"),
+        (BOTH, dict(r=0), "`r` should be a positive integer"),
+    ],
+)
+def test_wrong_configs_are_refused(parameters: list[str], options: dict[str, Any], message: str):
+    """By PEFT, in its own words."""
+    with pytest.raises(ValueError, match=message):
+        peft.get_peft_model(make_model(num_hidden_layers=1), lora_config(parameters, **options))
+
+
+def test_transposed_weights_are_refused():
+    sizes = dict(hidden_size=128, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2, head_dim=32)
+    config = GptOssConfig(**sizes, num_hidden_layers=1, vocab_size=512, pad_token_id=0)
+    model = peft.get_peft_model(GptOssForCausalLM(config), lora_config(BOTH[:1]))
+    with pytest.raises(ValueError, match="transposed weights, whose PEFT adapters .*out of target_parameters"):
+        logits(model, make_tokens())
 
 
 def test_another_peft_is_refused(monkeypatch: pytest.MonkeyPatch):
