@@ -76,14 +76,21 @@ def _store(q, scale, values, byte, row, tile, M, D, TILE: tl.constexpr):
 
 @triton.jit
 def _dequantize(values, byte):
-    return values.to(tl.float32) * (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
+    """The numbers that e4m3 values mean, apart from NaN."""
+    # From their bits: of values that a kernel has just converted to e4m3, CUDA 12.8's ptxas, which Triton 3.6 has,
+    # converts others back. Exponent and mantissa take their places in an fp32, whose exponent is 120 more.
+    bits = values.to(tl.int8, bitcast=True).to(tl.int32)
+    bits = (bits & -(2**31)) | ((bits & 0x7F) << 20)
+    scale = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
+    return bits.to(tl.float32, bitcast=True) * 2.0**120 * scale
 
 
 @triton.jit
-def _step(values, read, side, read_side):
-    """The next e4m3 code, in magnitude, of values that ``read`` on another side of a clamp than they should."""
-    step = tl.where(read == read, side.to(tl.int8) - read_side.to(tl.int8), 0)  # NaN stays
-    return (values.to(tl.int8, bitcast=True) + step).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+def _step(values, side, read_side):
+    """The next e4m3 code, in magnitude, of values that are read on another side of a clamp than they should."""
+    code = values.to(tl.int8, bitcast=True)
+    step = tl.where((code & 0x7F) == 0x7F, 0, side.to(tl.int8) - read_side.to(tl.int8))  # NaN stays
+    return (code + step).to(tl.int8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -182,12 +189,11 @@ def _swiglu_kernel(
         if BEYOND is not None:
             side = s if SCORE_FIRST else 1.0
             g_side, u_side = BEYOND(_plus(side * g, b_g), _plus(side * u, b_u), p0, p1, p2)
-            read = _dequantize(pairs_q, pairs_byte)
-            g_read, u_read = _split(read, ROWS, TILE)
+            g_read, u_read = _split(_dequantize(pairs_q, pairs_byte), ROWS, TILE)
             g_read_side, u_read_side = BEYOND(_plus(side * g_read, b_g), _plus(side * u_read, b_u), p0, p1, p2)
             sides = _join(g_side.to(tl.int8), u_side.to(tl.int8), ROWS, TILE)
             read_sides = _join(g_read_side.to(tl.int8), u_read_side.to(tl.int8), ROWS, TILE)
-            pairs_q = _step(pairs_q, read, sides, read_sides)
+            pairs_q = _step(pairs_q, sides, read_sides)
         _store_pairs(h_q, h_scale, pairs_q, pairs_byte, pair_row, pair_tile, M, PAIRED, TILE)
     if h_q is not None and PAIRED is None:
         g_q, g_byte = quantize_tiles(g, None)
@@ -197,7 +203,7 @@ def _swiglu_kernel(
             g_side, u_side = BEYOND(_plus(side * g, b_g), _plus(side * u, b_u), p0, p1, p2)
             g_read, u_read = _dequantize(g_q, g_byte), _dequantize(u_q, u_byte)
             g_read_side, u_read_side = BEYOND(_plus(side * g_read, b_g), _plus(side * u_read, b_u), p0, p1, p2)
-            g_q, u_q = _step(g_q, g_read, g_side, g_read_side), _step(u_q, u_read, u_side, u_read_side)
+            g_q, u_q = _step(g_q, g_side, g_read_side), _step(u_q, u_side, u_read_side)
         _store(h_q, h_scale, g_q, g_byte, row, tile, M, N, TILE)
         if GATED:
             _store(h_q, h_scale, u_q, u_byte, row, up_tile, M, N, TILE)
