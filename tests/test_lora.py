@@ -472,3 +472,7 @@ def test_adapters_under_fsdp(group, policy):
     for n, B in plain.lora_B.items():
         assert testing.relative_error(sharded.lora_B[n].grad.to_local(), B.grad) < 0.1
     assert sharded.w1.grad is None
+    sharded(x.to(policy or x.dtype), ids, scores)  # leaves whole copies of the weights
+    for module in (plain, sharded):
+        module.merge_lora()
+    assert torch.equal(sharded.w1.full_tensor(), plain.w1)

@@ -1,5 +1,6 @@
 """PEFT's adapters of Transformers' experts, beside their FP8 weights. The reference is PEFT's own forward, in fp32."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ peft = pytest.importorskip("peft", "0.21")
 from peft.tuners.lora import ParamWrapper  # noqa: E402
 from torch.nn.functional import cosine_similarity  # noqa: E402
 
+from experiments.lora_qwen3_30b import run as experiment  # noqa: E402
 from tests.layer import CastCounter  # noqa: E402
 from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, train  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
@@ -187,6 +189,24 @@ def test_weights_stored_in_fp8():
     for wrapper in stored:
         with pytest.raises(ValueError, match=f"{wrapper.parameter_name} is stored in FP8.*beside it"):
             wrapper.merge()
+
+
+@pytest.mark.slow
+def test_experiment(tmp_path: Path):
+    """Each phase records, and losses follow those of PEFT in bf16. Only ``ours`` has adapters beside the weights."""
+    experiment.main(["--out", str(tmp_path), "--tiny", "--steps", "1", "--train-steps", "6"])
+    records = json.loads((tmp_path / "results.json").read_text())
+    assert [r["reference"] for r in records] == ["ours merged", "bf16", "bf16", "bf16"]
+    assert all(r["speedup"] > 0 for r in records)
+    for r in records[2:]:
+        assert r["losses"] == pytest.approx(r["reference_losses"], rel=5e-4) and r["losses"] != r["reference_losses"]
+        assert r["losses"][-1] < r["losses"][0]
+    for name in experiment.IMPLEMENTATIONS:
+        trainer = experiment.Trainer(experiment.MODELS["qwen3"].dims | experiment.TINY | dict(vocab_size=512), name)
+        with CastCounter() as counter:
+            trainer.step(torch.randint(512, (2, 16)))
+        assert (counter.ops["low_rank"] > 0) == (name == "ours")
+        assert (counter.ops["quantize_weight"] > 0) == (name == "ours merged")
 
 
 def adapters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.layer.lora import Adapter, Lora
@@ -95,6 +96,8 @@ class AddsLora(nn.Module):
         """
         if self.lora_scale is None:
             raise RuntimeError("these experts have no adapters to merge; call add_lora(rank, alpha) first")
+        if isinstance(self, FSDPModule):
+            self.reshard()  # a forward may have left whole copies, of which FSDP would forget the change
         for name, A in self.lora_A.items():
             weight, A, B = (_local(t) for t in (getattr(self, name), A, self.lora_B[name]))
             for w, a, b in zip(weight, A, B, strict=True):  # an expert at a time, for memory

@@ -338,7 +338,8 @@ def cache_of(module: Any, frozen: bool) -> WeightCache | None:
     """The cache of a module's weights, or None if they are to be quantized each time: trained weights without
     ``cache_weights``, and those that FSDP gathers in FP8."""
     config = module.config
-    if config.fp8_all_gather or not (frozen or config.cache_weights):
+    in_fp8 = config.fp8_all_gather or getattr(module, "gathers_fp8", False)
+    if in_fp8 or not (frozen or config.cache_weights):
         return None
     return module.cache
 
