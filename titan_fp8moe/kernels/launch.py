@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from titan_fp8moe.recipe import E8M0
 
-_NO_TENSORS = (int, float, type(None), TensorDescriptor)
+_NO_TENSORS = (float, type(None), TensorDescriptor)
 
 
 class Kernel:
@@ -111,16 +111,16 @@ class Kernel:
         key, values = [device, *constants, *constants.values()], []
         append = key.append
         for arg, specialized in zip(args, self._specialized, strict=False):
-            kind = type(arg)
-            if kind is Tensor or kind not in _NO_TENSORS:  # the most frequent case first
+            kind = type(arg)  # the most frequent ones first
+            if kind is int:
+                append(arg < 2**31)
+                if specialized:
+                    append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
+            elif kind is Tensor or kind not in _NO_TENSORS:
                 append(arg.dtype)
                 append(arg.get_device())
                 arg = arg.data_ptr()
                 append(arg & 15)
-            elif kind is int:
-                append(arg < 2**31)
-                if specialized:
-                    append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
             elif kind is TensorDescriptor:
                 append(arg.base.dtype)
                 append(arg.block_shape[0])

@@ -332,8 +332,9 @@ def _weights_changed_kernel(
 def stored_transposed(weights: Sequence[Tensor]) -> bool:
     """Whether the weights (E, N, K) lie in memory as (E, K, N), two alike: such as gate and up of one (E, K, 2N)."""
     first, last = weights[0], weights[-1]
-    alike = first is last or (first.shape == last.shape and first.stride() == last.stride())
-    return first.stride(2) != 1 and first.stride(1) == 1 and alike
+    if first.stride(2) == 1 or first.stride(1) != 1:
+        return False
+    return first.shape == last.shape and first.stride() == last.stride()
 
 
 def _copied(w: Tensor) -> Tensor:
@@ -353,7 +354,8 @@ def _warn_of_copies(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
 
 def _blocks(weights: list[Tensor], beside: bool) -> tuple[list[Any], tuple[int, int, int], bool]:
     """The arguments of :func:`_quantize_block` up to ``num_columns``, the operand's (E, N, K), and WHOLE."""
-    w, last_w = (w if w.stride(2) == 1 else _copied(w) for w in (weights[0], weights[-1]))
+    w, last_w = weights[0], weights[-1]
+    w, last_w = w if w.stride(2) == 1 else _copied(w), last_w if last_w.stride(2) == 1 else _copied(last_w)
     (E, rows, columns), last_rows, first_N, K = w.shape, last_w.shape[1], padded(w.shape[1]), padded(w.shape[2])
     whole = columns == K and rows == first_N and last_rows % TILE == 0
     last_block, shape = first_N // TILE, (E, first_N + (padded(last_rows) if len(weights) > 1 else 0), K)
