@@ -77,6 +77,7 @@ def cases():
         for layout in recipe.WGRAD_LAYOUTS:
             args = *recipe.transpose_pair(*x, *dy), offsets_E, FP32, parts, rows_, columns, layout
             yield "grouped_mm_wgrad", args
+    yield "dequantize_rows", (*x, offsets_E)
     factors = torch.randn(E, 16, D, dtype=BF16), torch.randn(E, 2 * H, 16, dtype=BF16)
     yield "low_rank", (*x, *factors, offsets_E)
     yield "low_rank", (*rows(M, 2 * H), *(f.transpose(1, 2) for f in reversed(factors)), offsets_E)

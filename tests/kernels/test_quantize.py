@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from tests.kernels.compare import assert_same_bits, randint, randn
+from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, offsets, randint, randn
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize
 
@@ -94,6 +94,18 @@ def check_weight(weights):
     if len(weights) < 3:
         check_operands(weights, lambda *how: quantize.join_weight(*map(list, zip(*quantized, strict=True)), *how))
     check_operands(weights, lambda *how: quantize.quantize_weight(weights, *how))
+
+
+@pytest.mark.parametrize("M, K, end", [(256, 128, 128), (384, 768, 384), (128, 256, 0)])
+def test_dequantize_rows(generator, M, K, end):
+    """Of every e4m3 code and scale, rows of either layout; those past the last group are not touched."""
+    q, scale = fp8_rows(generator, M, K), column_major_scale(generator, M, K)
+    ends = offsets(0, end, end, device=q.device)
+    for layout in (scale, scale.view(torch.uint8).contiguous().view(recipe.E8M0)):
+        out = quantize.dequantize_rows(q, layout, ends)
+        want = recipe.dequantize(q, scale, BF16)[:end]
+        torch.testing.assert_close(out[:end], want, rtol=0, atol=0, equal_nan=True)
+        assert (out[end:].view(torch.uint8) == 0xA5).all()
 
 
 def check_operands(weights, make):

@@ -22,6 +22,7 @@ from titan_fp8moe.recipe import E8M0, FP8, SAMPLES, TILE, group_rows, padded, sa
 TILES = 32  # per CTA: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
 WARPS = 4
 WEIGHT_WARPS = 4
+DEQUANTIZED_ROWS = 32  # divides 128, so no CTA straddles offsets_E[-1]; not swept
 # Not measured: enough CTAs to fill an H100 twice, and few enough to be over at once where nothing has changed.
 REFRESH_CTAS = 2048
 SAMPLE_WARPS = 8
@@ -162,6 +163,34 @@ def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor
         **constants,
     )  # fmt: skip
     return q, scale, scale_t.t(), end
+
+
+@Kernel
+@triton.jit(do_not_specialize=["scale_stride_m", "scale_stride_k"])
+def _dequantize_rows_kernel(
+    q, scale, scale_stride_m, scale_stride_k, offsets_E, out, K, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+):
+    """CTA (tile column, row block). q and out: (M, K), contiguous."""
+    tile, first = tl.program_id(0), tl.program_id(1) * ROWS
+    if first >= tl.load(offsets_E + E - 1):
+        return
+    row = first + tl.arange(0, ROWS)
+    byte = tl.load(scale + row * scale_stride_m + tile * scale_stride_k)
+    factor = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    at = row.to(tl.int64)[:, None] * K + tile * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(out + at, (tl.load(q + at).to(tl.float32) * factor[:, None]).to(tl.bfloat16))
+
+
+def dequantize_rows(q_MK: Tensor, scale: Tensor, offsets_E: Tensor) -> Tensor:
+    """Kernel of :func:`titan_fp8moe.ops.dequantize_rows`; leaves rows at and past ``offsets_E[-1]`` unwritten."""
+    (M, K), (stride_m, stride_k) = q_MK.shape, scale.stride()
+    assert q_MK.is_contiguous()
+    out = torch.empty(M, K, dtype=torch.bfloat16, device=q_MK.device)
+    _dequantize_rows_kernel[(K // TILE, M // DEQUANTIZED_ROWS)](
+        q_MK, scale, stride_m, stride_k, offsets_E, out, K,
+        E=offsets_E.shape[0], ROWS=DEQUANTIZED_ROWS, TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from titan_fp8moe import ops, recipe
+from titan_fp8moe import ops
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.lora import NO_LORA, GemmLora, LoraOperands
 from titan_fp8moe.layer.statistics import Operand
@@ -264,7 +264,7 @@ def _bf16_product(
 ) -> Tensor:
     """As :func:`_fp8_product`, in bf16."""
     dy, x, _, offsets_E = operands
-    dy_MN, x_MK = recipe.dequantize(*dy, torch.bfloat16), recipe.dequantize(*x, torch.bfloat16)
+    dy_MN, x_MK = ops.dequantize_rows(*dy, offsets_E), ops.dequantize_rows(*x, offsets_E)
     grads = []
     for part in dy_MN.chunk(parts, 1):
         left, right = (x_MK, part) if layout == "transposed" else (part, x_MK)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.ops.backend import custom_op, use_kernels
+from titan_fp8moe.ops.quantize import dequantize_rows
 
 RANK_STEP = 16
 
@@ -25,7 +26,7 @@ def low_rank(q_MK: Tensor, scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_
     """
     if not use_kernels(q_MK):
         return recipe.low_rank(q_MK, scale, a_ERK, b_ENR, offsets_E)
-    return _rows_mm(_rows_mm(_dequantize(q_MK, scale), a_ERK, offsets_E), b_ENR, offsets_E)
+    return _rows_mm(_rows_mm(dequantize_rows(q_MK, scale, offsets_E), a_ERK, offsets_E), b_ENR, offsets_E)
 
 
 @low_rank.register_fake
@@ -46,7 +47,7 @@ def low_rank_grads(
     """dA (E, R, K) and dB (E, N, R) bf16; see :func:`titan_fp8moe.recipe.low_rank_grads`."""
     if not use_kernels(x_MK):
         return recipe.low_rank_grads(x_MK, x_scale, dy_MN, dy_scale, a_ERK, b_ENR, offsets_E)
-    x, dy = _dequantize(x_MK, x_scale), _dequantize(dy_MN, dy_scale)
+    x, dy = dequantize_rows(x_MK, x_scale, offsets_E), dequantize_rows(dy_MN, dy_scale, offsets_E)
     u, du = _rows_mm(x, a_ERK, offsets_E), _rows_mm(dy, b_ENR.transpose(1, 2), offsets_E)
     return torch._grouped_mm(du.t(), x, offs=offsets_E), torch._grouped_mm(dy.t(), u, offs=offsets_E)
 
@@ -54,12 +55,6 @@ def low_rank_grads(
 @low_rank_grads.register_fake
 def _(x_MK, x_scale, dy_MN, dy_scale, a_ERK, b_ENR, offsets_E):
     return a_ERK.new_empty(a_ERK.shape), b_ENR.new_empty(b_ENR.shape)
-
-
-def _dequantize(q_MK: Tensor, scale: Tensor) -> Tensor:
-    """(M, K) bf16, exact. One copy of the rows, where :func:`titan_fp8moe.recipe.dequantize` makes three."""
-    factor = recipe.exp2(recipe.exponent(scale)).to(torch.bfloat16)
-    return q_MK.to(torch.bfloat16).unflatten(1, (-1, recipe.TILE)).mul_(factor.unsqueeze(2)).flatten(1)
 
 
 def _rows_mm(x_MK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:

@@ -37,6 +37,24 @@ def _(x_TD, nan_flag=None):
 
 
 @custom_op
+def dequantize_rows(q_MK: Tensor, scale: Tensor, offsets_E: Tensor) -> Tensor:
+    """(M, K) bf16, exactly ``q * scale``; see :func:`titan_fp8moe.recipe.dequantize`.
+
+    Args:
+        q_MK: (M, K) e4m3 in expert order, contiguous, M a multiple of 128; scale: (M, K // 128) e8m0.
+        offsets_E: (E,) int32; rows at and past the last end are undefined.
+    """
+    if use_kernels(q_MK):
+        return kernels.dequantize_rows(q_MK, scale, offsets_E)
+    return recipe.dequantize(q_MK, scale, torch.bfloat16)
+
+
+@dequantize_rows.register_fake
+def _(q_MK, scale, offsets_E):
+    return q_MK.new_empty(q_MK.shape, dtype=torch.bfloat16)
+
+
+@custom_op
 def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`quantize_rows` for an FFN whose rows are one group; see :func:`titan_fp8moe.recipe.quantize_group`.
 

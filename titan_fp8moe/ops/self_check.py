@@ -122,6 +122,7 @@ def _cases() -> Iterator[Case]:
     yield from _swiglu(randn, M, offsets_E)
     rows = [(*recipe.quantize_rows(randn(M, width) * 2.0 ** randn(M, 1).round()),) for width in (D, H)]
     x, dy = ((q, recipe.column_major(scale)) for q, scale in rows)
+    yield Case("dequantize_rows", ops.dequantize_rows, (*x, offsets_E))
     for mode in recipe.TRANSPOSE_MODES:
         yield Case(f"transpose_pair {mode}", ops.transpose_pair, (*x, *dy, offsets_E, mode))
     for dtype in (torch.bfloat16, torch.float32):
