@@ -21,7 +21,7 @@ from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "docs/results.md"),
-    *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel", "transformers")),
+    *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel", "transformers", "lora_qwen3_30b")),
 )
 PEERS = {  # titles of columns, and the references of which each shows the best
     "bf16 as torchtitan compiles it": ("bf16",),
@@ -142,6 +142,10 @@ def ratios(found: dict[str, Record], *references: str) -> str:
     marks = ["**" if speedup == min(given) else "" for speedup in given]
     shown = ", ".join(f"{mark}{speedup:.2f}x{mark}" for mark, speedup in zip(marks, given, strict=True))
     return f" ({shown})" if given else ""
+
+
+def card(record: Record) -> str:
+    return record["hardware"].split("NVIDIA ")[-1]
 
 
 def markdown(head: Row, rows: list[Row]) -> str:
@@ -427,8 +431,22 @@ def _transformers(records: Records, chosen: Callable[[str], bool]) -> str:
                 form = "{:.3f}".format if r["unit"] == "nats" else number
                 bf16, mine = form(r["reference_value"]), form(r["value"])
                 speedup = "" if r["unit"] == "nats" else f" ({r['speedup']:.2f}x)"
-                rows.append([f"{shape}, {r['unit']}", f"{bf16} ({reference})", mine + speedup])
-    return markdown(["model, figure", "bf16", "`fp8_flow`"], rows)
+                rows.append([f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + speedup])
+    return markdown(["model, figure", "GPU", "bf16", "`fp8_flow`"], rows)
+
+
+def lora(records: Records) -> str:
+    """Adapters of Qwen3-30B-A3B: speed and peak memory, and losses after training."""
+    rows = []
+    for shape in records.shapes("lora_qwen3_30b"):
+        for reference, r in records.of("lora_qwen3_30b", shape).items():
+            if r["unit"] == "nats":
+                rows.append([shape, reference, f"{r['reference_value']:.3f}", f"{r['value']:.3f}"])
+            else:
+                sides = (("reference_value", "reference_peak_gib"), ("value", "peak_gib"))
+                theirs, mine = (f"{number(r[speed])}, {r[memory]:.1f} GiB" for speed, memory in sides)
+                rows.append([f"{shape}, {r['unit']}", reference, theirs, f"{mine} ({r['speedup']:.2f}x)"])
+    return markdown(["Qwen3-30B-A3B", "reference", "its", "experts in FP8, adapters beside them"], rows)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -586,7 +604,7 @@ def headline(records: Records) -> str:
         rows.append(
             [
                 title,
-                found[strongest]["hardware"].split("NVIDIA ")[-1],
+                card(found[strongest]),
                 cell(found, common),
                 f"{cell(found, strongest)} ({named})",
                 number(value(found)),
@@ -605,7 +623,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
         *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
         *(layers, layers_without_fused, layer_ablations, sonicmoe, ffns),
         *(routed_vs_fused_bf16, model_layers),
-        *(transformers, transformers_token, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
+        *(transformers, transformers_token, lora, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
 }
 

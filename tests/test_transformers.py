@@ -545,7 +545,7 @@ def test_kept_weights_in_a_compiled_model(frozen: bool):
         model.load_state_dict(state)
         for _ in range(2):
             loss, grads = loss_and_grads(model, tokens, compiled)
-            assert loss == pytest.approx(want_loss, rel=1e-4)
+            assert loss == pytest.approx(want_loss, rel=1e-3)
             assert all(relative_error(grad, want_grads[name]) < 0.05 for name, grad in grads.items())
         assert any("experts" in name for name in grads) != frozen
     assert [m.fp8_flow_cache.layouts for m in experts] == ["forward" if frozen else "both"] * len(experts)
