@@ -122,6 +122,7 @@ kernels ffn 500 --layers 0 2 1
 kernels ffn_shared 300
 kernels grouped_mm 250
 kernels routed_vs_fused_bf16 530 --budget 450
+kernels model_layers 530 --budget 400
 # Its autotuner compiles for ten minutes with an empty cache: after a timeout call the part again.
 if [ -n "$list" ] || python3 -c "import sonicmoe" 2>/dev/null; then
     kernels sonicmoe 530 --budget 450

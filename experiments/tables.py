@@ -387,6 +387,18 @@ def routed_vs_fused_bf16(records: Records) -> str:
     return markdown(["ms, forward and backward", "bf16, fused", "titan_fp8moe", *kept, "without quantizing"], rows)
 
 
+def model_layers(records: Records) -> str:
+    """Layers with other activations than SwiGLU's, next to bf16 as one graph, the strongest bf16, and SwiGLU."""
+    rows, peers = [], ("bf16 whole", "bf16 fused")
+    for name in records.names("layer_.*"):
+        for base in records.bases(name):
+            found = records.of(name, f"{base}, {BACK_TO_BACK}")
+            cells = [cell(found, peer) for peer in peers]
+            rows.append([base, *cells, ours(found) + ratios(found, *peers), cell(found, "ours with SwiGLU")])
+    head = ["bf16, one graph", "bf16, fused", "titan_fp8moe", "the same with SwiGLU"]
+    return markdown(["ms, forward and backward", *head], rows)
+
+
 def ffns(records: Records) -> str:
     """FFNs that see every token, with weights and rows quantized in them; cuBLAS beside them in the record."""
     rows = []
@@ -592,7 +604,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     for table in (
         *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
         *(layers, layers_without_fused, layer_ablations, sonicmoe, ffns),
-        routed_vs_fused_bf16,
+        *(routed_vs_fused_bf16, model_layers),
         *(transformers, transformers_token, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
 }

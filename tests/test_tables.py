@@ -154,3 +154,8 @@ def test_tables_of_sweeps_and_of_routed_experts():
     routed = routed_vs_fused_bf16.records("OLMoE", {"back to back": ms})
     found = tables.routed_vs_fused_bf16(tables.Records([record("", "", 1, "", 1) | each for each in routed]))
     assert "| OLMoE | 3 | 2 (**1.50x**) | 1.8 (**1.67x**) | 1.6 (**1.88x**) | 1.5 |" in found
+    peers = {"bf16 whole": 4.0, "bf16 fused": 3.0, "ours with SwiGLU": 1.9}
+    of_model = [record("layer_M", "M, 8 tokens, back to back", 2.0, peer, ms) for peer, ms in peers.items()]
+    for each in of_model:
+        each["speedup"] = each["reference_value"] / each["value"]
+    assert "| M, 8 tokens | 4 | 3 | 2 (2.00x, **1.50x**) | 1.9 |" in tables.model_layers(tables.Records(of_model))

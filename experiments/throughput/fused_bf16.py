@@ -4,6 +4,8 @@
 grouped GEMMs on padded groups, scatter their output twice and multiply it by the scores in a batched matmul.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,20 @@ from torchtitan.models.moe.moe import MoE
 BF16 = torch.bfloat16
 
 
-def fused_experts(x_TD: Tensor, w13: Tensor, w2: Tensor, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Tensor:
+def swiglu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, 1)
+    return F.silu(gate) * up
+
+
+def fused_experts(
+    x_TD: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_ids_TK: Tensor,
+    topk_scores_TK: Tensor,
+    activate: Callable[[Tensor], Tensor] = swiglu,
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Sums score * expert(x) over each token's experts.
 
     Args:
@@ -21,6 +36,8 @@ def fused_experts(x_TD: Tensor, w13: Tensor, w2: Tensor, topk_ids_TK: Tensor, to
         w2: (E, D, H) bf16.
         topk_ids_TK: (T, K) experts.
         topk_scores_TK: (T, K) fp32.
+        activate: maps h (M, 2H) to GEMM 2's operand (M, H).
+        biases: (E, 2H) and (E, D) bf16. Their gradients are GEMMs: the compiler's indexed sums are atomic.
 
     Returns:
         (T, D) fp32.
@@ -30,8 +47,13 @@ def fused_experts(x_TD: Tensor, w13: Tensor, w2: Tensor, topk_ids_TK: Tensor, to
     offsets_E = torch.searchsorted(ids, experts, right=True, out_int32=True)
     token = order // topk_ids_TK.shape[1]
     x_MD = x_TD.float()[token].to(BF16)  # fp32: the backward adds a token's gradients in it; one kernel when compiled
-    gate, up = torch._grouped_mm(x_MD, w13.transpose(1, 2), offs=offsets_E).chunk(2, 1)
-    y_MD = torch._grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offsets_E)
+    h = torch._grouped_mm(x_MD, w13.transpose(1, 2), offs=offsets_E)
+    if biases is not None:
+        one_hot_ME = (ids.unsqueeze(1) == experts).to(BF16)
+        h = h + one_hot_ME @ biases[0]
+    y_MD = torch._grouped_mm(activate(h), w2.transpose(1, 2), offs=offsets_E)
+    if biases is not None:
+        y_MD = y_MD + one_hot_ME @ biases[1]
     y_MD = y_MD.float() * topk_scores_TK.flatten()[order].unsqueeze(1)
     return torch.zeros(x_TD.shape, device=x_TD.device).index_add(0, token, y_MD)
 

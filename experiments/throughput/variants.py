@@ -161,7 +161,7 @@ _EAGER_EXPERTS = moe_module._run_experts_grouped_mm
 _OPS = {name: getattr(ops, name) for variant in VARIANTS.values() for name in variant.replaced}
 
 
-def compile_whole(moe: MoE) -> Callable[[Tensor], Tensor]:
+def compile_whole(moe: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The layer as one graph; raises where that is impossible, and never falls back to eager.
 
     torch.compile caches by code object. Each layer gets its own, or the guards of the other variants' graphs would be

@@ -192,7 +192,8 @@ class FFN(NamedTuple):
         offsets_E, token_M, _, row_TK = self.routing
         if token_M is None:  # one group
             return x
-        return Rows(*ops.permute_rows(*x, row_TK, token_M, offsets_E))
+        T = row_TK.shape[0]  # where shared experts read the same rows, others follow that pad their group
+        return Rows(*ops.permute_rows(x.q[:T], x.scale[:T], row_TK, token_M, offsets_E))
 
     def _record(self, x: Rows, grads: HiddenGradients, weights: ExpertWeights[Tensor]) -> None:
         _, D, H = weights.w2.shape

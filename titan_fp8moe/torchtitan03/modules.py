@@ -24,22 +24,30 @@ from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache, cache_of
+from titan_fp8moe.torchtitan03.lora import lora_of, make_factors
 
 # Mesh dims over which FSDP does not gather, but may shard a parameter too.
 _NOT_FSDP = {"ep", "tp", "pp", "dp_replicate"}
 
 
 class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
-    """Holds the parameters of routed experts, which :class:`Fp8FlowRoutedExperts` reads."""
+    """Holds the parameters of routed experts, and of any adapters, which :class:`Fp8FlowRoutedExperts` reads."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         fp8_all_gather: bool = False
         outside_fsdp: bool = False  # see titan_fp8moe.torchtitan03.parallel
+        lora_rank: int = 0  # 0 for no adapters
+        lora_alpha: float = 1.0
+
+    lora_scale: float | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.fp8_all_gather, self.outside_fsdp = config.fp8_all_gather, config.outside_fsdp
+        if config.lora_rank:
+            self.lora_a, self.lora_b = make_factors(config)
+            self.lora_scale = config.lora_alpha / config.lora_rank
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Fp8FlowGroupedExperts":
         # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
@@ -115,6 +123,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
             shared_cache=None if shared is None else cache_of(shared, shared.frozen),
             frozen=frozen,
             shared_frozen=shared is not None and shared.frozen,
+            lora=lora_of(experts),
         )
         out = apply_experts(
             x_BLD.reshape(-1, D),
