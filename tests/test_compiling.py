@@ -200,6 +200,14 @@ def test_blocks_of_another_model_compile(moe_enabled):
     assert torch.equal(model.layers["0"](x), want) and num_graphs() == before + 1
 
 
+def test_dense_blocks_of_another_class_stay_out_of_graphs():
+    model = make_model(*COUNT)
+    block = model.layers["0"]
+    block.__class__ = type("OwnBlock", (type(block),), {})
+    parallelize.apply_compile(model, Compile(backend="eager"), ep_enabled=False)
+    assert model.layers["0"] is block
+
+
 def test_copies_run_their_own_weights():
     model = make_model(*CACHE, backend="eager")
     copied, tokens = copy.deepcopy(model.layers["1"]), torch.randn(1, TOKENS, 256, device=DEVICE)
