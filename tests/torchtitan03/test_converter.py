@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -119,13 +120,21 @@ def test_what_is_converted(caplog):
     assert [model.layers[i].moe.shared for i in "23"] == ["meanwhile", "fp8"]
 
 
-def test_the_configs_of_qwen3():
-    config = ConfigManager().parse_args(["--module", "titan_fp8moe.torchtitan03", "--config", "qwen3_30b_a3b"])
+@pytest.mark.parametrize("name, layers", [("qwen3_30b_a3b", 48), ("gpt_oss_120b", 36)])
+def test_the_configs_of_other_models(name: str, layers: int):
+    config = ConfigManager().parse_args(["--module", "titan_fp8moe.torchtitan03", "--config", name])
     before = [(name, tuple(p.shape)) for name, p in build(config).state_dict().items()]
     config.training.disable_cuda_graphs = True
     plan = convert(config)
-    assert [(part.kind, part.reason) for part in plan] == 48 * [(MOE, None)]
+    assert [(part.kind, part.reason) for part in plan] == layers * [(MOE, None)]
     assert [(name, tuple(p.shape)) for name, p in build(config).state_dict().items()] == before
+
+
+def test_a_model_names_the_package_that_it_lacks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    for config in ("kimi_k2_5", "qwen35_35b_a3b"):
+        with pytest.raises(ImportError, match="torchvision|fla"):
+            ConfigManager().parse_args(["--module", "titan_fp8moe.torchtitan03", "--config", config])
 
 
 def build(job: Any) -> torch.nn.Module:
