@@ -55,10 +55,9 @@ ABSENT = (
 
 
 def gpt_oss() -> torchtitan.trainer.Trainer.Config:
-    """With biases that are not tiny, and an odd hidden dim."""
     config = gpt_oss_debugmodel_flex()
     for layer in config.model_spec.model.layers:
-        layer.moe.routed_experts.inner_experts.hidden_dim = 288
+        layer.moe.routed_experts.inner_experts.hidden_dim = 288  # no multiple of 128
     return config
 
 

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
 from torchtitan.distributed import fsdp
 from torchtitan.models.common import attention, moe, token_dispatcher
 from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 
-from titan_fp8moe.trainer.cpu import disable_gradient_division, has_fast_bf16, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import dense_attention, disable_gradient_division, has_fast_bf16, rebind, use_cpu
 
 
 @functools.cache
@@ -52,12 +51,6 @@ def _in_dtype(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool, return_aux: Any, **unused: Any
-) -> tuple[Tensor, AuxOutput | None]:
-    """Stands in for flex attention, which has no backward on the CPU."""
-    b, i, j = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[2], k.shape[2]))
-    mask = block_mask.mask_mod(b.view(-1, 1, 1, 1), 0, i.view(-1, 1), j)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-    if not return_aux.lse:
-        return out, None
-    logits = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
-    return out, AuxOutput(lse=logits.masked_fill(~mask, -torch.inf).logsumexp(-1))
+) -> tuple[Tensor, AuxOutput]:
+    out, lse = dense_attention(q, k, v, block_mask, scale, enable_gqa, return_aux.lse)
+    return out, AuxOutput(lse=lse)
