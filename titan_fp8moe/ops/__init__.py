@@ -24,6 +24,7 @@ from titan_fp8moe.ops.permute import (
 )
 from titan_fp8moe.ops.quantize import (
     Fp8Weight,
+    PaddedAsOne,
     quantize_group,
     quantize_rows,
     quantize_weight,
@@ -36,6 +37,7 @@ from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
     "Fp8Weight",
+    "PaddedAsOne",
     "dispatch_routing",
     "emulate",
     "expert_routing",
