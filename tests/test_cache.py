@@ -229,12 +229,15 @@ def test_no_capture_makes_buffers(monkeypatch):
     """They would lie in the graph's memory; a refresh that the host asks for would repeat in each replay."""
     layer = Layer()
     groups = layer.weights.gate_up, (layer.weights.w2,)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(cache_module, "_cache_key", lambda w: object())
     weight = SimpleNamespace(is_cuda=True)
     with pytest.raises(RuntimeError, match="fp8_flow_moe.cache_weights.*run it once before the capture"):
         layer.cache._prepare([[weight]])
+    capturing = False
     layer.cache.refresh(groups, False)
+    capturing = True
     assert not layer.cache._prepare([[weight]])
 
 

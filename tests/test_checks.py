@@ -317,16 +317,17 @@ def test_warnings(caplog: pytest.LogCaptureFixture, settings: dict, fsdp_shards:
 def test_symmetric_dispatch_needs_one_node(caplog: pytest.LogCaptureFixture):
     symmetric = Fp8FlowMoEConfig(dispatch="symmetric")
 
-    def check(config: Fp8FlowMoEConfig, ranks: int, local_ranks: str | None) -> None:
-        preflight.check_dispatch(config, preflight.ExpertLayout(ranks, 1, 1, 64), local_ranks)
+    def check(config: Fp8FlowMoEConfig, ranks: int, local_ranks: str | None, hidden_dim_shards: int = 1) -> None:
+        preflight.check_dispatch(config, preflight.ExpertLayout(ranks, hidden_dim_shards, 1, 64), local_ranks)
 
     check(symmetric, 8, "8")
     check(symmetric, 16, None)
     check(Fp8FlowMoEConfig(), 16, "8")
-    with pytest.raises(
-        ValueError, match='symmetric" needs .* one node, but 16 ranks .* a node has 8; lower parallelism.expert'
-    ):
-        check(symmetric, 16, "8")
+    for ranks, hidden_dim_shards in ((16, 1), (8, 2)):
+        with pytest.raises(
+            ValueError, match='symmetric" needs .* one node, but 16 ranks .* a node has 8; lower parallelism.expert'
+        ):
+            check(symmetric, ranks, "8", hidden_dim_shards)
     assert not caplog.records
     check(symmetric, 1, "8")
     assert "no effect without expert parallelism" in caplog.text

@@ -102,6 +102,16 @@ def _worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def test_adapters_are_merged_first():
+    """Else the tensors would lack their change."""
+    model = torch.nn.ModuleDict({"moe": RoutedExperts(4, 128, 128)})
+    model["moe"].add_lora(4, 8)
+    with pytest.raises(ValueError, match=r"moe\.lora_A\.w1 is an adapter.*merge_lora\(\)"):
+        next(fp8_tensors(model, adapter=Adapter, bucket_bytes=1))
+    model["moe"].merge_lora()
+    assert len(_all(fp8_tensors(model, adapter=Adapter))) == 4 * 3 * 2
+
+
 def _all(buckets):
     return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
 

@@ -313,6 +313,7 @@ def wrong(change):
         "scale": Lora(w1=Adapter(A, B, torch.tensor(2.0))),
         "nan": Lora(w1=Adapter(A, B, float("nan"))),
         "device": Lora(w1=Adapter(A.to("meta"), B, scale)),
+        "all ranks": Lora(w1=Adapter(torch.cat([A, A]), torch.cat([B, B]), scale)),
         "fused": Lora(w3=lora.w3),
     }[change]
 
@@ -330,6 +331,7 @@ def wrong(change):
         ("scale", r"scale of lora\.w1 is tensor\(2\.\); set it to a number, alpha / r"),
         ("nan", "scale of lora.w1 is nan"),
         ("device", "must be on the weights' device, .* got meta"),
+        ("all ranks", r"A \(8, r, 256\).*got \(16, 8, 256\) and \(16, 128, 8\)"),
         ("fused", r"lora\.w3 has no weight: w1 is all of GEMM 1, so lora\.w1 is the adapter of all of it"),
     ],
 )
@@ -369,6 +371,31 @@ def test_module_with_adapters():
     assert torch.equal(copy.deepcopy(module)(x, ids, scores), out)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, ids, scores), out)
+
+
+def test_module_stored_in_fp8(group):
+    """As adapters of the dequantized weights in one process; over a group and when merged it refuses."""
+    x, scores, ids, weights = make_layer()
+    stored = [Fp8Weight.quantize(w) for w in weights.values()]
+    module = RoutedExperts.from_fp8(*stored)
+    want = module(x, ids, scores)
+    module.add_lora(8, 4)
+    assert torch.equal(module(x, ids, scores), want)
+    assert module.lora_A["w1"].dtype == torch.bfloat16 and module.lora_B["w1"].shape == (E, 2 * H, 8)
+    for B in module.lora_B.values():
+        torch.nn.init.normal_(B)
+    lora = Lora(*(Adapter(module.lora_A[n], module.lora_B[n], 0.5) for n in ("w1", "w2")))
+    gate, down, up = (w.dequantize() for w in stored)
+    out = module(x, ids, scores)
+    assert torch.equal(out, routed_experts(x, torch.cat([gate, up], 1), down, None, ids, scores, lora=lora))
+    out.square().sum().backward()
+    assert {name for name, p in module.named_parameters() if p.grad is not None} == {
+        f"lora_{factor}.{name}" for factor in "AB" for name in ("w1", "w2")
+    }
+    with pytest.raises(RuntimeError, match=r"stored in FP8.*dequantize\(\) into RoutedExperts"):
+        module.merge_lora()
+    with pytest.raises(RuntimeError, match=r"one process only; over ep_group give routed_experts\(lora=\)"):
+        RoutedExperts.from_fp8(*stored, ep_group=group).add_lora(8, 4)
 
 
 def test_module_saves_and_merges_its_adapters():
@@ -472,3 +499,7 @@ def test_adapters_under_fsdp(group, policy):
     for n, B in plain.lora_B.items():
         assert testing.relative_error(sharded.lora_B[n].grad.to_local(), B.grad) < 0.1
     assert sharded.w1.grad is None
+    sharded(x.to(policy or x.dtype), ids, scores)  # leaves whole copies of the weights
+    for module in (plain, sharded):
+        module.merge_lora()
+    assert torch.equal(sharded.w1.full_tensor(), plain.w1)

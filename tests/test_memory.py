@@ -6,12 +6,18 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.models.moe.moe import FeedForward
@@ -19,6 +25,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from tests.jobs import make_config, make_dims
 from tests.processes import call
+from titan_fp8moe import routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import memory
 from titan_fp8moe.torchtitan.memory import Estimate, estimate
@@ -207,49 +214,143 @@ def test_early_pipeline_stages_hold_more_microbatches(run):
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the bytes of all storages that ops return, until they are freed. A custom op is one op."""
+    """Counts the bytes of all storages that ops see, until they are freed. A custom op is one op."""
 
     def __init__(self):
         super().__init__()
-        self.sizes, self.peak = {}, 0
+        self.storages, self.peak = weakref.WeakValueDictionary(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
-            if (key := storage._cdata) not in known and key not in self.sizes:
-                self.sizes[key] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, key)
+        for tensor in tree_leaves((args, kwargs, out)):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = storage
         self.peak = max(self.peak, self.held)
         return out
 
     @property
     def held(self) -> int:
-        return sum(self.sizes.values())
+        return sum(storage.nbytes() for storage in list(self.storages.values()))
 
 
-@pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 1024), (256, 176)])
-@pytest.mark.parametrize(
-    ("recompute", "save_h"), [("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16")]
-)
-def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str, save_h: str):
-    """Every byte per row, but for scales: many rows, next to which the weights are small, and no memory."""
-    config, T = Fp8FlowMoEConfig(recompute=recompute, save_h=save_h), 2**18
-    with set_default_dtype(torch.bfloat16), FakeTensorMode(), Allocated() as allocated:
-        ffn = FeedForward(D, H)
-        Fp8FlowFeedForward.convert(ffn, config)
-        x, dout = (torch.empty(T, D, dtype=torch.bfloat16, requires_grad=grad) for grad in (True, False))
+Forward = Callable[[], torch.Tensor]
+
+
+def allocations(make: Callable[[], tuple[Forward, torch.Tensor]], dtype: torch.dtype = torch.bfloat16) -> list[int]:
+    """The bytes that a forward keeps, and the most that its backward holds besides. No memory is allocated.
+
+    Args:
+        make: returns the forward, whose inputs and weights exist already, and its output's gradient.
+    """
+    with set_default_dtype(dtype), FakeTensorMode(), Allocated() as allocated:
+        forward, dout = make()
         before = allocated.held
-        out = ffn(x)
+        out = forward()
         kept = allocated.held - before
         allocated.peak = 0
         out.backward(dout)
-        peak = allocated.peak - before - kept
-    counted = memory._Activations.__new__(memory._Activations)
-    counted.tokens = T
-    part = counted._group(config, D, H, with_rows=True, with_result=True)
-    assert kept == pytest.approx(part.everything, rel=0.01)
+        return [kept, allocated.peak - before - kept]
+
+
+def activations(T: int) -> Any:
+    """The counter of a microbatch of T tokens on one GPU."""
+    counted: Any = memory._Activations.__new__(memory._Activations)
+    counted.tokens, counted.ep, counted.itemsize = T, 1, torch.bfloat16.itemsize
+    return counted
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.empty(*shape, requires_grad=True) for shape in shapes]
+
+
+RECOMPUTED = [("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16")]
+
+
+@pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 1024), (256, 176)])
+@pytest.mark.parametrize(("recompute", "save_h"), [*RECOMPUTED, (None, "bf16")])
+def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str | None, save_h: str):
+    """An FFN in FP8, and with None in bf16; with many rows, next to which the weights are small. The estimate of the
+    backward leaves out scales."""
+    T, ffn = 2**18, FeedForward(D, H)
+    if recompute is not None:
+        Fp8FlowFeedForward.convert(ffn, Fp8FlowMoEConfig(recompute=recompute, save_h=save_h))
+
+    def make() -> tuple[Forward, torch.Tensor]:
+        x, *weights = parameters((T, D), (H, D), (D, H), (H, D))
+        for linear, weight in zip((ffn.w1, ffn.w2, ffn.w3), weights, strict=True):
+            linear.weight = nn.Parameter(weight)
+        return lambda: ffn(x), torch.empty(T, D)
+
+    kept, peak = allocations(make)
+    part = activations(T)._dense(ffn, set())
+    assert kept == pytest.approx(part.everything, rel=1e-5)
     assert peak == pytest.approx(part.backward, rel=0.02)
+
+
+@pytest.mark.parametrize(("D", "H", "top_k"), [(512, 256, 2), (256, 1024, 1), (256, 176, 3)])
+@pytest.mark.parametrize(("recompute", "save_h"), RECOMPUTED)
+def test_routed_experts_hold_what_is_estimated(D: int, H: int, top_k: int, recompute: str, save_h: str):
+    T, E, config = 2**17, 4, Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
+
+    def make() -> tuple[Forward, torch.Tensor]:
+        x, *weights = parameters((T, D), (E, H, D), (E, D, H), (E, H, D))
+        ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
+        return lambda: routed_experts(x, *weights, ids, scores.requires_grad_(), config=config), torch.empty(T, D)
+
+    kept, peak = allocations(make)
+    experts = SimpleNamespace(config=config, w1=torch.empty(E, H, D, device="meta"))
+    moe = SimpleNamespace(experts=experts, router=SimpleNamespace(top_k=top_k), shared_experts=None)
+    part = activations(T)._fp8_moe(moe, set())
+    assert kept == pytest.approx(part.everything, rel=1e-5)
+    assert peak == pytest.approx(part.backward, rel=0.02)
+
+
+def test_autocast_holds_what_is_estimated():
+    """A weight of fp32 and its copy in bf16; with one token, next to which the weight is large."""
+    weight = nn.Parameter(torch.empty(4096, 2048))
+
+    def make() -> tuple[Forward, torch.Tensor]:
+        x, w = parameters((1, 2048), tuple(weight.shape))
+
+        def forward() -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return nn.functional.linear(x, w)
+
+        return forward, torch.empty(1, 4096, dtype=torch.bfloat16)
+
+    kept, peak = allocations(make, torch.float32)
+    found = memory._weight(None, weight)
+    assert kept == pytest.approx(found.gathered, rel=0.002)
+    assert peak == pytest.approx(found.sharded + found.backward, rel=0.002)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_fsdp_holds_what_is_estimated(ranks: int):
+    call(_fsdp_holds_what_is_estimated, ranks)
+
+
+def _fsdp_holds_what_is_estimated(ranks: int):
+    """Four linears, each a module of FSDP's; in a second microbatch, so that all gradients are there at the loss."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    policy, mesh = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",)),
+    )
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)])
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    x = torch.zeros(1, 1024)
+    with Allocated() as allocated:
+        model(x).sum().backward()
+        out = model(x)
+        allocated.peak = 0
+        out.sum().backward()
+    steps = [(name, memory.Step(memory._weights(linear))) for name, linear in model.named_children()]
+    held = 2 * sum(step.weights.sharded for _, step in steps)
+    estimated, where = max(memory._walk(steps, held, accumulates=True))
+    assert where == "in the backward of 2"
+    assert allocated.peak == pytest.approx(estimated, rel=0.002)
 
 
 def test_other_blocks_are_not_estimated():

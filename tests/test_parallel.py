@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.processes import run_script
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, clip_grad_norm_, parameter_groups
-from titan_fp8moe.nn import modules
+from titan_fp8moe.nn import modules, parallel
 
 LOAD = "import sys, torch; torch.load(sys.argv[1], weights_only=False)"
 
@@ -62,6 +62,12 @@ def test_a_copy_shares_the_group(group, make):
     assert torch.equal(step(copied), step(experts)) and copied.cache is not experts.cache
     plain = make(RoutedExperts(4, 128, 128))
     assert plain.ep_group is None
+
+
+def test_a_group_behind_fsdps_dim(group):
+    groups, sizes = [None, group], [2, 1]
+    of_dims = dict(get_group=groups.__getitem__, size=sizes.__getitem__, get_coordinate=lambda: [1, 0])
+    assert parallel.group_of(SimpleNamespace(device_mesh=SimpleNamespace(ndim=2, **of_dims))) is group
 
 
 def test_a_module_without_its_group_is_refused(group, tmp_path):

@@ -1,5 +1,6 @@
 """PEFT's adapters of Transformers' experts, beside their FP8 weights. The reference is PEFT's own forward, in fp32."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ peft = pytest.importorskip("peft", "0.21")
 
 from peft.tuners.lora import ParamWrapper  # noqa: E402
 from torch.nn.functional import cosine_similarity  # noqa: E402
+from transformers import GptOssConfig, GptOssForCausalLM  # noqa: E402
 
+from experiments.lora_qwen3_30b import run as experiment  # noqa: E402
 from tests.layer import CastCounter  # noqa: E402
 from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, train  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
@@ -156,6 +159,29 @@ def test_experts_that_stay_keep_pefts_forward():
         assert not torch.equal(got, logits(model, tokens, "grouped_mm"))
 
 
+@pytest.mark.parametrize(
+    ("parameters", "options", "message"),
+    [
+        (["mlp.experts.gate_up_projj"], {}, "no `target_parameters` found"),
+        (BOTH, dict(use_dora=True), "does not work with use_dora=True"),
+        (BOTH, dict(lora_dropout=0.1), "does not work with lora_dropout != 0"),
+        (BOTH, dict(r=0), "`r` should be a positive integer"),
+    ],
+)
+def test_wrong_configs_are_refused(parameters: list[str], options: dict[str, Any], message: str):
+    """By PEFT, in its own words."""
+    with pytest.raises(ValueError, match=message):
+        peft.get_peft_model(make_model(num_hidden_layers=1), lora_config(parameters, **options))
+
+
+def test_transposed_weights_are_refused():
+    sizes = dict(hidden_size=128, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2, head_dim=32)
+    config = GptOssConfig(**sizes, num_hidden_layers=1, vocab_size=512, pad_token_id=0)
+    model = peft.get_peft_model(GptOssForCausalLM(config), lora_config(BOTH[:1]))
+    with pytest.raises(ValueError, match="transposed weights, whose PEFT adapters .*out of target_parameters"):
+        logits(model, make_tokens())
+
+
 def test_another_peft_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(ParamWrapper, "_activate_lora")
     with pytest.raises(RuntimeError, match=r"PEFT .* has no lora\.ParamWrapper .*install peft 0\.21"):
@@ -187,6 +213,24 @@ def test_weights_stored_in_fp8():
     for wrapper in stored:
         with pytest.raises(ValueError, match=f"{wrapper.parameter_name} is stored in FP8.*beside it"):
             wrapper.merge()
+
+
+@pytest.mark.slow
+def test_experiment(tmp_path: Path):
+    """Each phase records, and losses follow those of PEFT in bf16. Only ``ours`` has adapters beside the weights."""
+    experiment.main(["--out", str(tmp_path), "--tiny", "--steps", "1", "--train-steps", "6"])
+    records = json.loads((tmp_path / "results.json").read_text())
+    assert [r["reference"] for r in records] == ["ours merged", "bf16", "bf16", "bf16"]
+    assert all(r["speedup"] > 0 for r in records)
+    for r in records[2:]:
+        assert r["losses"] == pytest.approx(r["reference_losses"], rel=5e-4) and r["losses"] != r["reference_losses"]
+        assert r["losses"][-1] < r["losses"][0]
+    for name in experiment.IMPLEMENTATIONS:
+        trainer = experiment.Trainer(experiment.MODELS["qwen3"].dims | experiment.TINY | dict(vocab_size=512), name)
+        with CastCounter() as counter:
+            trainer.step(torch.randint(512, (2, 16)))
+        assert (counter.ops["low_rank"] > 0) == (name == "ours")
+        assert (counter.ops["quantize_weight"] > 0) == (name == "ours merged")
 
 
 def adapters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -148,7 +148,7 @@ def test_processes_that_fail_or_hang(swiglu_launch, tmp_path, monkeypatch):
 
 def test_a_layer_that_does_not_run_on_meta_tensors(monkeypatch, caplog):
     monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
-    monkeypatch.setattr(warm_up, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(warm_up, "is_hopper", lambda x: True)
     warm_up.compile_ahead("broken", torch.empty(1), lambda: 1 / 0)
     assert "one after the other" in caplog.text and "ZeroDivisionError" in caplog.text
 
@@ -161,7 +161,7 @@ def test_who_compiles(monkeypatch, how):
     shares = []
     monkeypatch.setattr(warm_up, "seen", set())
     monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
-    monkeypatch.setattr(warm_up, "_is_hopper", lambda device: how.get("hopper", True))
+    monkeypatch.setattr(warm_up, "is_hopper", lambda x: how.get("hopper", True))
     monkeypatch.setattr(warm_up, "compile_shares", shares.extend)
     monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(how.get("cpus", 5)))
     monkeypatch.setenv("LOCAL_RANK", how.get("rank", "0"))

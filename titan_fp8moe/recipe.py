@@ -358,7 +358,7 @@ def quantize_hidden(
     """h in FP8, for a backward that keeps it so: :func:`quantize_rows`, but no value crosses the activation's clamp.
 
     A value that is rounded across the clamp, such as 7.2 to 7.0 at a limit of 7, would get a gradient that the forward
-    does not have. It takes the next code, which lies on the other side of the value.
+    does not have. It takes the neighbouring code on the other side of the value.
 
     Returns:
         (M, 2H) e4m3 and scale (M, 2H // 128) e8m0.
@@ -368,8 +368,9 @@ def quantize_hidden(
         return q, scale
     s, rounded = _scores(score_M, h_M2H), dequantize(q, scale)
     inputs = (_activation_input(x, s, spec, bias_M2H) for x in (h_M2H, rounded))
-    sides = [join_gate_up(*beyond(*g_u, *spec.parameters), spec).to(torch.uint8) for g_u in inputs]
-    step = torch.where(rounded.isnan(), 0, sides[0] - sides[1])  # 255 is -1
+    side, side_of_rounded = (join_gate_up(*beyond(*g_u, *spec.parameters), spec) for g_u in inputs)
+    stays = (side == side_of_rounded) | rounded.isnan()
+    step = torch.where(rounded.abs() > h_M2H.float().abs(), -1, 1).masked_fill(stays, 0)  # of magnitudes
     return (q.view(torch.uint8) + step).to(torch.uint8).view(FP8), scale
 
 

@@ -7,6 +7,8 @@ import functools
 import math
 from typing import NamedTuple
 
+import torch
+
 from titan_fp8moe.activations import ACTIVATIONS
 
 
@@ -56,13 +58,14 @@ class ExpertSpec(NamedTuple):
             if not isinstance(value, int | float) or math.isnan(value) or (name in entry.positive and value <= 0):
                 kind = "a positive number" if name in entry.positive else "a number"
                 raise ValueError(f"{name} of activation {activation!r} is {value!r}; set it to {kind}")
+        if not entry.parameters:
+            return cls(activation, score_before_experts)
         values = tuple(float(given.get(name, default)) for name, default in entry.parameters.items())
         return cls(activation, score_before_experts, values)
 
     def encode(self) -> str:
-        parameters = ",".join(map(repr, self.parameters))
-        flags = f"{int(self.score_before_experts)}{int(self.biased)}{int(self.interleaved)}"
-        return f"{self.activation}:{flags}:{parameters}"
+        # torch.compile traces the function itself: it would warn of a cache.
+        return _encode(self) if torch.compiler.is_compiling() else _cached_encode(self)
 
     @classmethod
     @functools.cache
@@ -74,6 +77,15 @@ class ExpertSpec(NamedTuple):
         values = tuple(float(value) for value in parameters.split(",") if value)
         score_before_experts, biased, interleaved = (flag == "1" for flag in flags)
         return cls(activation, score_before_experts, values, biased, interleaved)
+
+
+def _encode(spec: ExpertSpec) -> str:
+    parameters = ",".join(map(repr, spec.parameters))
+    flags = f"{int(spec.score_before_experts)}{int(spec.biased)}{int(spec.interleaved)}"
+    return f"{spec.activation}:{flags}:{parameters}"
+
+
+_cached_encode = functools.cache(_encode)
 
 
 class BackwardSpec(NamedTuple):

@@ -121,7 +121,7 @@ def converted(model: nn.Module) -> list[str]:
     if not found:
         why = "the model's code has no experts that choose an implementation"
     elif not selected:
-        why = f'call model.set_experts_implementation("{NAME}")'
+        why = f'call model.set_experts_implementation("{NAME}"); a saved model does not keep the choice'
     else:
         why = "; ".join(sorted({f"{type(found[name]).__name__}: {reason}" for name, reason in reasons.items()}))
     raise ValueError(f"no experts of {type(model).__name__} run in FP8: {why}")

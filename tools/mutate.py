@@ -27,7 +27,7 @@ TIMEOUT = 400  # seconds for the tests of one mutation; one that hangs is notice
 CORE = ["test_moe.py", "test_ops.py", "test_recipe.py", "test_weights.py", "test_dense.py"]
 # By the beginning of a path below titan_fp8moe: test files, those in kernels/ in Triton's interpreter.
 TESTS = {
-    "kernels/gemm/": ["kernels/test_grouped_mm.py", "test_gemm_order.py", "test_launch.py"],
+    "kernels/gemm/": ["kernels/test_grouped_mm.py", "test_gemm_order.py", "test_launch.py", "test_gemm_compile.py"],
     "kernels/launch": ["test_launch.py", "kernels/test_kernel_check.py"],
     "kernels/permute": ["kernels/test_permute.py"],
     "kernels/quantize": ["kernels/test_quantize.py"],
@@ -36,12 +36,15 @@ TESTS = {
     "dispatch/symmetric/": ["kernels/test_symmetric.py", "kernels/test_exchange.py", "distributed/test_symmetric.py"],
     "kernels/swiglu": ["kernels/test_swiglu.py"],
     "kernels/transpose": ["kernels/test_transpose.py"],
+    "kernels/warm_up": ["test_warm_up.py"],
+    "layer/on_meta": ["test_warm_up.py"],
     "kernels/": ["test_kernels_compile.py"],
     "trainer/nan_watch": ["test_nan_watch.py"],
     "torchtitan/dry_run": ["test_train_configs.py"],
     "torchtitan/memory": ["test_memory.py"],
     "torchtitan/cpu": ["test_versions.py", "test_compat.py", "test_cpu_training.py"],
     "torchtitan/first_hour": ["test_first_hour.py"],
+    "torchtitan/statistics": ["test_statistics.py"],
     "torchtitan/checkpoint": ["test_compat.py", "test_converter.py", "distributed/test_layouts.py"],
     "torchtitan/": [
         "test_converter.py",

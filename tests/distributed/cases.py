@@ -124,3 +124,5 @@ FOUR_RANKS = {
     "ep2_fsdp2_fp8_gather_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **FP8_GATHER, **OP_AC),
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
+FP8_TENSORS = "fsdp2", "ep2", "ep2_compile", "ep2_fsdp2", "ep2_fsdp2_op_ac", "hsdp2_ep2"
+"""At whose end the model's FP8 tensors are compared with an export's."""

@@ -45,22 +45,27 @@ CACHED = Fp8FlowMoEConfig(cache_weights=True)
 
 
 class Model(nn.Module):
-    def __init__(self, group=None, config=None, bias=False):
+    def __init__(self, group=None, config=None, bias=False, lora=False):
         super().__init__()
         self.router = nn.Linear(D, EXPERTS, bias=False)
         self.experts = RoutedExperts(EXPERTS, D, H, ep_group=group, config=config, bias=bias)
+        if lora:
+            self.experts.add_lora(8, 16)
 
     def forward(self, x):
         scores, ids = self.router(x).softmax(-1).topk(K)
         return self.experts(x, ids, scores)
 
 
-def make(group=None, config=None, bias=False) -> Model:
-    """The same weights for any group."""
+def make(group=None, config=None, bias=False, lora=False) -> Model:
+    """The same weights, and adapters that change something, for any group."""
     torch.manual_seed(0)
-    model = Model(group, config, bias)
+    model = Model(group, config, bias, lora)
     torch.manual_seed(0)
-    model.load_state_dict(Model(bias=bias).state_dict())
+    plain = Model(bias=bias, lora=lora)
+    for B in plain.experts.lora_B.values() if lora else ():
+        nn.init.normal_(B, std=0.1)
+    model.load_state_dict(plain.state_dict())
     return model
 
 
@@ -81,8 +86,8 @@ def data(group=None, step=0):
     return x.chunk(ranks)[rank], target.chunk(ranks)[rank]
 
 
-def gradients(group=None, config=None, bias=False) -> Model:
-    model = make(group, config, bias)
+def gradients(group=None, config=None, bias=False, lora=False) -> Model:
+    model = make(group, config, bias, lora)
     x, target = data(group)
     (F.mse_loss(model(x), target) / (1 if group is None else group.size())).backward()
     if group is not None:
@@ -240,6 +245,34 @@ def tools(out: Path) -> dict:
     return results
 
 
+def adapters(out: Path) -> dict:
+    """Beside experts that are spread: the output, gradients, merged weights and saved adapters of one process."""
+    group, results = dist.group.WORLD, {}
+    alone = gradients(lora=True)
+    with torch.no_grad():
+        y, plain = (model(data()[0]) for model in (alone, make()))
+    want = dict(alone.named_parameters())
+    for dispatch in ("all_to_all", "symmetric"):
+        model = gradients(group, Fp8FlowMoEConfig(dispatch=dispatch), lora=True)
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        results[dispatch] = {n: error(whole(p.grad), want[n].grad) for n, p in trained}
+        with torch.no_grad():
+            got = torch.cat(gather_list(model(data(group)[0])))
+        results[dispatch] |= {"output": error(got, y), "change": error(got - plain, y - plain)}
+    folder = out / f"adapters_{group.size()}"
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    state = Model(lora=True).state_dict()
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    results["loaded by one process"] = all(torch.equal(t, want[n]) for n, t in state.items())
+    weights = get_model_state_dict(model, options=WHOLE)
+    results["whole state dict"] = all(torch.equal(t, want[n]) for n, t in weights.items())
+    for m in (model, alone):
+        m.experts.merge_lora()
+    pairs = [*zip(model.parameters(), alone.parameters(), strict=True)]
+    results["merged"] = len(pairs) == 4 and all(torch.equal(whole(p), q) for p, q in pairs)
+    return results
+
+
 def optimizers(out: Path) -> dict:
     """Weights after 3 steps, against one process."""
     group, results = dist.group.WORLD, {}
@@ -284,36 +317,42 @@ def optimizers(out: Path) -> dict:
 def sharded(out: Path) -> dict:
     """Gradients under FSDP of the rest, and with 4 ranks of the experts as well, against one process."""
     group, ranks, results = dist.group.WORLD, dist.get_world_size(), {}
-    want = dict(gradients().named_parameters())
 
-    def run(name, model):
-        fully_shard(model, **({"ignored_params": set(model.experts.parameters())} if name == "rest" else {}))
+    def run(name, model, rest=False):
+        lora = model.experts.lora_scale is not None
+        want = dict(gradients(lora=lora).named_parameters())
+        fully_shard(model, **({"ignored_params": set(model.experts.parameters())} if rest else {}))
         for m in model.modules():
             if isinstance(m, FSDPModule):
                 m.set_gradient_divide_factor(1.0)
                 m.set_force_sum_reduction_for_comms(True)  # gloo has no other
         x, target = data(group)
         (F.mse_loss(model(x), target) / ranks).backward()
-        results[name] = {n: error(p.grad.full_tensor(), want[n].grad) for n, p in model.named_parameters()}
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        results[name] = {n: error(p.grad.full_tensor(), want[n].grad) for n, p in trained}
         norm = clip_grad_norm_(model.parameters(), 1e9)
         results[f"{name} norm"] = error(norm, nn.utils.clip_grad_norm_(want.values(), 1e9))
         dcp.save(get_model_state_dict(model), checkpoint_id=out / f"fsdp_{name}_{ranks}")
-        plain = Model()
-        state = plain.state_dict()
+        state = Model(lora=lora).state_dict()
         dcp.load(state, checkpoint_id=out / f"fsdp_{name}_{ranks}", no_dist=True)
         results[f"{name} saved"] = all(torch.equal(v, want[n]) for n, v in state.items())
 
-    run("rest", make(group))
+    run("rest", make(group), rest=True)
+    run("rest with adapters", make(group, lora=True), rest=True)
     if ranks == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
         model = make(mesh["ep"])
         results["ddp of half"] = refusal(lambda: distributed_data_parallel(copy.deepcopy(model)))
         fully_shard(model.experts, mesh=mesh["dp"])
         run("both", model)
-        model = make(mesh["ep"])
+        model = make(mesh["ep"], lora=True)
         fully_shard(model.experts, mesh=mesh["dp"])
-        model.experts.gather_in_fp8()
-        run("fp8", model)
+        run("both with adapters", model)
+        for name, lora in (("fp8 with adapters", True), ("fp8", False)):
+            model = make(mesh["ep"], lora=lora)
+            fully_shard(model.experts, mesh=mesh["dp"])
+            model.experts.gather_in_fp8()
+            run(name, model)
         torch.manual_seed(5)
         one = Model().experts
         torch.manual_seed(5)

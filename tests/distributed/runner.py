@@ -6,18 +6,20 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.processes import time_limit
+from titan_fp8moe import recipe
+from titan_fp8moe.export_fp8 import fp8_tensors
+from titan_fp8moe.export_fp8.format import exported
+from titan_fp8moe.trainer.plan import plain_name
 
 CASE_TIMEOUT = time_limit(60)  # seconds; a hang prints every thread's stack and ends the run
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers of compile and activation checkpointing."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def gather_list(value) -> list:
@@ -31,6 +33,29 @@ def gather(values: dict) -> dict:
     parts = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(values, parts)
     return {name: value for part in parts or () for name, value in part.items()}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def wrong_fp8_tensors(model: nn.Module, adapter: Any, precision: torch.dtype = torch.float32) -> list[str]:
+    """Names of fp8_tensors, gathered and each rank's own, that an export of the whole state would not write so."""
+    options: dict[str, Any] = dict(adapter=adapter, quantized_from=precision, bucket_bytes=1 << 16)
+    buckets = (fp8_tensors(model, gather=gather, **options) for gather in (True, False))
+    gathered, own = ({name: t for bucket in found for name, t in bucket.items()} for found in buckets)
+    state = {plain_name(k): v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    want: dict[str, torch.Tensor] = {}
+    for name, value in adapter.to_hf(state).items():
+        quantized_from = precision if f"{name}_scale_inv" in gathered else None
+        want |= exported(name, value, quantized_from, recipe.quantize_weight)
+    assert any(".experts." in name and name.endswith("_scale_inv") for name in want)
+
+    def wrong(got: dict[str, torch.Tensor]) -> set[str]:
+        return {name for name, t in got.items() if name not in want or not same_bits(t, want[name])}
+
+    held = {name for names in gather_list(list(own)) for name in names}
+    return sorted(wrong(gathered) | wrong(own) | (want.keys() ^ gathered.keys()) | (want.keys() ^ held))
 
 
 def start() -> str:

@@ -89,6 +89,12 @@ def test_fsdp_has_the_experts_only_where_it_has_something_to_do(results, case, f
     assert ("efsdp" in meshes.pop()) == fsdp
 
 
+@pytest.mark.parametrize("case", cases.FP8_TENSORS)
+def test_fp8_tensors_are_those_of_an_export(results, case):
+    """Gathered, and each rank its own."""
+    assert results.get(case)["wrong fp8_tensors"] == []
+
+
 def test_gradients_are_those_of_the_unquantized_model(results):
     """One process in FP8-Flow against one in fp32: fp8 noise on the MoE layers, little elsewhere."""
     reference, result = results.get("single_fp32"), results.get("single")

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.conftest import WorkerResults
 
 SIZES = 2, 4
-CASES = "tools", "optimizers", "sharded", "loop"
+CASES = "tools", "optimizers", "sharded", "adapters", "loop"
 TRUE = (
     *(f"clip {norm_type}" for norm_type in (2.0, 1.0, "inf")), "torch's clip of experts alone", "fully_shard",
     "checkpoint", "whole state dict", "load whole", "load from rank 0", "seed", "average", "copy",
@@ -93,11 +93,23 @@ def test_steps_of_an_optimizer(results, num_ranks, kind):
     assert_close(results.get(f"optimizers_{num_ranks}")[kind])
 
 
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_adapters(results, num_ranks):
+    """Beside experts that are spread: what one process has, saved by N ranks and loaded by one, and merged."""
+    result = results.get(f"adapters_{num_ranks}")
+    for dispatch in ("all_to_all", "symmetric"):
+        errors = result.pop(dispatch)
+        assert len(errors) == 9 and max(errors.values()) < 0.01, errors  # router, A and B of three, output, its change
+    assert len(result) == 3 and all(result.values()), result
+
+
+@pytest.mark.parametrize("lora", ["", " with adapters"])
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "rest"), (4, "rest"), (4, "both"), (4, "fp8")])
-def test_fsdp(results, num_ranks, kind):
+def test_fsdp(results, num_ranks, kind, lora):
     """Of all but the experts; of both, over a mesh with two dims; and gathered in FP8."""
-    result = results.get(f"sharded_{num_ranks}")
-    assert_close(result[kind])
+    result, kind = results.get(f"sharded_{num_ranks}"), kind + lora
+    errors = result[kind].values()
+    assert len(errors) == (7 if lora else 4) and max(errors) < (0.01 if lora else 5e-3), result[kind]
     assert result[f"{kind} norm"] < 1e-3 and result[f"{kind} saved"]
 
 

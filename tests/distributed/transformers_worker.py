@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from tests.distributed import runner
+from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.transformers import converted, register
 
@@ -64,6 +65,18 @@ def check(name: str, got: tuple[float, dict], want: tuple[float, dict]) -> None:
     runner.check(f"{name}: {figures}", ok)
 
 
+def check_fp8_tensors(name: str, model: torch.nn.Module, whole: torch.nn.Module) -> None:
+    """Gathered, and each rank its own: bit for bit those of the model in one process."""
+    want = {n: t for bucket in fp8_tensors(whole) for n, t in bucket.items()}
+    for gather in (True, False):
+        buckets = fp8_tensors(model, quantized_from=torch.float32, gather=gather)
+        got = {n: t for bucket in buckets for n, t in bucket.items()}
+        held = {n for names in runner.gather_list(list(got)) for n in names}
+        same = held == want.keys() and all(runner.same_bits(t, want[n]) for n, t in got.items())
+        fewer = len(got) == len(want) if gather else len(got) < len(want)
+        runner.check(f"{name}: FP8 tensors, gather={gather}, {len(got)} of {len(want)}", same and fewer)
+
+
 def shard(model: torch.nn.Module, device: str) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
@@ -90,11 +103,13 @@ def main() -> None:
     losses = torch.tensor(loss, device=device)
     dist.all_reduce(losses)
     check("fsdp2", (float(losses) / ranks, grads), gradients(load(folder, device), batches))
+    check_fp8_tensors("fsdp2", model, load(folder, device))
 
     model = load(folder, device, distributed_config=expert_parallel(ranks))
     experts = model.model.layers[0].mlp.experts
     assert experts.down_proj.to_local().shape[0] == CONFIG["num_experts"] // ranks and len(converted(model)) == 2
     check("expert parallel", gradients(model, batches[:1]), gradients(load(folder, device), batches[:1]))
+    check_fp8_tensors("expert parallel", model, load(folder, device))
     dist.destroy_process_group()
 
 

@@ -31,9 +31,10 @@ from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
-from tests.distributed.cases import BASE, CASES, GLOBAL_BATCH, SEQ_LEN, STEPS
-from tests.distributed.runner import gather, gather_list, plain_name, run_all, start
+from tests.distributed.cases import BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, SEQ_LEN, STEPS
+from tests.distributed.runner import gather, gather_list, run_all, start, wrong_fp8_tensors
 from titan_fp8moe.torchtitan.cpu import _dense_attention
+from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
 
@@ -205,7 +206,11 @@ def run(case: str, out: Path) -> dict:
             set_model_state_dict(part, dict(state), options=options)
             buffers_to(trainer.device, part)
         try:
-            return trainer.record()
+            result = trainer.record()
+            if case in FP8_TENSORS:
+                adapter = trainer.train_spec.state_dict_adapter(trainer.model_args, None)
+                result["wrong fp8_tensors"] = wrong_fp8_tensors(trainer.model_parts[0], adapter)
+            return result
         finally:
             trainer.close()
 

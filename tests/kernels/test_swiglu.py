@@ -104,8 +104,9 @@ def test_backward(generator, spec, fp8_h):
     if not INTERPRETED:  # sums of several warps
         for first, second in zip((dh, q, ds), run()[::2], strict=True):
             assert_same_bits(first[:end], second[:end])
-    for first, second in zip((dh, q.new_empty(0), ds), run(recompute_a=False)[::2], strict=True):
-        assert_same_bits(first[:end], second[:end])
+    other_dh, _, none, _, other_ds = run(recompute_a=False)  # a kernel of its own, whose sums may be fused otherwise
+    assert_same_bits(dh[:end], other_dh[:end])
+    assert none.numel() == 0 and ((ds[:end] - other_ds[:end]).abs()[finite] <= 1e-6 * size[finite]).all()
     if fp8_h:
         h_scale = h_scale.view(torch.uint8).contiguous().view(recipe.E8M0)  # as it may come back from the host
         for first, second in zip((dh, q, ds), run()[::2], strict=True):

@@ -78,7 +78,9 @@ TWO_RANKS = {
     "ep2_symmetric_compile": Case(SYMMETRIC, EP2, compiles="aot_eager"),
     "ep2_bf16_parts": Case(BF16_PARTS, EP2),
     "ep2_linears": Case(LINEARS, EP2),
+    "ep2_lora": Case({}, EP2, way="lora"),
     "fsdp2": Case(),
+    "fsdp2_lora": Case(way="lora"),
     "fsdp2_selective": Case(checkpointing="selective"),
     "fsdp2_compile": Case(compiles="aot_eager"),
     "fsdp2_fp8_gather": Case({"fp8_all_gather": True}),
@@ -98,3 +100,5 @@ FOUR_RANKS = {
     "pp2_tp2_routed": Case({}, PP2 | TP2 | {"spmd_backend": "partial_dtensor"}),  # with buffers that are DTensors
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
+FP8_TENSORS = "fsdp2", "ep2", "ep2_selective", "ep2_compile", "hsdp2_ep2"
+"""At whose end the model's FP8 tensors are compared with an export's."""

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.lora import LoRAConverter as LinearLoRAConverter
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
@@ -25,16 +25,25 @@ from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import SAVED_OPS
+from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.testing import make_layer
 from titan_fp8moe.torchtitan03 import parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.conversion import conversion_of
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.cpu import _grouped_mm
+from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics, _natural
-from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
+from titan_fp8moe.torchtitan03.modules import (
+    Fp8FlowDispatcher,
+    Fp8FlowFeedForward,
+    Fp8FlowGroupedExperts,
+    Fp8FlowLinear03,
+    Fp8FlowMoE,
+    Fp8FlowRoutedExperts,
+)
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, converted
 from titan_fp8moe.trainer import cpu
 from titan_fp8moe.trainer.plan import MOE
@@ -337,18 +346,55 @@ def test_the_converter_has_all_settings():
         Fp8FlowConverter.Config(save_h="fp4")
 
 
-def test_lora_comes_after():
+@pytest.mark.parametrize(
+    ("converter", "experts"), [(LinearLoRAConverter, False), (LoRAConverter, False), (LoRAConverter, True)]
+)
+def test_lora_comes_after(converter: Any, experts: bool):
     """Its adapters train, in bf16 where FP8 would see their base alone."""
-    job = by_registry(LoRAConverter.Config(rank=4, target_modules=["wo", "w2"]), linear_fqns=["attention.wo."])
+    targets = ["wo", "w2"]
+    if experts:
+        targets.append("inner_experts")
+    job = by_registry(converter.Config(rank=4, target_modules=targets), linear_fqns=["attention.wo."])
     meet(job)
     model = build(job)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all("lora_" in name for name in trained)
+    of_experts = {name for name in trained if ".layers.2.moe.routed" in f".{name}"}
+    prefix = "layers.2.moe.routed_experts.inner_experts.lora"
+    assert of_experts == ({f"{prefix}_{f}.w{i}" for f in "ab" for i in (1, 2, 3)} if experts else set())
     assert isinstance(model.layers["2"].attention.wo, Fp8FlowLinear03)
     assert not model.layers["0"].feed_forward.in_fp8 and model.layers["2"].moe.shared == "meanwhile"
     assert {part.reason for part in conversion_of(job.model_spec.model).plan} == {None, "w2 is a LoRALinear"}
     with pytest.raises(ValueError, match="Fp8FlowConverter.Config|must be applied before LoRAConverter"):
-        model_registry("debugmodel", converters=[LoRAConverter.Config(), Fp8FlowConverter.Config()])
+        model_registry("debugmodel", converters=[LinearLoRAConverter.Config(), Fp8FlowConverter.Config()])
+
+
+def test_adapters_run_beside_the_experts():
+    """As :func:`titan_fp8moe.routed_experts` runs them, scaled by alpha / rank."""
+    E, D, H, K = 4, 128, 256, 2
+    inner = Fp8FlowGroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E, lora_rank=4, lora_alpha=8)
+    layer = Fp8FlowRoutedExperts.Config(inner_experts=inner, token_dispatcher=Fp8FlowDispatcher.Config()).build()
+    experts = layer.inner_experts
+    for param in layer.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    x, scores, ids, _ = make_layer(60, D, H, E, K)
+    names = ("w1", "w2", "w3")
+    lora = Lora(**{n: Adapter(getattr(experts.lora_a, n), getattr(experts.lora_b, n), 2.0) for n in names})
+    want = routed_experts(x, experts.w1_EFD, experts.w2_EDF, experts.w3_EFD, ids, scores, lora=lora)
+    assert torch.equal(layer(x[None], scores[None], ids[None], None)[0], want)
+    experts.lora_a.init_states(), experts.lora_b.init_states()
+    assert 0.5 < experts.lora_a.w2.abs().max() * H**0.5 <= 1 and not experts.lora_b.w2.any()
+
+
+def test_adapters_of_experts_that_cannot_have_them():
+    with pytest.raises(
+        ValueError, match="layers.1.moe.routed_experts.inner_experts has bf16 experts.*Fp8FlowConverter"
+    ):
+        by_registry(LoRAConverter.Config(), filter_fqns=["layers.1."])
+    job = by_registry(LoRAConverter.Config())
+    job.parallelism.tensor_parallel_degree = 2
+    with pytest.raises(ValueError, match="tensor parallelism would split; set parallelism.expert_parallel_degree > 1"):
+        meet(job, 2)
 
 
 def test_a_config_that_was_replaced_is_refused():

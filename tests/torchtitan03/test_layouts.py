@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.conftest import WorkerResults
-from tests.torchtitan03.cases import CASES, OTHERS
+from tests.torchtitan03.cases import CASES, FP8_TENSORS, OTHERS
 from titan_fp8moe.testing import relative_error
 
 TOLERANCE = 1e-2
@@ -12,7 +12,7 @@ TOLERANCE = 1e-2
 TOLERANCES = {"linears": 0.02}
 # Sums of two ranks round otherwise, and one of 256 tokens chooses another expert.
 TOLERANCES_OF_MODELS = {"qwen3": 0.05, "gpt_oss": 0.03}
-VARIANTS = "linears", "bf16_parts", "routed", "long"  # tensor parallelism leaves other FFNs in bf16
+VARIANTS = "linears", "bf16_parts", "routed", "long", "lora"  # tensor parallelism leaves other FFNs in bf16
 GRADIENTS = [
     name
     for name, case in CASES.items()
@@ -128,10 +128,17 @@ def test_own_trainers_keep_their_steps(results: WorkerResults):
     assert got["losses"] == want["losses"] and got["logged"] == want["logged"] != {}
 
 
+@pytest.mark.parametrize("case", FP8_TENSORS)
+def test_fp8_tensors_are_those_of_an_export(results: WorkerResults, case: str):
+    """Gathered, and each rank its own."""
+    assert results.get(case)["wrong fp8_tensors"] == []
+
+
 def test_lora_trains_its_adapters(results: WorkerResults):
     got = results.get("single_lora")
     assert got["grads"].keys() == {*got["trained"]} and all("lora_" in name for name in got["trained"])
-    assert all(grad.abs().max() > 0 for name, grad in got["grads"].items() if "lora_b" in name)
+    assert all(grad.abs().max() > 0 for grad in got["grads"].values())
+    assert sum("inner_experts.lora_" in name for name in got["trained"]) == 2 * 6  # layers, A and B of three
 
 
 def test_checkpoints_have_the_keys_of_torchtitan(results: WorkerResults):

@@ -22,7 +22,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
-from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -35,14 +34,16 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-from tests.distributed.runner import gather, gather_list, plain_name, run_all
-from tests.torchtitan03.cases import CASES, GLOBAL_BATCH, Case
+from tests.distributed.runner import gather, gather_list, run_all, wrong_fp8_tensors
+from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import metrics, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
+from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.torchtitan03.modules import Fp8FlowExperts
 from titan_fp8moe.trainer.cpu import compute_dtype
+from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
 # Packages that models import for pictures and for linear attention, which needs a GPU.
@@ -80,6 +81,7 @@ MODELS = {  # with so many layers
     "qwen3_5": (lambda: multimodal("qwen3_5", "debugmodel_moe"), 1),
     "kimi_k2_7": (lambda: multimodal("kimi_k2_7", "debugmodel"), 2),
 }
+LORA = ["wo", "w2", "inner_experts"]
 CHECKPOINTING = {"none": lambda: None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
 
@@ -147,7 +149,7 @@ def of_graph_trainer(config: torchtitan.trainer.Trainer.Config, fp8: dict) -> to
 CONVERTED = {
     "section": lambda config, fp8: with_fp8_flow(config, Fp8FlowMoEConfig(**fp8)),
     "converter": by_registry,
-    "lora": lambda config, fp8: by_registry(config, fp8, LoRAConverter.Config(rank=4, target_modules=["wo", "w2"])),
+    "lora": lambda config, fp8: by_registry(config, fp8, LoRAConverter.Config(rank=4, target_modules=LORA)),
     "own trainer": lambda config, fp8: by_registry(derive(config, OwnTrainer.Config, mine=42), fp8),
     "fault tolerant": of_fault_tolerant_trainer,
     "graph trainer": of_graph_trainer,
@@ -246,8 +248,9 @@ def run(name: str, out: Path) -> dict:
         state = torch.load(seed, mmap=True)
         with torch.no_grad():  # by hand: torch.distributed.checkpoint does not know names that hooks split
             for key, p in parameters.items():
-                if "lora_" not in key:
-                    p.copy_(shard(state[key], p))
+                if "lora_" in key:  # B too, so that A has a gradient
+                    state[key] = 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(state)))
+                p.copy_(shard(state[key], p))
         logged: dict[str, list[int]] = {}
         warnings: list[str] = []
         if name == "single_nan":
@@ -260,6 +263,9 @@ def run(name: str, out: Path) -> dict:
         try:
             result = train(trainer, case.steps)
             result["logged"] = logged
+            if name in FP8_TENSORS:
+                spec, part = trainer.config.model_spec, trainer.model_parts[0]
+                result["wrong fp8_tensors"] = wrong_fp8_tensors(part, spec.state_dict_adapter(spec.model, None))
             result["keys"] = [plain_name(key) for part in trainer.model_parts for key in part.state_dict()]
             result["graphs"] = counters["stats"]["unique_graphs"]
             result["gathered"] = gathered_dtypes(trainer.model_parts)

@@ -3,6 +3,7 @@
 The names, values and scales are those that ``python -m titan_fp8moe.export_fp8`` writes for the same weights.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.export_fp8.format import ROUTED, check_experts, exported, has_nan
 from titan_fp8moe.recipe import FP8
+from titan_fp8moe.trainer.plan import plain_name
 
 
 def fp8_tensors(
@@ -44,7 +46,8 @@ def fp8_tensors(
             experts are not communicated. Other tensors come on every rank.
 
     Raises:
-        ValueError: for matrices with a NaN or Inf, weights that are FP8 already, or settings that do not fit.
+        ValueError: for matrices with a NaN or Inf, weights that are FP8 already, adapters that are not merged, or
+            settings that do not fit.
     """
     bucket: dict[str, Tensor] = {}
     size = 0
@@ -74,10 +77,18 @@ def _named_values(
     """Hugging Face's name of each tensor, its value, and the precision that it is quantized from, if it is."""
     to_hf = _reverse_conversion(model) if adapter is None else adapter.to_hf
     converted = tuple(
-        f"{name}." for name, module in model.named_modules() if isinstance(vars(module).get("config"), Fp8FlowMoEConfig)
+        f"{plain_name(name)}."
+        for name, module in model.named_modules()
+        if isinstance(vars(module).get("config"), Fp8FlowMoEConfig)
     )
     found = False
-    for key, value in model.state_dict().items():
+    state = {plain_name(key): value for key, value in model.state_dict().items()}
+    if adapters := [key for key in state if ".lora_" in key]:
+        raise ValueError(
+            f"{adapters[0]} is an adapter, whose change the weights lack; merge it first, with merge_lora() or PEFT's "
+            "merge_and_unload(), or call this before adapters are added and send them apart"
+        )
+    for key, value in state.items():
         if key in getattr(model, "all_tied_weights_keys", ()) or not isinstance(value, Tensor):
             continue
         if value.dtype == FP8:
@@ -115,8 +126,12 @@ def _parts(key: str, value: Tensor, to_hf: Callable[[dict], dict], gather: bool)
     if any(placement.is_shard() and not placement.is_shard(0) for placement in value.placements):
         raise ValueError(f"{key} is sharded within experts, {value.placements}; set gather=True")
     _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    local = value.to_local()
-    yield from zip(names[offset[0] : offset[0] + len(local)], local.unbind(), strict=True)
+    local, first = value.to_local(), offset[0]
+    if len(names) == len(value):  # torchtitan's adapters split all experts, or none
+        yield from zip(names[first : first + len(local)], local.unbind(), strict=True)
+        return
+    for name, part in to_hf({key: local}).items():  # Transformers': gate and up of an expert
+        yield re.sub(r"(\.experts\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + first}", name), part
 
 
 def _reverse_conversion(model: Any) -> Callable[[dict], dict]:

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from titan_fp8moe.recipe import E8M0
 
-_NO_TENSORS = (int, float, type(None), TensorDescriptor)
+_NO_TENSORS = (float, type(None), TensorDescriptor)
 
 
 class Kernel:
@@ -37,9 +37,9 @@ class Kernel:
     such as ``num_warps`` are passed by name. Scales arrive as uint8, since Triton has no name for their dtype, e8m0.
 
     Args:
-        bound: ``constexpr`` parameters that every launch shares, and tensors that are None in every launch, which come
-            last before the constexprs. They are not part of the cache key: a ``triton.jit`` function, whose hash is
-            slow, and absent tensors cost a launch nothing here.
+        bound: options and ``constexpr`` parameters that every launch shares, and tensors that are None in every launch,
+            which come last before the constexprs. They are not part of the cache key: a ``triton.jit`` function, whose
+            hash is slow, and absent tensors cost a launch nothing here.
 
     Attributes:
         kernel: the decorated kernel. In Triton's interpreter every launch calls it.
@@ -87,7 +87,7 @@ class Kernel:
         if len(args) != self._num_args:
             raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
         constants |= self._bound
-        compiled = self.kernel[grid](*map(_readable, args), **constants, **_OPTIONS)
+        compiled = self.kernel[grid](*map(_readable, args), **(_OPTIONS | constants))
         if compiled is not None:
             names = self._constants
             found = compiled, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names)
@@ -95,7 +95,7 @@ class Kernel:
 
     def compile(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Compiles the kernel for such a launch, for the target of Triton's active driver, into Triton's cache."""
-        self.kernel.warmup(*map(_readable, args), grid=(1,), **constants, **self._bound, **_OPTIONS)
+        self.kernel.warmup(*map(_readable, args), grid=(1,), **(_OPTIONS | constants | self._bound))
 
     def _key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple, list[Any]]:
         """The cache key of a launch, and the arguments with addresses in place of tensors.
@@ -111,16 +111,16 @@ class Kernel:
         key, values = [device, *constants, *constants.values()], []
         append = key.append
         for arg, specialized in zip(args, self._specialized, strict=False):
-            kind = type(arg)
-            if kind is Tensor or kind not in _NO_TENSORS:  # the most frequent case first
+            kind = type(arg)  # the most frequent ones first
+            if kind is int:
+                append(arg < 2**31)
+                if specialized:
+                    append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
+            elif kind is Tensor or kind not in _NO_TENSORS:
                 append(arg.dtype)
                 append(arg.get_device())
                 arg = arg.data_ptr()
                 append(arg & 15)
-            elif kind is int:
-                append(arg < 2**31)
-                if specialized:
-                    append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
             elif kind is TensorDescriptor:
                 append(arg.base.dtype)
                 append(arg.block_shape[0])

@@ -241,7 +241,7 @@ def _unpermute_sum_kernel(
 
 
 _sum = Kernel(_unpermute_sum_kernel, b2=None, score=None, offsets_E=None, E=None)
-_biased_sum = Kernel(_unpermute_sum_kernel)
+_biased_sum = Kernel(_unpermute_sum_kernel, enable_fp_fusion=False)  # score * bias is rounded, as the specification's
 
 
 def _unpermute_sum(

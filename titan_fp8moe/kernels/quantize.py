@@ -49,15 +49,35 @@ def scale_of_amax(bits):
 
 
 @triton.jit
-def quantize_tiles(x, nan_flag):
-    """Quantizes fp32 ``x`` (ROWS, 128), one tile per row; returns e4m3 (ROWS, 128) and uint8 scales (ROWS,). Stores 1
-    to ``nan_flag`` (a uint8 address, or None) if a tile holds a NaN or Inf."""
+def scale_tiles(x, nan_flag):
+    """Scales fp32 ``x`` (ROWS, 128) into e4m3's range, one tile per row; returns fp32 and uint8 scales (ROWS,).
+
+    Stores 1 to ``nan_flag`` (a uint8 address, or None) if a tile holds a NaN or Inf.
+    """
     bits = tl.max(abs_bits(x), axis=1)
     byte, factor = scale_of_amax(bits)
     if nan_flag is not None:
         # Threads and CTAs may store at once, but all store 1.
         tl.store(nan_flag + tl.zeros_like(bits), 1, mask=bits >= 0x7F800000)
-    return (x * factor[:, None]).to(tl.float8e4nv), byte.to(tl.uint8)
+    return x * factor[:, None], byte.to(tl.uint8)
+
+
+@triton.jit
+def quantize_tiles(x, nan_flag):
+    """As :func:`scale_tiles`, in e4m3."""
+    values, byte = scale_tiles(x, nan_flag)
+    return values.to(tl.float8e4nv), byte
+
+
+@triton.jit
+def round_both_ways(x):
+    """The e4m3 value nearest to each of fp32 ``x``, at most 448, and the next one on x's other side; both in fp32."""
+    # In units of the distance between neighbours, an eighth of x's power of two but at least 2**-9, these are integers.
+    unit = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.125, 2.0**-9)
+    steps = tl.abs(x) * (0x7F000000 - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # 1 / unit, exactly
+    nearest = (steps + 1.5 * 2.0**23) - 1.5 * 2.0**23
+    unit = tl.where(x < 0, -unit, unit)
+    return nearest * unit, (nearest + tl.where(nearest < steps, 1.0, -1.0)) * unit
 
 
 @triton.jit
@@ -312,8 +332,9 @@ def _weights_changed_kernel(
 def stored_transposed(weights: Sequence[Tensor]) -> bool:
     """Whether the weights (E, N, K) lie in memory as (E, K, N), two alike: such as gate and up of one (E, K, 2N)."""
     first, last = weights[0], weights[-1]
-    alike = first is last or (first.shape == last.shape and first.stride() == last.stride())
-    return first.stride(2) != 1 and first.stride(1) == 1 and alike
+    if first.stride(2) == 1 or first.stride(1) != 1:
+        return False
+    return first.shape == last.shape and first.stride() == last.stride()
 
 
 def _copied(w: Tensor) -> Tensor:
@@ -333,7 +354,8 @@ def _warn_of_copies(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
 
 def _blocks(weights: list[Tensor], beside: bool) -> tuple[list[Any], tuple[int, int, int], bool]:
     """The arguments of :func:`_quantize_block` up to ``num_columns``, the operand's (E, N, K), and WHOLE."""
-    w, last_w = (w if w.stride(2) == 1 else _copied(w) for w in (weights[0], weights[-1]))
+    w, last_w = weights[0], weights[-1]
+    w, last_w = w if w.stride(2) == 1 else _copied(w), last_w if last_w.stride(2) == 1 else _copied(last_w)
     (E, rows, columns), last_rows, first_N, K = w.shape, last_w.shape[1], padded(w.shape[1]), padded(w.shape[2])
     whole = columns == K and rows == first_N and last_rows % TILE == 0
     last_block, shape = first_N // TILE, (E, first_N + (padded(last_rows) if len(weights) > 1 else 0), K)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_fp8moe.activations import ACTIVATIONS, MAX_PARAMETERS
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.quantize import quantize_tiles
+from titan_fp8moe.kernels.quantize import quantize_tiles, round_both_ways, scale_tiles
 from titan_fp8moe.kernels.routing import expert_of
 from titan_fp8moe.kernels.sizes import cdiv
 from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major, padded
@@ -76,14 +76,7 @@ def _store(q, scale, values, byte, row, tile, M, D, TILE: tl.constexpr):
 
 @triton.jit
 def _dequantize(values, byte):
-    return values.to(tl.float32) * (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
-
-
-@triton.jit
-def _step(values, read, side, read_side):
-    """The next e4m3 code, in magnitude, of values that ``read`` on another side of a clamp than they should."""
-    step = tl.where(read == read, side.to(tl.int8) - read_side.to(tl.int8), 0)  # NaN stays
-    return (values.to(tl.int8, bitcast=True) + step).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    return values * (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit
@@ -147,6 +140,16 @@ def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.
 
 
 @triton.jit
+def _crossed(g, u, g_read, u_read, s, b_g, b_u, p0, p1, p2, BEYOND: tl.constexpr, SCORE_FIRST: tl.constexpr):
+    """Where gate and up, rounded to what is read, lie on another side of the activation's clamp."""
+    if not SCORE_FIRST:
+        s = 1.0
+    g_side, u_side = BEYOND(_plus(s * g, b_g), _plus(s * u, b_u), p0, p1, p2)
+    g_read_side, u_read_side = BEYOND(_plus(s * g_read, b_g), _plus(s * u_read, b_u), p0, p1, p2)
+    return g_side != g_read_side, u_side != u_read_side
+
+
+@triton.jit
 def _swiglu_kernel(
     h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H, p0, p1, p2, gate_bias, up_bias, E: tl.constexpr,
     FORWARD: tl.constexpr, BEYOND: tl.constexpr, GATED: tl.constexpr, SCORE_FIRST: tl.constexpr,
@@ -177,30 +180,27 @@ def _swiglu_kernel(
         b_u = _load_bias(up_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE) if GATED else b_g
     else:
         b_g, b_u = None, None
+    # Nothing is converted to e4m3 and back here: ptxas of CUDA 12.8, which Triton 3.6 has, then takes other values.
     if h_q is not None and PAIRED is not None:
-        pairs_q, pairs_byte = quantize_tiles(pairs, None)
+        kept, byte = scale_tiles(pairs, None)
         if BEYOND is not None:
-            side = s if SCORE_FIRST else 1.0
-            g_side, u_side = BEYOND(_plus(side * g, b_g), _plus(side * u, b_u), p0, p1, p2)
-            read = _dequantize(pairs_q, pairs_byte)
-            g_read, u_read = _split(read, ROWS, TILE)
-            g_read_side, u_read_side = BEYOND(_plus(side * g_read, b_g), _plus(side * u_read, b_u), p0, p1, p2)
-            sides = _join(g_side.to(tl.int8), u_side.to(tl.int8), ROWS, TILE)
-            read_sides = _join(g_read_side.to(tl.int8), u_read_side.to(tl.int8), ROWS, TILE)
-            pairs_q = _step(pairs_q, read, sides, read_sides)
-        _store_pairs(h_q, h_scale, pairs_q, pairs_byte, pair_row, pair_tile, M, PAIRED, TILE)
+            nearest, other = round_both_ways(kept)
+            g_read, u_read = _split(_dequantize(nearest, byte), ROWS, TILE)
+            crossed = _crossed(g, u, g_read, u_read, s, b_g, b_u, p0, p1, p2, BEYOND, SCORE_FIRST)
+            kept = tl.where(_join(crossed[0].to(tl.int8), crossed[1].to(tl.int8), ROWS, TILE) != 0, other, kept)
+        _store_pairs(h_q, h_scale, kept.to(tl.float8e4nv), byte, pair_row, pair_tile, M, PAIRED, TILE)
     if h_q is not None and PAIRED is None:
-        g_q, g_byte = quantize_tiles(g, None)
-        u_q, u_byte = quantize_tiles(u, None)
+        g_kept, g_byte = scale_tiles(g, None)
+        u_kept, u_byte = scale_tiles(u, None)
         if BEYOND is not None:
-            side = s if SCORE_FIRST else 1.0
-            g_side, u_side = BEYOND(_plus(side * g, b_g), _plus(side * u, b_u), p0, p1, p2)
-            g_read, u_read = _dequantize(g_q, g_byte), _dequantize(u_q, u_byte)
-            g_read_side, u_read_side = BEYOND(_plus(side * g_read, b_g), _plus(side * u_read, b_u), p0, p1, p2)
-            g_q, u_q = _step(g_q, g_read, g_side, g_read_side), _step(u_q, u_read, u_side, u_read_side)
-        _store(h_q, h_scale, g_q, g_byte, row, tile, M, N, TILE)
+            g_nearest, g_other = round_both_ways(g_kept)
+            u_nearest, u_other = round_both_ways(u_kept)
+            g_read, u_read = _dequantize(g_nearest, g_byte), _dequantize(u_nearest, u_byte)
+            crossed = _crossed(g, u, g_read, u_read, s, b_g, b_u, p0, p1, p2, BEYOND, SCORE_FIRST)
+            g_kept, u_kept = tl.where(crossed[0], g_other, g_kept), tl.where(crossed[1], u_other, u_kept)
+        _store(h_q, h_scale, g_kept.to(tl.float8e4nv), g_byte, row, tile, M, N, TILE)
         if GATED:
-            _store(h_q, h_scale, u_q, u_byte, row, up_tile, M, N, TILE)
+            _store(h_q, h_scale, u_kept.to(tl.float8e4nv), u_byte, row, up_tile, M, N, TILE)
     if SCORE_FIRST:
         g, u = s * g, s * u
     out = FORWARD(_plus(g, b_g), _plus(u, b_u), p0, p1, p2)

@@ -8,7 +8,6 @@ is not in the cache is compiled at its launch, as ever.
 The processes only parse Python, run LLVM and call ``ptxas``. They touch neither CUDA nor a tensor in memory.
 """
 
-import functools
 import gc
 import logging
 import os
@@ -27,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from titan_fp8moe.kernels import launch
+from titan_fp8moe.kernels.gemm.launch import is_hopper
 from titan_fp8moe.recipe import E8M0
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def compile_ahead(kind: Hashable, x: Tensor, on_meta: Callable[[], None]) -> Non
         return
     seen.add(kind)
     processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    if os.environ.get("LOCAL_RANK", "0") != "0" or processes < 2 or not _is_hopper(x.device):
+    if os.environ.get("LOCAL_RANK", "0") != "0" or processes < 2 or not is_hopper(x):
         return
     try:
         launches = recorded(on_meta)
@@ -63,12 +63,6 @@ def compile_ahead(kind: Hashable, x: Tensor, on_meta: Callable[[], None]) -> Non
         logger.warning(f"FP8-Flow-MoE: kernels compile one after the other, each at its first launch: {error!r}")
         return
     compile_shares([launches[index::processes] for index in range(processes)])
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    interpreted = triton.knobs.runtime.interpret
-    return device.type == "cuda" and not interpreted and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def recorded(on_meta: Callable[[], None]) -> list[Launch]:

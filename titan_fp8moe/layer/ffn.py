@@ -99,22 +99,18 @@ class FFN(NamedTuple):
         return out.add_(ops.low_rank(*rows, lora.A, lora.B, self.routing.offsets_E)[:, :columns])
 
     def activate(self, h_M2H: Tensor) -> tuple[Rows, SavedFFN]:
-        """GEMM 2's operand (M, H), and the tensors that the backward needs."""
-        fields = saved_fields(self.backward)
-        biases: dict[str, Any] = {}
-        if self.biases is not None:
-            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert)
+        """GEMM 2's operand (M, H), and tensors for the backward: those of :func:`saved_fields`, and if there are any,
+        the operand."""
+        fields, spec = saved_fields(self.backward), self.expert.encode()
+        keep_h = "h_scale" in fields
+        biases = () if self.biases is None else self.biases.gate_up(self.expert)
         a_q, a_scale, h_q, h_scale = ops.swiglu_quantize(
-            h_M2H,
-            self.routing.score_M,
-            self.routing.offsets_E,
-            self.expert.encode(),
-            keep_h="h_scale" in fields,
-            nan_flag=self.nans.a,
-            **biases,
+            h_M2H, self.routing.score_M, self.routing.offsets_E, spec, keep_h, self.nans.a, *biases
         )
-        kept = dict(h=h_q if "h_scale" in fields else h_M2H, h_scale=h_scale, a_q=a_q, a_scale=a_scale)
-        return Rows(a_q, a_scale), SavedFFN(**{name: kept[name] for name in fields})
+        if not fields:
+            return Rows(a_q, a_scale), SavedFFN()
+        hidden = (h_q, h_scale) if keep_h else (h_M2H, None)
+        return Rows(a_q, a_scale), SavedFFN(*hidden, a_q, a_scale)
 
     def row_bias(self) -> RowBias | None:
         """The bias that :meth:`product` of GEMM 2 leaves out."""
@@ -196,7 +192,8 @@ class FFN(NamedTuple):
         offsets_E, token_M, _, row_TK = self.routing
         if token_M is None:  # one group
             return x
-        return Rows(*ops.permute_rows(*x, row_TK, token_M, offsets_E))
+        T = row_TK.shape[0]  # where shared experts read the same rows, others follow that pad their group
+        return Rows(*ops.permute_rows(x.q[:T], x.scale[:T], row_TK, token_M, offsets_E))
 
     def _record(self, x: Rows, grads: HiddenGradients, weights: ExpertWeights[Tensor]) -> None:
         _, D, H = weights.w2.shape

@@ -196,15 +196,10 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[Any], biased: bool) -> "Inputs":
         """The inverse of :meth:`flatten`; further values are ignored."""
-        weights, shared = values[_SINGLES:_SHARED], values[_SHARED:_BIASES]
-        biases = Biases(*values[_BIASES : _BIASES + len(Biases._fields)]) if biased else None
-        return cls._make([*values[:_SINGLES], ExpertWeights(*weights), ExpertWeights(*shared), biases])
-
-
-_NUM_WEIGHTS = len(ExpertWeights._fields)
-_SINGLES = len(Inputs._fields) - 3
-_SHARED = _SINGLES + _NUM_WEIGHTS
-_BIASES = _SHARED + _NUM_WEIGHTS
+        x, scores, ids, flags, shared_scores, w1, w2, w3, s1, s2, s3, *others = values
+        biases = Biases(*others[: len(Biases._fields)]) if biased else None
+        weights, shared = ExpertWeights(w1, w2, w3), ExpertWeights(s1, s2, s3)
+        return cls(x, scores, ids, flags, shared_scores, weights, shared, biases)
 
 
 class FinishInputs(NamedTuple):
@@ -220,5 +215,5 @@ class FinishInputs(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "FinishInputs":
-        singles = len(cls._fields) - 1
-        return cls._make([*values[:singles], ExpertWeights(*values[singles : singles + _NUM_WEIGHTS])])
+        placeholder, payload, flags, s1, s2, s3, *_ = values
+        return cls(placeholder, payload, flags, ExpertWeights(s1, s2, s3))

@@ -143,7 +143,10 @@ def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
 
 def are_frozen(parameters: Iterable[Tensor | None]) -> bool:
     """Whether none of them is trained. Ask it of parameters: without gradients, their local tensors require none."""
-    return not any(p is not None and p.requires_grad for p in parameters)
+    for parameter in parameters:  # noqa: SIM110 # in every forward, and all() takes three times as long
+        if parameter is not None and parameter.requires_grad:
+            return False
+    return True
 
 
 def place_as(grad: Tensor | None, spec: Any) -> DTensor | None:

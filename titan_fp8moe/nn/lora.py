@@ -3,22 +3,24 @@
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.nn.parallel import spread, uniform_by_expert_
+from titan_fp8moe.ops import Fp8Weight
 
 _WEIGHTS = Lora._fields
 
 
 class AddsLora(nn.Module):
-    """Mixin of experts with parameters w1, w2 and, if they have a gate, w3.
+    """Mixin of experts with parameters w1, w2 and, if they have a gate, w3, or with weights stored in FP8.
 
     Attributes:
         lora_A, lora_B: ``nn.ParameterDict`` by the weights' names, A (num_experts, rank, K) and B (num_experts, N,
@@ -40,27 +42,33 @@ class AddsLora(nn.Module):
         Args:
             weights: names, by default of all weights that the experts have.
             rank: of each adapter, usually 4 to 64; products pad it to a multiple of 16.
-            dtype: of the adapters, bf16 or fp32; by default the weights'. Gradients and optimizer states follow it.
+            dtype: of the adapters, bf16 or fp32; by default the weights', or bf16. Gradients and optimizer states
+                follow it.
 
         Raises:
             ValueError: for another rank, alpha, name or dtype.
-            RuntimeError: for experts that have adapters or that FSDP has sharded.
+            RuntimeError: for experts that have adapters or that FSDP has sharded, and for experts stored in FP8 on
+                several ranks.
         """
-        params = cast(dict[str, nn.Parameter], dict(self.named_parameters(recurse=False)))
-        dtype = dtype or params["w1"].dtype
-        present = [name for name in _WEIGHTS if name in params]
-        weights = present if weights is None else weights
+        present = self.adaptable()
+        stored = isinstance(present["w1"], Fp8Weight)
+        dtype = dtype or (torch.bfloat16 if stored else present["w1"].dtype)
+        weights = list(present) if weights is None else weights
         self._check_lora(rank, alpha, weights, dtype)
         self.requires_grad_(False)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         for name in (name for name in present if name in weights):
-            weight = params[name]
-            local, mesh = (weight.to_local(), weight.device_mesh) if isinstance(weight, DTensor) else (weight, None)
-            E, N, K = local.shape
-            self.lora_A[name] = _parameter(local.new_empty(E, rank, K, dtype=dtype), mesh)
-            self.lora_B[name] = _parameter(local.new_empty(E, N, rank, dtype=dtype), mesh)
+            weight = present[name]
+            mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+            (E, N, K), device = _local(weight).shape, weight.device
+            self.lora_A[name] = _parameter(torch.empty(E, rank, K, dtype=dtype, device=device), mesh)
+            self.lora_B[name] = _parameter(torch.empty(E, N, rank, dtype=dtype, device=device), mesh)
         self.lora_scale = alpha / rank
         self.reset_lora_parameters()
+
+    def adaptable(self) -> dict[str, Any]:
+        """The weights that adapters may have, by the names of :class:`Lora`."""
+        return {name: weight for name in _WEIGHTS if (weight := getattr(self, name)) is not None}
 
     def _check_lora(self, rank: int, alpha: float, weights: Sequence[str], dtype: torch.dtype) -> None:
         if self.lora_scale is not None:
@@ -69,12 +77,17 @@ class AddsLora(nn.Module):
             raise ValueError(f"rank = {rank!r} must be a positive int, such as 16")
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise ValueError(f"alpha = {alpha!r} must be a number; adapters are scaled by alpha / rank")
-        present = [name for name in _WEIGHTS if getattr(self, name) is not None]
+        present = self.adaptable()
         if isinstance(weights, str) or not weights or set(weights) - set(present):
             raise ValueError(f"weights = {weights!r} must be a list of names among {', '.join(present)}")
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"dtype = {dtype} must be torch.bfloat16 or torch.float32")
-        w1 = self.w1
+        w1 = present["w1"]
+        if isinstance(w1, Fp8Weight) and self.ep_group is not None:
+            raise RuntimeError(
+                "experts stored in FP8 take adapters in one process only; over ep_group give routed_experts(lora=) "
+                "the rank's, or adapt bf16 RoutedExperts"
+            )
         if isinstance(w1, DTensor) and (w1.device_mesh.ndim > 1 or self.ep_group is None):
             raise RuntimeError("FSDP has sharded these experts; call add_lora before fully_shard")
 
@@ -95,6 +108,13 @@ class AddsLora(nn.Module):
         """
         if self.lora_scale is None:
             raise RuntimeError("these experts have no adapters to merge; call add_lora(rank, alpha) first")
+        if isinstance(self.adaptable()["w1"], Fp8Weight):
+            raise RuntimeError(
+                "these experts are stored in FP8, which would round most of the adapters away; keep them beside, or "
+                "load Fp8Weight.dequantize() into RoutedExperts and merge there"
+            )
+        if isinstance(self, FSDPModule):
+            self.reshard()  # a forward may have left whole copies, of which FSDP would forget the change
         for name, A in self.lora_A.items():
             weight, A, B = (_local(t) for t in (getattr(self, name), A, self.lora_B[name]))
             for w, a, b in zip(weight, A, B, strict=True):  # an expert at a time, for memory

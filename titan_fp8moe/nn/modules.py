@@ -257,8 +257,9 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {bias}{self.config.describe()}"
 
 
-class Fp8RoutedExperts(nn.Module):
-    """The experts of one MoE layer, frozen and stored in FP8. Made by :meth:`RoutedExperts.from_fp8`.
+class Fp8RoutedExperts(AddsLora):
+    """The experts of one MoE layer, frozen and stored in FP8. Made by :meth:`RoutedExperts.from_fp8`. :meth:`add_lora`
+    takes w1, gate and up in one, and w2.
 
     Output and gradients of x and the scores equal those of experts with the dequantized weights. The parameters hold
     bytes, so that casts such as ``.bfloat16()`` leave them alone, and PyTorch refuses a gradient of them. With
@@ -296,6 +297,9 @@ class Fp8RoutedExperts(nn.Module):
             for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):
                 self.register_parameter(key, nn.Parameter(tensor.detach().view(torch.uint8), requires_grad=False))
 
+    def adaptable(self) -> dict[str, Fp8Weight]:
+        return dict(zip(("w1", "w2"), self.weights(), strict=True))
+
     def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
         """Gate and up in one, and down."""
         return (
@@ -312,7 +316,7 @@ class Fp8RoutedExperts(nn.Module):
         shared: SharedExperts | None = None,
     ) -> Tensor:
         """As :meth:`RoutedExperts.forward`."""
-        layer = Layer(self.config, self.ep_group, self.expert, frozen=True)
+        layer = Layer(self.config, self.ep_group, self.expert, frozen=True, lora=self.lora())
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
         if shared is not None:
             return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
@@ -340,7 +344,8 @@ def cache_of(module: Any, frozen: bool) -> WeightCache | None:
     """The cache of a module's weights, or None if they are to be quantized each time: trained weights without
     ``cache_weights``, and those that FSDP gathers in FP8."""
     config = module.config
-    if config.fp8_all_gather or not (frozen or config.cache_weights):
+    in_fp8 = config.fp8_all_gather or getattr(module, "gathers_fp8", False)
+    if in_fp8 or not (frozen or config.cache_weights):
         return None
     return module.cache
 

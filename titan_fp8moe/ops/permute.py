@@ -119,8 +119,11 @@ def permute_rows(
         (M, D) e4m3, (M, D // 128) e8m0 column-major; rows from ``offsets_E[-1]`` on are undefined.
 
     Raises:
-        ValueError: from the kernels, unless q and scale have unit stride along their rows.
+        ValueError: for another number of tokens in q than in ``row_TK``; from the kernels, unless q and scale have unit
+            stride along their rows.
     """
+    if q_TD.shape[0] != row_TK.shape[0]:  # the kernel would read past the end of row_TK, and write wherever that says
+        raise ValueError(f"q has {q_TD.shape[0]} tokens and row_TK {row_TK.shape[0]}; they must have the same")
     if use_kernels(q_TD):
         return kernels.permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
     return recipe.permute_rows(q_TD, scale, token_M)

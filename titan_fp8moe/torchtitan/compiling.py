@@ -104,7 +104,7 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
             kind = "MoE" if block.moe_enabled else "dense"
             if (reason := why_submodules(block)) is not None:
                 way = f"{kind} blocks {{}} compile by submodules: {reason}"
-                layers[name] = layer
+                layers[name] = layer  # torchtitan compiles parts of MoE blocks in place; dense ones stay eager
             elif (reason := why_eager(block)) is not None:
                 way = f"{kind} blocks {{}} compile as one graph up to the FFN: {reason}"
                 _compile_before_ffn(block, compile_config.backend)
@@ -114,8 +114,6 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
                 model.layers.register_module(name, layer)
             ways.setdefault(way, []).append(name)
         apply_compile(SimpleNamespace(layers=layers), compile_config, ep_enabled)
-        for name, layer in layers.named_children():
-            model.layers.register_module(name, layer)
         for way, names in ways.items():
             logger.info(f"FP8-Flow-MoE: {way.format(', '.join(names))}")
 

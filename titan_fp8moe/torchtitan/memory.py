@@ -10,8 +10,9 @@ Gradients replace activations on the way, so the peak can be at either end. Grad
 allocates them on a stream of its own, and the allocator does not give one stream's free memory to another. They count
 from the start.
 
-Estimates for 16B and Qwen3-30B-A3B differ by up to 6% from the peaks measured: 4 to 27 layers on 1 to 4 GPUs, bf16 and
-FP8, per-op checkpointing and none (tests/test_memory.py). The limits:
+Estimates for 16B and Qwen3-30B-A3B are from 7% below to 1% above the peaks measured: 4 to 27 layers on 1 to 4 GPUs,
+bf16 and FP8, per-op checkpointing and none. FFNs, routed experts, and weights under autocast and FSDP agree with
+counted allocations (tests/test_memory.py). The limits:
 
 * Routing is balanced. The CUDA context and NCCL's buffers, which PyTorch does not count, come on top.
 * Inductor decides what a graph keeps. Assumed is what checkpointing asks for; without checkpointing, all inputs of
@@ -72,8 +73,9 @@ class Weights(NamedTuple):
         sharded: in ``training.dtype``, which gradients and each Adam state take too.
         reduced: the part of ``sharded`` whose gradients FSDP reduces.
         gathered: as they are multiplied: FSDP's unsharded copy, or autocast's.
-        backward: while their gradients are computed: gradients before the reduction, quantized copies.
-        unreduced: fp32 gradients that FSDP has not reduced between the microbatches of a pipeline.
+        backward: while their gradients are computed: FSDP's in bf16, quantized copies.
+        unreduced: the fp32 gradients that FSDP reduces, once it has dropped ``gathered``. It frees them when the next
+            block's gradients are there; in a pipeline, after the last microbatch.
         cached: of ``cache_weights``.
     """
 
@@ -130,18 +132,23 @@ def estimate(config: JobConfig, dims: ParallelDims, parts: list[nn.Module]) -> E
     if dims.pp_enabled:  # until the last microbatch FSDP neither frees what it has gathered nor reduces gradients
         held += total.gathered + total.unreduced
         steps = [(name, step._replace(weights=step.weights._replace(gathered=0, unreduced=0))) for name, step in steps]
-    peaks = [(held + logits + (steps[-1][1].weights.gathered if logits else 0), "at the loss")]
+    at_loss = held + logits + (steps[-1][1].weights.gathered if logits else 0)
+    peak, where = max([(at_loss, "at the loss"), *_walk(steps, held, accumulates)])
+    return Estimate(activations, peak, where)
+
+
+def _walk(steps: list[tuple[str, Step]], held: float, accumulates: bool) -> Iterator[tuple[float, str]]:
+    """The most bytes in the backward of each module, from the last to the first. ``held``: at the loss; with
+    ``accumulates`` it has all gradients."""
     reducing = 0  # FSDP frees what it reduces when the next block's gradients are there
     for index, (name, step) in reversed([*enumerate(steps)]):
-        before = steps[index - 1][1].weights if index else Weights()
+        weights, before = step.weights, steps[index - 1][1].weights if index else Weights()
         prefetched = before.gathered if before.reduced else 0
-        now = step.backward + step.weights.backward + step.weights.gathered + prefetched + reducing
-        held += 0 if accumulates else step.weights.sharded - step.weights.reduced
-        peaks.append((held + now, f"in the backward of {name}"))
+        now = step.backward + weights.backward + prefetched + max(weights.gathered + reducing, weights.unreduced)
+        held += 0 if accumulates else weights.sharded - weights.reduced
+        yield held + now, f"in the backward of {name}"
         held -= step.kept
-        reducing = step.weights.unreduced
-    peak, where = max(peaks)
-    return Estimate(activations, peak, where)
+        reducing = weights.unreduced
 
 
 def _accumulation_steps(config: JobConfig, dims: ParallelDims) -> int:
@@ -170,8 +177,9 @@ def _in_flight(config: JobConfig, dims: ParallelDims, num_parts: int) -> float:
 def _weights(*modules: nn.Module) -> Weights:
     """Bytes of all parameters below the modules.
 
-    FSDP gathers bf16, and a bf16 gradient takes fp32 to be reduced. Without FSDP autocast copies fp32 weights to bf16,
-    and their gradients come back from bf16. FP8 modules quantize weights as they are, and write gradients as they are.
+    FSDP gathers bf16, and a bf16 gradient takes fp32 to be reduced. Without FSDP autocast copies fp32 weights to bf16;
+    a copy is freed before its gradient, which comes in bf16, becomes fp32. FP8 modules quantize weights as they are,
+    and write gradients as they are.
     """
     found = [_weight(module, param) for param, module in _parameters(modules)]
     return Weights(*(sum(values) for values in zip(*found, strict=True))) if found else Weights()
@@ -195,9 +203,9 @@ def _weight(module: Any, param: nn.Parameter) -> Weights:
     if shards is not None:
         in_fp8 = isinstance(module, Fp8FlowExperts) and module.config.fp8_all_gather and shards > 1
         gathered = count * (1 if in_fp8 else BF16)
-        backward, unreduced = count * (BF16 + FP32), count * FP32
+        backward, unreduced = count * BF16, count * FP32
     elif param.dtype == torch.float32 and config is None:
-        gathered, backward = count * BF16, count * BF16
+        gathered = count * BF16
     if config is not None:
         in_backward = 2 if config.recompute == "experts" else 1  # the transpose, and the forward's operand again
         if config.cache_weights:
@@ -331,14 +339,17 @@ class _Activations:
             return self._group(ffn.config, D, hidden, with_rows=True, with_result=True)
         size = self.itemsize * self.tokens
         kept = sum(m.weight.shape[0] for m in (ffn.w1, ffn.w3, ffn.w2) if m in products)
-        return Part(size * (4 * hidden + D), size * kept, size * 4 * hidden)
+        # The gradients of w2's input, and of gate and up, but then not the input itself.
+        return Part(size * (4 * hidden + D), size * kept, size * 2 * hidden)
 
     def _group(self, config: Fp8FlowMoEConfig, D: int, hidden: int, with_rows: bool, with_result: bool) -> Part:
         """An FP8 FFN of every token: :mod:`titan_fp8moe.layer.group`."""
         rows = group_rows(self.tokens)
         kept = rows * (with_rows * _quantized(D) + _saved_h(config, hidden))
         kept += self.tokens * BF16 * D * with_result
-        return Part(kept, kept, rows * _backward_bytes(config, D, hidden))
+        backward = _Backward.of(config, D, hidden)
+        at_weights = backward.operands + backward.transposes + backward.dx
+        return Part(kept, kept, rows * max(at_weights, backward.activation))
 
     def _moe(self, moe: Any, products: set[nn.Module]) -> Part:
         """torchtitan's bf16 layer. Per-op checkpointing keeps what the two all-to-alls return."""
@@ -362,11 +373,14 @@ class _Activations:
             rows, dispatched = capacities(self.tokens, top_k, self.ep, experts, factor)
             if config.backend.bounded:
                 self.workspace = Sizes(self.ep, self.tokens, padded(D), top_k, experts).nbytes
-        kept = dispatched * 5 * top_k + rows * 2 * FP32  # identifiers, rows and scores of routed pairs
+        # Rows of routed pairs, and each row's token and score. Tokens travel with K experts and scores.
+        kept = dispatched * 4 * top_k + rows * 2 * FP32
+        kept += (self.tokens * 4 + dispatched * 8) * top_k if self.ep > 1 else 0
         kept += rows * _saved_h(config, hidden) + dispatched * _quantized(D)
         kept += self.tokens * BF16 * D
-        backward = rows * _backward_bytes(config, D, hidden)
-        backward += dispatched * 3 * D if self.ep > 1 else 0  # gradients that arrive, and sums that go back
+        step, summed = _Backward.of(config, D, hidden), self.tokens if self.ep == 1 else dispatched
+        at_weights = rows * (step.operands + max(step.transposes, step.dx)) + summed * BF16 * D  # dx is summed before
+        backward = max(at_weights, rows * step.activation)
         routed = Part(kept, kept, backward)
         if moe.shared_experts is None:
             return routed
@@ -414,14 +428,24 @@ def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
     return sum(sizes[name] for name in fields)
 
 
-def _backward_bytes(config: Fp8FlowMoEConfig, D: int, hidden: int) -> float:
-    """The most bytes per row that an FP8 FFN's backward holds at a time.
+class _Backward(NamedTuple):
+    """Bytes per row that an FP8 FFN's backward holds. Dense FFNs hold dx while they compute weight gradients.
 
-    That is at the weight gradient of GEMM 1: dy, dh and the transposes of x and dh in FP8, dx in bf16. With a
-    recomputed h in bf16 it can be at the activation: dy and dh in FP8, da and h in bf16. GEMM 2's operand comes on top,
-    unless the forward has kept it.
+    Attributes:
+        operands: dy, dh and GEMM 2's operand in FP8; not the last where the forward has kept it.
+        transposes: of x and dh in FP8, for the weight gradient of GEMM 1.
+        dx: in bf16.
+        activation: at the activation's backward with a recomputed h: the operands, da and h in bf16; else 0.
     """
-    H = padded(hidden)
-    weight_gradient = D + 2 * H + D + 2 * H + D * BF16
-    activation = D + 2 * H + H * BF16 + 2 * H * BF16 if config.recompute == "experts" else 0
-    return max(weight_gradient, activation) + (H if config.recompute != "none" else 0)
+
+    operands: float
+    transposes: float
+    dx: float
+    activation: float
+
+    @classmethod
+    def of(cls, config: Fp8FlowMoEConfig, D: int, hidden: int) -> "_Backward":
+        H = padded(hidden)
+        operands = D + 2 * H + (H if config.recompute != "none" else 0)
+        activation = operands + H * BF16 + 2 * H * BF16 if config.recompute == "experts" else 0
+        return cls(operands, D + 2 * H, D * BF16, activation)

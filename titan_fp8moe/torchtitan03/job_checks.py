@@ -118,5 +118,10 @@ def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: 
     """The dims of one MoE layer, on ranks of this layout."""
     experts = layer.routed_experts.inner_experts
     sizes = LayerSizes(experts.num_experts, experts.dim, experts.hidden_dim, layer.router.top_k)
+    if getattr(experts, "lora_rank", 0) and layout.hidden_dim_shards > 1:
+        raise ValueError(
+            f"{name} has adapters of routed experts, whose hidden dim tensor parallelism would split; set "
+            "parallelism.expert_parallel_degree > 1, or leave inner_experts out of LoRAConverter's target_modules"
+        )
     remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
     preflight.check_layer(name, sizes, config, layout, sharding_remedy=remedy)

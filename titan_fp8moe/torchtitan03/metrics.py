@@ -15,6 +15,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.trainer.nan_watch import NanWatch
+from titan_fp8moe.trainer.plan import plain_name
 
 
 class Fp8FlowMetrics(MetricsProcessor):
@@ -53,7 +54,7 @@ class Fp8FlowMetrics(MetricsProcessor):
 
     def _watch(self) -> NanWatch:
         """Gives flags to the modules that this rank holds, in the order of the forward as far as names tell."""
-        modules = {_plain(name): module for part in self.model_parts for name, module in part.named_modules()}
+        modules = {plain_name(name): module for part in self.model_parts for name, module in part.named_modules()}
         names = sorted(self.config.watched, key=_natural)
         flagged = {name: f"{name}.routed_experts" if name in self.config.routed else name for name in names}
         here = {name: modules[flagged[name]] for name in names if flagged[name] in modules}
@@ -69,11 +70,6 @@ class Fp8FlowMetrics(MetricsProcessor):
             dist.all_reduce(counts)
             summary = {f"fp8_flow_moe/{name}": value for name, value in statistics.summarize(counts).items()}
             self.logger.log(summary, self.step)
-
-
-def _plain(name: str) -> str:
-    """A module's name without the wrappers of compile and activation checkpointing."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

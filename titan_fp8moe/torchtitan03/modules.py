@@ -26,13 +26,15 @@ from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache, cache_of
 from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.torchtitan03.lora import lora_of, make_factors
 
 # Mesh dims over which FSDP does not gather, but may shard a parameter too.
 _NOT_FSDP = {"ep", "tp", "pp", "dp_replicate"}
 
 
 class Fp8FlowExperts(Fp8AllGather):
-    """Mixin that holds the parameters of routed experts, which :class:`Fp8FlowRoutedExperts` reads.
+    """Mixin that holds the parameters of routed experts, and of any adapters, which :class:`Fp8FlowRoutedExperts`
+    reads.
 
     Attributes:
         expert: the activation, and how the weights are stored.
@@ -41,6 +43,7 @@ class Fp8FlowExperts(Fp8AllGather):
     fp8_all_gather: bool
     outside_fsdp: bool  # see titan_fp8moe.torchtitan03.parallel
     expert: ExpertSpec = ExpertSpec()
+    lora_scale: float | None = None
 
     def matrices(self) -> ExpertWeights[nn.Parameter]:
         raise NotImplementedError
@@ -65,10 +68,15 @@ class Fp8FlowGroupedExperts(Fp8FlowExperts, GroupedExperts):
     class Config(GroupedExperts.Config):
         fp8_all_gather: bool = False
         outside_fsdp: bool = False
+        lora_rank: int = 0  # 0 for no adapters
+        lora_alpha: float = 1.0
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.fp8_all_gather, self.outside_fsdp = config.fp8_all_gather, config.outside_fsdp
+        if config.lora_rank:
+            self.lora_a, self.lora_b = make_factors(config)
+            self.lora_scale = config.lora_alpha / config.lora_rank
 
     def matrices(self) -> ExpertWeights[nn.Parameter]:
         return ExpertWeights(self.w1_EFD, self.w2_EDF, self.w3_EFD)
@@ -168,6 +176,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
             shared_frozen=shared is not None and shared.frozen,
             biases=experts.biases(),
             shared_scores=None if shared is None else shared.scores(x_BLD),
+            lora=lora_of(experts),
         )
         out = apply_experts(
             x_BLD.reshape(-1, D),

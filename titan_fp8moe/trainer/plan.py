@@ -15,6 +15,11 @@ MOE, SHARED, DENSE, LINEAR = "moe", "shared_experts", "feed_forward", "linear"
 KINDS = {MOE: "MoE layers", SHARED: "shared experts", DENSE: "dense FFNs", LINEAR: "linears"}
 
 
+def plain_name(name: str) -> str:
+    """A module's or tensor's name without the wrappers of compile and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 class Part(NamedTuple):
     """A module that could run in FP8, and the reason why it does not. ``module`` is what the adapter converts."""
 

@@ -481,7 +481,7 @@ def _push_sums_kernel(
 
 
 _push = Kernel(_push_sums_kernel, b2=None, score=None, offsets_E=None, E=None)
-_biased_push = Kernel(_push_sums_kernel)
+_biased_push = Kernel(_push_sums_kernel, enable_fp_fusion=False)
 
 
 def push_sums(
