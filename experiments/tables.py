@@ -21,7 +21,7 @@ from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "docs/results.md"),
-    *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel", "transformers", "lora_qwen3_30b")),
+    *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel", "transformers")),
 )
 PEERS = {  # titles of columns, and the references of which each shows the best
     "bf16 as torchtitan compiles it": ("bf16",),
@@ -622,8 +622,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     for table in (
         *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
         *(layers, layers_without_fused, layer_ablations, sonicmoe, ffns),
-        *(routed_vs_fused_bf16, model_layers),
-        *(transformers, transformers_token, lora, gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
+        *(routed_vs_fused_bf16, model_layers, transformers, transformers_token, lora),
+        *(gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
 }
 

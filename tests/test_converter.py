@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.torch_version import TorchVersion
+from torchtitan.models.gpt_oss.model import moe as gpt_oss_moe
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import cache as cache_module
 from titan_fp8moe.ops import backend, self_check
@@ -28,7 +30,7 @@ from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.job_checks import expert_layout
-from titan_fp8moe.torchtitan.modules import FEED_FORWARDS, Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.torchtitan.modules import FEED_FORWARDS, Fp8FlowGptOssExperts, Fp8FlowGroupedExperts, Fp8FlowMoE
 
 
 def layer_classes(model: nn.Module) -> dict[str, tuple[type, type]]:
@@ -257,13 +259,14 @@ def test_model_without_moe():
 
 
 def test_other_kinds_of_moe_are_refused():
-    """gpt-oss has biases and another activation, in subclasses of the layer and of its experts."""
-    config = make_config(model="gpt_oss", flavor="debugmodel")
-    message = (
-        r"layers\.0\.moe is a GptOssMoE with GptOssGroupedExperts; leave it in bf16 with fp8_flow_moe\.filter_fqns"
-    )
+    class Other(MoE):
+        pass
+
+    model = make_model(config := make_config())
+    model.layers["1"].moe.__class__ = Other
+    message = r"layers\.1\.moe is a Other with GroupedExperts; leave it in bf16 with fp8_flow_moe\.filter_fqns"
     with pytest.raises(ValueError, match=message):
-        convert(config, make_model(config))
+        convert(config, model)
 
 
 @pytest.mark.parametrize(
@@ -467,39 +470,52 @@ def test_which_shared_experts_are_fp8(caplog, flags, tp, fp8, why):
 
 
 @pytest.mark.parametrize(
-    ("model_name", "flavor", "score_before_experts"),
-    [("llama4", "debugmodel", True), ("qwen3", "debugmodel_moe", False)],
+    ("model_name", "flavor", "experts_class", "changes"),
+    [
+        ("llama4", "debugmodel", Fp8FlowGroupedExperts, {}),
+        ("qwen3", "debugmodel_moe", Fp8FlowGroupedExperts, {}),
+        ("gpt_oss", "debugmodel", Fp8FlowGptOssExperts, dict(vocab_size=2048, moe_inter_dim=272)),
+    ],
 )
-def test_other_models_train_as_in_fp32(
-    monkeypatch: pytest.MonkeyPatch, model_name: str, flavor: str, score_before_experts: bool
-):
+def test_other_models_train_as_in_fp32(model_name: str, flavor: str, experts_class: type, changes: dict[str, int]):
     """The same weights with and without the converter: loss and gradients up to fp8 noise."""
     torch.manual_seed(0)
     config = make_config("--training.seq_len=64", model=model_name, flavor=flavor)
     # Two layers only: FP8 noise sends a few tokens to other experts in each further layer. Few experts save time.
     moe_args = dataclasses.replace(get_train_spec(model_name).model_args[flavor].moe_args, num_experts=16)
-    reference = make_model(config, device="cpu", n_layers=2, moe_args=moe_args)
+    reference = make_model(config, device="cpu", n_layers=2, moe_args=moe_args, **changes).float()
     for moe in (m for m in reference.modules() if isinstance(m, MoE)):
-        assert moe.score_before_experts == score_before_experts
+        assert moe.score_before_experts == (model_name == "llama4")
         moe.experts.use_grouped_mm = False  # that path is bf16, also of fp32 weights
     with torch.no_grad():
         reference.init_weights(buffer_device=torch.device("cpu"))
     model = convert(config, copy.deepcopy(reference))
-    assert set(layer_classes(model).values()) == {CONVERTED}
+    assert set(layer_classes(model).values()) == {(Fp8FlowMoE, experts_class)}
 
     tokens = torch.randint(2048, (4, 65))
+    masks = [model.get_attention_masks(tokens[:, :-1], None)] if model_name == "gpt_oss" else []
     losses = []
     for m in (reference, model):
-        loss = F.cross_entropy(m(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(m(tokens[:, :-1], *masks).flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     expected = dict(reference.named_parameters())
     errors = {name: relative_error(p.grad, expected[name].grad) for name, p in model.named_parameters()}
     assert all(math.isfinite(error) for error in errors.values()), errors
-    experts = {name: error for name, error in errors.items() if ".experts.w" in name}
+    experts = {name: error for name, error in errors.items() if ".experts." in name}
     assert experts and max(experts.values()) < 0.15, experts
     assert min(experts.values()) > 0.01, "the experts were not quantized"
+
+
+def test_the_activation_of_gpt_oss():
+    config = make_config(model="gpt_oss", flavor="debugmodel")
+    model = convert(config, make_model(config, n_layers=1, swiglu_limit=5.0))
+    spec = model.layers["0"].moe.experts.expert()
+    gate, up = 8 * torch.randn(2, 64, 32)
+    got = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
+    torch.testing.assert_close(got, gpt_oss_moe.swiglu(torch.stack((gate, up), -1).flatten(1), limit=5.0))
+    assert spec.interleaved
 
 
 def _optimizer_step(model, changed, optimizer):

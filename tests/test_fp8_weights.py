@@ -1,12 +1,13 @@
 """Frozen experts that are stored in FP8."""
 
+import functools
 import io
 
 import pytest
 import torch
 
 from tests.layer import DEVICE, make_layer
-from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, recipe, routed_experts
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, recipe, routed_experts, testing
 
 
 def make_inputs():
@@ -96,3 +97,28 @@ def test_misuse_is_named():
         routed_experts(x, q1, Fp8Weight(q2.q, recipe.exp2(recipe.exponent(q2.scale))), q3, ids, scores)
     with pytest.raises(ValueError, match="all of one dtype"):
         routed_experts(x, q1, q2.dequantize(), q3, ids, scores)
+
+
+@pytest.mark.parametrize("hidden", [80, 96, 112])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gate_and_up_padded_as_one_are_refused(hidden, compiled):
+    """Two padded halves have as many rows as the padded whole, so no shape would tell them from each other."""
+    inputs = testing.make_layer(64, 256, hidden, 4, 2, torch.bfloat16, DEVICE)
+    x, scores, ids, (w1, w2, w3) = inputs._replace(weights=[w.bfloat16() for w in inputs.weights])
+    whole, stored = torch.cat((w1, w3), 1), [Fp8Weight.quantize(w) for w in (w1, w2, w3)]
+    as_one = Fp8Weight.quantize(whole)
+    assert as_one.shape[1] == 2 * stored[0].shape[1]
+    of_checkpoint = Fp8Weight.of_blocks(as_one.q[:, : 2 * hidden], as_one.scale)
+    for w13 in (as_one, of_checkpoint):
+        with pytest.raises(ValueError, match="w1 holds gate and up in one.*quantize the two apart"):
+            routed_experts(x, w13, stored[1], None, ids, scores)
+        with pytest.raises(ValueError, match="w1 holds gate and up in one.*quantize the two apart"):
+            RoutedExperts.from_fp8(w13, stored[1])
+    call = functools.partial(routed_experts, topk_ids=ids, topk_scores=scores)
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    want = call(x, w1, w2, w3)
+    assert torch.equal(call(x, *stored), want)
+    interleaved = Fp8Weight.quantize(torch.stack((w1, w3), 2).flatten(1, 2))
+    got = call(x, interleaved, stored[1], None, interleaved=True)
+    assert testing.relative_error(got, want) < 0.1

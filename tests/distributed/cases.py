@@ -52,6 +52,7 @@ MEMORY_BUDGET = COMPILE | {
 }
 # Dims that are padded: a rank's part has other tiles of 128 than the whole.
 PADDED = {"model__flavor": "tiny_padded"}
+GPT_OSS = {"model__name": "gpt_oss", "model__flavor": "tiny_gpt_oss"}
 LINEARS = {"fp8_flow_moe__linear_fqns": "attention.wo.,output."}
 CP = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "None"}
 SYMMETRIC = {"fp8_flow_moe__dispatch": "symmetric", "fp8_flow_moe__dispatch_capacity": 2}
@@ -73,12 +74,15 @@ SINGLE = {
     "single_one_in_bf16": _case(8, **ONE_IN_BF16),
     "single_linears": _case(8, **LINEARS),
     "single_padded": _case(8, **PADDED),
+    "single_gpt_oss": _case(8, **GPT_OSS),
 }
 TWO_RANKS = {
     "fsdp2": _parallel(4),
     "fsdp2_fp8_gather": _parallel(2, **FP8_GATHER),  # two microbatches
     "fsdp2_fp8_gather_padded": _parallel(2, **PADDED, **FP8_GATHER),
     "ep2": _parallel(4, ep=2),
+    "ep2_gpt_oss": _parallel(4, ep=2, **GPT_OSS),
+    "tp2_gpt_oss": _parallel(8, tp=2, **GPT_OSS),
     "ep2_linears": _parallel(4, ep=2, **LINEARS),
     "tp2": _parallel(8, tp=2),
     "tp2_linears": _parallel(8, tp=2, **LINEARS),
@@ -111,6 +115,7 @@ FOUR_RANKS = {
     "hsdp2_ep2_fp8_gather": _parallel(2, ep=2, replicate=2, **FP8_GATHER),  # likewise
     "tp2_ep2": _parallel(4, tp=2, ep=2),
     "tp2_ep2_etp2": _parallel(4, tp=2, ep=2, etp=2),
+    "tp2_ep2_etp2_gpt_oss": _parallel(4, tp=2, ep=2, etp=2, **GPT_OSS),
     "pp2_ep2": _parallel(4, pp=2, ep=2, **PP),
     "pp2_ep2_op_ac": _parallel(4, pp=2, ep=2, **PP, **OP_AC),
     "pp2_ep2_symmetric_op_ac": _parallel(4, pp=2, ep=2, **LITTLE_ROOM, **PP, **OP_AC),

@@ -28,7 +28,7 @@ def results(case_dir) -> WorkerResults:
 
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])
 def test_layout_equals_one_process(results, case):
-    variants = "float8_linear", "one_in_bf16", "linears", "padded"
+    variants = "float8_linear", "one_in_bf16", "linears", "padded", "gpt_oss"
     variant = next((v for v in variants if case.endswith(v)), None)
     reference = results.get(f"single_{variant}" if variant else "single", beside=case)
     result = results.get(case)

@@ -25,12 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torchtitan.models import gpt_oss
+from torchtitan.models.attention import FlexAttentionWrapper
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
 from tests.distributed.cases import BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, SEQ_LEN, STEPS
 from tests.distributed.runner import gather, gather_list, run_all, start, wrong_fp8_tensors
+from titan_fp8moe.torchtitan.cpu import _dense_attention
 from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
@@ -115,7 +118,7 @@ class RecordingTrainer(torchtitan.train.Trainer):
         meshes = {
             name: p.device_mesh.mesh_dim_names
             for name, p in self.named_parameters()
-            if ".experts.w" in name and isinstance(p, DTensor)
+            if ".experts." in name and isinstance(p, DTensor)
         }
         gathered = {
             f"{name}.{p._module_info.param_name}": str(p.all_gather_outputs[0].dtype)
@@ -151,6 +154,19 @@ def gather_context(attentions: list[nn.Module], mesh: DeviceMesh, kind: str) -> 
 
     for attention in attentions:
         attention.forward = forward
+
+
+class Fp32GptOss(gpt_oss.GptOssModel):
+    """torchtitan's blocks have bf16 parameters, and their routers' biases stay as they are in memory."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.float()
+
+    def init_weights(self, **kwargs):
+        super().init_weights(**kwargs)
+        for layer in self.layers.values():
+            nn.init.zeros_(layer.moe.router.gate.bias)
 
 
 def infer_from_zeros() -> None:
@@ -204,6 +220,11 @@ def main() -> None:
     deepseek_v3_parallelize.apply_cp_to_attention_module = gather_context
     tiny = deepseekv3_args["tiny"]
     deepseekv3_args["tiny_padded"] = replace(tiny, moe_args=replace(tiny.moe_args), inter_dim=480, moe_inter_dim=288)
+    moe_args = replace(gpt_oss.gptoss_configs["debugmodel"].moe_args)
+    sizes = dict(vocab_size=VOCAB, n_layers=2, n_heads=8, n_kv_heads=2, moe_inter_dim=288, moe_args=moe_args)
+    gpt_oss.gptoss_configs["tiny_gpt_oss"] = replace(gpt_oss.gptoss_configs["debugmodel"], **sizes)
+    gpt_oss.GptOssModel = Fp32GptOss
+    FlexAttentionWrapper._compiled_flex_attn = staticmethod(_dense_attention)  # tiny layers, on GPUs too
     # One process group for all cases: torchtitan uses what exists.
     start()
     run_all(run)

@@ -59,8 +59,10 @@ SINGLE = LOSSES | {
     "single_own_trainer": Case({"statistics_every": 2}, steps=3, way="own trainer"),
     "single_fault_tolerant": Case(way="fault tolerant"),
     "single_graph_trainer": Case(way="graph trainer"),
-    "qwen3": Case(model="qwen3"),
 }
+OTHERS = "qwen3", "gpt_oss", "qwen3_5", "kimi_k2_7"
+SINGLE |= {model: Case(model=model) for model in OTHERS}
+SINGLE |= {f"{model}_fp32": Case(None, model=model) for model in OTHERS}
 TWO_RANKS = {
     "ep2_20": Case(parallelism=EP2, steps=STEPS),
     "ep2_20_bf16": Case(None, EP2, steps=STEPS),
@@ -87,6 +89,10 @@ TWO_RANKS = {
     "cp2_long": Case({}, CP2, seq_len=LONG),
     "cp2_ep2_long": Case({}, CP2 | EP2, seq_len=LONG),
     "qwen3_ep2": Case({}, EP2, model="qwen3"),
+    "gpt_oss_ep2": Case({}, EP2, model="gpt_oss"),
+    "gpt_oss_tp2": Case({}, TP2, model="gpt_oss"),
+    "gpt_oss_fp8_gather": Case({"fp8_all_gather": True}, model="gpt_oss"),
+    "qwen3_5_ep2": Case({}, EP2, model="qwen3_5"),
 }
 FOUR_RANKS = {
     "hsdp2_ep2": Case({}, HSDP2 | EP2),

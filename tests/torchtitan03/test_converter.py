@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,12 @@ from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as g
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.gpt_oss import moe as gpt_oss_moe
+from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.trainer import Trainer
 
 from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.testing import make_layer
 from titan_fp8moe.torchtitan03 import parallel
@@ -128,13 +132,34 @@ def test_what_is_converted(caplog):
     assert [model.layers[i].moe.shared for i in "23"] == ["meanwhile", "fp8"]
 
 
-def test_the_configs_of_qwen3():
-    config = ConfigManager().parse_args(["--module", "titan_fp8moe.torchtitan03", "--config", "qwen3_30b_a3b"])
+@pytest.mark.parametrize("name, layers", [("qwen3_30b_a3b", 48), ("gpt_oss_120b", 36)])
+def test_the_configs_of_other_models(name: str, layers: int):
+    config = ConfigManager().parse_args(["--module", "titan_fp8moe.torchtitan03", "--config", name])
     before = [(name, tuple(p.shape)) for name, p in build(config).state_dict().items()]
     config.training.disable_cuda_graphs = True
     plan = convert(config)
-    assert [(part.kind, part.reason) for part in plan] == 48 * [(MOE, None)]
+    assert [(part.kind, part.reason) for part in plan] == layers * [(MOE, None)]
     assert [(name, tuple(p.shape)) for name, p in build(config).state_dict().items()] == before
+
+
+def test_a_model_names_the_package_that_it_lacks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    for config in ("kimi_k2_5", "qwen35_35b_a3b"):
+        with pytest.raises(ImportError, match="torchvision|fla"):
+            ConfigManager().parse_args(["--module", "titan_fp8moe.torchtitan03", "--config", config])
+
+
+def test_the_activation_of_gpt_oss():
+    job = with_fp8_flow(gpt_oss_debugmodel_flex())
+    job.training.disable_cuda_graphs = True
+    del job.model_spec.model.layers[1:]
+    job.model_spec.model.layers[0].moe.routed_experts.inner_experts.swiglu_limit = 5.0
+    convert(job)
+    spec = build(job).layers["0"].moe.routed_experts.inner_experts.expert
+    gate, up = 8 * torch.randn(2, 64, 32)
+    got = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
+    torch.testing.assert_close(got, gpt_oss_moe.swiglu(torch.stack((gate, up), -1).flatten(1), limit=5.0))
+    assert spec.interleaved
 
 
 def build(job: Any) -> torch.nn.Module:

@@ -4,18 +4,20 @@ import pytest
 import torch
 
 from tests.distributed.conftest import WorkerResults
-from tests.torchtitan03.cases import CASES, FP8_TENSORS
+from tests.torchtitan03.cases import CASES, FP8_TENSORS, OTHERS
 from titan_fp8moe.testing import relative_error
 
 TOLERANCE = 1e-2
 # FP8 linears round more values.
 TOLERANCES = {"linears": 0.02}
-QWEN3_TOLERANCE = 0.05  # sums of two ranks round otherwise, and one of 256 tokens chooses another expert
+# Sums of two ranks round otherwise, and one of 256 tokens chooses another expert.
+TOLERANCES_OF_MODELS = {"qwen3": 0.05, "gpt_oss": 0.03}
 VARIANTS = "linears", "bf16_parts", "routed", "long", "lora"  # tensor parallelism leaves other FFNs in bf16
 GRADIENTS = [
     name
     for name, case in CASES.items()
-    if case.steps == 1 and name not in ("single", "single_fp32", "single_nan", "single_lora", "single_long", "qwen3")
+    if case.steps == 1 and case.fp8 is not None
+    if name not in ("single", "single_nan", "single_lora", "single_long", *OTHERS)
 ]
 
 
@@ -33,8 +35,8 @@ def test_gradients_equal_those_of_one_process(results: WorkerResults, case: str)
         assert max(found.values()) < 0.15, sorted(found.items(), key=lambda item: -item[1])[:3]
         return
     reference, tolerance = f"single_{variant}" if variant else "single", TOLERANCES.get(variant, TOLERANCE)
-    if case.startswith("qwen3"):
-        reference, tolerance = "qwen3", QWEN3_TOLERANCE
+    if (model := CASES[case].model) in OTHERS:
+        reference, tolerance = model, TOLERANCES_OF_MODELS.get(model, TOLERANCE)
     found = errors(results, case, reference)
     assert max(found.values()) < tolerance, sorted(found.items(), key=lambda i: -i[1])[:3]
     bias, expected = results.get(case)["expert_bias"], results.get(reference)["expert_bias"]
@@ -51,6 +53,16 @@ def test_what_is_quantized(results: WorkerResults):
     in_bf16 = errors(results, "single_bf16_parts", "single_fp32")
     for part in ("layers.2.moe.shared_experts.w2.weight", "layers.2.moe.routed_experts.inner_experts.w2_EDF"):
         assert in_bf16[part] < 0.75 * found[part]
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_other_models_are_those_of_torchtitan(results: WorkerResults, model: str):
+    """FP8 noise on every parameter of the MoE layers, as on biases and gates of shared experts."""
+    found = errors(results, model, f"{model}_fp32")
+    layers = [error for name, error in found.items() if ".moe." in name]
+    assert min(layers) > 1e-3 and max(found.values()) < 0.15, sorted(found.items(), key=lambda i: -i[1])[:3]
+    got, want = results.get(model), results.get(f"{model}_fp32")
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-3) and got["keys"] == want["keys"]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +93,7 @@ def test_fsdp_gathers_in_fp8(results: WorkerResults):
     assert got["gathered"] == {"torch.uint8"} and want["gathered"] == {"torch.float32"}
     assert all(torch.equal(got["grads"][name], grad) for name, grad in want["grads"].items())
     assert results.get("hsdp2_fp8_gather")["gathered"] == {"torch.uint8"}
+    assert results.get("gpt_oss_fp8_gather")["gathered"] == {"torch.uint8", "torch.float32"}  # its biases
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ Leaves OUT_DIR/CASE.pt: {"grads" of the first step, "losses", "norms", "expert_b
 """
 
 import dataclasses
+import importlib
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 from tests.distributed.runner import gather, gather_list, run_all, wrong_fp8_tensors
@@ -38,13 +41,47 @@ from titan_fp8moe.torchtitan03 import metrics, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
-from titan_fp8moe.torchtitan03.modules import Fp8FlowGroupedExperts
+from titan_fp8moe.torchtitan03.modules import Fp8FlowExperts
 from titan_fp8moe.trainer.cpu import compute_dtype
 from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
+# Packages that models import for pictures and for linear attention, which needs a GPU.
+ABSENT = (
+    *("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.v2"),
+    *("torchvision.transforms.v2.functional", "fla", "fla.modules", "fla.modules.conv", "fla.modules.conv.triton"),
+    *("fla.modules.conv.triton.ops", "fla.modules.conv.causal_conv1d", "fla.ops", "fla.ops.gated_delta_rule"),
+    *("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent"),
+)
+
+
+def gpt_oss() -> torchtitan.trainer.Trainer.Config:
+    config = gpt_oss_debugmodel_flex()
+    for layer in config.model_spec.model.layers:
+        layer.moe.routed_experts.inner_experts.hidden_dim = 288  # no multiple of 128
+    return config
+
+
+def multimodal(module: str, flavor: str) -> torchtitan.trainer.Trainer.Config:
+    """A model with a vision encoder on text, in the job of another; of Qwen3.5 the layers with full attention."""
+    with patch.dict(sys.modules, {name: MagicMock() for name in ABSENT}):
+        spec = importlib.import_module(f"torchtitan.models.{module}").model_registry(flavor)
+    config, model = deepseek_v3_debugmodel(), spec.model
+    if module == "qwen3_5":
+        del model.layers[:3]
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCAB
+    config.model_spec = spec
+    return config
+
+
+MODELS = {  # with so many layers
+    "deepseek_v3": (deepseek_v3_debugmodel, 3),
+    "qwen3": (qwen3_moe_debug, 2),
+    "gpt_oss": (gpt_oss, 2),
+    "qwen3_5": (lambda: multimodal("qwen3_5", "debugmodel_moe"), 1),
+    "kimi_k2_7": (lambda: multimodal("kimi_k2_7", "debugmodel"), 2),
+}
 LORA = ["wo", "w2", "inner_experts"]
-MODELS = {"deepseek_v3": (deepseek_v3_debugmodel, 3), "qwen3": (qwen3_moe_debug, 2)}  # with so many layers
 CHECKPOINTING = {"none": lambda: None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
 
@@ -135,7 +172,10 @@ def batches(trainer: torchtitan.trainer.Trainer):
         tokens = (torch.rand(GLOBAL_BATCH, length + 1, generator=generator) ** 3 * VOCAB).long()
         for micro in tokens.chunk(ranks)[rank].split(size):
             positions = torch.arange(length).expand(micro.shape[0], -1)
-            yield {"input": micro[:, :-1].contiguous(), "positions": positions}, micro[:, 1:].contiguous()
+            batch = {"input": micro[:, :-1].contiguous(), "positions": positions}
+            if config.model_spec.name == "qwen3_5":
+                batch["special_tokens"] = dict.fromkeys(("image_id", "video_id"), VOCAB)  # none
+            yield batch, micro[:, 1:].contiguous()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,14 +190,15 @@ def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def gradients(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
     parameters = [(name, p) for part in parts for name, p in part.named_parameters() if p.requires_grad]
-    return gather({plain_name(name): full(p.grad) for name, p in parameters})
+    # Text has none for a vision encoder.
+    return gather({plain_name(name): full(p.grad) for name, p in parameters if "vision_encoder" not in name})
 
 
 def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
     """Of what FSDP gathers for the experts."""
     found = set()
     for part in parts:
-        experts = {id(p) for m in part.modules() if isinstance(m, Fp8FlowGroupedExperts) for p in m.parameters()}
+        experts = {id(p) for m in part.modules() if isinstance(m, Fp8FlowExperts) for p in m.parameters()}
         for module in part.modules():
             groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
             for p in (p for group in groups for p in group.fsdp_params if id(p.sharded_param) in experts):

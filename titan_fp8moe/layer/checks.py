@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
-from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.ops import Fp8Weight, PaddedAsOne
 from titan_fp8moe.ops.backend import check_caller
 from titan_fp8moe.ops.permute import SWAPPED
 from titan_fp8moe.recipe import E8M0, FP8, STEP, padded
@@ -57,6 +57,7 @@ def check_inputs(
         )
     if stored:
         _check_stored(weights)
+        check_stored_gate_up(w1, w3, expert)
     if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(_why_not_dtypes(topk_ids_TK.dtype, topk_scores_TK.dtype))
     check_caller(x_TD)
@@ -117,6 +118,15 @@ def _check_stored(weights: ExpertWeights[Any]) -> None:
                 f"{name} is stored in FP8 and requires a gradient, but an optimizer's step is far smaller than the "
                 "distance of two e4m3 values; freeze it with requires_grad_(False), or train bf16 or fp32 weights"
             )
+
+
+def check_stored_gate_up(w1: Fp8Weight, w3: Fp8Weight | None, expert: ExpertSpec) -> None:
+    """Rejects gate and up in one ``w1`` of which the two were not padded apart."""
+    if isinstance(w1, PaddedAsOne) and w3 is None and expert.gated and not expert.interleaved:
+        raise ValueError(
+            "w1 holds gate and up in one, and its rows were padded to a multiple of 128 behind both, not behind each; "
+            "quantize the two apart and pass them as w1 and w3"
+        )
 
 
 def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:

@@ -24,6 +24,7 @@ from titan_fp8moe.ops.permute import (
 )
 from titan_fp8moe.ops.quantize import (
     Fp8Weight,
+    PaddedAsOne,
     dequantize_rows,
     quantize_group,
     quantize_rows,
@@ -37,6 +38,7 @@ from titan_fp8moe.ops.transpose import transpose_pair
 
 __all__ = [
     "Fp8Weight",
+    "PaddedAsOne",
     "dequantize_rows",
     "dispatch_routing",
     "emulate",

@@ -85,7 +85,8 @@ def _(x_TD, nan_flag=None):
 class Fp8Weight(NamedTuple):
     """Weights of all local experts in FP8: operands of the GEMMs, and a form in which to store frozen weights.
 
-    N and K of other sizes are padded with zeros. Of gate and up in one, each is padded: quantize them apart.
+    N and K of other sizes are padded with zeros. Of gate and up in one, each is padded: quantize them apart. The layer
+    refuses the two in one :class:`PaddedAsOne`; ``Fp8Weight(q, scale)`` of tensors is taken as it is.
 
     Attributes:
         q: (E, N, K) e4m3, contiguous, N and K multiples of 128.
@@ -99,7 +100,7 @@ class Fp8Weight(NamedTuple):
     def quantize(cls, w: Tensor) -> "Fp8Weight":
         """The FP8 form of (E, N, K) bf16 or fp32, as a forward quantizes it."""
         q, _, scale = _operands((w.detach(),), True, False)
-        return cls(q, scale)
+        return _kind(w)(q, scale)
 
     @classmethod
     def of_blocks(cls, q: Tensor, scale: Tensor, *, scales: Literal["exact", "round"] = "exact") -> "Fp8Weight":
@@ -114,7 +115,7 @@ class Fp8Weight(NamedTuple):
         Raises:
             ValueError: for other shapes or dtypes, and for such scales unless ``round``.
         """
-        sizes = [recipe.padded(size) for size in q.shape[1:]]
+        sizes, kind = [recipe.padded(size) for size in q.shape[1:]], _kind(q)
         if q.dtype != FP8 or q.dim() != 3 or scale.shape != (q.shape[0], *(size // TILE for size in sizes)):
             raise ValueError(
                 f"FP8 weights must be (E, N, K) e4m3 with one scale per 128x128 block; got {tuple(q.shape)} {q.dtype} "
@@ -124,17 +125,17 @@ class Fp8Weight(NamedTuple):
             padding = 0, sizes[1] - q.shape[2], 0, sizes[0] - q.shape[1]
             q = torch.nn.functional.pad(q.detach().view(torch.uint8), padding).view(FP8)
         if scale.dtype == E8M0:
-            return cls(q.detach().contiguous(), scale.detach().contiguous())
+            return kind(q.detach().contiguous(), scale.detach().contiguous())
         bits = scale.detach().float().contiguous().view(torch.int32)
         byte = bits >> 23
         if ((bits & 0x7FFFFF == 0) & (byte >= 1) & (byte <= 254)).all():
-            return cls(q.detach().contiguous(), byte.to(torch.uint8).view(E8M0))
+            return kind(q.detach().contiguous(), byte.to(torch.uint8).view(E8M0))
         if scales == "exact":
             raise ValueError(
                 "the scales of these FP8 weights are no powers of two, but the recipe's are; let them be rounded with "
                 'scales="round", at one more rounding to e4m3, or load the weights dequantized to bf16'
             )
-        rounded = cls(torch.empty_like(q, requires_grad=False), torch.empty_like(byte, dtype=E8M0))
+        rounded = kind(torch.empty_like(q, requires_grad=False), torch.empty_like(byte, dtype=E8M0))
         for e in range(q.shape[0]):  # one expert's fp32 values at a time
             values = q[e].detach().float() * scale[e].detach().repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
             for kept, new in zip(rounded, cls.quantize(values.unsqueeze(0)), strict=True):
@@ -159,6 +160,17 @@ class Fp8Weight(NamedTuple):
 
     def dim(self) -> int:
         return self.q.dim()
+
+
+class PaddedAsOne(Fp8Weight):
+    """A weight whose N was padded. As gate and up in one it would be read from other rows than they are in, which no
+    shape shows where their H leaves 80, 96 or 112 modulo 128."""
+
+    __slots__ = ()
+
+
+def _kind(w: Tensor) -> type[Fp8Weight]:
+    return PaddedAsOne if w.shape[1] % TILE else Fp8Weight
 
 
 @custom_op

@@ -19,7 +19,7 @@ from titan_fp8moe.recipe import TILE
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.job_checks import expert_layout
-from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowGroupedExperts, fp8_parameters
+from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, down_projection, fp8_parameters
 
 # What torchtitan stores besides the model, whose parameters have no common prefix.
 _NOT_THE_MODEL = ("optimizer.", "lr_scheduler.", "dataloader", "train_state", "ft_dataloader")
@@ -69,8 +69,8 @@ class Job:
 def _check_blocks(config: JobConfig, dims: ParallelDims, model: nn.Module) -> None:
     """Training pads a hidden dim on each tensor-parallel rank, the export's blocks lie in the whole matrix."""
     for name, module in model.named_modules():
-        if isinstance(module, Fp8FlowGroupedExperts):
-            hidden_dim, shards = module.w1.shape[1], expert_layout(config, dims).hidden_dim_shards
+        if isinstance(module, Fp8FlowExperts):
+            hidden_dim, shards = down_projection(module).shape[2], expert_layout(config, dims).hidden_dim_shards
         elif isinstance(module, Fp8FlowFeedForward):
             hidden_dim, shards = module.w1.weight.shape[0], dims.tp
         else:
@@ -91,7 +91,7 @@ def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> s
         return "bf16"
     if training.mixed_precision_param == "float32" or not (dims.fsdp_enabled or dims.ep_enabled):
         return "fp32"  # without FSDP autocast applies, which the experts' parameters do not see
-    experts = [module for module in model.modules() if isinstance(module, Fp8FlowGroupedExperts)]
+    experts = [module for module in model.modules() if isinstance(module, Fp8FlowExperts)]
     # FSDP leaves experts alone that it would shard over one rank, see parallel.fully_shard.
     alone = dims.ep_enabled and layout.fsdp_shards * dims.dp_replicate == 1 and not training.enable_cpu_offload
     in_fp8 = layout.fsdp_shards > 1 and all(module.config.fp8_all_gather for module in experts)

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
+from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss_parallelize
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
@@ -141,6 +142,7 @@ def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
     for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
         module._op_sac_save_list.update(_SAVED_OPS)
         compiling.install(module)
+    gpt_oss_parallelize._op_sac_save_list.update(_SAVED_OPS)  # torchtitan compiles no block of this model
     if config.statistics_every:
         log_statistics()
 

@@ -2,8 +2,8 @@
 
 torchtitan assumes an accelerator in a handful of places, and :func:`enable_cpu_training` replaces exactly these. Data,
 tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work unchanged. These do
-not work on a CPU: DualPipeV, context parallelism, the backward of flex attention, ``profiling.enable_profiling``, and
-``training.enable_cpu_offload`` in torchtitan's own trainer, which initializes gloo twice.
+not work on a CPU: DualPipeV, context parallelism, ``profiling.enable_profiling``, and ``training.enable_cpu_offload``
+in torchtitan's own trainer, which initializes gloo twice.
 """
 
 import functools
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.models import attention
 from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
 from torchtitan.models.moe import kernels
 
-from titan_fp8moe.trainer.cpu import disable_gradient_division, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import dense_attention, disable_gradient_division, rebind, use_cpu
 
 
 @functools.cache
@@ -33,8 +35,17 @@ def enable_cpu_training() -> None:
     rebind("generate_permute_indices", functools.partial(kernels.generate_permute_indices, use_cpu=True))
     disable_division = llama3_parallelize.disable_fsdp_gradient_division
     rebind("disable_fsdp_gradient_division", functools.partial(disable_gradient_division, disable_division))
+    attention.FlexAttentionWrapper._compiled_flex_attn = staticmethod(_dense_attention)
+    attention._compiled_create_block_mask = create_block_mask  # compiling it takes longer than training
     # Offloaded parameters would be in pinned memory, which needs an accelerator.
     rebind("CPUOffloadPolicy", functools.partial(CPUOffloadPolicy, pin_memory=False))
+
+
+def _dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool, return_lse: bool
+) -> Any:
+    out, lse = dense_attention(q, k, v, block_mask, scale, enable_gqa, return_lse)
+    return (out, lse) if return_lse else out
 
 
 def _histc_with_integers(float_histc: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -138,7 +138,7 @@ def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, part
         f"converters {', '.join(config.model.converters) or 'none'}",
         *rank_report.describe_layout(dims, dims.etp, expert_layout(config, dims).fsdp_shards),
         rank_report.describe_batch(sequences, training.seq_len, accumulation),
-        rank_report.describe_parameters(rank, parts, TORCH_DTYPE_MAP[training.dtype].itemsize),
+        rank_report.describe_parameters(rank, parts),
     ]
     if (memory := estimate(config, dims, parts)) is not None:
         lines.append(

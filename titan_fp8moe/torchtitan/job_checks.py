@@ -7,12 +7,17 @@ All of them run before anything is converted or allocated. Each raises ValueErro
 import torch
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, GptOssMoE
 from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenReorderer
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan.modules import down_projection
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout, LayerSizes
+
+# The classes of a MoE layer and its experts that conversion replaces. Subclasses may compute something else.
+_KNOWN = (MoE, GroupedExperts), (GptOssMoE, GptOssGroupedExperts)
 
 
 def check_job(job: JobConfig) -> None:
@@ -95,9 +100,10 @@ def expert_layout(job: JobConfig, dims: ParallelDims) -> ExpertLayout:
 
 def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """The classes and dims of one MoE layer."""
-    if type(layer) is not MoE or type(layer.experts) is not GroupedExperts:
+    if (type(layer), type(layer.experts)) not in _KNOWN:
+        known = " and ".join(f"{moe.__name__} with {experts.__name__}" for moe, experts in _KNOWN)
         raise ValueError(
-            f"fp8_flow_moe converts torchtitan's MoE with GroupedExperts, but {name} is a {type(layer).__name__} with "
+            f"fp8_flow_moe converts torchtitan's {known}, but {name} is a {type(layer).__name__} with "
             f"{type(layer.experts).__name__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove the converter "
             "that changed it"
         )
@@ -106,7 +112,7 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
             f"fp8_flow_moe sorts routed pairs itself, but {name} has a {type(layer.reorderer).__name__}, which it "
             "would not call; leave the layer in bf16 with fp8_flow_moe.filter_fqns"
         )
-    num_experts, hidden_dim, dim = layer.experts.w1.shape
+    num_experts, dim, hidden_dim = down_projection(layer.experts).shape
     remedy = "set parallelism.expert_tensor_parallel_degree = 1"
     if layout.expert_shards == 1:
         remedy = f"lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and {remedy}"

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.moe.moe import MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -37,7 +38,7 @@ from titan_fp8moe.layer.ffn import saved_fields
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
-from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE, down_projection
 
 BF16, FP32 = torch.bfloat16.itemsize, torch.float32.itemsize
 
@@ -189,7 +190,7 @@ def _parameters(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Parameter, 
     for root in modules:
         fp8 = {}
         for module in root.modules():
-            if isinstance(module, Fp8FlowGroupedExperts | Fp8FlowFeedForward | Fp8FlowLinear):
+            if isinstance(module, Fp8FlowExperts | Fp8FlowFeedForward | Fp8FlowLinear):
                 fp8 |= dict.fromkeys(module.parameters(), module)
         yield from ((param, fp8.get(param)) for param in root.parameters())
 
@@ -200,7 +201,7 @@ def _weight(module: Any, param: nn.Parameter) -> Weights:
     count, config = local.numel() * (shards or 1), None if module is None else cast(Fp8FlowMoEConfig, module.config)
     gathered = backward = unreduced = cached = 0
     if shards is not None:
-        in_fp8 = isinstance(module, Fp8FlowGroupedExperts) and module.config.fp8_all_gather and shards > 1
+        in_fp8 = isinstance(module, Fp8FlowExperts) and module.config.fp8_all_gather and shards > 1
         gathered = count * (1 if in_fp8 else BF16)
         backward, unreduced = count * BF16, count * FP32
     elif param.dtype == torch.float32 and config is None:
@@ -352,7 +353,7 @@ class _Activations:
 
     def _moe(self, moe: Any, products: set[nn.Module]) -> Part:
         """torchtitan's bf16 layer. Per-op checkpointing keeps what the two all-to-alls return."""
-        _, hidden, D = moe.experts.w1.shape
+        _, D, hidden = down_projection(moe.experts).shape
         pairs, size = self.tokens * moe.router.top_k, self.itemsize
         exchanged = 2 * size * pairs * D if self.ep > 1 else 0
         everything = size * pairs * (ROUTED_COPIES * D + 4 * hidden) + exchanged
@@ -363,7 +364,7 @@ class _Activations:
         """The op of :mod:`titan_fp8moe.layer.experts` and what it saves: dispatched tokens, GEMM 1's result, row
         maps."""
         config, top_k = moe.experts.config, moe.router.top_k
-        experts, hidden, D = moe.experts.w1.shape
+        experts, D, hidden = down_projection(moe.experts).shape
         experts //= self.ep
         if self.ep == 1:
             rows, dispatched = row_capacity(self.tokens * top_k, experts), self.tokens
@@ -390,12 +391,15 @@ class _Activations:
 
 
 def _is_known(block: Any) -> bool:
-    """Whether the block is torchtitan's: an attention and an FFN of three matrices or a MoE layer, each with a norm."""
+    """Whether the block is torchtitan's: an attention and an FFN of three matrices or a MoE layer, each with a norm.
+    gpt_oss's experts are known in FP8 only: in bf16 each row gets copies of its biases."""
     names = "attention", "attention_norm", "moe" if getattr(block, "moe_enabled", False) else "feed_forward"
     if not all(hasattr(block, name) for name in names):
         return False
     ffn = getattr(block, names[-1])
-    return isinstance(ffn, MoE) or all(hasattr(ffn, name) for name in ("w1", "w2", "w3"))
+    if isinstance(ffn, MoE):
+        return type(ffn.experts) is not GptOssGroupedExperts
+    return all(hasattr(ffn, name) for name in ("w1", "w2", "w3"))
 
 
 def _add(*parts: Part) -> Part:

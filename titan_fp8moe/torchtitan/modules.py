@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.models.llama4.model.model import FeedForward as Llama4FeedForward
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
@@ -19,16 +20,17 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
-from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache, cache_of
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
 
 
-class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
-    """The routed experts of a layer: dispatch, FFN and combine, all inside this module's call.
+class Fp8FlowExperts(Fp8AllGather):
+    """The routed experts of a layer: dispatch, FFN and combine, all inside this module's call. The subclasses also
+    inherit from one of torchtitan's classes each, whose forwards take sorted rows, not routed pairs.
 
-    FSDP gathers w1, w2, w3 around that call; nothing else may read them.
+    FSDP gathers the parameters around that call; nothing else may read them.
     """
 
     config: Fp8FlowMoEConfig
@@ -41,17 +43,26 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
     in_fsdp: bool = False  # under expert parallelism, whether FSDP will have hooks on this module
 
     @staticmethod
-    def convert(experts: GroupedExperts, config: Fp8FlowMoEConfig) -> None:
-        experts.__class__ = Fp8FlowGroupedExperts
-        converted = cast(Fp8FlowGroupedExperts, experts)
-        converted.config = config
-        add_cache(converted)
+    def convert(experts: nn.Module, config: Fp8FlowMoEConfig) -> None:
+        experts.__class__ = EXPERTS[type(experts)]
+        cast(Fp8FlowExperts, experts).config = config
+        add_cache(experts)
+
+    def expert(self) -> ExpertSpec:
+        """The activation, and how the weights are stored."""
+        return ExpertSpec(score_before_experts=self.score_before_experts)
+
+    def matrices(self) -> ExpertWeights[nn.Parameter]:
+        raise NotImplementedError
+
+    def biases(self) -> Biases[Tensor] | None:
+        return None
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
         self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
 
-    def forward(  # pyrefly: ignore[bad-override] # takes routed pairs, not sorted rows
+    def forward(
         self,
         x_TD: Tensor,
         topk_ids_TK: Tensor,
@@ -62,24 +73,26 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
     ) -> Tensor:
         """Sums each token's experts with their scores, (T, D) -> (T, D), and adds the result of ``meanwhile`` or of the
         ``shared`` experts. With ``tp_mesh`` the experts' part is a partial sum over it."""
-        if isinstance(self.w1, DTensor) and self.ep_mesh is None and self.tp_mesh is None:
+        weights = self.matrices()
+        if isinstance(weights.w1, DTensor) and self.ep_mesh is None and self.tp_mesh is None:
             raise RuntimeError(
                 "these experts have been sharded by a parallel style that fp8_flow_moe does not know; use torchtitan's "
                 "TensorParallel, ExpertParallel or ExpertTensorParallel (torchtitan.distributed.expert_parallel)"
             )
-        frozen = are_frozen((self.w1, self.w2, self.w3))
+        frozen = are_frozen(weights)
         layer = Layer(
             self.config,
             None if self.ep_mesh is None else self.ep_mesh.get_group(),
-            ExpertSpec(score_before_experts=self.score_before_experts),
+            self.expert(),
             cache_of(self, frozen),
             None if shared is None else cache_of(shared, shared.frozen),
             frozen=frozen,
             shared_frozen=shared is not None and shared.frozen,
+            biases=self.biases(),
         )
         return apply_experts(
             x_TD,
-            ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3)),
+            ExpertWeights(*self.local_weights(*weights)),
             topk_ids_TK,
             topk_scores_TK.tensor,
             layer,
@@ -89,8 +102,40 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
         )
 
     def extra_repr(self) -> str:
-        experts, hidden, dim = self.w1.shape
+        experts, dim, hidden = self.matrices().w2.shape
         return f"num_experts={experts}, dim={dim}, hidden_dim={hidden}, {self.config.describe()}"
+
+
+class Fp8FlowGroupedExperts(Fp8FlowExperts, GroupedExperts):  # pyrefly: ignore[inconsistent-inheritance]
+    """The experts of most models."""
+
+    def matrices(self) -> ExpertWeights[nn.Parameter]:
+        return ExpertWeights(self.w1, self.w2, self.w3)
+
+
+class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):  # pyrefly: ignore[inconsistent-inheritance]
+    """gpt_oss's, with biases and with gate and up interleaved in one weight."""
+
+    def expert(self) -> ExpertSpec:
+        parameters = dict(limit=self.swiglu_limit, alpha=1.702, offset=1.0)  # of torchtitan's swiglu
+        spec = ExpertSpec.of("clamped_swiglu", parameters, self.score_before_experts)
+        return spec._replace(interleaved=True)
+
+    def matrices(self) -> ExpertWeights[nn.Parameter]:
+        return ExpertWeights(self.mlp1_weight, self.mlp2_weight)
+
+    def biases(self) -> Biases[Tensor]:
+        b1, b2 = (b.to_local() if isinstance(b, DTensor) else b for b in (self.mlp1_bias, self.mlp2_bias))
+        if self.tp_mesh is None:
+            return Biases(b1, b2)
+        return Biases(b1, ScaleBiasForward.apply(b2, self.tp_mesh.size()))  # ranks add up their outputs
+
+
+EXPERTS: dict[type[nn.Module], type[nn.Module]] = {
+    GroupedExperts: Fp8FlowGroupedExperts,
+    GptOssGroupedExperts: Fp8FlowGptOssExperts,
+}
+"""The converted class of each class of experts of torchtitan."""
 
 
 class Fp8FlowFeedForward(Fp8FFN):
@@ -134,7 +179,7 @@ FEED_FORWARDS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 class Fp8FlowMoE(MoE):
-    """torchtitan's MoE layer around :class:`Fp8FlowGroupedExperts`: same router, load balancing and parameters.
+    """torchtitan's MoE layer around :class:`Fp8FlowExperts`: same router, load balancing and parameters.
 
     Attributes:
         fp8_shared: whether the shared experts join the FP8 data flow; else they run as torchtitan's module.
@@ -142,7 +187,7 @@ class Fp8FlowMoE(MoE):
 
     fp8_shared: bool = False
 
-    experts: Fp8FlowGroupedExperts  # pyrefly: ignore[bad-override-mutable-attribute] # converted with the layer
+    experts: Fp8FlowExperts  # pyrefly: ignore[bad-override-mutable-attribute] # converted with the layer
 
     @staticmethod
     def convert(moe: MoE, config: Fp8FlowMoEConfig, fp8_shared: bool = False) -> None:
@@ -150,7 +195,7 @@ class Fp8FlowMoE(MoE):
         cast(Fp8FlowMoE, moe).fp8_shared = fp8_shared
         if fp8_shared:
             Fp8FlowFeedForward.convert(cast(nn.Module, moe.shared_experts), config)
-        Fp8FlowGroupedExperts.convert(moe.experts, config)
+        Fp8FlowExperts.convert(moe.experts, config)
         cast(Fp8FlowMoE, moe).experts.score_before_experts = moe.score_before_experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,14 +234,21 @@ class Fp8FlowMoE(MoE):
         return self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), **shared)
 
 
+def down_projection(experts: nn.Module) -> nn.Parameter:
+    """(E, D, H), of torchtitan's experts, converted or not."""
+    name = "mlp2_weight" if isinstance(experts, GptOssGroupedExperts) else "w2"
+    return cast(nn.Parameter, getattr(experts, name))
+
+
 def fp8_parameters(model: nn.Module) -> list[str]:
     """Names of the matrices that a converted model multiplies in FP8."""
-    converted = Fp8FlowGroupedExperts, Fp8FlowFeedForward, Fp8FlowLinear
+    converted = Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowLinear
     return [
         f"{name}.{key}"
         for name, module in model.named_modules()
         if isinstance(module, converted)
         for key, _ in module.named_parameters()
+        if not key.endswith("bias")
     ]
 
 

@@ -3,7 +3,7 @@
 torchtitan's styles shard the experts' parameters and install hooks that dispatch and combine bf16 rows. Of converted
 experts they shard the parameters and record the mesh; there are no hooks, since the experts do that themselves in fp8.
 The styles are changed where they are defined, so that it does not matter which module has imported them.
-``apply_fsdp`` (llama4, shared by deepseek_v3 and qwen3) calls ``fully_shard`` by name, which is replaced there. Other
+``apply_fsdp`` (llama4, shared by the other models) calls ``fully_shard`` by name, which is replaced there. Other
 modules are parallelized as before.
 """
 
@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.distributed import expert_parallel
+from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel, GptossTensorParallel
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
-from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts
+from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
 from titan_fp8moe.trainer.compat import remove_fsdp_hooks
 
 # Over which meshes a style spreads experts, and each expert.
@@ -28,6 +29,8 @@ _MESHES: dict[type[ParallelStyle], Callable[[DeviceMesh], tuple[DeviceMesh | Non
     expert_parallel.TensorParallel: lambda mesh: (None, mesh),
     expert_parallel.ExpertParallel: lambda mesh: (mesh, None),
     expert_parallel.ExpertTensorParallel: lambda mesh: (mesh["ep"], mesh["etp"]),
+    GptossTensorParallel: lambda mesh: (None, mesh),
+    GptossExpertTensorParallel: lambda mesh: (mesh["ep"], mesh["etp"]),
 }
 
 
@@ -37,7 +40,7 @@ def _without_hooks(style: type[ParallelStyle]) -> Callable[..., nn.Module]:
 
     @functools.wraps(apply)
     def wrapper(self: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(self) is not style or not isinstance(module, Fp8FlowGroupedExperts):
+        if type(self) is not style or not isinstance(module, Fp8FlowExperts):
             return apply(self, module, device_mesh)
         module.set_meshes(*meshes(device_mesh))
         return distribute_module(module, device_mesh, cast(Any, self)._partition_fn)
@@ -67,10 +70,10 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     arithmetic is expected (``keep_fsdp``).
     """
     left_alone = (
-        isinstance(module, Fp8FlowGroupedExperts)
+        isinstance(module, Fp8FlowExperts)
         and mesh.size() == 1
         and not module.keep_fsdp
-        and module.w1.dtype == torch.float32
+        and module.matrices().w1.dtype == torch.float32
         and "offload_policy" not in kwargs
     )
     if left_alone:
@@ -79,13 +82,13 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     # one before it of replicas; over one rank FSDP copies, and gathers nothing.
     inside = [m for part in (module if isinstance(module, list) else [module]) for m in part.modules()]
     gathers = mesh.size(mesh.ndim - 1) > 1
-    experts = [m for m in inside if gathers and isinstance(m, Fp8FlowGroupedExperts) and m.config.fp8_all_gather]
-    before = [m.w1 for m in experts]
+    experts = [m for m in inside if gathers and isinstance(m, Fp8FlowExperts) and m.config.fp8_all_gather]
+    before = [m.matrices().w1 for m in experts]
     sharded = fsdp.fully_shard(module, mesh=mesh, **kwargs)
-    if left_alone and not cast(Fp8FlowGroupedExperts, module).config.backend.syncs_host:
+    if left_alone and not cast(Fp8FlowExperts, module).config.backend.syncs_host:
         remove_fsdp_hooks(cast(nn.Module, module))  # they have nothing to do, and would break a compiled block
     for m, w1 in zip(experts, before, strict=True):
-        if m.w1 is not w1:
+        if m.matrices().w1 is not w1:
             m.gather_in_fp8()
     return sharded
 

@@ -1,7 +1,7 @@
 """torchtitan 0.3.0 adapter: ``--module titan_fp8moe.torchtitan03 --config deepseek_v3_16b --fp8_flow_moe.save_h fp8``.
 
-:mod:`~titan_fp8moe.torchtitan03.config_registry` has torchtitan's config functions for DeepSeek-V3 and
-Qwen3's MoE models, whose trainer is
+:mod:`~titan_fp8moe.torchtitan03.config_registry` has torchtitan's config functions for DeepSeek-V3,
+gpt-oss, Kimi-K2.7, and the MoE models of Qwen3 and Qwen3.5. Their trainer is
 :class:`~titan_fp8moe.torchtitan03.trainer.Fp8FlowTrainer`. It converts the model's config before torchtitan builds the
 model. Importing this package changes torchtitan on machines without a GPU only, where it trains on the CPU.
 """

@@ -1,11 +1,13 @@
-"""torchtitan's config functions for DeepSeek-V3 and Qwen3's MoE models, with the section ``fp8_flow_moe``.
+"""torchtitan's config functions for models with MoE layers, with the section ``fp8_flow_moe``.
 
-``--config`` names one of them. A config function of your own returns ``with_fp8_flow(config)``. Checkpointing is chosen
-last on the command line: ``... activation-checkpoint:none``. In these configs, unlike in your own, ranks on a CPU that
-is slow in bf16 compute in float32.
+``--config`` names one of them. torchtitan imports torchvision for Kimi-K2.7, and ``fla`` for Qwen3.5 as well: their
+functions are made when they are asked for. A config function of your own returns ``with_fp8_flow(config)``.
+Checkpointing is chosen last on the command line: ``... activation-checkpoint:none``. In these configs, unlike in your
+own, ranks on a CPU that is slow in bf16 compute in float32.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive
 from torchtitan.models.deepseek_v3 import config_registry as _deepseek_v3
+from torchtitan.models.gpt_oss import config_registry as _gpt_oss
 from torchtitan.models.qwen3 import config_registry as _qwen3
 from torchtitan.trainer import Trainer
 
@@ -69,8 +72,24 @@ def deepseek_v3_16b_short() -> Any:
     return config
 
 
-globals().update(
-    {name: _extended(function) for name, function in vars(_deepseek_v3).items() if name.startswith("deepseek_v3")}
-)
+for _module, _prefix in ((_deepseek_v3, "deepseek_v3"), (_gpt_oss, "gpt_oss")):
+    _functions = [(name, function) for name, function in vars(_module).items() if name.startswith(_prefix)]
+    globals().update({name: _extended(function) for name, function in _functions})
 # Its other models have no MoE layers.
 globals().update({name: _extended(getattr(_qwen3, name)) for name in ("qwen3_moe_debug", "qwen3_30b_a3b")})
+
+_ON_DEMAND = dict.fromkeys(("kimi_k2_5_debugmodel", "moonlight_16b_a3b", "kimi_vl_a3b", "kimi_k2_5"), "kimi_k2_7")
+_ON_DEMAND |= dict.fromkeys(
+    ("qwen35_debugmodel_moe", "qwen35_35b_a3b", "qwen35_122b_a10b", "qwen35_397b_a17b"), "qwen3_5"
+)
+
+
+def __getattr__(name: str) -> Callable[[], Fp8FlowTrainer.Config]:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"torchtitan.models.{_ON_DEMAND[name]}.config_registry")
+    return _extended(getattr(module, name))
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_ON_DEMAND]

@@ -10,9 +10,10 @@ from typing import Any
 
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config.override import derive
-from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks
@@ -20,6 +21,8 @@ from titan_fp8moe.torchtitan03.conversion import Conversion, conversion_of
 from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowDispatcher,
     Fp8FlowFeedForward,
+    Fp8FlowGatedFeedForward,
+    Fp8FlowGptOssExperts,
     Fp8FlowGroupedExperts,
     Fp8FlowLinear03,
     Fp8FlowMoE,
@@ -102,9 +105,15 @@ def _check_linear(name: str, place: _Place) -> None:
 def _why_not_fp8(place: _Place) -> str | None:
     ffn = place.config
     linears = ffn.w1, ffn.w2, ffn.w3
-    if type(ffn) is not FeedForward.Config or any(type(w) is not Linear.Config or w.bias for w in linears):
+    if type(ffn) not in _FFNS or any(type(w) is not Linear.Config or w.bias for w in linears):
         return f"{type(ffn).__qualname__} of {', '.join(type(w).__qualname__ for w in linears)}"
     return preflight.why_not_fp8_dims(ffn.w1.in_features, ffn.w1.out_features, 1)
+
+
+_FFNS = {
+    FeedForward.Config: Fp8FlowFeedForward.Config,
+    SigmoidGatedFeedForward.Config: Fp8FlowGatedFeedForward.Config,
+}
 
 
 def _converted(part: Part, config: Fp8FlowMoEConfig, fp8_shared: bool) -> Any:
@@ -113,9 +122,11 @@ def _converted(part: Part, config: Fp8FlowMoEConfig, fp8_shared: bool) -> Any:
     if part.kind == LINEAR:
         return derive(old, Fp8FlowLinear03.Config, fp8_flow=config)
     if part.kind != MOE:
-        return derive(old, Fp8FlowFeedForward.Config, fp8_flow=config)
-    routed = old.routed_experts
-    experts = derive(routed.inner_experts, Fp8FlowGroupedExperts.Config, fp8_all_gather=config.fp8_all_gather)
+        return derive(old, _FFNS[type(old)], fp8_flow=config)
+    routed, shared = old.routed_experts, old.shared_experts
+    is_gpt_oss = type(routed.inner_experts) is GptOssGroupedExperts.Config
+    kind = Fp8FlowGptOssExperts.Config if is_gpt_oss else Fp8FlowGroupedExperts.Config
+    experts = derive(routed.inner_experts, kind, fp8_all_gather=config.fp8_all_gather)
     routed = derive(
         routed,
         Fp8FlowRoutedExperts.Config,
@@ -123,7 +134,6 @@ def _converted(part: Part, config: Fp8FlowMoEConfig, fp8_shared: bool) -> Any:
         token_dispatcher=Fp8FlowDispatcher.Config(),
         fp8_flow=config,
     )
-    shared = (
-        derive(old.shared_experts, Fp8FlowFeedForward.Config, fp8_flow=config) if fp8_shared else old.shared_experts
-    )
+    if fp8_shared:
+        shared = derive(shared, _FFNS[type(shared)], fp8_flow=config)
     return derive(old, Fp8FlowMoE.Config, routed_experts=routed, shared_experts=shared)

@@ -1,16 +1,17 @@
 """Train with torchtitan 0.3.0 on CPUs over gloo: for tests, debugging and stepping through the code."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
 from torchtitan.distributed import fsdp
 from torchtitan.models.common import attention, moe, token_dispatcher
+from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 
-from titan_fp8moe.trainer.cpu import disable_gradient_division, has_fast_bf16, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import dense_attention, disable_gradient_division, has_fast_bf16, rebind, use_cpu
 
 
 @functools.cache
@@ -25,6 +26,7 @@ def enable_cpu_training() -> None:
     _replace(attention, "_compiled_create_block_mask", create_block_mask)  # compiling it takes longer than training
     if not has_fast_bf16():
         _replace(moe.GroupedExperts, "_grouped_mm", _grouped_mm)
+        _replace(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype(gpt_oss_moe.GptOssGroupedExperts.forward))
     # The all-to-all of bf16 layers: spmd_types exchanges lists of tensors, which gloo wants all of one size.
     _replace(token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor")
     disable_division = fsdp.disable_fsdp_gradient_division
@@ -42,10 +44,13 @@ def _grouped_mm(self: moe.GroupedExperts, *, A: Tensor, B_t: Tensor, offs: Tenso
     return torch._grouped_mm(A.float(), B_t.float(), offs=offs).to(A.dtype)
 
 
+def _in_dtype(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """gpt-oss's experts with results in the dtype of their rows, as others have them; torchtitan's are always bf16."""
+    return lambda self, x_RD, counts_E: forward(self, x_RD, counts_E).type_as(x_RD)
+
+
 def _dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool, **unused: Any
-) -> tuple[Tensor, None]:
-    """Stands in for flex attention, which has no backward on the CPU."""
-    b, i, j = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[2], k.shape[2]))
-    mask = block_mask.mask_mod(b.view(-1, 1, 1, 1), 0, i.view(-1, 1), j)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool, return_aux: Any, **unused: Any
+) -> tuple[Tensor, AuxOutput]:
+    out, lse = dense_attention(q, k, v, block_mask, scale, enable_gqa, return_aux.lse)
+    return out, AuxOutput(lse=lse)

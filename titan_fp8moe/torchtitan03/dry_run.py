@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 from torch import nn
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.trainer import Trainer
@@ -87,7 +86,7 @@ def report(trainer: Trainer, rank: int, parts: list[Any]) -> str:
         f"model     {spec.name} {spec.flavor}, {len(cast(Any, conversion_of(spec.model)).fp8)} parts in FP8",
         *rank_report.describe_layout(dims, experts.hidden_dim_shards, experts.fsdp_shards),
         rank_report.describe_batch(sequences, training.seq_len, trainer.gradient_accumulation_steps),
-        rank_report.describe_parameters(rank, parts, TORCH_DTYPE_MAP[training.dtype].itemsize),
+        rank_report.describe_parameters(rank, parts),
         *rank_report.describe_parts(parts, ("tok_embeddings", "norm", "lm_head")),
     ]
     blocks = [(name, block) for part in parts for name, block in part.layers.items()]

@@ -10,6 +10,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops.backend import emulating
@@ -17,7 +18,12 @@ from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout, LayerSizes
 
 # The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else.
-_KNOWN = (MoE.Config, TokenChoiceTopKRouter.Config, RoutedExperts.Config, GroupedExperts.Config)
+_KNOWN = (
+    (MoE.Config, GptOssMoE.Config),
+    (TokenChoiceTopKRouter.Config,),
+    (RoutedExperts.Config,),
+    (GroupedExperts.Config, GptOssGroupedExperts.Config),
+)
 _DISPATCHERS = (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config)
 
 
@@ -95,9 +101,9 @@ def check_classes(name: str, layer: MoE.Config) -> None:
     routed = layer.routed_experts
     experts, dispatcher = routed.inner_experts, routed.token_dispatcher
     for part, known in zip((layer, layer.router, routed, experts), _KNOWN, strict=True):
-        if type(part) is not known:
+        if type(part) not in known:
             raise ValueError(
-                f"fp8_flow_moe converts torchtitan's {known.__qualname__}, but {name} has a "
+                f"fp8_flow_moe converts torchtitan's {' and '.join(c.__qualname__ for c in known)}, but {name} has a "
                 f"{type(part).__qualname__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove what changed it "
                 "(LoRAConverter comes after Fp8FlowConverter)"
             )
@@ -112,7 +118,7 @@ def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: 
     """The dims of one MoE layer, on ranks of this layout."""
     experts = layer.routed_experts.inner_experts
     sizes = LayerSizes(experts.num_experts, experts.dim, experts.hidden_dim, layer.router.top_k)
-    if experts.lora_rank and layout.hidden_dim_shards > 1:
+    if getattr(experts, "lora_rank", 0) and layout.hidden_dim_shards > 1:
         raise ValueError(
             f"{name} has adapters of routed experts, whose hidden dim tensor parallelism would split; set "
             "parallelism.expert_parallel_degree > 1, or leave inner_experts out of LoRAConverter's target_modules"

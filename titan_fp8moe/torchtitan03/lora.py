@@ -44,8 +44,8 @@ class LoRAConverter(LinearLoRAConverter):
             for name, experts, *_ in model_config.traverse(GroupedExperts.Config):
                 if not hasattr(experts, "lora_rank"):
                     raise ValueError(
-                        f"{name} has bf16 experts, beside which no adapters run; put Fp8FlowConverter before "
-                        f"LoRAConverter and let it convert them, or leave {EXPERTS!r} out of target_modules"
+                        f"{name} has bf16 experts or gpt_oss's, beside which no adapters run; put Fp8FlowConverter "
+                        f"before LoRAConverter and let it convert them, or leave {EXPERTS!r} out of target_modules"
                     )
                 experts.lora_rank, experts.lora_alpha = self.rank, self.alpha
         if self.target_modules is not None:

@@ -11,36 +11,65 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.config import Configurable
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
-from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache, cache_of
+from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.torchtitan03.lora import lora_of, make_factors
 
 # Mesh dims over which FSDP does not gather, but may shard a parameter too.
 _NOT_FSDP = {"ep", "tp", "pp", "dp_replicate"}
 
 
-class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
-    """Holds the parameters of routed experts, and of any adapters, which :class:`Fp8FlowRoutedExperts` reads."""
+class Fp8FlowExperts(Fp8AllGather):
+    """Mixin that holds the parameters of routed experts, and of any adapters, which :class:`Fp8FlowRoutedExperts`
+    reads.
+
+    Attributes:
+        expert: the activation, and how the weights are stored.
+    """
+
+    fp8_all_gather: bool
+    outside_fsdp: bool  # see titan_fp8moe.torchtitan03.parallel
+    expert: ExpertSpec = ExpertSpec()
+    lora_scale: float | None = None
+
+    def matrices(self) -> ExpertWeights[nn.Parameter]:
+        raise NotImplementedError
+
+    def biases(self) -> Biases[Tensor] | None:
+        return None
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Fp8FlowExperts":
+        # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
+        self.gathers_fp8 = self.fp8_all_gather and _fsdp_gathers(self.matrices().w1)
+        super()._apply(*args, **kwargs)
+        return self
+
+    def forward(self, *_: Any) -> Tensor:
+        raise RuntimeError("the experts' GEMMs are a part of Fp8FlowRoutedExperts; call that")
+
+
+class Fp8FlowGroupedExperts(Fp8FlowExperts, GroupedExperts):
+    """The experts of most models."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         fp8_all_gather: bool = False
-        outside_fsdp: bool = False  # see titan_fp8moe.torchtitan03.parallel
+        outside_fsdp: bool = False
         lora_rank: int = 0  # 0 for no adapters
         lora_alpha: float = 1.0
-
-    lora_scale: float | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -49,14 +78,34 @@ class Fp8FlowGroupedExperts(Fp8AllGather, GroupedExperts):
             self.lora_a, self.lora_b = make_factors(config)
             self.lora_scale = config.lora_alpha / config.lora_rank
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "Fp8FlowGroupedExperts":
-        # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
-        self.gathers_fp8 = self.fp8_all_gather and _fsdp_gathers(self.w1_EFD)
-        super()._apply(*args, **kwargs)
-        return self
+    def matrices(self) -> ExpertWeights[nn.Parameter]:
+        return ExpertWeights(self.w1_EFD, self.w2_EDF, self.w3_EFD)
 
-    def forward(self, *_: Any) -> Tensor:
-        raise RuntimeError("the experts' GEMMs are a part of Fp8FlowRoutedExperts; call that")
+
+class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):
+    """gpt-oss's, with biases and with gate and up interleaved in one weight."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        fp8_all_gather: bool = False
+        outside_fsdp: bool = False
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.fp8_all_gather, self.outside_fsdp = config.fp8_all_gather, config.outside_fsdp
+        parameters = dict(limit=config.swiglu_limit, alpha=1.702, offset=1)  # of torchtitan's swiglu
+        self.expert = ExpertSpec.of("clamped_swiglu", parameters)._replace(interleaved=True)
+
+    def matrices(self) -> ExpertWeights[nn.Parameter]:
+        return ExpertWeights(self.mlp1_weight_EGD, self.mlp2_weight_EDF)
+
+    def biases(self) -> Biases[Tensor]:
+        b1, b2, tp = self.mlp1_bias_EG, self.mlp2_bias_ED, 1
+        if isinstance(b2, DTensor):
+            names = b2.device_mesh.mesh_dim_names or ()
+            tp = b2.device_mesh.size(names.index("tp")) if "tp" in names else 1
+            b1, b2 = cast(DTensor, b1).to_local(), b2.to_local()
+        return Biases(b1, ScaleBiasForward.apply(b2, tp, b2.dtype) if tp > 1 else b2)  # ranks add up their outputs
 
 
 def _fsdp_gathers(param: Tensor) -> bool:
@@ -114,20 +163,24 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         The counts are not used, since the experts sort routed pairs themselves."""
         B, _, D = x_BLD.shape
         K = topk_scores_BLK.shape[-1]
-        experts, mesh = self.inner_experts, self.token_dispatcher.ep_mesh
-        frozen = are_frozen((experts.w1_EFD, experts.w2_EDF, experts.w3_EFD))
+        experts, mesh = cast(Fp8FlowExperts, self.inner_experts), self.token_dispatcher.ep_mesh
+        weights = experts.matrices()
+        frozen = are_frozen(weights)
         layer = Layer(
             self.config,
             None if mesh is None else mesh.get_group(),
+            experts.expert,
             cache=cache_of(self, frozen),
             shared_cache=None if shared is None else cache_of(shared, shared.frozen),
             frozen=frozen,
             shared_frozen=shared is not None and shared.frozen,
+            biases=experts.biases(),
+            shared_scores=None if shared is None else shared.scores(x_BLD),
             lora=lora_of(experts),
         )
         out = apply_experts(
             x_BLD.reshape(-1, D),
-            ExpertWeights(*experts.local_weights(experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)),
+            ExpertWeights(*experts.local_weights(*weights)),
             topk_expert_ids_BLK.reshape(-1, K),
             topk_scores_BLK.reshape(-1, K).float(),  # fp32 but on CPUs, whose autocast lacks it
             layer,
@@ -160,8 +213,31 @@ class Fp8FlowFeedForward(Fp8FFN, FeedForward):
         """(B, L, D) -> (B, L, D)."""
         return self.run(x) if self.in_fp8 else FeedForward.forward(self, x)
 
+    def scores(self, x: Tensor) -> Tensor | None:
+        """By which the output of each token is multiplied, (T,) fp32."""
+        return None
+
     def extra_repr(self) -> str:
         return super().extra_repr() if self.in_fp8 else "in bf16"
+
+
+class Fp8FlowGatedFeedForward(Fp8FlowFeedForward):
+    """torchtitan's SigmoidGatedFeedForward, Qwen3.5's shared experts: the sigmoid is the score of their rows."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Fp8FlowFeedForward.Config):
+        gate: Linear.Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.gate = config.gate.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, D) -> (B, L, D), where the routed experts are in bf16 or run apart."""
+        return torch.sigmoid(self.gate(x)) * super().forward(x)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(x).float()).flatten()
 
 
 class Fp8FlowLinear03(Fp8FlowLinear, Linear):

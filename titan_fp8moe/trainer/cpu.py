@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,19 @@ def use_cpu() -> None:
     rebind("get_device_info", lambda: ("cpu", device_module))
     # torchtitan would compute MFU against an A100; infinite peak FLOPS make it 0.
     rebind("get_peak_flops", lambda device_name: float("inf"))
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, enable_gqa: bool, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Stands in for flex attention, which has no backward on the CPU. Returns log-sum-exps ``with_lse``."""
+    b, i, j = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[2], k.shape[2]))
+    mask = block_mask.mask_mod(b.view(-1, 1, 1, 1), 0, i.view(-1, 1), j)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    if not with_lse:
+        return out, None
+    logits = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    return out, logits.masked_fill(~mask, -torch.inf).logsumexp(-1)
 
 
 def has_fast_bf16() -> bool:

@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# Parameter, gradient and Adam's two moments, all in training.dtype.
+# Parameter, gradient and Adam's two moments, all in the parameter's dtype.
 _TENSORS_PER_PARAMETER = 4
 
 
@@ -24,10 +24,11 @@ def describe_batch(sequences: int, seq_len: int, accumulation: int) -> str:
     return f"batch     {sequences} sequences of {seq_len} tokens, {accumulation} times per step"
 
 
-def describe_parameters(rank: int, parts: Sequence[nn.Module], itemsize: int) -> str:
-    """Describes the memory of the rank's shards, ``itemsize`` bytes each, with gradients and Adam's states."""
-    held = sum(_local(param).numel() for part in parts for param in part.parameters())
-    gib = held * _TENSORS_PER_PARAMETER * itemsize / 2**30
+def describe_parameters(rank: int, parts: Sequence[nn.Module]) -> str:
+    """Describes the memory of the rank's shards with gradients and Adam's states."""
+    shards = [_local(param) for part in parts for param in part.parameters()]
+    held = sum(shard.numel() for shard in shards)
+    gib = _TENSORS_PER_PARAMETER * sum(shard.nbytes for shard in shards) / 2**30
     return f"rank {rank:<4} {held:,} parameters, {gib:.1f} GiB with gradients and Adam states"
 
 
