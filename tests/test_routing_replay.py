@@ -372,6 +372,15 @@ def test_layers_without_a_forward_are_named():
         routing.routed_experts()
 
 
+def test_models_that_loop_over_layers_are_refused():
+    model, x = make_model(), torch.randn(B, S, D, device=DEVICE)
+    with record_routing(model) as routing:
+        for index in (0, 1, 1):
+            model.model.layers[index].mlp(x)
+    with pytest.raises(RuntimeError, match=r"layers.1.* recorded tokens \(2, 48\), .* \(2, 24\); .*not loops"):
+        routing.routed_experts()
+
+
 @pytest.mark.slow
 def test_blocks_of_compiled_models_run_eagerly():
     model, tokens = make_model(num_hidden_layers=1).eval(), make_tokens()

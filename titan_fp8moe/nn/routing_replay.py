@@ -69,10 +69,18 @@ class RecordedRouting:
         (S, L, K) where the MoE blocks get tokens (S, D) without a batch dim.
 
         Raises:
-            RuntimeError: if a layer has recorded nothing.
+            RuntimeError: if a layer has recorded nothing, or other tokens than the first, as in models that loop.
         """
         _require_all([name for name, calls in self._calls.items() if not calls], "recorded")
-        return torch.stack([torch.cat(calls, -2) for calls in self._calls.values()], -2)
+        recorded = {name: torch.cat(calls, -2) for name, calls in self._calls.items()}
+        tokens = next(iter(recorded.values())).shape[:-1]
+        for name, ids in recorded.items():
+            if ids.shape[:-1] != tokens:
+                raise RuntimeError(
+                    f"{name} recorded tokens {tuple(ids.shape[:-1])}, but the first layer {tuple(tokens)}; replay "
+                    "serves models that run each layer once per forward, not loops over layers"
+                )
+        return torch.stack(list(recorded.values()), -2)
 
 
 class _Record(TorchFunctionMode):
