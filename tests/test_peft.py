@@ -143,8 +143,8 @@ def test_trainer(tmp_path: Path):
         torch.manual_seed(0)
         model = use(peft.get_peft_model(base, lora_config(r=16)), implementation)
         torch.manual_seed(0)
-        losses[implementation] = train(model, tmp_path, learning_rate=5e-3, max_steps=20)
-    assert sum(losses["fp8_flow"][-4:]) < 0.8 * sum(losses["fp8_flow"][:4])  # batches differ by 10%
+        losses[implementation] = train(model, tmp_path, learning_rate=5e-3, max_steps=16)
+    assert sum(losses["fp8_flow"][-4:]) < 0.92 * sum(losses["fp8_flow"][:4])  # batches differ by 10%
     assert losses["fp8_flow"] == pytest.approx(losses["eager"], rel=0.02)
 
 
