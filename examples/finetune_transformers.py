@@ -91,13 +91,12 @@ def train(implementation: str, size: str, steps: int, batch: int, length: int) -
     if implementation == "fp8_flow":
         print(f"in FP8: {', '.join(fp8.converted(model))}")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        arguments = TrainingArguments(  # with gradient checkpointing: register(Fp8FlowMoEConfig(recompute="none"))
             output_dir=folder,
             max_steps=steps,
             per_device_train_batch_size=batch,
             learning_rate=3e-4 if size == "gpu" else 2e-3,
             warmup_steps=steps // 10,
-            gradient_checkpointing=False,  # with it: register(Fp8FlowMoEConfig(recompute="none"))
             logging_steps=1,
             report_to=[],
             save_strategy="no",

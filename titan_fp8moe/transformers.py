@@ -52,7 +52,7 @@ except ImportError:
 
 NAME = "fp8_flow"
 _REGISTRIES = [r for r in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS) if r is not None]
-# What Transformers 5.17 to 5.23 say of experts. Without a check, what another version adds would be computed wrongly.
+# What Transformers 5.17 to 5.24 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
 
@@ -85,7 +85,7 @@ def register(
     if unknown := parameters.keys() - _PROPERTIES - {"experts_class", "experts_interface"}:
         raise RuntimeError(
             f"Transformers {transformers.__version__} describes experts by {', '.join(sorted(unknown))}, which "
-            "titan_fp8moe.transformers does not know; install a version from 5.17 to 5.23"
+            "titan_fp8moe.transformers does not know; install a version from 5.17 to 5.24"
         )
     config = config or Fp8FlowMoEConfig()
     if unsupported not in ("error", "keep"):

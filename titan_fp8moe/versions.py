@@ -12,7 +12,7 @@ TESTED = {
     "triton": ("3.6", "3.9"),
     "torchtitan": ("0.2.2", "0.2.2"),
     "torchao": ("0.18", "0.18"),
-    "transformers": ("5.17", "5.23"),
+    "transformers": ("5.17", "5.24"),
     "peft": ("0.21", "0.21"),
 }
 """The first and the last version, of as many parts as matter."""
