@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from titan_fp8moe.nn.modules import Fp8RoutedExperts, RoutedExperts
 
 _NAMES = "experts", "routed_experts"  # of experts in Transformers and torchtitan 0.2, and in torchtitan 0.3
+_OURS = RoutedExperts, Fp8RoutedExperts
 _TOPK = torch.topk, Tensor.topk
 
 
@@ -47,7 +48,7 @@ def _layers(model: nn.Module) -> list[_Layer]:
         _Layer(f"{name}.{child}".removeprefix("."), block, experts)
         for name, block in model.named_modules()
         for child, experts in block.named_children()
-        if isinstance(experts, RoutedExperts | Fp8RoutedExperts) or (child in _NAMES and not isinstance(experts, nn.ModuleList))
+        if isinstance(experts, _OURS) or (child in _NAMES and not isinstance(experts, nn.ModuleList))
     ]
     if not found:
         raise ValueError(
@@ -121,8 +122,8 @@ class _Replay(TorchFunctionMode):
 def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
     """Records which experts each MoE layer of ``model`` chooses in the forwards inside the context.
 
-    A backward belongs outside, since gradient checkpointing repeats forwards in it. In generation a row is a sequence
-    and each forward appends tokens: beam search, which moves rows, and assisted decoding, which drops tokens, do not fit.
+    A backward belongs outside, since gradient checkpointing repeats forwards in it. Beam search moves sequences between
+    rows and assisted decoding drops tokens, which a record does not follow.
 
     Yields:
         The record; read :meth:`RecordedRouting.routed_experts` when the forwards are done.
@@ -222,7 +223,8 @@ def _by_layer(routed_experts: Tensor, layers: list[_Layer]) -> Tensor:
             f"routed_experts has {routed_experts.shape[-2]} layers, but the model {len(layers)} MoE layers; leave out "
             "dense layers"
         )
-    fewest, largest = min(layer.num_experts for layer in layers), int(routed_experts.max()) if routed_experts.numel() else -1
+    fewest = min(layer.num_experts for layer in layers)
+    largest = int(routed_experts.max()) if routed_experts.numel() else -1
     if largest >= fewest + 1:  # one more: Zaya's routers know an expert that skips the layer
         raise ValueError(f"routed_experts has the id {largest}, but a layer has {fewest} experts")
     return routed_experts.flatten(0, -3).long().transpose(0, 1).contiguous()
@@ -273,7 +275,8 @@ def _ids_of(arguments: list[Any]) -> Tensor:
 
 def _require_equal(layer: _Layer, chosen_TK: Tensor, ids_TK: Tensor) -> None:
     if chosen_TK.numel() != ids_TK.numel():
-        raise ValueError(f"routed_experts has {ids_TK.shape[1]} experts per token, but {layer.name} takes another number")
+        K = ids_TK.shape[1]
+        raise ValueError(f"routed_experts has {K} experts per token, but {layer.name} takes another number")
     chosen_TK = chosen_TK.view(ids_TK.shape)
     if not torch.equal(torch.where(ids_TK < 0, chosen_TK, ids_TK), chosen_TK):
         raise RuntimeError(
