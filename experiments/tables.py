@@ -21,7 +21,8 @@ from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "docs/results.md"),
-    *(f"experiments/{folder}/README.md" for folder in ("throughput", "kernels", "expert_parallel", "transformers")),
+    *("experiments/throughput/README.md", "experiments/kernels/README.md", "experiments/expert_parallel/README.md"),
+    *("experiments/transformers/README.md", "experiments/numerics/README.md"),
 )
 PEERS = {  # titles of columns, and the references of which each shows the best
     "bf16 as torchtitan compiles it": ("bf16",),
@@ -403,6 +404,18 @@ def model_layers(records: Records) -> str:
     return markdown(["ms, forward and backward", *head], rows)
 
 
+def activations(records: Records) -> str:
+    """Relative errors of each activation's layer."""
+    found: dict[str, dict[str, str]] = {}
+    for r in records.all:
+        if r["name"].startswith("activation_error "):
+            tensor, activation = r["name"].removeprefix("activation_error ").split(": ")
+            found.setdefault(activation, {})[tensor] = f"{r['value']:.4f}"
+            records.used.append(r)
+    tensors = list(next(iter(found.values()), {}))
+    return markdown(["", *tensors], [[name, *(of.get(tensor, "") for tensor in tensors)] for name, of in found.items()])
+
+
 def ffns(records: Records) -> str:
     """FFNs that see every token, with weights and rows quantized in them; cuBLAS beside them in the record."""
     rows = []
@@ -622,7 +635,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     for table in (
         *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
         *(layers, layers_without_fused, layer_ablations, sonicmoe, ffns),
-        *(routed_vs_fused_bf16, model_layers, transformers, transformers_token, lora),
+        *(routed_vs_fused_bf16, model_layers, activations, transformers, transformers_token, lora),
         *(gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
 }

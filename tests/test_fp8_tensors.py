@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.processes import forks, run_script
-from titan_fp8moe import RoutedExperts, recipe
+from titan_fp8moe import Fp8Weight, RoutedExperts, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
 
 
@@ -25,7 +25,7 @@ def test_transformers(tmp_path: Path, monkeypatch):
     model.save_pretrained(tmp_path / "saved")
     export(monkeypatch, tmp_path / "saved", tmp_path / "fp8")
     want = {k: v for file in (tmp_path / "fp8").glob("*.safetensors") for k, v in load_file(file).items()}
-    buckets = list(fp8_tensors(model, bucket_bytes=1 << 18))
+    buckets = list(fp8_tensors(torch.compile(model), bucket_bytes=1 << 18))
     got = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
     assert got.keys() == want.keys() and any(name.endswith("_scale_inv") for name in got)
     for name, tensor in got.items():
@@ -110,6 +110,12 @@ def test_adapters_are_merged_first():
         next(fp8_tensors(model, adapter=Adapter, bucket_bytes=1))
     model["moe"].merge_lora()
     assert len(_all(fp8_tensors(model, adapter=Adapter))) == 4 * 3 * 2
+
+
+def test_weights_stored_in_fp8_are_refused():
+    stored = RoutedExperts.from_fp8(*(Fp8Weight.quantize(torch.randn(4, 128, 128)) for _ in range(3)))
+    with pytest.raises(ValueError, match=r"moe\.w13 is stored in FP8; send the tensors of the checkpoint"):
+        next(fp8_tensors(torch.nn.ModuleDict({"moe": stored}), adapter=Adapter))
 
 
 def _all(buckets):

@@ -122,6 +122,7 @@ def calls(M, D, H, E, T=12288):
         yield f"routing arrived {name}", routing.expert_routing, (*arrived[2:], experts, M + TILE * experts)
         for ids in (ids_TK, map_TK):
             yield f"routing dispatch {name} {ids.dtype}", routing.dispatch_routing, (ids, ranks, experts, 77, True)
+    yield "dequantize", quantize.dequantize_rows, (*rows(M, D), offsets_E)
     yield "permute", permute.permute_rows, (q, scale, map_TK, index_M, offsets_E)
     yield "permute payload", permute.permute_rows, (*arrived[:2], map_TK, index_M, offsets_E)
     for dtype in (BF16, FP32):
@@ -185,6 +186,9 @@ def test_no_spills(model):
             # ptxas 13.4 of Triton 3.9 stores and loads one register per block of 128x128.
             allowed = 8 if TRITON >= (3, 9) and kernel.name == "_shift_pair_kernel" else 0
             assert kernel.spills <= allowed, (name, kernel)
+            # ptxas of CUDA 12.8 converts other values back than those that a kernel has just converted to e4m3.
+            if function is swiglu.swiglu_quantize:
+                assert "f16x2.e4m3x2" not in kernel.asm["ptx"], name
             if kernel.stack and not kernel.spills:  # ptxas 13 leaves a frame where nothing is kept
                 assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"]), (name, kernel)
             assert all(n <= 65535 for n in launch.grid[1:]), (name, launch.grid)

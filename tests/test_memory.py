@@ -299,7 +299,7 @@ def test_routed_experts_hold_what_is_estimated(D: int, H: int, top_k: int, recom
         return lambda: routed_experts(x, *weights, ids, scores.requires_grad_(), config=config), torch.empty(T, D)
 
     kept, peak = allocations(make)
-    experts = SimpleNamespace(config=config, w1=torch.empty(E, H, D, device="meta"))
+    experts = SimpleNamespace(config=config, w2=torch.empty(E, D, H, device="meta"))
     moe = SimpleNamespace(experts=experts, router=SimpleNamespace(top_k=top_k), shared_experts=None)
     part = activations(T)._fp8_moe(moe, set())
     assert kept == pytest.approx(part.everything, rel=1e-5)

@@ -286,7 +286,7 @@ def test_compiles_as_one_graph():
 def test_errors_say_what_to_do():
     w = torch.randn(2, 128, 128)
     for other in (w[:1], torch.randn(2, 128, 256), w.bfloat16()):
-        with pytest.raises(ValueError, match="share E, K and a dtype"):
+        with pytest.raises(ValueError, match="share E, K and a dtype.*use w.bfloat16"):
             ops.quantize_weight(w, other)
     with pytest.raises(ValueError, match="one or two weights, got 3"):
         ops.quantize_weight(w, w, w)

@@ -88,7 +88,7 @@ def test_module_is_the_function():
         (dict(num_experts=4.0), r"num_experts = 4\.0 must be a positive int"),
         (dict(dim=0, hidden_dim=0), "dim = 0, hidden_dim = 0 must be a positive int"),
         (dict(dtype=torch.float16), r"would be torch\.float16; make the module with dtype=torch\.bfloat16"),
-        (dict(config={"wgrad": "bf16"}), r"Fp8FlowMoEConfig, got dict; use Fp8FlowMoEConfig\(\*\*settings\)"),
+        (dict(config={}), r"Fp8FlowMoEConfig, got dict; use Fp8FlowMoEConfig\(\*\*settings\)"),
         (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "a group that this rank is not in.*device_mesh.get_group"),
     ],
 )
@@ -101,7 +101,7 @@ def test_linear_refuses():
     with pytest.raises(ValueError, match=r"would be torch\.float16"):
         Fp8FlowLinear(D, H, dtype=torch.float16)
     with pytest.raises(ValueError, match="Fp8FlowMoEConfig, got dict"):
-        Fp8FlowLinear(D, H, config={"wgrad": "bf16"})
+        Fp8FlowLinear(D, H, config={})
 
 
 @pytest.mark.parametrize(

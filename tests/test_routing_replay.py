@@ -18,7 +18,7 @@ import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs it
 from tests.layer import DEVICE, D, E, H, K
 from tests.processes import ended_well, run_script, run_workers
 from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, record_routing, replay_routing
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -211,9 +211,14 @@ class Model(nn.Module):
         return self.ffn(x, ids, scores)
 
 
-def test_plain_pytorch():
+@pytest.mark.parametrize("stored", [False, True])
+def test_plain_pytorch(stored: bool):
     model, x = Model().to(DEVICE), torch.randn(S, D, device=DEVICE)
+    if stored:
+        model.ffn = RoutedExperts.from_fp8(*(Fp8Weight.quantize(w) for w in model.ffn.adaptable().values()))
     ids = choose(S, experts=E, top_k=K)
+    with replay_routing(model, ids[:0].unsqueeze(-2)):
+        assert model(x[:0]).shape == (0, D)
     with replay_routing(model, ids.unsqueeze(-2)):
         got = model(x)
     assert torch.equal(got, model.ffn(x, ids, model.router(x).softmax(-1).gather(1, ids)))
@@ -263,6 +268,8 @@ def test_a_backward_outside_is_refused():
     model, tokens = make_model(num_hidden_layers=1), make_tokens()
     with replay_routing(model, choose(*tokens.shape, 1)):
         loss = model(input_ids=tokens, labels=tokens).loss
+        with pytest.raises(RuntimeError, match="layers.0.mlp.experts replays a routing already; leave the other"):
+            replay_routing(model, choose(*tokens.shape, 1)).__enter__()
     with pytest.raises(RuntimeError, match=r"backward runs outside of replay_routing, .*call backward\(\) inside"):
         loss.backward()
 
@@ -306,11 +313,12 @@ def test_tokens_without_ids_are_routed_by_the_router():
         model(tokens)
         routed = choose(*tokens.shape, 1).to(torch.int16)
         routed[:, ::3] = -1
-        with replay_routing(model, routed):
+        with replay_routing(model, routed.cpu().numpy()), record_routing(model) as record:
             model(tokens)
     live, replayed = (ids.view(*tokens.shape, TOP_K) for ids, _ in spy.calls)
     assert torch.equal(replayed[:, ::3], live[:, ::3])
     assert torch.equal(replayed[:, 1::3], routed[:, 1::3, 0].long())
+    assert torch.equal(record.routed_experts()[:, :, 0].long(), replayed)
 
 
 def test_packed_sequences():
@@ -345,6 +353,7 @@ def test_packed_sequences():
         (torch.rand(B, S, 1, TOP_K), r"must be ids \(..., L, K\), got \(2, 24, 1, 2\) torch.float32"),
         (choose(B, S, 3), "routed_experts has 3 layers, but the model 1 MoE layers; leave out dense layers"),
         (choose(B, S, 1) + EXPERTS, r"has the id \d+, but a layer has 6 experts"),
+        (choose(B, S, 1, top_k=3), "routed_experts has 3 experts per token, but experts takes another number"),
         (choose(B, S - 1, 1), "experts got 48 tokens, but routed_experts has 46"),
     ],
 )

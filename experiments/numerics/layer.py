@@ -3,9 +3,11 @@
 The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from high precision, are the references.
 
     python -m experiments.numerics.layer --out experiments/numerics
+    python -m experiments.numerics.layer --out experiments/numerics --activations      # that table alone
 
-Adds to results.json and prints two tables: (1) one DeepSeek-V3-shaped layer on normal data, (2) the weight gradient
-alone when token scales of its two operands are anti-correlated, by transpose mode and for requantized transposes.
+Adds to results.json and prints three tables: (1) one DeepSeek-V3-shaped layer on normal data, (2) the weight gradient
+alone when token scales of its two operands are anti-correlated, by transpose mode and for requantized transposes,
+(3) the layer of (1) with each activation.
 """
 
 from unittest import mock
@@ -15,9 +17,10 @@ import torch
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
 from experiments.records import script_parser, write_records
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import routed_experts
-from titan_fp8moe.testing import environment, make_layer, moe_layer, relative_error
+from titan_fp8moe.testing import make_layer, moe_layer, relative_error
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 
@@ -109,6 +112,35 @@ def layer_table(device: str, seed: int, size: dict) -> dict[str, list[float]]:
     return table
 
 
+def activation_table(device: str, size: dict) -> dict[str, list[float]]:
+    """Each activation's errors, with its default parameters."""
+    torch.manual_seed(0)
+    tokens, dim, hidden, experts, top_k = size.values()
+    x, scores, topk_ids, weights = make_layer(tokens, dim, hidden, experts, top_k, device=device, std=0.05)
+    dout, table = torch.randn(tokens, dim, device=device), {}
+    chosen = torch.nn.functional.one_hot(topk_ids, experts).float()
+    for name, entry in ACTIVATIONS.items():
+
+        def exact(x, s, w1, w2, w3=None):
+            g, u = (None if w is None else torch.einsum("td,ehd->teh", x, w) for w in (w1, w3))
+            a = entry.forward(g, u, *entry.parameters.values())  # noqa: B023 # called in this iteration
+            return torch.einsum("teh,edh,te->td", a, w2, (chosen * s.unsqueeze(2)).sum(1))
+
+        inputs = [x, scores, *weights[: 3 if entry.gated else 2]]
+        reference = gradients(exact, inputs, dout)
+        for save_h in ("bf16", "fp8"):
+            config = Fp8FlowMoEConfig(save_h=save_h)
+
+            def flow(x, s, *w):
+                w3 = w[2] if len(w) == 3 else None
+                x = x.to(torch.bfloat16)
+                return routed_experts(x, w[0], w[1], w3, topk_ids, s, config=config, activation=name)  # noqa: B023
+
+            results = zip(gradients(flow, inputs, dout), reference, strict=True)
+            table[f"{name}, h in {save_h}"] = [relative_error(a, b) for a, b in results]
+    return table
+
+
 def anti_correlated_table(device: str, binades: int, seeds: int = 8) -> dict[str, list[float]]:
     """Relative errors of dW = dy^T x when rows of x vary by 2**n and rows of dy by 2**-n.
 
@@ -138,8 +170,25 @@ def anti_correlated_table(device: str, binades: int, seeds: int = 8) -> dict[str
     return errors
 
 
+def show(title: str, rows: dict[str, list[float]]) -> None:
+    print(f"\n{title}\n{'':32}" + "".join(f"{t:>10}" for t in TENSORS))
+    for name, errors in rows.items():
+        print(f"{name:32}" + "".join(f"{e:10.4f}" for e in errors))
+
+
+def layer_records(kind: str, shape: str, rows: dict[str, list[float]], reference: str) -> list[dict]:
+    return [
+        dict(name=f"{kind} {tensor}: {name}", shape=shape, value=error, unit="relative error", reference=reference,
+             reference_value=of_reference, speedup=None)
+        for name, errors in rows.items()
+        for tensor, error, of_reference in zip(TENSORS, errors, rows[reference], strict=False)
+    ]  # fmt: skip
+
+
 def main() -> None:
-    args = script_parser(__doc__, out="folder of results.json").parse_args()
+    parser = script_parser(__doc__, out="folder of results.json")
+    parser.add_argument("--activations", action="store_true", help="the table of activations alone")
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # On a CPU a quarter of the dims: the reference is slow.
     size = (
@@ -148,17 +197,18 @@ def main() -> None:
         else dict(tokens=1024, dim=512, hidden=384, experts=8, top_k=6)
     )
     shape = " ".join(f"{k} {v}" for k, v in size.items())
-    records, env = [], environment()
+    rows = activation_table(device, size)
+    show(f"relative error against fp32 by activation, {shape}", rows)
+    records = layer_records("activation_error", shape, rows, "swiglu, h in bf16")
+    if not args.activations:
+        records += of_recipes(device, shape, size)
+    write_records(args.out / "results.json", records)
+
+
+def of_recipes(device: str, shape: str, size: dict) -> list[dict]:
     rows = layer_table(device, 0, size)
-    print(f"relative error against the fp32 layer, {shape}, {env['hardware']}")
-    print(f"{'':32}" + "".join(f"{t:>10}" for t in TENSORS))
-    for name, errors in rows.items():
-        print(f"{name:32}" + "".join(f"{e:10.4f}" for e in errors))
-        for tensor, error, reference in zip(TENSORS, errors, rows["bf16"], strict=True):
-            records.append(
-                dict(name=f"layer_error {tensor}: {name}", shape=shape, value=error, unit="relative error",
-                     reference="bf16", reference_value=reference, speedup=None)
-            )  # fmt: skip
+    show(f"relative error against the fp32 layer, {shape}", rows)
+    records = layer_records("layer_error", shape, rows, "bf16")
     for binades in (3, 4):
         table = anti_correlated_table(device, binades)
         print(f"\nrelative error of dW, anti-correlated token scales, {binades} binades, 8 seeds: smallest, largest")
@@ -169,7 +219,7 @@ def main() -> None:
                      smallest=min(errors), unit="relative error, largest of 8 seeds", reference="exact row-wise values",
                      reference_value=max(table["exact row-wise values"]), speedup=None)
             )  # fmt: skip
-    write_records(args.out / "results.json", records)
+    return records
 
 
 if __name__ == "__main__":

@@ -369,6 +369,13 @@ def test_lora_comes_after(converter: Any, experts: bool):
         model_registry("debugmodel", converters=[LinearLoRAConverter.Config(), Fp8FlowConverter.Config()])
 
 
+def test_one_lora_converter_serves_several_models():
+    converter = LoRAConverter(LoRAConverter.Config(rank=4, target_modules=["inner_experts"]))
+    for _ in range(2):
+        model = converter.convert(model_registry("debugmodel", converters=[Fp8FlowConverter.Config()]).model)
+        assert {experts.lora_rank for _, experts, *_ in model.traverse(Fp8FlowGroupedExperts.Config)} == {4}
+
+
 def test_adapters_run_beside_the_experts():
     """As :func:`titan_fp8moe.routed_experts` runs them, scaled by alpha / rank."""
     E, D, H, K = 4, 128, 256, 2

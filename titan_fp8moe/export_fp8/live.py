@@ -91,7 +91,7 @@ def _named_values(
     for key, value in state.items():
         if key in getattr(model, "all_tied_weights_keys", ()) or not isinstance(value, Tensor):
             continue
-        if value.dtype == FP8:
+        if value.dtype == FP8 or (value.dtype == torch.uint8 and key.startswith(converted)):  # Fp8RoutedExperts' bytes
             raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")
         in_fp8 = key.startswith(converted) if quantize is None and converted else None
         for name, part in _parts(key, value, to_hf, gather):
@@ -137,4 +137,5 @@ def _parts(key: str, value: Tensor, to_hf: Callable[[dict], dict], gather: bool)
 def _reverse_conversion(model: Any) -> Callable[[dict], dict]:
     from transformers.core_model_loading import revert_weight_conversion
 
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     return lambda tensors: revert_weight_conversion(model, tensors)

@@ -28,6 +28,7 @@ ROWS = 32
 BACKWARD_ROWS = 16
 BACKWARD_STAGES = 3
 WARPS = BACKWARD_WARPS = 4
+CLAMP_WARPS = 8  # where h is rounded both ways; 4 spill registers
 BIAS_COLUMNS = 64  # of the biases' gradients that a CTA sums
 _NO_BIAS = dict(gate_bias=None, up_bias=None, BIAS_STRIDE_E=None, BIAS_STRIDE_H=None, HIDDEN=None)
 
@@ -257,10 +258,11 @@ def swiglu_quantize(
     biases, constants = _bias_arguments(bias)
     if spec.interleaved:
         constants["PAIRED"] = N // TILE
+    warps = CLAMP_WARPS if keep_h and ACTIVATIONS[spec.activation].beyond is not None else WARPS
     _forward(spec.activation, bias is not None, spec.interleaved)[(H // TILE, M // ROWS)](
         h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, nan_flag,
         M, H, *_parameters(spec), *biases,
-        E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=WARPS, **constants,
+        E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=warps, **constants,
     )  # fmt: skip
     return q, q_scale, h_q, h_scale
 

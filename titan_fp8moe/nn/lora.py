@@ -37,7 +37,8 @@ class AddsLora(nn.Module):
         """Freezes the experts, and adds an adapter to each of their ``weights``: W + alpha / rank * B A.
 
         Adapters run in bf16 beside the FP8 weights. A is drawn as ``nn.Linear``'s weight and B is zero, so the output
-        is unchanged. Call it before ``fully_shard`` and before the optimizer is made.
+        is unchanged. Call it before ``fully_shard`` and before the optimizer is made. A state dict does not hold alpha:
+        before you load one, add adapters with the same.
 
         Args:
             weights: names, by default of all weights that the experts have.

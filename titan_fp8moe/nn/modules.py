@@ -118,7 +118,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             raise ValueError(
                 f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of {STEP}; pad the model with zeros"
             )
-        self.configure(config or Fp8FlowMoEConfig())
+        self.configure(Fp8FlowMoEConfig() if config is None else config)
         self.expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
         mesh = None
         shapes = dict(w1=(hidden_dim, dim), w2=(dim, hidden_dim), w3=(hidden_dim, dim))
@@ -160,7 +160,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         """
         expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
         w13 = w1 if w3 is None else ops.quantize_weight(w1, w3)
-        return Fp8RoutedExperts(w13, w2, expert, config or Fp8FlowMoEConfig(), ep_group)
+        return Fp8RoutedExperts(w13, w2, expert, Fp8FlowMoEConfig() if config is None else config, ep_group)
 
     def configure(self, config: Fp8FlowMoEConfig) -> None:
         """Replaces the settings."""
@@ -431,7 +431,7 @@ class Fp8FlowLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
-        config = config or Fp8FlowMoEConfig()
+        config = Fp8FlowMoEConfig() if config is None else config
         require_config(config, "Fp8FlowLinear", "wgrad", *CACHE)
         self._configure(config)
 

@@ -17,15 +17,16 @@ holds router and experts runs its forward, a mode intercepts these calls. So no 
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from titan_fp8moe.nn.modules import RoutedExperts
+from titan_fp8moe.nn.modules import Fp8RoutedExperts, RoutedExperts
 
 _NAMES = "experts", "routed_experts"  # of experts in Transformers and torchtitan 0.2, and in torchtitan 0.3
+_OURS = RoutedExperts, Fp8RoutedExperts
 _TOPK = torch.topk, Tensor.topk
 
 
@@ -47,7 +48,7 @@ def _layers(model: nn.Module) -> list[_Layer]:
         _Layer(f"{name}.{child}".removeprefix("."), block, experts)
         for name, block in model.named_modules()
         for child, experts in block.named_children()
-        if isinstance(experts, RoutedExperts) or (child in _NAMES and not isinstance(experts, nn.ModuleList))
+        if isinstance(experts, _OURS) or (child in _NAMES and not isinstance(experts, nn.ModuleList))
     ]
     if not found:
         raise ValueError(
@@ -114,7 +115,8 @@ class _Replay(TorchFunctionMode):
         live = (ids < 0).any(-1, keepdim=True)
         if columns >= self.num_experts and out.indices.shape[-1] == K:
             self.replayed = True
-            ids = torch.where(live, out.indices, ids)
+            # In place: a record around this replay has kept the tensor.
+            ids = out.indices.copy_(torch.where(live, out.indices, ids))
         elif columns < self.num_experts and self.num_experts % columns == 0:
             # A mask of groups is made of these. Without it, scores read from masked ones would be zeros.
             groups = ids // (self.num_experts // columns)
@@ -128,7 +130,8 @@ class _Replay(TorchFunctionMode):
 def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
     """Records which experts each MoE layer of ``model`` chooses in the forwards inside the context.
 
-    A backward belongs outside, since gradient checkpointing repeats forwards in it.
+    A backward belongs outside, since gradient checkpointing repeats forwards in it. Beam search moves sequences between
+    rows and assisted decoding drops tokens, which a record does not follow.
 
     Yields:
         The record; read :meth:`RecordedRouting.routed_experts` when the forwards are done.
@@ -173,9 +176,11 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
     Raises:
         ValueError: for a model without experts, and for ids or shapes that do not fit the model or the forward.
         RuntimeError: for a router that does not choose by ``torch.topk``, a layer without a forward inside the context,
-            and a backward outside.
+            a backward outside, and a replay inside another.
     """
     layers = _layers(model)
+    if inner := [layer.name for layer in layers if hasattr(layer.block.forward, "replays")]:
+        raise RuntimeError(f"{inner[0]} replays a routing already; leave the other replay_routing first")
     routed = dict(zip((layer.name for layer in layers), _by_layer(routed_experts, layers), strict=True))
     done, inside = set[str](), True
 
@@ -203,6 +208,7 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
             done.add(layer.name)
             return out
 
+        cast(Any, replay).replays = True
         return replay
 
     with _forwards_replaced(layers, replayer):
@@ -215,6 +221,7 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
 
 def _by_layer(routed_experts: Tensor, layers: list[_Layer]) -> Tensor:
     """The ids (L, T, K) int64, if they fit the layers."""
+    routed_experts = torch.as_tensor(routed_experts)  # vLLM returns NumPy's
     if routed_experts.dim() < 3 or routed_experts.is_floating_point():
         raise ValueError(
             f"routed_experts must be ids (..., L, K), got {tuple(routed_experts.shape)} {routed_experts.dtype}"
@@ -224,7 +231,8 @@ def _by_layer(routed_experts: Tensor, layers: list[_Layer]) -> Tensor:
             f"routed_experts has {routed_experts.shape[-2]} layers, but the model {len(layers)} MoE layers; leave out "
             "dense layers"
         )
-    fewest, largest = min(layer.num_experts for layer in layers), int(routed_experts.max())
+    fewest = min(layer.num_experts for layer in layers)
+    largest = int(routed_experts.max()) if routed_experts.numel() else -1
     if largest >= fewest + 1:  # one more: Zaya's routers know an expert that skips the layer
         raise ValueError(f"routed_experts has the id {largest}, but a layer has {fewest} experts")
     return routed_experts.flatten(0, -3).long().transpose(0, 1).contiguous()
@@ -274,6 +282,9 @@ def _ids_of(arguments: list[Any]) -> Tensor:
 
 
 def _require_equal(layer: _Layer, chosen_TK: Tensor, ids_TK: Tensor) -> None:
+    if chosen_TK.numel() != ids_TK.numel():
+        K = ids_TK.shape[1]
+        raise ValueError(f"routed_experts has {K} experts per token, but {layer.name} takes another number")
     chosen_TK = chosen_TK.view(ids_TK.shape)
     if not torch.equal(torch.where(ids_TK < 0, chosen_TK, ids_TK), chosen_TK):
         raise RuntimeError(

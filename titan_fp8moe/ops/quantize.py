@@ -251,7 +251,9 @@ def _check_weights(weights: list[Tensor]) -> None:
     alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
     if not alike or first.dtype not in (torch.bfloat16, torch.float32):
         got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
-        raise ValueError(f"quantize_weight: weights (E, N, K) must share E, K and a dtype, bf16 or fp32; got {got}")
+        raise ValueError(
+            f"quantize_weight: weights (E, N, K) must share E, K and a dtype, bf16 or fp32; got {got}; use w.bfloat16()"
+        )
 
 
 @custom_op

@@ -34,13 +34,19 @@ class LoRAConverter(LinearLoRAConverter):
     class Config(LinearLoRAConverter.Config):
         pass
 
+    def __init__(self, config: Config, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        self.adapts_experts = self.target_modules is None or EXPERTS in self.target_modules
+        if self.target_modules is not None:
+            self.target_modules.discard(EXPERTS)  # torchtitan would warn that it is no linear
+
     def convert(self, model_config: Any) -> Any:
         """Replaces configs inside of ``model_config``. The result takes its place.
 
         Raises:
             ValueError: for experts that are not in FP8.
         """
-        if self.target_modules is None or EXPERTS in self.target_modules:
+        if self.adapts_experts:
             for name, experts, *_ in model_config.traverse(GroupedExperts.Config):
                 if not hasattr(experts, "lora_rank"):
                     raise ValueError(
@@ -48,8 +54,6 @@ class LoRAConverter(LinearLoRAConverter):
                         f"before LoRAConverter and let it convert them, or leave {EXPERTS!r} out of target_modules"
                     )
                 experts.lora_rank, experts.lora_alpha = self.rank, self.alpha
-        if self.target_modules is not None:
-            self.target_modules.discard(EXPERTS)
         return super().convert(model_config)
 
 
