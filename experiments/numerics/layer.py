@@ -122,9 +122,9 @@ def activation_table(device: str, size: dict) -> dict[str, list[float]]:
     for name, entry in ACTIVATIONS.items():
 
         def exact(x, s, w1, w2, w3=None):
-            g, u = (None if w is None else torch.einsum("td,ehd->teh", x, w) for w in (w1, w3))
+            g, u = (None if w is None else torch.einsum("td,nhd->tnh", x, w) for w in (w1, w3))
             a = entry.forward(g, u, *entry.parameters.values())  # noqa: B023 # called in this iteration
-            return torch.einsum("teh,edh,te->td", a, w2, (chosen * s.unsqueeze(2)).sum(1))
+            return torch.einsum("tnh,ndh,tn->td", a, w2, (chosen * s.unsqueeze(2)).sum(1))
 
         inputs = [x, scores, *weights[: 3 if entry.gated else 2]]
         reference = gradients(exact, inputs, dout)
