@@ -1,7 +1,7 @@
 """torchtitan's config functions for models with MoE layers, with the section ``fp8_flow_moe``.
 
-``--config`` names one of them. torchtitan imports torchvision for Kimi-K2.7, and ``fla`` for Qwen3.5 as well: their
-functions are made when they are asked for. A config function of your own returns ``with_fp8_flow(config)``.
+``--config`` names one of them. Functions of Kimi-K2.7 and Qwen3.5 import torchtitan's models when they are called,
+since those need torchvision, and Qwen3.5 ``fla`` too. A config function of your own returns ``with_fp8_flow(config)``.
 Checkpointing is chosen last on the command line: ``... activation-checkpoint:none``. In these configs, unlike in your
 own, ranks on a CPU that is slow in bf16 compute in float32.
 """
@@ -78,18 +78,14 @@ for _module, _prefix in ((_deepseek_v3, "deepseek_v3"), (_gpt_oss, "gpt_oss")):
 # Its other models have no MoE layers.
 globals().update({name: _extended(getattr(_qwen3, name)) for name in ("qwen3_moe_debug", "qwen3_30b_a3b")})
 
-_ON_DEMAND = dict.fromkeys(("kimi_k2_5_debugmodel", "moonlight_16b_a3b", "kimi_vl_a3b", "kimi_k2_5"), "kimi_k2_7")
-_ON_DEMAND |= dict.fromkeys(
-    ("qwen35_debugmodel_moe", "qwen35_35b_a3b", "qwen35_122b_a10b", "qwen35_397b_a17b"), "qwen3_5"
-)
+
+def _imported(package: str, name: str) -> Fp8FlowTrainer.Config:
+    module = importlib.import_module(f"torchtitan.models.{package}.config_registry")
+    return _extended(getattr(module, name))()
 
 
-def __getattr__(name: str) -> Callable[[], Fp8FlowTrainer.Config]:
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"torchtitan.models.{_ON_DEMAND[name]}.config_registry")
-    return _extended(getattr(module, name))
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_ON_DEMAND]
+for _package, _names in {
+    "kimi_k2_7": ("kimi_k2_5_debugmodel", "moonlight_16b_a3b", "kimi_vl_a3b", "kimi_k2_5"),
+    "qwen3_5": ("qwen35_debugmodel_moe", "qwen35_35b_a3b", "qwen35_122b_a10b", "qwen35_397b_a17b"),
+}.items():
+    globals().update({name: functools.partial(_imported, _package, name) for name in _names})
