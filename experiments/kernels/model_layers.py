@@ -1,7 +1,7 @@
 """MoE layers of models with other activations than SwiGLU's, as one of eight expert-parallel ranks has them.
 
     python -m experiments.kernels.model_layers --out experiments/kernels/results.json [--only gpt-oss-120B]
-    python -m experiments.kernels.model_layers --out /tmp/tiny.json --trial --tiny    # also on a CPU: do they agree?
+    python -m experiments.kernels.model_layers --out OUT.json --trial --tiny    # also on a CPU: do they agree?
 
 All candidates get the same tokens, routing, scores and bf16 weights, return all gradients but the routing's, and are
 one graph each, ``torch.compile(fullgraph=True)``. Shared experts and their gate are inside, the router is not. Ours
