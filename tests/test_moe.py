@@ -66,6 +66,18 @@ def test_recompute_modes_agree():
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_a_kept_operand_is_not_recomputed(recompute, monkeypatch):
+    """Of GEMM 2; GEMM 1 is counted in test_two_explicit_casts."""
+    op, recomputed = ops.swiglu_quantize_backward, []
+    monkeypatch.setattr(
+        ops, "swiglu_quantize_backward", lambda *args, **options: recomputed.append(options) or op(*args, **options)
+    )
+    x, scores, chosen, weights = make_layer()
+    run(x, scores, chosen, weights, torch.randn_like(x), Fp8FlowMoEConfig(recompute=recompute))
+    assert [options["recompute_a"] for options in recomputed] == [recompute != "none"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 def test_two_explicit_casts(recompute):
     """One standalone quantization in the forward, one in the backward, and no other way into fp8 but the fused ops.
 
