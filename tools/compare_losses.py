@@ -1,8 +1,7 @@
 """Compare the training curves of torchtitan runs and fail when one leaves the reference.
 
-The first run is the reference. A run is a folder that torchtitan logged to, with TensorBoard event files or, if there
-are none, W&B runs (offline ones need no upload). All files below it are taken as one run: after a restart, a step that
-was logged twice keeps the later value.
+The first run is the reference. A run is a folder that torchtitan logged to with TensorBoard. All event files below it
+are taken as one run: after a restart, a step that was logged twice keeps the later value.
 
 The losses of a run and of the reference are compared at the steps both logged, after smoothing each with the mean
 over the last ``--smooth`` steps. Relative deviations are (run - reference) / reference of the smoothed losses; the
@@ -17,13 +16,10 @@ Example::
 """
 
 import argparse
-import json
 import math
 import re
 import statistics
-import struct
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,69 +111,15 @@ def tensorboard_points(path: Path) -> Iterator[Point]:
             yield Point(event.wall_time, event.step, tag, event.value)
 
 
-def wandb_records(path: Path) -> Iterator[bytes]:
-    """Yield the serialized records of a ``.wandb`` file.
-
-    The file is a LevelDB log behind a header of 7 bytes: blocks of 32 KiB with fragments of records, each preceded by
-    a checksum, its length, and its place in the record (https://github.com/google/leveldb/blob/main/doc/log_format.md).
-    Unlike LevelDB the checksum is a plain CRC-32. wandb has no Python reader for it since its core became a binary.
-    """
-    block_bytes, file_header_bytes = 32 * 1024, 7
-    fragment_header = struct.Struct("<IHB")
-    full, first, last = 1, 2, 4
-
-    data = path.read_bytes()
-    if not data.startswith(b":W&B"):
-        raise UsageError(f"{path} is not a W&B run file")
-    position = file_header_bytes
-    record = b""
-    while True:
-        left_in_block = block_bytes - position % block_bytes
-        if left_in_block < fragment_header.size:
-            position += left_in_block  # The rest of the block is padding.
-        if position + fragment_header.size > len(data):
-            return
-        checksum, length, kind = fragment_header.unpack_from(data, position)
-        position += fragment_header.size
-        fragment = data[position : position + length]
-        if len(fragment) < length:
-            return  # The run is still being written, or was killed while it was.
-        if zlib.crc32(fragment, zlib.crc32(bytes([kind]))) != checksum:
-            raise UsageError(f"{path} is corrupt at byte {position}; remove it from the run or log to TensorBoard")
-        position += length
-        record = fragment if kind in (full, first) else record + fragment
-        if kind in (full, last):
-            yield record
-
-
-def wandb_points(path: Path) -> Iterator[Point]:
-    try:
-        from wandb.proto import wandb_internal_pb2
-    except ImportError as error:
-        raise UsageError(f"{path} needs the wandb package to be read ({error}): pip install wandb") from error
-
-    for serialized in wandb_records(path):
-        record = wandb_internal_pb2.Record.FromString(serialized)
-        if record.WhichOneof("record_type") != "history":
-            continue
-        row = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-        for tag in row.keys() & set(TAGS):
-            # Non-finite values are written as NaN and Infinity, which json.loads accepts.
-            value = float(json.loads(row[tag]))
-            yield Point(float(row["_timestamp"]), record.history.step.num, tag, value)
-
-
 def read_run(name: str, path: Path) -> Run:
     """Read and merge everything that was logged below ``path``."""
     if not path.is_dir():
         raise UsageError(f"run {name}: {path} is not a folder")
-    files, read_points = sorted(path.rglob("events.out.tfevents.*")), tensorboard_points
-    if not files:
-        files, read_points = sorted(path.rglob("run-*.wandb")), wandb_points
+    files = sorted(path.rglob("events.out.tfevents.*"))
     if not files:
         raise UsageError(
-            f"run {name}: no TensorBoard event files (events.out.tfevents.*) and no W&B files (run-*.wandb) below "
-            f"{path}; train with --metrics.enable_tensorboard or --metrics.enable_wandb"
+            f"run {name}: no TensorBoard event files (events.out.tfevents.*) below {path}; train with "
+            "--metrics.enable_tensorboard, also next to --metrics.enable_wandb"
         )
     # With metrics.save_for_all_ranks or fault tolerance several processes log the same steps, each in its own folder.
     # Their values differ, so they must not be merged as a restart is.
@@ -185,7 +127,7 @@ def read_run(name: str, path: Path) -> Run:
     if len(writers) > 1:
         raise UsageError(f"run {name}: {path} has the logs of {', '.join(sorted(writers))}; give the folder of one")
 
-    points = {file: list(read_points(file)) for file in files}
+    points = {file: list(tensorboard_points(file)) for file in files}
     # A restart begins at a later step than what it continues.
     starts = {file: min((p.step for p in points[file] if p.tag == LOSS), default=math.inf) for file in files}
     first = min(starts.values())
@@ -343,7 +285,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         prog="compare_losses.py", description="Compare the training curves of torchtitan runs with those of the first."
     )
     add = parser.add_argument
-    what = "a run and the folder with its TensorBoard or W&B files; give at least two, the reference first"
+    what = "a run and the folder with its TensorBoard files; give at least two, the reference first"
     add("--run", dest="runs", type=_named_path, action="append", required=True, metavar="NAME=PATH", help=what)
     add("--smooth", type=int, default=20, metavar="STEPS", help="window of the running mean (default: %(default)s)")
     what = "largest relative deviation of the final smoothed loss that passes (default: %(default)s)"
