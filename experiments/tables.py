@@ -443,8 +443,11 @@ def _transformers(records: Records, chosen: Callable[[str], bool]) -> str:
             for reference, r in records.of(name, shape).items():
                 form = "{:.3f}".format if r["unit"] == "nats" else number
                 bf16, mine = form(r["reference_value"]), form(r["value"])
-                speedup = "" if r["unit"] == "nats" else f" ({r['speedup']:.2f}x)"
-                rows.append([f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + speedup])
+                more = "" if r["unit"] == "nats" else f" ({r['speedup']:.2f}x)"
+                if "gaps" in r:  # of each seed
+                    gaps, again = (" / ".join(map("{:+.2%}".format, r[key])) for key in ("gaps", "reference_gaps"))
+                    more = f" ({gaps}; bf16 again {again})"
+                rows.append([f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + more])
     return markdown(["model, figure", "GPU", "bf16", "`fp8_flow`"], rows)
 
 
