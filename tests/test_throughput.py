@@ -508,7 +508,7 @@ def climb(fitting: int, first: int) -> dict[int, bool]:
 def test_the_sweep_finds_the_largest_batch(fitting):
     fits = climb(fitting, 4)
     largest = max(batch for batch, fitted in fits.items() if fitted)
-    assert largest <= fitting <= largest + largest // 16
+    assert largest <= fitting <= largest + largest // 8
     assert not any(climb(0, 4).values())
 
 

@@ -5,7 +5,7 @@
 
 A point is a training run of ``STEPS`` steps, whose logs after step ``WARM`` count. Along a curve, a precision with its
 checkpointing, the local batch doubles from ``--first`` until memory runs out; then bisection finds the largest batch to
-within a sixteenth. Curves take turns in an order drawn anew. Points go to ``sweep.json`` one by one, and what it has of
+within an eighth. Curves take turns in an order drawn anew. Points go to ``sweep.json`` one by one, and what it has of
 this card is not run again: call the script until it prints "complete". Each call ends within a run of its budget.
 
 ``results.json`` gets two records, the fastest point and the largest batch of FP8-Flow against those of bf16.
@@ -28,20 +28,20 @@ CURVES = [
     "fp8_flow",
     *(f"fp8_flow:{setting}" for setting in ("checkpointing=none", "checkpointing=full", "recompute=experts")),
 ]
-STEPS, WARM = 12, 6
+STEPS, WARM = 10, 4
 PRECISIONS = ("bf16", "fp8")
 
 Point = dict
 
 
 def next_batch(fits: dict[int, bool], first: int) -> int | None:
-    """The local batch to try after these, None where the largest is known to within a sixteenth."""
+    """The local batch to try after these, None where the largest is known to within an eighth."""
     largest = max((batch for batch, fitted in fits.items() if fitted), default=0)
     smallest = min((batch for batch, fitted in fits.items() if not fitted), default=None)
     if smallest is None:
         return 2 * largest or first
     gap = smallest - largest
-    return None if gap <= max(1, largest // 16) else largest + gap // 2
+    return None if gap <= max(1, largest // 8) else largest + gap // 2
 
 
 def todo(points: list[Point], curves: list[str], first: int) -> list[tuple[str, int]]:
