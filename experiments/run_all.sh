@@ -137,7 +137,6 @@ part transformers_deepseek 300 python3 -m experiments.transformers.run --out exp
 part numerics 200 python3 -m experiments.numerics.layer --out experiments/numerics
 
 part plots 60 bash -ec 'python3 -m experiments.throughput.plot experiments/throughput/results.json
-    python3 -m experiments.kernels.plot experiments/kernels/results.json
     python3 -m experiments.gemm_range.plot experiments/gemm_range/results.json
     python3 -m experiments.headline experiments/throughput docs/headline.png
     python3 -m experiments.tables'
