@@ -23,6 +23,7 @@ PAGES = (
     *("README.md", "docs/results.md"),
     *("experiments/throughput/README.md", "experiments/kernels/README.md", "experiments/expert_parallel/README.md"),
     *("experiments/transformers/README.md", "experiments/numerics/README.md"),
+    *("experiments/gemm_range/README.md", "experiments/lora_qwen3_30b/README.md"),
 )
 PEERS = {  # titles of columns, and the references of which each shows the best
     "bf16 as torchtitan compiles it": ("bf16",),
