@@ -121,6 +121,7 @@ gemms 16b 2 3
 kernels ffn 500 --layers 0 2 1
 kernels ffn_shared 300
 kernels grouped_mm 250
+kernels first_step 200
 kernels routed_vs_fused_bf16 530 --budget 450
 kernels model_layers 530 --budget 400
 # Its autotuner compiles for ten minutes with an empty cache: after a timeout call the part again.

@@ -23,6 +23,7 @@ PAGES = (
     *("README.md", "docs/results.md"),
     *("experiments/throughput/README.md", "experiments/kernels/README.md", "experiments/expert_parallel/README.md"),
     *("experiments/transformers/README.md", "experiments/numerics/README.md"),
+    *("experiments/gemm_range/README.md", "experiments/lora_qwen3_30b/README.md"),
 )
 PEERS = {  # titles of columns, and the references of which each shows the best
     "bf16 as torchtitan compiles it": ("bf16",),
@@ -65,11 +66,12 @@ class Records:
         return Pair(*(self.of(f"{name}{kind}", shape, **options) for kind in ("", " memory")))
 
     def runs(self, name: str, shape: str) -> list[Found]:
-        """:meth:`of`, split by invocation: the runs of one took turns on one machine."""
-        by_command: dict[str, Found] = {}
-        for reference, r in self.of(name, shape).items():
-            by_command.setdefault(r["command"], {})[reference] = r
-        return [*by_command.values()]
+        """:meth:`of` each card, split by invocation: the runs of one took turns on one machine."""
+        found: dict[tuple[str, str], Found] = {}
+        for gpu in dict.fromkeys(r["hardware"] for r in self.all if (r["name"], r["shape"]) == (name, shape)):
+            for reference, r in self.of(name, shape, hardware=gpu).items():
+                found.setdefault((gpu, r["command"]), {})[reference] = r
+        return [*found.values()]
 
     def shapes(self, name: str, *references: str, contains: str = "") -> list[str]:
         """Of the records of that name, each once; if ``references`` are given, those that were compared with one."""
@@ -289,14 +291,14 @@ def training(records: Records) -> str:
         for shape in records.shapes(name, "bf16"):
             memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape)}
             for speed in records.runs(name, shape):
-                if not speed.keys() & {"bf16", "torchao"}:
+                if not speed.keys() & {"bf16", "torchao", "torchao_whole"}:
                     continue  # other checkpointing, which has a table of its own
                 run = Pair(speed, memories.get(first(speed)["command"], {}))
                 peers = [best(speed, names) for names in PEERS.values()]
                 cells = [joined(run.cell(peer), option(peer)) for peer in peers]
                 title = joined(setting(shape), name.partition(" ")[2])
-                rows.append([title, *cells, run.ours(*peers[: len(BF16)]), spread(speed)])
-    return markdown(["tokens/s per GPU, GiB reserved", *PEERS, "titan_fp8moe", "spread"], rows)
+                rows.append([title, card(first(speed)), *cells, run.ours(*peers), spread(speed)])
+    return markdown(["tokens/s per GPU, GiB reserved", "GPU", *PEERS, "titan_fp8moe", "spread"], rows)
 
 
 TITAN03 = {
@@ -334,10 +336,11 @@ def checkpointing(records: Records) -> str:
     """Tokens/s and GiB by checkpointing, of bf16 and of ours."""
     rows = []
     for name in ("train_16b", "train_qwen3_30b"):
-        for shape in records.shapes(name, "bf16_fused:checkpointing=none"):
+        fused = [r for r in records.all if (r["name"], r["reference"]) == (name, "bf16_fused:checkpointing=none")]
+        for shape, gpu in dict.fromkeys((r["shape"], r["hardware"]) for r in fused):
             for options, title in CHECKPOINTING.items():
-                cells = [records.pair(name, shape).cell(peer + options) for peer, *_ in BF16]
-                mine = records.pair(name + options.replace(":", " "), shape).ours()
+                cells = [records.pair(name, shape, hardware=gpu).cell(peer + options) for peer, *_ in BF16]
+                mine = records.pair(name + options.replace(":", " "), shape, hardware=gpu).ours()
                 rows.append([setting(shape), title, *cells, mine])
     return markdown(["tokens/s, GiB reserved", "checkpointing", *[*PEERS][:3], "titan_fp8moe"], rows)
 
@@ -472,8 +475,11 @@ def transformers(records: Records, one_token: bool = False) -> str:
             for reference, r in records.of(name, shape).items():
                 loss = r["unit"] == "nats"
                 bf16, mine = (f"{x:.3f}" if loss else number(x) for x in (r["reference_value"], r["value"]))
-                speedup = "" if loss else f" ({r['speedup']:.2f}x)"
-                rows.append([f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + speedup])
+                more = "" if loss else f" ({r['speedup']:.2f}x)"
+                if "gaps" in r:  # of each seed
+                    gaps, again = (" / ".join(map("{:+.2%}".format, r[key])) for key in ("gaps", "reference_gaps"))
+                    more = f" ({gaps}; bf16 again {again})"
+                rows.append([f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + more])
     return markdown(["model, figure", "GPU", "bf16", "`fp8_flow`"], rows)
 
 
