@@ -147,7 +147,7 @@ def joined(*cells: str) -> str:
 
 
 def card(record: Record) -> str:
-    return record["hardware"].split("NVIDIA ")[-1]
+    return record["hardware"].split("NVIDIA ")[-1].split()[0]
 
 
 class Pair(NamedTuple):
@@ -604,6 +604,12 @@ def headline(records: Records) -> str:
         row = [title, card(found[strongest]), cell(found, "bf16"), f"{cell(found, strongest)} ({named})", ours(found)]
         row.append(f"{found['bf16']['speedup']:.2f}x" if "bf16" in found else "")
         rows.append([*row, f"**{found[strongest]['speedup']:.2f}x**", spread(found)])
+    for _, shape in records.named("train_16b fastest"):
+        (found,) = records.of("train_16b fastest", shape).values()
+        bf16, mine = (found["points"][who] for who in ("reference", "ours"))
+        cells = [f"{number(p['tokens_per_second'])} (batch {p['local_batch']})" for p in (bf16, mine)]
+        row = ["16B, each at its fastest batch, tokens/s", card(found), "", *cells, ""]
+        rows.insert(1, [*row, f"**{found['speedup']:.2f}x**", ""])
     head = ["GPU", "bf16 as torchtitan compiles it", "strongest bf16", "titan_fp8moe", "over torchtitan's bf16"]
     return markdown(["", *head, "over the strongest", "spread"], rows)
 
