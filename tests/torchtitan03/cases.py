@@ -41,9 +41,6 @@ LOSSES = {
 SINGLE = LOSSES | {
     "single": Case(),
     "single_fp32": Case(None),
-    "single_selective": Case(checkpointing="selective"),
-    "single_full": Case({"recompute": "none"}, checkpointing="full"),
-    "single_compile": Case(compiles="aot_eager"),
     "single_compile_selective": Case(compiles="aot_eager", checkpointing="selective"),
     "single_inductor": Case(compiles="inductor"),
     "single_linears": Case(LINEARS),
@@ -81,7 +78,6 @@ TWO_RANKS = {
     "ep2_lora": Case({}, EP2, way="lora"),
     "fsdp2": Case(),
     "fsdp2_lora": Case(way="lora"),
-    "fsdp2_selective": Case(checkpointing="selective"),
     "fsdp2_compile": Case(compiles="aot_eager"),
     "fsdp2_fp8_gather": Case({"fp8_all_gather": True}),
     "tp2_routed": Case({}, TP2),

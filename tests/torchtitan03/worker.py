@@ -34,7 +34,7 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-from tests.distributed.runner import gather, gather_list, run_all, wrong_fp8_tensors
+from tests.distributed.runner import gather, gather_list, run_all, whole, wrong_fp8_tensors
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import metrics, parallel
@@ -179,7 +179,7 @@ def batches(trainer: torchtitan.trainer.Trainer):
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+    return whole(tensor).detach().cpu().clone()
 
 
 def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
