@@ -25,6 +25,20 @@ def assert_nearly_same(q, scale, want, want_scale):
     assert (distance > 0).float().mean() <= 1e-3
 
 
+def assert_rows(got, want, end):
+    """Pairs of rows and scales, up to ``end``."""
+    for i in range(0, len(want), 2):
+        assert_nearly_same(got[i][:end].contiguous(), recipe.column_major(got[i + 1][:end]), *want[i : i + 2])
+
+
+def assert_sums(got, want, size, tolerance):
+    """Relative to the sum of magnitudes, ``size``: the sum itself may cancel, or be finite where these are not."""
+    finite = want.isfinite()
+    assert torch.equal(got.isfinite(), finite)
+    finite &= size.isfinite()
+    assert ((got - want).abs()[finite] <= tolerance * size[finite]).all()
+
+
 def inputs(generator, M, H, spec=ExpertSpec()):  # noqa: B008  an immutable value
     N = spec.rows_per_unit * H
     h = (randn(generator, M, N) * 2.0 ** randint(generator, -4, 3, M, 1)).bfloat16()
@@ -62,14 +76,12 @@ def test_forward(generator, spec, keep_h):
     put_non_finite(h, d)
     offsets_E = offsets(0, end, end, device=h.device)
     q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, keep_h)
-    want = recipe.swiglu_quantize(h[:end], score[:end], spec)
-    assert_nearly_same(q[:end].contiguous(), recipe.column_major(scale[:end]), *want)
+    assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec), end)
     assert scale.stride() == (1, M)
     assert (q[end:].view(torch.uint8) == 0xA5).all(), "rows past the last group were written"
     if keep_h:
-        want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec)
-        assert_same_bits(h_q[:end], want_h)
-        assert_same_bits(h_scale[:end], want_h_scale)
+        for got, want in zip((h_q, h_scale), recipe.quantize_hidden(h[:end], score[:end], spec), strict=True):
+            assert_same_bits(got[:end], want)
         assert h_scale.stride() == (1, M)
     else:
         assert h_q.numel() == h_scale.numel() == 0
@@ -91,22 +103,18 @@ def test_backward(generator, spec, fp8_h):
         return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, spec, recompute_a)
 
     dh, dh_scale, q, q_scale, ds = run()
-    want = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], spec)
-    assert_nearly_same(dh[:end].contiguous(), recipe.column_major(dh_scale[:end]), *want[:2])
-    assert_nearly_same(q[:end].contiguous(), recipe.column_major(q_scale[:end]), *want[2:4])
+    *want, want_ds, _ = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], spec)
+    assert_rows((dh, dh_scale, q, q_scale), want, end)
     assert dh_scale.stride() == q_scale.stride() == (1, M)
-    # Relative to the sum of magnitudes: the sum itself may cancel.
     size = (d[:end].float().abs() * wide_h[:end].float().abs().amax(1, keepdim=True) ** 2).sum(1)
-    finite = want[4].isfinite()
-    assert torch.equal(ds[:end].isfinite(), finite)
-    finite &= size.isfinite()  # a NaN of d where there is no gradient leaves ds finite
-    assert ((ds[:end] - want[4]).abs()[finite] <= 1e-6 * size[finite]).all()
+    assert_sums(ds[:end], want_ds, size, 1e-6)
     if not INTERPRETED:  # sums of several warps
         for first, second in zip((dh, q, ds), run()[::2], strict=True):
             assert_same_bits(first[:end], second[:end])
     other_dh, _, none, _, other_ds = run(recompute_a=False)  # a kernel of its own, whose sums may be fused otherwise
     assert_same_bits(dh[:end], other_dh[:end])
-    assert none.numel() == 0 and ((ds[:end] - other_ds[:end]).abs()[finite] <= 1e-6 * size[finite]).all()
+    assert none.numel() == 0
+    assert_sums(other_ds[:end], ds[:end], size, 1e-6)
     if fp8_h:
         h_scale = h_scale.view(torch.uint8).contiguous().view(recipe.E8M0)  # as it may come back from the host
         for first, second in zip((dh, q, ds), run()[::2], strict=True):
@@ -136,20 +144,17 @@ def test_interleaved_gate_and_up(generator, spec, hidden):
     for given, given_rows in ((None, None), (bias, rows[:end])):
         q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, True, None, given)
         assert q.shape == (M, H) and h_q.shape == (M, N)
-        want = recipe.swiglu_quantize(h[:end], score[:end], spec, given_rows)
-        assert_nearly_same(q[:end].contiguous(), recipe.column_major(scale[:end]), *want)
+        assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec, given_rows), end)
         want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec, given_rows)
         assert_same_bits(h_q[:end], want_h)
         assert_same_bits(h_scale[:end], want_h_scale)
         wide_h = recipe.dequantize(want_h, want_h_scale)
         for kept, wide in (((h, None), h[:end]), ((h_q, h_scale), wide_h)):
             output = given and swiglu.OutputBias(b2, dy[0], recipe.column_major(dy[1]), True)
-            dh, dh_scale, q, q_scale, ds, *dbias = swiglu.swiglu_quantize_backward(
-                d, *kept, score, offsets_E, spec, True, None, given, output
-            )
+            args = d, *kept, score, offsets_E, spec, True, None, given, output
+            *got, ds, dbias = [*swiglu.swiglu_quantize_backward(*args), None][:6]
             *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(d[:end], wide, score[:end], spec, given_rows)
-            assert_nearly_same(dh[:end].contiguous(), recipe.column_major(dh_scale[:end]), *want[:2])
-            assert_nearly_same(q[:end].contiguous(), recipe.column_major(q_scale[:end]), *want[2:4])
+            assert_rows(got, want, end)
             if given is None:
                 finite = want_ds.isfinite()
                 assert torch.equal(ds[:end].isfinite(), finite)
@@ -157,8 +162,8 @@ def test_interleaved_gate_and_up(generator, spec, hidden):
                 continue
             want_dbias = recipe.bias_gradient(dbias_rows[:, : 2 * hidden], offsets_E[1:])
             finite = want_dbias.isfinite()
-            got_dbias = dbias[0][1:, : 2 * hidden]
-            assert torch.equal(got_dbias.isfinite(), finite) and dbias[0].shape == (2, 2 * hidden + 128)
+            got_dbias = dbias[1:, : 2 * hidden]
+            assert torch.equal(got_dbias.isfinite(), finite) and dbias.shape == (2, 2 * hidden + 128)
             torch.testing.assert_close(got_dbias[finite], want_dbias[finite], rtol=1e-4, atol=1e-13)
 
 
@@ -205,8 +210,7 @@ def test_biases(generator, spec, fp8_h):
     rows = recipe.expert_rows(rows, offsets_E, M)
 
     q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, fp8_h, None, bias)
-    want = recipe.swiglu_quantize(h[:end], score[:end], spec, rows[:end])
-    assert_nearly_same(q[:end].contiguous(), recipe.column_major(scale[:end]), *want)
+    assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec, rows[:end]), end)
     kept, wide_h = (h, None), h
     if fp8_h:
         want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec, rows[:end])
@@ -217,22 +221,15 @@ def test_biases(generator, spec, fp8_h):
 
     for with_gradients in (True, False):
         output = swiglu.OutputBias(b2, dy_q, dy_scale, with_gradients)
-        dh, dh_scale, q, q_scale, ds, *dbias = swiglu.swiglu_quantize_backward(
-            d, *kept, score, offsets_E, spec, True, None, bias, output
-        )
-        *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(
-            d[:end], wide_h[:end], score[:end], spec, rows[:end]
-        )
-        assert_nearly_same(dh[:end].contiguous(), recipe.column_major(dh_scale[:end]), *want[:2])
-        assert_nearly_same(q[:end].contiguous(), recipe.column_major(q_scale[:end]), *want[2:4])
+        args = d, *kept, score, offsets_E, spec, True, None, bias, output
+        dh, dh_scale, q, q_scale, ds, *dbias = swiglu.swiglu_quantize_backward(*args)
+        args = d[:end], wide_h[:end], score[:end], spec, rows[:end]
+        *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(*args)
+        assert_rows((dh, dh_scale, q, q_scale), want, end)
         dy = recipe.dequantize(dy_q, dy_scale)[:end, :dim]
         ds_of_b2, db2_rows = recipe.output_bias_backward(dy, b2, score[:end], offsets_E, spec)
-        want_ds = want_ds + ds_of_b2
-        finite = want_ds.isfinite()
         size = (d.float().abs() * (wide_h.float().abs() + 3).amax(1, keepdim=True) ** 2).sum(1)[:end] + 1e-7
-        assert torch.equal(ds[:end].isfinite(), finite)
-        finite &= size.isfinite()  # an Inf that is clamped leaves ds finite
-        assert ((ds[:end] - want_ds).abs()[finite] <= 1e-5 * size[finite]).all()
+        assert_sums(ds[:end], want_ds + ds_of_b2, size, 1e-5)
         assert len(dbias) == with_gradients
         if with_gradients:
             parts = (part[:, :hidden] for part in dbias_rows.split(H, 1))
