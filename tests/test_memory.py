@@ -94,13 +94,17 @@ def measured() -> list[Measured]:
 
 
 def cases() -> list[Any]:
-    """All that were measured, the older ones marked slow."""
-    return [pytest.param(run, marks=[pytest.mark.slow] * (run.date < "2026-11-24")) for run in measured()]
+    """All that were measured, the older ones marked slow. Of both precisions, both models and any number of GPUs."""
+    found = measured()
+    assert {run.gpus for run in found} == {1, 2, 4} and any("--model.name=qwen3" in run.overrides for run in found)
+    assert {"--model.converters=fp8_flow_moe" in run.overrides for run in found} == {True, False}
+    return [pytest.param(run, marks=[pytest.mark.slow] * (run.date < "2026-11-26")) for run in found]
 
 
 # Of docs/results.md. The quickstart, in bf16 and FP8; the largest local batches of 27 layers on 4 GPUs of 139 GiB.
 QUICKSTART = [("--fp8_flow_moe.filter_fqns=layers", 37.5), ("--fp8_flow_moe.recompute=activation", 33.2)]
 LARGEST = [(13, "save_h=bf16"), (18, "save_h=fp8")]
+H200 = 139.0
 
 
 @pytest.fixture(scope="module")
@@ -136,53 +140,40 @@ def test_peaks_are_those_measured(run, case: Measured):
 
 
 @pytest.mark.parametrize(("setting", "gib"), QUICKSTART)
-def test_peaks_without_checkpointing(run, setting: str, gib: float):
+def test_peaks_of_the_quickstart(run, setting: str, gib: float):
     found = run(setting, file="train_configs/deepseek_v3_16b_short.toml").peak / GIB
     assert abs(found / gib - 1) < TOLERANCE, f"estimated {found:.1f} GiB, measured {gib}"
 
 
 @pytest.mark.parametrize(("batch", "setting"), LARGEST)
 def test_largest_local_batch_fits(run, batch: int, setting: str):
-    """An H200 has 139 GiB."""
     shape = "--model.flavor=16B_27_layers_flex", "--model.converters=fp8_flow_moe", BF16_SHARED
     overrides = *shape, "--parallelism.expert_parallel_degree=4", f"--fp8_flow_moe.{setting}"
     found = run(*overrides, f"--training.local_batch_size={batch}", gpus=4).peak / GIB
-    assert (1 - TOLERANCE) * 139 < found < 139
-
-
-def test_records_of_both_precisions_are_found():
-    found = measured()
-    assert len(found) > 15
-    assert {run.gpus for run in found} == {1, 2, 4}
-    assert {"--model.converters=fp8_flow_moe" in run.overrides for run in found} == {True, False}
-    assert any("--model.name=qwen3" in run.overrides for run in found)
+    assert (1 - TOLERANCE) * H200 < found < H200
 
 
 def test_activations_follow_the_local_batch(run):
     small, large = run(*FP8), run(*FP8[:-1], "--training.local_batch_size=8")
     assert large.activations == pytest.approx(2 * small.activations, rel=0.02)
     assert large.peak - small.peak > 0.5 * small.activations
+    # Every second product is kept: of wq, wkv_a, wkv_b and wo in bf16, 4 layers, 4 x 4096 tokens.
+    recomputed = "--activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=attention.w"
+    assert small.activations - run(*FP8, recomputed).activations == 2 * (3072 + 4096) * 4 * 4 * 4096
 
 
 @pytest.mark.parametrize(
-    ("more", "fewer"),
+    "settings",
     [
-        ("--activation_checkpoint.mode=none", "--activation_checkpoint.mode=selective"),
-        ("--activation_checkpoint.mode=selective", "--activation_checkpoint.mode=full"),
-        ("--activation_checkpoint.selective_ac_option=2", "--activation_checkpoint.selective_ac_option=1"),
-        ("--fp8_flow_moe.recompute=none", "--fp8_flow_moe.recompute=activation"),
-        ("--fp8_flow_moe.recompute=activation", "--fp8_flow_moe.recompute=experts"),
-        ("--fp8_flow_moe.save_h=bf16", "--fp8_flow_moe.save_h=fp8"),
+        ["activation_checkpoint.mode=none", "activation_checkpoint.mode=selective", "activation_checkpoint.mode=full"],
+        ["activation_checkpoint.selective_ac_option=2", "activation_checkpoint.selective_ac_option=1"],
+        ["fp8_flow_moe.recompute=none", "fp8_flow_moe.recompute=activation", "fp8_flow_moe.recompute=experts"],
+        ["fp8_flow_moe.save_h=bf16", "fp8_flow_moe.save_h=fp8"],
     ],
 )
-def test_settings_that_keep_less(run, more: str, fewer: str):
-    assert run(*FP8, fewer).activations < run(*FP8, more).activations
-
-
-def test_every_second_product_is_kept(run):
-    """Of wq (2048 -> 3072), wkv_a, wkv_b (512 -> 4096) and wo in bf16, 4 layers, 4 x 4096 tokens."""
-    recomputed = "--activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=attention.w"
-    assert run(*FP8).activations - run(*FP8, recomputed).activations == 2 * (3072 + 4096) * 4 * 4 * 4096
+def test_settings_that_keep_less(run, settings: list[str]):
+    kept = [run(*FP8, f"--{setting}").activations for setting in settings]
+    assert kept == sorted({*kept}, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +258,7 @@ def parameters(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 RECOMPUTED = [("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16")]
 
 
-@pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 1024), (256, 176)])
+@pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 176)])
 @pytest.mark.parametrize(("recompute", "save_h"), [*RECOMPUTED, (None, "bf16")])
 def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str | None, save_h: str):
     """An FFN in FP8, and with None in bf16; with many rows, next to which the weights are small. The estimate of the
@@ -288,7 +279,7 @@ def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str | None, s
     assert peak == pytest.approx(part.backward, rel=0.02)
 
 
-@pytest.mark.parametrize(("D", "H", "top_k"), [(512, 256, 2), (256, 1024, 1), (256, 176, 3)])
+@pytest.mark.parametrize(("D", "H", "top_k"), [(512, 256, 2), (256, 176, 3)])
 @pytest.mark.parametrize(("recompute", "save_h"), RECOMPUTED)
 def test_routed_experts_hold_what_is_estimated(D: int, H: int, top_k: int, recompute: str, save_h: str):
     T, E, config = 2**17, 4, Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
@@ -325,18 +316,15 @@ def test_autocast_holds_what_is_estimated():
     assert peak == pytest.approx(found.sharded + found.backward, rel=0.002)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_fsdp_holds_what_is_estimated(ranks: int):
-    call(_fsdp_holds_what_is_estimated, ranks)
+def test_fsdp_holds_what_is_estimated():
+    call(_fsdp_holds_what_is_estimated, 8)
 
 
 def _fsdp_holds_what_is_estimated(ranks: int):
     """Four linears, each a module of FSDP's; in a second microbatch, so that all gradients are there at the loss."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    policy, mesh = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",)),
-    )
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)])
     for module in (*model, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -91,21 +91,6 @@ def test_checkpointing_and_compile():
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_save_and_load(tmp_path: Path):
-    """PEFT's own files: with FP8 the same bits, without it the same function."""
-    base, tokens = make_model(num_hidden_layers=1), make_tokens()
-    weights = {name: t.clone() for name, t in base.state_dict().items()}
-    model = peft.get_peft_model(base, lora_config())
-    fill(model)
-    want, eager = logits(model, tokens), logits(model, tokens, "eager")
-    model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
-    fresh = make_model(num_hidden_layers=1)
-    fresh.load_state_dict(weights)
-    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
-    assert torch.equal(logits(loaded, tokens), want) and torch.equal(logits(loaded, tokens, "eager"), eager)
-
-
 def test_merge_unmerge_and_disable():
     model, tokens = make_adapted(), make_tokens()
     experts = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
@@ -146,32 +131,6 @@ def test_trainer(tmp_path: Path):
         losses[implementation] = train(model, tmp_path, learning_rate=5e-3, max_steps=16)
     assert sum(losses["fp8_flow"][-4:]) < 0.92 * sum(losses["fp8_flow"][:4])  # batches differ by 10%
     assert losses["fp8_flow"] == pytest.approx(losses["eager"], rel=0.02)
-
-
-def test_experts_that_stay_keep_pefts_forward():
-    adapter.register(unsupported="keep")
-    model, tokens = make_adapted(hidden_act="gelu"), make_tokens()
-    adapter._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="stays on grouped_mm"):
-        got = logits(model, tokens)
-    assert torch.equal(got, logits(model, tokens, "grouped_mm"))
-    with model.disable_adapter():
-        assert not torch.equal(got, logits(model, tokens, "grouped_mm"))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "options", "message"),
-    [
-        (["mlp.experts.gate_up_projj"], {}, "no `target_parameters` found"),
-        (BOTH, dict(use_dora=True), "does not work with use_dora=True"),
-        (BOTH, dict(lora_dropout=0.1), "does not work with lora_dropout != 0"),
-        (BOTH, dict(r=0), "`r` should be a positive integer"),
-    ],
-)
-def test_wrong_configs_are_refused(parameters: list[str], options: dict[str, Any], message: str):
-    """By PEFT, in its own words."""
-    with pytest.raises(ValueError, match=message):
-        peft.get_peft_model(make_model(num_hidden_layers=1), lora_config(parameters, **options))
 
 
 def test_transposed_weights_are_refused():

@@ -646,7 +646,7 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: 
     monkeypatch.setattr(run, "SEEDS", (0, 1))
     arguments = ["--out", str(tmp_path), "--tiny", "--rounds", "1", "--calls", "1", "--steps", "3", "--models", "qwen3"]
     phases = [phase for phase in run.PHASES if phase != "compiled"]  # compiled_frozen is that, too
-    run.main([*arguments, "--phases", *phases])
+    run.main([*arguments, "--budget", "10000", "--phases", *phases])
     records = json.loads((tmp_path / "results.json").read_text())
     assert {record["name"] for record in records} == {"transformers_qwen3"} and len(records) == 8
     assert all(record["experts_in_fp8"] == 1 and record["speedup"] > 0 for record in records)
