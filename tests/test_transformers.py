@@ -639,8 +639,8 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: 
     """Every phase leaves a record, and what does not fit the budget is named."""
     monkeypatch.setitem(run.TINY, "num_hidden_layers", 1)  # a graph of two takes twice as long to trace
     monkeypatch.setattr(run, "SEQUENCES", (1, 8))
-    config = transformers.Qwen3MoeConfig  # with a small output layer, as CPUs may take seconds for bf16's products
-    monkeypatch.setattr(transformers, "Qwen3MoeConfig", lambda **dims: config(**dims | {"vocab_size": 256}))
+    config = run.transformers.Qwen3MoeConfig  # with a small output layer, as CPUs may take seconds for bf16's products
+    monkeypatch.setattr(run.transformers, "Qwen3MoeConfig", lambda **dims: config(**dims | {"vocab_size": 256}))
     compile_ = torch.compile  # tests above trace forward and backward
     monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, **options | {"backend": "eager"}))
     monkeypatch.setattr(run, "SEEDS", (0, 1))
