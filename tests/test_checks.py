@@ -172,6 +172,7 @@ PP2, SPLITS = dict(pipeline_parallel_degree=2), "may split the backward"
         (dict(enable_tensorboard=True), COUNT, []),
         ({}, COUNT, ["fp8_flow_moe.statistics_every = 10", "metrics.enable_tensorboard", "metrics.enable_wandb"]),
         (CP2, {}, []),
+        (dict(enable=True), {}, []),
         (CP2 | dict(enable=True), {}, ["set validation.enable = false", "parallelism.context_parallel_degree = 1"]),
         *[(PP2 | dict(pipeline_parallel_schedule=name), {}, []) for name in ("1f1b", "Interleaved1F1B", "GPipe")],
         (dict(pipeline_parallel_schedule="DualPipeV"), {}, []),  # without a pipeline nobody reads it
