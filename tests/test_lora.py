@@ -60,10 +60,12 @@ def with_tensors(lora, tensors):
 
 
 def merged(weights, lora):
-    """W + scale B A."""
-    return [
-        weights[name] if a is None else weights[name] + a.scale * a.B @ a.A for name, a in zip(NAMES, lora, strict=True)
-    ]
+    """W + scale B A; gate and up apart."""
+    pairs = zip(weights.values(), lora, strict=True)
+    w1, w2, w3 = (w if a is None else w + a.scale * a.B.float() @ a.A.float() for w, a in pairs)
+    if w3 is None:
+        w1, w3 = w1.chunk(2, 1)
+    return w1, w2, w3
 
 
 def step(x, scores, ids, weights, lora, dout, **options):
@@ -91,33 +93,26 @@ def cosine(a, b):
 
 
 @pytest.mark.parametrize(
-    ("names", "rank", "hidden", "score_before_experts"),
-    [(NAMES, 4, 128, False), (NAMES, 64, 144, True), (("w1",), 8, 128, False), (("w2", "w3"), 20, 144, False)],
+    ("names", "rank", "hidden", "score_before_experts", "dtype"),
+    [
+        (NAMES, 4, 128, False, torch.float32),
+        (NAMES, 64, 144, True, torch.float32),
+        (("w1",), 8, 128, False, torch.float32),
+        (("w2", "w3"), 20, 144, False, torch.float32),
+        ("gate and up in one", 16, 128, False, torch.float32),  # as in Transformers: both read one A
+        ("gate and up in one", 16, 128, False, torch.bfloat16),
+    ],
 )
-def test_output_and_gradients(names, rank, hidden, score_before_experts):
+def test_output_and_gradients(names, rank, hidden, score_before_experts, dtype):
     x, scores, ids, weights = make_layer(hidden=hidden)
-    lora, dout = make_lora(weights, rank, names), torch.randn_like(x)
+    if names == "gate and up in one":
+        names = "w1", "w2"
+        weights = dict(w1=torch.cat([weights["w1"], weights["w3"]], 1), w2=weights["w2"], w3=None)
+    lora, dout = make_lora(weights, rank, names, dtype=dtype), torch.randn_like(x)
     want = reference(x, scores, ids, weights, lora, dout, score_before_experts)
     got = step(x, scores, ids, weights, lora, dout, score_before_experts=score_before_experts)
     assert min(map(cosine, got, want)) > 0.995, list(map(cosine, got, want))
     assert all(a.dtype == b.dtype and 0.95 < a.norm() / b.norm() < 1.05 for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gate_and_up_in_one(dtype):
-    """As Transformers has them: one adapter, whose A both read."""
-    x, scores, ids, weights = make_layer()
-    both = dict(w1=torch.cat([weights["w1"], weights["w3"]], 1), w2=weights["w2"], w3=None)
-    lora, dout = make_lora(both, 16, ("w1", "w2"), dtype=dtype), torch.randn_like(x)
-
-    def layer(x, scores, a1, b1, a2, b2):
-        gate, up = (both["w1"] + SCALE * b1.float() @ a1.float()).chunk(2, 1)
-        return testing.moe_layer(x, scores, ids, gate, both["w2"] + SCALE * b2.float() @ a2.float(), up, False)
-
-    want = gradients(layer, [x, scores, *parts(lora)], dout)
-    got = step(x, scores, ids, both, lora, dout)
-    assert min(map(cosine, got, want)) > 0.995 and got[3].dtype == dtype
-    assert all(0.95 < a.norm() / b.norm() < 1.05 for a, b in zip(got, want, strict=True))
 
 
 def test_the_adapters_own_products():
