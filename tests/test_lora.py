@@ -274,6 +274,7 @@ WRONG = {  # of a layer whose w1 has shape (8, 128, 256)
         lambda lora: changed(lora, A=lora.w1.A.flatten(0, 1), B=lora.w1.B.permute(1, 2, 0).flatten(1)),
         *(A_AND_B, "got (64, 256) and (128, 64)"),
     ),
+    "columns": (lambda lora: changed(lora, A=lora.w1.A[:, :, :128]), A_AND_B, "got (8, 8, 128) and (8, 128, 8)"),
     "rank": (lambda lora: changed(lora, B=lora.w1.B[:, :, :4]), "got (8, 8, 256) and (8, 128, 4)"),
     "half": (
         lambda lora: changed(lora, A=lora.w1.A.half(), B=lora.w1.B.half()),
