@@ -114,12 +114,13 @@ def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
     config = built.trainer.config
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]  # FSDP casts, also on one rank
     tokens = Tokens(expert_layout(config, built.trainer.parallel_dims).tokens, dtype, dtype)
-    in_moe: set[nn.Module] = set()
+    joined: set[nn.Module] = set()
     for module in [m for part in built.parts for m in part.modules()]:
         if isinstance(module, Fp8FlowMoE):
-            in_moe.update(module.modules())
+            if module.shared == "fp8":
+                joined.add(cast(nn.Module, module.shared_experts))
             yield functools.partial(_run_experts, tokens, module)
-        elif module in in_moe or not isinstance(module, Fp8FlowLinear03 | Fp8FlowFeedForward):
+        elif module in joined or not isinstance(module, Fp8FlowLinear03 | Fp8FlowFeedForward):
             continue
         elif getattr(module, "in_fp8", True):
             yield functools.partial(tokens.run, module)

@@ -31,7 +31,7 @@ class Fp8FlowMetrics(MetricsProcessor):
         """Names of the converted modules, on all ranks."""
 
         routed: list[str] = field(default_factory=list)
-        """Those of MoE layers, whose routed experts have the flags. Shared experts in FP8 join them."""
+        """Those of MoE layers, whose routed experts have the flags, also of shared experts that join them."""
 
         statistics_every: int = 0
 
