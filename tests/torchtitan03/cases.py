@@ -51,6 +51,7 @@ SINGLE = LOSSES | {
     "single_bf16_parts": Case(BF16_PARTS),
     "single_cached": Case({"cache_weights": True}, accumulates=2),
     "single_statistics": Case({"statistics_every": 2}, steps=3),
+    "single_statistics_compile": Case({"statistics_every": 2}, compiles="aot_eager", steps=3),
     "single_long": Case(seq_len=LONG),
     "single_nan": Case(),  # of one weight
     "single_in_fsdp": Case(in_fsdp=True),

@@ -16,7 +16,7 @@ from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
-from torchtitan.experiments.graph_trainer.configs import to_graph_trainer_config
+from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
 from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
 from torchtitan.models.common.feed_forward import SigmoidGatedFeedForward
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
@@ -244,6 +244,12 @@ EP2 = set_("parallelism.expert_parallel_degree", 2)
             {"linear_fqns": ["attention.wo."]},
             4,
             "attention.wo is 256x2048 over 4 tensor-parallel ranks",
+        ),
+        (
+            both(set_("compile", GraphTrainerCompileConfig(enable=True)), set_("metrics.enable_tensorboard", True)),
+            {"statistics_every": 5},
+            1,
+            "statistics_every counts in steps whose blocks run eagerly, but this trainer",
         ),
         (both(set_("validator.enable", True), set_("parallelism.context_parallel_degree", 2)), {}, 2, "is untested"),
         (EP2, {"dispatch": "symmetric"}, 2, "needs all expert-parallel ranks on one node"),

@@ -155,3 +155,4 @@ def test_a_nan_is_named_before_torchtitan_ends_the_job(results: WorkerResults):
 def test_statistics_are_logged(results: WorkerResults):
     logged = results.get("single_statistics")["logged"]
     assert logged and all(name.startswith("fp8_flow_moe/") and steps == [2] for name, steps in logged.items())
+    assert results.get("single_statistics_compile")["logged"] == logged

@@ -83,6 +83,8 @@ class Conversion:
         if isinstance(job, Trainer.Config):
             outside_fsdp = self._check(job, dims, configs)
         backend = preflight.check_hardware() if fp8 else "nothing to convert"
+        if settings.statistics_every and not fp8:
+            logger.warning("fp8_flow_moe.statistics_every has no effect: filter_fqns leaves nothing to count")
         for name, part in fp8.items():
             if part.kind == MOE:
                 # Under EP each of TP's ranks routes a part of the tokens whose shared experts they share.
