@@ -24,7 +24,7 @@ import statistics
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -71,9 +71,15 @@ class Run:
     def values(self, tag: str) -> list[float]:
         return list(self.metrics.get(tag, {}).values())
 
+    def smoothed(self, tag: str, steps: Iterable[int], window: int) -> np.ndarray:
+        """For every step, the mean of the values logged in the ``window`` steps that end there."""
+        at = np.array(list(steps))
+        values = np.array([self.metrics[tag][step] for step in at])
+        starts = np.searchsorted(at, at - window, side="right")
+        return np.array([values[start : end + 1].mean() for end, start in enumerate(starts)])
 
-@dataclass
-class Deviation:
+
+class Deviation(NamedTuple):
     """The steps that a run and the reference have in common, and how far apart their smoothed losses are there."""
 
     steps: np.ndarray
@@ -205,16 +211,6 @@ def read_run(name: str, path: Path) -> Run:
     return run
 
 
-def smooth(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
-    """Return, for every step, the mean of the values logged in the ``window`` steps that end there."""
-    starts = np.searchsorted(steps, steps - window, side="right")
-    return np.array([values[start : end + 1].mean() for end, start in enumerate(starts)])
-
-
-def smoothed_losses(run: Run, steps: list[int], window: int) -> np.ndarray:
-    return smooth(np.array(steps), np.array([run.losses[step] for step in steps]), window)
-
-
 def compare(run: Run, reference: Run, window: int) -> Deviation:
     # Reduced to the common steps before smoothing: else runs with unequal log_freq would average different steps.
     steps = [step for step in reference.losses if step in run.losses]
@@ -223,9 +219,9 @@ def compare(run: Run, reference: Run, window: int) -> Deviation:
             f"runs {reference.name} and {run.name} have no common steps ({_logged(reference)} and {_logged(run)}); "
             "train them with the same metrics.log_freq"
         )
-    expected = smoothed_losses(reference, steps, window)
+    expected = reference.smoothed(LOSS, steps, window)
     with np.errstate(invalid="ignore"):  # inf / inf; summarize reports non-finite losses.
-        relative = (smoothed_losses(run, steps, window) - expected) / expected
+        relative = (run.smoothed(LOSS, steps, window) - expected) / expected
     return Deviation(np.array(steps), relative)
 
 
@@ -240,7 +236,7 @@ def summarize(run: Run, deviation: Deviation | None, window: int, tolerance: flo
     summary = Summary(
         last_step=steps[-1],
         final_loss=run.losses[steps[-1]],
-        smoothed_final_loss=float(smoothed_losses(run, steps, window)[-1]),
+        smoothed_final_loss=float(run.smoothed(LOSS, steps, window)[-1]),
     )
     warm = [value for step, value in run.metrics.get(TOKENS_PER_SECOND, {}).items() if step > WARM_UP]
     if warm:
@@ -250,7 +246,7 @@ def summarize(run: Run, deviation: Deviation | None, window: int, tolerance: flo
     if validation_losses := run.values(VALIDATION_LOSS):
         summary.validation_loss = validation_losses[-1]
     if grad_norms := run.metrics.get(GRAD_NORM):
-        summary.grad_norm = float(smooth(np.array(list(grad_norms)), np.array(list(grad_norms.values())), window)[-1])
+        summary.grad_norm = float(run.smoothed(GRAD_NORM, grad_norms, window)[-1])
 
     for label, tag in (("loss", LOSS), ("validation loss", VALIDATION_LOSS)):
         broken = [(step, value) for step, value in run.metrics.get(tag, {}).items() if not math.isfinite(value)]
@@ -274,38 +270,32 @@ def summarize(run: Run, deviation: Deviation | None, window: int, tolerance: flo
     return summary
 
 
-def _cell(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
+COLUMNS = {  # of the table: an attribute of Summary and its format
+    "step": ("last_step", "d"),
+    "loss": ("final_loss", ".5f"),
+    "smoothed": ("smoothed_final_loss", ".5f"),
+    "deviation": ("final_deviation", "+.3%"),
+    "largest": ("largest_deviation", ".3%"),
+    "mean": ("mean_deviation", ".3%"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "memory GiB": ("peak_memory_gib", ".2f"),
+    "val. loss": ("validation_loss", ".5f"),
+    "grad norm": ("grad_norm", ".4f"),
+}
 
 
 def format_table(summaries: dict[str, Summary], reference: str) -> str:
-    def result(name: str, summary: Summary) -> str:
-        if summary.failures:
-            return "FAIL"
-        return "reference" if name == reference else "ok"
-
-    columns = {"run": list(summaries), "step": [str(summary.last_step) for summary in summaries.values()]}
-    for header, attribute, spec in (
-        ("loss", "final_loss", ".5f"),
-        ("smoothed", "smoothed_final_loss", ".5f"),
-        ("deviation", "final_deviation", "+.3%"),
-        ("largest", "largest_deviation", ".3%"),
-        ("mean", "mean_deviation", ".3%"),
-        ("tokens/s", "tokens_per_second", ",.0f"),
-        ("memory GiB", "peak_memory_gib", ".2f"),
-        ("val. loss", "validation_loss", ".5f"),
-        ("grad norm", "grad_norm", ".4f"),
-    ):
-        columns[header] = [_cell(getattr(summary, attribute), spec) for summary in summaries.values()]
-    columns["result"] = [result(name, summary) for name, summary in summaries.items()]
-
-    aligned = []
-    for header, cells in columns.items():
-        width = max(len(cell) for cell in [header, *cells])
-        # Words to the left, numbers to the right.
-        align = str.ljust if header in ("run", "result") else str.rjust
-        aligned.append([align(cell, width) for cell in [header, *cells]])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+    rows = [["run", *COLUMNS, "result"]]
+    for name, summary in summaries.items():
+        values = ((getattr(summary, attribute), spec) for attribute, spec in COLUMNS.values())
+        cells = ["-" if value is None else format(value, spec) for value, spec in values]
+        passed = "reference" if name == reference else "ok"
+        rows.append([name, *cells, "FAIL" if summary.failures else passed])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # Words to the left, numbers to the right.
+    align = [str.ljust, *[str.rjust] * len(COLUMNS), str.ljust]
+    aligned = [[pad(*cell) for pad, *cell in zip(align, row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
 
 
 def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, tolerance: float, out: Path) -> None:
@@ -322,7 +312,7 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
         steps = list(run.losses)
         top.plot(steps, list(run.losses.values()), color=color, alpha=0.25, linewidth=0.8)
         label, width = (run.name, 1.6) if index else (f"{run.name} (reference)", 4.0)
-        top.plot(steps, smoothed_losses(run, steps, window), color=color, linewidth=width, label=label)
+        top.plot(steps, run.smoothed(LOSS, steps, window), color=color, linewidth=width, label=label)
         if run.name in deviations:
             deviation = deviations[run.name]
             # No label: the colors are those of the legend above, and a second legend would cover the curves.

@@ -1,7 +1,6 @@
 """Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B and 16B, next to other implementations.
 
     python -m experiments.kernels.data_movement --out experiments/kernels/results.json
-    python -m experiments.kernels.plot experiments/kernels/results.json
 
 A figure is the fewest bytes that the kernel must move, each input read once and each output written once, divided by
 the median time of ``triton.testing.do_bench``. The upper limit is a device-to-device copy of 1 GiB in the same run; a
