@@ -142,7 +142,7 @@ def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.
 
 @triton.jit
 def _crossed(g, u, g_read, u_read, s, b_g, b_u, p0, p1, p2, BEYOND: tl.constexpr, SCORE_FIRST: tl.constexpr):
-    """Where gate and up, rounded to what is read, lie on another side of the activation's clamp."""
+    """Masks of gate and up: values that rounding moves to another side of the activation's clamp."""
     if not SCORE_FIRST:
         s = 1.0
     g_side, u_side = BEYOND(_plus(s * g, b_g), _plus(s * u, b_u), p0, p1, p2)

@@ -50,8 +50,8 @@ def grouped_mm_wgrad(
 ) -> Tensor:
     """Kernel of :func:`titan_fp8moe.ops.grouped_mm_wgrad`. Rows of both operands, and scales, may be strided.
 
-    One launch fills the matrices of all parts where none of their rows is padding. Where some are, a launch fills those
-    of one part, in place: its descriptor has a dim for the experts, so that TMA drops the rows past an expert's last.
+    One launch fills the matrices of all parts if none of their rows is padding. Otherwise each part has a launch, which
+    fills its matrices in place: the descriptor has a dim for the experts, so TMA drops the rows past an expert's last.
     """
     launch = (wgrad if is_hopper(aT_NM) else portable).launch_wgrad
     a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale

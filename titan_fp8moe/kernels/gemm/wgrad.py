@@ -75,7 +75,7 @@ class TileScheduler:
         num_rows: gl.constexpr = N // 128
         num_columns: gl.constexpr = (K + 255) // 256
         num_groups: gl.constexpr = (num_rows + GROUP_SIZE_M - 1) // GROUP_SIZE_M
-        # Of equal height: with 22 rows of tiles two groups of 11, not one of 16 and one of 6.
+        # Groups are equally high: with 22 rows of tiles two of 11, not one of 16 and one of 6.
         group_size_m: gl.constexpr = (num_rows + num_groups - 1) // num_groups
         tile, half, is_half = hopper.tile_at(index, self.num_whole, self.num_split)
         expert = tile // (num_rows * num_columns)
@@ -185,8 +185,8 @@ def wgrad_hopper_kernel(
 def launch_wgrad(
     aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out: Tensor, parts: int | None
 ) -> None:
-    """Fills ``out``, the result of :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`; with None for
-    ``parts`` that is (E, rows, columns) of any strides but 1 along the columns, else as ``apart``."""
+    """Fills ``out`` for :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`. Its layout is ``apart``; or with
+    None for ``parts`` (E, rows, columns) of any strides but 1 along the columns."""
     N, K, E, device = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0], aT_NM.device
     # Narrow tiles cost more than half of wide ones. Exchanging the operands avoids them where N has no odd tile either.
     transposed = K % (2 * TILE) != 0 and N // (parts or 1) % (2 * TILE) == 0
