@@ -119,11 +119,8 @@ def _(q_TD, scale, row_TK, token_M, offsets_E):
 
 
 def bias_rows(bias: RowBias | None, M: int) -> Tensor | None:
-    """(M, D) fp32, what is added to each row; see :func:`titan_fp8moe.recipe.output_bias`."""
-    if bias is None:
-        return None
-    rows = recipe.expert_rows(bias.b2_ED, bias.offsets_E, M)
-    return rows if bias.score_M is None else bias.score_M.unsqueeze(1) * rows
+    """:func:`titan_fp8moe.recipe.output_bias`, or None."""
+    return None if bias is None else recipe.output_bias(*bias, M)
 
 
 def row_bias(b2: Tensor | None, score_M: Tensor | None, offsets_E: Tensor | None) -> RowBias | None:
