@@ -17,7 +17,7 @@ from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, requ
 from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.cache import WeightCache, kind_of
 from titan_fp8moe.layer.checks import check_stored_gate_up
-from titan_fp8moe.layer.experts import Layer, apply_experts, apply_with_shared
+from titan_fp8moe.layer.experts import Layer, apply_with_shared
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
@@ -229,12 +229,9 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             biases=self._biases(),
             lora=self.lora(),
         )
-        weights = self._weights()
-        if shared is None:
-            return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
-        if isinstance(shared.scores, KeepDtype):
+        if shared is not None and isinstance(shared.scores, KeepDtype):
             shared = shared._replace(scores=shared.scores.tensor)
-        return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
+        return apply_with_shared(x, self._weights(), topk_ids, topk_scores, layer, shared, meanwhile)
 
     def _weights(self) -> ExpertWeights[Tensor]:
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
@@ -318,9 +315,7 @@ class Fp8RoutedExperts(AddsLora):
         """As :meth:`RoutedExperts.forward`."""
         layer = Layer(self.config, self.ep_group, self.expert, frozen=True, lora=self.lora())
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
-        if shared is not None:
-            return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
-        return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
+        return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
 
     def extra_repr(self) -> str:
         experts, dim, hidden_dim = self.w2.shape
