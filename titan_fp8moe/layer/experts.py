@@ -490,7 +490,7 @@ class _RoutedExperts(torch.autograd.Function):
                 call.stored or inputs.weights.apart(spec.expert), call.cache, spec.backward.weights != "trained"
             ),
             [] if inputs.shared.w1 is None else _packed_shared(inputs.shared, call),
-            cast(list[Tensor], inputs.adapters),
+            inputs.adapters,
             inputs.nan_flags,
             spec.encode(),
             signature,
@@ -578,9 +578,9 @@ class _RoutedExperts(torch.autograd.Function):
 def _local(inputs: Inputs) -> tuple[Inputs, tuple[Any, Any] | None]:
     """The inputs with this rank's part of weights and biases that are DTensors, and the specs of the two for
     :func:`place_as`. Not by to_local(), whose autograd nodes take longer than this one."""
-    w1, w2, w3 = cast(Any, inputs.weights)
-    if not isinstance(w1, DTensor):
+    if not isinstance(inputs.weights.w1, DTensor):
         return inputs, None
+    w1, w2, w3 = cast(Any, inputs.weights)
     w3_spec, w3_local = (None, None) if w3 is None else (w3._spec, w3._local_tensor)
     local = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3_local))
     biases, of_biases = cast(Any, inputs.biases), None

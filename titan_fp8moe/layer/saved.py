@@ -189,7 +189,7 @@ class Inputs(NamedTuple):
     weights: ExpertWeights[Any] = NO_WEIGHTS
     shared: ExpertWeights[Any] = NO_WEIGHTS
     biases: Biases[Any] | None = None
-    adapters: Sequence[Any] = ()
+    adapters: Any = ()  # a sequence
 
     def flatten(self) -> tuple[Any, ...]:
         return (*self[:-4], *self.weights, *self.shared, *(self.biases or ()), *self.adapters)

@@ -236,8 +236,9 @@ def _(weights, q, q_t, scale, state, steps, force):
 def _check_weights(weights: list[Tensor]) -> None:
     if len(weights) > 2:
         raise ValueError(f"quantize_weight: takes one or two weights, got {len(weights)}")
-    first, last = weights[0], weights[-1]
-    alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
+    first, last, alike = weights[0], weights[-1], True
+    if first is not last:
+        alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
     if not alike or first.dtype not in (torch.bfloat16, torch.float32):
         got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
         raise ValueError(
