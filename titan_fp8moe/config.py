@@ -27,7 +27,7 @@ class Fp8FlowMoEConfig:
 
     wgrad: Literal["balanced", "scaling_aware", "bf16"] = "balanced"
     """How the two FP8 operands of a weight gradient are transposed. ``balanced`` first moves a power of two from a
-    token's row in one operand to its row in the other, which keeps small tokens from underflow. ``scaling_aware`` is
+    token's row in one operand to its row in the other. This keeps small tokens from underflow. ``scaling_aware`` is
     the FP8-Flow-MoE paper's transpose, without that step. ``bf16`` multiplies dequantized rows: slow, for debugging."""
 
     save_h: Literal["bf16", "fp8"] = "bf16"
@@ -41,8 +41,8 @@ class Fp8FlowMoEConfig:
 
     dispatch: DispatchName = "auto"
     """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.
-    ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so that a layer can be
-    part of a compiled graph and of a CUDA graph, but its buffers have a fixed size. ``auto`` is ``all_to_all``."""
+    ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so a layer can be part
+    of a compiled graph and of a CUDA graph; its buffers have a fixed size. ``auto`` is ``all_to_all``."""
 
     dispatch_capacity: float = 1.5
     """Size of the buffers of ``dispatch = "symmetric"``: how many times the tokens of uniform routing a rank has room

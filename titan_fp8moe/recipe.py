@@ -357,8 +357,8 @@ def quantize_hidden(
 ) -> tuple[Tensor, Tensor]:
     """h in FP8, for a backward that keeps it so: :func:`quantize_rows`, but no value crosses the activation's clamp.
 
-    A value that is rounded across the clamp, such as 7.2 to 7.0 at a limit of 7, would get another gradient than in the
-    forward. It takes the neighbouring code on the other side of the value.
+    A value that is rounded across the clamp would get another gradient than in the forward, such as 7.2 that becomes
+    7.0 at a limit of 7. It takes the neighbouring code on the other side of the value.
 
     Returns:
         (M, 2H) e4m3 and scale (M, 2H // 128) e8m0.
@@ -387,8 +387,8 @@ def swiglu_quantize_backward(
         h_M2H, score_M, spec, bias_M2H: as in the forward.
 
     Returns:
-        dh (M, 2H) and the operand (M, H), e4m3, each followed by its scale, e8m0, column-major; ds (M,) fp32; the
-        gradient of each row's bias (M, 2H) fp32.
+        dh (M, 2H) and the operand (M, H), e4m3, each followed by its column-major scale, e8m0. Then ds (M,) fp32, and
+        the gradient of each row's bias, (M, 2H) fp32.
     """
     s = _scores(score_M, d_MH)
     g, u = _activation_input(h_M2H, s, spec, bias_M2H)
@@ -513,8 +513,8 @@ def dispatch_routing(
         signature: int32 of what ranks must have in common.
 
     Returns:
-        sent_TK: (T, K) int32, the dispatched token c that carries the pair. It is c for the token's first pair on that
-            rank, -2 - c for its further pairs there, -1 for a pair that is not sent. Hence
+        sent_TK: (T, K) int32, the dispatched token c that carries the pair: c for the token's first pair on that rank,
+            -2 - c for its further pairs there. A pair that is not sent has -1. Hence
             ``unpermute_sum(rows, sent_TK, dtype)`` adds the row that each rank returned for a token exactly once.
         token_C: (T * min(K, N),) int32, the token that each dispatched token is; entries from C on are -1.
         counts_N: (N, 3 + E) int32 for each rank: dispatched tokens, then routed pairs of each of its experts. The last

@@ -157,9 +157,13 @@ def _swiglu_kernel(
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, PAIRED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized. p0 to p2: the
-    activation's parameters. gate_bias, up_bias: None, or (E, HIDDEN). PAIRED: None, or h's tile columns where gate and
-    up are interleaved. Unless GATED, h is (M, H), which is read as gate and as up, and only gate is stored."""
+    """CTA (tile, row block) computes a tile of the operand, from one of gate and one of up.
+
+    h: (M, 2H) bf16. Unless GATED it is (M, H), which is read as gate and as up, and only gate is stored.
+    h_q, h_scale: None, or h is also quantized.
+    p0, p1, p2: the activation's parameters. gate_bias, up_bias: None, or (E, HIDDEN).
+    PAIRED: None, or h's tile columns where gate and up are interleaved.
+    """
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return

@@ -9,10 +9,10 @@ the backward its gradient is the same for all its experts, so it is quantized on
 **Why one function.** Autograd casts the gradient of an fp8 tensor to fp8, so no fp8 tensor may cross an autograd edge.
 And FSDP frees and refills the weights around the module that owns them, so all that reads them happens in its call.
 
-**Who looks at it.** Autograd sees :class:`_RoutedExperts`, and with a dispatch that overlaps also :class:`_Finish`.
+**How PyTorch sees it.** Autograd sees :class:`_RoutedExperts`, and with a dispatch that overlaps also :class:`_Finish`.
 FSDP sees the module's call; the parameters are saved, never a quantized copy. Per-op checkpointing sees one op per
-function (:data:`SAVED_OPS`), keeps its results, and so repeats no transfer and no GEMM. torch.compile traces both
-directions into its graph, unless the dispatch syncs with the host.
+function (:data:`SAVED_OPS`), keeps its results, and so repeats no transfer and no GEMM. A compiled graph holds both
+directions, unless the dispatch syncs with the host.
 
 **What is saved**, by name (:mod:`titan_fp8moe.layer.saved`)::
 
@@ -128,13 +128,15 @@ def routed_experts(
 
     Args:
         x: (T, D) bf16 or fp32.
-        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, D
-            and H multiples of 16. Quantized rows and weights pad both to multiples of 128. Or gate and up in one ``w1``
-            (E, 2H, D), gate first, with ``w3`` None. An activation without a gate, such as ``"relu2"``, has one
-            projection (E, H, D), ``w1``, and ``w3`` None. A ``w1`` with ``w3`` None and w2 may be transposes of
-            contiguous (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients. Or all are
-            :class:`titan_fp8moe.Fp8Weight`, frozen, which are padded themselves; a forward copies ``w1`` and ``w3``
-            into one, but for a fused ``w1``.
+        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32.
+            D and H are multiples of 16; quantized rows and weights pad both to multiples of 128.
+
+            * Gate and up may be one ``w1`` (E, 2H, D), gate first, with ``w3`` None.
+            * An activation without a gate, such as ``"relu2"``, has one projection ``w1`` (E, H, D), and ``w3`` None.
+            * A ``w1`` with ``w3`` None and w2 may be transposes of contiguous (E, D, 2H) and (E, H, D). They are read
+              where they lie, and so lie their gradients.
+            * All may be :class:`titan_fp8moe.Fp8Weight`, frozen, which are padded themselves. A forward copies ``w1``
+              and ``w3`` into one, unless ``w1`` is fused.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
             id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
@@ -146,8 +148,8 @@ def routed_experts(
             so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
-        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None one ``b1``
-            of all rows of w1, in their order. All or none.
+        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32. With ``w3`` None one ``b1``
+            has all rows of w1, in their order. All or none.
         interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does.
         lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
         shared: shared experts, which read the rows that are quantized for the routed ones, in both directions, and add
@@ -212,9 +214,9 @@ def apply_experts(
     """:func:`routed_experts` for modules.
 
     Args:
-        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H), with the routed experts'
-            activation, so w3 None without a gate. It reads the rows that are quantized for the routed experts, in both
-            directions, and adds to their sums.
+        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It has the routed experts'
+            activation, and so w3 None without a gate. It reads the rows that are quantized for the routed experts, in
+            both directions, and adds to their sums.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
     """
     if topk_scores_TK.dtype == torch.bfloat16:
@@ -329,7 +331,7 @@ def _routed_experts_forward(
         q, scale = ops.quantize_rows(x_TD, nans.x)
     w13, w2 = forward_operands(ExpertWeights.unpack(weights))
     rows = tokens.receive(tokens.send(Rows(q[:T], scale[:T])))
-    # Where tokens stay, shared experts read the same rows, of which there are R.
+    # Shared experts read the same rows, of which there are R, if tokens stay.
     kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
     del q, scale
     biases = Biases(b1, b2, b3) if spec.expert.biased else None
@@ -382,8 +384,8 @@ def _routed_experts_finish(
     return [out, *saved.pack(layout(spec, *_FINISHED))]
 
 
-# One op holds the whole forward (two with a dispatch that overlaps), for per-op activation checkpointing: it keeps the
-# results, and a recomputed block neither dispatches nor multiplies again. `recompute` decides what the backward
+# One op holds the whole forward (two with a dispatch that overlaps), for per-op activation checkpointing. It keeps the
+# results, so a recomputed block neither dispatches nor multiplies again. `recompute` decides what the backward
 # recomputes.
 _forward_op = custom_op(_routed_experts_forward)
 _forward_op.register_fake(_routed_experts_forward)
@@ -410,7 +412,7 @@ def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
 
 
 def _signature(spec: LayerSpec, inputs: Inputs, needs: Inputs) -> int:
-    """31 bits: a checksum of what all ranks of a group must have in common, and whether this one needs gradients."""
+    """31 bits: a checksum of all that a group's ranks must have in common, and whether this one needs gradients."""
     x, top_k, shared = inputs.x, inputs.topk_ids.shape[1], spec.shared
     common = _checksum(x.shape[1], x.dtype, top_k, *spec.backward, *spec.expert, shared) >> 2
     return common << 1 | bool(needs.x or needs.topk_scores)  # GRADIENTS_NEEDED
@@ -440,10 +442,11 @@ def _packed_shared(matrices: ExpertWeights[Tensor], call: _Call) -> list[Tensor 
 
 
 class InFlight:
-    """Carries two things from the autograd node that begins the backward to the node that ends it: the transfer in
-    flight, and the shared experts' input gradient if that node needs it (``needs_dx``). Also their scores' gradient.
+    """Carries tensors from the autograd node that begins the backward to the node that ends it.
 
-    The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
+    They are the transfer in flight, and the shared experts' gradients: of the input if that node needs it
+    (``needs_dx``), and of the scores. As a gradient, the payload would be checked and cast by autograd. The input
+    gradient joins a sum.
     """
 
     stream: "torch.cuda.Stream | None"

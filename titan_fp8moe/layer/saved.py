@@ -91,8 +91,8 @@ class Layout(NamedTuple):
 
     Attributes:
         names: (part, field) of each tensor, in order.
-        records: for each part of :class:`Saved` its record and where the values of its fields are, -1 for a field that
-            is not there; or None.
+        records: for each part of :class:`Saved` None, or its record and where its fields' values are. -1 is a field
+            that is not there.
     """
 
     names: list[tuple[str, str]]
