@@ -84,9 +84,7 @@ def _dequantize(values, byte):
 def _load_tiles(x, byte, row, tile, D, TILE: tl.constexpr):
     """Loads tile column ``tile`` of x (M, D) as fp32 (ROWS, 128); x is bf16, or e4m3 whose scale bytes are ``byte``."""
     values = tl.load(x + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :]).to(tl.float32)
-    if byte is not None:
-        values *= (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
-    return values
+    return values if byte is None else _dequantize(values, byte)
 
 
 @triton.jit
@@ -109,8 +107,7 @@ def _load_pairs(h, scale, row, tile, M, TILES: tl.constexpr, TILE: tl.constexpr)
     at = row.to(tl.int64)[:, None] * (TILES * TILE) + (tile * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     values = tl.load(h + at, mask=(tile < TILES)[:, None], other=0.0).to(tl.float32)
     if scale is not None:
-        byte = tl.load(scale + tile * M + row, mask=tile < TILES, other=1)
-        values *= (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
+        values = _dequantize(values, tl.load(scale + tile * M + row, mask=tile < TILES, other=1))
     return values
 
 
