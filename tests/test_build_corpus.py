@@ -145,14 +145,6 @@ def test_max_bytes_limits_a_sample_of_all_packages(tmp_path, tree):
     assert len(manifest["train_packages"]) > 10
 
 
-def test_parts_are_limited_and_all_are_loaded(tmp_path, tree, monkeypatch):
-    monkeypatch.setattr(build_corpus, "MAX_PART_BYTES", 30_000)
-    out = tmp_path / "corpus"
-    assert build_tree(out, tree) == 0
-    assert len(list((out / "train").iterdir())) > 2
-    assert len(read_records(out / "train")) == read_manifest(out)["documents"]["train"]
-
-
 def test_rebuild_only_when_asked(tmp_path, tree, capsys):
     out = tmp_path / "corpus"
     assert build_tree(out, tree) == 0

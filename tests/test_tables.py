@@ -42,7 +42,7 @@ def test_a_row_is_of_one_run():
     )
     page = tables.page("a\n<!-- table: training -->\nold\n<!-- end -->\nb\n", records)
     assert page.splitlines()[0] == "a" and page.splitlines()[-1] == "b" and "old" not in page
-    assert "| 16B, 6 layers, sdpa, local batch 4 | 500, 12.2 | 800 | 1,000 (2.00x, **1.25x**), 10.5 |" in page
+    assert "| 16B, 6 layers, sdpa, local batch 4 | H200 | 500, 12.2 | 800 | 1,000 (2.00x, **1.25x**), 10.5 |" in page
     assert "Measured on one NVIDIA H200; 2026-01-02; commit `c2`; `python -m experiments.a.b`." in page
 
 
@@ -75,21 +75,24 @@ def test_numbers(value, text):
 def sweep_point(card: str, variant: str, batch: int, speed: float | None) -> dict:
     shape = f"16B, 6 layers, sdpa, random routing, 1 GPU, {card}"
     error = None if speed else "out of memory"
-    return dict(shape=shape, variant=variant, local_batch=batch, tokens_per_second=speed, memory_gib=batch, error=error)
+    state = dict(hardware=f"1 x NVIDIA {card}", commit="c", date="2026-01-04")
+    return state | dict(
+        shape=shape, variant=variant, local_batch=batch, tokens_per_second=speed, memory_gib=batch, error=error
+    )
 
 
 def test_the_picture(tmp_path, monkeypatch):
-    """Bars of the newest run with peers and not of an ablation's, which has others of ours; ratios over the strongest
-    bf16; a curve of each card and variant, without what did not fit."""
+    """Bars of the card that ran torchtitan's bf16, and not of an ablation's run, which has others of ours; ratios over
+    the strongest bf16; a curve of each card and variant, without what did not fit."""
     shape = headline.SHAPE
     records = [
-        record("train_16b", shape, 90.0, "torchao", 40.0, "2026-01-01"),
         record("train_16b", shape, 98.0, "bf16_whole", 67.0),
         record("train_16b", shape, 98.0, "bf16_fused:checkpointing=saved", 70.0),
         record("train_16b", shape, 98.0, "bf16", 49.0),
         record("train_16b checkpointing=none", shape, 99.0, "bf16_fused:checkpointing=none", 69.0),
         record("train_16b save_h=fp8", shape, 97.0, "bf16", 54.0, "2026-01-03"),
         record("train_16b", shape, 96.0, "unfused_permute", 95.0, "2026-01-03"),
+        record("train_16b", shape, 87.0, "torchao", 54.0, "2026-01-03") | {"hardware": "1 x NVIDIA H100"},
     ]
     points = [sweep_point("H100", "fp8_flow", n, speed) for n, speed in ((8, 90.0), (4, 80.0), (16, None))]
     points += [sweep_point("H200", "bf16_fused", 4, 60.0)]
@@ -130,8 +133,8 @@ def test_a_row_of_training_is_of_one_invocation():
     )
     title = "16B, 6 layers, sdpa, local batch 4"
     assert tables.training(records).splitlines()[2:] == [
-        f"| {title} | 50 | 80, 12, saved | | 100 (2.00x, **1.25x**), 9 |",
-        f"| {title} | | | 40, 11 | 97, 8 |",
+        f"| {title} | H200 | 50 | 80, 12, saved | | 100 (2.00x, **1.25x**), 9 |",
+        f"| {title} | H200 | | | 40, 11 | 97 (**2.42x**), 8 |",
     ]
     assert tables.checkpointing(records).splitlines()[2:] == [
         f"| {title} | per op | 50 | | 100, 9 |",

@@ -18,7 +18,7 @@ from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
 from titan_fp8moe.recipe import E8M0, FP8, SAMPLES, TILE, group_rows, padded, sample_step
 
-# Chosen by experiments/kernels/sweep.py on an H200; one configuration serves all shapes.
+# Chosen by a sweep on an H200; one configuration serves all shapes.
 TILES = 32  # per CTA: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
 WARPS = 4
 WEIGHT_WARPS = 4

@@ -16,7 +16,7 @@ from titan_fp8moe.kernels.quantize import join_four, load_four, store_words, tra
 from titan_fp8moe.kernels.sizes import next_power_of_2
 from titan_fp8moe.recipe import TILE
 
-WARPS = 4  # per 128x128 block; chosen by experiments/kernels/sweep.py on an H200
+WARPS = 4  # per 128x128 block; chosen by a sweep on an H200
 
 
 @triton.jit
