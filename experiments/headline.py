@@ -2,9 +2,9 @@
 
     python -m experiments.headline experiments/throughput docs/headline.png
 
-The bars are the newest records of ``SHAPE`` in ``results.json``, each at its fastest checkpointing. The ratios are
-over the strongest bf16, ours is the last, in colour. The curves are the sweep's, of the cards in
-``sweep.json``; without that file there are none.
+The bars are the records of ``SHAPE`` on the card on which torchtitan's bf16 was measured last, each at its fastest
+checkpointing. The ratios are over the strongest bf16, ours is the last, in colour. The curves are the sweep's, of the
+cards in ``sweep.json``, with the local batch at each point; without that file there are none.
 """
 
 import json
@@ -15,22 +15,28 @@ from matplotlib.axes import Axes
 
 from experiments.pictures import save
 from experiments.records import script_parser
-from experiments.tables import BF16, PEERS, Records, best
+from experiments.tables import BF16, PEERS, Records, best, card, first
 
 TITLE, MODEL = "DeepSeek-V3 16B, 6 layers", "16B, 6 layers"
 NAME, SHAPE = "train_16b", f"{MODEL}, sdpa, local batch 4, random routing, 1 GPU"
 LABEL, OURS, OTHERS = "FP8, titan_fp8moe", "#0072B2", "#B0B0B0"
 
 
-def bars(records: Records) -> tuple[dict[str, float], float]:
-    """Tokens/s by label, ours last, and the strongest bf16's."""
-    found = records.of(NAME, SHAPE)
-    without_checkpointing = records.of(f"{NAME} checkpointing=none", SHAPE)
+def bars(records: Records) -> tuple[dict[str, float], float, dict]:
+    """Tokens/s by label, ours last, the strongest bf16's, and a record of the card and state that ran them."""
+    run = first(next(run for run in records.runs(NAME, SHAPE) if "bf16" in run))
+    gpu = run["hardware"]
+    found = records.of(NAME, SHAPE, hardware=gpu)
+    without_checkpointing = records.of(f"{NAME} checkpointing=none", SHAPE, hardware=gpu)
     ours = max(r["value"] for r in [*found.values(), *without_checkpointing.values()])
     peers = {title: best(found, names) for title, names in PEERS.items()}
     others = {title: found[peer]["reference_value"] for title, peer in peers.items() if peer}
     strongest = max(found[peer]["reference_value"] for peer in (best(found, names) for names in BF16) if peer)
-    return others | {LABEL: ours}, strongest
+    return others | {LABEL: ours}, strongest, run
+
+
+def title(axis: Axes, what: str, record: dict) -> None:
+    axis.set_title(f"{what}\n{card(record)}, commit {record['commit']}, {record['date']}", fontsize=9, loc="left")
 
 
 def draw_bars(axis: Axes, found: dict[str, float], strongest: float) -> None:
@@ -41,47 +47,53 @@ def draw_bars(axis: Axes, found: dict[str, float], strongest: float) -> None:
         axis.text(length, i, f" {length:,.0f} ({length / strongest:.2f}x)", va="center", fontsize=10)
     axis.set_yticks(range(len(values)), [*found], fontsize=10)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.45 * max(values))
+    axis.set_xlim(0, 1.5 * max(values))
     axis.set_xticks([])
-    axis.set_title("tokens/s, local batch 4, best checkpointing", fontsize=10, loc="left")
     axis.spines[["top", "right", "bottom"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
 
 
-def curves(points: list[dict]) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """By card and variant, memory and tokens/s of the local batches that fit, smallest first."""
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for p in sorted(points, key=lambda p: p["local_batch"]):
+def curves(points: list[dict]) -> dict[tuple[str, str], list[tuple[float, float, int]]]:
+    """By card and variant, memory, tokens/s and local batch of those that fit, smallest first; ours before bf16."""
+    found: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
+    for p in sorted(points, key=lambda p: (-ord(p["variant"][0]), p["variant"], p["local_batch"])):
         if p["shape"].startswith(MODEL) and not p["error"]:
-            key = p["shape"].rpartition(", ")[2], p["variant"]
-            found.setdefault(key, []).append((p["memory_gib"], p["tokens_per_second"]))
+            point = p["memory_gib"], p["tokens_per_second"], p["local_batch"]
+            found.setdefault((card(p), p["variant"]), []).append(point)
     return found
 
 
-def draw_curves(axis: Axes, found: dict[tuple[str, str], list[tuple[float, float]]]) -> None:
-    cards = list(dict.fromkeys(card for card, _ in found))
+def draw_curves(axis: Axes, found: dict[tuple[str, str], list[tuple[float, float, int]]]) -> None:
+    cards = list(dict.fromkeys(gpu for gpu, _ in found))
     styles = list(dict.fromkeys(variant for _, variant in found))
-    for (card, variant), line in found.items():
-        label = f"{variant.replace(':checkpointing=', ', ').replace(':', ', ')}, {card}"
+    for (gpu, variant), line in found.items():
+        label = variant.replace("fp8_flow", "FP8").replace("bf16_fused", "bf16, fused").replace(":", ", ")
+        label = label.replace("checkpointing=", "checkpointing ") + f", {gpu}" * (len(cards) > 1)
         style = f"-{'osv^Dx*'[styles.index(variant) % 7]}"
-        alpha = 1 - 0.5 * cards.index(card) / len(cards)
+        alpha = 1 - 0.5 * cards.index(gpu) / len(cards)
         color = OURS if variant.startswith("fp8") else OTHERS
-        axis.plot(*zip(*line, strict=True), style, color=color, alpha=alpha, markersize=4, label=label)
-    axis.set_title("tokens/s over GiB reserved, as the local batch grows", fontsize=10, loc="left")
-    axis.legend(fontsize=6)
+        memory, speed, batches = zip(*line, strict=True)
+        axis.plot(memory, speed, style, color=color, alpha=alpha, markersize=4, label=label)
+        for x, y, batch in zip(memory, speed, batches, strict=True):
+            axis.annotate(batch, (x, y), (0, 4), textcoords="offset points", fontsize=6, ha="center")
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.set_xlabel("GiB reserved", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def draw(records: Records, points: list[dict], path: Path) -> None:
     """Writes the picture."""
-    found, strongest = bars(records)
+    found, strongest, run = bars(records)
     lines = curves(points)
-    size = (12 if lines else 6, max(0.55 * len(found) + 0.9, 3.5 if lines else 0))
+    size = (13 if lines else 6, max(0.55 * len(found) + 0.9, 3.5 if lines else 0))
     figure, axes = plt.subplots(1, 1 + bool(lines), figsize=size, layout="constrained", squeeze=False)
     draw_bars(axes[0, 0], found, strongest)
+    title(axes[0, 0], "tokens/s, local batch 4, best checkpointing", run)
     if lines:
         draw_curves(axes[0, 1], lines)
-    first = next(iter(records.of(NAME, SHAPE).values()))
-    figure.suptitle(f"{TITLE} ({first['hardware']}, commit {first['commit']}, {first['date']})", fontsize=11)
+        title(axes[0, 1], "tokens/s as the local batch (at each point) grows until memory is full", points[-1])
+    figure.suptitle(TITLE, fontsize=11)
     save(figure, path, dpi=150)
 
 

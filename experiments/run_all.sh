@@ -121,6 +121,7 @@ gemms 16b 2 3
 kernels ffn 500 --layers 0 2 1
 kernels ffn_shared 300
 kernels grouped_mm 250
+kernels first_step 200
 kernels routed_vs_fused_bf16 530 --budget 450
 kernels model_layers 530 --budget 400
 # Its autotuner compiles for ten minutes with an empty cache: after a timeout call the part again.
@@ -137,7 +138,6 @@ part transformers_deepseek 300 python3 -m experiments.transformers.run --out exp
 part numerics 200 python3 -m experiments.numerics.layer --out experiments/numerics
 
 part plots 60 bash -ec 'python3 -m experiments.throughput.plot experiments/throughput/results.json
-    python3 -m experiments.kernels.plot experiments/kernels/results.json
     python3 -m experiments.gemm_range.plot experiments/gemm_range/results.json
     python3 -m experiments.headline experiments/throughput docs/headline.png
     python3 -m experiments.tables'

@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def group(tmp_path):
     """A group of this process alone: the path that tokens take between ranks, without other ranks."""
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 

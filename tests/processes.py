@@ -7,6 +7,7 @@ but not torchtitan or an adapter. It sees no GPU: a process that needs one begin
 import functools
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -93,6 +94,25 @@ def ended_well(done: subprocess.CompletedProcess) -> bool:
     """Exit code 0, or the one abort that is not about what ran: gloo's threads have been seen to terminate a process
     that was done and on its way out. Callers check besides that the work was reported as done."""
     return done.returncode == 0 or "terminate called without an active exception" in done.stdout + done.stderr
+
+
+def run_checks(script: str, num_ranks: int, *args: str, **options: Any) -> str:
+    """Runs a worker whose ranks compare results by themselves, and end with :func:`tests.distributed.runner.end`."""
+    done = run_workers(script, num_ranks, *args, **options)
+    log = done.stdout[-3000:] + done.stderr[-3000:]
+    assert ended_well(done) and "all checks passed" in done.stdout and "FAILED" not in done.stdout, log
+    return done.stdout
+
+
+def assert_ends(done: subprocess.CompletedProcess, folder: Path, how: str, code: int | str, *words: str) -> None:
+    """That rank 0 of the fault ``how``, as ``report_ends`` of the workers shows it, ended in time with its exit code
+    and with these words in ``folder``."""
+    file = folder / f"{how}.err"
+    said = file.read_text() if file.exists() else "rank 0 has not begun"
+    log = f"{done.stdout}\n{done.stderr[-3000:]}\n{said[-6000:]}"
+    ended = re.search(rf"{how}: rank 0 ended with {code} after ([\d.]+) s", done.stdout)
+    assert ended and float(ended[1]) < time_limit(15), log
+    assert all(re.search(word, said) for word in words), log
 
 
 def _run(

@@ -84,7 +84,7 @@ from titan_fp8moe.testing import relative_error
 weights = [torch.randn(4, n, k) * 0.1 for n, k in ((128, 256), (256, 128), (128, 256))]
 x, counts = torch.randn(96, 256), torch.tensor([32, 0, 40, 24])
 want = moe._run_experts_for_loop(*weights, x, counts)
-setting.NaiveBlockwise(None, None).convert(None)
+setting.naive_blockwise(None)
 print(float(relative_error(moe._run_experts_grouped_mm(*weights, x, counts), want)))
 """
     found = run_script("-c", script)

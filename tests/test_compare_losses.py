@@ -1,10 +1,8 @@
-"""tools/compare_losses.py on event files and W&B runs written by the libraries torchtitan logs with."""
+"""tools/compare_losses.py on event files, written as torchtitan does."""
 
 import math
 import re
-import struct
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -170,84 +168,6 @@ def test_restarts_merge_and_the_later_value_wins(tmp_path, compare):
     status, report, _ = compare("a", "b", options=["--tolerance", 0])
     assert status == report["b"].largest_deviation == 0
     assert report["b"].last_step == 30
-
-
-@pytest.fixture(scope="module")
-def wandb_run(tmp_path_factory):
-    """A folder with an offline W&B run that logged steps 1 to 400 of a decaying loss, NaN at step 300."""
-    wandb = pytest.importorskip("wandb")
-    folder = tmp_path_factory.mktemp("wandb_run")
-    with pytest.MonkeyPatch.context() as patch:
-        # No network and nothing outside of the folder.
-        for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-            patch.setenv(name, str(folder / "settings"))
-        patch.setenv("WANDB_SILENT", "true")
-        run = wandb.init(mode="offline", project="test", dir=str(folder), settings=wandb.Settings(console="off"))
-        # So many other metrics that records cross the blocks of the file format.
-        others = {f"other/{index}": index / 7 for index in range(20)}
-        for step in range(1, 401):
-            loss = math.nan if step == 300 else decay(step)
-            run.log({LOSS: loss, TOKENS_PER_SECOND: 1000 + step, PEAK_MEMORY: 5.5} | others, step=step)
-        run.finish()
-        wandb.teardown()  # its service may hold the end of the file back
-    return folder
-
-
-def test_reads_wandb_runs(tmp_path, compare, wandb_run):
-    (tmp_path / "wandb").symlink_to(wandb_run)
-    assert next(wandb_run.rglob("run-*.wandb")).stat().st_size > 3 * 32 * 1024
-    log_run(tmp_path / "tensorboard", losses(range(1, 401)))
-    status, report, output = compare("tensorboard", "wandb")
-    run = report["wandb"]
-    assert (run.last_step, run.final_loss, run.peak_memory_gib, run.validation_loss) == (400, decay(400), 5.5, None)
-    assert run.final_deviation == pytest.approx(0, abs=1e-6)
-    assert run.tokens_per_second == 1000 + (11 + 400) / 2
-    assert status == 1
-    assert "FAIL wandb: loss is nan at step 300 (1 logged values are not finite)" in output
-
-
-def test_reads_wandb_runs_that_were_killed(tmp_path, compare, wandb_run):
-    # The first half of the file, which ends before the NaN and most likely within a record.
-    data = next(wandb_run.rglob("run-*.wandb")).read_bytes()
-    cut = tmp_path / "killed" / "wandb" / "offline-run-1" / "run-1.wandb"
-    cut.parent.mkdir(parents=True)
-    cut.write_bytes(data[: len(data) // 2])
-    log_run(tmp_path / "tensorboard", losses(range(1, 401)))
-    status, report, _ = compare("tensorboard", "killed")
-    assert status == 0
-    assert 100 < report["killed"].last_step < 300
-    assert report["killed"].largest_deviation == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("left_in_block", range(10))
-def test_wandb_records_at_the_end_of_a_block(tmp_path, left_in_block):
-    """A header never crosses a block: up to 6 bytes are padding, and 7 hold the header of an empty fragment."""
-
-    def fragment(kind, content):
-        return struct.pack("<IHB", zlib.crc32(bytes([kind]) + content), len(content), kind) + content
-
-    full, first, last = 1, 2, 4
-    log = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
-    first_record = b"a" * (32 * 1024 - len(log) - 7 - left_in_block)
-    log += fragment(full, first_record)
-    second_record = b"second record"
-    if left_in_block < 7:
-        log += bytes(left_in_block) + fragment(full, second_record)
-    else:
-        head = second_record[: left_in_block - 7]
-        log += fragment(first, head) + fragment(last, second_record[len(head) :])
-    path = tmp_path / "run-1.wandb"
-    path.write_bytes(log)
-    assert list(compare_losses.wandb_records(path)) == [first_record, second_record]
-
-
-def test_corrupt_wandb_file_is_refused(tmp_path, compare_fails, wandb_run):
-    data = bytearray(next(wandb_run.rglob("run-*.wandb")).read_bytes())
-    data[len(data) // 2] ^= 1
-    folder = tmp_path / "flipped"
-    folder.mkdir()
-    (folder / "run-1.wandb").write_bytes(data)
-    assert "is corrupt at byte" in compare_fails(f"--run=a={folder}", f"--run=b={folder}")
 
 
 def test_runs_that_cannot_be_compared(tmp_path, compare_fails):

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
 from tests.layer import refused
+from titan_fp8moe import RoutedExperts
 from titan_fp8moe.trainer import compat
 from titan_fp8moe.trainer.cpu import rebind
 
@@ -72,3 +74,24 @@ def test_fsdp_hooks_are_removed_where_it_manages_nothing(gone: str):
     state._fsdp_param_group = object()
     with refused("has other hooks for FSDP", error=RuntimeError):
         compat.remove_fsdp_hooks(module)
+
+
+def test_a_compiled_checkpoint_keeps_its_inputs_only():
+    """PyTorch 2.11 kept all that an autograd.Function saves."""
+    compat.fix_full_checkpointing()
+    block = checkpoint_wrapper(RoutedExperts(4, 128, 128), preserve_rng_state=False)
+    x, scores = torch.randn(256, 128, requires_grad=True), torch.rand(256, 2, requires_grad=True)
+    inputs = x, torch.randint(4, (256, 2)), scores
+    kept = {t.untyped_storage().data_ptr() for t in (*inputs, *block.parameters())}
+    others = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in kept:
+            others.append(tensor.shape)
+        return tensor
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = compiled(*inputs)
+    out.sum().backward()
+    assert not others and x.grad is not None

@@ -1,5 +1,6 @@
 """The public grouped_mm: its numbers, gradients, groups of every size, layouts, compilation and errors."""
 
+import re
 import warnings
 
 import pytest
@@ -44,8 +45,7 @@ def step(x, w, offs, dy, function=grouped_mm):
 
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize(
-    ("sizes", "unused"),
-    [([0, 1, 129, 0, 128, 40], 0), ([0, 0, 300], 70), ([5, 0, 0], 3), ([256, 128], 0), ([0, 0], 9), ([0], 0)],
+    ("sizes", "unused"), [([0, 1, 129, 0, 128, 40], 0), ([0, 0, 300], 70), ([5, 0, 0], 3), ([0, 0], 9), ([0], 0)]
 )
 def test_against_float64(sizes, unused, transposed):
     args = inputs(sizes, unused, transposed)
@@ -54,14 +54,10 @@ def test_against_float64(sizes, unused, transposed):
         assert not got[(want == 0).all(-1)].any()  # unused rows and empty experts are zeros, not what memory held
         if want.any():
             assert relative_error(got, want) < TOLERANCE
-
-
-def test_quantized_values_are_the_recipes():
-    """The output is the product of the recipe's values, which the tolerance of FP8 alone would not show."""
-    x, w, offs, _ = inputs([1, 130, 60])
-    x_8, w_8 = recipe.dequantize(*recipe.quantize_rows(x)), recipe.dequantize(*recipe.quantize_weight(w))
-    want, _, _ = exact(x_8, w_8, offs, torch.empty(191, N, device=DEVICE))
-    assert relative_error(grouped_mm(x, w, offs).detach(), want) < 3e-3
+    x, w, offs, dy = args
+    if sum(sizes):  # of the recipe's values, which the tolerance of FP8 alone would not show
+        x_8, w_8 = recipe.dequantize(*recipe.quantize_rows(x)), recipe.dequantize(*recipe.quantize_weight(w))
+        assert relative_error(grouped_mm(x, w, offs).detach(), exact(x_8, w_8, offs, dy)[0]) < 3e-3
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -71,13 +67,6 @@ def test_gradients_have_the_weights_dtype_and_layout(transposed, dtype):
     _, _, dw = step(x, w, offs, dy)
     assert dw.dtype == dtype and dw.stride() == w.stride()
     assert (dtype == torch.float32) != torch.equal(dw, dw.bfloat16().to(dtype))  # fp32 ones are not rounded
-
-
-def test_same_numbers_in_both_layouts():
-    x, w, offs, dy = inputs([3, 200, 0, 77], transposed=True)
-    other = w.detach().contiguous().requires_grad_()
-    for a, b in zip(step(x, w, offs, dy), step(x, other, offs, dy), strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)  # the wgrad's operands change places
 
 
 def test_only_needed_gradients():
@@ -122,9 +111,9 @@ def test_counts_in_place_of_ends():
         return grouped_mm(x, w, torch.tensor(offs, dtype=torch.int32))
 
     for offs in ([30, 4, 10, 20], [10, 20, 30, 65], [-1, 20, 30, 64]):
-        with pytest.raises(ValueError, match=r"must not decrease.*exceed the 64 rows.*counts\.cumsum\(0"):
+        with pytest.raises(ValueError, match=r"counts\.cumsum\(0"):
             call(*offs)
-    with pytest.warns(UserWarning, match=r"add up to the 64 rows of x.*counts\.cumsum\(0"):
+    with pytest.warns(UserWarning, match=r"counts\.cumsum\(0"):
         call(16, 16, 16, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -140,38 +129,33 @@ def test_differentiable_once():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (dict(x=lambda x: x.float()), r"x must be bf16, got torch.float32; use x.bfloat16\(\)"),
-        (dict(x=lambda x: x[:, :128]), r"x must be \(M, K\), w \(E, K, N\).*\(20, 128\)"),
-        (dict(w=lambda w: w.transpose(1, 2)), r"as w.transpose\(1, 2\)"),
-        (dict(w=lambda w: w[0]), r"w \(E, K, N\)"),
-        (dict(w=lambda w: w[:1]), r"offs \(E,\)"),
-        (dict(w=lambda w: w[..., :64]), "K and N must be multiples of 128.*256 and 64"),
-        (dict(w=lambda w: w.half()), "w must be bf16 or fp32, got torch.float16"),
-        (dict(offs=lambda offs: offs.long()), r"offs must be int32, got torch.int64; use offs.int\(\)"),
-        (dict(offs=lambda offs: offs.to("meta")), "must be on one device"),
-        (dict(x=lambda x: x[:1].expand(2**21, K)), "kernels take at most 2097024"),
+        ("x", lambda x: x.float(), "use x.bfloat16()"),
+        ("x", lambda x: x[:, :128], "x must be (M, K), w (E, K, N)"),
+        ("x", lambda x: x[:1].expand(2**21, K), "kernels take at most 2097024"),
+        ("w", lambda w: w.transpose(1, 2), "as w.transpose(1, 2)"),
+        ("w", lambda w: w[0], "w (E, K, N)"),
+        ("w", lambda w: w[:1], "offs (E,)"),
+        ("w", lambda w: w[..., :64], "K and N must be multiples of 128"),
+        ("w", lambda w: w.half(), "w must be bf16 or fp32"),
+        ("offs", lambda offs: offs.long(), "use offs.int()"),
+        ("offs", lambda offs: offs.to("meta"), "must be on one device"),
     ],
 )
-def test_errors(change, message):
+def test_errors(name, change, message):
     x, w, offs, _ = inputs([8, 12])
     args = dict(x=x.detach(), w=w.detach(), offs=offs)
-    for name, edit in change.items():
-        args[name] = edit(args[name])
-    with pytest.raises(ValueError, match=message):
+    args[name] = change(args[name])
+    with pytest.raises(ValueError, match=re.escape(message)):
         grouped_mm(**args)
 
 
-def test_dtensors_are_refused(tmp_path):
-    torch.distributed.init_process_group("fake", rank=0, world_size=2)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        w = torch.distributed.tensor.DTensor.from_local(torch.zeros(1, K, N), mesh)
-        with pytest.raises(ValueError, match=r"plain tensors, got a DTensor; use to_local\(\)"):
-            grouped_mm(torch.zeros(4, K, dtype=BF16), w, torch.tensor([4], dtype=torch.int32))
-    finally:
-        torch.distributed.destroy_process_group()
+def test_dtensors_are_refused(group):
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    w = torch.distributed.tensor.DTensor.from_local(torch.zeros(1, K, N), mesh)
+    with pytest.raises(ValueError, match=r"use to_local\(\)"):
+        grouped_mm(torch.zeros(4, K, dtype=BF16), w, torch.tensor([4], dtype=torch.int32))
 
 
 @pytest.mark.gpu

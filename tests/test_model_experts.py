@@ -1,14 +1,12 @@
 """Experts as models of 2026 have them, such as with biases: against the same experts in float64."""
 
 import itertools
+import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.layer import DEVICE, gradients
@@ -112,19 +110,6 @@ def recipe_values(*shape: int) -> Tensor:
     return torch.randint(-8, 9, shape, device=DEVICE).float()
 
 
-def test_one_bias_of_gate_and_up():
-    x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
-    biases, dout = make_biases(), torch.randn(T, D, device=DEVICE)
-    want = run(x, scores, ids, weights, biases, dout)
-    leaves = [torch.cat([weights[0], weights[2]], 1), weights[1], torch.cat([biases[0], biases[2]], 1), biases[1]]
-    w1, w2, b1, b2 = (t.clone().requires_grad_() for t in leaves)
-    out = routed_experts(x, w1, w2, None, ids, scores, b1=b1, b2=b2, **GPT_OSS)
-    dw1, dw2, db1, db2 = torch.autograd.grad(out, (w1, w2, b1, b2), dout)
-    got = [out, *dw1.chunk(2, 1), dw2, *db1.chunk(2, 1), db2]
-    for a, b in zip(got, [want[i] for i in (0, 3, 5, 4, 6, 8, 7)], strict=True):
-        assert torch.equal(a, b)
-
-
 def test_biases_that_are_frozen_cost_no_gradient():
     x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
     biases, dout = make_biases(), torch.randn(T, D, device=DEVICE)
@@ -151,19 +136,16 @@ def test_biases_under_checkpointing(reentrant):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("names", "shape", "message"), [
-    (("b1",), None, r"the biases must be b1 \(8, 128\), b2 \(8, 256\), b3 \(8, 128\); got b1 \(8, 128\)"),
-    (("b1", "b2", "b3"), (8, 64), r"the biases must be b1 \(8, 128\).* got b1 \(8, 64\)"),
-    (("b1", "b2", "b3"), torch.float16, "all bf16 or all fp32.* b1 torch.float16"),
+@pytest.mark.parametrize(("names", "change", "message"), [
+    (("b1",), lambda b1: b1, "the biases must be b1 (8, 128), b2 (8, 256), b3 (8, 128); got b1 (8, 128)"),
+    (NAMES[-3:], lambda b1: b1[:, :64], "got b1 (8, 64)"),
+    (NAMES[-3:], torch.Tensor.half, "all bf16 or all fp32"),
 ])  # fmt: skip
-def test_wrong_biases_are_refused(names, shape, message):
+def test_wrong_biases_are_refused(names, change, message):
     x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
-    biases = dict(zip(("b1", "b2", "b3"), make_biases(), strict=True))
-    if isinstance(shape, tuple):
-        biases["b1"] = torch.zeros(shape, device=DEVICE)
-    elif shape is not None:
-        biases["b1"] = biases["b1"].to(shape)
-    with pytest.raises(ValueError, match=message):
+    biases = dict(zip(NAMES[-3:], make_biases(), strict=True))
+    biases["b1"] = change(biases["b1"])
+    with pytest.raises(ValueError, match=re.escape(message)):
         routed_experts(x, *weights, ids, scores, **{name: biases[name] for name in names})
 
 
@@ -193,22 +175,6 @@ def test_a_module_with_biases():
 # --- storage ----------------------------------------------------------------------------------------------------------
 
 
-class Allocations(TorchDispatchMode):
-    """Counts the results of operators that hold at least ``size`` bytes of their own."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size, self.count = size, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(out):
-            new = isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known
-            self.count += new and t.untyped_storage().nbytes() >= self.size
-        return out
-
-
 @pytest.mark.parametrize("wgrad", ["balanced", "bf16"])
 def test_transposed_weights(wgrad):
     """Stored as (E, D, 2H) and (E, H, D): the same bits, gradients in the parameters' layout."""
@@ -220,48 +186,14 @@ def test_transposed_weights(wgrad):
     want.backward(dout)
     got = routed_experts(x, *(w.transpose(1, 2) for w in stored), None, ids, scores, config=config)
     assert torch.equal(got, want)
-    with Allocations(stored[1].nbytes) as big:
-        got.backward(dout)
+    got.backward(dout)
     for a, b in zip(stored, plain, strict=True):
         assert a.grad.is_contiguous() and relative_error(a.grad.transpose(1, 2), b.grad) < 1e-6
-    if wgrad == "balanced":
-        assert big.count == 2  # the gradients themselves
-
-
-@pytest.mark.parametrize(("hidden", "before"), [(128, False), (176, False), (32, True)])
-def test_gpt_oss_experts(hidden, before):
-    """Interleaved, transposed and with biases; H any multiple of 16."""
-    x, scores, ids, weights = make_layer(T, D, hidden, E, K, device=DEVICE)
-    biases, dout = make_biases(hidden=hidden), torch.randn(T, D, device=DEVICE)
-    (out, dx, dscores, dw1, dw2, dw3, *db) = want_of(x, scores, ids, weights, biases, dout, before)
-    want = [
-        out,
-        dx,
-        dscores,
-        interleave(dw1, dw3).transpose(1, 2),
-        dw2.transpose(1, 2),
-        interleave(db[0], db[2]),
-        db[1],
-    ]
-    gate_up = interleave(weights[0], weights[2]).transpose(1, 2).contiguous()
-    stored = [gate_up, weights[1].transpose(1, 2).contiguous(), interleave(biases[0], biases[2]), biases[1]]
-    for config in CONFIGS:
-        leaves = [t.clone().requires_grad_() for t in (x, scores, *stored)]
-        x_, scores_, w1, w2, b1, b2 = leaves
-        options = dict(score_before_experts=before, config=config, interleaved=True, **GPT_OSS)
-        out = routed_experts(x_, w1.transpose(1, 2), w2.transpose(1, 2), None, ids, scores_, b1=b1, b2=b2, **options)
-        got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-        errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
-        assert max(errors) < 0.1 and min(errors) > 0.001, (config, errors)
-
-
-def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.stack([gate, up], 2).flatten(1, 2)
 
 
 def test_interleaved_gate_and_up_are_one_weight():
     x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
-    with pytest.raises(ValueError, match="interleaved says how one w1 .* holds gate and up; give it with w3 None"):
+    with pytest.raises(ValueError, match="give it with w3 None"):
         routed_experts(x, w1, w2, w3, ids, scores, interleaved=True)
 
 
@@ -274,47 +206,41 @@ def test_experts_without_a_gate(hidden, before, biased):
     x, scores, ids, (w1, w2, _) = make_layer(T, D, hidden, E, K, device=DEVICE)
     b1, b2, _ = make_biases(hidden=hidden)
     dout, tensors = torch.randn(T, D, device=DEVICE), [x, scores, w1, w2, *([b1, b2] if biased else [])]
-    exact = [t.double().requires_grad_() for t in tensors]
     spec = ExpertSpec.of("relu2", score_before_experts=before)
-    out = in_float64(*exact[:2], ids, *exact[2:4], None, *(exact[4:] or (None, None)), None, spec)
-    want = [out.detach(), *torch.autograd.grad(out, exact, dout.double())]
+
+    def exact(x, scores, w1, w2, b1=None, b2=None):
+        return in_float64(x, scores, ids, w1, w2, None, b1, b2, None, spec)
+
+    want = gradients(exact, [t.double() for t in tensors], dout)
     for config in CONFIGS:
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        bias = dict(zip(("b1", "b2"), leaves[4:], strict=False))
-        options = dict(activation="relu2", score_before_experts=before, config=config, **bias)
-        out = routed_experts(leaves[0], *leaves[2:4], None, ids, leaves[1], **options)
-        got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        options = dict(activation="relu2", score_before_experts=before, config=config)
+
+        def ours(x, scores, w1, w2, b1=None, b2=None, options=options):
+            return routed_experts(x, w1, w2, None, ids, scores, b1=b1, b2=b2, **options)
+
+        got = gradients(ours, tensors, dout)
         errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
         assert max(errors) < 0.1 and min(errors) > 0.001, (config, errors)
 
 
 def test_what_fits_experts_without_a_gate():
     x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
-    no_gate = r"activation 'relu2' has no gate: w1 must be \(E, H, D\) with w3 None, and w2 \(E, D, H\)"
     for weights in ((w1, w2, w3), (torch.cat([w1, w3], 1), w2, None)):
-        with pytest.raises(ValueError, match=no_gate):
+        with pytest.raises(ValueError, match="'relu2' has no gate: w1 must be"):
             routed_experts(x, *weights, ids, scores, activation="relu2")
-    with pytest.raises(ValueError, match="interleaved says .* with w3 None and a gate"):
+    with pytest.raises(ValueError, match="with w3 None and a gate"):
         routed_experts(x, w1, w2, None, ids, scores, activation="relu2", interleaved=True)
-    with pytest.raises(ValueError, match=r"the biases must be b1 \(8, 128\), b2 \(8, 256\); got b1 .* b3"):
-        routed_experts(
-            x, w1, w2, None, ids, scores, activation="relu2", **dict(zip(NAMES[-3:], make_biases(), strict=True))
-        )
+    biases = dict(zip(NAMES[-3:], make_biases(), strict=True))
+    with pytest.raises(ValueError, match=r"the biases must be b1 \(8, 128\), b2 \(8, 256\); got"):
+        routed_experts(x, w1, w2, None, ids, scores, activation="relu2", **biases)
     up, down, gate = (Fp8Weight.quantize(w) for w in (w1, w2, w3))
     for weights in ((up, down, gate), (Fp8Weight.quantize(torch.cat([w1, w3], 1)), down)):
-        with pytest.raises(ValueError, match="'relu2' takes 1 rows of w1 and w3 .* w2 has 128; got 256 rows"):
+        with pytest.raises(ValueError, match="'relu2' takes 1 rows"):
             RoutedExperts.from_fp8(*weights, activation="relu2")
-    with pytest.raises(ValueError, match="'swiglu' takes 2 rows of w1 and w3 .* w2 has 128; got 128 rows"):
+    with pytest.raises(ValueError, match="'swiglu' takes 2 rows"):
         RoutedExperts.from_fp8(up, down)
-    with pytest.raises(ValueError, match=r"weights = \['w3'\] must be a list of names among w1, w2"):
+    with pytest.raises(ValueError, match="names among w1, w2"):
         RoutedExperts(E, D, H, activation="relu2").add_lora(4, 8, weights=["w3"])
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("bias", [False, True])

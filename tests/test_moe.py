@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer, run
+from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, gradients, make_layer, run
 from tests.specs import SPECS
 from titan_fp8moe import RoutedExperts, dispatch, ops, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
@@ -61,32 +62,26 @@ def test_recompute_modes_agree():
         run(x, scores, chosen, weights, dout, Fp8FlowMoEConfig(recompute=mode))
         for mode in ("none", "activation", "experts")
     ]
-    for other in others:
-        for a, b in zip(kept, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(kept, other, strict=True))
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-def test_what_is_kept_is_not_recomputed(recompute, monkeypatch):
-    """GEMM 2's operand; GEMM 1 is counted in test_two_explicit_casts."""
+def test_a_kept_operand_is_not_recomputed(recompute, monkeypatch):
+    """Of GEMM 2; GEMM 1 is counted in test_two_explicit_casts."""
     op, recomputed = ops.swiglu_quantize_backward, []
-
-    def record(*args, recompute_a, **options):
-        recomputed.append(recompute_a)
-        return op(*args, recompute_a=recompute_a, **options)
-
-    monkeypatch.setattr(ops, "swiglu_quantize_backward", record)
+    monkeypatch.setattr(
+        ops, "swiglu_quantize_backward", lambda *args, **options: recomputed.append(options) or op(*args, **options)
+    )
     x, scores, chosen, weights = make_layer()
     run(x, scores, chosen, weights, torch.randn_like(x), Fp8FlowMoEConfig(recompute=recompute))
-    assert recomputed == [recompute != "none"]
+    assert [options["recompute_a"] for options in recomputed] == [recompute != "none"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 def test_two_explicit_casts(recompute):
     """One standalone quantization in the forward, one in the backward, and no other way into fp8 but the fused ops.
 
-    Counted from what the dispatcher sees of the layer. (Inside an op on a CPU the reference casts, of course: below the
-    dispatcher's view here, and one fused kernel on a GPU.)
+    The dispatcher counts the layer's ops; it does not see that on a CPU the reference casts inside of them.
     """
     x, scores, chosen, weights = make_layer()
     leaves = [t.requires_grad_() for t in (x, scores, *weights)]
@@ -94,81 +89,17 @@ def test_two_explicit_casts(recompute):
         out = routed_experts(x, *weights, chosen, leaves[1], config=Fp8FlowMoEConfig(recompute=recompute))
     with CastCounter() as backward:
         out.backward(torch.randn_like(out))
-    assert forward.ops["quantize_rows"] == 1 and backward.ops["quantize_rows"] == 1
     assert not forward.stray_casts and not backward.stray_casts
-    assert forward.ops == {
-        "quantize_rows": 1,
-        "expert_routing": 1,
-        "permute_rows": 1,
-        "quantize_weight": 2,
-        "grouped_mm": 2,
-        "swiglu_quantize": 1,
-        "unpermute_sum": 1,
-    }
-    assert backward.ops == {
-        "quantize_rows": 1,
-        "permute_rows": 2 if recompute == "experts" else 1,
-        "quantize_weight": 2,
-        "grouped_mm": 3 if recompute == "experts" else 2,
-        "swiglu_quantize_backward": 1,
-        "transpose_pair": 2,
-        "grouped_mm_wgrad": 2,
-        "unpermute_gradients": 1,
-    }
+    once = dict.fromkeys(("quantize_rows", "permute_rows"), 1)
+    again, gemms = int(recompute == "experts"), dict(quantize_weight=2, grouped_mm=2)
+    assert forward.ops == once | gemms | dict(expert_routing=1, swiglu_quantize=1, unpermute_sum=1)
+    assert backward.ops == once | gemms | dict(
+        permute_rows=1 + again, grouped_mm=2 + again, swiglu_quantize_backward=1, transpose_pair=2, grouped_mm_wgrad=2,
+        unpermute_gradients=1,
+    )  # fmt: skip
 
 
-def test_checkpointing_by_op_keeps_the_experts():
-    """Of a block checkpointed by op, the recomputation takes the routed experts' results as they are."""
-    x, scores, chosen, weights = make_layer()
-    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
-
-    def block(x):
-        return routed_experts(x * 1.0, *weights, chosen, leaves[1]) * 2.0
-
-    def gradients(run):
-        out = run(x)
-        with CastCounter() as counter:
-            return torch.autograd.grad(out.square().sum(), leaves), counter.ops
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
-    got, got_ops = gradients(functools.partial(checkpoint, block, use_reentrant=False, context_fn=contexts))
-    want, want_ops = gradients(block)
-    assert got_ops == want_ops
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("save_h", ["bf16", "fp8"])
-@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-def test_saved_bytes(save_h, recompute):
-    """Saved for backward: x in fp8, once per token, what save_h and recompute say, and the layout; nothing else beside
-    parameters."""
-    x, scores, chosen, weights = make_layer(dtype=torch.bfloat16)
-    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
-    saved = []
-
-    def pack(t):
-        if not any(t is leaf or t.data_ptr() == leaf.data_ptr() for leaf in leaves[2:]):
-            saved.append(t.numel() * t.itemsize)
-        return t
-
-    config = Fp8FlowMoEConfig(save_h=save_h, recompute=recompute)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = routed_experts(x, *weights, chosen, leaves[1], config=config)
-
-    def fp8(width):
-        return width + width // 128
-
-    h = 0 if recompute == "experts" else 2 * 2 * H if save_h == "bf16" else fp8(2 * H)
-    operand = fp8(H) if recompute == "none" else 0
-    index = 4 + 4  # token and score of each row
-    rows, pairs = row_capacity(T * K, E), T * K
-    # Of each pair its row.
-    assert sum(saved) == T * fp8(D) + rows * (h + operand + index) + pairs * 4 + E * 4
-    out.sum().backward()
-
-
-@pytest.mark.parametrize("power", [-40, -7, 12])
+@pytest.mark.parametrize("power", [-40, 7])
 def test_scaling_the_gradient_scales_every_gradient_exactly(power):
     x, scores, chosen, weights = make_layer()
     dout = torch.randn(T, D, device=DEVICE)
@@ -228,20 +159,7 @@ def test_tokens_are_spread_evenly_inside_a_context_only():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_every_expert_weight_moves():
-    x, scores, chosen, weights = make_layer()
-    weights = [w.requires_grad_() for w in weights]
-    before = [w.detach().clone() for w in weights]
-    optimizer = torch.optim.AdamW(weights, lr=1e-3, weight_decay=0)  # which moves all of them
-    routed_experts(x, *weights, chosen, scores).square().sum().backward()
-    optimizer.step()
-    for w, old in zip(weights, before, strict=True):
-        # A gradient may be exactly zero.
-        assert (w != old).double().mean((1, 2)).min() > 0.999
-
-
-@pytest.mark.parametrize("save_h", ["bf16", "fp8"])
-@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+@pytest.mark.parametrize(("recompute", "save_h"), [("activation", "fp8"), ("experts", "bf16")])
 def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, recompute, save_h):
     """h and dx. With activation checkpointing; without it autograd holds what was saved until the layer's backward
     ends."""
@@ -283,14 +201,6 @@ def test_mixed_precision_changes_nothing():
         got = run(*args)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
-
-
-def test_nan_token_shows_in_its_own_output_only():
-    x, scores, chosen, weights = make_layer()
-    x[7, 5] = float("nan")
-    out = routed_experts(x, *weights, chosen, scores)
-    assert out[7].isnan().all()
-    assert out[torch.arange(T, device=DEVICE) != 7].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["no_tokens", "one_token", "one_expert", "more_experts_than_tokens", "129_rows"])
@@ -345,17 +255,6 @@ def test_compiled_second_derivatives_are_refused():
         dx.sum().backward()
 
 
-def test_tiny_gradients_survive():
-    """A gradient of 1e-10 per element is far below e4m3's own range, and none of it is lost."""
-    x, scores, chosen, weights = make_layer()
-    dout = torch.randn(T, D, device=DEVICE) * 1e-10
-    result = run(x, scores, chosen, weights, dout, Fp8FlowMoEConfig())
-    leaves = [t.double().requires_grad_() for t in (x, scores, *weights)]
-    moe_layer(leaves[0], leaves[1], chosen, *leaves[2:], False).backward(dout.double())
-    for grad, leaf in zip(result[1:], leaves, strict=True):
-        assert relative_error(grad, leaf.grad) < 0.08
-
-
 def test_weight_gradient_with_anti_correlated_scales():
     """Tokens small in x and large in dy, and the reverse: the balanced transpose loses nothing over exact row-wise
     values, the paper's transpose does."""
@@ -401,7 +300,7 @@ def test_bf16_scores_warn_once():
     module = RoutedExperts(E, D, H, device=DEVICE)
     for layer in (routed_experts, compiled, lambda x, w1, w2, w3, *pairs: module(x, *pairs)):
         experts._warn_once.cache_clear()
-        with pytest.warns(UserWarning, match="compute them in fp32.*in the module that calls titan_fp8moe") as caught:
+        with pytest.warns(UserWarning, match="compute them in fp32") as caught:
             got = [layer(x, *weights, chosen, scores.bfloat16()) for _ in range(2)]
         assert len(caught) == 1
     got = [routed_experts(x, *weights, chosen, scores.bfloat16())]
@@ -429,9 +328,7 @@ def test_another_than_the_current_device_is_refused(monkeypatch):
     x, scores, chosen, weights = make_layer()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     there = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
-    with pytest.raises(
-        ValueError, match="x is on cuda:1, but kernels run on the current device, 0; call torch.cuda.set_"
-    ):
+    with pytest.raises(ValueError, match="x is on cuda:1, .* call torch.cuda.set_device"):
         backend.check_caller(there)
     there.device = torch.device("cuda", 0)
     backend.check_caller(there)
@@ -443,36 +340,6 @@ def test_another_than_the_current_device_is_refused(monkeypatch):
     feed_forward(x, ExpertWeights(*(w[0] for w in weights)), Fp8FlowMoEConfig())
     linear(x, weights[0][0], Fp8FlowMoEConfig())
     assert [tuple(t.shape) for t in checked] == [(T, D)] * 4
-
-
-def test_meanwhile_is_added():
-    x, scores, chosen, weights = make_layer()
-    shared = torch.randn(D, D, device=DEVICE, requires_grad=True)
-    want = routed_experts(x, *weights, chosen, scores) + x @ shared
-    got = routed_experts(x, *weights, chosen, scores, meanwhile=lambda: x @ shared)
-    assert torch.equal(got, want)
-    got.sum().backward()
-    assert shared.grad.any()
-
-
-def test_compiles_without_a_graph_break():
-    x, scores, chosen, weights = make_layer()
-    params = [torch.nn.Parameter(w) for w in weights]
-
-    def step(x, scores, chosen, w1, w2, w3):
-        return routed_experts(x, w1, w2, w3, chosen, scores)
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    out = compiled(x, scores, chosen, *params)
-    out.sum().backward()
-    grads = [p.grad.clone() for p in params]
-    for p in params:
-        p.grad = None
-    expected = step(x, scores, chosen, *params)
-    expected.sum().backward()
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    for p, g in zip(params, grads, strict=True):
-        torch.testing.assert_close(g, p.grad, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -492,42 +359,30 @@ def test_emulation_on_a_gpu():
         assert relative_error(a, b) < 8e-3
 
 
-def test_dims_that_do_not_fit_are_refused():
-    x, scores, chosen, weights = make_layer()
-    w1, w2, w3 = weights
-    with pytest.raises(ValueError, match="D and H must be multiples of 16.*got D 200 and H 128"):
-        routed_experts(x[:, :200], w1[..., :200], w2[:, :200], w3[..., :200], chosen, scores)
-    with pytest.raises(ValueError, match="got D 256 and H 60"):  # gate and up in one
-        routed_experts(x, w1[:, :120], w2[..., :60], None, chosen, scores)
-    with pytest.raises(ValueError, match="got D 256 and H 120"):
-        routed_experts(x, w1[:, :120], w2[..., :120], w3[:, :120], chosen, scores)
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (dict(x=slice(1, None)), r"x must be \(T, D\).*got \(299, 256\), \(300, 3\), \(300, 3\)"),
-        (dict(scores=lambda s: s.repeat(1, 2)), r"topk_ids and topk_scores \(T, K\).*\(300, 3\), \(300, 6\)"),
-        (dict(x=torch.Tensor.half), r"x must be bf16 or fp32, got torch.float16"),
-        (dict(chosen=lambda c: c[:, 0]), r"topk_ids and topk_scores \(T, K\).*\(300,\), \(300, 3\)"),
-        (dict(w1=lambda w: w[0]), r"w1 \(E, H, D\).*and \(128, 256\)"),
-        (dict(w2=lambda w: w.to("meta")), r"must be on one device, got .*meta"),
-        (dict(scores=torch.Tensor.half), r"topk_scores must be fp32, got torch.float16"),
-        (dict(chosen=torch.Tensor.byte), r"topk_ids must be int32 or int64, got torch.uint8"),
-        (dict(w3=lambda w: w.repeat(1, 2, 1)), r"w1 and w3 must be \(E, H, D\).*\(8, 256, 256\)"),
-        (dict(w2=lambda w: w.transpose(1, 2)), r"w2 \(E, D, H\).*\(8, 128, 256\)"),
-        (dict(w2=torch.Tensor.bfloat16), r"all of one dtype.*torch.bfloat16"),
-        (dict(w3=lambda w: None), r"or w1 \(E, 2H, D\) with w3 None.*\(8, 256, 128\) torch.float32, None"),
+        ("x", lambda x: x[1:], "x must be (T, D)"),
+        ("x", torch.Tensor.half, "x must be bf16 or fp32"),
+        ("scores", lambda s: s.repeat(1, 2), "topk_ids and topk_scores (T, K)"),
+        ("scores", torch.Tensor.half, "topk_scores must be fp32"),
+        ("chosen", lambda c: c[:, 0], "topk_ids and topk_scores (T, K)"),
+        ("chosen", torch.Tensor.byte, "topk_ids must be int32 or int64"),
+        ("w1", lambda w: w[0], "w1 (E, H, D)"),
+        ("w2", lambda w: w.to("meta"), "must be on one device"),
+        ("w2", lambda w: w.transpose(1, 2), "w2 (E, D, H)"),
+        ("w2", torch.Tensor.bfloat16, "all of one dtype"),
+        ("w3", lambda w: w.repeat(1, 2, 1), "w1 and w3 must be (E, H, D)"),
+        ("w3", lambda w: None, "w1 (E, 2H, D) with w3 None"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(change, message):
+def test_inputs_that_do_not_fit_are_refused(name, change, message):
     """Kernels would take no notice of most of them."""
     x, scores, chosen, weights = make_layer()
-    inputs = dict(x=x, scores=scores, chosen=chosen, w1=weights[0], w2=weights[1], w3=weights[2])
-    ((name, how),) = change.items()
-    inputs[name] = inputs[name][how] if isinstance(how, slice) else how(inputs[name])
-    with pytest.raises(ValueError, match=message):
-        routed_experts(*(inputs[name] for name in ("x", "w1", "w2", "w3", "chosen", "scores")))
+    inputs = dict(x=x, w1=weights[0], w2=weights[1], w3=weights[2], chosen=chosen, scores=scores)
+    inputs[name] = change(inputs[name])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        routed_experts(*inputs.values())
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="nothing waits for the GPU to see that all ids are 0")
@@ -536,7 +391,7 @@ def test_swapped_ids_and_scores_are_refused():
     x, _, _, weights = make_layer()
     scores, ids = torch.rand(T, E).topk(K)
     for args in ((scores, ids), (scores, ids.float()), (scores.long(), ids.float()), (ids, ids)):
-        with pytest.raises(ValueError, match=r"ids and topk_scores seem swapped.*experts take \(ids, scores\)"):
+        with pytest.raises(ValueError, match=r"experts take \(ids, scores\)"):
             routed_experts(x, *weights, *args)
     zeros, one = torch.zeros_like(ids), [w[:1] for w in weights]
     for scores in (torch.ones(T, K), torch.zeros(T, K), torch.full((T, K), 2.5), torch.full((T, K), float(E))):
@@ -545,7 +400,7 @@ def test_swapped_ids_and_scores_are_refused():
     routed_experts(x[:0], *weights, zeros[:0], scores[:0])
 
 
-@pytest.mark.parametrize("wrong", [E, E + 1, -2, 2**31 - 1, 2**31, 2**40, -(2**31)])
+@pytest.mark.parametrize("wrong", [E, -2, 2**31 - 1, 2**40])
 @pytest.mark.skipif(DEVICE == "cuda", reason="see test_wrong_experts_end_in_an_assertion")
 def test_ids_that_are_no_experts_are_refused(wrong):
     """By what the public can call. -1 is none, and ``apply_layer`` takes all others for -1, too."""
@@ -561,7 +416,7 @@ def test_ids_that_are_no_experts_are_refused(wrong):
         lambda: compiled(x, *weights, chosen, scores),
         lambda: module(x, chosen, scores),
     ):
-        with pytest.raises(ValueError, match=rf"topk_ids has \[{wrong}\].*experts of all ranks are 0 to 7"):
+        with pytest.raises(ValueError, match=rf"topk_ids has \[{wrong}\]"):
             call()
     if abs(wrong) < 2**31:
         config = Fp8FlowMoEConfig()
@@ -600,25 +455,10 @@ run(), torch.cuda.synchronize()
 def test_too_many_rows_are_refused(monkeypatch):
     x, scores, chosen, weights = make_layer()
     monkeypatch.setattr(dispatch.base, "MAX_ROWS", row_capacity(chosen.numel(), E) - 128)
-    with pytest.raises(ValueError, match="900 rows for its 8 experts.*fewer tokens"):
+    with pytest.raises(ValueError, match="900 rows for its 8 experts"):
         routed_experts(x, *weights, chosen, scores)
     with pytest.raises(ValueError, match="dispatches 2000 tokens"):
         dispatch.base.check_rows("a rank", 0, 128, E, num_sent=2000)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"wgrad": "fp8"},
-        {"save_h": "fp32"},
-        {"recompute": "all"},
-        {"filter_fqns": "a"},
-    ],
-)
-def test_config_rejects(wrong):
-    (name,) = wrong
-    with pytest.raises(ValueError, match=f"fp8_flow_moe.{name} is .*; set it to"):
-        Fp8FlowMoEConfig(**wrong)
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if not s.score_before_experts], ids=lambda spec: spec.activation)
@@ -642,11 +482,7 @@ def test_activations(spec, save_h):
         options = dict(config=config, activation=spec.activation, activation_parameters=parameters)
         return routed_experts(x, w1, w2, w3, chosen, scores, **options)
 
-    results = []
-    for layer in (reference, ours):
-        leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *weights)]
-        out = layer(*leaves)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    results = [gradients(layer, (x, scores, *weights), dout) for layer in (reference, ours)]
     # FP8 noise moves some h across a clamp, which has another slope there.
     bound = 0.1 if entry.beyond is None else 0.2
     assert all(relative_error(got, want) < bound for want, got in zip(*results, strict=True))
@@ -659,8 +495,8 @@ def test_activations(spec, save_h):
 
 
 def test_a_wrong_activation_is_refused_where_it_is_named():
-    with pytest.raises(ValueError, match="limit of activation 'clamped_swiglu' is -1; set it to a positive number"):
+    with pytest.raises(ValueError, match="limit of activation 'clamped_swiglu' is -1"):
         RoutedExperts(2, 128, 128, activation="clamped_swiglu", activation_parameters={"limit": -1})
     x, scores, chosen, weights = make_layer()
-    with pytest.raises(ValueError, match="activation is 'relu'; set it to one of 'swiglu'"):
+    with pytest.raises(ValueError, match="activation is 'relu'; set it to one of"):
         routed_experts(x, *weights, chosen, scores, activation="relu")

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 
@@ -21,20 +20,18 @@ NAMES = ["layers.0.feed_forward", "layers.1.moe", "layers.2.moe"]
 
 
 @pytest.fixture(params=[False, True], ids=["local", "expert parallel"])
-def group(request, tmp_path):
-    """Of this process alone; None for the path without expert parallelism."""
-    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD if request.param else None
-    dist.destroy_process_group()
+def ep_group(request, group):
+    """None for the path without expert parallelism."""
+    return group if request.param else None
 
 
 class Layers(nn.Module):
     """A dense FFN and two MoE layers, the first without and the last with shared experts."""
 
-    def __init__(self, group):
+    def __init__(self, ep_group):
         super().__init__()
-        self.layers, self.group, self.config = nn.ModuleList(nn.Module() for _ in NAMES), group, Fp8FlowMoEConfig()
-        _, self.scores, self.ids, weights = make_layer()
+        self.layers, self.group, self.config = nn.ModuleList(nn.Module() for _ in NAMES), ep_group, Fp8FlowMoEConfig()
+        _, self.scores, self.ids, weights = make_layer(64)
         self.weights = [ExpertWeights(*(w.clone().requires_grad_() for w in weights)) for _ in NAMES]
         self.shared = [ExpertWeights(*(w.detach()[i].clone().requires_grad_() for w in weights)) for i in range(3)]
 
@@ -45,6 +42,21 @@ class Layers(nn.Module):
             options = dict(config=self.config, ep_group=self.group, shared=shared, nan_flags=flags[i])
             x = apply_layer(x, self.weights[i], self.ids, self.scores, **options)
         return x
+
+
+def new_flags():
+    return torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """torchtitan's, that looks after each step; it logs the second."""
+    monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
+    monkeypatch.setattr(nan_watch.utils, "device_type", DEVICE)
+    nan_watch._look_after_each_step.cache_clear()
+    processor = object.__new__(MetricsProcessor)
+    processor.model_parts = []
+    return processor
 
 
 def spoil(where, layers, x, dout):
@@ -72,15 +84,11 @@ def spoil(where, layers, x, dout):
         ((2, "dh"), "layers.2.moe, in its hidden rows' gradient dh"),
     ],
 )
-def test_the_first_is_named_once(group, monkeypatch, caplog, where, said):
-    monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
-    monkeypatch.setattr(nan_watch.utils, "device_type", DEVICE)
-    nan_watch._look_after_each_step.cache_clear()
-    layers = Layers(group)
+def test_the_first_is_named_once(ep_group, processor, caplog, where, said):
+    layers = Layers(ep_group)
     nan_watch.watch(dict(zip(NAMES, layers.layers, strict=True)))
-    processor = object.__new__(MetricsProcessor)
     processor.model_parts = [layers]
-    x, dout = make_layer()[0], torch.randn_like(make_layer()[0])
+    x, dout = torch.randn(2, 64, D, device=DEVICE)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 6):
             if step == 3:
@@ -94,53 +102,40 @@ def test_the_first_is_named_once(group, monkeypatch, caplog, where, said):
     assert f"showed first in {said}, by step 3" in caplog.text
 
 
-def test_a_late_answer_is_still_the_first(group, monkeypatch, caplog):
+def test_a_late_answer_is_still_the_first(ep_group, processor, monkeypatch, caplog):
     """A host that is steps ahead of the device reads what the device has not written yet."""
-    monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: False)
     orders = iter([NOBODY, 2, 0, 0])
     monkeypatch.setattr(core, "first_seen", lambda *_: torch.tensor(next(orders), dtype=torch.int32, device=DEVICE))
     late = iter([True, True, False])
     monkeypatch.setattr(core, "int", lambda t: NOBODY if next(late) else t.item(), raising=False)
-    monkeypatch.setattr(nan_watch.utils, "device_type", DEVICE)
-    nan_watch._look_after_each_step.cache_clear()
     nan_watch.watch({name: nn.Module() for name in NAMES})
-    processor = object.__new__(MetricsProcessor)
-    processor.model_parts = []
     with caplog.at_level(logging.WARNING):
         for step in range(1, 5):
             processor.should_log(step)
     assert "showed first in layers.1.moe, in its input x" in caplog.text
 
 
-def test_linears_have_flags():
-    flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
-    x = torch.randn(8, D, device=DEVICE)
-    x[1, 2] = float("inf")
-    out = linear(x.requires_grad_(), torch.randn(H, D, device=DEVICE), Fp8FlowMoEConfig(), nan_flags=flags)
-    assert flags[:, 0].tolist() == [1, 0, 0, 0]
-    out.backward(torch.full_like(out, float("nan")))
-    assert flags[:, 0].tolist() == [1, 0, 1, 0]
-
-
-def test_flags_need_no_saved_tensor(group):
-    """Hooks that move saved tensors, to the host for example, give the backward copies of them."""
-    layers = Layers(group)
+def test_flags_need_no_saved_tensor(ep_group):
+    """Hooks that move saved tensors, to the host for example, give the backward copies of them. Linears have flags."""
+    layers, flags = Layers(ep_group), new_flags()
     for layer in layers.layers:
-        layer.nan_flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
-    x, w = make_layer()[0].requires_grad_(), torch.randn(H, D, device=DEVICE, requires_grad=True)
-    flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+        layer.nan_flags = new_flags()
+    x, w = torch.randn(64, D, device=DEVICE), torch.randn(H, D, device=DEVICE, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
-        out = linear(layers(x), w, Fp8FlowMoEConfig(), nan_flags=flags)
+        out = linear(layers(x.requires_grad_()), w, Fp8FlowMoEConfig(), nan_flags=flags)
     out.backward(torch.full_like(out, float("nan")))
     for flagged in (flags, *(layer.nan_flags for layer in layers.layers)):
         assert flagged[2, 0] == 1
+    x = x.detach().index_fill(0, torch.tensor([1], device=DEVICE), float("inf"))
+    linear(x, w, Fp8FlowMoEConfig(), nan_flags=flags.zero_())
+    assert flags[:, 0].tolist() == [1, 0, 0, 0]
 
 
 def test_order_of_a_step():
     """Forward through the layers, x before a; backward from the last, dy before dh. Later stages of a pipeline too."""
     names, orders = ["l0", "l1"], []
     for index, operand in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (0, 2), (0, 3)):
-        flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+        flags = new_flags()
         flags[operand, 0] = 1
         orders.append(int(first_seen([SimpleNamespace(nan_flags=flags, nan_index=index)], 2, DEVICE)))
         said = describe(orders[-1], names)
@@ -161,7 +156,7 @@ def test_a_compiled_layer_has_flags():
 
     layers = [Layer() for _ in range(3)]
     for layer in layers:
-        layer.nan_flags = torch.zeros(4, 16, dtype=torch.uint8, device=DEVICE)
+        layer.nan_flags = new_flags()
         compiled = torch.compile(layer, backend=compiles, fullgraph=True)
         compiled(x.clone().requires_grad_()).sum().backward()
     assert compiles.frame_count == 1

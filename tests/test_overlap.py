@@ -1,10 +1,9 @@
-"""Work that runs while tokens are on their way between ranks, by the order in which operators are called."""
+"""Work and memory while tokens are on their way between ranks."""
 
 import functools
 import gc
 import time
 import weakref
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.all_to_all import GRADIENTS_NEEDED, AllToAllDispatch
-from titan_fp8moe.dispatch.symmetric.dispatch import SymmetricDispatch
 from titan_fp8moe.layer import experts
 from titan_fp8moe.layer.experts import InFlight, Inputs
 from titan_fp8moe.layer.saved import LayerSpec
@@ -36,23 +34,28 @@ from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 
 OPS = {
     "all_to_all_single": "start",
+    "routed_experts_forward": "start",  # and leaves it running
     "wait_tensor": "wait",
-    "mm": "mm",  # of router and shared experts
-    "routed_experts_forward": "experts",
-    "routed_experts_finish": "finish",
-    "grouped_mm": "grouped_mm",
-    "grouped_mm_wgrad": "wgrad",
+    "routed_experts_finish": "wait",
 }
 
 
 class Order(TorchDispatchMode):
+    """Counts transfers, and the products that run during each."""
+
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.started, self.during, self.running = 0, [], None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._opname in OPS:
-            self.names.append(OPS[func._opname])
+        kind = OPS.get(func._opname)
+        if kind == "start":
+            self.started, self.running = self.started + 1, 0
+        elif kind == "wait" and self.running is not None:
+            self.during.append(self.running)
+            self.running = None
+        elif self.running is not None:
+            self.running += func._opname in ("mm", "grouped_mm", "grouped_mm_wgrad")
         return func(*args, **(kwargs or {}))
 
 
@@ -63,6 +66,7 @@ def mesh(group):
 
 @pytest.fixture
 def layer(mesh, monkeypatch):
+    """Its shared experts run in ``meanwhile``, in fp32."""
     # On a CPU also where there is a GPU, and the router's histc not yet patched.
     monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
     torch.manual_seed(0)
@@ -72,6 +76,18 @@ def layer(mesh, monkeypatch):
     Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
     layer.experts.set_meshes(mesh, None)
     return layer
+
+
+@pytest.fixture
+def fp8_layer(layer):
+    """Its shared experts are in the data flow."""
+    layer.fp8_shared = True
+    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
+    return layer
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -95,73 +111,44 @@ def unwaited():
 
 
 def gradients(run, layer):
-    """Gradients of a step, and the order of its operators in forward and backward."""
+    """Gradients of a step, and the transfers in forward and backward."""
     x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
     with Order() as forward:
         out = run(x)
     with Order() as backward:
         grads = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
-    return grads, forward.names, backward.names
+    return grads, forward, backward
 
 
-def beside(names):
-    """The operators that run during each transfer, counted. The op of the experts starts one that another finishes."""
-    transfers, running = [], None
-    for name in names:
-        if name in ("start", "experts"):
-            running = Counter()
-        elif running is not None and name in ("wait", "finish"):
-            transfers.append(running)
-            running = None
-        elif running is not None:
-            running[name] += 1
-    return transfers
+def test_shared_experts_run_during_transfers(layer, request):
+    """In FP8 their forward is in the op that ends the combine; their gradients are those of fp32, but for noise."""
+    want, forward, backward = gradients(layer, layer)
+    assert forward.during == [3] and backward.during == [6, 2]  # w1, w2 and w3; then weights' gradients of the experts
+    got, _, backward = gradients(request.getfixturevalue("fp8_layer"), layer)
+    assert backward.during == [4, 2]
+    assert all(relative_error(a, b) < 0.1 for a, b in zip(got, want, strict=True))
 
 
-def test_shared_experts_run_beside_combine_and_dispatch(layer):
-    _, forward, backward = gradients(layer, layer)
-    assert beside(forward) == [Counter(mm=3)] and forward.count("mm") == 1 + 3  # the router's is before
-    # Two matrix products for each of the three of the shared experts, and none of the router's.
-    assert beside(backward) == [Counter(mm=6), Counter(wgrad=2)] and backward.count("mm") == 6 + 2
-
-
-def test_fp8_shared_experts_run_beside_combine_and_dispatch(layer):
-    """Their forward is in the op that ends the combine; their backward follows the start of the dispatch."""
-    layer.fp8_shared = True
-    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
-    grads, forward, backward = gradients(layer, layer)
-    assert beside(forward) == [Counter()] and forward.count("mm") == 1
-    assert beside(backward) == [Counter(grouped_mm=2, wgrad=2), Counter(wgrad=2)] and backward.count("mm") == 2
-    layer.fp8_shared = False
-    for got, want in zip(grads, gradients(layer, layer)[0], strict=True):
-        assert relative_error(got, want) < 0.1
-
-
-@pytest.mark.parametrize("fp8_shared", [False, True])
-@pytest.mark.parametrize("others_need", [False, True])
-def test_gradients_return_if_any_rank_needs_them(layer, monkeypatch, fp8_shared, others_need):
-    """With frozen tokens and router, all ranks do without, or none."""
-    if fp8_shared:
-        layer.fp8_shared = True
-        Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
-    agree = AllToAllDispatch._agree
+@pytest.mark.parametrize(("routed", "others_need"), [(True, True), (True, False), (False, False)])
+def test_gradients_return_if_any_rank_needs_them(fp8_layer, monkeypatch, routed, others_need):
+    """With frozen tokens and router, all ranks do without, or none. ``routed``: the routed experts train."""
+    layer, agree = fp8_layer, AllToAllDispatch._agree
 
     def with_needs_of_others(self, *args):
         self.state.counts[1, :, -1] |= others_need
         agree(self, *args)
 
     monkeypatch.setattr(AllToAllDispatch, "_agree", with_needs_of_others)
-    x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    params = [p for name, p in layer.named_parameters() if "router" not in name]
-    want = torch.autograd.grad(layer(x).square().sum(), params)
+    x = torch.randn(2, 8, 128, requires_grad=True)
     layer.router.requires_grad_(False)
+    layer.experts.requires_grad_(routed)
+    params = [p for p in layer.parameters() if p.requires_grad]
+    want = torch.autograd.grad(layer(x).square().sum(), params)
     out = layer(x.detach())
     with Order() as backward:
         got = torch.autograd.grad(out.square().sum(), params)
-    assert backward.names.count("start") == 1 + others_need
-    assert backward.names.count("grouped_mm") == 1 + others_need + fp8_shared
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    assert backward.started == len(backward.during) == 1 + others_need
+    assert same(got, want)
 
 
 def test_ranks_tell_each_other_settings_and_needs():
@@ -185,11 +172,6 @@ def test_ranks_tell_each_other_settings_and_needs():
     assert all(0 <= number < 2**31 for number in others)
 
 
-def test_symmetric_ranks_always_return_gradients():
-    """Each would wait for the others, and does not know whether they need any."""
-    assert SymmetricDispatch(Route("symmetric")).returns_gradients(False)
-
-
 def test_own_rows_are_freed_once_sent(layer, monkeypatch):
     own, alive, quantize, gemm = [], [], ops.quantize_rows, ops.grouped_mm
 
@@ -204,68 +186,46 @@ def test_own_rows_are_freed_once_sent(layer, monkeypatch):
     assert alive == [False] * 4
 
 
-def test_no_transfer_is_left_where_only_shared_experts_train(layer):
-    layer.fp8_shared = True
-    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
-    params = list(layer.shared_experts.parameters())
-    x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0))
-    want = torch.autograd.grad(layer(x).square().sum(), params)
-    layer.requires_grad_(False)
-    layer.shared_experts.requires_grad_(True)
-    out = layer(x)
-    with Order() as backward:
-        got = torch.autograd.grad(out.square().sum(), params)
-    assert backward.names.count("start") == backward.names.count("wait") == 1
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_no_transfer_is_left_where_only_gradients_of_shared_experts_are_asked_for(layer, unwaited, in_flight):
+def test_no_transfer_is_left_where_only_gradients_of_shared_experts_are_asked_for(fp8_layer, unwaited, in_flight):
     """Unlike needs_input_grad, the graph does not show it."""
-    layer.fp8_shared = True
-    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
-    shared = list(layer.shared_experts.parameters())
+    shared = list(fp8_layer.shared_experts.parameters())
     x = torch.randn(2, 8, 128, requires_grad=True)
-    loss = layer(x).square().sum()
+    loss = fp8_layer(x).square().sum()
     got = torch.autograd.grad(loss, shared, retain_graph=True)
     assert not unwaited() and not in_flight()
-    got += torch.autograd.grad(loss, [x, *layer.experts.parameters()], retain_graph=True)
-    assert not unwaited()
-    want = torch.autograd.grad(loss, [*shared, x, *layer.experts.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    got += torch.autograd.grad(loss, [x, *fp8_layer.experts.parameters()], retain_graph=True)
+    assert not unwaited() and not in_flight()
+    assert same(got, torch.autograd.grad(loss, [*shared, x, *fp8_layer.experts.parameters()]))
 
 
-def test_flops_of_shared_experts_are_counted(layer):
-    layer.fp8_shared = True
-    Fp8FlowFeedForward.convert(layer.shared_experts, layer.experts.config)
+def test_flops_of_shared_experts_are_counted(fp8_layer):
     with FlopCounterMode(display=False) as flops:
-        layer(torch.randn(2, 8, 128))
+        fp8_layer(torch.randn(2, 8, 128))
     counts = {str(op): count for op, count in flops.get_flop_counts()["Global"].items()}
     assert counts["titan_fp8moe.routed_experts_finish"] == 2 * 128 * 3 * 128 * 128
 
 
+def by_op(layer, ops):
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(ops))
+    return functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+
+
 def test_checkpointing_by_op_moves_no_token_again(layer):
-    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
-    by_op = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
-    want, _, _ = gradients(layer, layer)
-    got, _, backward = gradients(by_op, layer)
-    assert backward.count("start") == 2 and "experts" not in backward
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    want, _, plain = gradients(layer, layer)
+    got, _, backward = gradients(by_op(layer, _SAVED_OPS), layer)
+    assert backward.started == plain.started == 2 and same(got, want)
 
 
 @pytest.mark.parametrize("kept", [[], ["forward"], ["finish"]], ids=str)
 def test_checkpointing_that_keeps_half_a_layer(layer, unwaited, kept):
     """A policy may name one of the two ops. The repeated forward's transfer is waited for, or the error names both."""
     saved = [getattr(torch.ops.titan_fp8moe, f"routed_experts_{name}").default for name in kept]
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default, *saved])
-    by_op = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+    some = by_op(layer, [torch.ops.aten.topk.default, *saved])
     if kept == ["forward"]:
-        with pytest.raises(RuntimeError, match="routed_experts_forward.*routed_experts_finish.*SAVED_OPS"):
-            gradients(by_op, layer)
+        with pytest.raises(RuntimeError, match="SAVED_OPS"):
+            gradients(some, layer)
         return
-    want, got = gradients(layer, layer)[0], gradients(by_op, layer)[0]
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert not unwaited()
+    assert same(gradients(some, layer)[0], gradients(layer, layer)[0]) and not unwaited()
 
 
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
@@ -296,12 +256,10 @@ def test_rows_are_for_what_arrives(mesh, monkeypatch, counts, rows):
         out.backward(x)
         outs.append((out.detach(), leaf.grad))
     assert sizes[:2] == [rows, rows]
-    for got, want in zip(*outs, strict=True):
-        assert torch.equal(got, want)
+    assert same(*outs)
 
 
-@pytest.mark.parametrize("exchanged", [True, False])
-@pytest.mark.parametrize("recompute", ["activation", "experts"])
+@pytest.mark.parametrize(("recompute", "exchanged"), [("activation", True), ("experts", True), ("experts", False)])
 def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchanged):
     """Rows in expert order after GEMM 1, in the forward and where the backward repeats it; arrived gradients before the
     first GEMM after them. Arrived tokens are kept."""
@@ -352,7 +310,7 @@ def test_styles_of_any_module_know_converted_experts(layer, mesh):
     expert_parallel.TensorParallel()._apply(layer.experts, mesh)
     assert layer.experts.tp_mesh is mesh and not layer.experts._forward_pre_hooks
     layer.experts.set_meshes(None, None)
-    with pytest.raises(RuntimeError, match="a parallel style that fp8_flow_moe does not know"):
+    with pytest.raises(RuntimeError, match="does not know"):
         layer(torch.randn(2, 8, 128))
 
 
@@ -397,7 +355,7 @@ def test_streams_of_a_layer(tmp_path):
         with torch.cuda.stream(side):
             got = layer()
         torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert same(got, want)
         with pytest.raises(RuntimeError, match="restore the current stream"):
             layer(lambda: torch.cuda.set_stream(side) or x)
     finally:
@@ -431,8 +389,7 @@ def test_a_combined_payload_is_freed(layer, monkeypatch):
         return finish(payload, *args)
 
     monkeypatch.setattr(experts, "_finish_op", watched)
-    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
-    out = checkpoint(layer, torch.randn(2, 8, 128), use_reentrant=False, context_fn=contexts)
+    out = by_op(layer, _SAVED_OPS)(torch.randn(2, 8, 128))
     assert len(payloads) == 1 and payloads[0].untyped_storage().size() == 0
     out.sum().backward()
 

@@ -56,11 +56,6 @@ def test_torchrun_ends_with_the_error_of_a_rank(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "error: ValueError: set a to b"
 
 
-def test_a_command_that_succeeds_is_shown_as_it_is():
-    done = launched(sys.executable, "-c", "print('ValueError: no'); print('yes')")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ValueError: no\nyes\n", "")
-
-
 def step(n: int) -> str:
     return (
         f"[rank0]:- INFO - step: {n:2}  loss:  {9 - n / 10:.5f}  grad_norm:  1.0  memory: 35.10GiB(25%)  tps: 9,000\n"
@@ -79,18 +74,6 @@ def test_progress(monkeypatch):
         "bf16: step 3 of 5, 18 s\n",
         "bf16: step 5 of 5: loss 8.50000, 9,000 tokens/s, 35.10 GiB\n",
     ]
-
-
-def test_silence_is_noticed(monkeypatch):
-    monkeypatch.setattr(progress, "SILENT_S", 0.2)
-
-    def log():
-        yield "first"
-        time.sleep(0.5)
-        yield "last"
-
-    seen = list(progress.with_pauses(log()))
-    assert seen[0] == "first" and seen[-1] == "last" and None in seen
 
 
 def test_scripts_are_valid_shell():

@@ -22,7 +22,7 @@ LAYERS = [
     {"nn"},
     {""},
     {"doctor", "testing", "trainer"},
-    set(ADAPTERS),
+    set(ADAPTERS) | {"warm_up"},
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}
 ROOMS = ("experiments", "tests", "titan_fp8moe", "tools")
@@ -124,43 +124,6 @@ def test_core_imports_torch_and_triton_only():
 )
 def test_rooms_stay_apart(room: str, closed: set[str]):
     assert not offenders(room, lambda importer, module: room_of(module) in closed)
-
-
-def private_names(importer: str, tree: ast.AST, room: str) -> set[str]:
-    """Names with a leading underscore that a module takes from a room, by import or as attributes of its modules."""
-    taken = [(module, name) for module, name in imports(importer, tree) if room_of(module) == room]
-    names = {part for module, name in taken for part in (*module.split("."), name)}
-    aliases = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and room_of(node.module or "") == room
-        for alias in node.names
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
-            names.add(node.attr)
-    return {name for name in names if name.startswith("_") and not name.startswith("__")}
-
-
-def test_tests_use_no_private_names_of_experiments():
-    trees = modules("tests")
-    found = {name: names for name, tree in trees.items() if (names := private_names(name, tree, "experiments"))}
-    assert not found
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from experiments.a import _b",
-        "from experiments.a import _b as b",
-        "from experiments import a\na._b()",
-        "from experiments import a as c\nc._b()",
-        "def f():\n    from experiments._b import c",
-        "import experiments._b",
-    ],
-)
-def test_private_names_are_found(source: str):
-    assert private_names("tests.test_a", ast.parse(source), "experiments") == {"_b"}
 
 
 def test_experiment_scripts_say_how_to_run_them():

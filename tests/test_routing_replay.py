@@ -16,7 +16,7 @@ pytest.importorskip("transformers", "5.17")
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
 from tests.layer import DEVICE, D, E, H, K
-from tests.processes import ended_well, run_script, run_workers
+from tests.processes import run_checks, run_script
 from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
@@ -66,12 +66,9 @@ class BlockConfig:
         moe_router_logit_softcapping=30.0,
     )  # fmt: skip
     SCALES = (
-        "routed_scaling_factor",
-        "route_scale",
-        "router_scaling_factor",
-        "output_multiplier",
+        "routed_scaling_factor", "route_scale", "router_scaling_factor", "output_multiplier",
         "moe_routed_scaling_factor",
-    )
+    )  # fmt: skip
 
     def __init__(self, **changes: Any):
         own = {name: value for name, value in vars(make_config()).items() if name != "num_experts_per_tok"}
@@ -131,8 +128,7 @@ def test_every_router_of_the_registry(module: str, name: str):
     with replay_routing(block, ids):
         assert torch.equal(run(block, x), want)
     if name == "PhimoeExperts":
-        message = "router of experts does not choose by torch.topk"
-        with pytest.raises(RuntimeError, match=message), replay_routing(block, choose(B, S, 1)):
+        with pytest.raises(RuntimeError, match="choose by torch.topk"), replay_routing(block, choose(B, S, 1)):
             run(block, x)
         return
     with replay_routing(block, ids.flip(-1)):
@@ -268,23 +264,13 @@ def test_a_backward_outside_is_refused():
     model, tokens = make_model(num_hidden_layers=1), make_tokens()
     with replay_routing(model, choose(*tokens.shape, 1)):
         loss = model(input_ids=tokens, labels=tokens).loss
-        with pytest.raises(RuntimeError, match="layers.0.mlp.experts replays a routing already; leave the other"):
+        with pytest.raises(RuntimeError, match="replays a routing already"):
             replay_routing(model, choose(*tokens.shape, 1)).__enter__()
-    with pytest.raises(RuntimeError, match=r"backward runs outside of replay_routing, .*call backward\(\) inside"):
+    with pytest.raises(RuntimeError, match=r"call backward\(\) inside"):
         loss.backward()
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
-
-
-def test_experts_decode_to_the_bits_of_a_forward():
-    """With one token per sequence, as in generation, in any order."""
-    block = make_block("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts")
-    block.experts.config._experts_implementation = "fp8_flow"
-    x, ids, scores = torch.randn(B * S, D, device=DEVICE), choose(B * S), torch.rand(B * S, TOP_K, device=DEVICE)
-    want = block.experts(x, ids, scores)
-    for tokens in torch.randperm(B * S, device=DEVICE).view(-1, 8):
-        assert torch.equal(block.experts(x[tokens], ids[tokens], scores[tokens]), want[tokens])
 
 
 def test_generation_and_training_agree():
@@ -321,40 +307,18 @@ def test_tokens_without_ids_are_routed_by_the_router():
     assert torch.equal(record.routed_experts()[:, :, 0].long(), replayed)
 
 
-def test_packed_sequences():
-    """Routing is by token: a row of sequences replays theirs in turn."""
-    model = make_model().eval()
-    model.set_experts_implementation("fp8_flow")
-    first, second = make_tokens(1, 20), make_tokens(1, 12)
-    routed = [choose(1, tokens.shape[1], 2) for tokens in (first, second)]
-    positions = torch.cat([torch.arange(20), torch.arange(12)])[None].to(DEVICE)
-    spies = [Spy(experts) for experts in experts_of(model)]
-    with torch.no_grad():
-        apart = []
-        for tokens, ids in zip((first, second), routed, strict=True):
-            with replay_routing(model, ids):
-                apart.append(model(tokens).logits)
-        with replay_routing(model, torch.cat(routed, 1)):
-            packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
-    for spy in spies:
-        *of_sequences, (ids, scores) = spy.calls
-        assert torch.equal(ids, torch.cat([ids for ids, _ in of_sequences]))
-        torch.testing.assert_close(scores, torch.cat([scores for _, scores in of_sequences]), rtol=0.05, atol=0.02)
-    assert relative_error(packed, torch.cat(apart, 1)) < 3e-2
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("routed", "message"),
     [
-        (choose(B, S), r"routed_experts must be ids \(..., L, K\)|has 24 layers"),
-        (torch.rand(B, S, 1, TOP_K), r"must be ids \(..., L, K\), got \(2, 24, 1, 2\) torch.float32"),
-        (choose(B, S, 3), "routed_experts has 3 layers, but the model 1 MoE layers; leave out dense layers"),
-        (choose(B, S, 1) + EXPERTS, r"has the id \d+, but a layer has 6 experts"),
-        (choose(B, S, 1, top_k=3), "routed_experts has 3 experts per token, but experts takes another number"),
-        (choose(B, S - 1, 1), "experts got 48 tokens, but routed_experts has 46"),
+        (choose(B, S), "has 24 layers"),
+        (torch.rand(B, S, 1, TOP_K), "must be ids"),
+        (choose(B, S, 3), "has 3 layers, but the model 1"),
+        (choose(B, S, 1) + EXPERTS, "but a layer has 6 experts"),
+        (choose(B, S, 1, top_k=3), "has 3 experts per token"),
+        (choose(B, S - 1, 1), "got 48 tokens, but routed_experts has 46"),
     ],
 )
 def test_routing_that_does_not_fit_is_refused(routed: Tensor, message: str):
@@ -372,8 +336,7 @@ def test_models_without_experts_are_refused():
 
 def test_layers_without_a_forward_are_named():
     model = make_model()
-    message = "no routing was replayed in model.layers.0.mlp.experts, model.layers.1.mlp.experts; run a forward inside"
-    with pytest.raises(RuntimeError, match=message), replay_routing(model, choose(B, S, 2)):
+    with pytest.raises(RuntimeError, match="no routing was replayed in model"), replay_routing(model, choose(B, S, 2)):
         pass
     with record_routing(model) as routing:
         pass
@@ -386,7 +349,7 @@ def test_models_that_loop_over_layers_are_refused():
     with record_routing(model) as routing:
         for index in (0, 1, 1):
             model.model.layers[index].mlp(x)
-    with pytest.raises(RuntimeError, match=r"layers.1.* recorded tokens \(2, 48\), .* \(2, 24\); .*not loops"):
+    with pytest.raises(RuntimeError, match="not loops"):
         routing.routed_experts()
 
 
@@ -412,9 +375,7 @@ def test_blocks_of_compiled_models_run_eagerly():
 @pytest.mark.slow
 def test_two_processes():
     """Expert parallelism of torchtitan and of Transformers, and FSDP2, against one process."""
-    done = run_workers("replay_worker.py", 2)
-    log = done.stdout[-3000:] + done.stderr[-3000:]
-    assert ended_well(done) and done.stdout.count("ok ") == 3 and "FAILED" not in done.stdout, log
+    run_checks("replay_worker.py", 2)
 
 
 @pytest.mark.slow

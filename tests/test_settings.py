@@ -24,8 +24,8 @@ WRONG_VALUES = [
     ("recompute", '"all"', "'none', 'activation', 'experts'"),
     ("filter_fqns", '"layers.1."', "a list of non-empty strings"),
     ("cache_weights", '"yes"', "true or false"),
-    ("statistics_every", "-1", "a number of steps, or 0 for never"),
-    ("statistics_every", "2.5", "a number of steps, or 0 for never"),
+    ("statistics_every", "-1", "a number of steps"),
+    ("statistics_every", "2.5", "a number of steps"),
     ("dispatch_capacity", "0.5", "a number of at least 1"),
     ("dispatch_capacity", "inf", "a number of at least 1"),
 ]
@@ -43,13 +43,11 @@ def printed(capsys: pytest.CaptureFixture) -> str:
     return " ".join(re.sub("[│╭╮╰╯─]", " ", "".join(capsys.readouterr())).split())
 
 
-@pytest.mark.parametrize(("name", "value", "choice"), [("wgrad", "fp8", "scaling_aware"), ("save_h", "fp16", "bf16")])
-def test_wrong_value_on_the_command_line(capsys: pytest.CaptureFixture, name: str, value: str, choice: str):
+def test_wrong_value_on_the_command_line(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit) as exit_:
-        make_config(f"--fp8_flow_moe.{name}={value}")
-    assert exit_.value.code != 0
-    message = printed(capsys)
-    assert f"fp8_flow_moe.{name}".replace("_", "-") in message.replace("_", "-") and choice in message, message
+        make_config("--fp8_flow_moe.wgrad=fp8")
+    message = printed(capsys).replace("_", "-")
+    assert exit_.value.code != 0 and "fp8-flow-moe.wgrad" in message and "scaling-aware" in message, message
 
 
 def test_help_lists_the_settings(capsys: pytest.CaptureFixture):
@@ -74,85 +72,53 @@ def test_wrong_config_ends_the_real_command(tmp_path: Path):
     assert "Starting job" not in run.stdout + run.stderr
 
 
-PP2 = "--parallelism.pipeline_parallel_degree=2"
-SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+PP2 = "parallelism.pipeline_parallel_degree=2"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        pytest.param(
-            ["--parallelism.expert_parallel_comm_backend=deepep"],
-            r"parallelism\.expert_parallel_comm_backend = 'deepep'; set it to \"standard\"",
-            id="deepep",
-        ),
-        pytest.param(
-            ["--model.converters=quantize.grouped_mm.float8,fp8_flow_moe"],
-            r"quantize\.grouped_mm\.float8 convert the same experts; keep one of them in model\.converters",
-            id="float8-experts",
-        ),
-        pytest.param(
-            ["--model.converters=fp8_flow_moe,quantize.grouped_mm.mx"],
-            r"quantize\.grouped_mm\.mx convert the same experts; keep one of them in model\.converters",
-            id="mx-experts",
-        ),
-        pytest.param(["--model.converters=fp8_flow_moe,fp8_flow_moe"], "once is enough", id="twice"),
-        *[
-            pytest.param(
-                [PP2, f"{SCHEDULE}={name}"], rf"parallelism\.pipeline_parallel_schedule = '{name}'.*use 1F1B, ", id=name
-            )
+        (["parallelism.expert_parallel_comm_backend=deepep"], 'set it to "standard"'),
+        (["model.converters=quantize.grouped_mm.float8,fp8_flow_moe"], "keep one of them in model.converters"),
+        (["model.converters=fp8_flow_moe,quantize.grouped_mm.mx"], "keep one of them in model.converters"),
+        (["model.converters=fp8_flow_moe,fp8_flow_moe"], "once is enough"),
+        *(
+            ([PP2, f"{SCHEDULE}={name}"], f"parallelism.pipeline_parallel_schedule = '{name}'")
             for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV", "dualpipev")
-        ],
-        pytest.param(
-            [PP2, "--parallelism.pipeline_parallel_schedule_csv=schedule.csv"],
-            r"parallelism\.pipeline_parallel_schedule_csv = 'schedule\.csv' .*; use 1F1B, .* instead",
-            id="csv-schedule",
         ),
-        pytest.param(
-            ["--fp8_flow_moe.statistics_every=10"],
-            r"nothing logs the statistics; set metrics\.enable_tensorboard or metrics\.enable_wandb",
-            id="statistics-without-logger",
-        ),
-        pytest.param(
-            ["--fp8_flow_moe.cache_weights", "--optimizer.early_step_in_backward"],
-            r"optimizer\.early_step_in_backward each microbatch changes the weights; set one of the two to false",
-            id="cached-weights-change",
-        ),
-        pytest.param(
-            ["--validation.enable", "--parallelism.context_parallel_degree=2"],
-            r"set validation\.enable = false or parallelism\.context_parallel_degree = 1",
-            id="validation-with-context-parallelism",
-        ),
-        pytest.param(
-            ["--fp8_flow_moe.fp8_all_gather", "--training.enable_cpu_offload"],
-            r"training\.enable_cpu_offload stores them on the CPU; set one of the two to false",
-            id="gathered-from-the-cpu",
-        ),
+        ([PP2, f"{SCHEDULE}_csv=schedule.csv"], "parallelism.pipeline_parallel_schedule_csv = 'schedule.csv'"),
+        (["fp8_flow_moe.statistics_every=10"], "set metrics.enable_tensorboard or metrics.enable_wandb"),
+        (["fp8_flow_moe.cache_weights", "optimizer.early_step_in_backward"], "optimizer.early_step_in_backward"),
+        (["validation.enable", "parallelism.context_parallel_degree=2"], "set validation.enable = false or"),
+        (["fp8_flow_moe.fp8_all_gather", "training.enable_cpu_offload"], "training.enable_cpu_offload"),
     ],
+    ids=str,
 )
 def test_settings_that_cannot_go_together(overrides: list[str], message: str):
     """The constructor raises, before there is a model."""
-    with pytest.raises(ValueError, match=message):
-        Fp8FlowMoEConverter(make_config(*overrides), make_dims())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Fp8FlowMoEConverter(make_config(*(f"--{override}" for override in overrides)), make_dims())
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param([f"{SCHEDULE}=ZBVZeroBubble"], id="schedule-without-pp"),
-        pytest.param([PP2, f"{SCHEDULE}=Interleaved1F1B"], id="interleaved"),
-        pytest.param(["--fp8_flow_moe.statistics_every=10", "--metrics.enable_wandb"], id="statistics"),
+        [f"{SCHEDULE}=ZBVZeroBubble"],  # without pipeline parallelism
+        [PP2, f"{SCHEDULE}=Interleaved1F1B"],
+        ["fp8_flow_moe.statistics_every=10", "metrics.enable_wandb"],
     ],
+    ids=str,
 )
 def test_settings_that_can(overrides: list[str]):
-    build_model_converters(make_config(*overrides), make_dims())
+    build_model_converters(make_config(*(f"--{override}" for override in overrides)), make_dims())
 
 
 @pytest.mark.parametrize("name", ["dtype", "mixed_precision_param"])
 def test_other_dtypes_are_refused(name: str):
     config = make_config()
     setattr(config.training, name, "float16")  # torchtitan accepts any value from a TOML file
-    with pytest.raises(ValueError, match=rf"training\.{name} = 'float16'; set it to one of them"):
+    with pytest.raises(ValueError, match=f"training.{name} = 'float16'"):
         Fp8FlowMoEConverter(config, make_dims())
 
 

@@ -1,10 +1,10 @@
 """Shared experts in the FP8 data flow: gradients, casts, saved bytes, overlap, and which layers have them."""
 
 import functools
+import re
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -14,9 +14,8 @@ from torchtitan.models.moe.moe import FeedForward
 
 from tests.layer import DEVICE, CastCounter, CountingCache, D, E, H, K, T, apply_layer, make_layer, results, saved_bytes
 from tests.specs import SETTINGS
-from titan_fp8moe import RoutedExperts, SharedExperts, ops, routed_experts
+from titan_fp8moe import RoutedExperts, SharedExperts, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer import experts
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn import modules
 from titan_fp8moe.recipe import group_rows, row_capacity
@@ -39,32 +38,6 @@ def run(leaves, ids, config=None, **kwargs):
     return apply_layer(leaves[0], weights, ids, leaves[1], config=config or SETTINGS[1], shared=shared, **kwargs)
 
 
-@pytest.fixture
-def group(tmp_path):
-    """A group of this process alone: the path that tokens take between ranks, without other ranks."""
-    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("config", SETTINGS, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 129, T])
-def test_gradients_against_fp64(config, tokens):
-    leaves, ids = make_inputs(tokens)
-    dout = torch.randn(tokens, D, device=DEVICE)
-    got = results(leaves, run(leaves, ids, config), dout)
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    x, _, _, _, _, gate, down, up = exact
-    shared = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-    want = results(exact, moe_layer(x, exact[1], ids, *exact[2:5], False) + shared, dout.double())
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.shape == b.shape
-        if tokens == T:
-            assert 0.01 < relative_error(a, b) < 0.1, (i, relative_error(a, b))
-        elif tokens and i != 2:  # a single token's three score gradients may all be near zero
-            assert relative_error(a, b) < 0.2, (i, relative_error(a, b))
-
-
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
 def test_expert_parallelism_gives_the_same_bits(group, config):
     """With one rank the only difference is that the routed experts' part is rounded to bf16 on its way."""
@@ -76,45 +49,37 @@ def test_expert_parallelism_gives_the_same_bits(group, config):
         assert torch.equal(a, b)
 
 
-def test_two_casts_and_no_other_kernel():
+@pytest.mark.parametrize("scored", [False, True])
+def test_two_casts_and_no_other_kernel(scored):
     """One quantization in the forward and one in the backward serve routed and shared experts. The shared output and
-    input gradient have no addition of their own."""
+    input gradient have no addition of their own, nor has a product with scores."""
     leaves, ids = make_inputs()
+    forward_of = functools.partial(run_scored, with_scores(leaves)) if scored else functools.partial(run, leaves)
     with CastCounter() as forward:
-        out = run(leaves, ids)
+        out = forward_of(ids)
     with CastCounter() as backward:
         out.backward(torch.randn_like(out))
     assert not forward.stray_casts and not backward.stray_casts
-    assert forward.ops == {
-        "quantize_group": 1,
-        "expert_routing": 1,
-        "permute_rows": 1,
-        "quantize_weight": 4,
-        "grouped_mm": 4,
-        "swiglu_quantize": 2,
-        "unpermute_sum": 1,
-    }
-    assert backward.ops == {
-        "quantize_group": 1,
-        "permute_rows": 1,
-        "quantize_weight": 4,
-        "grouped_mm": 4,
-        "swiglu_quantize_backward": 2,
-        "transpose_pair": 4,
-        "grouped_mm_wgrad": 4,
-        "unpermute_gradients": 1,
-    }
+    both = dict(quantize_group=1, permute_rows=1, quantize_weight=4, grouped_mm=4)
+    assert forward.ops == both | dict(expert_routing=1, swiglu_quantize=2, unpermute_sum=1)
+    backward_only = dict(swiglu_quantize_backward=2, transpose_pair=4, grouped_mm_wgrad=4, unpermute_gradients=1)
+    assert backward.ops == both | backward_only
 
 
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
 def test_saved_bytes(config):
-    """Of the shared experts: h as the settings say, the rows' scales once more, column-major; x and its scales once."""
+    """Of the shared experts: h as the settings say, the rows' scales once more, column-major; x and its scales once;
+    and 4 bytes per token if it has a score."""
     leaves, ids = make_inputs(dtype=torch.bfloat16)
-    weights, saved = {leaf.data_ptr() for leaf in leaves[2:]}, []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: t.data_ptr() in weights or saved.append(t.numel() * t.itemsize) or t, lambda t: t
-    ):
-        run(leaves, ids, config)
+    weights = {leaf.data_ptr() for leaf in leaves[2:]}
+
+    def saved_by(forward):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.data_ptr() in weights or saved.append(t.numel() * t.itemsize) or t, lambda t: t
+        ):
+            forward()
+        return sum(saved)
 
     def fp8(width):
         return width + width // 128
@@ -126,34 +91,9 @@ def test_saved_bytes(config):
     rows, group = row_capacity(T * K, E), group_rows(T)
     routing = rows * 8 + T * K * 4 + E * 4
     x = group * (fp8(D) + D // 128) + 4
-    assert sum(saved) == routing + x + ffn(H, rows) + ffn(SHARED_H, group)
-
-
-def test_gradients_in_flight_are_freed_with_the_backward(group, monkeypatch):
-    """Not with the loss, which a trainer may hold through the next microbatch."""
-    made, make = [], experts._in_flight
-    monkeypatch.setattr(experts, "_in_flight", lambda device: made.append(make(device)) or made[-1])
-    leaves, ids = make_inputs(64)
-    loss = run(leaves, ids, ep_group=group).square().sum()
-    loss.backward()
-    (in_flight,) = made
-    assert leaves[0].grad is not None and in_flight.shared_dx_RD is in_flight.pending is None
-
-
-def test_checkpointing_by_op_recomputes_nothing(group):
-    leaves, ids = make_inputs(64)
-    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
-    for ep_group in (None, group):
-        layer = functools.partial(run, ids=ids, ep_group=ep_group)
-        want = torch.autograd.grad(layer(leaves).square().sum(), leaves)
-        out = checkpoint(
-            lambda x, layer=layer: layer([x, *leaves[1:]]), leaves[0], use_reentrant=False, context_fn=contexts
-        )
-        with CastCounter() as counter:
-            got = torch.autograd.grad(out.square().sum(), leaves)
-        assert counter.ops["grouped_mm"] == 4
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
+    want = routing + x + ffn(H, rows) + ffn(SHARED_H, group)
+    assert saved_by(lambda: run(leaves, ids, config)) == want
+    assert saved_by(lambda: run_scored(with_scores(leaves), ids, config)) == want + 4 * group
 
 
 def test_cached_weights():
@@ -173,47 +113,11 @@ def test_cached_weights():
     assert [cache.quantized for cache in caches.values()] == [2, 4], "the shared experts' only"
 
 
-def test_frozen_tokens_cost_no_product():
-    """Neither of the routed nor of the shared experts."""
-    leaves, ids = make_inputs()
-    want = torch.autograd.grad(run(leaves, ids).square().sum(), leaves)
-    out = run([leaves[0].detach(), *leaves[1:]], ids)
-    with CastCounter() as backward:
-        got = torch.autograd.grad(out.square().sum(), leaves[1:])
-    assert backward.ops["grouped_mm"] == 2
-    assert all(torch.equal(a, b) for a, b in zip(got, want[1:], strict=True))
-
-
 def test_flops_are_counted():
     leaves, ids = make_inputs()
     with FlopCounterMode(display=False) as flops:
         run(leaves, ids)
     assert flops.get_total_flops() == 2 * 3 * D * (row_capacity(T * K, E) * H + group_rows(T) * SHARED_H)
-
-
-def test_frozen_shared_experts():
-    leaves, ids = make_inputs()
-    want = torch.autograd.grad(run(leaves, ids).square().sum(), leaves)
-    for leaf in leaves[5:]:
-        leaf.requires_grad_(False)
-    wgrads, op = [], ops.grouped_mm_wgrad
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "grouped_mm_wgrad", lambda *args: wgrads.append(args) or op(*args))
-        got = torch.autograd.grad(run(leaves, ids).square().sum(), leaves[:5])
-    assert len(wgrads) == 2
-    for a, b in zip(got, want, strict=False):
-        assert torch.equal(a, b)
-
-
-def test_compiles_as_one_graph():
-    leaves, ids = make_inputs()
-    compiled = torch.compile(lambda *leaves: run(leaves, ids), backend="aot_eager", fullgraph=True)
-    for a, b in zip(
-        torch.autograd.grad(compiled(*leaves).square().sum(), leaves),
-        torch.autograd.grad(run(leaves, ids).square().sum(), leaves),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
 
 
 def test_which_can_be_fp8():
@@ -227,7 +131,7 @@ def test_which_can_be_fp8():
     assert why_not_fp8(torch.nn.Identity(), 1) == "Identity of NoneType, NoneType, NoneType"
 
 
-@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+@pytest.mark.parametrize("recompute", ["none", "experts"])
 @pytest.mark.parametrize("frozen, shared_frozen", [(True, False), (False, True), (True, True)])
 def test_frozen_weights(group, recompute, frozen, shared_frozen):
     """Of the routed or the shared experts, with and without a dispatch that travels: other gradients stay, and less is
@@ -245,8 +149,7 @@ def test_frozen_weights(group, recompute, frozen, shared_frozen):
             forward = functools.partial(run, leaves, ids, config, ep_group=ep_group, **flags)
             out, kept[freezes] = saved_bytes(forward)
             results.append([out, *torch.autograd.grad(out.square().sum(), free)])
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, *results))
         # Without a dispatch both read the same rows: they go if nobody trains.
         assert (kept[True] < kept[False]) == (recompute != "experts"), (ep_group, kept)
 
@@ -264,22 +167,24 @@ def run_scored(leaves, ids, config=None, **kwargs):
 
 
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 129, T])
-def test_scores_against_fp64(group, config, tokens):
+@pytest.mark.parametrize(("tokens", "scored"), [(0, False), (1, True), (129, True), (T, False), (T, True)])
+def test_gradients_against_fp64(group, config, tokens, scored):
     """Without a dispatch, and with one that travels."""
     leaves, ids = make_inputs(tokens)
     leaves, dout = with_scores(leaves, tokens), torch.randn(tokens, D, device=DEVICE)
+    leaves, forward = (leaves, run_scored) if scored else (leaves[:-1], run)
     exact = [t.detach().double().requires_grad_() for t in leaves]
-    x, _, _, _, _, gate, down, up, score = exact
-    shared = score.unsqueeze(1) * ((F.silu(x @ gate.T) * (x @ up.T)) @ down.T)
+    x, _, _, _, _, gate, down, up, *score = exact
+    shared = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    shared = shared * score[0].unsqueeze(1) if scored else shared
     want = results(exact, moe_layer(x, exact[1], ids, *exact[2:5], False) + shared, dout.double())
     for ep_group in (None, group):
-        got = results(leaves, run_scored(leaves, ids, config, ep_group=ep_group), dout)
+        got = results(leaves, forward(leaves, ids, config, ep_group=ep_group), dout)
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             assert a.shape == b.shape
             if tokens == T:
                 assert 0.01 < relative_error(a, b) < 0.1, (i, relative_error(a, b))
-            elif tokens > 1 or i not in (2, 9):  # a single score's gradient may be near zero
+            elif tokens > 1 or (tokens and i not in (2, 9)):  # a single score's gradient may be near zero
                 assert relative_error(a, b) < 0.2, (i, relative_error(a, b))
 
 
@@ -291,21 +196,8 @@ def test_scores_of_one_change_nothing():
         assert torch.equal(a, b)
 
 
-def test_scores_cost_no_pass():
-    """The same ops as without, and 4 bytes per token that are kept."""
-    leaves, ids = make_inputs()
-    dout, counts, kept = torch.randn(T, D, device=DEVICE), [], []
-    for forward in (functools.partial(run, leaves), functools.partial(run_scored, with_scores(leaves))):
-        with CastCounter() as counter:
-            out, saved = saved_bytes(lambda forward=forward: forward(ids))
-            out.backward(dout)
-        assert not counter.stray_casts
-        counts.append(counter.ops)
-        kept.append(saved)
-    assert counts[0] == counts[1] and kept[1] - kept[0] == 4 * group_rows(T)
-
-
-def test_scores_under_checkpointing_and_compile(group):
+def test_checkpointing_and_compile(group):
+    """Per op it repeats nothing; whole, and as one graph, the bits are the same."""
     leaves, ids = make_inputs(64)
     leaves = with_scores(leaves, 64)
     contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED_OPS))
@@ -314,26 +206,32 @@ def test_scores_under_checkpointing_and_compile(group):
         want = torch.autograd.grad(layer(leaves).square().sum(), leaves)
         for options in (dict(context_fn=contexts), {}):
             out = checkpoint(lambda x, layer=layer: layer([x, *leaves[1:]]), leaves[0], use_reentrant=False, **options)
-            for a, b in zip(torch.autograd.grad(out.square().sum(), leaves), want, strict=True):
-                assert torch.equal(a, b)
+            with CastCounter() as counter:
+                got = torch.autograd.grad(out.square().sum(), leaves)
+            assert all(map(torch.equal, got, want))
+            assert counter.ops["grouped_mm"] == 4 or not options
     compiled = torch.compile(lambda *leaves: run_scored(leaves, ids), backend="aot_eager", fullgraph=True)
     got = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
     want = torch.autograd.grad(run_scored(leaves, ids).square().sum(), leaves)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("frozen", [(0,), (2, 3, 4), (5, 6, 7), tuple(range(8))])
-def test_scores_beside_what_is_frozen(group, frozen):
+def test_what_is_frozen_costs_no_product(group, frozen):
+    """Neither of the routed nor of the shared experts; other gradients stay."""
     leaves, ids = make_inputs(64)
     leaves = with_scores(leaves, 64)
     flags = dict(frozen={2, 3, 4} <= set(frozen), shared_frozen={5, 6, 7} <= set(frozen))
     for ep_group in (None, group):
         want = torch.autograd.grad(run_scored(leaves, ids, ep_group=ep_group).square().sum(), leaves)
         some = [leaf.detach().requires_grad_(i not in frozen) for i, leaf in enumerate(leaves)]
-        out = run_scored(some, ids, ep_group=ep_group, **flags)
-        got = torch.autograd.grad(out.square().sum(), [leaf for leaf in some if leaf.requires_grad])
-        for a, b in zip(got, [grad for i, grad in enumerate(want) if i not in frozen], strict=True):
-            assert torch.equal(a, b)
+        for options in (flags, {}):
+            out = run_scored(some, ids, ep_group=ep_group, **options)
+            with CastCounter() as backward:
+                got = torch.autograd.grad(out.square().sum(), [leaf for leaf in some if leaf.requires_grad])
+            assert all(map(torch.equal, got, [grad for i, grad in enumerate(want) if i not in frozen]))
+            assert backward.ops["grouped_mm_wgrad"] == 4 - 2 * sum(flags.values())
+            assert backward.ops["grouped_mm"] == (4 if 0 not in frozen else 3 if 1 not in frozen and ep_group else 2)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
@@ -394,20 +292,19 @@ def test_scores_of_shared_experts_stay_fp32_under_fsdp(group, monkeypatch):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(w2=torch.zeros(256, 128)), r"shared must have w1 and w3 \(H, 256\).* and w2 \(256, H\).* w2 \(256, 128\)"),
-    (dict(w3=None, w1=torch.zeros(320, 256), w2=torch.zeros(256, 160)), r"w1 \(2H, 256\) with w3 None, H .* of 128"),
-    (dict(w1=torch.zeros(256, 256).half()), "all bf16 or all fp32 on .* torch.float16"),
-    (dict(scores=torch.zeros(T, 1)), r"shared.scores must be \(300,\) fp32.* got \(300, 1\) torch.float32"),
-    (dict(scores=torch.zeros(T).bfloat16()), r"shared.scores must be .*fp32.*use scores.float\(\).* got .*bfloat16"),
+    (dict(w2=torch.zeros(256, 128)), "w2 (256, H)"),
+    (dict(w3=None, w1=torch.zeros(320, 256), w2=torch.zeros(256, 160)), "w1 (2H, 256) with w3 None"),
+    (dict(w1=torch.zeros(256, 256).half()), "all bf16 or all fp32"),
+    (dict(scores=torch.zeros(T, 1)), "shared.scores must be (300,) fp32"),
+    (dict(scores=torch.zeros(T).bfloat16()), "use scores.float()"),
 ])  # fmt: skip
 def test_shared_experts_that_do_not_fit(change, message):
     (x, scores, *weights), ids = make_inputs()
     change = {name: value if value is None else value.to(DEVICE) for name, value in change.items()}
-    shared = SharedExperts(*weights[3:])._replace(**change)
-    with pytest.raises(ValueError, match=message):
-        routed_experts(x, *weights[:3], ids, scores, shared=shared)
-    with pytest.raises(ValueError, match="shared must be a titan_fp8moe.SharedExperts, got ExpertWeights"):
+    shared = SharedExperts(*weights[3:])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        routed_experts(x, *weights[:3], ids, scores, shared=shared._replace(**change))
+    with pytest.raises(ValueError, match="shared must be a titan_fp8moe.SharedExperts"):
         routed_experts(x, *weights[:3], ids, scores, shared=ExpertWeights(*weights[3:]))
-    shared, without_gate = SharedExperts(*weights[3:]), (*weights[:2], None)
     with pytest.raises(ValueError, match="with w3 None, as 'relu2' has no gate"):
-        routed_experts(x, *without_gate, ids, scores, activation="relu2", shared=shared)
+        routed_experts(x, *weights[:2], None, ids, scores, activation="relu2", shared=shared)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.layer import DEVICE
+from tests.layer import DEVICE, gradients
 from tests.test_model_experts import GPT_OSS, NAMES, in_float64, make_biases
 from tests.test_weights import gathered
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, routed_experts
@@ -22,7 +22,7 @@ from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.testing import make_layer, relative_error
 
 T, E, K = 100, 4, 2
-SIZES = [(64, 16), (192, 80), (320, 144), (80, 256)]  # D, H; gpt-oss's 2880 is 64 modulo 128, as are 192 and 320
+SIZES = [(64, 16), (192, 80), (320, 144)]  # D, H; gpt-oss's 2880 is 64 modulo 128, as are 192 and 320
 STORAGE = ["apart", "fused", "fused transposed", "interleaved", "interleaved transposed"]
 SPEC = ExpertSpec.of("clamped_swiglu", GPT_OSS["activation_parameters"])
 
@@ -66,26 +66,32 @@ def run(how: str, x, scores, ids, weights, biases, dout, **options) -> tuple[lis
     return [out.detach(), x.grad, scores.grad, dw1, w2.grad, dw3, db1, b2.grad, db3], parameters
 
 
-def make(D: int, H: int, dtype: torch.dtype = torch.float32):
+def make(D: int, H: int, dtype: torch.dtype = torch.float32, before: bool = False):
     """The arguments of :func:`run`, and what it should return."""
     x, scores, ids, weights = make_layer(T, D, H, E, K, device=DEVICE)
-    biases, dout = make_biases(E, D, H), torch.randn(T, D, device=DEVICE)
-    leaves = [t.double().requires_grad_() for t in (x, scores, *weights, *biases)]
-    out = in_float64(*leaves[:2], ids, *leaves[2:], SPEC)
-    args = x, scores, ids, [w.to(dtype) for w in weights], [b.to(dtype) for b in biases], dout
-    return args, [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+    biases, dout, spec = (
+        make_biases(E, D, H),
+        torch.randn(T, D, device=DEVICE),
+        SPEC._replace(score_before_experts=before),
+    )
+    leaves = [t.double() for t in (x, scores, *weights, *biases)]
+    want = gradients(lambda x, scores, *rest: in_float64(x, scores, ids, *rest, spec), leaves, dout)
+    return (x, scores, ids, [w.to(dtype) for w in weights], [b.to(dtype) for b in biases], dout), want
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(("D", "H"), SIZES)
-def test_against_float64(D, H):
-    args, want = make(D, H)
-    apart, _ = run("apart", *args)
+def test_against_float64(D, H, before):
+    args, want = make(D, H, before=before)
+    apart, _ = run("apart", *args, score_before_experts=before)
     for how, wgrad in itertools.product(STORAGE, ("balanced", "bf16")):
-        got, parameters = run(how, *args, config=Fp8FlowMoEConfig(wgrad=wgrad))
+        config = Fp8FlowMoEConfig(wgrad=wgrad)
+        got, parameters = run(how, *args, score_before_experts=before, config=config)
         errors = dict(zip(NAMES, map(relative_error, got, want), strict=True))
         assert max(errors.values()) < 0.1 and min(errors.values()) > 0.001, (how, errors)
         assert all(p.grad.shape == p.shape and p.grad.stride() == p.stride() for p in parameters), how
         if "interleaved" not in how and wgrad == "balanced":  # the same rows and blocks
+            assert all(map(torch.equal, got, apart)) or "transposed" in how, how
             assert all(relative_error(a, b) < 1e-6 for a, b in zip(got, apart, strict=True)), how
 
 
@@ -198,21 +204,19 @@ def test_weights_stored_in_fp8():
     x, scores, ids, weights, _, dout = args
     stored = [Fp8Weight.quantize(w) for w in weights]
     assert [tuple(w.shape) for w in stored] == [(E, 128, 256), (E, 256, 128), (E, 128, 256)]
-    modules = [RoutedExperts.from_fp8(*stored)]
+    module = RoutedExperts.from_fp8(*stored)
     q, scale = stored[1]
     again = Fp8Weight.of_blocks(q[:, :192, :80].contiguous(), scale)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again, stored[1], strict=True))
-    results = []
-    for call in (
-        lambda x, s: routed_experts(x, *weights, ids, s),
-        lambda x, s: routed_experts(x, *stored, ids, s),
-        lambda x, s: modules[0](x, ids, s),
-    ):
-        leaves = leaves_of(x, scores)
-        out = call(*leaves)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
-    for result in results[1:]:
-        assert all(map(torch.equal, result, results[0]))
+    want, *others = (
+        gradients(call, (x, scores), dout)
+        for call in (
+            lambda x, s: routed_experts(x, *weights, ids, s),
+            lambda x, s: routed_experts(x, *stored, ids, s),
+            lambda x, s: module(x, ids, s),
+        )
+    )
+    assert all(all(map(torch.equal, other, want)) for other in others)
 
 
 def test_weights_gathered_in_fp8():
@@ -263,32 +267,29 @@ def test_shared_experts():
     """They read the padded rows of the routed ones, and their sums join."""
     x, scores, ids, weights = make_layer(T, 192, 80, E, K, device=DEVICE)
     shared = [torch.randn(shape, device=DEVICE) / 8 for shape in ((144, 192), (192, 144), (144, 192))]
-    leaves, dout = leaves_of(x, *shared), torch.randn(T, 192, device=DEVICE)
+    dout = torch.randn(T, 192, device=DEVICE)
 
     def layer(x, *shared):
         together = ExpertWeights(*shared) if shared else None
         return apply_experts(x, ExpertWeights(*weights), ids, scores, Layer(Fp8FlowMoEConfig()), shared=together)
 
-    out = layer(*leaves)
-    got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    alone = leaves_of(x, *shared)
-    out = layer(alone[0]) + feed_forward(alone[0], ExpertWeights(*alone[1:]), Fp8FlowMoEConfig())
-    want = [out.detach(), *torch.autograd.grad(out, alone, dout)]
+    def apart(x, *shared):
+        return layer(x) + feed_forward(x, ExpertWeights(*shared), Fp8FlowMoEConfig())
+
+    got, want = (gradients(function, (x, *shared), dout) for function in (layer, apart))
     assert all(relative_error(a, b) < 0.01 for a, b in zip(got, want, strict=True))
 
 
 def test_an_ffn_of_every_token():
-    x, (w1, w2, w3) = (
-        torch.randn(70, 192, device=DEVICE),
-        (torch.randn(shape, device=DEVICE) / 8 for shape in ((80, 192), (192, 80), (80, 192))),
-    )
-    leaves, dout = leaves_of(x, w1, w2, w3), torch.randn(70, 192, device=DEVICE)
-    out = feed_forward(leaves[0], ExpertWeights(*leaves[1:]), Fp8FlowMoEConfig())
-    got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    exact = [t.double().requires_grad_() for t in (x, w1, w2, w3)]
-    out = (torch.nn.functional.silu(exact[0] @ exact[1].T) * (exact[0] @ exact[3].T)) @ exact[2].T
-    for a, b in zip(got, [out.detach(), *torch.autograd.grad(out, exact, dout.double())], strict=True):
-        assert 0.001 < relative_error(a, b) < 0.1
+    x, dout = torch.randn(2, 70, 192, device=DEVICE)
+    weights = [torch.randn(shape, device=DEVICE) / 8 for shape in ((80, 192), (192, 80), (80, 192))]
+
+    def exact(x, w1, w2, w3):
+        return (torch.nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+
+    got = gradients(lambda x, *w: feed_forward(x, ExpertWeights(*w), Fp8FlowMoEConfig()), (x, *weights), dout)
+    want = gradients(exact, [t.double() for t in (x, *weights)], dout)
+    assert all(0.001 < relative_error(a, b) < 0.1 for a, b in zip(got, want, strict=True))
 
 
 def test_compiled():
@@ -309,13 +310,12 @@ def test_compiled():
     assert torch.equal(leaves[2].grad, torch.cat([want[3], want[5]], 1)) and torch.equal(leaves[3].grad, want[4])
 
 
-@pytest.mark.parametrize(("D", "H"), [(72, 128), (128, 72), (200, 100)])
+@pytest.mark.parametrize(("D", "H"), [(72, 128), (128, 72)])
 def test_other_sizes_are_refused(D, H):
     x, scores, ids, weights = make_layer(4, D, H, E, K, device=DEVICE)
-    message = rf"D and H must be multiples of 16.* got D {D} and H {H}; pad the model with zeros"
     for how in STORAGE:
         w1, w2, w3 = store(how, *weights)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"got D {D} and H {H}; pad the model with zeros"):
             routed_experts(x, w1, w2, w3, ids, scores, interleaved="interleaved" in how)
     with pytest.raises(ValueError, match=f"dim = {D} and hidden_dim = {H} must be multiples of 16"):
         RoutedExperts(E, D, H)

@@ -12,13 +12,13 @@ import torch
 
 from experiments import timing
 from experiments.gemm_range import run as gemm_range
-from experiments.kernels import deepgemm, gemm
+from experiments.kernels import gemm
 from experiments.records import write_records
-from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS, group_ends, median_ms
+from experiments.timing import AFTER_IDLING, BACK_TO_BACK, group_ends, median_ms
 from tests.processes import run_script
 from titan_fp8moe import testing
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.testing import environment, relative_error
+from titan_fp8moe.testing import environment
 
 
 @pytest.mark.parametrize("skewed", [False, True])
@@ -32,12 +32,6 @@ def test_group_ends(rows, experts, skewed):
     if skewed:
         assert sizes.max() >= rows // 2
     assert torch.equal(ends, group_ends(rows, experts, skewed, "cpu"))
-
-
-def test_relative_error():
-    ref = torch.tensor([3.0, 4.0])
-    assert relative_error(ref * 1.5, ref) == 0.5
-    assert not relative_error(torch.tensor([3.0, float("nan")]), ref) < 1e9
 
 
 def test_medians_by_state(monkeypatch, capsys):
@@ -62,26 +56,6 @@ def test_times_on_a_gpu():
     assert 1.9 < busy < 20
     found = median_ms({"ours": lambda: timing.occupy(1, 1.0)}, 2, timing.launched(20), rounds_with_busy_sms=2)
     assert len(found) == 3 and all(0.9 < ms["ours"] < 10 for ms in found.values())
-
-
-def test_speed_records_of_known_times():
-    """TFLOP/s, ours over the peer's; with busy SMs a peer's faster one counts, and DeepGEMM has none."""
-    ms = {"ours": 2.0, "bf16": 5.0, "bf16, carveout": 4.0, "deepgemm": 1.0}
-    times = gemm.fastest({BACK_TO_BACK: ms, WITH_BUSY_SMS: ms})
-    found = gemm.speed_records("grouped_mm", "shape", int(1e12), times)
-    assert [(r["shape"], r["reference"], r["value"], r["reference_value"], r["speedup"]) for r in found] == [
-        (f"shape, {BACK_TO_BACK}", "bf16", 500.0, 200.0, 2.5),
-        (f"shape, {BACK_TO_BACK}", "deepgemm", 500.0, 1000.0, 0.5),
-        (f"shape, {WITH_BUSY_SMS}", "bf16", 500.0, 250.0, 2.0),
-    ]
-
-
-def test_a_carveout_is_for_one_run(monkeypatch):
-    set_to = []
-    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", set_to.append)
-    candidates = {name: lambda: len(set_to) for name in gemm.CARVED_OUT}
-    gemm.add_carveouts(candidates)
-    assert candidates["bf16, carveout"]() == 1 and set_to == [timing.BUSY_SMS, None] and candidates["bf16"]() == 2
 
 
 @pytest.mark.gpu
@@ -110,17 +84,6 @@ def test_records_say_how_they_were_made(monkeypatch, tmp_path):
     for spec, command in ((None, "python experiments/a.py"), (SimpleNamespace(name="x.a"), "python -m x.a")):
         monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
         assert environment()["command"] == f"{command} --b 'c d' e"
-
-
-def test_packages_that_are_not_installed_have_no_version(monkeypatch):
-    def version(package: str) -> str:
-        if package == "triton":
-            return "3.7"
-        raise testing.importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(testing.importlib.metadata, "version", version)
-    versions = environment()["versions"]
-    assert (versions["triton"], versions["torchtitan"], versions["torchao"]) == ("3.7", None, None)
 
 
 @pytest.fixture
@@ -169,10 +132,11 @@ GPU_SCRIPTS = sorted(
 )
 
 
-@pytest.mark.parametrize("path", GPU_SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_scripts_ask_for_a_gpu_first(path):
-    main = path.read_text().split("\ndef main(")[1]
-    assert "require_gpu()" in main or "begin()" in main
+def test_scripts_ask_for_a_gpu_first():
+    assert len(GPU_SCRIPTS) > 10
+    for path in GPU_SCRIPTS:
+        main = path.read_text().split("\ndef main(")[1]
+        assert "require_gpu()" in main or "begin()" in main, path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
@@ -180,9 +144,3 @@ def test_a_script_without_a_gpu_ends_with_a_sentence():
     done = run_script("-m", "experiments.kernels.gemm", "--out", "o")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: this measures on a GPU, and PyTorch")
-
-
-def test_a_folder_without_deepgemm_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit, match=f"--deepgemm {tmp_path}: No module named 'dg_config'; name a folder with"):
-        deepgemm.load(tmp_path)

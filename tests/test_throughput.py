@@ -8,11 +8,9 @@ import math
 import pkgutil
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,18 +21,14 @@ from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
 from experiments import ablations, records
-from experiments.throughput import fused_bf16, layer, plot, profile_step, sweep, train, variants
+from experiments.throughput import fused_bf16, layer, profile_step, sweep, train, variants
 from experiments.throughput.kernel_trace import (
-    TRACE_WRITTEN,
-    TRACED,
     Kernel,
     by_class,
-    classify,
     host_bound_share,
     load,
     own_kernels,
     timeline,
-    trace_steps,
 )
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
@@ -46,7 +40,7 @@ from titan_fp8moe.testing import relative_error
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("tokens,top_k,experts", [(4096, 6, 64), (1024, 8, 32), (512, 8, 8), (0, 2, 4)])
+@pytest.mark.parametrize("tokens,top_k,experts", [(1024, 8, 32), (512, 8, 8), (0, 2, 4)])
 def test_balanced_random_experts(tokens, top_k, experts):
     chosen = balanced_random_experts(tokens, top_k, experts, torch.device("cpu"))
     assert chosen.shape == (tokens, top_k)
@@ -106,19 +100,10 @@ def test_every_kernel_of_the_package_has_its_class():
     assert own == {name: parts[part] for name, part in by_module.items()}
 
 
-def test_classes_of_a_trace():
-    names = ["wgrad_hopper_kernel", "void cutlass::device_kernel<GroupProblemShape<int>>", "Memset (Device)"]
-    classes = by_class([Kernel(name, 0, 1000, 0, 7) for name in names], own_kernels())
-    assert classes == {"grouped GEMM": (2.0, 2), "copy, fill, cast, cat": (1.0, 1)}
-
-
 @pytest.mark.parametrize(
     "label,names",
     {
-        "communication": [
-            "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
-            "ncclDevKernel_AllGather_RING_LL",
-        ],
+        "communication": ["ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"],
         "attention": ["triton_tem_fused_flex_attention_backward_zeros_3", "void pytorch_flash::flash_fwd_kernel<...>"],
         "grouped GEMM": [
             "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>",
@@ -129,42 +114,33 @@ def test_classes_of_a_trace():
             "void gemvNSP_kernel<...>",
         ],
         "dense GEMM": ["nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n"],
-        "SwiGLU": [
-            "triton_poi_fused_mul_silu_0",
-            "triton_poi_fused__to_copy_mul_silu_silu_backward_2",
-            "triton_poi_fused__grouped_mm_mul_silu_1",
-        ],
+        "SwiGLU": ["triton_poi_fused__to_copy_mul_silu_silu_backward_2", "triton_poi_fused__grouped_mm_mul_silu_1"],
         "sort and count": [
-            "void at_cuda_detail::cub::DeviceScanKernel<...>",
-            "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(...)",
             "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>",
+            "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(...)",
             "_fill_indices_kernel",
         ],
         "gather and scatter": [
             "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<...>>",
             "triton_poi_fused_index_put_new_zeros_1",
-            "void at::native::vectorized_gather_kernel<16, long>(...)",
         ],
         "optimizer": ["void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<...>>"],
         "copy, fill, cast, cat": [
             "Memcpy DtoH (Device -> Pinned)",
+            "Memset (Device)",
             "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>>",
-            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(...)>",
             "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<...>",
             "triton_poi_fused__to_copy_4",
             "triton_poi_fused_clone_transpose_11",
         ],
         "compiled pointwise": ["triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "triton_per_fused__softmax_1"],
-        "other pointwise": [
-            "void at::native::elementwise_kernel_with_index<int, at::native::arange_cuda_out(...)>",
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
-        ],
+        "other pointwise": ["void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"],
     }.items(),
 )
 def test_classes(label, names):
     """Names as an H200's traces have them."""
-    own = own_kernels()
-    assert {name: classify(name, own) for name in names} == dict.fromkeys(names, label)
+    kernels = [Kernel(name, 0, 1000, 0, 7) for name in names]
+    assert by_class(kernels, own_kernels()) == {label: (len(names), len(names))}
 
 
 def test_load_of_a_trace(tmp_path: Path):
@@ -200,78 +176,18 @@ def test_load_of_a_trace(tmp_path: Path):
     assert (after_unknown["host-bound"], after_unknown["idle, launch unknown"]) == (0, pytest.approx(0.035))
 
 
-def test_steps_are_traced(tmp_path: Path, monkeypatch, capsys):
-    class Trainer:
-        def train_step(self, batch):
-            self.steps = [*getattr(self, "steps", []), batch]
-            return batch
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    trace_steps(Trainer, str(tmp_path / "trace.json"))
-    trainer = Trainer()
-    for step in range(1, TRACED.stop + 2):
-        assert trainer.train_step(step) == step
-        assert (TRACE_WRITTEN in capsys.readouterr().out) == (step == TRACED.stop - 1)
-    assert trainer.steps == [*range(1, TRACED.stop + 2)]
-    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
-
-
-def test_summary_of_a_profile():
-    kernels = [Kernel("_permute_kernel", 0, 8000, -1000, 7), Kernel("nccl", 6000, 12000, 0, 8)]
-    head, every = profile_step.summary("fp8_flow", kernels, own_kernels())
-    assert "span                          3.00 ms" in head  # 12 ms of 4 steps
-    assert "host-bound share              0.0%" in head
-    assert "permute, pack, unpermute          2.00 ms      0 launches" in head
-    assert every.splitlines()[1:] == [
-        "    0.000    8.000     1.000   7 _permute_kernel",
-        "    6.000    6.000     6.000   8 nccl",
-    ]
-
-
 def test_host_bound_share():
     """FP8-Flow's against each reference; an idle GPU whose next launch is unknown counts."""
     line = timeline([Kernel("a", 0, 10, -5, 7), Kernel("b", 30, 40, 25, 7), Kernel("c", 45, 50, math.nan, 7)])
     shares = {"bf16": 0.1, "bf16_whole": 0.2, "fp8_flow": host_bound_share(line)}
     classes = {variant: {"span": 2.0, "grouped GEMM": i} for i, variant in enumerate(shares)}
     found = profile_step.records(shares, classes, "train_16b: shape")
-    assert [r["classes"]["reference"]["grouped GEMM"] for r in found] == [0, 1]
-    assert all(r["classes"]["ours"]["grouped GEMM"] == 2 for r in found)
-    assert [(r["reference"], r["reference_value"], r["unit"]) for r in found] == [
-        ("bf16", 0.1, "fraction"), ("bf16_whole", 0.2, "fraction"),
+    parts = [[r["classes"][who]["grouped GEMM"] for who in ("reference", "ours")] for r in found]
+    assert parts == [[0, 2], [1, 2]]
+    assert [(r["reference"], r["reference_value"], r["value"]) for r in found] == [
+        ("bf16", 0.1, pytest.approx(20 / 50)), ("bf16_whole", 0.2, pytest.approx(20 / 50)),
     ]  # fmt: skip
-    assert [r["value"] for r in found] == pytest.approx([20 / 50] * 2)
     assert profile_step.records({"bf16": 0.1}, {}, "") == []
-
-
-def test_a_variant_that_fails_does_not_end_the_others():
-    steps = []
-
-    def step(name: str) -> None:
-        if name == "big":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
-        steps.append(name)
-
-    bench = SimpleNamespace(forwards=dict.fromkeys(["bf16", "big", "fp8"]), step=step)
-    bench.x = SimpleNamespace(grad=torch.zeros(1))
-    failed = layer.warm_up(bench)
-    assert failed == {"big": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."}
-    assert list(bench.forwards) == ["bf16", "fp8"] and steps == ["bf16", "bf16", "fp8", "fp8"]
-    bench.x.grad[0] = math.nan
-    assert set(layer.warm_up(bench)) == {"bf16", "fp8"} and not bench.forwards
-
-
-def test_what_cannot_be_captured_does_not_end_the_others(monkeypatch):
-    def capture(bench: SimpleNamespace, name: str) -> Callable[[], None]:
-        if name == "bf16":
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return lambda: None
-
-    monkeypatch.setattr(layer, "capture", capture)
-    failed = {}
-    bench = SimpleNamespace(forwards=dict.fromkeys(["bf16", "fp8"]))
-    times = layer.times_of_graphs(bench, ["bf16", "failed before", "fp8"], failed, 2, 1e-3)
-    assert failed == {"bf16 as a CUDA graph": "RuntimeError: operation not permitted when stream is capturing"}
-    assert list(times) == ["fp8 as a CUDA graph"] and len(times["fp8 as a CUDA graph"]) == 2
 
 
 def test_times_of_several_processes():
@@ -310,8 +226,7 @@ def test_variants_of_a_layer(monkeypatch):
     monkeypatch.setattr(torchtitan_kernels, "fill_indices_cpu", fill_indices)
     monkeypatch.setattr(ablations, "requantize", ablations.requantize.__wrapped__)  # here eager, for speed
     names = ["bf16 eager", "bf16 whole", "bf16 fused", "fp8 with weight quantization", "fp8"]
-    names += ["fp8 with bf16 shared experts"]
-    names += variants.ABLATIONS
+    names += ["fp8 with bf16 shared experts", *variants.ABLATIONS]
     chosen, _, missing = layer.choose(TINY, 1, names)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.utils.counters.clear()
@@ -323,13 +238,8 @@ def test_variants_of_a_layer(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 7
     outs = {name: bench.forwards[name]().detach() for name in names}
     errors = {name: relative_error(out, outs["bf16 eager"]) for name, out in outs.items()}
-    assert (
-        max(errors["bf16 whole"], errors["bf16 fused"])
-        < 0.01
-        < errors["fp8 with bf16 shared experts"]
-        < errors["fp8"]
-        < 0.1
-    )
+    assert max(errors["bf16 whole"], errors["bf16 fused"]) < 0.01
+    assert 0.01 < errors["fp8 with bf16 shared experts"] < errors["fp8"] < 0.1
     assert torch.equal(outs["fp8"], outs["fp8 with weight quantization"])
     for name in names:  # each step is one forward
         bench.first.tokens_per_expert.zero_()
@@ -376,37 +286,11 @@ def test_variants_of_a_shape():
     shape = variants.Shape("Qwen3-30B", 128, 4096)
     names = ["bf16", "bf16 whole", "bf16 fp32 bmm", "fp8", "fp8 with bf16 shared experts"]
     chosen, captured, missing = layer.choose(shape, 2, names)
-    assert [(name, v.compiled, v.autocast) for name, v in chosen.items()] == [
-        ("bf16", "parts", False), ("fp8", "parts", False)
-    ]  # fmt: skip
+    assert {name: v.compiled for name, v in chosen.items()} == {"bf16": "parts", "fp8": "parts"}
     assert not captured and missing.keys() == {*names} - {"bf16", "fp8"}
     chosen, captured, _ = layer.choose(shape, 1, ["fp8 as a CUDA graph", "bf16"])
-    assert [(name, v.compiled) for name, v in chosen.items()] == [("fp8", "whole"), ("bf16", "parts")]
+    assert {name: v.compiled for name, v in chosen.items()} == {"fp8": "whole", "bf16": "parts"}
     assert captured == ["fp8"] and shape.moe_args(2).num_experts == 256
-
-
-def partial_result() -> dict:
-    return {
-        "shape": variants.Shape("671B", 8, 4096)._asdict(), "gpus": 1, "failed": {"bf16": "OutOfMemoryError: ..."},
-        "ms": {"fp8": [2.0, 4.0, 3.0], "bf16 eager": [9.0], "fp8 eager": [6.0]},
-        "saved_bytes_per_token": {"fp8": 1.0, "bf16 eager": 3.0},
-    }  # fmt: skip
-
-
-def test_what_is_known_of_a_layer_is_kept(tmp_path: Path, capsys):
-    """Without the profiles, and without one of the references."""
-    result = partial_result()
-    layer.show(result)
-    printed = capsys.readouterr().out
-    assert "OutOfMemoryError" in printed and "3.000 ms (2.000 to 4.000)\n" in printed.replace(
-        "  saved    0.0 KiB/token", ""
-    )
-    for _ in range(2):
-        layer.save(result, tmp_path, tmp_path)
-    records = json.loads((tmp_path / "results.json").read_text())
-    assert [(r["name"], r["speedup"]) for r in records] == [("moe_layer eager", 1.5)]
-    assert records[0]["reference"] == "bf16 eager"
-    assert json.loads((tmp_path / "layer_1gpu.json").read_text()) == [result]
 
 
 def profiled_result(gpus: int) -> dict:
@@ -415,7 +299,8 @@ def profiled_result(gpus: int) -> dict:
     ms = {"bf16": [10.0, 30.0, 8.0], "bf16 whole": [9.0], "fp8": [4.0, 5.0, 6.0], "fp8 with weight quantization": [8.0]}
     ms |= {"fp8 requantize": [4.0], "bf16 as a CUDA graph": [7.0], "fp8 as a CUDA graph": [2.0]}
     saved = {"bf16": 8.0, "fp8": 4.0, "fp8 requantize": 6.0}
-    return partial_result() | dict(gpus=gpus, ms=ms, classes=classes, saved_bytes_per_token=saved)
+    shape = variants.Shape("671B", 8, 4096)._asdict()
+    return dict(shape=shape, gpus=gpus, failed={}, ms=ms, classes=classes, saved_bytes_per_token=saved)
 
 
 def test_names_of_layer_records():
@@ -435,38 +320,6 @@ def test_names_of_layer_records():
         ("moe_layer saved requantize", "fp8"): pytest.approx(2 / 3),
     }
     assert [r["reference"] for r in found if "classes" in r] == ["bf16", "bf16 whole"]
-
-
-def test_plot_of_layers(tmp_path: Path, monkeypatch):
-    """Fused bf16, one GPU and one number of tokens only; records without profiles are left out."""
-    results = [partial_result(), profiled_result(2), profiled_result(1)]
-    drawn = []
-    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda self, x, y, text, **kwargs: drawn.append(text))
-    records = [r for result in results for r in layer.records(result)]
-    records += [r | {"reference": "bf16 fused", "reference_value": 9.0} for r in records if r["reference"] == "bf16"]
-    plot.draw(records, tmp_path / "layer.png", 8192)
-    assert not drawn
-    plot.draw(records, tmp_path / "layer.png", 4096)
-    assert drawn == ["9.0 ms", "5.0 ms  2.00x"] and (tmp_path / "layer.png").stat().st_size > 0
-
-
-def stub_processes(folder: Path, *programs: str) -> layer.Processes:
-    group = layer.Processes.__new__(layer.Processes)
-    group.folder = folder
-    group.processes = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
-    return group
-
-
-def test_layer_processes(tmp_path: Path):
-    ready = f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, '%d.ready').touch(); time.sleep(60)"
-    group = stub_processes(tmp_path, ready % 0, ready % 1)
-    assert group.wait("ready", time.monotonic() + 30) is None
-    assert group.wait("done", time.monotonic() + 0.3) == "out of time"
-    group.end()
-    group = stub_processes(tmp_path, "import time; time.sleep(60)", "raise SystemExit(3)")
-    assert group.wait("done", time.monotonic() + 30) == "ended with exit codes [None, 3], None: was running"
-    group.end()
-    assert all(process.poll() is not None for process in group.processes), "a rank that waits for a dead one is left"
 
 
 def stub_run(folder: Path, log: str, program: str = "import time; time.sleep(60)") -> Run:
@@ -504,11 +357,11 @@ def climb(fitting: int, first: int) -> dict[int, bool]:
     return fits
 
 
-@pytest.mark.parametrize("fitting", [1, 3, 4, 30, 48, 100])
+@pytest.mark.parametrize("fitting", [1, 30, 100])
 def test_the_sweep_finds_the_largest_batch(fitting):
     fits = climb(fitting, 4)
     largest = max(batch for batch, fitted in fits.items() if fitted)
-    assert largest <= fitting <= largest + largest // 16
+    assert largest <= fitting <= largest + largest // 8
     assert not any(climb(0, 4).values())
 
 
@@ -519,12 +372,8 @@ def point(variant: str, batch: int, speed: float | None, error: str | None = Non
 def test_what_a_sweep_has_left_and_says():
     """Curves go on where they ended; one that failed does not. The fastest point and the largest batch differ."""
     points = [point("bf16_fused:a", 4, 50.0), point("bf16_fused:b", 4, 40.0), point("bf16_fused:b", 8, 45.0)]
-    points += [
-        point("bf16_fused:a", 8, None, train.OUT_OF_MEMORY),
-        point("fp8_flow", 4, 90.0),
-        point("fp8_flow", 6, 80.0),
-    ]
-    points += [point("fp8_flow:c", 4, None, "ended with exit code 1")]
+    points += [point("bf16_fused:a", 8, None, train.OUT_OF_MEMORY), point("fp8_flow", 4, 90.0)]
+    points += [point("fp8_flow", 6, 80.0), point("fp8_flow:c", 4, None, "ended with exit code 1")]
     left = sweep.todo(points, ["bf16_fused:a", "bf16_fused:b", "fp8_flow", "fp8_flow:c", "fp8_flow:d"], 4)
     assert left == [("bf16_fused:a", 6), ("bf16_fused:b", 16), ("fp8_flow", 12), ("fp8_flow:d", 4)]
     found = sweep.records(points, "16b", "shape")
@@ -538,24 +387,16 @@ def test_what_a_sweep_has_left_and_says():
 def test_a_point_of_a_sweep(tmp_path: Path, monkeypatch):
     """Median of the steps after the warm-up; a run without memory has no speed."""
     step = "[rank0]:[titan] step: {:2}  loss:  8.2  grad_norm:  1.2  memory: {}GiB(97.78%)  tps: {}  tflops: 1\n"
-    log = "".join(step.format(n, 60 + n, speed) for n, speed in ((2, 1), (6, 5), (8, "9,300"), (10, 800), (12, 900)))
+    log = "".join(step.format(n, 60 + n, speed) for n, speed in ((2, 1), (4, 5), (6, "9,300"), (8, 800), (12, 900)))
     log += "[rank0]:[titan] - WARNING - 6 CUDA memory allocation retries.\n"
     monkeypatch.setattr(sweep, "Run", lambda *_: stub_run(tmp_path, log))
     monkeypatch.setattr(Run, "begin", lambda self: None)
     monkeypatch.setattr(Run, "end", lambda self: self.process.kill() or self.process.wait())
-    found = sweep.measure("fp8_flow", 8, None, 5)
+    found = sweep.measure(*sweep.prepare("fp8_flow", 8, None), 5)
     assert (found["tokens_per_second"], found["memory_gib"], found["allocation_retries"]) == (900, 72, 6)
     log = f"{log[: log.index('step: 12')]}\n[rank0]:torch.OutOfMemoryError: CUDA out of memory."
-    found = sweep.measure("fp8_flow", 8, None, 5)
+    found = sweep.measure(*sweep.prepare("fp8_flow", 8, None), 5)
     assert found["error"] == train.OUT_OF_MEMORY and found["tokens_per_second"] is None
-
-
-def test_each_repetition_has_an_order_of_its_own():
-    variants = [*"abcdef"]
-    runs = train.drawn(variants, [0, 1, 2])
-    orders = [[variant for variant, seed in runs if seed == n] for n in range(3)]
-    assert all(sorted(order) == variants for order in orders) and [seed for _, seed in runs[::6]] == [0, 1, 2]
-    assert len({tuple(order) for order in orders}) == 3
 
 
 def test_checkpointing_of_a_variant():
@@ -619,19 +460,6 @@ def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_training_records_of_three_repetitions():
-    """Medians of known speeds, and of each the largest less the smallest."""
-    results = [
-        dict(variant=variant, error=None, median_tokens_per_second=speed * scale, peak_memory_gib=gib * scale)
-        for variant, speed, gib in (("bf16", 100.0, 50.0), ("fp8_flow", 150.0, 40.0))
-        for scale in (1.0, 1.4, 0.9)
-    ]
-    speed, memory = train.records(results, "16b", "shape")
-    assert (speed["value"], speed["reference_value"], speed["speedup"]) == (150, 100, 1.5)
-    assert (memory["value"], memory["reference_value"], memory["speedup"]) == (40, 50, 1.25)
-    assert speed["spread"] == {"ours": pytest.approx(0.5), "reference": pytest.approx(0.5)}
-
-
 def test_flavors_of_the_setting():
     """torchtitan takes every model's command line, in a process that imports the setting as its trainer does."""
     script = """
@@ -671,6 +499,10 @@ def test_log(tmp_path: Path):
     assert [(r["name"], r["reference"]) for r in records] == [("train_16b", "bf16"), ("train_16b memory", "bf16")]
     assert [r["speedup"] for r in records] == pytest.approx([2.0, 91.9 / 80])
     assert "spread" not in records[0]
+    faster = result | {"median_tokens_per_second": 1.1 * result["median_tokens_per_second"]}
+    # Medians, and the largest less the least.
+    repeated, _ = train.records([result, faster, faster, *[fp8] * 3], "16b", "shape")
+    assert repeated["spread"] == {"ours": 0, "reference": pytest.approx(0.1 / 1.1)}
     assert "| 11,030 (11,020 to 11,040) out of memory |" in train.table([failed], [10])
     run.log.write_text(lines.replace("8.21696", "nan", 2))
     assert run.result(None)["error"] == "the loss is nan at step 10"

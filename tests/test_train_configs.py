@@ -74,12 +74,6 @@ def test_own_flavor_of_the_how_to_builds(dry_run, tmp_path: Path):
     assert "w1 (384, 2048, 7168), on this rank (12, 2048, 7168)" in output
 
 
-def test_16b_short_builds_sharded(dry_run):
-    output = dry_run(CONFIGS[0], "--model.flavor=16B_short", "--parallelism.expert_parallel_degree=4", "--world-size=8")
-    assert "experts: ep 4 x etp 1 x fsdp 2" in output
-    assert "w1 (64, 1408, 2048), on this rank (8, 1408, 2048)" in output
-
-
 def test_dense_model_builds(dry_run, tmp_path: Path):
     config, text = tmp_path / "dense.toml", (ROOT / "train_configs/debugmodel.toml").read_text()
     config.write_text(text.replace('"deepseek_v3"', '"llama3"').replace('["fp8_flow_moe"]', "[]"))
@@ -96,35 +90,27 @@ def test_tensor_parallel_experts_are_sharded_as_reported(dry_run):
 
 
 MISTAKES = [  # a line of debug.toml, what replaces it, the message
-    ('flavor = "tiny"', 'flavor = "tinny"', r"model\.flavor = 'tinny'.*'tiny'"),
-    ('name = "deepseek_v3"', 'name = "deepseek"', r"model\.name = 'deepseek': torchtitan has \[.*'deepseek_v3'"),
-    ('wgrad = "balanced"', 'wgrad = "blanced"', r"fp8_flow_moe\.wgrad = 'blanced'; set it to one of 'balanced'"),
-    ('converters = ["fp8_flow_moe"]', 'converters = ["fp8_flow_mo"]', r"'fp8_flow_mo': known are .*'fp8_flow_moe'"),
-    ('dataset = "c4_test"', 'dataset = "c5"', r"training\.dataset = 'c5'.*c4_test"),
-    ('mode = "none"', 'mode = "op"', r"broken\.toml: activation_checkpoint\.mode = 'op'; set it to one of .*selective"),
-    ("steps = 100", "steps = ", r"broken\.toml is no TOML file: .*line"),
-    ("steps = 100", "step = 100", r"broken\.toml: training\.step is unknown; did you mean steps\?"),
-    ("steps = 100", "zzz = 100", r"broken\.toml: training\.zzz is unknown; known are dataset, "),
-    ("[training]", "[trainings]", r"broken\.toml: trainings is unknown; did you mean training\?"),
-    ("[job]", "comm = 3\n[job]", r"broken\.toml: comm = 3; set it to a table of settings"),
-    ("steps = 100", 'steps = "100"', r"broken\.toml: training\.steps = '100'; set it to a whole number"),
-    ("steps = 100", "steps = true", r"broken\.toml: training\.steps = True; set it to a whole number"),
-    ("lr = 2e-3", 'lr = "2e-3"', r"broken\.toml: optimizer\.lr = '2e-3'; set it to a number"),
-    ("enable = false", "enable = 0", r"broken\.toml: checkpoint\.enable = 0; set it to true or false"),
-    ('flavor = "tiny"', "flavor = 16", r"broken\.toml: model\.flavor = 16; set it to a string"),
-    ("decay_ratio = 0.8", "decay_ratio = []", r"broken\.toml: lr_scheduler\.decay_ratio = \[\]; set it to a number"),
-    (
-        'save_h = "bf16"',
-        'filter_fqns = "layers.1."',
-        r"fp8_flow_moe\.filter_fqns = 'layers\.1\.'; set it to a list, .*\[",
-    ),
-    (
-        '"titan_fp8moe.torchtitan"',
-        '"titan_fp8moe"',
-        'custom_config_module = "titan_fp8moe" has no JobConfig; set it to',
-    ),
-    ('"titan_fp8moe.torchtitan"', '"titan_fp8"', 'custom_config_module = "titan_fp8" cannot be imported .*correct'),
-    ('custom_config_module = "titan_fp8moe.torchtitan"', "", "fp8_flow_moe is unknown; set job.custom_config_module ="),
+    ('flavor = "tiny"', 'flavor = "tinny"', "model.flavor = 'tinny'"),
+    ('name = "deepseek_v3"', 'name = "deepseek"', "model.name = 'deepseek': torchtitan has ["),
+    ('wgrad = "balanced"', 'wgrad = "blanced"', "fp8_flow_moe.wgrad = 'blanced'; set it to one of 'balanced'"),
+    ('converters = ["fp8_flow_moe"]', 'converters = ["fp8_flow_mo"]', "'fp8_flow_mo': known are "),
+    ('dataset = "c4_test"', 'dataset = "c5"', "training.dataset = 'c5'"),
+    ('mode = "none"', 'mode = "op"', "activation_checkpoint.mode = 'op'; set it to one of "),
+    ("steps = 100", "steps = ", "broken.toml is no TOML file"),
+    ("steps = 100", "step = 100", "training.step is unknown; did you mean steps?"),
+    ("steps = 100", "zzz = 100", "training.zzz is unknown; known are dataset, "),
+    ("[training]", "[trainings]", "broken.toml: trainings is unknown; did you mean training?"),
+    ("[job]", "comm = 3\n[job]", "comm = 3; set it to a table of settings"),
+    ("steps = 100", 'steps = "100"', "training.steps = '100'; set it to a whole number"),
+    ("steps = 100", "steps = true", "training.steps = True; set it to a whole number"),
+    ("lr = 2e-3", 'lr = "2e-3"', "optimizer.lr = '2e-3'; set it to a number"),
+    ("enable = false", "enable = 0", "checkpoint.enable = 0; set it to true or false"),
+    ('flavor = "tiny"', "flavor = 16", "model.flavor = 16; set it to a string"),
+    ("decay_ratio = 0.8", "decay_ratio = []", "lr_scheduler.decay_ratio = []; set it to a number"),
+    ('save_h = "bf16"', 'filter_fqns = "layers.1."', "fp8_flow_moe.filter_fqns = 'layers.1.'; set it to a list"),
+    ('"titan_fp8moe.torchtitan"', '"titan_fp8moe"', 'custom_config_module = "titan_fp8moe" has no JobConfig'),
+    ('"titan_fp8moe.torchtitan"', '"titan_fp8"', 'custom_config_module = "titan_fp8" cannot be imported'),
+    ('custom_config_module = "titan_fp8moe.torchtitan"', "", "set job.custom_config_module ="),
 ]
 
 
@@ -134,7 +120,7 @@ def test_mistake_is_named(tmp_path: Path, line: str, broken: str, message: str):
     text = (ROOT / "train_configs/debug.toml").read_text()
     assert line in text
     (tmp_path / "broken.toml").write_text(text.replace(line, broken, 1))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         check_config(load(tmp_path / "broken.toml"))
 
 
@@ -187,18 +173,15 @@ def test_wrong_validation_dataset_is_named():
 
 def test_smallest_world_size():
     config = load(ROOT / "train_configs/deepseek_v3_16b.toml")
-    assert smallest_world_size(config) == 8
-    config.parallelism.tensor_parallel_degree = 2  # EP spans the TP ranks, too
-    assert smallest_world_size(config) == 8
-    config.parallelism.expert_parallel_degree = 2  # with TP it also needs two ranks of FSDP
-    assert smallest_world_size(config) == 4
-    config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree = 1, 2
-    assert smallest_world_size(config) == 2  # or of context parallelism
-    config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree = 2, 1
-    config.parallelism.expert_parallel_degree = 8
-    config.parallelism.expert_tensor_parallel_degree = 2
-    assert smallest_world_size(config) == 16
-    config.parallelism.pipeline_parallel_degree = 4
-    assert smallest_world_size(config) == 64
-    config.parallelism.data_parallel_shard_degree = 16
-    assert smallest_world_size(config) == 128
+    for degrees, want in (
+        ({}, 8),
+        (dict(tensor_parallel=2), 8),  # EP spans the TP ranks, too
+        (dict(expert_parallel=2), 4),  # with TP it also needs two ranks of FSDP
+        (dict(tensor_parallel=1, context_parallel=2), 2),  # or of context parallelism
+        (dict(tensor_parallel=2, context_parallel=1, expert_parallel=8, expert_tensor_parallel=2), 16),
+        (dict(pipeline_parallel=4), 64),
+        (dict(data_parallel_shard=16), 128),
+    ):
+        for name, degree in degrees.items():
+            setattr(config.parallelism, f"{name}_degree", degree)
+        assert smallest_world_size(config) == want, degrees

@@ -26,7 +26,7 @@ from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
 from experiments.transformers import run  # noqa: E402
 from tests.layer import DEVICE, CastCounter  # noqa: E402
-from tests.processes import ended_well, run_script, run_workers  # noqa: E402
+from tests.processes import run_checks, run_script  # noqa: E402
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.export_fp8 import fp8_tensors  # noqa: E402
@@ -142,59 +142,47 @@ def test_padded_sizes(module: str, name: str):
         assert grad.shape == param.shape and (grad.dim() < 3 or grad.is_contiguous())
 
 
-def test_a_padded_gpt_oss_model():
-    """Tiny, in fp32: logits and the gradients of all parameters near those of eager experts. With one layer, as its
-    errors may choose other experts in a second."""
-    sizes = dict(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=VOCABULARY)
-    experts = dict(hidden_size=192, intermediate_size=144, num_local_experts=E, num_experts_per_tok=K)
-    config = transformers.GptOssConfig(**sizes, **experts, pad_token_id=0, eos_token_id=1)
-    torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM(config).to(DEVICE)
-    ids, results = torch.randint(0, VOCABULARY, (2, 40), device=DEVICE), []
-    for implementation in ("eager", "fp8_flow"):
-        model.set_experts_implementation(implementation)
-        out = model(ids, labels=ids)
-        grads = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad])
-        results.append([out.logits.detach(), torch.cat([grad.flatten() for grad in grads])])
-    assert adapter.converted(model) == ["model.layers.0.mlp.experts"]
-    for want, got in zip(*results, strict=True):
-        assert 1e-5 < relative_error(got, want) < 0.1
-
-
-def nemotron() -> torch.nn.Module:
-    """Two MoE layers, whose experts have no gate, and one of attention; without Mamba."""
+def padded_model(family: str) -> torch.nn.Module:
+    """With D of 192 and H of 144. gpt-oss has one layer, as its errors may choose other experts in a second; Nemotron
+    two MoE layers, whose experts have no gate, and one of attention."""
     sizes = dict(hidden_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=VOCABULARY)
-    experts = dict(n_routed_experts=E, num_experts_per_tok=K, moe_intermediate_size=144, n_group=1, topk_group=1)
-    shared = dict(moe_shared_expert_intermediate_size=64, intermediate_size=64, mlp_hidden_act="relu2")
-    blocks, ids = ["moe", "attention", "moe"], dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
-    config = transformers.NemotronHConfig(**sizes, **experts, **shared, **ids, layers_block_type=blocks)
+    sizes |= dict(num_experts_per_tok=K, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    if family == "GptOss":
+        sizes |= dict(num_hidden_layers=1, intermediate_size=144, num_local_experts=E)
+    else:
+        sizes |= dict(n_routed_experts=E, moe_intermediate_size=144, n_group=1, topk_group=1, mlp_hidden_act="relu2")
+        sizes |= dict(moe_shared_expert_intermediate_size=64, intermediate_size=64)
+        sizes |= dict(layers_block_type=["moe", "attention", "moe"])
     torch.manual_seed(0)
-    return transformers.NemotronHForCausalLM(config).to(DEVICE)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    return getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE)
 
 
-def test_a_nemotron_model():
-    """As gpt-oss's; and its matrices as FP8 tensors for another engine."""
-    model, results = nemotron(), []
+# A square doubles relative errors.
+@pytest.mark.parametrize(
+    ("family", "layers", "limit"), [("GptOss", ["0.mlp"], 0.1), ("NemotronH", ["0.mixer", "2.mixer"], 0.15)]
+)
+def test_a_padded_model(family: str, layers: list[str], limit: float):
+    """Logits and the gradients of all parameters are near those of eager experts."""
+    model, results = padded_model(family), []
     ids = torch.randint(0, VOCABULARY, (2, 40), device=DEVICE)
     for implementation in ("eager", "fp8_flow"):
         model.set_experts_implementation(implementation)
         out = model(ids, labels=ids)
         grads = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad])
         results.append([out.logits.detach(), torch.cat([grad.flatten() for grad in grads])])
-    assert adapter.converted(model) == [f"model.layers.{i}.mixer.experts" for i in (0, 2)]
+    assert adapter.converted(model) == [f"model.layers.{layer}.experts" for layer in layers]
     for want, got in zip(*results, strict=True):
-        assert 1e-5 < relative_error(got, want) < 0.15  # a square doubles relative errors
-    tensors = {name: tensor for bucket in fp8_tensors(model.bfloat16()) for name, tensor in bucket.items()}
+        assert 1e-5 < relative_error(got, want) < limit
+
+
+def test_fp8_tensors_of_these_models():
+    """Nemotron's matrices go to another engine; gpt-oss's format is its own."""
+    tensors = {n: t for bucket in fp8_tensors(padded_model("NemotronH").bfloat16()) for n, t in bucket.items()}
     up = tensors["backbone.layers.2.mixer.experts.1.up_proj.weight"]
     assert up.dtype == recipe.FP8 and up.shape == (144, 192)
-
-
-def test_fp8_tensors_of_gpt_oss_are_refused():
-    sizes = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=2, vocab_size=8)
-    config = transformers.GptOssConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    model = transformers.GptOssForCausalLM(config)
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj holds all experts.*gpt-oss's own format.*in bf16"):
-        list(fp8_tensors(model))
+    with pytest.raises(ValueError, match="experts.gate_up_proj holds all experts"):
+        list(fp8_tensors(padded_model("GptOss")))
 
 
 class Clamped(torch.nn.Module):
@@ -305,7 +293,7 @@ def test_settings_reach_the_layer():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (dict(hidden_act="gelu"), "gate is none of swiglu, clamped_swiglu, geglu_tanh, softcapped_swiglu"),
+        (dict(hidden_act="gelu"), "gate is none of swiglu"),
         (dict(moe_intermediate_size=200), "dims 256 and 200 are not both multiples of 16"),
         (dict(hidden_size=328), "dims 328 and 128 are not both multiples of 16"),
         (torch.float16, "weights are torch.float16; load them in bfloat16"),
@@ -318,9 +306,9 @@ def test_unsupported_experts_are_refused(change, why: str):
         experts.to(change)
     experts.config._experts_implementation = "fp8_flow"
     x = torch.randn(T, experts.hidden_dim, device=DEVICE)
-    with pytest.raises(ValueError, match=rf"Qwen3MoeExperts cannot run as fp8_flow: its {why}.*unsupported=\"keep\""):
+    with pytest.raises(ValueError, match=f"its {why}.*unsupported=.keep"):
         experts(x, *make_inputs()[1:])
-    with pytest.raises(ValueError, match=f"no experts of Sequential run in FP8: Qwen3MoeExperts: its {why}"):
+    with pytest.raises(ValueError, match=f"Qwen3MoeExperts: its {why}"):
         adapter.converted(torch.nn.Sequential(experts))
 
 
@@ -328,7 +316,7 @@ def test_unsupported_experts_can_stay_as_they_were():
     adapter.register(unsupported="keep")
     experts, inputs, dout = qwen3_experts(hidden_act="gelu"), make_inputs(), torch.randn(T, D, device=DEVICE)
     adapter._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="its gate is none of swiglu, .*; it stays on grouped_mm") as seen:
+    with pytest.warns(UserWarning, match="it stays on grouped_mm") as seen:
         got = [step(experts, "fp8_flow", inputs, dout) for _ in range(2)][1]
     assert len([w for w in seen if "fp8_flow" in str(w.message)]) == 1
     want = step(experts, "grouped_mm", inputs, dout)
@@ -354,9 +342,7 @@ def fp8_experts(scale: float = 1.0) -> tuple[torch.nn.Module, torch.nn.Module]:
 def test_weights_stored_in_fp8(compiled: bool):
     """Output and gradients of dequantized experts, bit for bit, also in one graph; no weight is quantized."""
     (experts, plain), inputs, dout = fp8_experts(), make_inputs(torch.bfloat16), torch.randn(T, D, device=DEVICE)
-    with pytest.raises(
-        ValueError, match=r"stored in FP8 and requires a gradient.*freeze it with requires_grad_\(False\)"
-    ):
+    with pytest.raises(ValueError, match=r"freeze it with requires_grad_\(False\)"):
         experts(*inputs)
     experts.requires_grad_(False), plain.requires_grad_(False)
     want = step(plain, "fp8_flow", inputs, dout.bfloat16())
@@ -409,14 +395,14 @@ def test_register_refuses(arguments: dict, message: str):
 def test_unknown_properties_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
     """A later version may describe experts by more, as 5.23 does by a norm that 5.17 has not."""
     monkeypatch.setattr(adapter, "use_experts_implementation", lambda *, has_gate=True, has_router=False: None)
-    with pytest.raises(RuntimeError, match="describes experts by has_router, which .* install a version from 5.17"):
+    with pytest.raises(RuntimeError, match="has_router, which .* install a version"):
         adapter.register()
 
 
 def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
     monkeypatch.delitem(sys.modules, "titan_fp8moe.transformers")
-    with pytest.raises(ImportError, match=r"needs Transformers 5, 5.17 or newer: pip install -e '.\[trans"):
+    with pytest.raises(ImportError, match="needs Transformers 5, 5.17 or newer"):
         importlib.import_module("titan_fp8moe.transformers")
 
 
@@ -438,19 +424,13 @@ MLA = dict(
     q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, head_dim=32,
     n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1,
 )  # fmt: skip
-FAMILIES = {
+FAMILIES = {  # shared experts with a gate of their own; none; MLA and groups; other names, and scales of a family's own
     "Qwen2Moe": dict(num_experts=E, shared_expert_intermediate_size=H),
     "Qwen3Moe": dict(num_experts=E),
-    "DeepseekV2": MLA | dict(topk_method="greedy"),
     "DeepseekV3": MLA,
-    "Glm4Moe": dict(n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1),
-    "Glm4MoeLite": MLA,
     "Mixtral": dict(num_local_experts=E),
-    "Olmoe": dict(num_experts=E),
     "Ernie4_5_Moe": dict(moe_num_experts=E, moe_k=K, moe_layer_start_index=0),
     "GraniteMoe": dict(num_local_experts=E),
-    "MiniMaxM2": dict(num_local_experts=E),
-    "Dots1": dict(n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1),
 }
 
 
@@ -473,10 +453,8 @@ def loss_and_grads(model: Any, tokens: Tensor, call: Callable | None = None) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str):
     """Loss and all gradients near fp32's. With one MoE layer, as its errors may choose other experts in a second."""
-    model, tokens = (
-        make_model(family, num_hidden_layers=1 + ("first_k_dense_replace" in FAMILIES[family])),
-        make_tokens(),
-    )
+    layers = 1 + ("first_k_dense_replace" in FAMILIES[family])
+    model, tokens = make_model(family, num_hidden_layers=layers), make_tokens()
     model.set_experts_implementation("eager")
     want_loss, want = loss_and_grads(model, tokens)
     model.set_experts_implementation("fp8_flow")
@@ -491,34 +469,18 @@ def test_families(family: str):
 
 
 def test_a_model_in_which_nothing_runs_in_fp8_is_named():
-    dense = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**{k: v for k, v in SMALL.items() if "moe" not in k and "experts" not in k})
-    )
+    sizes = {name: value for name, value in SMALL.items() if "moe" not in name and "experts" not in name}
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     dense.set_experts_implementation("fp8_flow")
-    with pytest.raises(ValueError, match="LlamaForCausalLM run in FP8: the model's code has no experts that choose"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM run in FP8: the model's code has no"):
         adapter.converted(dense)
     with pytest.raises(ValueError, match=r'run in FP8: call model.set_experts_implementation\("fp8_flow"\)'):
         adapter.converted(make_model())
 
 
-def test_generate_with_one_token_at_a_time():
-    """Decoding from the cache gives the logits of a forward over the whole sequence, up to rounding in attention."""
-    model = make_model().eval()
-    model.set_experts_implementation("fp8_flow")
-    tokens = make_tokens(length=9)
-    done = model.generate(
-        tokens, max_new_tokens=5, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
-    )
-    assert done.sequences.shape == (2, 14)
-    with torch.no_grad():
-        whole = model(input_ids=done.sequences[:, :-1]).logits[:, 8:]
-    assert relative_error(torch.stack(done.logits, 1), whole) < 3e-2
-    assert torch.equal(whole.argmax(-1)[:, 0], done.sequences[:, 9])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compile_as_one_graph(dtype: torch.dtype):
-    model, tokens = make_model().to(dtype), make_tokens()
+def test_compile_as_one_graph():
+    """In bf16; the next test is in fp32."""
+    model, tokens = make_model(num_hidden_layers=1).bfloat16(), make_tokens(length=16)
     model.set_experts_implementation("fp8_flow")
     want_loss, want = loss_and_grads(model, tokens)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -530,7 +492,8 @@ def test_compile_as_one_graph(dtype: torch.dtype):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_kept_weights_in_a_compiled_model(frozen: bool):
     """One graph, whose buffers are those of all experts; a state dict that is loaded is seen."""
-    model, tokens = make_model(experts_implementation="fp8_flow"), make_tokens()
+    model = make_model(experts_implementation="fp8_flow", num_hidden_layers=1 if frozen else 2)
+    tokens = make_tokens(length=16)
     experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
     states = [{name: value * factor for name, value in model.state_dict().items()} for factor in (1.0, 1.25)]
     want = [model.load_state_dict(state) and loss_and_grads(model, tokens) for state in states]
@@ -578,19 +541,17 @@ def train(model: Any, folder: Path, **arguments: Any) -> list[float]:
 
 def test_trainer(tmp_path: Path):
     """With bf16 autocast, gradient accumulation and checkpointing: the loss falls as fp32's."""
-    first = make_model()
-    losses = []
-    for implementation, checkpointing in (("eager", False), ("fp8_flow", False), ("fp8_flow", True)):
-        model = make_model()
+    first, losses = make_model(num_hidden_layers=1), []
+    for implementation in ("eager", "fp8_flow"):
+        model = make_model(num_hidden_layers=1)
         model.load_state_dict(first.state_dict())
         model.set_experts_implementation(implementation)
         torch.manual_seed(0)
-        options = dict(gradient_accumulation_steps=2, gradient_checkpointing=checkpointing)
+        options = dict(gradient_accumulation_steps=2, gradient_checkpointing=implementation == "fp8_flow")
         losses.append(train(model, tmp_path, bf16=True, **options))
-    eager, *others = losses
-    for found in others:
-        assert found[-1] < 0.8 * found[0]
-        assert found == pytest.approx(eager, rel=0.02) and found != eager
+    eager, found = losses
+    assert found[-1] < 0.8 * found[0] and found != eager
+    assert found == pytest.approx(eager, rel=0.02)
 
 
 def test_save_and_load(tmp_path: Path):
@@ -641,37 +602,61 @@ def test_layers_on_two_gpus(tmp_path: Path):
     assert all(relative_error(grads[name].to(DEVICE), want[name]) < 1e-2 for name in want)
 
 
+# --- torchao ----------------------------------------------------------------------------------------------------------
+
+
+def test_quantize_of_torchao():
+    """As the registry, for the layers that a filter names; what does not fit is refused."""
+    quantize_ = pytest.importorskip("torchao.quantization").quantize_
+    from titan_fp8moe.torchao import is_moe
+
+    config, tokens = Fp8FlowMoEConfig(save_h="fp8"), make_tokens()
+    adapter.register(config)
+    registered = make_model()
+    registered.set_experts_implementation(adapter.NAME)
+    model = make_model()
+    model.load_state_dict(registered.state_dict())
+    plain_loss, _ = loss_and_grads(model, tokens)
+    quantize_(model, config, filter_fn=is_moe)
+    (want_loss, want), (loss, grads) = (loss_and_grads(m, tokens) for m in (registered, model))
+    assert loss == want_loss != plain_loss and all(torch.equal(grads[name], want[name]) for name in want)
+    some = make_model()
+    quantize_(some, config, filter_fn=lambda module, name: is_moe(module, name) and "layers.0." not in name)
+    assert adapter.converted(some) == ["model.layers.1.mlp.experts"]
+    with pytest.raises(ValueError, match="Qwen3MoeExperts: its gate is none of"):
+        quantize_(make_model(hidden_act="gelu"), config, filter_fn=is_moe)
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
 def test_two_processes(tmp_path: Path):
     """FSDP2, and Transformers' own expert parallelism, against one process."""
-    done = run_workers("transformers_worker.py", 2, str(tmp_path))
-    log = done.stdout[-3000:] + done.stderr[-3000:]
-    assert ended_well(done) and "ok fsdp2" in done.stdout and "ok expert parallel" in done.stdout, log
+    run_checks("transformers_worker.py", 2, str(tmp_path))
 
 
 def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """Every phase leaves a record, and what does not fit the budget is named."""
     monkeypatch.setitem(run.TINY, "num_hidden_layers", 1)  # a graph of two takes twice as long to trace
+    monkeypatch.setattr(run, "SEQUENCES", (1, 8))
+    config = transformers.Qwen3MoeConfig  # with a small output layer, as CPUs may take seconds for bf16's products
+    monkeypatch.setattr(transformers, "Qwen3MoeConfig", lambda **dims: config(**dims | {"vocab_size": 256}))
+    compile_ = torch.compile  # tests above trace forward and backward
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, **options | {"backend": "eager"}))
+    monkeypatch.setattr(run, "SEEDS", (0, 1))
     arguments = ["--out", str(tmp_path), "--tiny", "--rounds", "1", "--calls", "1", "--steps", "3", "--models", "qwen3"]
-    run.main(arguments)
+    phases = [phase for phase in run.PHASES if phase != "compiled"]  # compiled_frozen is that, too
+    run.main([*arguments, "--phases", *phases])
     records = json.loads((tmp_path / "results.json").read_text())
-    assert {record["name"] for record in records} == {"transformers_qwen3"} and len(records) == 13
+    assert {record["name"] for record in records} == {"transformers_qwen3"} and len(records) == 8
     assert all(record["experts_in_fp8"] == 1 and record["speedup"] > 0 for record in records)
     loss = next(record for record in records if "loss after" in record["shape"])
-    assert loss["value"] == pytest.approx(loss["reference_value"], rel=5e-3) and len(loss["losses"]) == 3
-    assert loss["losses"] != loss["reference_losses"]
+    assert loss["value"] == pytest.approx(loss["reference_value"], rel=5e-3)
+    assert len(loss["losses"]) == len(loss["gaps"]) == 2 and len(loss["losses"][1]) == 3
+    assert loss["losses"][0] != loss["losses"][1] and loss["losses"] != loss["reference_losses"]
+    assert loss["reference_gaps"] == [0, 0]  # a CPU sums in one order
     run.main([*arguments, "--budget", "0", "--phases", "eager"])
-    assert "qwen3 eager: left out after 0.0 s; run it with --phases eager" in capsys.readouterr().err
-
-
-def test_records_of_known_times():
-    """Speeds are compared ours over the reference's, times the other way round."""
-    bench = run.Bench.__new__(run.Bench)
-    bench.name, bench.setting = "qwen3", run.MODELS["qwen3"]
-    assert bench.record("eager", 150.0, "grouped_mm", 100.0, "tokens/s")["speedup"] == 1.5
-    assert bench.record("forward of one token", 4.0, "grouped_mm", 6.0, "ms")["speedup"] == 1.5
+    assert "run it with --phases eager" in capsys.readouterr().err
 
 
 def test_example():

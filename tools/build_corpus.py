@@ -3,8 +3,8 @@
 The result needs no network, neither to build nor to train on::
 
     OUT/tokenizer/    tokenizer.json, tokenizer_config.json   (model.hf_assets_path)
-    OUT/train/        part-*.jsonl                            (training.dataset_path, dataset "c4_test")
-    OUT/validation/   part-*.jsonl                            (validation.dataset_path, dataset "c4_test")
+    OUT/train/        part-00000.jsonl                        (training.dataset_path, dataset "c4_test")
+    OUT/validation/   part-00000.jsonl                        (validation.dataset_path, dataset "c4_test")
     OUT/corpus.json   what was built, and from what
 
 The text is the standard library of the running interpreter (sources and text documents), optionally the Python
@@ -37,9 +37,9 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -56,9 +56,7 @@ MIN_DOCUMENT_BYTES = 128
 # Longer documents are split. torchtitan tokenizes a record at once and holds its tokens until they are consumed.
 MAX_DOCUMENT_BYTES = 64 * 1024
 
-MAX_PART_BYTES = 64 * 1024 * 1024
 STDLIB_SUFFIXES = {".py", ".md", ".rst", ".txt"}
-PROGRESS_SECONDS = 2.0
 SEED = 0  # of the order and the split
 
 
@@ -66,17 +64,15 @@ class UsageError(Exception):
     """The arguments cannot be satisfied; the message tells the user what to change."""
 
 
-@dataclass(frozen=True, order=True)
-class SourceFile:
+class SourceFile(NamedTuple):
     """A file to read. The order is by package and name, never by location, so that it is the same on every machine."""
 
     package: str
     name: str
-    location: Path = field(compare=False)
+    location: Path
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     package: str
     path: str
     text: str
@@ -102,14 +98,15 @@ def walk_files(root: Path) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def stdlib_files() -> list[SourceFile]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
+def below(root: Path, package: str, suffixes: set[str] | None = None) -> list[SourceFile]:
+    """The files below ``root``, of these suffixes; each top-level entry is a package."""
+    found = []
     for location in walk_files(root):
-        if location.suffix in STDLIB_SUFFIXES:
+        if suffixes is None or location.suffix in suffixes:
             relative = location.relative_to(root)
-            files.append(SourceFile(f"stdlib/{relative.parts[0].removesuffix('.py')}", relative.as_posix(), location))
-    return files
+            top = relative.parts[0].removesuffix(".py") if suffixes else relative.parts[0]
+            found.append(SourceFile(f"{package}/{top}", relative.as_posix(), location))
+    return found
 
 
 def _normalized(distribution_name: str) -> str:
@@ -117,49 +114,29 @@ def _normalized(distribution_name: str) -> str:
 
 
 def find_distributions(names: list[str]) -> dict[str, metadata.Distribution]:
-    """Return the installed distributions called ``names``, or all of them for ``["all"]``, by normalized name."""
-    if "all" in names:
-        found: dict[str, metadata.Distribution] = {}
-        for distribution in metadata.distributions():
-            name = distribution.metadata["Name"]
-            if name:  # Leftovers of interrupted installs have none.
-                # The first one on sys.path is the one that would be imported.
-                found.setdefault(_normalized(name), distribution)
-        return found
-    found = {}
-    for name in names:
-        try:
-            found[_normalized(name)] = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            raise UsageError(
-                f"--packages: no distribution {name!r} is installed for {sys.executable}; "
-                "names are those that `pip list` shows, not import names"
-            ) from None
-    return found
+    """The installed distributions called ``names``, or all of them for ``["all"]``, by normalized name."""
+    if "all" in names:  # Leftovers of interrupted installs have no name; the first on sys.path is what is imported.
+        found = [(d.metadata["Name"], d) for d in metadata.distributions() if d.metadata["Name"]]
+        return {_normalized(name): distribution for name, distribution in reversed(found)}
+    try:
+        return {_normalized(name): metadata.distribution(name) for name in names}
+    except metadata.PackageNotFoundError as error:
+        raise UsageError(
+            f"--packages: no distribution {error.args[0]!r} is installed for {sys.executable}; "
+            "names are those that `pip list` shows, not import names"
+        ) from None
 
 
 def distribution_files(name: str, distribution: metadata.Distribution) -> list[SourceFile]:
-    files = []
-    for entry in distribution.files or []:
-        # Entries that start with ".." are scripts outside site-packages.
-        if entry.suffix == ".py" and entry.parts[0] != "..":
-            location = Path(entry.locate())
-            if location.is_file():
-                files.append(SourceFile(f"distribution/{name}", entry.as_posix(), location))
-    return files
-
-
-def input_files(root: Path) -> list[SourceFile]:
-    files = []
-    for location in walk_files(root):
-        relative = location.relative_to(root)
-        files.append(SourceFile(f"input/{root.name}/{relative.parts[0]}", relative.as_posix(), location))
-    return files
+    # Entries that start with ".." are scripts outside site-packages.
+    entries = [e for e in distribution.files or [] if e.suffix == ".py" and e.parts[0] != ".."]
+    files = [SourceFile(f"distribution/{name}", entry.as_posix(), Path(entry.locate())) for entry in entries]
+    return [file for file in files if file.location.is_file()]
 
 
 def find_sources(args: argparse.Namespace, distributions: dict[str, metadata.Distribution]) -> list[SourceFile]:
-    """List every file the arguments select, sorted. A source that was asked for by name and is empty is an error."""
-    files = stdlib_files() if args.stdlib else []
+    """Every file the arguments select, sorted. A source that was asked for by name and is empty is an error."""
+    files = below(Path(sysconfig.get_paths()["stdlib"]), "stdlib", STDLIB_SUFFIXES) if args.stdlib else []
     for name, distribution in distributions.items():
         found = distribution_files(name, distribution)
         if not found and "all" not in args.packages:
@@ -169,7 +146,7 @@ def find_sources(args: argparse.Namespace, distributions: dict[str, metadata.Dis
             )
         files += found
     for root in args.input:
-        found = input_files(root)
+        found = below(root, f"input/{root.name}")
         if not found:
             raise UsageError(f"--input: no files below {root}")
         files += found
@@ -207,11 +184,7 @@ def read_documents(files: list[SourceFile], max_bytes: int | None) -> tuple[list
     left_out: Counter[str] = Counter()
     seen: set[bytes] = set()
     total_bytes = 0
-    last_report = time.monotonic()
-    for index, file in enumerate(files):
-        if time.monotonic() - last_report > PROGRESS_SECONDS:
-            last_report = time.monotonic()
-            _log(f"read {index}/{len(files)} files, {_mib(total_bytes)}")
+    for file in files:
         try:
             text = file.location.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError:
@@ -286,26 +259,17 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def write_jsonl(documents: list[Document], folder: Path) -> None:
-    """Write ``documents`` to ``part-*.jsonl``.
+    """Writes ``documents`` to one file.
 
-    The names carry no split on purpose: ``datasets`` infers splits from words such as "validation" in file names, and
+    Its name carries no split on purpose: ``datasets`` infers splits from words such as "validation" in file names, and
     torchtitan's "c4_test" always loads the split "train", which has to be every file of the folder.
     """
     folder.mkdir()
-    parts: list[list[Document]] = [[]]
-    part_bytes = 0
-    for document in documents:
-        if part_bytes and part_bytes + document.num_bytes > MAX_PART_BYTES:
-            parts.append([])
-            part_bytes = 0
-        parts[-1].append(document)
-        part_bytes += document.num_bytes
-    for number, part in enumerate(parts):
-        records = ({"text": document.text, "package": document.package, "path": document.path} for document in part)
-        # Escaped to ASCII, so that no reader takes a separator such as U+2028 for the end of the line.
-        lines = (json.dumps(record) + "\n" for record in records)
-        with (folder / f"part-{number:05d}.jsonl").open("w", encoding="utf-8") as out:
-            out.writelines(lines)
+    with (folder / "part-00000.jsonl").open("w", encoding="utf-8") as out:
+        for document in documents:
+            # Escaped to ASCII, so that no reader takes a separator such as U+2028 for the end of the line.
+            record = {"text": document.text, "package": document.package, "path": document.path}
+            out.write(json.dumps(record) + "\n")
 
 
 def read_manifest(out: Path) -> dict | None:
@@ -446,15 +410,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check_args(args)
         distributions = find_distributions(args.packages)
-        arguments = {
-            "packages": sorted(args.packages),
-            "input": [str(root) for root in args.input],
-            "stdlib": args.stdlib,
-            "vocab_size": args.vocab_size,
-            "held_out_fraction": args.held_out_fraction,
-            "max_bytes": args.max_bytes,
-            "seed": SEED,
-        }
+        arguments = {key: value for key, value in vars(args).items() if key not in ("out", "force")}
+        arguments |= {"packages": sorted(args.packages), "input": [str(root) for root in args.input], "seed": SEED}
         versions = {
             "python": platform.python_version(),
             "tokenizers": tokenizers.__version__,

@@ -1,8 +1,7 @@
 """Compare the training curves of torchtitan runs and fail when one leaves the reference.
 
-The first run is the reference. A run is a folder that torchtitan logged to, with TensorBoard event files or, if there
-are none, W&B runs (offline ones need no upload). All files below it are taken as one run: after a restart, a step that
-was logged twice keeps the later value.
+The first run is the reference. A run is a folder that torchtitan logged to with TensorBoard. All event files below it
+are taken as one run: after a restart, a step that was logged twice keeps the later value.
 
 The losses of a run and of the reference are compared at the steps both logged, after smoothing each with the mean
 over the last ``--smooth`` steps. Relative deviations are (run - reference) / reference of the smoothed losses; the
@@ -17,14 +16,11 @@ Example::
 """
 
 import argparse
-import json
 import math
 import re
 import statistics
-import struct
 import sys
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -71,9 +67,15 @@ class Run:
     def values(self, tag: str) -> list[float]:
         return list(self.metrics.get(tag, {}).values())
 
+    def smoothed(self, tag: str, steps: Iterable[int], window: int) -> np.ndarray:
+        """For every step, the mean of the values logged in the ``window`` steps that end there."""
+        at = np.array(list(steps))
+        values = np.array([self.metrics[tag][step] for step in at])
+        starts = np.searchsorted(at, at - window, side="right")
+        return np.array([values[start : end + 1].mean() for end, start in enumerate(starts)])
 
-@dataclass
-class Deviation:
+
+class Deviation(NamedTuple):
     """The steps that a run and the reference have in common, and how far apart their smoothed losses are there."""
 
     steps: np.ndarray
@@ -109,69 +111,15 @@ def tensorboard_points(path: Path) -> Iterator[Point]:
             yield Point(event.wall_time, event.step, tag, event.value)
 
 
-def wandb_records(path: Path) -> Iterator[bytes]:
-    """Yield the serialized records of a ``.wandb`` file.
-
-    The file is a LevelDB log behind a header of 7 bytes: blocks of 32 KiB with fragments of records, each preceded by
-    a checksum, its length, and its place in the record (https://github.com/google/leveldb/blob/main/doc/log_format.md).
-    Unlike LevelDB the checksum is a plain CRC-32. wandb has no Python reader for it since its core became a binary.
-    """
-    block_bytes, file_header_bytes = 32 * 1024, 7
-    fragment_header = struct.Struct("<IHB")
-    full, first, last = 1, 2, 4
-
-    data = path.read_bytes()
-    if not data.startswith(b":W&B"):
-        raise UsageError(f"{path} is not a W&B run file")
-    position = file_header_bytes
-    record = b""
-    while True:
-        left_in_block = block_bytes - position % block_bytes
-        if left_in_block < fragment_header.size:
-            position += left_in_block  # The rest of the block is padding.
-        if position + fragment_header.size > len(data):
-            return
-        checksum, length, kind = fragment_header.unpack_from(data, position)
-        position += fragment_header.size
-        fragment = data[position : position + length]
-        if len(fragment) < length:
-            return  # The run is still being written, or was killed while it was.
-        if zlib.crc32(fragment, zlib.crc32(bytes([kind]))) != checksum:
-            raise UsageError(f"{path} is corrupt at byte {position}; remove it from the run or log to TensorBoard")
-        position += length
-        record = fragment if kind in (full, first) else record + fragment
-        if kind in (full, last):
-            yield record
-
-
-def wandb_points(path: Path) -> Iterator[Point]:
-    try:
-        from wandb.proto import wandb_internal_pb2
-    except ImportError as error:
-        raise UsageError(f"{path} needs the wandb package to be read ({error}): pip install wandb") from error
-
-    for serialized in wandb_records(path):
-        record = wandb_internal_pb2.Record.FromString(serialized)
-        if record.WhichOneof("record_type") != "history":
-            continue
-        row = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-        for tag in row.keys() & set(TAGS):
-            # Non-finite values are written as NaN and Infinity, which json.loads accepts.
-            value = float(json.loads(row[tag]))
-            yield Point(float(row["_timestamp"]), record.history.step.num, tag, value)
-
-
 def read_run(name: str, path: Path) -> Run:
     """Read and merge everything that was logged below ``path``."""
     if not path.is_dir():
         raise UsageError(f"run {name}: {path} is not a folder")
-    files, read_points = sorted(path.rglob("events.out.tfevents.*")), tensorboard_points
-    if not files:
-        files, read_points = sorted(path.rglob("run-*.wandb")), wandb_points
+    files = sorted(path.rglob("events.out.tfevents.*"))
     if not files:
         raise UsageError(
-            f"run {name}: no TensorBoard event files (events.out.tfevents.*) and no W&B files (run-*.wandb) below "
-            f"{path}; train with --metrics.enable_tensorboard or --metrics.enable_wandb"
+            f"run {name}: no TensorBoard event files (events.out.tfevents.*) below {path}; train with "
+            "--metrics.enable_tensorboard, also next to --metrics.enable_wandb"
         )
     # With metrics.save_for_all_ranks or fault tolerance several processes log the same steps, each in its own folder.
     # Their values differ, so they must not be merged as a restart is.
@@ -179,7 +127,7 @@ def read_run(name: str, path: Path) -> Run:
     if len(writers) > 1:
         raise UsageError(f"run {name}: {path} has the logs of {', '.join(sorted(writers))}; give the folder of one")
 
-    points = {file: list(read_points(file)) for file in files}
+    points = {file: list(tensorboard_points(file)) for file in files}
     # A restart begins at a later step than what it continues.
     starts = {file: min((p.step for p in points[file] if p.tag == LOSS), default=math.inf) for file in files}
     first = min(starts.values())
@@ -205,16 +153,6 @@ def read_run(name: str, path: Path) -> Run:
     return run
 
 
-def smooth(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
-    """Return, for every step, the mean of the values logged in the ``window`` steps that end there."""
-    starts = np.searchsorted(steps, steps - window, side="right")
-    return np.array([values[start : end + 1].mean() for end, start in enumerate(starts)])
-
-
-def smoothed_losses(run: Run, steps: list[int], window: int) -> np.ndarray:
-    return smooth(np.array(steps), np.array([run.losses[step] for step in steps]), window)
-
-
 def compare(run: Run, reference: Run, window: int) -> Deviation:
     # Reduced to the common steps before smoothing: else runs with unequal log_freq would average different steps.
     steps = [step for step in reference.losses if step in run.losses]
@@ -223,9 +161,9 @@ def compare(run: Run, reference: Run, window: int) -> Deviation:
             f"runs {reference.name} and {run.name} have no common steps ({_logged(reference)} and {_logged(run)}); "
             "train them with the same metrics.log_freq"
         )
-    expected = smoothed_losses(reference, steps, window)
+    expected = reference.smoothed(LOSS, steps, window)
     with np.errstate(invalid="ignore"):  # inf / inf; summarize reports non-finite losses.
-        relative = (smoothed_losses(run, steps, window) - expected) / expected
+        relative = (run.smoothed(LOSS, steps, window) - expected) / expected
     return Deviation(np.array(steps), relative)
 
 
@@ -240,7 +178,7 @@ def summarize(run: Run, deviation: Deviation | None, window: int, tolerance: flo
     summary = Summary(
         last_step=steps[-1],
         final_loss=run.losses[steps[-1]],
-        smoothed_final_loss=float(smoothed_losses(run, steps, window)[-1]),
+        smoothed_final_loss=float(run.smoothed(LOSS, steps, window)[-1]),
     )
     warm = [value for step, value in run.metrics.get(TOKENS_PER_SECOND, {}).items() if step > WARM_UP]
     if warm:
@@ -250,7 +188,7 @@ def summarize(run: Run, deviation: Deviation | None, window: int, tolerance: flo
     if validation_losses := run.values(VALIDATION_LOSS):
         summary.validation_loss = validation_losses[-1]
     if grad_norms := run.metrics.get(GRAD_NORM):
-        summary.grad_norm = float(smooth(np.array(list(grad_norms)), np.array(list(grad_norms.values())), window)[-1])
+        summary.grad_norm = float(run.smoothed(GRAD_NORM, grad_norms, window)[-1])
 
     for label, tag in (("loss", LOSS), ("validation loss", VALIDATION_LOSS)):
         broken = [(step, value) for step, value in run.metrics.get(tag, {}).items() if not math.isfinite(value)]
@@ -274,38 +212,32 @@ def summarize(run: Run, deviation: Deviation | None, window: int, tolerance: flo
     return summary
 
 
-def _cell(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
+COLUMNS = {  # of the table: an attribute of Summary and its format
+    "step": ("last_step", "d"),
+    "loss": ("final_loss", ".5f"),
+    "smoothed": ("smoothed_final_loss", ".5f"),
+    "deviation": ("final_deviation", "+.3%"),
+    "largest": ("largest_deviation", ".3%"),
+    "mean": ("mean_deviation", ".3%"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "memory GiB": ("peak_memory_gib", ".2f"),
+    "val. loss": ("validation_loss", ".5f"),
+    "grad norm": ("grad_norm", ".4f"),
+}
 
 
 def format_table(summaries: dict[str, Summary], reference: str) -> str:
-    def result(name: str, summary: Summary) -> str:
-        if summary.failures:
-            return "FAIL"
-        return "reference" if name == reference else "ok"
-
-    columns = {"run": list(summaries), "step": [str(summary.last_step) for summary in summaries.values()]}
-    for header, attribute, spec in (
-        ("loss", "final_loss", ".5f"),
-        ("smoothed", "smoothed_final_loss", ".5f"),
-        ("deviation", "final_deviation", "+.3%"),
-        ("largest", "largest_deviation", ".3%"),
-        ("mean", "mean_deviation", ".3%"),
-        ("tokens/s", "tokens_per_second", ",.0f"),
-        ("memory GiB", "peak_memory_gib", ".2f"),
-        ("val. loss", "validation_loss", ".5f"),
-        ("grad norm", "grad_norm", ".4f"),
-    ):
-        columns[header] = [_cell(getattr(summary, attribute), spec) for summary in summaries.values()]
-    columns["result"] = [result(name, summary) for name, summary in summaries.items()]
-
-    aligned = []
-    for header, cells in columns.items():
-        width = max(len(cell) for cell in [header, *cells])
-        # Words to the left, numbers to the right.
-        align = str.ljust if header in ("run", "result") else str.rjust
-        aligned.append([align(cell, width) for cell in [header, *cells]])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+    rows = [["run", *COLUMNS, "result"]]
+    for name, summary in summaries.items():
+        values = ((getattr(summary, attribute), spec) for attribute, spec in COLUMNS.values())
+        cells = ["-" if value is None else format(value, spec) for value, spec in values]
+        passed = "reference" if name == reference else "ok"
+        rows.append([name, *cells, "FAIL" if summary.failures else passed])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # Words to the left, numbers to the right.
+    align = [str.ljust, *[str.rjust] * len(COLUMNS), str.ljust]
+    aligned = [[pad(*cell) for pad, *cell in zip(align, row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
 
 
 def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, tolerance: float, out: Path) -> None:
@@ -322,7 +254,7 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
         steps = list(run.losses)
         top.plot(steps, list(run.losses.values()), color=color, alpha=0.25, linewidth=0.8)
         label, width = (run.name, 1.6) if index else (f"{run.name} (reference)", 4.0)
-        top.plot(steps, smoothed_losses(run, steps, window), color=color, linewidth=width, label=label)
+        top.plot(steps, run.smoothed(LOSS, steps, window), color=color, linewidth=width, label=label)
         if run.name in deviations:
             deviation = deviations[run.name]
             # No label: the colors are those of the legend above, and a second legend would cover the curves.
@@ -353,7 +285,7 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
         prog="compare_losses.py", description="Compare the training curves of torchtitan runs with those of the first."
     )
     add = parser.add_argument
-    what = "a run and the folder with its TensorBoard or W&B files; give at least two, the reference first"
+    what = "a run and the folder with its TensorBoard files; give at least two, the reference first"
     add("--run", dest="runs", type=_named_path, action="append", required=True, metavar="NAME=PATH", help=what)
     add("--smooth", type=int, default=20, metavar="STEPS", help="window of the running mean (default: %(default)s)")
     what = "largest relative deviation of the final smoothed loss that passes (default: %(default)s)"

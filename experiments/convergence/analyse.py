@@ -2,7 +2,6 @@
 
     python -m experiments.convergence.analyse RUNS            # prints the tables
     python -m experiments.convergence.analyse RUNS --out DIR  # also adds to DIR/results.json and draws DIR/*.png
-    python -m experiments.convergence.analyse RUNS --status   # a line per run
     python -m experiments.convergence.analyse --out DIR       # draws DIR/finals.png from DIR/results.json
 
 RUNS has the logs that train.py writes. A run is compared with the bf16 run of its seed and change, at the last
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib import pyplot as plt
 
 from experiments.pictures import save
 from experiments.records import script_parser, write_records
@@ -74,16 +74,12 @@ class Run:
 
     def ms_per_step(self) -> float:
         """The median of the intervals between two lines of the log that no evaluation began."""
-        return float(
-            np.median(
-                [
-                    1000 * (end["seconds"] - start["seconds"]) / (end["flushed"] - start["flushed"])
-                    for start, end in pairwise(self.flushes)
-                    if start["flushed"] not in self.evaluations
-                ]
-                or np.nan
-            )
-        )
+        found = [
+            1000 * (end["seconds"] - start["seconds"]) / (end["flushed"] - start["flushed"])
+            for start, end in pairwise(self.flushes)
+            if start["flushed"] not in self.evaluations
+        ]
+        return float(np.median(found or np.nan))
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -108,14 +104,12 @@ def training_deviation(run: Run, reference: Run, last: int) -> tuple[np.ndarray,
     return common[keep], mine[i[keep]] / theirs[j[keep]] - 1
 
 
-def held_out_deviation(run: Run, reference: Run, step: int) -> tuple[float, float | None]:
+def held_out_deviation(run: Run, reference: Run, step: int) -> tuple[float, float]:
     """Relative deviation at ``step``, and its standard error over the held-out windows, which both runs share."""
     mine, theirs = (r.evaluations[step] for r in (run, reference))
-    deviation, error = mine["held_out_loss"] / theirs["held_out_loss"] - 1, None
-    if "window_losses" in mine and "window_losses" in theirs:
-        difference = np.subtract(mine["window_losses"], theirs["window_losses"])
-        error = float(difference.std(ddof=1) / len(difference) ** 0.5 / theirs["held_out_loss"])
-    return deviation, error
+    difference = np.subtract(mine["window_losses"], theirs["window_losses"])
+    error = float(difference.std(ddof=1) / len(difference) ** 0.5 / theirs["held_out_loss"])
+    return mine["held_out_loss"] / theirs["held_out_loss"] - 1, error
 
 
 def summarize(runs: list[Run]) -> list[dict]:
@@ -248,82 +242,44 @@ def format_table(rows: list[dict]) -> str:
     return markdown(head, lines)
 
 
+PANELS = (
+    f"training loss, mean of {SMOOTH} steps",
+    "training loss, % from bf16",
+    "held-out loss, % from bf16",
+    "gradient norm before clipping",
+    "largest load of an expert / mean - 1",
+)
+
+
 def draw(runs: list[Run], path: Path) -> None:
-    """Five panels of runs from scratch or from checkpoints, and their legend."""
-    from matplotlib import pyplot as plt
-
-    resumed = runs[0].change == "resume"
-    figure, axes = plt.subplots(2, 3, figsize=(17, 9), constrained_layout=True)
-    first, deviation, evaluated, norm, load, legend = axes.flat
-    for run in runs:
-        dashed = bool(run.noise)
-        style = {"color": COLOURS[run.recipe], "lw": 0.8 if dashed else 1.3, "label": run.label()}
-        style["ls"] = {"s1": "--" if dashed else "-", "s2": ":" if dashed else "-."}[run.seed]
-        at = sorted(run.evaluations)
-        shown = at if resumed else at[1:]
-        first.plot(shown, [run.evaluations[step]["held_out_loss"] for step in shown], **style)
-        norm.plot(*run.smoothed(run.grad_norm), **style)
-        load.plot(*run.smoothed(run.load), **style)
-        reference = reference_of(run, runs)
-        if reference is None:
-            continue
-        steps, values = training_deviation(run, reference, 10**9)
-        deviation.plot(steps, 100 * values, **style)
-        both = [step for step in at if step in reference.evaluations and (resumed or step)]
-        evaluated.plot(both, [100 * held_out_deviation(run, reference, step)[0] for step in both], **style)
-    for axis in (deviation, evaluated):
-        axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15, label=f"{MARGIN:.1%}")
-        axis.legend(handles=list(axis.patches), fontsize=8)
-    norm.set_yscale("log")
-    source = "bf16 from the same checkpoint" if resumed else "bf16 of the same seed"
-    titles = {
-        first: "held-out loss, nats per token",
-        deviation: f"training loss, mean of {SMOOTH} steps: % from {source}",
-        evaluated: f"held-out loss: % from {source}",
-        norm: "gradient norm before clipping",
-        load: "largest load of an expert / mean - 1, mean over layers",
-    }
-    for axis, title in titles.items():
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-    first.set_yscale("linear" if resumed else "log")
-    handles, labels = norm.get_legend_handles_labels()
-    by_label = dict(zip(labels, handles, strict=True))
-    legend.set_axis_off()
-    legend.legend(by_label.values(), by_label.keys(), loc="center", fontsize=8)
-    save(figure, path, dpi=90)
-
-
-def draw_stress(runs: list[Run], path: Path) -> None:
-    """Per change the training loss, its deviation from bf16 and the gradient norm."""
-    from matplotlib import pyplot as plt
-
+    """A row of panels for each change. Deviations are from bf16 of the same seed and change."""
     changes = sorted({run.change for run in runs})
-    figure, axes = plt.subplots(
-        3, len(changes), figsize=(5 * len(changes), 10), constrained_layout=True, squeeze=False, sharex="col"
-    )
-    for (loss, deviation, norm), change in zip(axes.T, changes, strict=True):
+    size = (5 * len(PANELS), 4 * len(changes))
+    figure, axes = plt.subplots(len(changes), len(PANELS), figsize=size, constrained_layout=True, squeeze=False)
+    for row, change in zip(axes, changes, strict=True):
+        loss, deviation, evaluated, norm, load = row
         for run in (run for run in runs if run.change == change):
-            style = {"color": COLOURS[run.recipe], "lw": 1.2, "label": run.label(), "ls": "--" if run.noise else "-"}
-            loss.plot(*run.smoothed(run.loss), **style)
-            norm.plot(*run.smoothed(run.grad_norm), **style)
+            style = {"color": COLOURS[run.recipe], "lw": 0.8 if run.noise else 1.3, "label": run.label()}
+            style["ls"] = {"s1": "--" if run.noise else "-", "s2": ":" if run.noise else "-."}[run.seed]
+            for axis, values in ((loss, run.loss), (norm, run.grad_norm), (load, run.load)):
+                axis.plot(*run.smoothed(values), **style)
             if reference := reference_of(run, runs):
                 steps, values = training_deviation(run, reference, 10**9)
                 deviation.plot(steps, 100 * values, **style)
-        loss.set(title=f"{change}: training loss, mean of {SMOOTH} steps")
-        loss.legend(fontsize=7)
-        deviation.set(title="% from bf16 with the same change")
-        norm.set(title="gradient norm before clipping", xlabel="step", yscale="log")
-        for axis in (loss, deviation, norm):
+                both = [step for step in sorted(run.evaluations) if step in reference.evaluations]
+                evaluated.plot(both, [100 * held_out_deviation(run, reference, step)[0] for step in both], **style)
+        for axis, title in zip(row, PANELS, strict=True):
+            axis.set_title(f"{change}: {title}" if change else title, fontsize=10)
             axis.grid(alpha=0.3)
+        for axis in (deviation, evaluated):
+            axis.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
+        norm.set_yscale("log")
+        loss.legend(fontsize=7)
     save(figure, path, dpi=90)
 
 
 def draw_finals(records: list[dict], path: Path) -> None:
     """What the records say of the end: each recipe's deviation after a branch, and balanced's under stress."""
-    from matplotlib import pyplot as plt
-
     figure, (branch, stress) = plt.subplots(1, 2, figsize=(11, 3.6), constrained_layout=True)
     finals = [r for r in records if r["name"].endswith(": final held-out loss")]
     labels = []
@@ -399,42 +355,15 @@ def command(run: Run) -> str:
     return f"bash experiments/convergence/run.sh {run.meta['stage']}"
 
 
-def status(runs: list[Run]) -> None:
-    for run in runs:
-        last = max(run.evaluations, default=None)
-        held_out = f"held-out {run.evaluations[last]['held_out_loss']:.4f} at {last}" if last is not None else ""
-        loss = f"{run.loss[-SMOOTH:].mean():.4f}" if len(run.loss) else "-"
-        speed, at = run.ms_per_step(), run.steps[-1] if len(run.steps) else 0
-        left = (run.meta.get("last_step", run.meta["steps"]) - at) * speed / 1000
-        graph = "graph" if run.meta["graph"] else "eager"
-        print(f"{run.name:24} step {at:5} loss {loss} {held_out:26} {speed:6.1f} ms/step {left:5.0f} s left  {graph}")
-
-
-def draw_curves(runs: list[Run], folder: Path) -> None:
-    """A picture of the runs, without trunks."""
-    runs = [run for run in runs if run.change != "trunk"]
-    stage = runs[0].meta["stage"]
-    (draw_stress if stage == "stress" else draw)(runs, folder / f"{stage}.png")
-
-
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="?", help="folder of the runs' logs")
     parser.add_argument("--out", type=Path, help="folder of results.json and the pictures")
-    parser.add_argument("--status", action="store_true")
     args = parser.parse_args()
     if args.runs is None and args.out is None:
         parser.error("give RUNS, the folder of the runs' logs, or --out DIR to draw DIR/results.json")
-    if args.out is not None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        args.out.mkdir(parents=True, exist_ok=True)
     if args.runs is not None:
-        runs = read_runs(args.runs)
-        if args.status:
-            return status(runs)
-        analyse([run for run in runs if run.evaluations and len(run.steps)], args)
+        analyse([run for run in read_runs(args.runs) if run.evaluations and len(run.steps)], args)
     if args.out is not None:
         draw_finals(json.loads((args.out / "results.json").read_text()), args.out / "finals.png")
 
@@ -447,7 +376,7 @@ def analyse(runs: list[Run], args: argparse.Namespace) -> None:
     print(format_table(rows) + "\n" + format_effects(runs))
     if args.out is not None:
         write_records(args.out / "results.json", records(runs, rows))
-        draw_curves(runs, args.out)
+        draw([run for run in runs if run.change != "trunk"], args.out / f"{runs[0].meta['stage']}.png")
 
 
 if __name__ == "__main__":

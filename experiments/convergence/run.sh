@@ -7,8 +7,7 @@
 #     bash experiments/convergence/run.sh qwen3            as branch, 6 layers of Qwen3-30B-A3B: 3.8B parameters; about 20
 #                                                          minutes of an H200, and 48 GB of disk for the checkpoint
 #
-# None needs another. With a second argument in parts: `start` returns when the corpus is there and the runs are queued,
-# `status` prints a line per run, `wait` waits for them, `collect` analyses what is there at any time, `stop` ends the runs.
+# None needs another. It writes records and pictures when all runs have ended; analyse.py does so at any time.
 #
 # OUT        folder of results.json and the pictures (default: this script's)
 # WORK       corpus, logs and checkpoints (default outputs/convergence)
@@ -17,8 +16,7 @@
 # STOP_AFTER steps to run of it
 # GPUS       how many to spread over, those of CUDA_VISIBLE_DEVICES or the first; 0 trains on the CPU
 # JOBS       runs at a time, the others wait (default 6 per GPU; 1 on the CPU, and 1 per GPU for qwen3)
-# LIMIT_S    how long to wait; the runs go on after it
-# Arguments after STAGE and action go to train.py, torchtitan overrides included.
+# Arguments after STAGE go to train.py, torchtitan overrides included.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -26,14 +24,11 @@ python3 -c "import torch, torchtitan, torchao, tokenizers, matplotlib" 2>/dev/nu
 
 STAGE=${1:-branch}
 shift || true
-ACTION=all
-case ${1:-} in all | start | status | wait | collect | stop | queue) ACTION=$1 && shift ;; esac # else arguments for train.py
 OUT=${OUT:-experiments/convergence}
 WORK=${WORK:-outputs/convergence}
 RUNS=$WORK/$STAGE
 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || true)}
 GPUS=${GPUS:-$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)}
-LIMIT_S=${LIMIT_S:-86400}
 PER_GPU=6
 case $STAGE in
 long)
@@ -67,11 +62,7 @@ esac
 JOBS=${JOBS:-$((GPUS > 0 ? PER_GPU * GPUS : 1))}
 export VARIANTS STEPS=${STEPS:-3000} STOP_AFTER=${STOP_AFTER:-} WORK RUNS GPUS JOBS CUDA_VISIBLE_DEVICES
 
-corpus() {
-    [ -f "$WORK/corpus/validation.npy" ] && return
-    timeout 600 python3 tools/build_corpus.py --out "$WORK/corpus" --packages all --vocab-size 8192 --max-bytes 110000000
-    timeout 600 python3 -m experiments.convergence.data "$WORK/corpus"
-}
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=4
 
 train() { # variant, then arguments for train.py; SLOT is its place among the runs at a time
     local name=$1
@@ -81,7 +72,7 @@ train() { # variant, then arguments for train.py; SLOT is its place among the ru
     [ "$GPUS" -gt 0 ] && export CUDA_VISIBLE_DEVICES=$(cut -d, -f $((SLOT % GPUS + 1)) <<<"$CUDA_VISIBLE_DEVICES")
     python3 -m experiments.convergence.train "$name" --work "$RUNS" --corpus "$WORK/corpus" \
         ${STOP_AFTER:+--stop-after "$STOP_AFTER"} --training.steps "$STEPS" "$@" >"$RUNS/$name/output.log" 2>&1 ||
-        echo "$name ended with exit status $?: see its output.log"
+        echo "$name ended with exit status $?: see $RUNS/$name/output.log"
 }
 export -f train
 
@@ -89,64 +80,15 @@ queue() { # runs the given variants, JOBS at a time
     xargs -r -n 1 | xargs -P "$JOBS" --process-slot-var=SLOT -I{} bash -c 'train {} "$@"' - "$@"
 }
 
-start() {
-    if running; then
-        echo "runs of $STAGE are going on: wait for them or stop them" >&2
-        return 1
-    fi
-    corpus
-    mkdir -p "$RUNS"
-    setsid nohup bash experiments/convergence/run.sh "$STAGE" queue "$@" >"$RUNS/queue.log" 2>&1 </dev/null &
-    echo $! >"$RUNS/queue.pid"
-    while kill -0 $! 2>/dev/null && ! running; do sleep 0.1; done # until it leads a process group
-}
-
-running() { # the queue is the leader of a process group that its runs belong to
-    [ -f "$RUNS/queue.pid" ] && kill -0 -- "-$(cat "$RUNS/queue.pid")" 2>/dev/null
-}
-
-wait_for_runs() {
-    local end=$((SECONDS + LIMIT_S)) report=0
-    while running && [ $SECONDS -lt $end ]; do
-        if [ $SECONDS -ge $report ]; then
-            echo "--- ${SECONDS} s"
-            status
-            report=$((SECONDS + 60))
-        fi
-        sleep 2
-    done
-}
-
-status() {
-    python3 -m experiments.convergence.analyse "$RUNS" --status
-    grep -sE "starting again with|^[A-Za-z.]*Error" "$RUNS"/*/output.log | sed "s|^$RUNS/||" | cut -c1-220 || true
-    cat "$RUNS/queue.log"
-    running || echo "no run of $STAGE is going on"
-}
-
-collect() {
-    status
-    python3 -m experiments.convergence.analyse "$RUNS" --out "$OUT"
-}
-
-case $ACTION in
-all)
-    start "$@"
-    wait_for_runs
-    collect
-    ;;
-queue)
-    export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=4
-    if [ "$STAGE" = branch ] || [ "$STAGE" = qwen3 ]; then
-        for seed in $(grep -oE 's[0-9]+-resume' <<<"$VARIANTS" | grep -oE '[0-9]+-' | tr -d - | sort -u); do
-            [ -f "$RUNS/checkpoint-s$seed.pt" ] || echo "bf16-s$seed-trunk"
-        done | queue --eval-every "$STEPS" "$@"
-        set -- --eval-every $((STEPS / 6)) "$@"
-    fi
-    echo "$VARIANTS" | queue "$@"
-    ;;
-start) start "$@" ;;
-wait) wait_for_runs ;;
-stop) kill -- "-$(cat "$RUNS/queue.pid")" ;;
-*) "$ACTION" ;;
-esac
+if [ ! -f "$WORK/corpus/validation.npy" ]; then
+    python3 tools/build_corpus.py --out "$WORK/corpus" --packages all --vocab-size 8192 --max-bytes 110000000
+    python3 -m experiments.convergence.data "$WORK/corpus"
+fi
+if [ "$STAGE" = branch ] || [ "$STAGE" = qwen3 ]; then
+    for seed in $(grep -oE 's[0-9]+-resume' <<<"$VARIANTS" | grep -oE '[0-9]+-' | tr -d - | sort -u); do
+        [ -f "$RUNS/checkpoint-s$seed.pt" ] || echo "bf16-s$seed-trunk"
+    done | queue --eval-every "$STEPS" "$@"
+    set -- --eval-every $((STEPS / 6)) "$@"
+fi
+echo "$VARIANTS" | queue "$@"
+python3 -m experiments.convergence.analyse "$RUNS" --out "$OUT"

@@ -13,7 +13,7 @@ Everything is written as it happens, so that a run that is cut off can be used a
 
 After a few steps the step is captured as a CUDA graph: models of this size otherwise wait for the host. The graph's
 loss and gradient norm are compared with an eager step's on the same batch; if they differ, or capture fails, the run
-starts again without.
+ends: ``--no-graph`` does without.
 """
 
 import argparse
@@ -90,10 +90,6 @@ FLAVORS = {
 }
 
 
-class GraphError(Exception):
-    """The step cannot be captured, or what was captured does something else."""
-
-
 class StudyTrainer(Trainer):
     """torchtitan's Trainer with the step of one GPU captured, its own log, evaluation and router statistics."""
 
@@ -132,27 +128,11 @@ class StudyTrainer(Trainer):
         count = min(args.eval_windows, len(held_out)) // batch[0] * batch[0]  # one shape, so that nothing is recompiled
         chosen = np.linspace(0, len(held_out) - 1, count).astype(int)
         self.held_out = held_out[chosen]
-        self._write(
-            {
-                "name": name,
-                "stage": args.work.name,
-                "recipe": self.recipe,
-                "seed": seed,
-                "change": CHANGES[self.change],
-                "noise": self.noise,
-                "experts": "titan_fp8moe" if self.recipe in LEFT_IN_BF16 else "torch._grouped_mm, bf16",
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "first_step": self.step,
-                "last_step": self.last_step,
-                "steps": config.training.steps,
-                "tokens_per_step": self.tokens.numel(),
-                "training_windows": len(self.dataloader.windows),
-                "held_out_tokens": int(self.held_out[:, 1:].size),
-                "graph": self.use_graph,
-                "config": config.to_dict(),
-                "environment": environment(),
-            }
-        )
+        experts = "titan_fp8moe" if self.recipe in LEFT_IN_BF16 else "torch._grouped_mm, bf16"
+        meta = dict(stage=args.work.name, change=CHANGES[self.change], experts=experts, steps=config.training.steps)
+        meta |= dict(first_step=self.step, last_step=self.last_step, tokens_per_step=self.tokens.numel())
+        meta |= dict(parameters=sum(p.numel() for p in model.parameters()), graph=self.use_graph)
+        self._write(meta | dict(config=config.to_dict(), environment=environment()))
 
     def _apply_change(self, model: nn.Module) -> None:
         with torch.no_grad():
@@ -235,11 +215,12 @@ class StudyTrainer(Trainer):
             self.graph.replay()
             torch.cuda.synchronize()
         except Exception as error:
-            raise GraphError(f"capture failed: {error}") from error
+            raise RuntimeError("the step cannot be captured; pass --no-graph") from error
         (want_loss, want_norm), (loss, norm, _) = expected.tolist(), self.result.tolist()
         # A stress run may have broken by now.
         if not (np.isclose(loss, want_loss, 1e-3, 0, True) and np.isclose(norm, want_norm, 2e-2, 0, True)):
-            raise GraphError(f"graph gives loss {loss}, norm {norm}; eager {want_loss}, {want_norm}")
+            difference = f"graph gives loss {loss}, norm {norm}; eager {want_loss}, {want_norm}"
+            raise RuntimeError(f"{difference}; pass --no-graph")
         logger.info(f"captured: loss {loss:.6f}, eager {want_loss:.6f}; norm {norm:.5f}, eager {want_norm:.5f}")
 
     def _reset_counts(self) -> None:
@@ -270,20 +251,15 @@ class StudyTrainer(Trainer):
         record = {"step": step, "held_out_loss": per_window.mean().item()}
         record["window_losses"] = [round(loss, 4) for loss in per_window.tolist()]
         record["max_violation"] = (counts.amax(1) / counts.mean(1) - 1).tolist()
-        record["seconds"] = time.monotonic() - self.start_time
         self._write(record)
 
     def _flush(self) -> None:
         if not self.pending:
             return
         first = self.step - len(self.pending) + 1
-        lambda_ = self.lr_schedulers.schedulers[0].lr_lambdas[0]
-        for offset, (loss, grad_norm, max_violation) in enumerate(torch.stack(self.pending).tolist()):
-            step = first + offset
-            lr = self.job_config.optimizer.lr * lambda_(step - 1)
-            self._write({"step": step, "loss": loss, "grad_norm": grad_norm, "max_violation": max_violation, "lr": lr})
-        memory = torch.cuda.max_memory_reserved() / 2**30 if self.device.type == "cuda" else None
-        self._write({"flushed": self.step, "seconds": time.monotonic() - self.start_time, "reserved_gib": memory})
+        for step, row in enumerate(torch.stack(self.pending).tolist(), first):
+            self._write({"step": step} | dict(zip(("loss", "grad_norm", "max_violation"), row, strict=True)))
+        self._write({"flushed": self.step, "seconds": time.monotonic() - self.start_time})
         self.pending.clear()
 
     def _write(self, record: dict) -> None:
@@ -377,11 +353,6 @@ def main() -> None:
         trainer = StudyTrainer(config, args.name, args)
         trainer.train()
         trainer.close()
-    except GraphError:
-        traceback.print_exc()
-        logger.warning("starting again with --no-graph")
-        command = [sys.executable, "-m", "experiments.convergence.train", *sys.argv[1:], "--no-graph"]
-        os.execv(sys.executable, command)
     except Exception:
         traceback.print_exc()
         sys.stdout.flush()

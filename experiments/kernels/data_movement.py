@@ -1,7 +1,6 @@
 """Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B and 16B, next to other implementations.
 
     python -m experiments.kernels.data_movement --out experiments/kernels/results.json
-    python -m experiments.kernels.plot experiments/kernels/results.json
 
 A figure is the fewest bytes that the kernel must move, each input read once and each output written once, divided by
 the median time of ``triton.testing.do_bench``. The upper limit is a device-to-device copy of 1 GiB in the same run; a
@@ -11,8 +10,8 @@ their own layouts and precisions; their figure is the same bytes over their time
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,8 +32,7 @@ BF16 = torch.bfloat16
 SWIGLU = ExpertSpec()
 
 
-@dataclass
-class Layer:
+class Layer(NamedTuple):
     """One rank's part of an MoE layer: about R routed pairs for its E experts."""
 
     name: str
@@ -56,14 +54,13 @@ LAYERS = [
 ]
 
 
-@dataclass
-class Case:
+class Case(NamedTuple):
     """``run`` moves at least ``bytes``; ``references`` do the same work."""
 
     name: str
     bytes: int
     run: Callable[[], object]
-    references: dict[str, Callable[[], object]] = field(default_factory=dict)
+    references: dict[str, Callable[[], object]] = {}  # noqa: RUF012  never changed
 
 
 def size(*tensors: Tensor) -> int:
@@ -80,30 +77,17 @@ def compiled(function: Callable, *args) -> Callable[[], object]:
     return lambda: function(*args)
 
 
-def quantize_case(layer: Layer) -> Case:
-    """With the flag that training has for NaNs."""
-    x = randn(layer.R, layer.D)
-    q, scale = quantize.quantize_rows(x)
-    flag = torch.zeros(16, dtype=torch.uint8, device="cuda")
-    references = {
-        "torchao": lambda: torchao.triton_fp8_blockwise_act_quant_lhs(x),
-        "compiled PyTorch": compiled(recipe.quantize_rows, x),
-    }
-    return Case("quantize", size(x, q, scale), lambda: quantize.quantize_rows(x, flag), references)
-
-
-def group_case(layer: Layer) -> Case:
-    """The rows of a shared expert or dense FFN: one group, with the scales in both layouts."""
-    x = randn(layer.R, layer.D)
-    moved = size(x, *quantize.quantize_group(x))
-    references = {"compiled PyTorch": compiled(recipe.quantize_group, x)}
-    return Case("quantize_group", moved, lambda: quantize.quantize_group(x), references)
-
-
-def weight_case(layer: Layer) -> Case:
-    """Both layouts of gate and up; torchao takes two passes over weights that already are one tensor."""
+def quantize_cases(layer: Layer) -> Iterator[Case]:
+    """Rows in groups, with the flag that training has for NaNs; one group as a shared expert or dense FFN has it, with
+    the scales in both layouts; both layouts of gate and up, which torchao takes as one tensor in two passes."""
+    x, flag = randn(layer.R, layer.D), torch.zeros(16, dtype=torch.uint8, device="cuda")
+    references = {"torchao": partial(torchao.triton_fp8_blockwise_act_quant_lhs, x)}
+    references["compiled PyTorch"] = compiled(recipe.quantize_rows, x)
+    moved = size(x, *quantize.quantize_rows(x))
+    yield Case("quantize", moved, partial(quantize.quantize_rows, x, flag), references)
+    run = partial(quantize.quantize_group, x)
+    yield Case("quantize_group", size(x, *run()), run, {"compiled PyTorch": compiled(recipe.quantize_group, x)})
     w13 = [randn(layer.E, layer.H, layer.D) for _ in range(2)]
-    outputs = quantize.quantize_weight(w13, True, True)
     fused = torch.cat(w13, 1)
     flat = fused.view(-1, layer.D)
 
@@ -115,13 +99,12 @@ def weight_case(layer: Layer) -> Case:
         torchao.triton_fp8_blockwise_weight_quant_transposed_rhs(flat)
         torchao.triton_fp8_blockwise_weight_quant_rhs(flat)
 
+    run = partial(quantize.quantize_weight, w13, True, True)
     references = {"torchao": torchao_both, "compiled PyTorch": compiled(both_layouts, fused)}
-    run = lambda: quantize.quantize_weight(w13, True, True)  # noqa: E731
-    return Case("weight_quantize", size(*w13, *outputs), run, references)
+    yield Case("weight_quantize", size(*w13, *run()), run, references)
 
 
-@dataclass
-class Routing:
+class Routing(NamedTuple):
     """Choices of the tokens that come to this rank, -1 for another rank's experts, and index maps of their rows."""
 
     ids_TK: Tensor
@@ -187,29 +170,21 @@ def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]
 
 
 def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
-    M = routing.token_M.shape[0]
+    """SwiGLU and its backward; with ``save_h = "fp8"`` the forward also quantizes h, and the backward reads that."""
+    M, offsets_E = routing.token_M.shape[0], routing.offsets_E
     h, d, score = randn(M, 2 * layer.H), randn(M, layer.H), torch.rand(M, device="cuda")
-    args = (h, score, routing.offsets_E, SWIGLU, False)
-    moved = live(routing, h, score, *swiglu.swiglu_quantize(*args)[:2])
-    references = {"compiled PyTorch": compiled(recipe.swiglu_quantize, h, score, SWIGLU)}
-    yield Case("swiglu", moved, lambda: swiglu.swiglu_quantize(*args), references)
-    backward = (d, h, None, score, routing.offsets_E, SWIGLU, True)
-    moved = live(routing, d, h, score, *swiglu.swiglu_quantize_backward(*backward))
-    references = {"compiled PyTorch": compiled(recipe.swiglu_quantize_backward, d, h, score, SWIGLU)}
-    yield Case("swiglu_backward", moved, lambda: swiglu.swiglu_quantize_backward(*backward), references)
-
-
-def fp8_h_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
-    """SwiGLU as ``save_h = "fp8"`` has it: the forward also quantizes h, the backward reads that."""
-    M = routing.token_M.shape[0]
-    h, d, score = randn(M, 2 * layer.H), randn(M, layer.H), torch.rand(M, device="cuda")
-    forward = partial(swiglu.swiglu_quantize, h, score, routing.offsets_E, SWIGLU, True)
-    outputs = forward()
-    yield Case("swiglu save_h=fp8", live(routing, h, score, *outputs), forward)
-    backward = partial(
-        swiglu.swiglu_quantize_backward, d, *outputs[2:], score, routing.offsets_E, SWIGLU, recompute_a=True
-    )
-    yield Case("swiglu_backward save_h=fp8", live(routing, d, *outputs[2:], score, *backward()), backward)
+    references = [
+        {"compiled PyTorch": compiled(recipe.swiglu_quantize, h, score, SWIGLU)},
+        {"compiled PyTorch": compiled(recipe.swiglu_quantize_backward, d, h, score, SWIGLU)},
+    ]
+    for kind, save_h, (ahead, behind) in (("", False, references), (" save_h=fp8", True, ({}, {}))):
+        forward = partial(swiglu.swiglu_quantize, h, score, offsets_E, SWIGLU, save_h)
+        outputs = forward() if save_h else forward()[:2]
+        yield Case(f"swiglu{kind}", live(routing, h, score, *outputs), forward, ahead)
+        saved = outputs[2:] if save_h else (h, None)
+        backward = partial(swiglu.swiglu_quantize_backward, d, *saved, score, offsets_E, SWIGLU, True)
+        moved = live(routing, d, *(t for t in saved if t is not None), score, *backward())
+        yield Case(f"swiglu_backward{kind}", moved, backward, behind)
 
 
 def dispatched(layer: Layer, routing: Routing) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -296,15 +271,10 @@ def unpermute_case(layer: Layer, routing: Routing) -> Case:
             torch.bmm(score, unsorted.view(-1, layer.top_k, layer.D).float()).to(BF16)
 
         references["torchtitan"] = torchtitan_combine
-    moved = size(routed, row_TK, out)
-
-    def run() -> None:
-        if layer.ranks == 1:
-            permute.unpermute_sum(y, row_TK, BF16)
-        else:
-            pack_combine(y, None, row_TK)
-
-    return Case("unpermute", moved, run, references)
+    run = partial(permute.unpermute_sum, y, row_TK, BF16)
+    if layer.ranks > 1:
+        run = partial(pack_combine, y, None, row_TK)
+    return Case("unpermute", size(routed, row_TK, out), run, references)
 
 
 def gradient_case(layer: Layer, routing: Routing) -> Case:
@@ -323,25 +293,16 @@ def gradient_case(layer: Layer, routing: Routing) -> Case:
 
 def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
     """The cases of a layer, one at a time in memory, with their routing ("" where it has no effect)."""
-    yield "", quantize_case(layer)
-    yield "", group_case(layer)
-    yield "", weight_case(layer)
+    yield from (("", case) for case in quantize_cases(layer))
     if layer.ranks > 1:
-        for case in dispatch_cases(layer):
-            yield "", case
+        yield from (("", case) for case in dispatch_cases(layer))
     for skewed in (False, True):
         routing = route(layer, skewed)
         name = "skewed" if skewed else "balanced"
-        for source, case in transpose_cases(layer, routing):
-            yield name + source, case
-        for case in swiglu_cases(layer, routing):
-            yield name, case
-        for case in fp8_h_cases(layer, routing):
-            yield name, case
-        yield name, routing_case(layer, routing)
-        yield name, permute_case(layer, routing)
-        yield name, unpermute_case(layer, routing)
-        yield name, gradient_case(layer, routing)
+        yield from ((name + source, case) for source, case in transpose_cases(layer, routing))
+        yield from ((name, case) for case in swiglu_cases(layer, routing))
+        for make in (routing_case, permute_case, unpermute_case, gradient_case):
+            yield name, make(layer, routing)
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:

@@ -1,10 +1,13 @@
-"""Seconds that the first forward and backward of a layer take to compile, and what other numbers of tokens compile.
+"""Seconds that the first forward and backward of a layer take in a new process with an empty Triton cache.
 
-    python -m experiments.kernels.first_step
+    python -m experiments.kernels.first_step --out experiments/kernels/results.json
 
-Each layer runs in its own process with an empty Triton cache, as after a fresh install.
+A layer's kernels compile in parallel processes before its first launch; a process that may use one core compiles them
+one after the other. Other numbers of tokens must compile nothing.
 """
 
+import argparse
+import json
 import os
 import subprocess
 import sys
@@ -14,18 +17,19 @@ import time
 import torch
 import triton
 
-from experiments.records import begin, require_gpu, script_parser
+from experiments.records import begin, require_gpu, script_parser, write_records
 from titan_fp8moe.layer.experts import routed_experts
 
 LAYERS = {  # D model dim, H expert hidden dim, E experts, top_k, dtype of the weights
     "671B, 8 experts": (7168, 2048, 8, 8, torch.bfloat16),
-    "16B": (2048, 1408, 64, 6, torch.bfloat16),
-    "debugmodel": (256, 256, 8, 3, torch.float32),
+    "16B, 64 experts": (2048, 1408, 64, 6, torch.bfloat16),
+    "debug model, 8 experts": (256, 256, 8, 3, torch.float32),
 }
 TOKENS = (4096, 1024, 1000, 37, 2049, 8192)
 
 
-def measure(layer: str) -> None:
+def measure(layer: str) -> dict:
+    """Seconds of the first step, and the kernels that its launches and other numbers of tokens compiled."""
     D, H, E, top_k, dtype = LAYERS[layer]
 
     def randn(*shape: int) -> torch.Tensor:
@@ -45,28 +49,38 @@ def measure(layer: str) -> None:
         torch.cuda.synchronize()
         return time.monotonic() - start
 
-    seconds = step(TOKENS[0])
-    print(f"{layer}: {seconds:.1f} s for {len(compiled)} kernels", flush=True)
-    compiled.clear()
+    seconds, kernels = step(TOKENS[0]), len(compiled)
     for tokens in TOKENS[1:]:
         step(tokens)
-    print(f"  other numbers of tokens: {', '.join(compiled) or 'nothing'} compiled", flush=True)
+    return {"seconds": seconds, "kernels": kernels, "later": compiled[kernels:]}
+
+
+def in_new_process(layer: str, cores: set[int]) -> dict:
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-m", "experiments.kernels.first_step", "--out", os.devnull, "--layer", layer],
+            env=os.environ | {"TRITON_CACHE_DIR": cache}, check=True, stdout=subprocess.PIPE, text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("--layer", choices=LAYERS, help="one layer, in this process and with its cache")
-    layer = parser.parse_args().layer
+    parser = script_parser(__doc__, out="file of the records")
+    parser.add_argument("--layer", choices=LAYERS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
     require_gpu()
-    if layer is not None:
-        return measure(layer)
+    if args.layer:
+        return print(json.dumps(measure(args.layer)))
     begin()
-    failed = False
+    cores = os.sched_getaffinity(0)
     for layer in LAYERS:
-        with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, "-m", "experiments.kernels.first_step", "--layer", layer]
-            failed |= subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}).returncode != 0
-    sys.exit(failed)
+        alone, found = in_new_process(layer, {min(cores)}), in_new_process(layer, cores)
+        value, reference = found["seconds"], alone["seconds"]
+        print(f"{layer}: {value:.1f} s, on one core {reference:.1f} s; later {found['later'] or 'nothing'}", flush=True)
+        record = dict(name="first_step", shape=f"{layer}, {len(cores)} cores", value=value, unit="s")
+        record |= dict(reference="one core", reference_value=reference, speedup=reference / value, later=found["later"])
+        write_records(args.out, [record])
 
 
 if __name__ == "__main__":

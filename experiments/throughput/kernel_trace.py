@@ -5,10 +5,12 @@ import importlib
 import itertools
 import json
 import math
+import os
 import pkgutil
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,15 +122,6 @@ def by_class(kernels: Iterable[Kernel], own: dict[str, str]) -> dict[str, tuple[
     return {label: (time[label], launches[label]) for label, _ in time.most_common()}
 
 
-def by_name(kernels: Iterable[Kernel]) -> dict[str, tuple[float, int]]:
-    """Milliseconds and launches of each kernel, longest first."""
-    time, launches = Counter(), Counter()
-    for kernel in kernels:
-        time[kernel.name] += (kernel.end - kernel.start) / 1e3
-        launches[kernel.name] += 1
-    return {name: (time[name], launches[name]) for name, _ in time.most_common()}
-
-
 def _merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     merged = []
     for start, end in sorted(intervals):
@@ -212,3 +205,12 @@ def trace_steps(trainer: type, path: str) -> None:
         return result
 
     trainer.train_step = traced
+
+
+def wait_for_turn(trainer: Callable[[], type]) -> None:
+    """Makes rank 0 leave a trace in ``$THROUGHPUT_TRACE``, then waits for the file that ``$THROUGHPUT_GATE`` names."""
+    if (trace := os.environ.get("THROUGHPUT_TRACE")) and os.environ.get("RANK") == "0":
+        trace_steps(trainer(), trace)
+    if gate := os.environ.get("THROUGHPUT_GATE"):
+        while not Path(gate).exists():
+            time.sleep(0.05)

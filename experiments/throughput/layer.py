@@ -15,9 +15,8 @@ leaves FSDP and the quantization of weights out; ``moe_layer_with_weights`` quan
 backward. On one GPU some variants are measured a second time as CUDA graphs, which are never CPU-bound.
 
 A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Records are
-written after each to ``results.json``, every round's times and all kernels to ``outputs/throughput``. A variant that
-fails, as when memory runs out, is named with its error and left out. After ``--budget`` seconds the script ends with
-what it has.
+written after each to ``results.json``, every round's times to ``outputs/throughput``. A variant that fails, as when
+memory runs out, is named with its error and left out. After ``--budget`` seconds the script ends with what it has.
 """
 
 import argparse
@@ -179,8 +178,8 @@ def times_in_turn(steps: dict[str, Callable[[], None]], rounds: int, block_ms: f
     return in_turn(turns, rounds, random.Random(0))  # the same order on all ranks
 
 
-def profile(run: Callable[[], None]) -> list[kernel_trace.Kernel]:
-    """The kernels of PROFILED_STEPS calls. Without a GPU there are none."""
+def profile(run: Callable[[], None], own: dict[str, str]) -> dict[str, tuple[float, float]]:
+    """Milliseconds and launches of a step by class of kernel. Without a GPU there are none."""
     run()
     synchronize()
     with kernel_trace.light_profiler() as profiler:
@@ -190,11 +189,8 @@ def profile(run: Callable[[], None]) -> list[kernel_trace.Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return kernel_trace.load(path)
-
-
-def per_step(summary: dict[str, tuple[float, int]]) -> dict[str, tuple[float, float]]:
-    return {name: (ms / PROFILED_STEPS, n / PROFILED_STEPS) for name, (ms, n) in summary.items()}
+        classes = kernel_trace.by_class(kernel_trace.load(path), own)
+    return {name: (ms / PROFILED_STEPS, n / PROFILED_STEPS) for name, (ms, n) in classes.items()}
 
 
 def measure(bench: Bench, captured: list[str], failed: dict[str, str], rounds: int, block_ms: float) -> Iterator[dict]:
@@ -207,15 +203,8 @@ def measure(bench: Bench, captured: list[str], failed: dict[str, str], rounds: i
     saved = [name for name in bench.forwards if "quantization" not in name]
     result["saved_bytes_per_token"] = {name: bench.saved_bytes(name) / bench.shape.tokens for name in saved}
     yield result
-    names = [name for name in PROFILED if name in bench.forwards]
-    traces = {name: profile(lambda: bench.step(name)) for name in names}  # noqa: B023
-    result["classes"] = {name: per_step(kernel_trace.by_class(trace, own)) for name, trace in traces.items()}
-    result["timelines"] = {name: kernel_trace.timeline(trace) for name, trace in traces.items() if trace}
-    result["kernels"] = {name: per_step(kernel_trace.by_name(trace)) for name, trace in traces.items()}
-    if "fp8" in traces:
-        routed = profile(bench.routed_step())
-        result["routed_experts"] = per_step(kernel_trace.by_name(routed))
-        result["routed_experts_others"] = per_step(kernel_trace.by_name(k for k in routed if k.name not in own))
+    profiled = [name for name in PROFILED if name in bench.forwards]
+    result["classes"] = {name: profile(functools.partial(bench.step, name), own) for name in profiled}
     yield result
     if captured:
         result["ms"] |= times_of_graphs(bench, captured, failed, rounds, block_ms)
@@ -382,11 +371,6 @@ def show(result: dict) -> None:
     for label in dict.fromkeys(itertools.chain(*result["classes"].values())):
         cells = [classes.get(label, (0, 0)) for classes in result["classes"].values()]
         print(f"  {label:26}" + "".join(f"{t:10.3f} ms {n:5.0f}x" for t, n in cells))
-    for name, line in result["timelines"].items():
-        print(f"  {name}: " + ", ".join(f"{key} {value / PROFILED_STEPS:.3f}" for key, value in line.items()))
-    print("  not this package's inside routed_experts, forward + backward:")
-    for name, (t, n) in result.get("routed_experts_others", {}).items():
-        print(f"    {n:4.1f}x {t * 1e3:8.1f} us  {name[:110]}")
 
 
 def save(result: dict, out: Path, work: Path = WORK) -> None:

@@ -17,11 +17,9 @@ A process that has come this far has imported everything; it waits for the file 
 the next run can start while the last one has the GPUs. Where ``$THROUGHPUT_TRACE`` is set, rank 0 leaves a trace there.
 """
 
-import os
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -62,39 +60,50 @@ for flavors, name in ((deepseekv3_args, "16B"), (qwen3_args, "30B-A3B")):
             )
 
 
-class _Converter(ModelConverter):
-    def __init__(self, job_config, parallel_dims):
-        pass
+def converter(convert: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Registers a function that changes a model as the model converter of its name."""
 
-    def post_optimizer_hook(self, model):
-        pass
+    class Converter(ModelConverter):
+        def __init__(self, job_config, parallel_dims):
+            pass
 
+        def convert(self, model: nn.Module) -> None:
+            convert(model)
 
-class BalancedRandom(_Converter):
-    def convert(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, MoE):
-                module.router.__class__ = BalancedRandomRouter
-                module.router._debug_force_load_balance = True
+        def post_optimizer_hook(self, model):
+            pass
 
-
-class FusedBf16(_Converter):
-    def convert(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, MoE):
-                module.__class__ = FusedMoE
+    register_model_converter(Converter, convert.__name__)
+    return convert
 
 
-class SaveGroupedMM(_Converter):
-    def convert(self, model: nn.Module) -> None:
-        for parallelize in (deepseek_v3_parallelize, qwen3_parallelize):
-            parallelize._op_sac_save_list.add(torch.ops.aten._grouped_mm.default)
+def moes(model: nn.Module) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-class TorchaoRowwise(_Converter):
-    def convert(self, model: nn.Module) -> None:
-        set_token_group_alignment_size_m(16)  # fp8 operands are aligned to 16 bytes
-        quantize_(model, Float8TrainingOpConfig(), filter_fn=lambda module, _: isinstance(module, GroupedExperts))
+@converter
+def balanced_random(model: nn.Module) -> None:
+    for moe in moes(model):
+        moe.router.__class__ = BalancedRandomRouter
+        moe.router._debug_force_load_balance = True
+
+
+@converter
+def fused_bf16(model: nn.Module) -> None:
+    for moe in moes(model):
+        moe.__class__ = FusedMoE
+
+
+@converter
+def save_grouped_mm(model: nn.Module) -> None:
+    for parallelize in (deepseek_v3_parallelize, qwen3_parallelize):
+        parallelize._op_sac_save_list.add(torch.ops.aten._grouped_mm.default)
+
+
+@converter
+def torchao_rowwise(model: nn.Module) -> None:
+    set_token_group_alignment_size_m(16)  # fp8 operands are aligned to 16 bytes
+    quantize_(model, Float8TrainingOpConfig(), filter_fn=lambda module, _: isinstance(module, GroupedExperts))
 
 
 def cast_around_each_gemm(
@@ -107,45 +116,32 @@ def cast_around_each_gemm(
     return grouped_mm(h, w2, offs).type_as(x)
 
 
-class NaiveBlockwise(_Converter):
-    def convert(self, model: nn.Module) -> None:
-        torchtitan_moe._run_experts_grouped_mm = cast_around_each_gemm  # before torchtitan compiles it
+@converter
+def naive_blockwise(model: nn.Module) -> None:
+    torchtitan_moe._run_experts_grouped_mm = cast_around_each_gemm  # before torchtitan compiles it
 
 
-class Requantize(_Converter):
-    def convert(self, model: nn.Module) -> None:
-        ops.transpose_pair = requantized_pair
+@converter
+def requantize(model: nn.Module) -> None:
+    ops.transpose_pair = requantized_pair
 
 
-class UnfusedPermute(_Converter):
-    def convert(self, model: nn.Module) -> None:
-        ops.permute_rows = permute_then_copy
+@converter
+def unfused_permute(model: nn.Module) -> None:
+    ops.permute_rows = permute_then_copy
 
 
-class WholeBlocks(_Converter):
+@converter
+def whole_blocks(model: nn.Module) -> None:
     """Makes torchtitan compile every block as one graph, which it leaves to dense blocks."""
 
-    def convert(self, model: nn.Module) -> None:
-        def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool) -> None:
-            torch._dynamo.config.capture_scalar_outputs = True
-            for name, block in model.layers.named_children():
-                block = torch.compile(block, backend=compile_config.backend, fullgraph=True)
-                model.layers.register_module(name, block)
+    def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool) -> None:
+        torch._dynamo.config.capture_scalar_outputs = True
+        for name, block in model.layers.named_children():
+            block = torch.compile(block, backend=compile_config.backend, fullgraph=True)
+            model.layers.register_module(name, block)
 
-        deepseek_v3_parallelize.apply_compile = qwen3_parallelize.apply_compile = apply_compile
+    deepseek_v3_parallelize.apply_compile = qwen3_parallelize.apply_compile = apply_compile
 
 
-register_model_converter(WholeBlocks, "whole_blocks")
-register_model_converter(FusedBf16, "fused_bf16")
-register_model_converter(SaveGroupedMM, "save_grouped_mm")
-register_model_converter(BalancedRandom, "balanced_random")
-register_model_converter(TorchaoRowwise, "torchao_rowwise")
-register_model_converter(NaiveBlockwise, "naive_blockwise")
-register_model_converter(Requantize, "requantize")
-register_model_converter(UnfusedPermute, "unfused_permute")
-
-if (trace := os.environ.get("THROUGHPUT_TRACE")) and os.environ.get("RANK") == "0":
-    kernel_trace.trace_steps(sys.modules["__main__"].Trainer, trace)
-if gate := os.environ.get("THROUGHPUT_GATE"):
-    while not Path(gate).exists():
-        time.sleep(0.05)
+kernel_trace.wait_for_turn(lambda: sys.modules["__main__"].Trainer)

@@ -9,11 +9,8 @@
 * ``torchao`` has torchtitan's rowwise Float8 experts.
 """
 
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,8 +115,4 @@ def __getattr__(name: str) -> Callable[[], Any]:
     return config
 
 
-if (trace := os.environ.get("THROUGHPUT_TRACE")) and os.environ.get("RANK") == "0":
-    kernel_trace.trace_steps(trainer.Trainer, trace)
-if gate := os.environ.get("THROUGHPUT_GATE"):
-    while not Path(gate).exists():
-        time.sleep(0.05)
+kernel_trace.wait_for_turn(lambda: trainer.Trainer)

@@ -5,7 +5,7 @@
 
 A point is a training run of ``STEPS`` steps, whose logs after step ``WARM`` count. Along a curve, a precision with its
 checkpointing, the local batch doubles from ``--first`` until memory runs out; then bisection finds the largest batch to
-within a sixteenth. Curves take turns in an order drawn anew. Points go to ``sweep.json`` one by one, and what it has of
+within an eighth. Curves take turns in an order drawn anew. Points go to ``sweep.json`` one by one, and what it has of
 this card is not run again: call the script until it prints "complete". Each call ends within a run of its budget.
 
 ``results.json`` gets two records, the fastest point and the largest batch of FP8-Flow against those of bf16.
@@ -28,20 +28,20 @@ CURVES = [
     "fp8_flow",
     *(f"fp8_flow:{setting}" for setting in ("checkpointing=none", "checkpointing=full", "recompute=experts")),
 ]
-STEPS, WARM = 12, 6
+STEPS, WARM = 10, 4
 PRECISIONS = ("bf16", "fp8")
 
 Point = dict
 
 
 def next_batch(fits: dict[int, bool], first: int) -> int | None:
-    """The local batch to try after these, None where the largest is known to within a sixteenth."""
+    """The local batch to try after these, None where the largest is known to within an eighth."""
     largest = max((batch for batch, fitted in fits.items() if fitted), default=0)
     smallest = min((batch for batch, fitted in fits.items() if not fitted), default=None)
     if smallest is None:
         return 2 * largest or first
     gap = smallest - largest
-    return None if gap <= max(1, largest // 16) else largest + gap // 2
+    return None if gap <= max(1, largest // 8) else largest + gap // 2
 
 
 def todo(points: list[Point], curves: list[str], first: int) -> list[tuple[str, int]]:
@@ -55,9 +55,12 @@ def todo(points: list[Point], curves: list[str], first: int) -> list[tuple[str, 
     return found
 
 
-def measure(variant: str, batch: int, args, timeout: float) -> Point:
+def prepare(variant: str, batch: int, args) -> tuple[Run, int]:
     extra = f"--training.local_batch_size={batch}", "--metrics.log_freq=2"
-    run = Run(variant, args, 0, f"{variant}_{batch}", extra)
+    return Run(variant, args, 0, f"{variant}_{batch}", extra), batch
+
+
+def measure(run: Run, batch: int, timeout: float) -> Point:
     try:
         run.begin()
         error, log = run.wait(timeout), run.log.read_text()
@@ -69,7 +72,7 @@ def measure(variant: str, batch: int, args, timeout: float) -> Point:
     steady = [(float(row[3]), int(row[4].replace(",", ""))) for row in logged if int(row[0]) > WARM and not error]
     retries = re.findall(r"^\[rank0\].* (\d+) CUDA memory allocation retries", log, re.MULTILINE)
     return {
-        "variant": variant,
+        "variant": run.variant,
         "local_batch": batch,
         "error": error,
         "tokens_per_second": statistics.median(speed for _, speed in steady) if steady else None,
@@ -112,14 +115,24 @@ def main() -> None:
     path: Path = args.out / "sweep.json"
     every = json.loads(path.read_text()) if path.exists() else []
     points = [point for point in every if point["shape"] == shape]
-    while waiting := todo(points, args.variants, args.first):
-        if time.monotonic() > end:
-            break
-        point = measure(*random.choice(waiting), args, args.timeout)
-        print(json.dumps(point), flush=True)
-        for found in (points, every):
-            found.append(point | {"shape": shape} | setting)
-        write_text(path, "[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
+    prepared: list[tuple[Run, int]] = []  # one measured, one that imports meanwhile
+    try:
+        while True:
+            waiting = todo(points, args.variants, args.first)
+            others = [c for c in waiting if c[0] not in {run.variant for run, _ in prepared}]
+            if time.monotonic() < end:
+                chosen = random.sample(others, min(len(others), 2 - len(prepared)))
+                prepared += [prepare(*curve, args) for curve in chosen]
+            if not prepared:
+                break
+            point = measure(*prepared.pop(0), args.timeout)
+            print(json.dumps(point), flush=True)
+            for found in (points, every):
+                found.append(point | {"shape": shape} | setting)
+            write_text(path, "[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
+    finally:
+        for run, _ in prepared:
+            run.end()
     write_records(args.out / "results.json", records(points, record_model(args), shape))
     print("to do: " + ", ".join(f"{curve} {batch}" for curve, batch in waiting) if waiting else "complete")
     failed = {p["variant"]: p["error"] for p in points if p["error"] not in (None, OUT_OF_MEMORY)}

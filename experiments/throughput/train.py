@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from experiments.records import (
     write_records,
     write_text,
 )
+from experiments.tables import markdown
 
 CONFIG = "experiments/throughput/train.toml"
 SETTING_03 = "experiments.throughput.setting03"
@@ -74,14 +75,8 @@ CONVERTERS = {
     "unfused_permute": ["unfused_permute", "fp8_flow_moe"],  # ours with one more pass to pad
     "fp8_flow": ["fp8_flow_moe"],
 }
-VARIANTS_03 = (
-    "bf16",
-    "bf16_outside_fsdp",
-    "bf16_fused_swiglu",
-    "bf16_strongest",
-    "torchao",
-    "fp8_flow",
-)  # setting03.py's
+VARIANTS_03 = (*(f"bf16{kind}" for kind in ("", "_outside_fsdp", "_fused_swiglu", "_strongest")), "torchao", "fp8_flow")
+"""setting03.py's."""
 ROUTING = {
     "random": (["balanced_random"], []),
     "forced": ([], ["--debug.moe_force_load_balance"]),
@@ -251,21 +246,16 @@ def drawn(variants: list[str], seeds: list[int]) -> list[tuple[str, int]]:
     return [(variant, seed) for seed in seeds for variant in random.Random(seed).sample(variants, len(variants))]
 
 
-def table(results: list[dict], steps: list[int]) -> str:
-    lines = [
-        "| variant | seed | tokens/s/GPU, median (min to max) | steady steps | memory, GiB | loss at "
-        + " / ".join(map(str, steps)) + " |",
-        "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+def table(results: list[dict], steps: Iterable[int]) -> str:
+    rows = []
     for r in results:
         tokens = r["tokens_per_second"]
         speed = f"{r['median_tokens_per_second']:,.0f} ({min(tokens):,} to {max(tokens):,})" if tokens else ""
-        speed = " ".join(part for part in (speed, r["error"]) if part)
         losses = " / ".join(str(r["losses"].get(str(step), "")) for step in steps)
-        lines.append(
-            f"| {r['variant']} | {r['seed']} | {speed} | {r['steady_steps']} | {r['peak_memory_gib']} | {losses} |"
-        )
-    return "\n".join(lines)
+        figures = [str(r[key]) for key in ("seed", "steady_steps", "peak_memory_gib")]
+        rows.append([r["variant"], *figures, losses, " ".join(filter(None, (speed, r["error"])))])
+    at = f"loss at {' / '.join(map(str, steps))}"
+    return markdown(["variant", "seed", "steady steps", "memory, GiB", at, "tokens/s/GPU, median (min to max)"], rows)
 
 
 def record_name(model: str, variant: str, suffix: str = "") -> str:

@@ -38,7 +38,6 @@ from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
-from titan_fp8moe.layer.experts import routed_experts
 from titan_fp8moe.testing import in_model
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -250,27 +249,6 @@ class Bench:
         for leaf in (self.x, *self.parameters()):
             leaf.grad = None
         self.forwards[name]().backward(self.dout)
-
-    def routed_step(self) -> Callable[[], None]:
-        """Forward and backward of :func:`routed_experts` alone, on plain tensors, with the route of the layer."""
-        inputs = []
-        moe = cast(Fp8FlowMoE, self.layers["fp8"])
-        hook = moe.experts.register_forward_pre_hook(lambda _, args: inputs.extend(args))
-        moe(self.x)  # not compiled as a whole: a graph would not call the hook
-        hook.remove()
-        x_TD, topk_ids_TK, scores = inputs
-        x_TD, scores_TK = (t.detach().requires_grad_() for t in (x_TD, scores.tensor))
-        local = moe.experts.local_weights(moe.experts.w1, moe.experts.w2, moe.experts.w3)
-        weights = [w.detach().requires_grad_() for w in local]
-        group = None if self.mesh is None else self.mesh.get_group()
-        dout_TD = self.dout.view_as(x_TD)
-
-        def run() -> None:
-            for leaf in (x_TD, scores_TK, *weights):
-                leaf.grad = None
-            routed_experts(x_TD, *weights, topk_ids_TK, scores_TK, ep_group=group).backward(dout_TD)
-
-        return run
 
     def saved_bytes(self, name: str) -> int:
         """Bytes of the storages that the forward keeps for the backward, parameters and their casts left out."""

@@ -47,6 +47,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE, BATCHED = "grouped_mm", "batched_mm"
 PHASES = ("eager", "training", "decode", "frozen", "compiled", "compiled_frozen")
 SEQUENCES = (1, 8, 64, 256)  # of a decoding step
+SEEDS = (0, 1, 2)  # of training
 
 # Where torch is older than 2.14, compiled models build a causal mask, and attention then computes what it hides.
 CAUSAL = "causal_sdpa"
@@ -64,9 +65,9 @@ class Setting:
     batch: int = 4
     length: int = 4096
 
-    def make_model(self) -> Any:
+    def make_model(self, seed: int = 0) -> Any:
         """With random bf16 weights, the same in every call."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = getattr(transformers, f"{self.family}Config")(vocab_size=32768, pad_token_id=None, **self.dims)
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -75,14 +76,15 @@ class Setting:
         finally:
             torch.set_default_dtype(torch.float32)
 
-    def batches(self, count: int) -> Tensor:
-        """(count, batch, length): bytes of the standard library's sources."""
-        text, needed = bytearray(), count * self.batch * self.length
+    def batches(self, count: int, seed: int = 0) -> Tensor:
+        """(count, batch, length): bytes of the standard library's sources, others for each seed."""
+        size = count * self.batch * self.length
+        text, needed = bytearray(), (seed + 1) * size
         for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
             text += path.read_bytes()
             if len(text) >= needed:
                 break
-        rows = torch.frombuffer(text, dtype=torch.uint8)[:needed].long()
+        rows = torch.frombuffer(text, dtype=torch.uint8)[seed * size : needed].long()
         return rows.view(count, self.batch, self.length).to(DEVICE)
 
 
@@ -198,24 +200,29 @@ class Bench:
         for param in experts:
             param.requires_grad_(True)
 
+    def losses(self, name: str, seed: int) -> list[float]:
+        """A training run's: the seed draws weights and text."""
+        self.model.load_state_dict(self.setting.make_model(seed).state_dict())
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=CUDA)
+        found = []
+        for tokens in self.setting.batches(self.steps, seed):
+            self.tokens = tokens
+            found.append(self.step(name, self.model))
+            optimizer.step()
+        return torch.stack(found).tolist()
+
     def training(self) -> list[dict]:
-        batches, losses = self.setting.batches(self.steps), {}
-        first = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        for name in (REFERENCE, NAME):
-            self.model.load_state_dict(first)
-            optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=CUDA)
-            found = []
-            for tokens in batches:
-                self.tokens = tokens
-                found.append(self.step(name, self.model))
-                optimizer.step()
-            losses[name] = torch.stack(found).tolist()
-        self.tokens = batches[0]
+        """Each seed trains in FP8 and twice in bf16, whose sums have no fixed order: runs of one seed differ."""
+        found = [[self.losses(name, seed) for name in (NAME, REFERENCE, REFERENCE)] for seed in SEEDS]
+        self.tokens = self.setting.batches(1)[0]
         self.model.zero_grad(set_to_none=True)
-        last = {name: statistics.mean(values[-10:]) for name, values in losses.items()}
-        more = dict(losses=losses[NAME], reference_losses=losses[REFERENCE])
+        ends = [[statistics.mean(losses[-10:]) for losses in runs] for runs in found]
+        ours, bf16 = (statistics.mean(end[i] for end in ends) for i in range(2))
+        more = dict(gaps=[fp8 / reference - 1 for fp8, reference, _ in ends])
+        more |= dict(reference_gaps=[again / reference - 1 for _, reference, again in ends])
+        more |= dict(losses=[runs[0] for runs in found], reference_losses=[runs[1] for runs in found])
         what = f"loss after {self.steps} steps, mean of the last 10"
-        return [self.record(what, last[NAME], REFERENCE, last[REFERENCE], "nats", **more)]
+        return [self.record(what, ours, REFERENCE, bf16, "nats", **more)]
 
     @torch.no_grad()
     def decode(self) -> list[dict]:

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torchtitan.train
-from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import BASE, GLOBAL_BATCH
-from tests.distributed.runner import run_all
+from tests.distributed.runner import run_all, whole
 from tests.distributed.worker import RecordingTrainer
 
 NUM_BATCHES = 2
@@ -113,7 +112,7 @@ class CheckpointTrainer(RecordingTrainer):
         state = dict(states["model"].state_dict())
         if with_optimizer:
             state |= {f"optimizer.{k}": v for k, v in states["optimizer"].state_dict().items() if torch.is_tensor(v)}
-        return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for k, v in state.items()}
+        return {k: whole(v).detach().clone() for k, v in state.items()}
 
 
 def run(name: str, out: Path) -> dict:

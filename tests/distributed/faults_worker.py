@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
-from tests.distributed.runner import check, start
+from tests.distributed.runner import check, end, start
 from tests.distributed.symmetric_faults_worker import report_ends
 from tests.processes import time_limit
 from titan_fp8moe import ops, routed_experts
@@ -222,7 +222,7 @@ def main() -> None:
     check_routing(device, dist.get_rank(), dist.get_world_size())
     check_nan(device, dist.get_rank())
     check_agreement(device, dist.get_rank())
-    dist.destroy_process_group()
+    end()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.runner import gather_list, run_all
+from tests.distributed.runner import gather_list, run_all, whole
 from titan_fp8moe import (
     Fp8FlowMoEConfig,
     RoutedExperts,
@@ -38,7 +38,7 @@ from titan_fp8moe import (
 )
 
 ROOT = Path(__file__).parents[2]
-EXPERTS, D, H, K, TOKENS, STEPS = 8, 128, 128, 2, 1024, 20
+EXPERTS, D, H, K, TOKENS, STEPS = 8, 128, 128, 2, 1024, 12
 MAX_NORM = 0.005  # clips every step
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 CACHED = Fp8FlowMoEConfig(cache_weights=True)
@@ -67,10 +67,6 @@ def make(group=None, config=None, bias=False, lora=False) -> Model:
         nn.init.normal_(B, std=0.1)
     model.load_state_dict(plain.state_dict())
     return model
-
-
-def whole(t):
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def error(a, b) -> float:

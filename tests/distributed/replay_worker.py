@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
@@ -73,9 +73,7 @@ def model_step(model: nn.Module, tokens: Tensor, routed: Tensor) -> dict[str, Te
     with replay_routing(model, routed):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-    grads = {name: param.grad for name, param in model.named_parameters()}
-    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
-    return {"loss": loss.detach(), **whole}
+    return {"loss": loss.detach(), **runner.whole_gradients(model)}
 
 
 def transformers_models(folder: Path, device: str) -> None:
@@ -107,7 +105,7 @@ def main() -> None:
         transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(path)
     dist.barrier()
     transformers_models(path, device)
-    dist.destroy_process_group()
+    runner.end()
 
 
 if __name__ == "__main__":

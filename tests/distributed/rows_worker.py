@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from tests.distributed.runner import check, gather_list, start
+from tests.distributed.runner import check, end, gather_list, start
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
 
 EXPERTS, TOP_K = 8, 3
@@ -39,11 +39,6 @@ def added_by_rank(parts: list[torch.Tensor], rank_TK: torch.Tensor) -> torch.Ten
             adds = first & (rank_TK[:, k] == rank)
             total[adds] += part[adds].bfloat16().float()
     return total
-
-
-def gathered(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors of every rank, on the CPU."""
-    return gather_list([t.cpu() for t in tensors])
 
 
 def main() -> None:
@@ -75,22 +70,16 @@ def main() -> None:
             ids = experts[tokens].to(device)
             if part is not None:  # the pairs of one rank's experts
                 ids = ids.masked_fill(ids // local != part, -1)
-            out = routed_experts(
-                leaves[0],
-                *leaves[2:],
-                ids,
-                leaves[1],
-                config=config,
-                ep_group=group,
-                score_before_experts=before,
-            )
+            options = dict(config=config, ep_group=group, score_before_experts=before)
+            out = routed_experts(leaves[0], *leaves[2:], ids, leaves[1], **options)
             out.backward(dout[tokens].to(device))
             return [out.detach(), *[leaf.grad for leaf in leaves]]
 
         for config in CONFIGS[: 3 if (ranks, D) == (2, 256) else 1]:
             everything = slice(None), slice(None), None, config
-            parts = gathered(run(*everything, rank))  # each part by a process without a group, and only once
-            reference = gathered(run(*everything) if rank == 0 else [])[0]
+            # Each part by a process without a group, and only once.
+            parts = gather_list([t.cpu() for t in run(*everything, rank)])
+            reference = gather_list([t.cpu() for t in run(*everything)] if rank == 0 else [])[0]
             reference[0], reference[1] = (
                 added_by_rank([part[i] for part in parts], experts // local).to(device) for i in (0, 1)
             )
@@ -103,7 +92,7 @@ def main() -> None:
                 want = reference[i][rank * local : (rank + 1) * local]
                 error = (result[i] - want).norm() / want.norm().clamp(min=1e-20)
                 check(f"{label} dw{i - 2} {float(error):.1e}", error < 1e-3)
-    dist.destroy_process_group()
+    end()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,14 @@ from titan_fp8moe.trainer.plan import plain_name
 CASE_TIMEOUT = time_limit(60)  # seconds; a hang prints every thread's stack and ends the run
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(param.grad) for name, param in model.named_parameters()}
+
+
 def gather_list(value) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -44,7 +52,7 @@ def wrong_fp8_tensors(model: nn.Module, adapter: Any, precision: torch.dtype = t
     options: dict[str, Any] = dict(adapter=adapter, quantized_from=precision, bucket_bytes=1 << 16)
     buckets = (fp8_tensors(model, gather=gather, **options) for gather in (True, False))
     gathered, own = ({name: t for bucket in found for name, t in bucket.items()} for found in buckets)
-    state = {plain_name(k): v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    state = {plain_name(k): whole(v) for k, v in model.state_dict().items()}
     want: dict[str, torch.Tensor] = {}
     for name, value in adapter.to_hf(state).items():
         quantized_from = precision if f"{name}_scale_inv" in gathered else None
@@ -74,6 +82,12 @@ def check(name: str, ok: bool) -> None:
         print(f"{'ok' if ok else 'FAILED'} {name}", flush=True)
     if not ok:
         sys.exit(1)
+
+
+def end() -> None:
+    if dist.get_rank() == 0:
+        print("all checks passed", flush=True)
+    dist.destroy_process_group()
 
 
 def run_all(run: Callable[[str, Path], dict]) -> None:

@@ -1,22 +1,16 @@
 """What the layer does when routing is extreme, a number is NaN or a rank is lost."""
 
-import re
 import signal
 
 import pytest
 import torch
 
 from tests.distributed.faults_worker import TIMEOUT
-from tests.processes import ended_well, run_script, run_workers, time_limit
+from tests.processes import assert_ends, run_checks, run_script
 
 
 def test_extreme_routing_nan_and_disagreement():
-    done = run_workers("faults_worker.py", 2)
-    log = done.stdout[-3000:] + done.stderr[-3000:]
-    assert ended_well(done), log
-    # 3 routings x (2 rows + 2 x 3 weight gradients), 1 + 2 NaNs x (loss + 2 x 2 rows + 2 x 3 weight gradients).
-    # 5 settings, 3 numbers of rows.
-    assert done.stdout.count("ok ") == 47 + 8 and "FAILED" not in done.stdout, log
+    run_checks("faults_worker.py", 2)
 
 
 # Rank 0's exit code and last words. NCCL's watchdog aborts the process, whose stream waits for good.
@@ -37,10 +31,4 @@ def test_lost_rank_ends_the_others(tmp_path, backend):
     wait = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
     done = run_script(*command, gpu=backend == "nccl", seconds=150, **wait)
     for how in ("dies", "stalls"):
-        code, *messages = LOST[backend, how]
-        words = tmp_path / f"{how}.err"
-        said = words.read_text() if words.exists() else "rank 0 has not begun"
-        log = f"{done.stdout}\n{done.stderr[-3000:]}\n{said[-6000:]}"
-        ended = re.search(rf"{how}: rank 0 ended with {code} after ([\d.]+) s", done.stdout)
-        assert ended and float(ended[1]) < TIMEOUT + time_limit(10), log
-        assert all(re.search(message, said) for message in messages), log
+        assert_ends(done, tmp_path, how, *LOST[backend, how])

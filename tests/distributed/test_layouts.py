@@ -28,7 +28,7 @@ def results(case_dir) -> WorkerResults:
 
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])
 def test_layout_equals_one_process(results, case):
-    variants = "float8_linear", "one_in_bf16", "linears", "padded", "gpt_oss"
+    variants = "float8_linear", "one_in_bf16", "linears", "padded", "gpt_oss", "long"
     variant = next((v for v in variants if case.endswith(v)), None)
     reference = results.get(f"single_{variant}" if variant else "single", beside=case)
     result = results.get(case)
@@ -80,7 +80,7 @@ def test_weights_gathered_in_fp8_are_those_quantized_when_whole(results, case):
 
 @pytest.mark.parametrize(
     ("case", "fsdp"),
-    [("ep2", False), ("ep4", False), ("tp2_ep2_etp2", False), ("ep2_fsdp2", True), ("hsdp2_ep2", True),
+    [("ep2", False), ("ep4", False), ("tp2_ep2_etp2", False), ("ep2_fsdp2", True), ("hsdp2_ep2_fp8_gather", True),
      ("ep2_cpu_offload", True)],
 )  # fmt: skip
 def test_fsdp_has_the_experts_only_where_it_has_something_to_do(results, case, fsdp):

@@ -52,31 +52,24 @@ def assert_same_run(run: dict, expected: tuple[list, list]):
 def test_the_pages_loop_is_one_process(results, num_ranks):
     run = results.get(f"loop_{num_ranks}")
     losses, norms = run["expected"]
-    assert len(losses) == 20 and min(norms) > 0.005 and losses[-1] < 0.9 * losses[0]  # it learns, and clips every step
+    assert len(losses) == 12 and min(norms) > 0.005 and losses[-1] < 0.97 * losses[0]  # it learns, and always clips
     assert_same_run(run, run["expected"])
     assert run["routers"]
 
 
 @pytest.mark.parametrize("case", ["resumed_2", "alone_1"])
 def test_four_ranks_resume_as(results, resumed, case):
-    assert len(resumed.get(case)["losses"]) == 10
+    assert len(resumed.get(case)["losses"]) == 6
     assert_same_run(resumed.get(case), results.get("loop_4")["expected"])
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
-@pytest.mark.parametrize("tool", TRUE)
-def test_tool(results, num_ranks, tool):
-    assert results.get(f"tools_{num_ranks}")[tool] is True
-
-
-@pytest.mark.parametrize("num_ranks", SIZES)
-def test_gradients(results, num_ranks):
-    assert_close(results.get(f"tools_{num_ranks}")["gradients"])
-
-
-@pytest.mark.parametrize("num_ranks", SIZES)
-def test_gradients_with_biases(results, num_ranks):
-    errors = results.get(f"tools_{num_ranks}")["gradients with biases"]
+def test_tools(results, num_ranks):
+    """Each gives what one process gives, or refuses."""
+    found = results.get(f"tools_{num_ranks}")
+    assert {tool: found[tool] for tool in TRUE} == dict.fromkeys(TRUE, True)
+    assert_close(found["gradients"])
+    errors = found["gradients with biases"]
     biases = [errors.pop(f"experts.b{i}") for i in (1, 2, 3)]
     assert len(errors) == 4 and max(errors.values()) < 0.01 and max(biases) < 5e-3, (errors, biases)
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from tests.distributed import runner
@@ -44,16 +43,13 @@ def expert_parallel(ranks: int) -> DistributedConfig:
 
 
 def gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss and gradients over the batches; the gradients as this rank's plain tensors, gathered where FSDP shards
-    them."""
+    """Mean loss and whole gradients over the batches."""
     losses = []
     for tokens in batches:
         loss = model(input_ids=tokens, labels=tokens).loss
         (loss / len(batches)).backward()
         losses.append(loss.item())
-    grads = {name: param.grad for name, param in model.named_parameters()}
-    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
-    return sum(losses) / len(losses), whole
+    return sum(losses) / len(losses), runner.whole_gradients(model)
 
 
 def check(name: str, got: tuple[float, dict], want: tuple[float, dict]) -> None:
@@ -110,7 +106,7 @@ def main() -> None:
     assert experts.down_proj.to_local().shape[0] == CONFIG["num_experts"] // ranks and len(converted(model)) == 2
     check("expert parallel", gradients(model, batches[:1]), gradients(load(folder, device), batches[:1]))
     check_fp8_tensors("expert parallel", model, load(folder, device))
-    dist.destroy_process_group()
+    runner.end()
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
-from tests.distributed.cases import BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, SEQ_LEN, STEPS
-from tests.distributed.runner import gather, gather_list, run_all, start, wrong_fp8_tensors
+from tests.distributed.cases import BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, STEPS
+from tests.distributed.runner import gather, gather_list, run_all, start, whole, wrong_fp8_tensors
 from titan_fp8moe.torchtitan.cpu import _dense_attention
 from titan_fp8moe.trainer.plan import plain_name
 
@@ -49,10 +49,10 @@ class RecordingTrainer(torchtitan.train.Trainer):
         if dims.dp_enabled:
             mesh = dims.get_mesh("batch")
             rank, ranks = mesh.get_local_rank(), mesh.size()
-        local_batch = self.job_config.training.local_batch_size
+        local_batch, length = self.job_config.training.local_batch_size, self.job_config.training.seq_len
         while True:
             # A skewed distribution, so that experts and tokens are unequal.
-            tokens = (torch.rand(GLOBAL_BATCH, SEQ_LEN + 1, generator=generator) ** 3 * VOCAB).long()
+            tokens = (torch.rand(GLOBAL_BATCH, length + 1, generator=generator) ** 3 * VOCAB).long()
             # Token (microbatch, rank) order: each rank's rows are contiguous in the global batch.
             mine = tokens.chunk(ranks)[rank]
             for micro in mine.split(local_batch):
@@ -78,11 +78,11 @@ class RecordingTrainer(torchtitan.train.Trainer):
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of the mean loss per token; collective."""
         # torchtitan leaves gradients as token sums under pipeline parallelism.
-        scale = 1 / (GLOBAL_BATCH * SEQ_LEN) if self.parallel_dims.pp_enabled else 1.0
+        tokens = GLOBAL_BATCH * self.job_config.training.seq_len
+        scale = 1 / tokens if self.parallel_dims.pp_enabled else 1.0
         grads = {}
         for name, p in self.named_parameters():
-            g = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            grads[name] = g.detach().cpu().clone() * scale
+            grads[name] = whole(p.grad).detach().cpu().clone() * scale
         return gather(grads)
 
     def record(self) -> dict:

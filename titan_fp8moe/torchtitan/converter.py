@@ -137,6 +137,7 @@ def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
     """Prepares the process for converted layers: parallel styles, checkpointing, compilation, kernels, statistics."""
     _log_changes()
     compat.fix_selective_checkpointing()
+    compat.fix_full_checkpointing()
     compat.fix_shape_inference()
     parallel.install()
     for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
@@ -151,7 +152,7 @@ def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
 def _log_changes() -> None:
     logger.info(
         "FP8-Flow-MoE changes in this process: torchtitan's TensorParallel, ExpertParallel, ExpertTensorParallel, "
-        "ReordererSequenceParallel, fully_shard, apply_compile and should_log; PyTorch's selective checkpointing, "
+        "ReordererSequenceParallel, fully_shard, apply_compile and should_log; PyTorch's checkpointing, "
         "FSDP's unshard, and pipeline stages' shape inference (titan_fp8moe/trainer/compat.py says why)"
     )
 

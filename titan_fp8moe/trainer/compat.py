@@ -34,6 +34,7 @@ _UNSHARD = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard",
 )
+_TAGS = "torch._higher_order_ops.wrap:TagActivationCheckpoint"  # 2.11.0's has tag_nodes, 2.13.0's has not
 # Of 2.12.1, 2.13.0, 2.14.1 and 2.15.0, and of 2.11.0.
 _METADATA_INFERENCE = (
     "torch.distributed.pipelining:PipelineStage._forward_metadata_inference",
@@ -42,6 +43,7 @@ _METADATA_INFERENCE = (
 _SHAPE_INFERENCE = ("torch.distributed.pipelining:PipelineStage._shape_inference",)
 # Of the state of an FSDP module, torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState.
 _HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
+_COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
 _GROUPS = "_fsdp_param_groups"  # of 2.14.1 and 2.15.0; a group has fsdp_params, each with a sharded_param
 
 
@@ -93,6 +95,28 @@ def fix_selective_checkpointing() -> None:
         ignored_ops.update(getattr(op, overload) for overload in op.overloads())
 
 
+@functools.cache
+def fix_full_checkpointing() -> None:
+    """Make compiled blocks recompute the FP8 layer under full checkpointing. Calling again does nothing.
+
+    PyTorch 2.11 tags a checkpointed block's ops for recomputation in its outermost graph only. An autograd.Function's
+    forward is a graph inside that one, and everything that it saves was kept. Newer versions tag what runs.
+    """
+    checkpoint = _resolve(_TAGS)
+    original = getattr(checkpoint, "tag_nodes", None)
+    if original is None:
+        return
+
+    def tag_nodes(gmod: Any, is_sac: bool) -> Any:
+        for node in original(gmod, is_sac).graph.nodes:
+            if node.target is torch.ops.higher_order.autograd_function_apply and not is_sac:
+                for inner in getattr(gmod, node.args[0].target).graph.nodes:  # the forward's; args[1] is the backward's
+                    inner.meta.update(recompute=node.meta["recompute"], ac_graph_id=node.meta["ac_graph_id"])
+        return gmod
+
+    checkpoint.tag_nodes = staticmethod(tag_nodes)
+
+
 @contextmanager
 def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores these modules' buffers at the end, the routers' token counts among them, and their NaN flags."""
@@ -131,6 +155,21 @@ def fix_shape_inference() -> None:
         return wrapper
 
     _replace(_SHAPE_INFERENCE if torch.__version__ < "2.12" else _METADATA_INFERENCE, without_a_trace)
+
+
+@contextmanager
+def uncompiled(model_parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Calls modules eagerly that ``Module.compile`` has compiled."""
+    _resolve(_COMPILED_CALL)
+    modules: list[Any] = [m for part in model_parts for m in part.modules() if m._compiled_call_impl is not None]
+    calls = [m._compiled_call_impl for m in modules]
+    for m in modules:
+        m._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for m, call in zip(modules, calls, strict=True):
+            m._compiled_call_impl = call
 
 
 def remove_fsdp_hooks(module: nn.Module) -> None:
