@@ -23,6 +23,21 @@ def test_effects_equal_a_two_sample_t_interval():
     assert effects["balanced"].within_margin() == "undecided"
 
 
+def test_intervals_cover_the_truth():
+    """Two checkpoints of different loss, bf16 and balanced repeated, ffns_only once per checkpoint and 0.3% worse."""
+    rng = np.random.default_rng(0)
+    truth = {"bf16": 0.0, "balanced": 0.0, "ffns_only": 0.003}
+    cells = [
+        (r, c) for c in ("s1", "s2") for r, n in (("bf16", 4), ("balanced", 4), ("ffns_only", 1)) for _ in range(n)
+    ]
+    covered = {"balanced": 0, "ffns_only": 0}
+    for _ in range(300):
+        losses = [{"s1": 3.0, "s2": 2.8}[c] * (1 + truth[r] + 0.001 * rng.standard_normal()) for r, c in cells]
+        for recipe, effect in analyse.effects(cells, losses)[2].items():
+            covered[recipe] += abs(effect.mean - truth[recipe]) <= effect.half_width
+    assert all(0.91 < count / 300 < 0.99 for count in covered.values()), covered
+
+
 def test_pairs_share_checkpoint_and_noise():
     """What a noise does to both recipes cancels; a run without a partner does not count."""
     cells = [(recipe, "s1", noise) for recipe in ("bf16", "balanced") for noise in ("", "1", "2")] + [
