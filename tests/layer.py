@@ -1,9 +1,13 @@
-"""A small layer for tests: its inputs, a step of it, and a count of what it casts."""
+"""A small layer for tests: its inputs, a step of it, and a count of what it casts. And how results are compared."""
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
+import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import routed_experts, testing
@@ -14,6 +18,24 @@ from titan_fp8moe.spec import ExpertSpec
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def assert_equal(got: Iterable[Tensor], want: Iterable[Tensor]) -> None:
+    """Bit for bit. FP8 codes and scales are compared as bytes."""
+    for index, pair in enumerate(zip(got, want, strict=True)):
+        a, b = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in pair)
+        assert pair[0].dtype == pair[1].dtype and torch.equal(a, b), index
+
+
+@contextlib.contextmanager
+def refused(*said: str, error: type[BaseException] = ValueError) -> Iterator[None]:
+    """Expects an error that names each setting and remedy in ``said``; no error if there are none."""
+    if not said:
+        yield
+        return
+    with pytest.raises(error) as raised:
+        yield
+    assert not [part for part in said if part not in str(raised.value)], raised.value
 
 
 def make_layer(tokens=T, experts=E, dtype=torch.float32):

@@ -86,11 +86,8 @@ def spread_blocks(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, columns = (math.ceil(size / 128) for size in weight.shape)
-    scale = torch.empty(rows, columns)
-    for i in range(rows):
-        for j in range(columns):
-            scale[i, j] = weight[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)].abs().max() / 448
+    padded = torch.nn.functional.pad(weight.abs(), (0, -weight.shape[1] % 128, 0, -weight.shape[0] % 128))
+    scale = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3)) / 448
     return (weight / spread_blocks(scale, weight.shape)).to(torch.float8_e4m3fn), scale
 
 
@@ -128,14 +125,11 @@ def read_dcp(path: Path, tmp_path: Path) -> State:
     return {k: v for k, v in (whole | optimizer).items() if torch.is_tensor(v)}
 
 
-def test_loss_falls_so_that_a_lost_checkpoint_shows(results: WorkerResults):
-    losses = results.get("bf16")["losses"]
-    assert losses[3] < losses[1] * (1 - 10 * TOLERANCE), losses
-
-
 def test_bf16_to_fp8_and_back(results: WorkerResults):
     """bf16 for 2 steps, FP8 for 2, bf16 for 2: everything is carried over, and the loss has no step."""
     uninterrupted, fp8, back = (results.get(run) for run in ("bf16", "fp8_from_bf16", "bf16_from_fp8"))
+    losses = uninterrupted["losses"]
+    assert losses[3] < losses[1] * (1 - 10 * TOLERANCE), "a lost checkpoint would not show"
     assert_continues(fp8["losses"], uninterrupted["losses"], range(3, 5), TOLERANCE)
     assert_continues(back["losses"], uninterrupted["losses"], range(5, 7), TOLERANCE)
     assert fp8["losses"][3] != uninterrupted["losses"][3], "the converter did nothing"
@@ -148,18 +142,14 @@ def test_bf16_to_fp8_and_back(results: WorkerResults):
     assert keys[0] == keys[1]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("bf16_to_hf", "fp8_from_hf"), ("fp8_to_hf", "bf16_from_hf")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("bf16_to_hf", "fp8_from_hf"), ("fp8_to_hf", "bf16_from_hf"), ("bf16_to_hf", "ep2_from_hf")]
+)
 def test_through_hugging_face_format(results: WorkerResults, saved: str, loaded: str):
     """Saved after step 4. Only the model is: the next run counts from step 1, which has the batch of step 5."""
     uninterrupted, saved, loaded = (results.get(run) for run in ("bf16", saved, loaded))
     assert_same_state(loaded["loaded"], model_only(saved["saved"]))
     assert loaded["losses"][1] == pytest.approx(uninterrupted["losses"][5], rel=TOLERANCE)
-
-
-def test_hugging_face_format_to_expert_parallel(results: WorkerResults):
-    saved, loaded = results.get("bf16_to_hf"), results.get("ep2_from_hf")
-    assert_same_state(loaded["loaded"], model_only(saved["saved"]))
-    assert loaded["losses"][1] == pytest.approx(results.get("bf16")["losses"][5], rel=TOLERANCE)
 
 
 def test_expert_parallel_to_hugging_face_format(results: WorkerResults):

@@ -9,17 +9,21 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
+from tests.layer import refused
 from titan_fp8moe import RoutedExperts
 from titan_fp8moe.trainer import compat
 from titan_fp8moe.trainer.cpu import rebind
 
-SELECTIVE_CHECKPOINTING = (
+CHECKPOINTING = (
     *compat._SELECTIVE_MODES,
     compat._IGNORED_OPS,
     compat._CURRENT_MODE,
     compat._WITHOUT_MODE,
     *compat._UNSHARD,
 )
+SHAPE_INFERENCE = compat._SHAPE_INFERENCE if torch.__version__ < "2.12" else compat._METADATA_INFERENCE
+NEEDED = [(compat.fix_selective_checkpointing, compat._UNSHARD, gone) for gone in CHECKPOINTING]
+NEEDED += [(compat.fix_shape_inference, SHAPE_INFERENCE, gone) for gone in SHAPE_INFERENCE]
 
 
 def owner_and_name(interface: str) -> tuple[object, str]:
@@ -28,57 +32,33 @@ def owner_and_name(interface: str) -> tuple[object, str]:
     return pkgutil.resolve_name(owner), name
 
 
-def remove(monkeypatch: pytest.MonkeyPatch, interface: str) -> None:
-    monkeypatch.delattr(*owner_and_name(interface))
-
-
-def state(interfaces: tuple[str, ...]) -> list[object]:
-    """What the corrections replace: methods. ``None`` for one that is gone."""
-    return [getattr(*owner_and_name(interface), None) for interface in interfaces]
-
-
-@pytest.mark.parametrize("gone", SELECTIVE_CHECKPOINTING)
-def test_selective_checkpointing_needs_its_interfaces(monkeypatch: pytest.MonkeyPatch, gone: str):
-    remove(monkeypatch, gone)
-    before = state(compat._UNSHARD)
-    with pytest.raises(RuntimeError, match=f"has no {gone.replace(':', '.')}, which .* install PyTorch 2.11 to 2.15"):
-        compat.fix_selective_checkpointing.__wrapped__()
-    assert state(compat._UNSHARD) == before
+@pytest.mark.parametrize(("fix", "replaced", "gone"), NEEDED)
+def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch, fix, replaced: tuple[str, ...], gone: str):
+    monkeypatch.delattr(*owner_and_name(gone))
+    before = [getattr(*owner_and_name(interface), None) for interface in replaced]
+    with refused(f"has no {gone.replace(':', '.')}, which", "install PyTorch 2.11 to 2.15", error=RuntimeError):
+        fix.__wrapped__()
+    assert [getattr(*owner_and_name(interface), None) for interface in replaced] == before
 
 
 def test_selective_checkpointing_needs_the_profilers_ops(monkeypatch: pytest.MonkeyPatch):
-    missing = "torch:ops.profiler._no_such_op"
-    monkeypatch.setattr(compat, "_PROFILER_OPS", (*compat._PROFILER_OPS, missing))
-    before = state(compat._UNSHARD)
-    with pytest.raises(RuntimeError, match="has no torch.ops.profiler._no_such_op"):
+    monkeypatch.setattr(compat, "_PROFILER_OPS", (*compat._PROFILER_OPS, "torch:ops.profiler._no_such_op"))
+    with refused("has no torch.ops.profiler._no_such_op", error=RuntimeError):
         compat.fix_selective_checkpointing.__wrapped__()
-    assert state(compat._UNSHARD) == before
-
-
-SHAPE_INFERENCE = compat._SHAPE_INFERENCE if torch.__version__ < "2.12" else compat._METADATA_INFERENCE
-
-
-@pytest.mark.parametrize("gone", SHAPE_INFERENCE)
-def test_shape_inference_needs_its_methods(monkeypatch: pytest.MonkeyPatch, gone: str):
-    remove(monkeypatch, gone)
-    before = state(SHAPE_INFERENCE)
-    with pytest.raises(RuntimeError, match=f"has no {gone.replace(':', '.')}, which"):
-        compat.fix_shape_inference.__wrapped__()
-    assert state(SHAPE_INFERENCE) == before
 
 
 def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(utils, "only_here", 1, raising=False)
     rebind("only_here", 2)
     assert utils.only_here == 2
-    with pytest.raises(RuntimeError, match="torchtitan has no such_name to replace"):
+    with refused("torchtitan has no such_name to replace", error=RuntimeError):
         rebind("such_name", 2)
 
 
 @pytest.mark.parametrize("gone", compat._HOOK_HANDLES)
 def test_fsdp_hooks_are_removed_where_it_manages_nothing(gone: str):
     module = torch.nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="has other hooks for FSDP"):
+    with refused("has other hooks for FSDP", error=RuntimeError):
         compat.remove_fsdp_hooks(module)
     handles = {
         "_pre_forward_hook_handle": module.register_forward_pre_hook(lambda *_: None),
@@ -86,13 +66,13 @@ def test_fsdp_hooks_are_removed_where_it_manages_nothing(gone: str):
     }
     state = SimpleNamespace(_fsdp_param_group=None, **{name: h for name, h in handles.items() if name != gone})
     module._get_fsdp_state = lambda: state
-    with pytest.raises(RuntimeError, match="has other hooks for FSDP"):
+    with refused("has other hooks for FSDP", error=RuntimeError):
         compat.remove_fsdp_hooks(module)
     setattr(state, gone, handles[gone])
     compat.remove_fsdp_hooks(module)
     assert not module._forward_pre_hooks and not module._forward_hooks
     state._fsdp_param_group = object()
-    with pytest.raises(RuntimeError, match="has other hooks for FSDP"):
+    with refused("has other hooks for FSDP", error=RuntimeError):
         compat.remove_fsdp_hooks(module)
 
 

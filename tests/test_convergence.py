@@ -103,26 +103,6 @@ def test_a_branch_that_was_cut_off(tmp_path):
     assert any(record["name"] == "balanced: final held-out loss" for record in records)
 
 
-def test_final_losses_are_drawn_from_records(tmp_path, monkeypatch):
-    """One point for each recipe of a branch and for each change under stress; no log is read."""
-    for name, first_step, loss in (
-        ("bf16-s1-resume", 200, 2.0),
-        ("bf16-s1-resume1", 200, 2.002),
-        ("balanced-s1-resume", 200, 2.004),
-        ("ffns_only-s1-resume", 200, 2.2),
-        ("bf16-s1-tiny", 0, 2.0),
-        ("balanced-s1-tiny", 0, 2.1),
-    ):
-        write_run(tmp_path, name, first_step, 300, loss, [first_step, 300])
-    runs = analyse.read_runs(tmp_path)
-    records = analyse.records(runs, analyse.summarize(runs))
-    drawn = []
-    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda self, x, y, error, **_: drawn.append((x, round(y, 2))))
-    analyse.draw_finals(records, tmp_path / "finals.png")
-    assert drawn == [(0, 0.15), (1, 9.95), (0, 5.0)]  # % from bf16: the branch's mean is 2.001
-    assert (tmp_path / "finals.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_broken_runs_give_valid_json(tmp_path):
     write_run(tmp_path, "bf16-s1-highlr", 0, 300, 2.0, [0, 300])
     write_run(tmp_path, "balanced-s1-highlr", 0, 300, math.nan, [0, 300])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,23 +83,16 @@ def train(
         "HF_HOME": str(tmp_path / "hf"),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    run = subprocess.run(
-        ["tools/run_train.sh", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=time_limit(120),
-    )
+    options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=time_limit(120))
+    run = subprocess.run(["tools/run_train.sh", *arguments], **options)
     log = run.stdout + run.stderr
     assert ended_well(run) and DONE in log, log[-6000:]
     return log
 
 
 def losses(log: str, kind: str = "step") -> list[float]:
-    return [
-        float(loss) for loss in re.findall(rf"(?m)^(?:\[rank0\]:)?\[titan\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)
-    ]
+    found = re.findall(rf"(?m)^(?:\[rank0\]:)?\[titan\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)
+    return [float(loss) for loss in found]
 
 
 @pytest.mark.parametrize(
@@ -180,11 +174,7 @@ def test_validation_leaves_load_balancing_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_validation_without_room_is_an_error(monkeypatch: pytest.MonkeyPatch):
     """After the last step no optimizer would say so."""
-
-    def overflow() -> None:
-        raise RuntimeError("a larger dispatch_capacity")
-
     monkeypatch.setattr(Validator, "validate", lambda *_, **__: None)
-    monkeypatch.setattr(flavors, "check_room", overflow)
+    monkeypatch.setattr(flavors, "check_room", Mock(side_effect=RuntimeError("a larger dispatch_capacity")))
     with pytest.raises(RuntimeError, match="larger dispatch_capacity"):
         MoEValidator.validate(object.__new__(MoEValidator), [nn.Module()], step=1)

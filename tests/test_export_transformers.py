@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.layer import assert_equal
 from titan_fp8moe import recipe
 
 pytest.importorskip("safetensors")
@@ -95,9 +96,8 @@ def test_fp8_modules_of_transformers(exported, monkeypatch):
     master = model.get_submodule("model.layers.2.mlp.experts")
     for name in ("gate_up_proj", "down_proj"):
         q, scale = recipe.quantize_weight(getattr(master, name).detach())
-        assert torch.equal(getattr(experts, name).view(torch.uint8), q.view(torch.uint8))
-        got = getattr(experts, f"{name}_scale_inv")
-        assert torch.equal(got.float(), recipe.exp2(recipe.exponent(scale)))
+        got = getattr(experts, name), getattr(experts, f"{name}_scale_inv").float()
+        assert_equal(got, (q, recipe.exp2(recipe.exponent(scale))))
 
 
 @pytest.mark.parametrize("exported", ["qwen3_moe"], indirect=True)
@@ -125,7 +125,6 @@ def test_experts_stay_in_fp8(exported, monkeypatch):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        results.append((loss.detach(), grads))
-    (loss, grads), (got_loss, got) = results
-    assert torch.equal(loss, got_loss) and grads.keys() == got.keys()
-    assert all(torch.equal(grads[name], got[name]) for name in grads)
+        results.append(grads | {"loss": loss.detach()})
+    assert results[0].keys() == results[1].keys()
+    assert_equal(*(result.values() for result in results))

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from titan_fp8moe.kernels.gemm import forward, portable, wgrad
+from titan_fp8moe.kernels.gemm import grouped_mm as gemms
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -24,6 +24,12 @@ MODELS = {  # M, E, D, H
 }
 DTYPES = [torch.bfloat16, torch.float32]
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA may have
+
+
+@pytest.fixture(params=["Hopper", "plain"])
+def kernels(request, monkeypatch):
+    monkeypatch.setattr(gemms, "is_hopper", lambda x: request.param == "Hopper")
+    return gemms
 
 
 def meta(*shape, dtype):
@@ -44,7 +50,6 @@ def check(name, function, *args):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernels", [forward, portable], ids=["Hopper", "plain"])
 @pytest.mark.parametrize("model", MODELS)
 def test_grouped_mm(model, kernels, dtype):
     M, E, D, H = MODELS[model]
@@ -56,7 +61,6 @@ def test_grouped_mm(model, kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernels", [wgrad, portable], ids=["Hopper", "plain"])
 @pytest.mark.parametrize("model", MODELS)
 def test_wgrad(model, kernels, dtype):
     M, experts, D, H = MODELS[model]
@@ -72,7 +76,6 @@ def test_wgrad(model, kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernels", [wgrad, portable], ids=["Hopper", "plain"])
 @pytest.mark.parametrize("N, K, rows, columns, layout", [
     (5888, 2944, 5760, 2880, "joined"), (5888, 2944, 5760, 2880, "transposed"), (768, 2816, 704, 2816, "joined"),
     (2944, 2816, 2880, 2816, "joined"),
@@ -94,15 +97,16 @@ def test_wgrad_of_padded_weights(kernels, N, K, rows, columns, layout, dtype):
         (100, SHARED_MEMORY, r"tcgen05\.mma\.\S*kind::f8f6f4"),
     ],
 )
-def test_plain_on_other_gpus(capability, shared_memory, instruction):
+def test_plain_on_other_gpus(capability, shared_memory, instruction, monkeypatch):
+    monkeypatch.setattr(gemms, "is_hopper", lambda x: False)
     M, E, D, H = MODELS["16B"]
     N, K, offsets_E = 2 * H, D, meta(E, dtype=torch.int32)
     a, b, column_major = meta(M, K, dtype=FP8), meta(E, N, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
     forward = a, column_major, b, meta(E, N // TILE, K // TILE, dtype=E8M0), offsets_E, torch.bfloat16
-    launches = record_launches(portable.grouped_mm, *forward)
+    launches = record_launches(gemms.grouped_mm, *forward)
     a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
     wgrad = meta(N, M, dtype=FP8), a_scale, meta(K, M, dtype=FP8), b_scale, offsets_E, torch.float32
-    launches += record_launches(portable.grouped_mm_wgrad, *wgrad)
+    launches += record_launches(gemms.grouped_mm_wgrad, *wgrad)
     for launch in launches:
         kernel = launch.compile(capability)
         assert kernel.shared <= shared_memory, kernel

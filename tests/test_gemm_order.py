@@ -12,7 +12,7 @@ import torch
 
 from tests.gluon_emulator import patched
 from tests.offline_compile import record_launches
-from titan_fp8moe.kernels.gemm import forward, wgrad
+from titan_fp8moe.kernels.gemm import forward, grouped_mm, wgrad
 from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 
@@ -92,8 +92,8 @@ def ends_of(blocks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("E", [1, 2, 8, 40])
-@pytest.mark.parametrize("N", [128, 256, 384, 1408, 2048])
+@pytest.mark.parametrize("E", [1, 2, 40])
+@pytest.mark.parametrize("N", [128, 384, 2048])
 def test_grouped_mm_covers_every_tile_once(set_num_ctas, kind, E, N):
     set_num_ctas(132)
     K, blocks = 640, groups(kind, E)
@@ -114,12 +114,11 @@ def test_grouped_mm_covers_every_tile_once(set_num_ctas, kind, E, N):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "E, N, K, transposed",
-    [(16, 2816, 2048, False), (1, 2816, 2048, False), (2, 2816, 2048, False), (8, 2816, 2048, False),
-     (2, 1408, 1408, False), (16, 384, 384, False), (3, 256, 2048, False), (2, 256, 128, False),
-     (16, 1408, 2048, True), (1, 1408, 2048, True), (2, 1408, 2048, True), (8, 1408, 2048, True), (3, 384, 512, True),
-     (2, 128, 256, True)],
+    [(16, 2816, 2048, False), (1, 2816, 2048, False), (2, 2816, 2048, False), (2, 1408, 1408, False),
+     (16, 384, 384, False), (3, 256, 2048, False), (2, 256, 128, False), (16, 1408, 2048, True), (1, 1408, 2048, True),
+     (2, 1408, 2048, True), (3, 384, 512, True), (2, 128, 256, True)],
 )  # fmt: skip
-@pytest.mark.parametrize("num_ctas, parts", [(132, 1), (132, 2), (114, 1), (7, 1)])
+@pytest.mark.parametrize("num_ctas, parts", [(132, 1), (132, 2), (7, 1)])
 def test_wgrad_covers_every_tile_once(set_num_ctas, kind, E, N, K, num_ctas, parts, transposed):
     rows = K if transposed else N
     if rows // parts % (2 * TILE if transposed else TILE):
@@ -160,20 +159,11 @@ def test_longer_of_two_experts_is_first(set_num_ctas, blocks):
         (512, 128, 2, True),
     ],
 )
-def test_wgrad_is_transposed_where_that_avoids_narrow_tiles(N, K, parts, transposed):
-    def meta(*shape, dtype):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    a, b, offsets = meta(N, 512, dtype=FP8), meta(K, 512, dtype=FP8), meta(2, dtype=torch.int32)
-    a_scale, b_scale = meta(N // TILE, 4, dtype=E8M0), meta(4, K // TILE, dtype=E8M0).t()
-    (launch,) = record_launches(wgrad.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
-    passed = launch.arguments
-    assert passed["TRANSPOSED"] == transposed
-    n, k = ("b", "a") if transposed else ("a", "b")
-    assert (passed["K"], passed["N"]) == (N, K) if transposed else (passed["N"], passed["K"]) == (N, K)
-    assert (passed[f"{n}_desc"].shape[0], passed[f"{k}_desc"].shape[0]) == (N, K)
-    assert (passed[f"{n}_scale"].shape, passed[f"{k}_scale"].shape) == ((N // TILE, 4), (K // TILE, 4))
-    strides = {"a": "n", "b": "k"}
-    for name, scale in ((n, a_scale), (k, b_scale)):
-        assert (passed[f"{name}_scale_stride_{strides[name]}"], passed[f"{name}_scale_stride_m"]) == scale.stride()
-    assert tuple(passed["out_desc"].shape) == (2 * N, K)
+def test_wgrad_is_transposed_where_that_avoids_narrow_tiles(N, K, parts, transposed, monkeypatch):
+    """tests/kernels/test_grouped_mm.py has the results of both."""
+    monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: True)
+    a, b = (torch.empty(n, 512, dtype=FP8, device="meta") for n in (N, K))
+    a_scale, b_scale = (torch.empty(n // TILE, 4, dtype=E8M0, device="meta") for n in (N, K))
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    (launch,) = record_launches(grouped_mm.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
+    assert launch.arguments["TRANSPOSED"] == transposed

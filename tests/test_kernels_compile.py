@@ -1,7 +1,10 @@
 """Every data-movement kernel compiles for sm_90 at the sizes of both models, without spills."""
 
+import functools
 import os
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from titan_fp8moe.spec import ExpertSpec
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from tests.offline_compile import TRITON, record_launches
+from tests.offline_compile import TRITON, Compiled, Launch, record_launches
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 MODELS = {"16B": (98304, 2048, 1408, 64), "671B": (32768, 7168, 2048, 8)}  # M, D, H, E
@@ -175,23 +178,39 @@ def symmetric_calls(N, D, E, T):
         yield f"push_sums {ds is None}", kernels.push_sums, args
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_no_spills(model):
+class Kernel(NamedTuple):
+    """A kernel with the call that launches it."""
+
+    name: str
+    function: Callable
+    args: tuple
+    launch: Launch
+    compiled: Compiled
+
+
+@functools.cache
+def compile_all(model: str) -> list[Kernel]:
+    found = []
     for name, function, args in calls(*MODELS[model]):
         launches = record_launches(function, *args)
         assert launches, name
-        for launch in launches:
-            kernel = launch.compile()
-            print(f"{name:36} {kernel.name:28} {kernel.registers:4} registers {kernel.shared:6} B shared {launch.grid}")
-            # ptxas 13.4 of Triton 3.9 stores and loads one register per block of 128x128.
-            allowed = 8 if TRITON >= (3, 9) and kernel.name == "_shift_pair_kernel" else 0
-            assert kernel.spills <= allowed, (name, kernel)
-            # ptxas of CUDA 12.8 converts other values back than those that a kernel has just converted to e4m3.
-            if function is swiglu.swiglu_quantize:
-                assert "f16x2.e4m3x2" not in kernel.asm["ptx"], name
-            if kernel.stack and not kernel.spills:  # ptxas 13 leaves a frame where nothing is kept
-                assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"]), (name, kernel)
-            assert all(n <= 65535 for n in launch.grid[1:]), (name, launch.grid)
+        found += [Kernel(name, function, args, launch, launch.compile()) for launch in launches]
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_spills(model):
+    for name, function, _, launch, kernel in compile_all(model):
+        print(f"{name:36} {kernel.name:28} {kernel.registers:4} registers {kernel.shared:6} B shared {launch.grid}")
+        # ptxas 13.4 of Triton 3.9 stores and loads one register per block of 128x128.
+        allowed = 8 if TRITON >= (3, 9) and kernel.name == "_shift_pair_kernel" else 0
+        assert kernel.spills <= allowed, (name, kernel)
+        # ptxas of CUDA 12.8 converts other values back than those that a kernel has just converted to e4m3.
+        if function is swiglu.swiglu_quantize:
+            assert "f16x2.e4m3x2" not in kernel.asm["ptx"], name
+        if kernel.stack and not kernel.spills:  # ptxas 13 leaves a frame where nothing is kept
+            assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"]), (name, kernel)
+        assert all(n <= 65535 for n in launch.grid[1:]), (name, launch.grid)
 
 
 def test_grids_of_the_most_rows():
@@ -224,46 +243,37 @@ def test_other_numbers_of_tokens_compile_nothing_new(model):
 
 def test_vector_access():
     """Rows move 16 bytes at a time: divisibility is not lost on the way from a launch to the kernel."""
-    M, D, H, E = MODELS["16B"]
-    for name, function, args in calls(M, D, H, E):
-        for launch in record_launches(function, *args):
-            kernel = launch.compile()
-            if kernel.name in NO_ROWS:
-                continue
-            wide = r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global"  # 16 bytes, the second when pipelined
-            found = len(re.findall(wide, kernel.asm["ptx"]))
-            # A transpose loads 16 KiB of either operand with 128 threads, from other rows if x is gathered.
-            assert found == 16 if name.startswith("transpose") else found > 0, (name, kernel)
-            assert "ftz" not in kernel.asm["ptx"], f"{name}: subnormals would be flushed"
+    for name, *_, kernel in compile_all("16B"):
+        if kernel.name in NO_ROWS:
+            continue
+        wide = r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global"  # 16 bytes, the second when pipelined
+        found = len(re.findall(wide, kernel.asm["ptx"]))
+        # A transpose loads 16 KiB of either operand with 128 threads, from other rows if x is gathered.
+        assert found == 16 if name.startswith("transpose") else found > 0, (name, kernel)
+        assert "ftz" not in kernel.asm["ptx"], f"{name}: subnormals would be flushed"
 
 
 def test_converted_bytes_stay_in_words():
     """No byte is taken out of a pair of e4m3 that one instruction converted: where it is also merged with another pair
     into a word, ptxas 12.8 (Triton 3.6 and 3.7) gets the byte wrong, silently."""
-    for name, function, args in calls(*MODELS["16B"]):
-        for launch in record_launches(function, *args):
-            ptx = launch.compile().asm["ptx"]
-            pairs = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.\S+\s+(%rs\d+)", ptx))
-            taken = set(re.findall(r"shr\.u16\s+%rs\d+, (%rs\d+), 8", ptx))
-            assert not pairs & taken, name
+    for name, *_, kernel in compile_all("16B"):
+        pairs = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.\S+\s+(%rs\d+)", kernel.asm["ptx"]))
+        taken = set(re.findall(r"shr\.u16\s+%rs\d+, (%rs\d+), 8", kernel.asm["ptx"]))
+        assert not pairs & taken, name
 
 
 @pytest.mark.parametrize("capability, shared_memory", [(89, 99 * 1024), (100, 227 * 1024), (120, 99 * 1024)])
 def test_other_gpus(capability, shared_memory):
     """Every kernel once, with the sizes of whatever launches it first."""
-    compiled = set()
-    for name, function, args in calls(*MODELS["16B"]):
-        for launch in record_launches(function, *args):
-            if launch.kernel not in compiled:
-                compiled.add(launch.kernel)
-                assert launch.compile(capability).shared <= shared_memory, name
+    first = {kernel.launch.kernel: kernel for kernel in reversed(compile_all("16B"))}
+    for name, *_, launch, _ in first.values():
+        assert launch.compile(capability).shared <= shared_memory, name
 
 
 def test_ids_are_asserted_only_where_asked():
     """With Triton's debug option, which must not check integers for overflow as well."""
-    asserts = {}
-    for _, function, args in calls(*MODELS["16B"]):
-        if function is routing.expert_routing:
-            count, *_ = record_launches(function, *args)
-            asserts.setdefault(args[-1] is True, set()).add(count.compile().asm["ptx"].count("call.uni"))
+    asserts = {True: set(), False: set()}
+    for _, function, args, _, kernel in compile_all("16B"):
+        if function is routing.expert_routing and kernel.name == "_count_kernel":
+            asserts[args[-1] is True].add(kernel.asm["ptx"].count("call.uni"))
     assert asserts == {True: {1}, False: {0}}

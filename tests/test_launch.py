@@ -128,22 +128,15 @@ def test_what_was_compiled_is_launched_with_all_arguments_in_order(recorded):
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_are_called_at_every_launch(recorded, hook):
+@pytest.mark.parametrize("value", ["in the chain", None, print])
+def test_launches_with_hooks_are_left_to_triton(recorded, monkeypatch, hook, value):
+    """Also those that are no chain."""
     three[(5,)](*args(), SIZE=1, FLAG=True)
-    chain = getattr(triton.knobs.runtime, hook)
-    chain.add(print)
-    try:
-        three[(5,)](*(again := args()), SIZE=1, FLAG=True)
-    finally:
-        chain.remove(print)
-    assert recorded.launched_by_triton == [((5, 1, 1), (*again, 1, True))] and not recorded.launched
-
-
-@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-@pytest.mark.parametrize("value", [None, print])
-def test_hooks_that_are_no_chain_are_left_to_triton(recorded, monkeypatch, hook, value):
-    three[(5,)](*args(), SIZE=1, FLAG=True)
-    monkeypatch.setattr(triton.knobs.runtime, hook, value)
+    if value == "in the chain":
+        chain = getattr(triton.knobs.runtime, hook)
+        monkeypatch.setattr(chain, "calls", [*chain.calls, print])
+    else:
+        monkeypatch.setattr(triton.knobs.runtime, hook, value)
     three[(5,)](*(again := args()), SIZE=1, FLAG=True)
     assert recorded.launched_by_triton == [((5, 1, 1), (*again, 1, True))] and not recorded.launched
 
@@ -156,26 +149,15 @@ ELSEWHERE = SimpleNamespace(dtype=BUFFER.dtype, data_ptr=BUFFER.data_ptr, get_de
     "changed",
     [
         dict(n=1), dict(n=17), dict(n=2**31), dict(m=2**31), dict(x=BUFFER[1:]), dict(x=BUFFER.view(torch.int32)),
-        dict(y=None), dict(x=ELSEWHERE),
+        dict(y=None), dict(x=ELSEWHERE), dict(SIZE=2), dict(FLAG=False), dict(num_warps=8), dict(device=1),
     ],
 )  # fmt: skip
-def test_arguments_that_triton_specializes_on_go_through_the_jit_again(recorded, changed):
-    three[(1,)](*args(), SIZE=1, FLAG=True)
-    three[(1,)](*args(**changed), SIZE=1, FLAG=True)
-    assert len(recorded.jit_calls) == 2
-
-
-@pytest.mark.parametrize("changed", [dict(SIZE=2), dict(FLAG=False), dict(num_warps=8)])
-def test_constants_and_options_go_through_the_jit_again(recorded, changed):
-    three[(1,)](*args(), **dict(SIZE=1, FLAG=True, num_warps=4))
-    three[(1,)](*args(), **dict(SIZE=1, FLAG=True, num_warps=4) | changed)
-    assert len(recorded.jit_calls) == 2
-
-
-def test_another_device_has_its_own(recorded, monkeypatch):
-    three[(1,)](*args(), SIZE=1, FLAG=True)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 1)))
-    three[(1,)](*args(), SIZE=1, FLAG=True)
+def test_what_triton_specializes_on_goes_through_the_jit_again(recorded, monkeypatch, changed):
+    constants, device = dict(SIZE=1, FLAG=True, num_warps=4), changed.get("device", 0)
+    three[(1,)](*args(), **constants)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device)))
+    of_args = {name: value for name, value in changed.items() if name in ("n", "m", "x", "y")}
+    three[(1,)](*args(**of_args), **constants | {k: v for k, v in changed.items() if k in constants})
     assert len(recorded.jit_calls) == 2
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import DEVICE, CastCounter, gradients
+from tests.layer import DEVICE, CastCounter, assert_equal, gradients, refused
 from tests.processes import run_script
 from titan_fp8moe import (
     SAVED_OPS,
@@ -60,10 +60,12 @@ def with_tensors(lora, tensors):
 
 
 def merged(weights, lora):
-    """W + scale B A."""
-    return [
-        weights[name] if a is None else weights[name] + a.scale * a.B @ a.A for name, a in zip(NAMES, lora, strict=True)
-    ]
+    """W + scale B A; gate and up apart."""
+    pairs = zip(weights.values(), lora, strict=True)
+    w1, w2, w3 = (w if a is None else w + a.scale * a.B.float() @ a.A.float() for w, a in pairs)
+    if w3 is None:
+        w1, w3 = w1.chunk(2, 1)
+    return w1, w2, w3
 
 
 def step(x, scores, ids, weights, lora, dout, **options):
@@ -87,41 +89,30 @@ def cosine(a, b):
     return float(cosine_similarity(a.double().flatten(), b.double().flatten(), 0))
 
 
-def equal(got, want):
-    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 # --- against fp32 -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("names", "rank", "hidden", "score_before_experts"),
-    [(NAMES, 4, 128, False), (NAMES, 64, 144, True), (("w1",), 8, 128, False), (("w2", "w3"), 20, 144, False)],
+    ("names", "rank", "hidden", "score_before_experts", "dtype"),
+    [
+        (NAMES, 4, 128, False, torch.float32),
+        (NAMES, 64, 144, True, torch.float32),
+        (("w1",), 8, 128, False, torch.float32),
+        (("w2", "w3"), 20, 144, False, torch.float32),
+        ("gate and up in one", 16, 128, False, torch.float32),  # as in Transformers: both read one A
+        ("gate and up in one", 16, 128, False, torch.bfloat16),
+    ],
 )
-def test_output_and_gradients(names, rank, hidden, score_before_experts):
+def test_output_and_gradients(names, rank, hidden, score_before_experts, dtype):
     x, scores, ids, weights = make_layer(hidden=hidden)
-    lora, dout = make_lora(weights, rank, names), torch.randn_like(x)
+    if names == "gate and up in one":
+        names = "w1", "w2"
+        weights = dict(w1=torch.cat([weights["w1"], weights["w3"]], 1), w2=weights["w2"], w3=None)
+    lora, dout = make_lora(weights, rank, names, dtype=dtype), torch.randn_like(x)
     want = reference(x, scores, ids, weights, lora, dout, score_before_experts)
     got = step(x, scores, ids, weights, lora, dout, score_before_experts=score_before_experts)
     assert min(map(cosine, got, want)) > 0.995, list(map(cosine, got, want))
     assert all(a.dtype == b.dtype and 0.95 < a.norm() / b.norm() < 1.05 for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gate_and_up_in_one(dtype):
-    """As Transformers has them: one adapter, whose A both read."""
-    x, scores, ids, weights = make_layer()
-    both = dict(w1=torch.cat([weights["w1"], weights["w3"]], 1), w2=weights["w2"], w3=None)
-    lora, dout = make_lora(both, 16, ("w1", "w2"), dtype=dtype), torch.randn_like(x)
-
-    def layer(x, scores, a1, b1, a2, b2):
-        gate, up = (both["w1"] + SCALE * b1.float() @ a1.float()).chunk(2, 1)
-        return testing.moe_layer(x, scores, ids, gate, both["w2"] + SCALE * b2.float() @ a2.float(), up, False)
-
-    want = gradients(layer, [x, scores, *parts(lora)], dout)
-    got = step(x, scores, ids, both, lora, dout)
-    assert min(map(cosine, got, want)) > 0.995 and got[3].dtype == dtype
-    assert all(0.95 < a.norm() / b.norm() < 1.05 for a, b in zip(got, want, strict=True))
 
 
 def test_the_adapters_own_products():
@@ -141,10 +132,10 @@ def test_the_adapters_own_products():
         assert cosine(got, want) > 0.999 and testing.relative_error(got, want) < 0.04
 
 
-def test_effect_on_8192_tokens():
+def test_effect_on_4096_tokens():
     """The change of the output regressed on the true one. A token's own change through gate and up drowns in the
     rounding of GEMM 2's operand."""
-    x, scores, ids, weights = make_layer(tokens=8192)
+    x, scores, ids, weights = make_layer(tokens=4096)
 
     def change(lora):
         values = merged(weights, lora)
@@ -168,30 +159,6 @@ def test_example():
     match = re.search(r"last loss ([+-][\d.]+)% from bf16\nloss ([\d.]+) beside, ([\d.]+) merged", done.stdout)
     assert match, done.stdout + done.stderr
     assert abs(float(match[1])) < 5 and float(match[2]) < float(match[3]) < 0.25
-
-
-def test_training_follows_fp32():
-    """Losses of Adam on the adapters, which learn what other adapters do."""
-    x, scores, ids, weights = make_layer()
-    start, goal = make_lora(weights, size=0.0), make_lora(weights, size=1.0)
-    target = testing.moe_layer(x, scores, ids, *merged(weights, goal), False)
-    losses = {}
-    for name in ("fp32", "fp8"):
-        tensors = [t.clone().requires_grad_() for t in parts(start)]
-        optimizer, losses[name] = torch.optim.Adam(tensors, lr=5e-3), []
-        for _ in range(15):
-            lora = with_tensors(start, tensors)
-            if name == "fp32":
-                out = testing.moe_layer(x, scores, ids, *merged(weights, lora), False)
-            else:
-                out = routed_experts(x, *weights.values(), ids, scores, lora=lora)
-            loss = (out - target).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[name].append(loss.item())
-    assert losses["fp8"][-1] < 0.5 * losses["fp8"][0]
-    assert losses["fp8"] == pytest.approx(losses["fp32"], rel=0.05)
 
 
 # --- in the layer -----------------------------------------------------------------------------------------------------
@@ -240,7 +207,7 @@ def test_weights_stored_in_fp8_and_biases():
     biases = dict(b1=torch.randn(E, H), b2=torch.randn(E, D), b3=torch.randn(E, H))
     for options in ({}, {name: b.to(DEVICE) for name, b in biases.items()}):
         want = step(x, scores, ids, plain, lora, dout, **options)
-        assert equal(step(x, scores, ids, stored, lora, dout, **options), want)
+        assert_equal(step(x, scores, ids, stored, lora, dout, **options), want)
 
 
 @pytest.mark.parametrize("save_h", ["bf16", "fp8"])
@@ -249,8 +216,8 @@ def test_recompute_settings(save_h):
     lora, dout = make_lora(weights), torch.randn_like(x)
     settings = [Fp8FlowMoEConfig(recompute=r, save_h=save_h) for r in ("activation", "none", "experts")]
     want, *others = [step(x, scores, ids, weights, lora, dout, config=config) for config in settings]
-    if save_h == "bf16":
-        assert equal(others[0], want) and equal(others[1], want)
+    for other in others if save_h == "bf16" else ():
+        assert_equal(other, want)
     assert all(min(map(cosine, other, want)) > 0.997 for other in others)
 
 
@@ -263,7 +230,7 @@ def test_every_dispatch(group, dispatch):
     want = step(x, scores, ids, weights, lora, dout)
     got = step(x, scores, ids, weights, lora, dout, config=config, ep_group=group)
     assert all(testing.relative_error(a, b) < 5e-3 for a, b in zip(got, want, strict=True))
-    assert equal(got[3:], want[3:])  # gradients of scores and adapters meet no bf16 sum
+    assert_equal(got[3:], want[3:])  # gradients of scores and adapters meet no bf16 sum
 
 
 def test_checkpointing_and_compile():
@@ -281,8 +248,8 @@ def test_checkpointing_and_compile():
 
     for options in ({}, {"context_fn": per_op}):
         got = gradients(lambda *a, options=options: checkpoint(layer, *a, use_reentrant=False, **options), leaves, dout)
-        assert equal(got, want)
-    assert equal(gradients(torch.compile(layer, fullgraph=True, backend="aot_eager"), leaves, dout), want)
+        assert_equal(got, want)
+    assert_equal(gradients(torch.compile(layer, fullgraph=True, backend="aot_eager"), leaves, dout), want)
 
 
 def test_flops_of_adapters_are_counted():
@@ -297,51 +264,46 @@ def test_flops_of_adapters_are_counted():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def wrong(change):
-    """Adapters of a layer whose w1 has shape (8, 128, 256), with one mistake."""
-    _, _, _, weights = make_layer()
-    lora = make_lora(weights)
-    A, B, scale = lora.w1
-    return {
-        "dict": dict(w1=lora.w1),
-        "empty": Lora(),
-        "pair": Lora(w1=(A, B)),
-        "shape": Lora(w1=Adapter(A, B.transpose(1, 2), scale)),
-        "peft": Lora(w1=Adapter(A.flatten(0, 1), B.permute(1, 2, 0).flatten(1), scale)),
-        "rank": Lora(w1=Adapter(A, B[:, :, :4], scale)),
-        "half": Lora(w1=Adapter(A.half(), B.half(), scale)),
-        "scale": Lora(w1=Adapter(A, B, torch.tensor(2.0))),
-        "nan": Lora(w1=Adapter(A, B, float("nan"))),
-        "device": Lora(w1=Adapter(A.to("meta"), B, scale)),
-        "all ranks": Lora(w1=Adapter(torch.cat([A, A]), torch.cat([B, B]), scale)),
-        "fused": Lora(w3=lora.w3),
-    }[change]
+A_AND_B = "A (8, r, 256) and B (8, 128, r)"
+WRONG = {  # of a layer whose w1 has shape (8, 128, 256)
+    "dict": (lambda lora: dict(w1=lora.w1), "titan_fp8moe.Lora, got dict; use Lora(w1=Adapter"),
+    "empty": (lambda lora: Lora(), "lora has no adapter; give it one of w1, w2 and w3"),
+    "pair": (lambda lora: Lora(w1=lora.w1[:2]), "lora.w1 must be an Adapter, got tuple; use Adapter(A, B, scale)"),
+    "shape": (lambda lora: changed(lora, B=lora.w1.B.mT), f"{A_AND_B}", "got (8, 8, 256) and (8, 8, 128)"),
+    "peft": (
+        lambda lora: changed(lora, A=lora.w1.A.flatten(0, 1), B=lora.w1.B.permute(1, 2, 0).flatten(1)),
+        *(A_AND_B, "got (64, 256) and (128, 64)"),
+    ),
+    "columns": (lambda lora: changed(lora, A=lora.w1.A[:, :, :128]), A_AND_B, "got (8, 8, 128) and (8, 128, 8)"),
+    "rank": (lambda lora: changed(lora, B=lora.w1.B[:, :, :4]), "got (8, 8, 256) and (8, 128, 4)"),
+    "half": (
+        lambda lora: changed(lora, A=lora.w1.A.half(), B=lora.w1.B.half()),
+        *("must be bf16 or fp32", "use A.bfloat16()"),
+    ),
+    "scale": (lambda lora: changed(lora, scale=torch.tensor(2.0)), "scale of lora.w1 is tensor(2.); set it to"),
+    "nan": (lambda lora: changed(lora, scale=float("nan")), "scale of lora.w1 is nan"),
+    "device": (lambda lora: changed(lora, A=lora.w1.A.to("meta")), "must be on the weights' device", "got meta"),
+    "all ranks": (
+        lambda lora: changed(lora, A=torch.cat([lora.w1.A] * 2), B=torch.cat([lora.w1.B] * 2)),
+        *(A_AND_B, "got (16, 8, 256) and (16, 128, 8)"),
+    ),
+    "fused": (lambda lora: Lora(w3=lora.w3), "lora.w3 has no weight: w1 is all of GEMM 1"),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("dict", r"titan_fp8moe\.Lora, got dict; use Lora\(w1=Adapter"),
-        ("empty", "lora has no adapter; give it one of w1, w2 and w3"),
-        ("pair", r"lora\.w1 must be an Adapter, got tuple; use Adapter\(A, B, scale\)"),
-        ("shape", r"A \(8, r, 256\) and B \(8, 128, r\).*got \(8, 8, 256\) and \(8, 8, 128\)"),
-        ("peft", r"A \(8, r, 256\) and B \(8, 128, r\).*got \(64, 256\) and \(128, 64\)"),
-        ("rank", r"got \(8, 8, 256\) and \(8, 128, 4\)"),
-        ("half", r"must be bf16 or fp32, got torch\.float16 and torch\.float16; use A\.bfloat16\(\)"),
-        ("scale", r"scale of lora\.w1 is tensor\(2\.\); set it to a number, alpha / r"),
-        ("nan", "scale of lora.w1 is nan"),
-        ("device", "must be on the weights' device, .* got meta"),
-        ("all ranks", r"A \(8, r, 256\).*got \(16, 8, 256\) and \(16, 128, 8\)"),
-        ("fused", r"lora\.w3 has no weight: w1 is all of GEMM 1, so lora\.w1 is the adapter of all of it"),
-    ],
-)
-def test_wrong_adapters_are_refused(change, message):
+def changed(lora, **fields):
+    return Lora(w1=lora.w1._replace(**fields))
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_wrong_adapters_are_refused(mistake):
     x, scores, ids, weights = make_layer()
+    change, *said = WRONG[mistake]
     values = list(weights.values())
-    if change == "fused":
+    if mistake == "fused":
         values = [torch.cat([weights["w1"], weights["w3"]], 1), weights["w2"], None]
-    with pytest.raises(ValueError, match=message):
-        routed_experts(x, *values, ids, scores, lora=wrong(change))
+    with refused(*said):
+        routed_experts(x, *values, ids, scores, lora=change(make_lora(weights)))
 
 
 # --- the module -------------------------------------------------------------------------------------------------------
@@ -349,6 +311,16 @@ def test_wrong_adapters_are_refused(change, message):
 
 def make_module(**options):
     return RoutedExperts(E, D, H, device=DEVICE, **options)
+
+
+def fill(module):
+    """Adapters that change the output: those of a new module are zero."""
+    for B in module.lora_B.values():
+        torch.nn.init.normal_(B, std=0.3)
+
+
+def adapters_of(module, *names):
+    return Lora(*(Adapter(module.lora_A[n], module.lora_B[n], module.lora_scale) for n in names))
 
 
 def test_module_with_adapters():
@@ -360,11 +332,10 @@ def test_module_with_adapters():
     assert trained == ["lora_A.w1", "lora_A.w2", "lora_B.w1", "lora_B.w2"]
     assert module.lora_scale == 0.5 and module.lora_A["w1"].abs().max() <= D**-0.5 and not module.lora_B["w1"].any()
     assert torch.equal(module(x, ids, scores), want)
-    for B in module.lora_B.values():
-        torch.nn.init.normal_(B)
+    fill(module)
     out = module(x, ids, scores)
     assert not torch.equal(out, want)
-    lora = Lora(*(Adapter(module.lora_A[n], module.lora_B[n], 0.5) for n in ("w1", "w2")))
+    lora = adapters_of(module, "w1", "w2")
     assert torch.equal(out, routed_experts(x, module.w1, module.w2, module.w3, ids, scores, lora=lora))
     out.square().sum().backward()
     assert module.w1.grad is None and all(p.grad.any() for p in module.parameters() if p.requires_grad)
@@ -382,9 +353,9 @@ def test_module_stored_in_fp8(group):
     module.add_lora(8, 4)
     assert torch.equal(module(x, ids, scores), want)
     assert module.lora_A["w1"].dtype == torch.bfloat16 and module.lora_B["w1"].shape == (E, 2 * H, 8)
-    for B in module.lora_B.values():
-        torch.nn.init.normal_(B)
-    lora = Lora(*(Adapter(module.lora_A[n], module.lora_B[n], 0.5) for n in ("w1", "w2")))
+    fill(module)
+    assert module.lora_scale == 0.5
+    lora = adapters_of(module, "w1", "w2")
     gate, down, up = (w.dequantize() for w in stored)
     out = module(x, ids, scores)
     assert torch.equal(out, routed_experts(x, torch.cat([gate, up], 1), down, None, ids, scores, lora=lora))
@@ -392,9 +363,9 @@ def test_module_stored_in_fp8(group):
     assert {name for name, p in module.named_parameters() if p.grad is not None} == {
         f"lora_{factor}.{name}" for factor in "AB" for name in ("w1", "w2")
     }
-    with pytest.raises(RuntimeError, match=r"stored in FP8.*dequantize\(\) into RoutedExperts"):
+    with refused("stored in FP8", "dequantize() into RoutedExperts", error=RuntimeError):
         module.merge_lora()
-    with pytest.raises(RuntimeError, match=r"one process only; over ep_group give routed_experts\(lora=\)"):
+    with refused("over ep_group give routed_experts(lora=)", error=RuntimeError):
         RoutedExperts.from_fp8(*stored, ep_group=group).add_lora(8, 4)
 
 
@@ -402,8 +373,7 @@ def test_module_saves_and_merges_its_adapters():
     x, scores, ids, _ = make_layer()
     module = make_module(dtype=torch.bfloat16)
     module.add_lora(4, 8, dtype=torch.float32)
-    for B in module.lora_B.values():
-        torch.nn.init.normal_(B, std=0.05)
+    fill(module)
     adapters = {name: t for name, t in module.state_dict().items() if "lora_" in name}
     assert len(adapters) == 6 and adapters["lora_A.w1"].dtype == torch.float32
     other = make_module(dtype=torch.bfloat16)
@@ -437,8 +407,7 @@ def test_adapters_of_spread_experts(group):
         modules[-1].add_lora(8, 8)
     plain, spread = modules
     assert all(torch.equal(spread.lora_A[n].to_local(), A) for n, A in plain.lora_A.items())
-    for B in plain.lora_B.values():
-        torch.nn.init.normal_(B)
+    fill(plain)
     spread.load_state_dict(plain.state_dict())
     for module in modules:
         module(x, ids, scores).square().sum().backward()
@@ -451,31 +420,31 @@ def test_adapters_of_spread_experts(group):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "said"),
     [
         (dict(rank=0, alpha=8), "rank = 0 must be a positive int"),
-        (dict(rank=8.0, alpha=8), r"rank = 8\.0 must be a positive int"),
-        (dict(rank=8, alpha=None), r"alpha = None must be a number; adapters are scaled by alpha / rank"),
-        (dict(rank=8, alpha=8, weights=("gate",)), r"weights = \('gate',\) must be a list of names among w1, w2, w3"),
+        (dict(rank=8.0, alpha=8), "rank = 8.0 must be a positive int"),
+        (dict(rank=8, alpha=None), "alpha = None must be a number"),
+        (dict(rank=8, alpha=8, weights=("gate",)), "weights = ('gate',) must be a list of names among w1, w2, w3"),
         (dict(rank=8, alpha=8, weights="w1"), "weights = 'w1' must be a list"),
-        (dict(rank=8, alpha=8, dtype=torch.float16), r"dtype = torch\.float16 must be torch\.bfloat16 or"),
+        (dict(rank=8, alpha=8, dtype=torch.float16), "dtype = torch.float16 must be torch.bfloat16 or"),
     ],
 )
-def test_module_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_module_refuses(arguments, said):
+    with refused(said):
         make_module().add_lora(**arguments)
 
 
 def test_module_refuses_adapters_in_the_wrong_order(group):
     module = make_module()
-    with pytest.raises(RuntimeError, match=r"no adapters to merge; call add_lora\(rank, alpha\) first"):
+    with refused("no adapters to merge; call add_lora(rank, alpha) first", error=RuntimeError):
         module.merge_lora()
     module.add_lora(8, 8)
-    with pytest.raises(RuntimeError, match=r"have adapters already; call merge_lora\(\) first"):
+    with refused("have adapters already; call merge_lora() first", error=RuntimeError):
         module.add_lora(8, 8)
     sharded = RoutedExperts(E, D, H)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(RuntimeError, match="FSDP has sharded these experts; call add_lora before fully_shard"):
+    with refused("call add_lora before fully_shard", error=RuntimeError):
         sharded.add_lora(8, 8)
 
 
@@ -486,8 +455,7 @@ def test_adapters_under_fsdp(group, policy):
     torch.manual_seed(0)
     plain = make_module()
     plain.add_lora(8, 8)
-    for B in plain.lora_B.values():
-        torch.nn.init.normal_(B)
+    fill(plain)
     sharded = copy.deepcopy(plain)
     mesh = init_device_mesh(DEVICE, (1,))
     fully_shard(sharded, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=policy))

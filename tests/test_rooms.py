@@ -22,7 +22,7 @@ LAYERS = [
     {"nn"},
     {""},
     {"doctor", "testing", "trainer"},
-    set(ADAPTERS),
+    set(ADAPTERS) | {"warm_up"},
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}
 ROOMS = ("experiments", "tests", "titan_fp8moe", "tools")

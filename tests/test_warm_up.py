@@ -2,17 +2,21 @@
 
 import functools
 import os
+import sys
 import time
+from collections.abc import Iterable
 
 import pytest
 import torch
+from torch import Tensor
 from triton.runtime import driver
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
 from tests.offline_compile import record_launches
-from tests.processes import time_limit
+from tests.processes import call, time_limit
+from titan_fp8moe import warm_up as command
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import swiglu, warm_up
 from titan_fp8moe.layer import on_meta
@@ -124,6 +128,52 @@ def test_a_share_is_what_a_layer_finds(swiglu_launch, tmp_path):
     assert [*tmp_path.rglob("_swiglu_kernel.cubin")]
 
 
+def launched(launches: Iterable[warm_up.Launch]) -> set[str]:
+    """Readable keys of launches, the same in every process."""
+    return {f"{k.kernel.__name__} {k._key(0, args, constants)[0]}" for k, args, constants in launches}
+
+
+def kernels_of_job(*arguments: str) -> set[str]:
+    """The launches that ``titan_fp8moe.warm_up`` compiles for a job."""
+    found: list[warm_up.Launch] = []
+    sys.argv = ["warm_up", *arguments]
+    warm_up.compile_shares = lambda shares, _: found.extend(launch for share in shares for launch in share)
+    command.main()
+    return launched(found)
+
+
+def kernels_of_16b(T: int) -> set[str]:
+    """The launches of a MoE layer of 16B and of its dense FFN that a job on eight ranks compiles when they begin. FSDP
+    gathers FFNs in bf16. Under EP 8 it leaves experts alone, which are in fp32."""
+
+    def matrices(E: int, H: int, dtype: torch.dtype) -> list[Tensor]:
+        D = 2048
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape in ((E, H, D), (E, D, H), (E, H, D))]
+
+    config, flags = Fp8FlowMoEConfig(), torch.empty(4, 16, dtype=torch.uint8)
+    x = torch.empty(T, 2048, dtype=torch.bfloat16, device="meta")
+    layer = LayerSpec(config.route(None), SWIGLU, config.backward, "trained", True)
+    ids, shared = torch.empty(T, 6, dtype=torch.int64), matrices(1, 2 * 1408, torch.bfloat16)
+    tensors = x, ids, flags, matrices(8, 1408, torch.float32), shared
+    launches = warm_up.recorded(functools.partial(on_meta.experts, apply_experts, Layer, *tensors, layer))
+    weights = matrices(1, 10944, torch.bfloat16)
+    launches += warm_up.recorded(functools.partial(on_meta.ffn, feed_forward, x, weights, flags, config.backward))
+    return launched(launches)
+
+
+def test_the_kernels_of_a_job():
+    job = "train_configs/deepseek_v3_16b.toml", "--training.local_batch_size=1", "--training.seq_len=256"
+    assert call(kernels_of_job, *job) == kernels_of_16b(256)
+
+
+def test_another_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    with pytest.raises(SystemExit, match="for Hopper GPUs, and this is a NVIDIA L4"):
+        command.main()
+
+
 def test_processes_that_fail_or_hang(swiglu_launch, tmp_path, monkeypatch):
     """The others' kernels are in the cache, and the hanging one is ended."""
     kernel, args, _ = swiglu_launch
@@ -135,9 +185,9 @@ def test_processes_that_fail_or_hang(swiglu_launch, tmp_path, monkeypatch):
     fork, pids = os.fork, []
     monkeypatch.setattr(warm_up.os, "fork", lambda: (pids.append(pid := fork()), pid)[1])
     limit = time_limit(4)
-    monkeypatch.setattr(warm_up, "DEADLINE", limit)
     begin = time.monotonic()
-    warm_up.compile_shares([[swiglu_launch], [], [(kernel, args, {"NO_SUCH": 1})], [(Hanging(), (), {})]])
+    shares = [[swiglu_launch], [], [(kernel, args, {"NO_SUCH": 1})], [(Hanging(), (), {})]]
+    assert warm_up.compile_shares(shares, limit) == 2
     assert time.monotonic() - begin < limit + time_limit(15)
     assert [*tmp_path.rglob("_swiglu_kernel.cubin")]
     assert len(pids) == 3

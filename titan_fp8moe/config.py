@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import torch.distributed as dist
 
-from titan_fp8moe import dispatch as dispatch_backends
-from titan_fp8moe.dispatch import Dispatch, Route
+from titan_fp8moe.dispatch import AUTO, BACKENDS, Dispatch, Route, check_member
 from titan_fp8moe.spec import BackwardSpec
 
-_REMOTE = tuple(name for name in dispatch_backends.BACKENDS if name != "local")
+_STAYS = Route()
+_REMOTE = tuple(name for name in BACKENDS if name != "local")
 if TYPE_CHECKING:
     DispatchName = str
 else:
@@ -27,7 +27,7 @@ class Fp8FlowMoEConfig:
 
     wgrad: Literal["balanced", "scaling_aware", "bf16"] = "balanced"
     """How the two FP8 operands of a weight gradient are transposed. ``balanced`` first moves a power of two from a
-    token's row in one operand to its row in the other, which keeps small tokens from underflow. ``scaling_aware`` is
+    token's row in one operand to its row in the other. This keeps small tokens from underflow. ``scaling_aware`` is
     the FP8-Flow-MoE paper's transpose, without that step. ``bf16`` multiplies dequantized rows: slow, for debugging."""
 
     save_h: Literal["bf16", "fp8"] = "bf16"
@@ -41,8 +41,8 @@ class Fp8FlowMoEConfig:
 
     dispatch: DispatchName = "auto"
     """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.
-    ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so that a layer can be
-    part of a compiled graph and of a CUDA graph, but its buffers have a fixed size. ``auto`` is ``all_to_all``."""
+    ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so a layer can be part
+    of a compiled graph and of a CUDA graph; its buffers have a fixed size. ``auto`` is ``all_to_all``."""
 
     dispatch_capacity: float = 1.5
     """Size of the buffers of ``dispatch = "symmetric"``: how many times the tokens of uniform routing a rank has room
@@ -86,7 +86,7 @@ class Fp8FlowMoEConfig:
     @property
     def backend(self) -> type[Dispatch]:
         """The dispatch of a layer whose experts are spread over ranks."""
-        return dispatch_backends.BACKENDS[self._backend_name()]
+        return BACKENDS[self._backend_name()]
 
     @property
     def kept_layouts(self) -> Literal["both", "forward"]:
@@ -95,10 +95,13 @@ class Fp8FlowMoEConfig:
 
     def route(self, ep_group: dist.ProcessGroup | None) -> Route:
         """The route of a layer whose experts are spread over the group, or are all here."""
-        return dispatch_backends.route(self._backend_name(), self.dispatch_capacity, ep_group)
+        if ep_group is None:
+            return _STAYS
+        check_member(ep_group)
+        return Route(self._backend_name(), ep_group.size(), self.dispatch_capacity, ep_group.group_name)
 
     def _backend_name(self) -> str:
-        return dispatch_backends.AUTO if self.dispatch == "auto" else self.dispatch
+        return AUTO if self.dispatch == "auto" else self.dispatch
 
     def describe(self) -> str:
         """The settings of a converted module in one line, for logs: all that do not select modules."""

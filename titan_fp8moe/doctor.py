@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from titan_fp8moe import __version__, ops, routed_experts
+from titan_fp8moe import __version__, ops, recipe, routed_experts
 from titan_fp8moe.ops import self_check
 from titan_fp8moe.testing import after_idling_ms, environment, make_layer
 
@@ -59,7 +59,6 @@ def measure() -> dict[str, str]:
     rows = TOKENS * TOP_K // 128 * 128
     offsets_E = torch.full((1,), rows, dtype=torch.int32, device="cuda")
     a, a_scale = ops.quantize_rows(torch.randn(rows, DIM, device="cuda"))
-    a_scale = a_scale.view(torch.uint8).t().contiguous().t().view(a_scale.dtype)
     b = ops.quantize_weight(torch.randn(1, 2 * HIDDEN, DIM, device="cuda"))
     source, target = torch.empty(2, 2**28, dtype=torch.uint8, device="cuda")
 
@@ -68,6 +67,7 @@ def measure() -> dict[str, str]:
         out = routed_experts(x, w1, w2, w3, ids, scores)
         torch.autograd.grad(out, leaves, out.detach())
 
+    a_scale = recipe.column_major(a_scale)
     copy = _best_ms(lambda: target.copy_(source))
     gemm = _best_ms(lambda: ops.grouped_mm(a, a_scale, *b, offsets_E, torch.bfloat16))
     return rates(source.numel(), copy, rows, gemm, _best_ms(layer))

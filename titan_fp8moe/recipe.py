@@ -18,12 +18,12 @@ Shape suffixes::
 
 Rows in expert order are grouped by expert, each group padded to a multiple of 128 rows. ``offsets_E`` (int32) holds the
 end of each group. Buffers are sized without a host-device sync, so rows at and past ``offsets_E[-1]`` hold arbitrary
-bytes. Scales in expert order have shape (M, D // 128) and are column-major, stride (1, M): a GEMM reads the scales of
-one K block from contiguous memory.
+bytes. Scales in expert order have shape (M, D // 128) and are column-major, stride (1, M). A GEMM thus reads the scales
+of one K block from contiguous memory.
 
-D and H need not be multiples of 128. Quantized rows, quantized weights and what their products hand to the next
-quantization (h) are *padded* with zeros to multiples of 128; the shapes below mean these sizes. What leaves the recipe
-has the model's sizes: GEMM 2's and the input gradient's results, and weight gradients.
+D and H need not be multiples of 128. Quantized rows and weights, and h, are *padded* with zeros to multiples of 128,
+and the shapes below mean these sizes. Results of the recipe have the model's sizes: GEMM 2's output, and gradients of
+the input and the weights.
 
 A *routed pair* ``(token, k)`` is a token's k-th choice of an expert; it becomes one row in expert order.
 ``topk_ids_TK`` holds its expert, ``topk_scores_TK`` its score, ``row_TK`` its row. A dispatched token counts once for
@@ -31,6 +31,7 @@ each rank that serves it.
 """
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -42,7 +43,6 @@ FP8 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
 TILE = 128
 STEP = 16  # D and H are multiples of it on every rank: TMA needs rows of 16 bytes
-FP8_MAX = 448.0
 FP8_NAN = 0x7F
 MIN_EXPONENT = -126  # byte 1: bytes 0 (2**-127, an fp32 subnormal) and 255 (NaN) are never written
 TRANSPOSE_MODES = ("balanced", "scaling_aware")
@@ -196,8 +196,8 @@ def weights_changed(weights: list[Tensor], state: Tensor, steps: Tensor | None, 
 
     Args:
         weights: one or two (E, N, K) of one shape, bf16 or fp32.
-        state: (1 + samples,) int32: the number of the step in which the weights were seen last, -1 for never, then bit
-            patterns of :func:`num_samples` values of each weight. Updated.
+        state: (1 + samples,) int32, updated. It holds the number of the step in which the weights were seen last, -1
+            for never. Then come bit patterns of :func:`num_samples` values of each weight.
         steps: (1,) int32, the number of the current step; None for weights that no step changes.
         force: report a change in any case.
     """
@@ -228,8 +228,8 @@ def balance_exponent(x_scale: Tensor, dy_scale: Tensor) -> Tensor:
     """Exponents that balance the rows of a weight gradient's operands: ``a[m] = (e_x[m] - e_dy[m] - r) >> 1``.
 
     e is the largest tile exponent of a row. Scaling row m of x by 2**-a[m] and row m of dy by 2**a[m] leaves
-    dW = sum_m dy[m]^T x[m] unchanged. Both operands then carry half of the row's common magnitude. So a row that is
-    small in x and large in dy, or the reverse, is not flushed by the block scale that the other rows need.
+    dW = sum_m dy[m]^T x[m] unchanged. Both operands then carry half of the row's common magnitude. So the block scale
+    that other rows need does not flush a row that is small in x and large in dy, or the reverse.
 
     r (0 or 1) is the parity of the largest e_x - e_dy in the block's 128 rows, rows of zeros excluded. It makes dW
     scale exactly with dy. Without r, multiplying dy by an odd power of two would round rows of even and of odd
@@ -266,8 +266,8 @@ def transpose_pair(
         x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0.
         mode: ``balanced`` moves each row's scale between the operands first (:func:`balance_exponent`).
             ``scaling_aware`` is the transpose of arXiv 2511.02302, section 3.2, but rounds to nearest even.
-        token_M: (M,) int32 or None. If given, x and its scale are in token order, (T, D) and (T, D // 128), and row m
-            of the operand is row ``token_M[m]`` of them, -1 being padding (:func:`permute_rows`).
+        token_M: (M,) int32 or None. If given, x and its scale are in token order, (T, D) and (T, D // 128). Row m of
+            the operand is row ``token_M[m]`` of them, or padding for -1 (:func:`permute_rows`).
 
     Returns:
         xT (D, M) e4m3, its scale (D // 128, M // 128) e8m0, dyT (N, M) e4m3, its scale (N // 128, M // 128) e8m0.
@@ -308,8 +308,8 @@ def swiglu_quantize(
     to h instead: ``act(s * g, s * u)``. A bias is added after that.
 
     Args:
-        h_M2H: (M, 2H) bf16 or fp32, gate then up; with ``spec.interleaved`` (M, N), N a multiple of 128, gate and up of
-            a hidden unit side by side. The operand's H is then N / 2, padded with zeros to a multiple of 128.
+        h_M2H: (M, 2H) bf16 or fp32, gate then up. With ``spec.interleaved`` it is (M, N), N a multiple of 128, with
+            gate and up of a hidden unit side by side. The operand's H is then N / 2, padded to a multiple of 128.
         score_M: (M,) fp32, the router's score of each row; None for an FFN without a router, whose scores are 1.
         bias_M2H: (M, 2H) fp32 or None, GEMM 1's bias of each row's expert.
 
@@ -357,8 +357,8 @@ def quantize_hidden(
 ) -> tuple[Tensor, Tensor]:
     """h in FP8, for a backward that keeps it so: :func:`quantize_rows`, but no value crosses the activation's clamp.
 
-    A value that is rounded across the clamp, such as 7.2 to 7.0 at a limit of 7, would get a gradient that the forward
-    does not have. It takes the neighbouring code on the other side of the value.
+    A value that is rounded across the clamp would get another gradient than in the forward, such as 7.2 that becomes
+    7.0 at a limit of 7. It takes the neighbouring code on the other side of the value.
 
     Returns:
         (M, 2H) e4m3 and scale (M, 2H // 128) e8m0.
@@ -387,8 +387,8 @@ def swiglu_quantize_backward(
         h_M2H, score_M, spec, bias_M2H: as in the forward.
 
     Returns:
-        dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, the operand (M, H) e4m3, its scale (M, H // 128) e8m0,
-        ds (M,) fp32, and the gradient of each row's bias, (M, 2H) fp32. Scales are column-major.
+        dh (M, 2H) and the operand (M, H), e4m3, each followed by its column-major scale, e8m0. Then ds (M,) fp32, and
+        the gradient of each row's bias, (M, 2H) fp32.
     """
     s = _scores(score_M, d_MH)
     g, u = _activation_input(h_M2H, s, spec, bias_M2H)
@@ -414,6 +414,11 @@ def swiglu_quantize_backward(
 # the score already, so b2 is added where a token's rows are summed.
 
 
+def _groups(offsets_E: Tensor) -> list[slice]:
+    """Each expert's rows."""
+    return [slice(start, end) for start, end in itertools.pairwise([0, *offsets_E.tolist()])]
+
+
 def expert_rows(bias_EN: Tensor, offsets_E: Tensor, M: int) -> Tensor:
     """(M, N) fp32, the bias of each row's expert; zeros past the last group."""
     counts = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
@@ -421,10 +426,10 @@ def expert_rows(bias_EN: Tensor, offsets_E: Tensor, M: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, M - rows.shape[0]))
 
 
-def output_bias(b2_ED: Tensor, score_M: Tensor, offsets_E: Tensor, spec: ExpertSpec) -> Tensor:
-    """(M, D) fp32, what GEMM 2's bias adds to each row."""
-    rows = expert_rows(b2_ED, offsets_E, score_M.shape[0])
-    return rows if spec.score_before_experts else score_M.unsqueeze(1) * rows
+def output_bias(b2_ED: Tensor, score_M: Tensor | None, offsets_E: Tensor, M: int) -> Tensor:
+    """(M, D) fp32, the bias that each of GEMM 2's rows gets; ``score_M`` None with ``spec.score_before_experts``."""
+    rows = expert_rows(b2_ED, offsets_E, M)
+    return rows if score_M is None else score_M.unsqueeze(1) * rows
 
 
 def output_bias_backward(
@@ -439,8 +444,7 @@ def output_bias_backward(
 
 def bias_gradient(rows_MN: Tensor, offsets_E: Tensor) -> Tensor:
     """(E, N) fp32, each expert's sum of its rows. Padding rows are zeros."""
-    ends = itertools.pairwise([0, *offsets_E.tolist()])
-    return torch.stack([rows_MN[start:end].sum(0) for start, end in ends])
+    return torch.stack([rows_MN[group].sum(0) for group in _groups(offsets_E)])
 
 
 # --- expert order -----------------------------------------------------------------------------------------------------
@@ -492,8 +496,8 @@ def expert_routing(
 
 # --- token exchange ---------------------------------------------------------------------------------------------------
 #
-# Rank n holds experts n * E to (n + 1) * E - 1. A token is sent once to each rank that holds one of its experts: as a
-# dispatched token, with the local ids and scores of the pairs that this rank serves. Dispatched tokens are sorted by
+# Rank n holds experts n * E to (n + 1) * E - 1. A token is sent once to each rank that holds one of its experts. This
+# dispatched token has the local ids and scores of the pairs that the rank serves. Dispatched tokens are sorted by
 # destination, then by token. The receiver finds them sorted by source, then by token, and calls :func:`expert_routing`.
 
 
@@ -509,12 +513,12 @@ def dispatch_routing(
         signature: int32 of what ranks must have in common.
 
     Returns:
-        sent_TK: (T, K) int32, the dispatched token that carries the pair: c for the token's first pair on that rank,
-            -2 - c for its further pairs there, -1 for a pair that is not sent. Hence
+        sent_TK: (T, K) int32, the dispatched token c that carries the pair: c for the token's first pair on that rank,
+            -2 - c for its further pairs there. A pair that is not sent has -1. Hence
             ``unpermute_sum(rows, sent_TK, dtype)`` adds the row that each rank returned for a token exactly once.
         token_C: (T * min(K, N),) int32, the token that each dispatched token is; entries from C on are -1.
-        counts_N: (N, 3 + E) int32 for each rank: dispatched tokens, then routed pairs of each of its experts, then
-            T * K and ``signature``, by which all ranks find the same faults.
+        counts_N: (N, 3 + E) int32 for each rank: dispatched tokens, then routed pairs of each of its experts. The last
+            two, T * K and ``signature``, let all ranks find the same faults.
     """
     (T, K), N, device = topk_ids_TK.shape, num_ranks, topk_ids_TK.device
     served_TK = (topk_ids_TK >= 0) & (topk_ids_TK < N * num_local)
@@ -566,7 +570,7 @@ def unpermute_sum(
         y_MD: (M, D) bf16 or fp32.
         row_TK: (T, K) int32. A negative row adds nothing.
         addend_RD: (R, D) bf16 or fp32, R >= T, the output of an FFN that serves every token; or None.
-        bias_MD: (M, D) fp32, what is added to each row; or None.
+        bias_MD: (M, D) fp32, added to each row; or None.
 
     Returns:
         (T, D) out_dtype.
@@ -591,6 +595,16 @@ def _fp32_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
+def _rows_mm(x_MK: Tensor, weights: Iterable[Tensor], N: int, offsets_E: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """(M, N), x[m] @ w[e]^T for fp32 ``weights`` (N, K) of each expert; zeros in rows past the last group."""
+    out = torch.zeros(x_MK.shape[0], N, dtype=out_dtype, device=x_MK.device)
+    for group, w_NK in zip(_groups(offsets_E), weights, strict=True):
+        # Always the same shape: a row's result must not depend on how many rows its expert got.
+        for m in range(group.start, group.stop, TILE):
+            out[m : m + TILE] = _fp32_matmul(x_MK[m : m + TILE], w_NK.t())
+    return out
+
+
 def grouped_mm(
     a_MK: Tensor,
     a_scale: Tensor,
@@ -610,16 +624,8 @@ def grouped_mm(
     Returns:
         (M, N or columns) out_dtype.
     """
-    out = torch.zeros(a_MK.shape[0], b_ENK.shape[1], dtype=out_dtype, device=a_MK.device)
-    start = 0
-    for e, end in enumerate(offsets_E.tolist()):
-        if end > start:
-            b_KN = dequantize(b_ENK[e], b_scale[e]).t()
-            # Always the same shape: a row's result must not depend on how many rows its expert got.
-            for m in range(start, end, TILE):
-                out[m : m + TILE] = _fp32_matmul(dequantize(a_MK[m : m + TILE], a_scale[m : m + TILE]), b_KN)
-        start = end
-    return out[:, :columns]
+    weights = (dequantize(q, scale) for q, scale in zip(b_ENK, b_scale, strict=True))  # one at a time, for memory
+    return _rows_mm(dequantize(a_MK, a_scale), weights, b_ENK.shape[1], offsets_E, out_dtype)[:, :columns]
 
 
 WGRAD_LAYOUTS = ("apart", "joined", "transposed")
@@ -645,7 +651,7 @@ def grouped_mm_wgrad(
         parts: how many matrices of equal shape N is made of, each of them padded; 2 for gate and up.
         rows: how many rows of a matrix to return, where the others are its padding; by default all, N // parts.
         columns: the same of the K columns.
-        layout: where the matrices of an expert lie.
+        layout: how the matrices of an expert lie in the result.
 
     Returns:
         Results of experts without rows are zero. By ``layout``:
@@ -656,15 +662,13 @@ def grouped_mm_wgrad(
     """
     E, N, K = offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0]
     out = torch.zeros(E, N, K, dtype=out_dtype, device=aT_NM.device)
-    start = 0
-    for e, end in enumerate(offsets_E.tolist()):
+    for e, group in enumerate(_groups(offsets_E)):
         acc = torch.zeros(N, K, dtype=torch.float32, device=aT_NM.device)
-        for m in range(start, end, TILE):
+        for m in range(group.start, group.stop, TILE):
             step, block = slice(m, m + TILE), slice(m // TILE, m // TILE + 1)
             a = dequantize(aT_NM[:, step], aT_scale[:, block])
             acc += _fp32_matmul(a, dequantize(bT_KM[:, step], bT_scale[:, block]).t())
         out[e] = acc
-        start = end
     matrices = out.unflatten(1, (parts, -1))[:, :, :rows, :columns]
     if layout == "apart":
         return matrices.transpose(0, 1).flatten(0, 1)
@@ -690,7 +694,7 @@ def low_rank(q_MK: Tensor, scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_
     Returns:
         (M, N) bf16.
     """
-    return _rows_mm(_rows_mm(dequantize(q_MK, scale), a_ERK, offsets_E), b_ENR, offsets_E)
+    return _low_rank_mm(_low_rank_mm(dequantize(q_MK, scale), a_ERK, offsets_E), b_ENR, offsets_E)
 
 
 def low_rank_grads(
@@ -711,24 +715,14 @@ def low_rank_grads(
         dA (E, R, K) and dB (E, N, R) bf16; zero for an expert without rows.
     """
     x, dy = dequantize(x_MK, x_scale), dequantize(dy_MN, dy_scale)
-    u = _rows_mm(x, a_ERK, offsets_E).float()
-    du = _rows_mm(dy, b_ENR.transpose(1, 2), offsets_E).float()
+    u = _low_rank_mm(x, a_ERK, offsets_E).float()
+    du = _low_rank_mm(dy, b_ENR.transpose(1, 2), offsets_E).float()
     da, db = torch.zeros_like(a_ERK), torch.zeros_like(b_ENR)
-    start = 0
-    for e, end in enumerate(offsets_E.tolist()):
-        rows, start = slice(start, end), end
+    for e, rows in enumerate(_groups(offsets_E)):
         da[e] = _fp32_matmul(du[rows].t(), x[rows])
         db[e] = _fp32_matmul(dy[rows].t(), u[rows])
     return da, db
 
 
-def _rows_mm(x_MK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-    """x[m] @ w[e]^T in bf16, with zeros in rows past the last group."""
-    out = torch.zeros(x_MK.shape[0], w_ENK.shape[1], dtype=torch.bfloat16, device=x_MK.device)
-    start = 0
-    for e, end in enumerate(offsets_E.tolist()):
-        w_KN = w_ENK[e].float().t()
-        for m in range(start, end, TILE):  # always the same shape, as in grouped_mm
-            out[m : m + TILE] = _fp32_matmul(x_MK[m : m + TILE].float(), w_KN)
-        start = end
-    return out
+def _low_rank_mm(x_MK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+    return _rows_mm(x_MK.float(), w_ENK.float(), w_ENK.shape[1], offsets_E, torch.bfloat16)

@@ -29,7 +29,7 @@ class GroupRows(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where rows lie in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
+    """Row map of expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
 
     Attributes:
         offsets_E: (E,) int32, end of each local expert's group, a multiple of 128.
@@ -60,8 +60,8 @@ class RowBias(NamedTuple):
 
 
 class NanFlags(NamedTuple):
-    """Which operands of a layer held a NaN or Inf when they were quantized: (16,) uint8 each, the first 1 if it
-    did; or None where nobody asks.
+    """Flags of a layer's operands, (16,) uint8 each; or None where nobody asks. The first byte is 1 if the operand held
+    a NaN or Inf when it was quantized.
 
     Attributes:
         x: the layer's input; a: GEMM 2's operand; dy: the output's gradient; dh: the gradient of GEMM 1's output.

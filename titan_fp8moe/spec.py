@@ -93,8 +93,8 @@ class BackwardSpec(NamedTuple):
     :class:`titan_fp8moe.config.Fp8FlowMoEConfig`.
 
     Attributes:
-        weights: ``trained``, or ``frozen``: no gradient of them is computed, and no operand kept that only it reads; or
-            ``adapted``, frozen with adapters, whose gradients read the operands.
+        weights: ``trained``, ``frozen`` or ``adapted``. Frozen ones get no gradient, and no operand is kept that only
+            it reads. Adapted ones are frozen too, but their adapters' gradients read the operands.
     """
 
     recompute: str = "activation"

@@ -1,4 +1,4 @@
-"""A reference MoE layer, two timers for a GPU, and what a measurement must say of its machine.
+"""A reference MoE layer, two timers for a GPU, and the provenance of measurements.
 
 Imports torch and the standard library only, so that it works wherever the package does.
 """
@@ -122,8 +122,7 @@ def after_idling_ms(run: Callable[[], object], idle_s: float = 0.04) -> float:
     return elapsed_ms(run)
 
 
-# --- where and how ----------------------------------------------------------------------------------------------------
-# --- where and how ----------------------------------------------------------------------------------------------------
+# --- provenance -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -152,7 +151,7 @@ def _version(package: str) -> str | None:
 
 
 def environment() -> dict[str, object]:
-    """Where and how a number was measured: hardware, versions, commit, date and command, without a machine's paths."""
+    """Provenance of a measurement: hardware, versions, commit, date and command, without a machine's paths."""
     gpus = torch.cuda.device_count()
     hardware = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"CPU ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}

@@ -97,7 +97,7 @@ def _conversion(module: nn.Module) -> Callable[[Any, Fp8FlowMoEConfig], None]:
     """How to convert a module in place."""
     if isinstance(module, RoutedExperts):
         return RoutedExperts.configure
-    if _is_torchtitans(module, "MoE"):
+    if _is_torchtitans(module):
         return _convert_moe
     if _is_dense(module):
         return _convert_dense
@@ -114,9 +114,9 @@ def _conversion(module: nn.Module) -> Callable[[Any, Fp8FlowMoEConfig], None]:
 # --- modules of other packages, none of which is imported in vain -----------------------------------------------------
 
 
-def _is_torchtitans(module: nn.Module, name: str) -> bool:
+def _is_torchtitans(module: nn.Module) -> bool:
     titan = sys.modules.get("torchtitan.models.moe.moe")
-    return titan is not None and isinstance(module, getattr(titan, name))
+    return titan is not None and isinstance(module, titan.MoE)
 
 
 def _is_transformers(module: Any) -> bool:
@@ -124,7 +124,7 @@ def _is_transformers(module: Any) -> bool:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    return isinstance(module, RoutedExperts) or _is_torchtitans(module, "MoE") or _is_transformers(module)
+    return isinstance(module, RoutedExperts) or _is_torchtitans(module) or _is_transformers(module)
 
 
 def _is_dense(module: nn.Module) -> bool:

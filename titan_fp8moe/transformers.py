@@ -29,7 +29,7 @@ from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8, STEP, TILE, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.trainer import preflight
+from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.versions import warn_about_versions
 
 warn_about_versions("transformers")
@@ -94,6 +94,7 @@ def register(
         raise ValueError(f"scales is {scales!r}; set it to 'exact' or 'round'")
     require_config(config, "Transformers models", *RECIPE, *CACHE)
     preflight.check_hardware()
+    compat.fix_full_checkpointing()
     for registry in _REGISTRIES:
         options: dict[str, Any] = dict(config=config, keep=unsupported == "keep", scales=scales)
         forward = functools.partial(_experts_forward, registry=registry, **options)

@@ -12,7 +12,10 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 torchtitan=${torchtitan:-0.2.2}
 case $torchtitan in
-    0.2.2) venv=.venv torch=2.13.0 extras=torchtitan,dev own="torchao tomli" ;;
+    0.2.2)
+        venv=.venv torch=2.13.0 extras=torchtitan,dev own="torchao tomli"
+        if command -v nvidia-smi >/dev/null; then torch=2.11.0; fi # on GPUs tested with Triton 3.6, which it brings
+        ;;
     0.3.0) venv=.venv03 torch=2.14.1 extras=torchtitan03 own=spmd_types ;;
 esac
 

@@ -39,6 +39,8 @@ TESTS = {
     "kernels/transpose": ["kernels/test_transpose.py"],
     "kernels/warm_up": ["test_warm_up.py"],
     "layer/on_meta": ["test_warm_up.py"],
+    "warm_up": ["test_warm_up.py"],
+    "trainer/meta_layers": ["test_warm_up.py"],
     "kernels/": ["test_kernels_compile.py"],
     "trainer/nan_watch": ["test_nan_watch.py"],
     "torchtitan/dry_run": ["test_train_configs.py"],

@@ -34,20 +34,24 @@ HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device
 
 
 @pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked"])
-def gpu_kernels(request):
-    return grouped_mm if request.param == "picked" else portable
+def gpu_kernels(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: False)
+    return grouped_mm
 
 
 CTAS = [f"emulated on {num_ctas}" for num_ctas in (1, 3)]
 
 
 @pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked", *CTAS] if INTERPRETED else ["picked"])
-def kernels(request):
+def kernels(request, monkeypatch):
     if request.param in CTAS:
         with emulate(num_ctas=int(request.param.split()[-1])):
             yield grouped_mm
-    else:
-        yield grouped_mm if request.param == "picked" else portable
+        return
+    if request.param == "plain":
+        monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: False)
+    yield grouped_mm
 
 
 def assert_close(out, ref):
@@ -337,10 +341,9 @@ def test_no_compilation_when_the_number_of_rows_changes(gpu_kernels, generator, 
     def variants(kernel):
         return len(kernel.device_caches[torch.cuda.current_device()][0])
 
-    compiled = {
-        grouped_mm: (forward.grouped_mm_hopper_kernel.kernel, wgrad.wgrad_hopper_kernel.kernel),
-        portable: (portable.grouped_mm_kernel, portable.grouped_mm_wgrad_kernel),
-    }[gpu_kernels]
+    compiled = portable.grouped_mm_kernel, portable.grouped_mm_wgrad_kernel
+    if grouped_mm.is_hopper(torch.empty(1, device=device)):
+        compiled = forward.grouped_mm_hopper_kernel.kernel, wgrad.wgrad_hopper_kernel.kernel
     counts = []
     for M in (128, 256, 384, 2048, 4224):
         groups = offsets(128, M, device=device)

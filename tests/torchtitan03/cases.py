@@ -27,6 +27,7 @@ EP2 = {"expert_parallel_degree": 2}
 TP2 = {"tensor_parallel_degree": 2}
 CP2 = {"context_parallel_degree": 2}
 HSDP2 = {"data_parallel_replicate_degree": 2}
+PARTIAL_DTENSOR = {"spmd_backend": "partial_dtensor"}  # buffers are DTensors then
 PP2 = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}
 LINEARS = {"linear_fqns": ["attention.wo."]}
 BF16_PARTS = {"filter_fqns": ["shared_experts", "layers.2."]}
@@ -45,9 +46,9 @@ SINGLE = LOSSES | {
     "single_inductor": Case(compiles="inductor"),
     "single_linears": Case(LINEARS),
     "single_bf16_parts": Case(BF16_PARTS),
-    "single_routed": Case({"filter_fqns": ["shared_experts", "feed_forward"]}),
     "single_cached": Case({"cache_weights": True}, accumulates=2),
     "single_statistics": Case({"statistics_every": 2}, steps=3),
+    "single_statistics_compile": Case({"statistics_every": 2}, compiles="aot_eager", steps=3),
     "single_long": Case(seq_len=LONG),
     "single_nan": Case(),  # of one weight
     "single_in_fsdp": Case(in_fsdp=True),
@@ -67,7 +68,7 @@ TWO_RANKS = {
     "fsdp2_20_bf16": Case(None, steps=STEPS),
     "ep2": Case({}, EP2),
     "ep2_in_fsdp": Case({}, EP2, in_fsdp=True),
-    "ep2_partial_dtensor": Case({}, EP2 | {"spmd_backend": "partial_dtensor"}),
+    "ep2_partial_dtensor": Case({}, EP2 | PARTIAL_DTENSOR),
     "ep2_selective": Case({}, EP2, "selective"),
     "ep2_full": Case({"recompute": "none"}, EP2, "full"),
     "ep2_compile": Case({}, EP2, compiles="aot_eager"),
@@ -80,7 +81,10 @@ TWO_RANKS = {
     "fsdp2_lora": Case(way="lora"),
     "fsdp2_compile": Case(compiles="aot_eager"),
     "fsdp2_fp8_gather": Case({"fp8_all_gather": True}),
-    "tp2_routed": Case({}, TP2),
+    "tp2": Case({}, TP2),
+    "tp2_ep2": Case({}, TP2 | EP2),
+    "tp2_linears": Case(LINEARS, TP2 | PARTIAL_DTENSOR),
+    "tp2_compile": Case({}, TP2, compiles="aot_eager"),
     "pp2": Case({}, PP2),
     "cp2_long": Case({}, CP2, seq_len=LONG),
     "cp2_ep2_long": Case({}, CP2 | EP2, seq_len=LONG),
@@ -93,7 +97,7 @@ TWO_RANKS = {
 FOUR_RANKS = {
     "hsdp2_ep2": Case({}, HSDP2 | EP2),
     "hsdp2_fp8_gather": Case({"fp8_all_gather": True}, HSDP2),
-    "pp2_tp2_routed": Case({}, PP2 | TP2 | {"spmd_backend": "partial_dtensor"}),  # with buffers that are DTensors
+    "pp2_tp2": Case({}, PP2 | TP2 | PARTIAL_DTENSOR),
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
 FP8_TENSORS = "fsdp2", "ep2", "ep2_selective", "ep2_compile", "hsdp2_ep2"

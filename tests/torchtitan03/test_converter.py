@@ -16,8 +16,9 @@ from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
-from torchtitan.experiments.graph_trainer.configs import to_graph_trainer_config
+from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
 from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
+from torchtitan.models.common.feed_forward import SigmoidGatedFeedForward
 from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
@@ -231,7 +232,18 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
         (lambda job: job.model_spec.model.layers.__delitem__(slice(1, None)), {}, 1, "has no MoE layer"),
         (NOTHING, {"filter_fqns": ["layers.77."]}, 1, "matches none of layers.1.moe"),
         (NOTHING, {"linear_fqns": ["attention.wkv_a."]}, 1, "attention.wkv_a is 576x256"),
-        (TP2, {"linear_fqns": ["attention.wo."]}, 2, "linear_fqns under tensor parallelism"),
+        (
+            set_("parallelism.tensor_parallel_degree", 4),
+            {"linear_fqns": ["attention.wo."]},
+            4,
+            "attention.wo is 256x2048 over 4 tensor-parallel ranks",
+        ),
+        (
+            both(set_("compile", GraphTrainerCompileConfig(enable=True)), set_("metrics.enable_tensorboard", True)),
+            {"statistics_every": 5},
+            1,
+            "statistics_every counts in steps whose blocks run eagerly, but this trainer",
+        ),
         (both(set_("validator.enable", True), set_("parallelism.context_parallel_degree", 2)), {}, 2, "is untested"),
         (EP2, {"dispatch": "symmetric"}, 2, "needs all expert-parallel ranks on one node"),
     ],
@@ -240,6 +252,27 @@ def test_jobs_that_cannot_work_are_refused(monkeypatch, change, fp8, ranks, said
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ValueError, match=said):
         convert(make_job(change, **fp8), ranks)
+
+
+def test_ffns_under_tensor_parallelism():
+    """Under EP too shared experts have rows, and so flags, of their own. Gated ones stay in bf16."""
+
+    def gate(job: Any) -> None:
+        moe = moe_of(job)
+        moe.shared_experts = derive(moe.shared_experts, SigmoidGatedFeedForward.Config, gate=moe.shared_experts.w1)
+
+    job = make_job(both(set_("parallelism.tensor_parallel_degree", 2), EP2, gate))
+    (part,) = [part for part in convert(job, 2) if part.reason is not None]
+    assert part.name == "layers.2.moe.shared_experts" and "tensor parallelism places the gate" in part.reason
+    assert [moe.shared for moe in moes(job)] == 5 * ["apart"] and "layers.1.moe.shared_experts" in job.metrics.watched
+    job = make_job(set_("parallelism.tensor_parallel_degree", 2))
+    convert(job, 2)
+    assert [moe.shared for moe in moes(job)] == 5 * ["fp8"]
+    assert not any("shared" in name for name in job.metrics.watched)
+
+
+def moes(job: Any) -> list[Any]:
+    return [layer.moe for layer in job.model_spec.model.layers if layer.moe is not None]
 
 
 def test_other_classes_are_refused_by_name():

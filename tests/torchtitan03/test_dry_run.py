@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT, time_limit
+from tests.processes import ROOT, call, time_limit
+from tests.test_warm_up import kernels_of_16b, kernels_of_job
 
 DEBUG = ["--config", "deepseek_v3_debugmodel", "--training.disable_cuda_graphs"]
 
@@ -38,6 +39,15 @@ def test_the_quickstarts_model_on_a_gpu():
     assert "model     deepseek_v3 16B, 7 parts in FP8" in done.stdout
     assert "layers 0, 1, 2, 3 with" in done.stdout and "rank 0    1,869,107,200 parameters" in done.stdout
     assert "w1_EFD (64, 1408, 2048), on this rank (64, 1408, 2048)" in done.stdout
+
+
+def test_the_kernels_of_a_job():
+    """Of :mod:`titan_fp8moe.warm_up`: those of a layer and of an FFN, and those that one linear has besides."""
+    job = "--config=deepseek_v3_16b", "--training.local_batch_size=1", "--training.seq_len=256"
+    linear = "--parallelism.expert_parallel_degree=8", "--fp8_flow_moe.linear_fqns", "layers.0.attention.wo."
+    found, expected = call(kernels_of_job, *job, *linear), kernels_of_16b(256)
+    kinds = {"_balance_exponent_kernel", "grouped_mm_hopper_kernel", "wgrad_hopper_kernel"}
+    assert found > expected and {key.split()[0] for key in found - expected} == kinds
 
 
 DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")

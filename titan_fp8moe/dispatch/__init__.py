@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.dispatch.base import Dispatch, Pairs, Route
 from titan_fp8moe.dispatch.local import LocalDispatch
 from titan_fp8moe.dispatch.symmetric.dispatch import SymmetricDispatch
 
-__all__ = ["AUTO", "BACKENDS", "Dispatch", "Pairs", "Route", "begin", "evenly", "route"]
+__all__ = ["AUTO", "BACKENDS", "Dispatch", "Pairs", "Route", "begin", "check_member", "evenly"]
 
 BACKENDS: dict[str, type[Dispatch]] = {
     "local": LocalDispatch,
@@ -28,16 +27,7 @@ BACKENDS: dict[str, type[Dispatch]] = {
 AUTO = "all_to_all"
 """The backend of ``dispatch = "auto"``, until measurements on several GPUs say otherwise."""
 
-_STAYS = Route()
 _evenly = False
-
-
-def route(backend: str, capacity: float, ep_group: dist.ProcessGroup | None) -> Route:
-    """The route over a group; without one tokens stay, whatever the backend."""
-    if ep_group is None:
-        return _STAYS
-    check_member(ep_group)
-    return Route(backend, ep_group.size(), capacity, ep_group.group_name)
 
 
 def check_member(ep_group: Any) -> None:

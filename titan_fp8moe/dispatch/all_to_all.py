@@ -23,7 +23,7 @@ GRADIENTS_NEEDED = 1
 
 class State(NamedTuple):
     """``sent_TK`` and ``token_C`` of :func:`titan_fp8moe.recipe.dispatch_routing`; ``counts`` (2, N, 3 + E) int32 on
-    the host, the dispatch counts of what this rank sends to each rank, and of what it receives from each."""
+    the host, the dispatch counts that this rank sends to each rank, and receives from each."""
 
     sent_TK: Tensor
     token_C: Tensor
@@ -164,8 +164,8 @@ class AllToAllDispatch:
 
 
 def _arriving_rows(counts_N: list[list[int]]) -> tuple[int, int]:
-    """Rows that arrive, by dispatch counts (N, 3 + E), and the same with each expert's padded to a multiple of 128: at
-    least 128, so that no buffer is empty."""
+    """Rows that arrive, by dispatch counts (N, 3 + E), and the same with each expert's padded to a multiple of 128. The
+    second is at least 128, so that no buffer is empty."""
     # In Python: torch's operators take longer on so few numbers.
     rows_E = [sum(rows) for rows in zip(*(counts[1:-2] for counts in counts_N), strict=True)]
     return sum(rows_E), max(sum(-(-rows // TILE) for rows in rows_E) * TILE, TILE)

@@ -1,6 +1,6 @@
 """The interface of a dispatch: how tokens reach the ranks of their experts, and how sums come back.
 
-Four verbs serve both directions. In a forward tokens go and sums of outputs come back; in a backward gradients of the
+Four verbs serve both directions. In a forward tokens go, and sums of outputs come back. In a backward gradients of the
 output go, and gradients of tokens and scores come back::
 
     send ──► receive ── experts ──► send_back ──► finish
@@ -86,7 +86,7 @@ class Dispatch(Protocol):
         State: the record of tensors that a forward keeps, and from which its backward's dispatch is resumed.
         Tokens: the record of one row per token that arrived, of which the weight gradients are made.
         description: for logs.
-        travels: whether tokens leave the rank. Where not, nothing is in flight, and arriving tokens are the rank's own.
+        travels: whether tokens leave the rank. If not, nothing is in flight, and arriving tokens are the rank's own.
         overlaps: whether a forward ends in an autograd node of its own, so that the caller's work runs meanwhile.
         syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs.
         single_node: whether all ranks must be on one node.

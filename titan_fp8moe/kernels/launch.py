@@ -1,6 +1,6 @@
 """Launches compiled kernels with less host time than Triton's ``kernel[grid](...)``.
 
-A layer's forward and backward launch some 25 kernels. Where tokens are few they are CPU-bound. Triton spends most of a
+A layer's forward and backward launch some 25 kernels. With few tokens they are CPU-bound. Triton spends most of a
 launch on binding and specializing the arguments, on its cache lookup, and on asking tensors and the driver for
 addresses. A :class:`Kernel` looks up a shorter key. It then hands addresses to the compiled kernel that Triton returned
 for such arguments before.

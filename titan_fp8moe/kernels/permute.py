@@ -83,15 +83,7 @@ def _permute_kernel(
 def permute_rows(
     q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows and scales in expert order; see :func:`titan_fp8moe.recipe.permute_rows`.
-
-    Args:
-        q_TD: (T, D) e4m3 and scale (T, D // 128) e8m0; rows may be strided.
-        row_TK: (T, K) int32 and token_M: (M,) int32, of :func:`expert_routing`; offsets_E: (E,) int32.
-
-    Returns:
-        (M, D) e4m3, (M, D // 128) e8m0 column-major; rows from ``offsets_E[-1]`` on are left unwritten.
-    """
+    """Kernel of :func:`titan_fp8moe.ops.permute_rows`; rows from ``offsets_E[-1]`` on stay unwritten."""
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
     q_stride, scale_stride = row_stride("q_TD", q_TD), row_stride("scale", scale)
     out = torch.empty(M, D, dtype=q_TD.dtype, device=q_TD.device)
@@ -161,7 +153,7 @@ def pack_dispatch(
     num_local: int,
     width: int,
 ) -> Tensor:
-    """The dispatch payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_dispatch`."""
+    """Kernel of :func:`titan_fp8moe.ops.pack_dispatch`, into ``width`` bytes per token."""
     assert q_TD.is_contiguous() and scale.is_contiguous()
     (T, D), C = q_TD.shape, token_C.shape[0]
     ids_stride = scores_stride = 0
@@ -203,7 +195,7 @@ def _unpermute_sum_kernel(
     take longer than moving the bytes. With ``ds`` the first block also writes WORDS words: the score gradients of the
     token's K pairs, then zeros.
 
-    Row strides are constexprs because a payload's need not be a multiple of 16 elements: as arguments they would hide
+    Row strides are constexprs because a payload's need not be a multiple of 16 elements. As arguments they would hide
     from the compiler that rows are 16-byte aligned. The grid is flat because its second dim ends at 65535.
     """
     blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
@@ -278,13 +270,7 @@ def unpermute_sum(
     addend_RD: Tensor | None = None,
     bias: RowBias | None = None,
 ) -> Tensor:
-    """Sums each token's rows; see :func:`titan_fp8moe.recipe.unpermute_sum`.
-
-    Args:
-        y_MD: (M, D) bf16; rows may be strided.
-        row_TK: (T, K) int32, contiguous; a negative row adds nothing.
-        addend_RD: (R, D) bf16, contiguous.
-    """
+    """Kernel of :func:`titan_fp8moe.ops.unpermute_sum`. ``row_TK`` and ``addend_RD`` are contiguous."""
     out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
     _unpermute_sum(y_MD, None, row_TK, addend_RD, out, None, few=False, bias=bias)
     return out
@@ -293,8 +279,7 @@ def unpermute_sum(
 def unpermute_gradients(
     dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`unpermute_sum`, with the pairs' score gradients (T, K) fp32 in the same launch; see
-    :func:`titan_fp8moe.ops.unpermute_gradients`."""
+    """Kernel of :func:`titan_fp8moe.ops.unpermute_gradients`: the sum and the pairs' score gradients in one launch."""
     out = torch.empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype, device=dx_MD.device)
     out_ds = torch.empty(row_TK.shape, dtype=torch.float32, device=dx_MD.device)
     _unpermute_sum(dx_MD, ds, row_TK, addend_RD, out, out_ds, few=False)
@@ -302,7 +287,7 @@ def unpermute_gradients(
 
 
 def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int, bias: RowBias | None = None) -> Tensor:
-    """The combine payload (C, width) uint8; see :func:`titan_fp8moe.ops.permute.pack_combine`."""
+    """Kernel of :func:`titan_fp8moe.ops.pack_combine`, into ``width`` bytes per token."""
     C, D = row_CK.shape[0], y_MD.shape[1]
     payload = torch.empty(C, width, dtype=torch.uint8, device=y_MD.device)
     ds, out_ds = (None, None) if ds_M is None else (ds_M.unsqueeze(1), payload.view(torch.float32)[:, D // 2 :])

@@ -252,8 +252,8 @@ def _quantize_block(
 ):  # fmt: skip
     """Quantizes one 128x128 block of the operand: reads it once, writes it in one or both layouts.
 
-    w, last_w: (E, num_rows, num_columns), unit stride along the columns, each padded with zeros to whole blocks unless
-        WHOLE, and concatenated along N, or along K if BESIDE; last_w starts at block ``last_block``.
+    w, last_w: (E, num_rows, num_columns), unit stride along the columns. Each is padded with zeros to whole blocks
+        unless WHOLE. They are concatenated along N, or along K if BESIDE; last_w starts at block ``last_block``.
     q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
     """
     n_block, first_column = out_block, k_block * TILE
@@ -484,15 +484,7 @@ def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N
 def join_weight(
     weights: list[Tensor], scales: list[Tensor], plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Concatenates one or two quantized weights (E, N_i, K) e4m3 along N, by moving bytes.
-
-    Args:
-        weights, scales: (E, N_i, K) e4m3 and (E, N_i // 128, K // 128) e8m0 each.
-        plain, transposed: which of the two layouts to write.
-
-    Returns:
-        As :func:`quantize_weight`.
-    """
+    """As :func:`quantize_weight` for one or two weights that are quantized, with their ``scales``: moves bytes."""
     E, _, K = weights[0].shape
     N = sum(w.shape[1] for w in weights)
     device = weights[0].device

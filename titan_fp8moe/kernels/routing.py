@@ -200,14 +200,7 @@ def _place_rows_kernel(
 def expert_routing(
     topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int, check_ids: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Assigns each routed pair a row in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
-
-    Args:
-        topk_ids_TK: (T, K) int32, or int64 that fits in 32 bits; topk_scores_TK: (T, K) fp32. Rows may be strided.
-
-    Returns:
-        offsets_E (num_experts,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (T, K) int32.
-    """
+    """Kernels of :func:`titan_fp8moe.ops.expert_routing`."""
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
     scores_stride = row_stride("topk_scores_TK", topk_scores_TK)
@@ -270,15 +263,7 @@ def _place_dispatched_kernel(
 def dispatch_routing(
     topk_ids_TK: Tensor, num_ranks: int, num_local: int, signature: int = 0, check_ids: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
-
-    Args:
-        topk_ids_TK: (T, K) int32, or int64 that fits in 32 bits; rows may be strided.
-
-    Returns:
-        sent_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, undefined from C on; counts_N (num_ranks,
-        3 + num_local) int32.
-    """
+    """Kernels of :func:`titan_fp8moe.ops.dispatch_routing`."""
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
     blocks, ctas, constants = _blocks_of_tokens(T, K, num_ranks * num_local)

@@ -84,9 +84,7 @@ def _dequantize(values, byte):
 def _load_tiles(x, byte, row, tile, D, TILE: tl.constexpr):
     """Loads tile column ``tile`` of x (M, D) as fp32 (ROWS, 128); x is bf16, or e4m3 whose scale bytes are ``byte``."""
     values = tl.load(x + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :]).to(tl.float32)
-    if byte is not None:
-        values *= (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
-    return values
+    return values if byte is None else _dequantize(values, byte)
 
 
 @triton.jit
@@ -109,8 +107,7 @@ def _load_pairs(h, scale, row, tile, M, TILES: tl.constexpr, TILE: tl.constexpr)
     at = row.to(tl.int64)[:, None] * (TILES * TILE) + (tile * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     values = tl.load(h + at, mask=(tile < TILES)[:, None], other=0.0).to(tl.float32)
     if scale is not None:
-        byte = tl.load(scale + tile * M + row, mask=tile < TILES, other=1)
-        values *= (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
+        values = _dequantize(values, tl.load(scale + tile * M + row, mask=tile < TILES, other=1))
     return values
 
 
@@ -142,7 +139,7 @@ def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.
 
 @triton.jit
 def _crossed(g, u, g_read, u_read, s, b_g, b_u, p0, p1, p2, BEYOND: tl.constexpr, SCORE_FIRST: tl.constexpr):
-    """Where gate and up, rounded to what is read, lie on another side of the activation's clamp."""
+    """Masks of gate and up: values that rounding moves to another side of the activation's clamp."""
     if not SCORE_FIRST:
         s = 1.0
     g_side, u_side = BEYOND(_plus(s * g, b_g), _plus(s * u, b_u), p0, p1, p2)
@@ -157,9 +154,13 @@ def _swiglu_kernel(
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, PAIRED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """CTA (tile, row block). h: (M, 2H) bf16; h_q and h_scale are None unless h is also quantized. p0 to p2: the
-    activation's parameters. gate_bias, up_bias: None, or (E, HIDDEN). PAIRED: None, or h's tile columns where gate and
-    up are interleaved. Unless GATED, h is (M, H), which is read as gate and as up, and only gate is stored."""
+    """CTA (tile, row block) computes a tile of the operand, from one of gate and one of up.
+
+    h: (M, 2H) bf16. Unless GATED it is (M, H), which is read as gate and as up, and only gate is stored.
+    h_q, h_scale: None, or h is also quantized.
+    p0, p1, p2: the activation's parameters. gate_bias, up_bias: None, or (E, HIDDEN).
+    PAIRED: None, or h's tile columns where gate and up are interleaved.
+    """
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
     if first >= tl.load(offsets_E + E - 1):
         return

@@ -144,17 +144,10 @@ def transpose_pair(
     mode: str,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Kernels of :func:`titan_fp8moe.recipe.transpose_pair`; ``mode`` is checked by the op.
+    """Kernels of :func:`titan_fp8moe.ops.transpose_pair`; columns at and past ``offsets_E[-1]`` stay unwritten.
 
-    Args:
-        x_MD, dy_MN: (M, D) and (M, N) e4m3, row-major.
-        x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0, any strides; column-major is fast.
-        offsets_E: (E,) int32; columns of the results at and past its last entry are left unwritten.
-        token_M: (M,) int32 or None. With it, x is (T, D) with unit stride along D and its scale (T, D // 128); a
-            token's row is read once for each of its experts.
-
-    Returns:
-        As the recipe.
+    Values have unit stride along their rows, and dy is contiguous. Scales may have any strides; column-major is fast.
+    With ``token_M`` a token's row is read once for each of its experts.
     """
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape

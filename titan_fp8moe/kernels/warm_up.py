@@ -99,9 +99,9 @@ class _Pointer:
         return 0
 
 
-def compile_shares(shares: Sequence[list[Launch]]) -> None:
-    """Compiles each share in a process of its own, and waits for them."""
-    waiting = set()
+def compile_shares(shares: Sequence[list[Launch]], deadline: float = DEADLINE) -> int:
+    """Compiles each share in a process of its own, waits for them, and returns how many failed."""
+    waiting, failed = set(), 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
         for share in filter(None, shares):
@@ -109,25 +109,32 @@ def compile_shares(shares: Sequence[list[Launch]]) -> None:
             if pid == 0:
                 _compile_and_exit(share)
             waiting.add(pid)
-    end = time.monotonic() + DEADLINE
+    end = time.monotonic() + deadline
     while waiting:
-        waiting = {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        for pid in [*waiting]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                waiting.remove(pid)
+                failed += status != 0
         if time.monotonic() > end:
             for pid in waiting:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    return failed
 
 
 def _compile_and_exit(share: list[Launch]) -> None:
     """A process's work. It ends without the cleanup that would free its parent's memory on the GPU."""
+    status = 1
     try:
         gc.disable()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
         compile_share(share)
+        status = 0
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
 def compile_share(share: list[Launch]) -> None:

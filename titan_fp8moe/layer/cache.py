@@ -1,10 +1,10 @@
 """Quantized weights that a module keeps, for the microbatches of a step, or for good where weights are frozen.
 
 The buffers are made once and refreshed in place by :func:`titan_fp8moe.ops.refresh_weight`, an op of every forward. The
-device decides in it whether the weights have changed: by the number of optimizer steps, which a hook of ``torch.optim``
-counts, and by samples of the values. So the same code serves eager layers, compiled graphs, and CUDA graphs, whose
-replays run no Python. Two facts are known on the host alone, and force a refresh where Python runs: other tensors in
-the weights' place, and a version that has moved.
+device decides in it whether the weights have changed. It compares the number of optimizer steps, which a hook of
+``torch.optim`` counts, and samples of the values. So the same code serves eager layers, compiled graphs, and CUDA
+graphs, whose replays run no Python. The host alone knows of other tensors in the weights' place, and of a version that
+has moved. Both force a refresh where Python runs.
 
 The backward reads the buffers without another look: weights do not change between a forward and its backward.
 """
@@ -53,9 +53,9 @@ class WeightCache:
     """The quantized weights of a layer, in memory that stays where it is.
 
     After a step of a ``torch.optim`` optimizer, and after :meth:`clear_all`, every cache is refreshed in its next
-    forward. So is one whose weights differ in a sample, whatever has changed them: 1,024 values or more of each weight,
-    at least 32 of each expert. A change by hand of fewer values is seen where Python runs, by the tensor's version; in
-    replays of a CUDA graph, in compiled graphs and under FSDP call :meth:`clear_all` after it.
+    forward. So is a cache whose weights differ in a sample of 1,024 values or more of each weight, at least 32 of each
+    expert. Python sees a change by hand of fewer values by the tensor's version. Replays of a CUDA graph, compiled
+    graphs and FSDP do not: call :meth:`clear_all` after such a change.
 
     Args:
         layouts: what is kept. ``both`` takes 2 bytes per parameter. ``forward`` takes 1, and each backward transposes.

@@ -9,10 +9,10 @@ the backward its gradient is the same for all its experts, so it is quantized on
 **Why one function.** Autograd casts the gradient of an fp8 tensor to fp8, so no fp8 tensor may cross an autograd edge.
 And FSDP frees and refills the weights around the module that owns them, so all that reads them happens in its call.
 
-**Who looks at it.** Autograd sees :class:`_RoutedExperts`, and with a dispatch that overlaps also :class:`_Finish`.
+**How PyTorch sees it.** Autograd sees :class:`_RoutedExperts`, and with a dispatch that overlaps also :class:`_Finish`.
 FSDP sees the module's call; the parameters are saved, never a quantized copy. Per-op checkpointing sees one op per
-function (:data:`SAVED_OPS`), keeps its results, and so repeats no transfer and no GEMM. torch.compile traces both
-directions into its graph, unless the dispatch syncs with the host.
+function (:data:`SAVED_OPS`), keeps its results, and so repeats no transfer and no GEMM. A compiled graph holds both
+directions, unless the dispatch syncs with the host.
 
 **What is saved**, by name (:mod:`titan_fp8moe.layer.saved`)::
 
@@ -51,7 +51,7 @@ from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, pack
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
-from titan_fp8moe.layer.lora import NO_LORA, Lora, LoraSpec, lora_operands, split_lora
+from titan_fp8moe.layer.lora import NO_LORA, Lora, lora_operands, split_lora
 from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import (
     NO_BIASES,
@@ -128,13 +128,15 @@ def routed_experts(
 
     Args:
         x: (T, D) bf16 or fp32.
-        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32, D
-            and H multiples of 16. Quantized rows and weights pad both to multiples of 128. Or gate and up in one ``w1``
-            (E, 2H, D), gate first, with ``w3`` None. An activation without a gate, such as ``"relu2"``, has one
-            projection (E, H, D), ``w1``, and ``w3`` None. A ``w1`` with ``w3`` None and w2 may be transposes of
-            contiguous (E, D, 2H) and (E, H, D): they are read where they lie, and so lie their gradients. Or all are
-            :class:`titan_fp8moe.Fp8Weight`, frozen, which are padded themselves; a forward copies ``w1`` and ``w3``
-            into one, but for a fused ``w1``.
+        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32.
+            D and H are multiples of 16; quantized rows and weights pad both to multiples of 128.
+
+            * Gate and up may be one ``w1`` (E, 2H, D), gate first, with ``w3`` None.
+            * An activation without a gate, such as ``"relu2"``, has one projection ``w1`` (E, H, D), and ``w3`` None.
+            * A ``w1`` with ``w3`` None and w2 may be transposes of contiguous (E, D, 2H) and (E, H, D). They are read
+              where they lie, and so lie their gradients.
+            * All may be :class:`titan_fp8moe.Fp8Weight`, frozen, which are padded themselves. A forward copies ``w1``
+              and ``w3`` into one, unless ``w1`` is fused.
         topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
             id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
         topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
@@ -146,8 +148,8 @@ def routed_experts(
             so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
-        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32; with ``w3`` None one ``b1``
-            of all rows of w1, in their order. All or none.
+        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32. With ``w3`` None one ``b1``
+            has all rows of w1, in their order. All or none.
         interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does.
         lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
         shared: shared experts, which read the rows that are quantized for the routed ones, in both directions, and add
@@ -172,14 +174,10 @@ def routed_experts(
         require_config(config, "routed_experts", *RECIPE, *TRANSPORT)
     if interleaved:
         expert = expert._replace(interleaved=True)
-    biases = None
-    if b1 is not None or b2 is not None or b3 is not None:
-        biases = Biases(b1, b2, b3)
+    biases = None if b1 is b2 is b3 is None else Biases(b1, b2, b3)
     frozen = isinstance(w1, Fp8Weight) or are_frozen(cast(Any, (w1, w2, w3)))
     layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases), lora=lora)
     weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
-    if shared is None:
-        return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
     return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
 
 
@@ -189,15 +187,17 @@ def apply_with_shared(
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
     layer: Layer,
-    shared: SharedExperts,
+    shared: SharedExperts | None,
     meanwhile: Callable[[], Tensor] | None,
 ) -> Tensor:
-    """:func:`apply_experts` with a caller's shared experts, which are checked after the routed ones' shapes."""
+    """:func:`apply_experts` with a caller's shared experts, if any, which are checked after the routed ones' shapes."""
+    if shared is None:
+        return apply_experts(x_TD, weights, topk_ids_TK, topk_scores_TK, layer, meanwhile=meanwhile)
     check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert)
     check_shared(shared, x_TD, layer.expert)
     layer = layer._replace(shared_scores=shared.scores, shared_frozen=are_frozen(shared.weights))
-    options: dict[str, Any] = dict(meanwhile=meanwhile, shared=shared.weights)
-    return apply_experts(x_TD, weights, topk_ids_TK, topk_scores_TK, layer, **options)
+    pairs = topk_ids_TK, topk_scores_TK
+    return apply_experts(x_TD, weights, *pairs, layer, meanwhile=meanwhile, shared=shared.weights)
 
 
 def apply_experts(
@@ -214,9 +214,9 @@ def apply_experts(
     """:func:`routed_experts` for modules.
 
     Args:
-        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H), with the routed experts'
-            activation, so w3 None without a gate. It reads the rows that are quantized for the routed experts, in both
-            directions, and adds to their sums.
+        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It has the routed experts'
+            activation, and so w3 None without a gate. It reads the rows that are quantized for the routed experts, in
+            both directions, and adds to their sums.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
     """
     if topk_scores_TK.dtype == torch.bfloat16:
@@ -227,28 +227,26 @@ def apply_experts(
     if layer.biases is not None:
         check_biases(layer.biases, weights, x_TD.shape[1])
         expert = expert._replace(biased=True)
-    backward = config.backward._replace(weights="frozen") if layer.frozen else config.backward
-    of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
-    spec = LayerSpec(config.route(layer.ep_group), expert, backward, of_shared, layer.check_ids)
-    adapters: Sequence[Tensor] = ()
+    lora, adapters, backward, scores_T = None, (), config.backward, layer.shared_scores
     if layer.lora is not None:
         lora, adapters = split_lora(layer.lora, cast(Any, weights))
-        kept = backward._replace(weights="adapted") if layer.frozen else backward
-        spec = spec._replace(lora=lora, backward=kept)
-    if (shared_scores := layer.shared_scores) is not None:
-        spec = spec._replace(shared_scored=True)
+    if layer.frozen:
+        backward = backward._replace(weights="frozen" if lora is None else "adapted")
+    of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
+    route = config.route(layer.ep_group)
+    spec = LayerSpec(route, expert, backward, of_shared, layer.check_ids, lora, scores_T is not None)
     cache = layer.cache if grad or layer.frozen else None
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
     call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None, stored)
     given = weights if stored is None else NO_WEIGHTS
     scores_TK, ids_TK = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
-    inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, shared_scores, given, shared or NO_WEIGHTS, layer.biases)
+    inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, scores_T, given, shared or NO_WEIGHTS, layer.biases, adapters)
     if not spec.dispatch.overlaps:
-        out = _RoutedExperts.apply(*inputs.flatten(), *adapters, call, None)
+        out = _RoutedExperts.apply(*inputs.flatten(), call, None)
         return out if meanwhile is None else _add(out, meanwhile())
     in_flight = _in_flight(x_TD.device)
     start = inputs._replace(shared=NO_WEIGHTS).flatten()
-    placeholder, payload, *handed = _start_eagerly(*start, *adapters, call, in_flight)
+    placeholder, payload, *handed = _start_eagerly(*start, call, in_flight)
     extra = None if meanwhile is None else meanwhile()
     end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
     out = _finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
@@ -333,7 +331,7 @@ def _routed_experts_forward(
         q, scale = ops.quantize_rows(x_TD, nans.x)
     w13, w2 = forward_operands(ExpertWeights.unpack(weights))
     rows = tokens.receive(tokens.send(Rows(q[:T], scale[:T])))
-    # Where tokens stay, shared experts read the same rows, of which there are R.
+    # Shared experts read the same rows, of which there are R, if tokens stay.
     kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
     del q, scale
     biases = Biases(b1, b2, b3) if spec.expert.biased else None
@@ -386,8 +384,8 @@ def _routed_experts_finish(
     return [out, *saved.pack(layout(spec, *_FINISHED))]
 
 
-# One op holds the whole forward (two with a dispatch that overlaps), for per-op activation checkpointing: it keeps the
-# results, and a recomputed block neither dispatches nor multiplies again. `recompute` decides what the backward
+# One op holds the whole forward (two with a dispatch that overlaps), for per-op activation checkpointing. It keeps the
+# results, so a recomputed block neither dispatches nor multiplies again. `recompute` decides what the backward
 # recomputes.
 _forward_op = custom_op(_routed_experts_forward)
 _forward_op.register_fake(_routed_experts_forward)
@@ -414,7 +412,7 @@ def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
 
 
 def _signature(spec: LayerSpec, inputs: Inputs, needs: Inputs) -> int:
-    """31 bits: a checksum of what all ranks of a group must have in common, and whether this one needs gradients."""
+    """31 bits: a checksum of all that a group's ranks must have in common, and whether this one needs gradients."""
     x, top_k, shared = inputs.x, inputs.topk_ids.shape[1], spec.shared
     common = _checksum(x.shape[1], x.dtype, top_k, *spec.backward, *spec.expert, shared) >> 2
     return common << 1 | bool(needs.x or needs.topk_scores)  # GRADIENTS_NEEDED
@@ -444,10 +442,11 @@ def _packed_shared(matrices: ExpertWeights[Tensor], call: _Call) -> list[Tensor 
 
 
 class InFlight:
-    """Carries two things from the autograd node that begins the backward to the node that ends it: the transfer in
-    flight, and the shared experts' input gradient if that node needs it (``needs_dx``). Also their scores' gradient.
+    """Carries tensors from the autograd node that begins the backward to the node that ends it.
 
-    The payload is no gradient: autograd would check its shape and cast it. The input gradient joins a sum.
+    They are the transfer in flight, and the shared experts' gradients: of the input if that node needs it
+    (``needs_dx``), and of the scores. As a gradient, the payload would be checked and cast by autograd. The input
+    gradient joins a sum.
     """
 
     stream: "torch.cuda.Stream | None"
@@ -480,21 +479,9 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(ctx: Any, *args: Any):
         *tensors, call, in_flight = args
         spec, signature = call.spec, 0
-        inputs = Inputs.of(tensors, spec.expert.biased)
-        adapters = [] if spec.lora is None else _last(tensors, len(spec.lora.fields))
-        ctx.weights_spec = ctx.biases_spec = None
-        if isinstance(inputs.weights.w1, DTensor):  # not by to_local(), whose autograd nodes take longer than this one
-            w1, w2, w3 = cast(Any, inputs.weights)
-            w3_spec, w3_local = (None, None) if w3 is None else (w3._spec, w3._local_tensor)
-            ctx.weights_spec = w1._spec, w2._spec, w3_spec
-            inputs = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3_local))
-            if inputs.biases is not None:
-                biases = cast(Any, inputs.biases)
-                ctx.biases_spec = [None if b is None else b._spec for b in biases]
-                inputs = inputs._replace(biases=Biases(*(None if b is None else b._local_tensor for b in biases)))
+        inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
-        has_shared = inputs.shared.w1 is not None
         further = inputs.biases or ()
         if spec.shared_scored:
             further = *(inputs.biases or NO_BIASES), inputs.shared_scores
@@ -505,8 +492,8 @@ class _RoutedExperts(torch.autograd.Function):
             packed_weights(
                 call.stored or inputs.weights.apart(spec.expert), call.cache, spec.backward.weights != "trained"
             ),
-            _packed_shared(inputs.shared, call) if has_shared else [],
-            adapters,
+            [] if inputs.shared.w1 is None else _packed_shared(inputs.shared, call),
+            inputs.adapters,
             inputs.nan_flags,
             spec.encode(),
             signature,
@@ -523,7 +510,7 @@ class _RoutedExperts(torch.autograd.Function):
             in_flight.needs_dx = Inputs.of(ctx.needs_input_grad, False).x
         # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
         # quantize stale values.
-        ctx.save_for_backward(*inputs.weights, *inputs.shared, *(inputs.biases or ()), *adapters, *results)
+        ctx.save_for_backward(*inputs.weights, *inputs.shared, *(inputs.biases or ()), *inputs.adapters, *results)
         # The flags are not saved: hooks of saved tensors may return copies.
         ctx.parts = parts if spec.lora is None else ("lora", *parts)
         ctx.call, ctx.nan_flags, ctx.in_flight = call, inputs.nan_flags, in_flight
@@ -534,12 +521,10 @@ class _RoutedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
         call, spec, nans = ctx.call, ctx.call.spec, NanFlags.of(ctx.nan_flags)
-        needs, biases = Inputs.of(ctx.needs_input_grad, spec.expert.biased), None
+        needs, dim = Inputs.of(ctx.needs_input_grad[:-2], spec.expert.biased), ctx.dim
         saved = Saved.unpack(layout(spec, "weights", "shared_weights", "biases", *ctx.parts), ctx.saved_tensors)
-        if spec.expert.biased:
-            biases = saved.biases
         weights, routing = call.stored or saved.weights, saved.routing
-        dim = ctx.dim
+        biases = saved.biases if spec.expert.biased else None
         tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
         x = None
         if spec.backward.keeps_rows:
@@ -577,42 +562,35 @@ class _RoutedExperts(torch.autograd.Function):
         if pending is not None and not tokens.travels:  # the rows are freed before weight gradients are made
             returned, pending = tokens.finish(pending, ctx.x_dtype, shared_dx), None
         dw = ffn.weight_grads(x, grads, weights, needs.weights)
+        dbiases = None if biases is None else biases.gradients(grads.dbias, cast(Any, needs.biases))
         dlora: Sequence[Tensor | None] = ()
         if spec.lora is not None:
-            dlora = _lora_grads(spec.lora, ffn, cast(Rows, x), grads, ctx.needs_input_grad[:-2])
-        if ctx.weights_spec is not None:
-            dw = ExpertWeights(*map(place_as, dw, ctx.weights_spec))
-        dbiases = (
-            None if biases is None else _bias_gradients(biases, grads.dbias, cast(Any, needs.biases), ctx.biases_spec)
-        )
+            found = ffn.lora_grads(cast(Rows, x), grads) if any(needs.adapters) else {}
+            dlora = [found[name] if need else None for name, need in zip(spec.lora.fields, needs.adapters, strict=True)]
+        if ctx.placements is not None:
+            of_weights, of_biases = ctx.placements
+            dw = ExpertWeights(*map(place_as, dw, of_weights))
+            dbiases = dbiases and Biases(*map(place_as, dbiases, of_biases))
         shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
         if pending is not None:
             returned = tokens.finish(pending, ctx.x_dtype, shared_dx)
-        inputs = Inputs(returned.rows_TD, returned.ds_TK, None, None, shared_ds, dw, shared_dw, dbiases)
-        return *inputs.flatten(), *dlora, None, None
+        inputs = Inputs(returned.rows_TD, returned.ds_TK, None, None, shared_ds, dw, shared_dw, dbiases, dlora)
+        return *inputs.flatten(), None, None
 
 
-def _last(values: Sequence[Any], count: int) -> list[Any]:
-    """The adapters' part of :class:`_RoutedExperts`'s tensors, behind those of :class:`Inputs`."""
-    return list(values[len(values) - count :])
-
-
-def _lora_grads(
-    lora: LoraSpec, ffn: FFN, x: Rows, grads: HiddenGradients, needs_input_grad: Sequence[bool]
-) -> list[Tensor | None]:
-    """Gradients of the adapters' tensors, None where not needed."""
-    needed = _last(needs_input_grad, len(lora.fields))
-    found = ffn.lora_grads(x, grads) if any(needed) else {}
-    return [found[field] if need else None for field, need in zip(lora.fields, needed, strict=True)]
-
-
-def _bias_gradients(
-    biases: Biases[Tensor], dbias: Tensor | None, needed: Biases[Any], specs: list[Any] | None
-) -> Biases[Any]:
-    if dbias is None:
-        return NO_BIASES
-    grads = biases.gradients(dbias, needed)
-    return grads if specs is None else Biases(*map(place_as, grads, specs))
+def _local(inputs: Inputs) -> tuple[Inputs, tuple[Any, Any] | None]:
+    """The inputs with this rank's part of weights and biases that are DTensors, and the specs of the two for
+    :func:`place_as`. Not by to_local(), whose autograd nodes take longer than this one."""
+    if not isinstance(inputs.weights.w1, DTensor):
+        return inputs, None
+    w1, w2, w3 = cast(Any, inputs.weights)
+    w3_spec, w3_local = (None, None) if w3 is None else (w3._spec, w3._local_tensor)
+    local = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3_local))
+    biases, of_biases = cast(Any, inputs.biases), None
+    if biases is not None:
+        of_biases = [None if b is None else b._spec for b in biases]
+        local = local._replace(biases=Biases(*(None if b is None else b._local_tensor for b in biases)))
+    return local, ((w1._spec, w2._spec, w3_spec), of_biases)
 
 
 def _cast_gradient(dout_TD: Tensor, shared: str, nans: NanFlags) -> tuple[Rows, Rows | None]:

@@ -14,7 +14,7 @@ ranks: :mod:`titan_fp8moe.layer.experts` and :mod:`titan_fp8moe.layer.group` cal
     y = ffn.product(a, w2)                         dx = ffn.product(grads.dh, w13_t)
                                                    dw = ffn.weight_grads(x, grads, weights, needed)
 
-The steps are calls of their own for two reasons. Those that need no row in flight run while tokens travel. And the
+The steps are calls of their own for two reasons. Steps that need no row in flight run while tokens travel. And the
 caller drops each tensor after its last use, which no callee could do: an argument lives as long as the call.
 """
 
@@ -60,8 +60,8 @@ class HiddenGradients(NamedTuple):
     """The operands of the weight gradients, rows in expert order, and the scores' gradient.
 
     Attributes:
-        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output; a: (M, H), GEMM 2's operand, empty
-            where weights are frozen.
+        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output.
+        a: (M, H), GEMM 2's operand, empty where weights are frozen.
         ds_M: (M,) fp32.
         dbias: the biases' gradients in one, (E, 2H + D), or None.
     """
@@ -153,7 +153,7 @@ class FFN(NamedTuple):
         """Gradients of the weights, in their dtype, bf16 or fp32.
 
         Args:
-            x: the rows that GEMM 1's were permuted from, one per token: the transpose gathers from them, so that no
+            x: the rows that GEMM 1's were permuted from, one per token. The transpose gathers from them, so that no
                 token is kept once per expert. None where the layer keeps none.
             weights: the parameters.
             needed: which of the gradients to compute. w1's and w3's come together.
@@ -236,8 +236,8 @@ def weight_grads(
         matrices: how many matrices, each of which the operands pad, a single weight holds along N_i.
 
     Returns:
-        A contiguous gradient (E, N_i, K_i) for each weight. That of a single weight which lies in memory as (E, K, N)
-        lies so too.
+        A contiguous gradient (E, N_i, K_i) for each weight. A single weight may lie in memory as (E, K, N); its
+        gradient then lies so too.
     """
     first, count, layout = weights[0], len(weights), "apart" if matrices == 1 else "joined"
     if count == 1 and first.stride(2) != 1 and first.stride(1) == 1:
@@ -260,10 +260,10 @@ def _fp8_product(
 
 
 def _bf16_product(
-    operands: Operands, mode: str, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
+    operands: Operands, _: str, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
 ) -> Tensor:
     """As :func:`_fp8_product`, in bf16."""
-    dy, x, _, offsets_E = operands
+    dy, x, _token_M, offsets_E = operands
     dy_MN, x_MK = ops.dequantize_rows(*dy, offsets_E), ops.dequantize_rows(*x, offsets_E)
     grads = []
     for part in dy_MN.chunk(parts, 1):

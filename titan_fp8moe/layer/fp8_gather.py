@@ -1,10 +1,12 @@
 """FSDP's all-gather of the experts' weights in FP8.
 
-FSDP2 asks a parameter's local tensor for what to gather, and what to make of it, where that tensor has the methods
-fsdp_pre_all_gather and fsdp_post_all_gather (torch.distributed.fsdp, all-gather extensions; torchao's float8 linears
-use them too). Each rank quantizes the experts of its shard. A 128x128 block travels as 16384 e4m3 values and a scale
-byte: half of bf16's bytes on the wire and while the weights are whole. A block must lie on one rank, so FSDP has to
-shard whole experts: along dim 0, evenly.
+A parameter's local tensor may have the methods fsdp_pre_all_gather and fsdp_post_all_gather. FSDP2 then asks the first
+for the tensors to gather, and gives them to the second (torch.distributed.fsdp, all-gather extensions; torchao's float8
+linears use them too).
+
+Each rank quantizes the experts of its shard. A 128x128 block travels as 16384 e4m3 values and a scale byte: half of
+bf16's bytes on the wire and while the weights are whole. A block must lie on one rank, so FSDP has to shard whole
+experts: along dim 0, evenly.
 """
 
 import weakref
@@ -18,7 +20,7 @@ from titan_fp8moe import ops
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8
 
-# What FSDP, nn.Parameter and DTensor call on a whole parameter.
+# FSDP, nn.Parameter and DTensor call these on a whole parameter.
 _ALIASES = {getattr(torch.ops.aten, name).default for name in ("alias", "as_strided", "detach", "view")}
 
 

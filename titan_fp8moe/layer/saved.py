@@ -91,8 +91,8 @@ class Layout(NamedTuple):
 
     Attributes:
         names: (part, field) of each tensor, in order.
-        records: for each part of :class:`Saved` its record and where the values of its fields are, -1 for a field that
-            is not there; or None.
+        records: for each part of :class:`Saved` None, or its record and where its fields' values are. -1 is a field
+            that is not there.
     """
 
     names: list[tuple[str, str]]
@@ -189,17 +189,21 @@ class Inputs(NamedTuple):
     weights: ExpertWeights[Any] = NO_WEIGHTS
     shared: ExpertWeights[Any] = NO_WEIGHTS
     biases: Biases[Any] | None = None
+    adapters: Any = ()  # a sequence
 
     def flatten(self) -> tuple[Any, ...]:
-        return (*self[:-3], *self.weights, *self.shared, *(self.biases or ()))
+        return (*self[:-4], *self.weights, *self.shared, *(self.biases or ()), *self.adapters)
 
     @classmethod
     def of(cls, values: Sequence[Any], biased: bool) -> "Inputs":
-        """The inverse of :meth:`flatten`; further values are ignored."""
-        x, scores, ids, flags, shared_scores, w1, w2, w3, s1, s2, s3, *others = values
-        biases = Biases(*others[: len(Biases._fields)]) if biased else None
+        """The inverse of :meth:`flatten`."""
+        x, scores, ids, flags, shared_scores, w1, w2, w3, s1, s2, s3, *adapters = values
+        biases = None
+        if biased:
+            b1, b2, b3, *adapters = adapters
+            biases = Biases(b1, b2, b3)
         weights, shared = ExpertWeights(w1, w2, w3), ExpertWeights(s1, s2, s3)
-        return cls(x, scores, ids, flags, shared_scores, weights, shared, biases)
+        return cls(x, scores, ids, flags, shared_scores, weights, shared, biases, adapters)
 
 
 class FinishInputs(NamedTuple):

@@ -214,7 +214,7 @@ def summarize(counts: Tensor) -> dict[str, float]:
             "exponent_min": min(exponents, default=math.nan),
             "exponent_mean": mean,
             "exponent_max": max(exponents, default=math.nan),
-            "row_spread_p99": _percentile(spreads[:255].tolist(), 0.99),
+            "row_spread_p99": _p99(spreads[:255].tolist()),
         }
         if kind != "w":
             shifted = table[:_UNCOUNTED].clone()
@@ -241,8 +241,9 @@ def _share(part: Tensor, whole: Tensor) -> float:
     return float(part.sum() / whole.sum())
 
 
-def _percentile(counts: list[float], share: float) -> float:
+def _p99(counts: list[float]) -> float:
+    """The 99th percentile of values of which each is counted at its index."""
     for value, total in enumerate(accumulate(counts)):
-        if total and total >= share * sum(counts):
+        if total and total >= 0.99 * sum(counts):
             return float(value)
     return math.nan

@@ -28,8 +28,8 @@ class ExpertWeights(NamedTuple, Generic[W]):
     """One value for each weight of this rank's E experts: tensors, all bf16, all fp32 or all quantized; or gradients.
 
     Attributes:
-        w1: the gate projection (E, H, D); with ``w3`` None gate and up in one, (E, 2H, D), gate first. Of experts
-            without a gate the up projection (E, H, D), with ``w3`` None.
+        w1: the gate projection (E, H, D); with ``w3`` None gate and up in one, (E, 2H, D), gate first. Experts without
+            a gate have the up projection (E, H, D) here, and ``w3`` None.
         w2: the down projection (E, D, H).
         w3: the up projection (E, H, D), or None.
     """
@@ -63,7 +63,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
 
     @classmethod
     def unpack(cls, tensors: list[Tensor | None]) -> "ExpertWeights[Any]":
-        """The inverse of :meth:`pack`: weights, or quantized weights. What follows orders ops in a graph."""
+        """The inverse of :meth:`pack`: weights, or quantized weights. Further tensors order ops in a graph."""
         count = len(cls._fields)
         if len(tensors) == count:
             return cls(*tensors)
@@ -95,8 +95,10 @@ class Biases(NamedTuple, Generic[W]):
             return gate, up
         return self.b1.contiguous(), self.b3.contiguous()
 
-    def gradients(self: "Biases[Tensor]", dbias: Tensor, needed: "Biases[Any]") -> "Biases[Any]":
-        """Splits the gradients of gate, up and down in one (E, 2H + D); None where not needed."""
+    def gradients(self: "Biases[Tensor]", dbias: Tensor | None, needed: "Biases[Any]") -> "Biases[Any]":
+        """Splits the gradients of gate, up and down in one (E, 2H + D), or None; None where not needed."""
+        if dbias is None:
+            return NO_BIASES
         sizes = [b.shape[1] for b in (self.b1, self.b3, self.b2) if b is not None]
         b1, *b3, b2 = dbias.split(sizes, 1)
         grads: Biases[Any] = Biases(b1, b2, *b3)
@@ -107,8 +109,8 @@ class SharedExperts(NamedTuple):
     """An FFN that serves every token, in the FP8 data flow of a layer of routed experts, with their activation.
 
     Attributes:
-        w1, w2, w3: gate (H, D), down (D, H) and up (H, D), all bf16 or all fp32, H a multiple of 16. Where gate and up
-            are one weight, or there is no gate, as in :func:`titan_fp8moe.routed_experts`.
+        w1, w2, w3: gate (H, D), down (D, H) and up (H, D), all bf16 or all fp32, H a multiple of 16. Gate and up in one
+            weight, and experts without a gate, are as in :func:`titan_fp8moe.routed_experts`.
         scores: (T,) fp32, by which each token's output is multiplied, such as a sigmoid of a product with x; or None.
 
     Example::
@@ -150,7 +152,7 @@ def are_frozen(parameters: Iterable[Tensor | None]) -> bool:
 
 
 def place_as(grad: Tensor | None, spec: Any) -> DTensor | None:
-    """A gradient of this rank's experts as the gradient of the DTensor that has ``spec``."""
+    """A gradient of this rank's experts as the gradient of the DTensor that has ``spec``; None for None."""
     if grad is None:
         return None
     meta = spec.tensor_meta

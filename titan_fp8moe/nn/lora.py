@@ -23,8 +23,8 @@ class AddsLora(nn.Module):
     """Mixin of experts with parameters w1, w2 and, if they have a gate, w3, or with weights stored in FP8.
 
     Attributes:
-        lora_A, lora_B: ``nn.ParameterDict`` by the weights' names, A (num_experts, rank, K) and B (num_experts, N,
-            rank) of a weight (num_experts, N, K); their names in a state dict are ``lora_A.w1`` and so on.
+        lora_A, lora_B: ``nn.ParameterDict`` by the weights' names. A weight (num_experts, N, K) has A (num_experts,
+            rank, K) and B (num_experts, N, rank); their names in a state dict are ``lora_A.w1`` and so on.
         lora_scale: alpha / rank; None without adapters.
     """
 
@@ -103,9 +103,9 @@ class AddsLora(nn.Module):
     def merge_lora(self) -> None:
         """Adds the adapters to the weights, each sum rounded once to the weight's dtype, and removes them.
 
-        The merged experts are quantized as a whole, and a step of e4m3 is 6 to 12% of a value. An adapter that changes
-        the weights by about 1% is then mostly rounded away in FP8 layers: merge for bf16 inference or for a
-        checkpoint, and train and evaluate in FP8 with the adapters beside.
+        The merged experts are quantized as a whole, and a step of e4m3 is 6 to 12% of a value. FP8 layers then round
+        most of an adapter away that changes the weights by about 1%. Merge for bf16 inference or for a checkpoint;
+        train and evaluate in FP8 with the adapters beside.
         """
         if self.lora_scale is None:
             raise RuntimeError("these experts have no adapters to merge; call add_lora(rank, alpha) first")

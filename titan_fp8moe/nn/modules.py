@@ -17,7 +17,7 @@ from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, requ
 from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.cache import WeightCache, kind_of
 from titan_fp8moe.layer.checks import check_stored_gate_up
-from titan_fp8moe.layer.experts import Layer, apply_experts, apply_with_shared
+from titan_fp8moe.layer.experts import Layer, apply_with_shared
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
@@ -60,8 +60,8 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         num_experts: experts of all ranks.
         dim, hidden_dim: D and H, multiples of 16; quantized rows and weights pad them to multiples of 128.
         config: the settings of the recipe and the transport, and ``cache_weights``; by default ``Fp8FlowMoEConfig()``.
-        ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``. Where
-            FSDP shards the experts further, the mesh dim of those ranks, such as ``mesh["ep"]``.
+        ep_group: the ranks over which the experts are spread, in order; their number must divide ``num_experts``. If
+            FSDP shards the experts further, it is the mesh dim of those ranks, such as ``mesh["ep"]``.
         score_before_experts: multiply the experts' input, not their output, by the score.
         activation, activation_parameters: as in :func:`titan_fp8moe.routed_experts`.
         bias: whether the projections have biases.
@@ -74,8 +74,8 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         ep_group: the process group, or None.
 
     Raises:
-        ValueError: for dims that are no multiples of 16, experts that do not divide over the ranks, a dtype that is
-            not bf16 or fp32, a setting without effect here, or a group that this rank is not in.
+        ValueError: for dims that are no multiples of 16, or experts that do not divide over the ranks. Also for a dtype
+            that is not bf16 or fp32, a setting without effect here, or a group that this rank is not in.
 
     Example::
 
@@ -154,8 +154,8 @@ class RoutedExperts(Fp8AllGather, AddsLora):
 
         Args:
             w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's experts, H and D multiples of
-                128; or gate and up in one ``w1`` (E, 2H, D) with ``w3`` None, which is not copied. Without a gate up is
-                ``w1`` (E, H, D), and ``w3`` None.
+                128. Gate and up in one ``w1`` (E, 2H, D) with ``w3`` None are not copied. Without a gate up is ``w1``
+                (E, H, D), and ``w3`` None.
             config, ep_group, score_before_experts, activation, activation_parameters: as of :class:`RoutedExperts`.
         """
         expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
@@ -229,12 +229,9 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             biases=self._biases(),
             lora=self.lora(),
         )
-        weights = self._weights()
-        if shared is None:
-            return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
-        if isinstance(shared.scores, KeepDtype):
+        if shared is not None and isinstance(shared.scores, KeepDtype):
             shared = shared._replace(scores=shared.scores.tensor)
-        return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
+        return apply_with_shared(x, self._weights(), topk_ids, topk_scores, layer, shared, meanwhile)
 
     def _weights(self) -> ExpertWeights[Tensor]:
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
@@ -318,9 +315,7 @@ class Fp8RoutedExperts(AddsLora):
         """As :meth:`RoutedExperts.forward`."""
         layer = Layer(self.config, self.ep_group, self.expert, frozen=True, lora=self.lora())
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
-        if shared is not None:
-            return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
-        return apply_experts(x, weights, topk_ids, topk_scores, layer, meanwhile=meanwhile)
+        return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
 
     def extra_repr(self) -> str:
         experts, dim, hidden_dim = self.w2.shape
@@ -341,8 +336,8 @@ def add_cache(module: Any) -> None:
 
 
 def cache_of(module: Any, frozen: bool) -> WeightCache | None:
-    """The cache of a module's weights, or None if they are to be quantized each time: trained weights without
-    ``cache_weights``, and those that FSDP gathers in FP8."""
+    """The cache of a module's weights, or None if they are quantized each time. So are trained weights without
+    ``cache_weights``, and weights that FSDP gathers in FP8."""
     config = module.config
     in_fp8 = config.fp8_all_gather or getattr(module, "gathers_fp8", False)
     if in_fp8 or not (frozen or config.cache_weights):

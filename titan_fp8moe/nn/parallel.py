@@ -108,7 +108,7 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
 
 def mesh_of(ep_group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> DeviceMesh:
     """The mesh over which a module's experts are spread. Meshes of one group are equal, and none equals a caller's
-    ``mesh["ep"]``: torch takes equal meshes for one, and FSDP needs the one that is part of a larger mesh."""
+    ``mesh["ep"]``. FSDP needs the one that is part of a larger mesh, and torch takes equal meshes for one."""
     if isinstance(ep_group, DeviceMesh):
         return ep_group
     # For the meta device a guess, which follow_device corrects.

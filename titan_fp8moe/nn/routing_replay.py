@@ -1,6 +1,6 @@
 """Routing replay: a forward that takes its routers' choice of experts from another one.
 
-RL trains on tokens that another forward sampled. Where the two choose other experts, log-probabilities jump. R2 replays
+RL trains on tokens that another forward sampled. If the two choose other experts, log-probabilities jump. R2 replays
 the choice of the trainer's own scoring forward, R3 the rollout engine's::
 
     with record_routing(model) as routing:
@@ -175,8 +175,8 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
 
     Raises:
         ValueError: for a model without experts, and for ids or shapes that do not fit the model or the forward.
-        RuntimeError: for a router that does not choose by ``torch.topk``, a layer without a forward inside the context,
-            a backward outside, and a replay inside another.
+        RuntimeError: for a router that does not choose by ``torch.topk``, or a layer without a forward inside the
+            context. Also for a backward outside, and a replay inside another.
     """
     layers = _layers(model)
     if inner := [layer.name for layer in layers if hasattr(layer.block.forward, "replays")]:

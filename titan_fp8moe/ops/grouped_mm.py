@@ -24,17 +24,9 @@ def grouped_mm(
     out_dtype: torch.dtype,
     columns: int | None = None,
 ) -> Tensor:
-    """out[m] = a[m] @ b[e]^T for the expert e whose group holds row m; see :func:`titan_fp8moe.recipe.grouped_mm`.
+    """:func:`titan_fp8moe.recipe.grouped_mm`. ``a_scale`` is column-major, ``b_scale`` may have any strides.
 
-    Args:
-        a_MK: (M, K) e4m3; a_scale: (M, K // 128) e8m0, column-major.
-        b_ENK: (E, N, K) e4m3; b_scale: (E, N // 128, K // 128) e8m0, any strides.
-        offsets_E: (E,) int32.
-        out_dtype: bf16 or fp32.
-        columns: how many of the N columns to compute, a multiple of 16; by default all.
-
-    Returns:
-        (M, N or columns) ``out_dtype``. Rows at and past ``offsets_E[-1]`` are undefined.
+    ``out_dtype`` is bf16 or fp32, ``columns`` a multiple of 16. Rows at and past ``offsets_E[-1]`` are undefined.
     """
     if use_kernels(a_MK):
         return kernels.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype, columns)
@@ -67,21 +59,11 @@ def grouped_mm_wgrad(
     columns: int | None = None,
     layout: str = "apart",
 ) -> Tensor:
-    """out[e] = sum of a[m]^T b[m] over expert e's rows; see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
-
-    Args:
-        aT_NM, bT_KM: (N, M) and (K, M) e4m3, as :func:`titan_fp8moe.ops.transpose_pair` returns them.
-        aT_scale, bT_scale: (N // 128, M // 128) and (K // 128, M // 128) e8m0.
-        offsets_E: (E,) int32.
-        out_dtype: bf16 or fp32.
-        parts, layout: as in the recipe.
-        rows, columns: as in the recipe. The bytes of as many values must be a multiple of 16.
-
-    Returns:
-        As the recipe, contiguous.
+    """:func:`titan_fp8moe.recipe.grouped_mm_wgrad`. Scales may have any strides, the result is contiguous.
 
     Raises:
-        ValueError: N is no multiple of 128 for each of ``parts``; invalid ``rows`` or ``columns``.
+        ValueError: N is no multiple of 128 for each of ``parts``. Or ``rows`` or ``columns`` is too large, or as many
+            values of ``out_dtype`` take no multiple of 16 bytes.
     """
     if (N := aT_NM.shape[0]) % (parts * TILE):
         raise ValueError(f"grouped_mm_wgrad: N is {N}, but {parts} weights need a multiple of {parts * TILE}")

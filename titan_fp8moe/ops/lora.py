@@ -1,7 +1,7 @@
 """Products of low-rank adapters on quantized rows: :func:`titan_fp8moe.recipe.low_rank` and its gradients.
 
-On a GPU they are PyTorch's bf16 grouped GEMMs on dequantized rows. Those read memory in steps of 16 bytes, so ranks are
-padded to :data:`RANK_STEP`.
+On a GPU they are PyTorch's bf16 grouped GEMMs on dequantized rows. These GEMMs read memory in steps of 16 bytes, so
+ranks are padded to :data:`RANK_STEP`.
 """
 
 import torch
@@ -16,13 +16,9 @@ RANK_STEP = 16
 
 @custom_op
 def low_rank(q_MK: Tensor, scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_E: Tensor) -> Tensor:
-    """Rows times A, times B; see :func:`titan_fp8moe.recipe.low_rank`.
+    """:func:`titan_fp8moe.recipe.low_rank`; rows at and past ``offsets_E[-1]`` are undefined.
 
-    Args:
-        a_ERK, b_ENR: bf16, R a multiple of :data:`RANK_STEP`; contiguous, or transposed views of what is.
-
-    Returns:
-        (M, N) bf16; rows at and past ``offsets_E[-1]`` are undefined.
+    ``a_ERK`` and ``b_ENR`` are contiguous or transposed views of what is, R a multiple of :data:`RANK_STEP`.
     """
     if not use_kernels(q_MK):
         return recipe.low_rank(q_MK, scale, a_ERK, b_ENR, offsets_E)
@@ -44,7 +40,7 @@ def low_rank_grads(
     b_ENR: Tensor,
     offsets_E: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dA (E, R, K) and dB (E, N, R) bf16; see :func:`titan_fp8moe.recipe.low_rank_grads`."""
+    """:func:`titan_fp8moe.recipe.low_rank_grads`, of operands as in :func:`low_rank`."""
     if not use_kernels(x_MK):
         return recipe.low_rank_grads(x_MK, x_scale, dy_MN, dy_scale, a_ERK, b_ENR, offsets_E)
     x, dy = dequantize_rows(x_MK, x_scale, offsets_E), dequantize_rows(dy_MN, dy_scale, offsets_E)

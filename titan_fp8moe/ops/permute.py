@@ -46,15 +46,11 @@ def _check_ids(topk_ids_TK: Tensor, num_experts: int) -> None:
 def expert_routing(
     topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int, check_ids: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Assigns each routed pair a row in expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
+    """:func:`titan_fp8moe.recipe.expert_routing`. Rows of ids and scores may be strided (views of a payload).
 
     Args:
-        topk_ids_TK: (T, K) int32 or int64; topk_scores_TK: (T, K) fp32. Rows may be strided (views of a payload).
         check_ids: refuse ids that are neither -1 nor an expert's, which otherwise get no row. A GPU does not wait for
             the answer: a device-side assertion in the first kernel, as of an index in PyTorch.
-
-    Returns:
-        offsets_E (num_experts,) int32, token_M (capacity,) int32, score_M (capacity,) fp32, row_TK (T, K) int32.
 
     Raises:
         ValueError: from the kernels, unless ids and scores have unit stride along K; elsewhere from ``check_ids``.
@@ -77,19 +73,9 @@ def _(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids=False):
 def dispatch_routing(
     topk_ids_TK: Tensor, num_ranks: int, num_local: int, signature: int = 0, check_ids: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Decides which tokens go to which rank; see :func:`titan_fp8moe.recipe.dispatch_routing`.
+    """:func:`titan_fp8moe.recipe.dispatch_routing`; entries of ``token_C`` from C on are undefined.
 
-    Args:
-        topk_ids_TK: (T, K) int32 or int64; rows may be strided.
-        signature: 31 bits that the counts carry.
-        check_ids: as in :func:`expert_routing`.
-
-    Returns:
-        sent_TK (T, K) int32; token_C (T * min(K, num_ranks),) int32, undefined from C on; counts_N (num_ranks,
-        3 + num_local) int32.
-
-    Raises:
-        ValueError: as :func:`expert_routing`.
+    Strides, ``check_ids`` and errors are those of :func:`expert_routing`. ``signature`` has 31 bits.
     """
     if use_kernels(topk_ids_TK):
         return routing.dispatch_routing(topk_ids_TK, num_ranks, num_local, signature, check_ids)
@@ -109,14 +95,11 @@ def _(topk_ids_TK, num_ranks, num_local, signature=0, check_ids=False):
 def permute_rows(
     q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Copies FP8 rows and their scales to expert order; see :func:`titan_fp8moe.recipe.permute_rows`.
+    """:func:`titan_fp8moe.recipe.permute_rows`; rows from ``offsets_E[-1]`` on are undefined.
 
     Args:
-        q_TD: (T, D) e4m3 and scale (T, D // 128) e8m0; rows may be strided (views of a payload).
-        row_TK: (T, K) and token_M: (M,) int32, inverse to each other, of :func:`expert_routing`.
-
-    Returns:
-        (M, D) e4m3, (M, D // 128) e8m0 column-major; rows from ``offsets_E[-1]`` on are undefined.
+        q_TD, scale: rows may be strided (views of a payload).
+        row_TK, token_M: of :func:`expert_routing`, inverse to each other.
 
     Raises:
         ValueError: for another number of tokens in q than in ``row_TK``; from the kernels, unless q and scale have unit
@@ -136,11 +119,8 @@ def _(q_TD, scale, row_TK, token_M, offsets_E):
 
 
 def bias_rows(bias: RowBias | None, M: int) -> Tensor | None:
-    """(M, D) fp32, what is added to each row; see :func:`titan_fp8moe.recipe.output_bias`."""
-    if bias is None:
-        return None
-    rows = recipe.expert_rows(bias.b2_ED, bias.offsets_E, M)
-    return rows if bias.score_M is None else bias.score_M.unsqueeze(1) * rows
+    """:func:`titan_fp8moe.recipe.output_bias`, or None."""
+    return None if bias is None else recipe.output_bias(*bias, M)
 
 
 def row_bias(b2: Tensor | None, score_M: Tensor | None, offsets_E: Tensor | None) -> RowBias | None:
@@ -158,17 +138,11 @@ def unpermute_sum(
     score_M: Tensor | None = None,
     offsets_E: Tensor | None = None,
 ) -> Tensor:
-    """Sums each token's rows in fp32, in the order of k; see :func:`titan_fp8moe.recipe.unpermute_sum`.
+    """:func:`titan_fp8moe.recipe.unpermute_sum` of ``y_MD`` bf16, whose rows may be strided (a view of a payload).
 
     Args:
-        y_MD: (M, D) bf16; rows may be strided (a view of a payload).
-        row_TK: (T, K) int32; a negative row adds nothing.
-        addend_RD: (R, D) bf16, R >= T; its row t is added to token t.
-        b2, score_M, offsets_E: a bias (E, D) bf16 or fp32 that is added to the rows of each expert, times ``score_M``
-            (M,) fp32 if that is given; ``offsets_E`` (E,) int32.
-
-    Returns:
-        (T, D) out_dtype.
+        addend_RD: bf16.
+        b2, score_M, offsets_E: a bias of each expert's rows, the fields of :class:`titan_fp8moe.rows.RowBias`.
     """
     bias = row_bias(b2, score_M, offsets_E)
     if use_kernels(y_MD):

@@ -13,13 +13,10 @@ from titan_fp8moe.recipe import E8M0, FP8, TILE
 
 @custom_op
 def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """:func:`titan_fp8moe.recipe.quantize_rows`: (T, D) bf16 or fp32 -> (T, D) e4m3, (T, D // 128) e8m0, row-major. The
-    results' D is padded to a multiple of 128.
-
-    ``nan_flag``: see :func:`titan_fp8moe.ops.backend.note_nan`.
+    """:func:`titan_fp8moe.recipe.quantize_rows`. ``nan_flag``: see :func:`titan_fp8moe.ops.backend.note_nan`.
 
     Raises:
-        ValueError: for another dtype.
+        ValueError: for a dtype that is not bf16 or fp32.
     """
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"quantize_rows: x must be bf16 or fp32, got {x_TD.dtype}")
@@ -56,15 +53,7 @@ def _(q_MK, scale, offsets_E):
 
 @custom_op
 def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`quantize_rows` for an FFN whose rows are one group; see :func:`titan_fp8moe.recipe.quantize_group`.
-
-    Returns:
-        q (R, D) e4m3, scale (R, D // 128) e8m0 row-major, the same column-major, the group's end (1,) int32; R and D
-        are T and D padded to multiples of 128.
-
-    Raises:
-        ValueError: as :func:`quantize_rows`.
-    """
+    """:func:`titan_fp8moe.recipe.quantize_group`; ``nan_flag`` and errors as in :func:`quantize_rows`."""
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"quantize_group: x must be bf16 or fp32, got {x_TD.dtype}")
     if use_kernels(x_TD):
@@ -85,7 +74,7 @@ def _(x_TD, nan_flag=None):
 class Fp8Weight(NamedTuple):
     """Weights of all local experts in FP8: operands of the GEMMs, and a form in which to store frozen weights.
 
-    N and K of other sizes are padded with zeros. Of gate and up in one, each is padded: quantize them apart. The layer
+    N and K of other sizes are padded with zeros. Quantize gate and up apart, since each of the two is padded. The layer
     refuses the two in one :class:`PaddedAsOne`; ``Fp8Weight(q, scale)`` of tensors is taken as it is.
 
     Attributes:
@@ -163,8 +152,8 @@ class Fp8Weight(NamedTuple):
 
 
 class PaddedAsOne(Fp8Weight):
-    """A weight whose N was padded. As gate and up in one it would be read from other rows than they are in, which no
-    shape shows where their H leaves 80, 96 or 112 modulo 128."""
+    """A weight whose N was padded. As gate and up in one, both would be read from wrong rows. No shape shows it if
+    their H leaves 80, 96 or 112 modulo 128."""
 
     __slots__ = ()
 
@@ -214,7 +203,7 @@ def refresh_weight(
     """Quantizes weights into buffers that are kept, if they are no longer the weights that the buffers hold.
 
     The device decides, by :func:`titan_fp8moe.recipe.weights_changed`, so that a replay of a CUDA graph and a compiled
-    graph decide anew. The schema does not say that the buffers change: autograd would count a new version of what an
+    graph decide anew. The schema does not say that the buffers change. Autograd would count a new version of what an
     earlier microbatch's backward will read, and graphs would copy the buffers. Ops that read them take the result as an
     argument, which orders them after this one.
 
@@ -247,8 +236,9 @@ def _(weights, q, q_t, scale, state, steps, force):
 def _check_weights(weights: list[Tensor]) -> None:
     if len(weights) > 2:
         raise ValueError(f"quantize_weight: takes one or two weights, got {len(weights)}")
-    first, last = weights[0], weights[-1]
-    alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
+    first, last, alike = weights[0], weights[-1], True
+    if first is not last:
+        alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
     if not alike or first.dtype not in (torch.bfloat16, torch.float32):
         got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Runs every kernel once at small sizes and compares it with the specification: :func:`self_check`. Those in which
-several ranks take part (symmetric memory) are left out.
+"""Runs every kernel once at small sizes and compares it with the specification: :func:`self_check`. It leaves out the
+kernels of symmetric memory, which need several ranks.
 
 The tests have run on few combinations of GPU, PyTorch and Triton (:data:`TESTED`). On any other, the first kernel of a
 process waits for this check (:func:`require_checked`), and so does torchtitan's converter.

@@ -32,20 +32,18 @@ def swiglu_quantize(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`titan_fp8moe.recipe.swiglu_quantize` for rows in expert order; can also quantize h itself.
+    """:func:`titan_fp8moe.recipe.swiglu_quantize` of rows in expert order; with ``keep_h`` also
+    :func:`titan_fp8moe.recipe.quantize_hidden`.
 
     Args:
-        h_M2H: (M, 2H) bf16, gate then up; or as ``spec.interleaved`` says. Without a gate 2H reads H, here and below.
-        score_M: (M,) fp32, or None where there is no router.
+        h_M2H: bf16.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
         spec: an encoded :class:`titan_fp8moe.spec.ExpertSpec`.
-        keep_h: whether to also quantize h, for a backward that saves it in fp8.
         nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`.
         gate_bias, up_bias: (E, H') bf16 or fp32 with equal strides, H' at most H; or None. Without a gate the first.
 
     Returns:
-        q (M, H) e4m3, its scale (M, H // 128) e8m0, h (M, 2H) e4m3, its scale (M, 2H // 128) e8m0; the last two are
-        empty unless ``keep_h``. Scales are column-major.
+        The operand and h, each with its column-major scales; h's two are empty unless ``keep_h``.
     """
     expert = ExpertSpec.decode(spec)
     bias = None if gate_bias is None else Bias(gate_bias, up_bias)
@@ -93,24 +91,20 @@ def swiglu_quantize_backward(
     dy_scale: Tensor | None = None,
     bias_gradients: bool = False,
 ) -> list[Tensor]:
-    """:func:`titan_fp8moe.recipe.swiglu_quantize_backward` for rows in expert order.
+    """:func:`titan_fp8moe.recipe.swiglu_quantize_backward` of rows in expert order; arguments as in the forward.
 
     Args:
-        d_MH: (M, H) bf16, the gradient of GEMM 2's operand.
-        h_M2H: (M, 2H) bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0.
-        score_M: (M,) fp32, or None where there is no router.
-        offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
-        spec: as in the forward.
-        recompute_a: whether to also return GEMM 2's operand, for a backward that did not save it.
-        nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`; for dh.
-        gate_bias, up_bias: as in the forward. With them come ``b2`` (E, D'), GEMM 2's bias, and the output's gradient
-            ``dy`` (M, D) e4m3 with ``dy_scale`` (M, D // 128) e8m0, column-major, of which ds has a part.
-        bias_gradients: whether to also return the biases' gradients.
+        d_MH: bf16.
+        h_M2H: bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0.
+        recompute_a: whether to return GEMM 2's operand, for a backward that did not save it.
+        nan_flag: for dh.
+        b2, dy, dy_scale: come with the biases: GEMM 2's bias (E, D'), and the quantized gradient of the output, (M, D)
+            e4m3 with column-major scales, of which ds has a part.
+        bias_gradients: whether to return the biases' gradients.
 
     Returns:
-        dh (M, 2H) e4m3, its scale (M, 2H // 128) e8m0, GEMM 2's operand (M, H) e4m3, its scale (M, H // 128) e8m0,
-        ds (M,) fp32. The operand is empty unless ``recompute_a``, ds without ``score_M``. Scales are column-major. Then
-        with ``bias_gradients`` those of gate, up and down in one, (E, 2H' + D') in their dtype.
+        As the recipe, but the operand is empty unless ``recompute_a``, and ds without ``score_M``. The last are, with
+        ``bias_gradients`` only, those of gate, up and down in one, (E, 2H' + D') in their dtype.
     """
     expert, bias, output = ExpertSpec.decode(spec), None, None
     if gate_bias is not None and b2 is not None and dy is not None and dy_scale is not None:

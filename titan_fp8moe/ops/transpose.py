@@ -18,18 +18,11 @@ def transpose_pair(
     mode: str,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`titan_fp8moe.recipe.transpose_pair` for rows in expert order.
+    """:func:`titan_fp8moe.recipe.transpose_pair` of rows in expert order; errors as there.
 
     Args:
-        x_MD, x_scale, dy_MN, dy_scale, mode: as in the recipe.
         offsets_E: (E,) int32; columns of the results at and past ``offsets_E[-1]`` are undefined.
-        token_M: as in the recipe; the rows of x may then be strided, as in a dispatched payload.
-
-    Returns:
-        xT (D, M) e4m3, its scale (D // 128, M // 128) e8m0, dyT (N, M) e4m3, its scale (N // 128, M // 128) e8m0.
-
-    Raises:
-        ValueError: for a ``mode`` other than ``balanced`` and ``scaling_aware``.
+        token_M: with it, rows of x and its scale may be strided, as in a dispatched payload.
     """
     if mode not in TRANSPOSE_MODES:
         raise ValueError(f"transpose_pair: mode is {mode!r}; set it to one of {TRANSPOSE_MODES}")

@@ -12,12 +12,14 @@ Arguments after the config are torchtitan's own overrides.
 """
 
 import argparse
+import functools
 import os
 import sys
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.experiments import _supported_experiments
@@ -28,12 +30,15 @@ from torchtitan.protocols.model_converter import _registry_model_converter_cls, 
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
+from titan_fp8moe.nn.modules import Fp8FlowLinear, KeepDtype
 from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.first_hour import check_text, check_tokenizer, warn_of_missing_corpus
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.memory import estimate
+from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
 from titan_fp8moe.trainer import rank_report
+from titan_fp8moe.trainer.meta_layers import Tokens, watch
 
 
 def smallest_world_size(config: JobConfig) -> int:
@@ -128,8 +133,19 @@ def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, 
     return dims, n_params, parts
 
 
-def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, parts: list[nn.Module]) -> str:
+class Built(NamedTuple):
+    """One rank's share of a job, from :func:`build`."""
+
+    config: JobConfig
+    rank: int
+    dims: ParallelDims
+    n_params: int
+    parts: list[nn.Module]
+
+
+def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
+    config, rank, dims, n_params, parts = built
     training = config.training
     sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
     accumulation = max(training.global_batch_size // sequences, 1)
@@ -152,8 +168,40 @@ def report(config: JobConfig, rank: int, dims: ParallelDims, n_params: int, part
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
+    """Forwards of the rank's converted modules on meta tensors. They change the modules, and run once each."""
+    config, dims = built.config, built.dims
+    fsdp_casts = dims.fsdp_enabled or dims.ep_enabled
+    training, compute_dtype = config.training, TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    # Under autocast the residual stream and its norms stay in the parameters' dtype.
+    dtype = compute_dtype if fsdp_casts else TORCH_DTYPE_MAP[training.dtype]
+    tokens = Tokens(expert_layout(config, dims).tokens, dtype, compute_dtype)
+    in_moe: set[nn.Module] = set()
+    for module in [m for part in built.parts for m in part.modules()]:
+        if isinstance(module, Fp8FlowMoE):
+            inside = [*module.modules()]
+            experts = next(m for m in inside if isinstance(m, Fp8FlowExperts))
+            shared = next((m for m in inside if isinstance(m, Fp8FlowFeedForward)), None)
+            in_moe.update(inside)
+            yield functools.partial(_run_experts, tokens, experts, shared, cast(Any, module.router).top_k)
+        elif isinstance(module, Fp8FlowFeedForward | Fp8FlowLinear) and module not in in_moe:
+            yield functools.partial(tokens.run, module)
+
+
+def _run_experts(tokens: Tokens, experts: Any, shared: Fp8FlowFeedForward | None, top_k: int) -> Tensor:
+    for module in filter(None, (experts, shared)):
+        tokens.gather(module)
+    watch(experts)
+    experts.gathers_fp8 = False
+    experts.set_meshes(None, None)
+    ids, scores = tokens.routing(top_k)
+    x = tokens.rows(experts.matrices().w2.shape[1])
+    return type(experts).forward(experts, x, ids, KeepDtype(scores), shared=shared)
+
+
+def from_command_line(description: str | None) -> Built:
+    """Builds the job of ``sys.argv``. Ends the process with the mistake, if there is one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="TOML file")
     parser.add_argument("--world-size", type=int, help="number of ranks; default: the fewest that the degrees allow")
     parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP ranks hold different stages")
@@ -167,9 +215,13 @@ def main() -> None:
         world_size = smallest_world_size(config) if args.world_size is None else args.world_size
         if not 0 <= args.rank < world_size:
             raise ValueError(f"--rank {args.rank}: there are {world_size} ranks")
-        print(report(config, args.rank, *build(config, args.rank, world_size)))
+        return Built(config, args.rank, *build(config, args.rank, world_size))
     except (AssertionError, ImportError, ValueError) as error:
         sys.exit(f"error: {error}")
+
+
+def main() -> None:
+    print(report(from_command_line(__doc__)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,12 @@ from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks, parallel
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
-from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
+from titan_fp8moe.torchtitan03.modules import (
+    Fp8FlowFeedForward,
+    Fp8FlowGatedFeedForward,
+    Fp8FlowLinear03,
+    Fp8FlowMoE,
+)
 from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.trainer.plan import LINEAR, MOE, SHARED, Part, describe
 
@@ -78,10 +83,14 @@ class Conversion:
         if isinstance(job, Trainer.Config):
             outside_fsdp = self._check(job, dims, configs)
         backend = preflight.check_hardware() if fp8 else "nothing to convert"
+        if settings.statistics_every and not fp8:
+            logger.warning("fp8_flow_moe.statistics_every has no effect: filter_fqns leaves nothing to count")
         for name, part in fp8.items():
             if part.kind == MOE:
-                shared = "fp8" if f"{name}.{SHARED}" in fp8 else "meanwhile" if dims.tp == 1 else "apart"
-                configs[name].shared, configs[name].checked = shared, True
+                # Under EP each of TP's ranks routes a part of the tokens whose shared experts they share.
+                joins = f"{name}.{SHARED}" in fp8 and (dims.tp == 1 or dims.ep == 1)
+                configs[name].shared = "fp8" if joins else "meanwhile" if dims.tp == 1 else "apart"
+                configs[name].checked = True
                 configs[name].routed_experts.inner_experts.outside_fsdp = outside_fsdp
         way = f"dispatch over {settings.backend.description}; " if dims.ep > 1 else ""
         way += "experts outside of FSDP; " if outside_fsdp and fp8 else ""
@@ -90,7 +99,7 @@ class Conversion:
         if fp8:
             compat.fix_shape_inference()
             parallel.install()
-            self._attach(job)
+            self._attach(job, configs)
 
     def _check(self, job: Any, dims: ParallelDims, configs: dict[str, Any]) -> bool:
         """Checks the job. Returns whether FSDP would gather and reduce the experts over one rank only, for nothing."""
@@ -110,7 +119,7 @@ class Conversion:
             )
         return layout.fsdp_shards * dims.dp_replicate == 1 and not parallel.fsdp_has_work(job)
 
-    def _attach(self, job: Any) -> None:
+    def _attach(self, job: Any, configs: dict[str, Any]) -> None:
         """Gives the job a checkpointing policy and a metrics processor that know this package."""
         if not isinstance(job, Trainer.Config):
             logger.warning(
@@ -119,7 +128,8 @@ class Conversion:
             )
             return
         job.activation_checkpoint = _saving_ops(job.activation_checkpoint)
-        watched = [part.name for part in self.fp8.values() if part.kind != SHARED]
+        joined = {f"{name}.{SHARED}" for name, config in configs.items() if getattr(config, "shared", "") == "fp8"}
+        watched = [name for name in self.fp8 if name not in joined]
         routed = [part.name for part in self.fp8.values() if part.kind == MOE]
         if type(job.metrics) in (MetricsProcessor.Config, Fp8FlowMetrics.Config):
             every = self.settings.statistics_every
@@ -157,18 +167,16 @@ def _settled(part: Part, config: Any, tp: int) -> Part:
     if part.reason is not None or part.kind == MOE:
         return part
     if part.kind == LINEAR:
-        if tp > 1:
-            raise ValueError(
-                "fp8_flow_moe.linear_fqns under tensor parallelism is for torchtitan 0.2.2; leave it empty, or set "
-                "parallelism.tensor_parallel_degree = 1"
-            )
+        preflight.check_linear(part.name, config.out_features, config.in_features, tp)
         return part
     # A frozen linear has the same owner, one with LoRA adapters, of which FP8 would see the base alone, another.
     changed = [name for name in ("w1", "w2", "w3") if getattr(config, name)._owner is not Linear]
-    if tp > 1:
-        part = part._replace(reason="tensor parallelism of FFNs is FP8 with torchtitan 0.2.2 only")
-    elif changed:
+    if changed:
         part = part._replace(reason=f"{changed[0]} is a {getattr(config, changed[0])._owner.__qualname__}")
+    elif tp > 1 and isinstance(config, Fp8FlowGatedFeedForward.Config):
+        part = part._replace(reason="tensor parallelism places the gate of gated shared experts otherwise")
+    else:
+        part = part._replace(reason=preflight.why_not_fp8_dims(config.w1.in_features, config.w1.out_features, tp))
     if part.reason is not None:
         config.fp8_flow = None
     return part

@@ -11,22 +11,27 @@ Other arguments are those of training; ``--module`` is this package's unless giv
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.trainer import Trainer
 
 from titan_fp8moe.torchtitan03.conversion import conversion_of
 from titan_fp8moe.torchtitan03.job_checks import expert_layout
+from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
 from titan_fp8moe.trainer import rank_report
+from titan_fp8moe.trainer.meta_layers import Tokens, watch
 
 
 class _Allocates(Exception):
@@ -76,8 +81,17 @@ def build(config: Trainer.Config, rank: int, world_size: int) -> tuple[Trainer, 
     raise RuntimeError("torchtitan's Trainer no longer allocates its model by to_empty, where the dry run ends")
 
 
-def report(trainer: Trainer, rank: int, parts: list[Any]) -> str:
+class Built(NamedTuple):
+    """One rank's share of a job, from :func:`build`."""
+
+    trainer: Trainer
+    rank: int
+    parts: list[Any]
+
+
+def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
+    trainer, rank, parts = built
     config, dims = trainer.config, trainer.parallel_dims
     training, spec = config.training, config.model_spec
     sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
@@ -95,8 +109,41 @@ def report(trainer: Trainer, rank: int, parts: list[Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
+    """Forwards of the rank's converted modules on meta tensors. They change the modules, and run once each."""
+    config = built.trainer.config
+    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]  # FSDP casts, also on one rank
+    tokens = Tokens(expert_layout(config, built.trainer.parallel_dims).tokens, dtype, dtype)
+    joined: set[nn.Module] = set()
+    for module in [m for part in built.parts for m in part.modules()]:
+        if isinstance(module, Fp8FlowMoE):
+            if module.shared == "fp8":
+                joined.add(cast(nn.Module, module.shared_experts))
+            yield functools.partial(_run_experts, tokens, module)
+        elif module in joined or not isinstance(module, Fp8FlowLinear03 | Fp8FlowFeedForward):
+            continue
+        elif getattr(module, "in_fp8", True):
+            yield functools.partial(tokens.run, module)
+
+
+def _run_experts(tokens: Tokens, moe: Any) -> Tensor:
+    routed, shared = moe.routed_experts, moe.shared_experts if moe.shared == "fp8" else None
+    experts = routed.inner_experts
+    tokens.gather(experts, fsdp=not experts.outside_fsdp)
+    if shared is not None:
+        tokens.gather(shared)
+    watch(routed)
+    experts.gathers_fp8, routed.token_dispatcher.ep_mesh = False, None
+    ids, scores = tokens.routing(moe.router.top_k)
+    x = tokens.rows(experts.matrices().w2.shape[1])
+    x_BLD, scores_BLK, ids_BLK = (t.unsqueeze(0) for t in (x, scores, ids))
+    counts_E = torch.empty(0, device="meta")  # which are not read
+    return type(routed).forward(routed, x_BLD, scores_BLK, ids_BLK, counts_E, shared=shared)
+
+
+def from_command_line(description: str | None) -> Built:
+    """Builds the job of ``sys.argv``. Ends the process with the mistake, if there is one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", default="titan_fp8moe.torchtitan03", help="whose --config; default: %(default)s")
     parser.add_argument("--world-size", type=int, help="number of ranks; default: the fewest that the degrees allow")
     parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP ranks hold different stages")
@@ -114,7 +161,11 @@ def main() -> None:
         trainer, parts = build(config, args.rank, world_size)
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
-    print(report(trainer, args.rank, parts))
+    return Built(trainer, args.rank, parts)
+
+
+def main() -> None:
+    print(report(from_command_line(__doc__)))
 
 
 if __name__ == "__main__":

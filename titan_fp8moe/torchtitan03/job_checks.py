@@ -6,6 +6,7 @@ All of them run before anything is converted or allocated. Each raises ValueErro
 
 from typing import Any
 
+from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
@@ -67,11 +68,15 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
         )
     if not compiles_model(job):
         return
-    if config.statistics_every or config.fp8_all_gather:
-        setting = "statistics_every" if config.statistics_every else "fp8_all_gather"
+    if config.fp8_all_gather:
         raise ValueError(
-            f"fp8_flow_moe.{setting} works outside of graphs, but torchtitan 0.3 compiles whole blocks; leave it out, "
-            'or set compile.components = ["loss"]'
+            "fp8_flow_moe.fp8_all_gather works outside of graphs, but torchtitan 0.3 compiles whole blocks; leave it "
+            'out, or set compile.components = ["loss"]'
+        )
+    if config.statistics_every and type(job.compile) is not CompileConfig:  # of GraphTrainer
+        raise ValueError(
+            "fp8_flow_moe.statistics_every counts in steps whose blocks run eagerly, but this trainer compiles whole "
+            "steps; leave it out, or set compile.enable = false"
         )
     if isinstance(job.activation_checkpoint, MemoryBudgetAC.Config):
         raise ValueError(

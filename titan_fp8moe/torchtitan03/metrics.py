@@ -4,6 +4,7 @@ Trainers ask it at the start of each step whether they will log, and tell it the
 the step from outside, before a trainer ends the job because the loss is not finite.
 """
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.trainer.compat import uncompiled
 from titan_fp8moe.trainer.nan_watch import NanWatch
 from titan_fp8moe.trainer.plan import plain_name
 
@@ -31,7 +33,7 @@ class Fp8FlowMetrics(MetricsProcessor):
         """Names of the converted modules, on all ranks."""
 
         routed: list[str] = field(default_factory=list)
-        """Those of MoE layers, whose routed experts have the flags. Shared experts in FP8 join them."""
+        """Those of MoE layers, whose routed experts have the flags, also of shared experts that join them."""
 
         statistics_every: int = 0
 
@@ -40,6 +42,7 @@ class Fp8FlowMetrics(MetricsProcessor):
     def __init__(self, config: Config, **kwargs: Any):
         super().__init__(config, **kwargs)
         self.has_quantization = True  # no MFU against the bf16 peak
+        self.eager = contextlib.ExitStack()  # of a step that is counted
 
     def should_log(self, step: int) -> bool:
         """torchtitan's answer. Every trainer asks once, at the start of a step."""
@@ -50,6 +53,7 @@ class Fp8FlowMetrics(MetricsProcessor):
             self.optimizers.register_step_post_hook(lambda *_: self._after_step())
         elif every and step % every == 0:  # a run's first step is not counted
             statistics.collect()
+            self.eager.enter_context(uncompiled(self.model_parts))  # compiled blocks count nothing
         return self.logs_step
 
     def _watch(self) -> NanWatch:
@@ -66,6 +70,7 @@ class Fp8FlowMetrics(MetricsProcessor):
         if self.logs_step and not self.nan_watch.reported:  # the trainer waits for the loss next, and may end the job
             self.nan_watch.report_here(self.model_parts)
         if statistics.collecting():
+            self.eager.close()
             counts = statistics.take(utils.device_type)
             dist.all_reduce(counts)
             summary = {f"fp8_flow_moe/{name}": value for name, value in statistics.summarize(counts).items()}

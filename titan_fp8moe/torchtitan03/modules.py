@@ -7,7 +7,7 @@ block, and torchtitan's ``local_map`` has unwrapped the inputs.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -19,6 +19,7 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
+from torchtitan.protocols.sharding import LocalMapConfig
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Layer, apply_experts
@@ -209,8 +210,21 @@ class Fp8FlowFeedForward(Fp8FFN, FeedForward):
             self.config = cast(Fp8FlowMoEConfig, config.fp8_flow)
             add_cache(self)
 
+    def parallelize(self, parallel_dims: Any) -> None:
+        """torchtitan's. Under tensor parallelism it places this module's results, partial sums, as it would w2's, whose
+        forward is not called. The input's gradients are partial sums too."""
+        if self.in_fp8 and parallel_dims.tp > 1:
+            down = cast(Any, self.w2)._sharding_config
+            self._sharding_config = replace(
+                cast(Any, self)._sharding_config,
+                out_src_shardings=down.out_src_shardings,
+                out_dst_shardings=down.out_dst_shardings,
+                local_map=LocalMapConfig(in_grad_placements=(down.out_src_shardings,)),
+            )
+        super().parallelize(parallel_dims)
+
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, D) -> (B, L, D)."""
+        """(B, L, D) -> (B, L, D), under tensor parallelism a partial sum."""
         return self.run(x) if self.in_fp8 else FeedForward.forward(self, x)
 
     def scores(self, x: Tensor) -> Tensor | None:
@@ -257,8 +271,8 @@ class Fp8FlowMoE(MoE):
     """torchtitan's MoE layer around :class:`Fp8FlowRoutedExperts`: same router and load balancing.
 
     Attributes:
-        shared: the shared experts join the FP8 data flow (``fp8``), or run as torchtitan's module: while tokens travel
-            (``meanwhile``), or afterwards where the results' placements may differ (``apart``).
+        shared: the shared experts join the FP8 data flow (``fp8``), or run as a module of their own: while tokens
+            travel (``meanwhile``), or afterwards where inputs and results are placed otherwise (``apart``).
 
     Raises:
         RuntimeError: no job has been checked, since the config that does so was replaced.

@@ -43,6 +43,7 @@ _METADATA_INFERENCE = (
 _SHAPE_INFERENCE = ("torch.distributed.pipelining:PipelineStage._shape_inference",)
 # Of the state of an FSDP module, torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState.
 _HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
+_COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
 _GROUPS = "_fsdp_param_groups"  # of 2.14.1 and 2.15.0; a group has fsdp_params, each with a sharded_param
 
 
@@ -154,6 +155,21 @@ def fix_shape_inference() -> None:
         return wrapper
 
     _replace(_SHAPE_INFERENCE if torch.__version__ < "2.12" else _METADATA_INFERENCE, without_a_trace)
+
+
+@contextmanager
+def uncompiled(model_parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Calls modules eagerly that ``Module.compile`` has compiled."""
+    _resolve(_COMPILED_CALL)
+    modules: list[Any] = [m for part in model_parts for m in part.modules() if m._compiled_call_impl is not None]
+    calls = [m._compiled_call_impl for m in modules]
+    for m in modules:
+        m._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for m, call in zip(modules, calls, strict=True):
+            m._compiled_call_impl = call
 
 
 def remove_fsdp_hooks(module: nn.Module) -> None:

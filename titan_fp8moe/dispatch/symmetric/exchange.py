@@ -81,7 +81,7 @@ def wait(workspace: Workspace, channel: int) -> None:
 
 
 def plan(workspace: Workspace) -> Tensor:
-    """Where this rank's tokens are, from the published counts. Also finds out whether every rank has room for its own.
+    """Finds this rank's tokens from the published counts, and whether every rank has room for its own.
 
     Without room, or with different settings of two ranks, all ranks alike set
     :attr:`titan_fp8moe.dispatch.symmetric.workspace.Workspace.overflow`.
@@ -124,9 +124,9 @@ def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tens
     """The routed pairs of the tokens that arrive. The pairs that this rank serves come first, in the order of k.
 
     Returns:
-        topk_ids_CK (C, K) int32, ids of local experts, -1 behind a token's last and for tokens past the last;
-        topk_scores_CK (C, K) fp32 and pair_CK (C, K) uint8, the score and the k of each pair, undefined where the id is
-        -1; token_C (C,) int32, each token's number on its own rank.
+        topk_ids_CK: (C, K) int32, ids of local experts, -1 behind a token's last and for tokens past the last.
+        topk_scores_CK, pair_CK: (C, K) fp32 and uint8, the score and the k of each pair; undefined where the id is -1.
+        token_C: (C,) int32, each token's number on its own rank.
     """
     K, E = workspace.sizes.top_k, workspace.sizes.num_local
     ids_CK = torch.full((C, K), -1, dtype=torch.int32, device=plan.device)
@@ -188,7 +188,7 @@ def push_sums(
         y_MD: (M, D) bf16.
         ds_M: (M,) fp32, the gradients of the rows' scores, which go along; None in a forward.
         row_CK, pair_CK: of :func:`titan_fp8moe.recipe.expert_routing` and :func:`pull_pairs`.
-        bias: what is added to each row in a forward; or None.
+        bias: added to each row in a forward; or None.
     """
     if int(workspace.overflow):
         workspace.view("sums").fill_(torch.nan)

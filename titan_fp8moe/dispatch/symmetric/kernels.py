@@ -1,9 +1,24 @@
 """Kernels of :mod:`titan_fp8moe.dispatch.symmetric.exchange`: tokens travel through memory that GPUs share, without
 the host.
 
-Kernels reach another rank's memory by its address, which they read from ``addresses``. Only the one warp of
-``_wait_kernel`` ever waits for another rank. Work is split by source or destination rank, and ranks take the others in
-turn, each beginning with its successor, so that no rank serves all others at once.
+Kernels reach another rank's memory by its address, which they read from ``addresses``. Work is split by source or
+destination rank. Ranks take the others in turn, each beginning with its successor, so that no rank serves all others
+at once.
+
+An exchange is these launches on one stream, on every rank. Only the one warp of ``wait`` ever waits for another rank::
+
+    publish      own memory: rows, scales and, in a forward, pairs, lists and counts
+    arrive       + 1 to arrivals[DISPATCH, rank] of every rank; release at system scope
+    wait         until none of the own arrivals[DISPATCH, :] is less than rounds[DISPATCH] + 1; acquire at system scope
+    plan         forward only: reads all counts; where tokens come from, and whether every rank has room
+    pull_*       other ranks' memory -> own tensors, rows straight to their places in expert order
+    ...          the FFN
+    push_sums    own tensors -> other ranks' memory
+    arrive, wait on COMBINE; the sums that have come are then added by :mod:`titan_fp8moe.kernels.permute`
+
+A launch sees the writes of the launches before it in its stream. Release and acquire carry that over ranks. The release
+covers all writes of the stream's earlier kernels, since they have ended. The acquire precedes the launches after
+``wait``. So no other kernel needs a fence or an atomic.
 
 Loops instead of large grids let the number of CTAs be chosen: few leave SMs to other kernels. No kernel is specialized
 on the number of tokens.
@@ -100,7 +115,7 @@ def publish(
 @Kernel
 @triton.jit(do_not_specialize=["arrivals", "channel", "rank"])
 def _arrive_kernel(addresses, arrivals, channel, rank, N: tl.constexpr, PAD_N: tl.constexpr):
-    """Who acquires this rank's count sees what earlier kernels of this stream have written."""
+    """Counts this rank's arrival at every rank. A rank that acquires the count sees all writes of earlier kernels."""
     n = tl.arange(0, PAD_N)
     # This kernel starts after the stream's earlier ones, so it has observed their writes. A release at system scope
     # publishes those too, not only its own. A rank has a counter for each rank that arrives.

@@ -44,11 +44,11 @@ def symmetric_dispatch(
         group_name: of the expert-parallel process group.
 
     Returns:
-        rows (M, D) e4m3 in expert order and their scales (M, D // 128) e8m0, column-major; tokens (C, D) e4m3 and
-        their scales (C, D // 128) e8m0; the routing of :func:`titan_fp8moe.ops.expert_routing`: offsets_E, token_M,
-        score_M and row_CK, with a token's rows before its -1; plan (2, N + 1) int32, arrived_C (C,) int32 and pair_CK
-        (C, K) uint8, which are ``token_C`` and ``pair_CK`` of
-        :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_pairs`. Without room, no row arrives.
+        rows, scale: (M, D) e4m3 in expert order and (M, D // 128) e8m0, column-major. Without room, no row arrives.
+        tokens, scale: (C, D) e4m3 and (C, D // 128) e8m0.
+        offsets_E, token_M, score_M, row_CK: of :func:`titan_fp8moe.ops.expert_routing`; a token's rows precede its -1.
+        plan: (2, N + 1) int32, of :func:`titan_fp8moe.dispatch.symmetric.exchange.plan`.
+        arrived_C, pair_CK: ``token_C`` and ``pair_CK`` of its ``pull_pairs``.
 
     Raises:
         ValueError: when the workspace is made, for ranks on several nodes or of unequal sizes.

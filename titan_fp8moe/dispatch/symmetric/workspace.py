@@ -125,11 +125,12 @@ class Workspace:
         addresses: (N + 1,) int64 on the device: where each rank's memory begins, then ``report``.
         rounds: (2,) int32 on the device, how often this rank has waited. The device counts, so that a CUDA graph can
             repeat it.
-        overflow: (1,) int32 on the device, not zero from the first exchange on that some rank has no room for, or for
-            which ranks have different settings. All ranks find it in the same exchange. They move no rows from then on,
-            and every sum is NaN.
-        report: (4, N) int32 in memory that host and device address; zeros, or for each rank: the ROWS and TOKENS that
-            it would have needed, 1 for UNLIKE settings of the ranks, 1 if this rank has waited for it too long (LATE).
+        overflow: (1,) int32 on the device, set by the first exchange that some rank has no room for, or for which ranks
+            have different settings. All ranks find it in the same exchange. They move no rows from then on, and every
+            sum is NaN.
+        report: (4, N) int32 in memory that host and device address, zeros as long as all is well. For each rank it
+            holds the ROWS and TOKENS that the rank would have needed. It also holds 1 for UNLIKE settings of the ranks,
+            and 1 if this rank has waited for the rank too long (LATE).
         in_flight: whether a dispatch has begun whose combine has not ended.
     """
 

@@ -7,7 +7,6 @@ The ends alone determine the order of the tiles, and every sum is formed in the 
 Results are therefore deterministic, and a row's result does not depend on the other rows.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -158,18 +157,11 @@ def grouped_mm_hopper_kernel(
     )
 
 
-def grouped_mm(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_ENK: Tensor,
-    b_scale: Tensor,
-    offsets_E: Tensor,
-    out_dtype: torch.dtype,
-    columns: int | None = None,
-) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm`."""
+def launch_forward(
+    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out: Tensor
+) -> None:
+    """Fills ``out`` (M, N or fewer columns); see :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
-    out = torch.empty(M, columns or N, dtype=out_dtype, device=a_MK.device)
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
     grid = (launch.grid_size(M // TILE * (N // TILE), a_MK.device),)
     b_stride_e, b_stride_n, b_stride_k = b_scale.stride()
@@ -190,4 +182,3 @@ def grouped_mm(
         b_scale_stride_k=b_stride_k,
         **hopper.LAUNCH_OPTIONS,
     )
-    return out

@@ -7,7 +7,8 @@ GEMM                      Hopper (sm_90)  other GPUs, Triton interpreter
 :func:`grouped_mm_wgrad`  ``wgrad``       ``portable``
 ========================  ==============  ==============================
 
-The tensor cores sum the products of a block of 128 with about 14 bits. Blocks are summed in fp32.
+The tensor cores sum the products of a block of 128 with about 14 bits. Blocks are summed in fp32. The functions here
+allocate results, and the modules launch kernels that fill them.
 """
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.gemm import forward, portable, wgrad
 from titan_fp8moe.kernels.gemm.launch import is_hopper
+from titan_fp8moe.recipe import WGRAD_LAYOUTS
 
 
 def grouped_mm(
@@ -26,19 +28,12 @@ def grouped_mm(
     out_dtype: torch.dtype,
     columns: int | None = None,
 ) -> Tensor:
-    """out[m] = a[m] @ b[e]^T for the expert e whose group holds row m; see :func:`titan_fp8moe.recipe.grouped_mm`.
-
-    Args:
-        a_MK: (M, K) e4m3, unit stride along K; a_scale: (M, K // 128) e8m0, column-major.
-        b_ENK: (E, N, K) e4m3, contiguous; b_scale: (E, N // 128, K // 128) e8m0, any strides.
-        offsets_E: (E,) int32 on the device, the groups' ends: non-decreasing multiples of 128.
-        columns: how many of the N columns to store; TMA drops the others. Their bytes in a row are a multiple of 16.
-
-    Returns:
-        (M, N or columns) out_dtype; rows at and past ``offsets_E[-1]`` are left uninitialized.
-    """
+    """Kernel of :func:`titan_fp8moe.ops.grouped_mm`. Rows of a may be strided, b is contiguous; scales may have any
+    strides, and those of a are fast when column-major. TMA drops columns at and past ``columns``."""
+    out = torch.empty(a_MK.shape[0], columns or b_ENK.shape[1], dtype=out_dtype, device=a_MK.device)
     impl = forward if is_hopper(a_MK) else portable
-    return impl.grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype, columns)
+    impl.launch_forward(a_MK, a_scale, b_ENK, b_scale, offsets_E, out)
+    return out
 
 
 def grouped_mm_wgrad(
@@ -53,17 +48,26 @@ def grouped_mm_wgrad(
     columns: int | None = None,
     layout: str = "apart",
 ) -> Tensor:
-    """out[e] = sum of a[m]^T b[m] over expert e's rows; see :func:`titan_fp8moe.recipe.grouped_mm_wgrad`.
+    """Kernel of :func:`titan_fp8moe.ops.grouped_mm_wgrad`. Rows of both operands, and scales, may be strided.
 
-    Args:
-        aT_NM: (N, M) e4m3, unit stride along M; aT_scale: (N // 128, M // 128) e8m0, any strides.
-        bT_KM: (K, M) e4m3, unit stride along M; bT_scale: (K // 128, M // 128) e8m0, any strides.
-        offsets_E: (E,) int32 on the device, the groups' ends: non-decreasing multiples of 128.
-        parts, rows, columns, layout: as in the recipe. TMA drops other rows and columns. The bytes of a result's row,
-            and of ``rows`` if ``transposed``, are a multiple of 16.
-
-    Returns:
-        As the recipe, contiguous.
+    One launch fills the matrices of all parts if none of their rows is padding. Otherwise each part has a launch, which
+    fills its matrices in place: the descriptor has a dim for the experts, so TMA drops the rows past an expert's last.
     """
-    impl = wgrad if is_hopper(aT_NM) else portable
-    return impl.grouped_mm_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts, rows, columns, layout)
+    launch = (wgrad if is_hopper(aT_NM) else portable).launch_wgrad
+    a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale
+    N, K, E, device = a.shape[0], b.shape[0], offsets_E.shape[0], a.device
+    rows, columns = rows or N // parts, columns or K
+    if layout == "transposed" and parts == 1:
+        (a, a_scale, b, b_scale), (N, rows, columns), layout = (b, b_scale, a, a_scale), (K, columns, rows), "joined"
+    if rows * parts == N and (layout == "apart" or parts == 1):
+        out = torch.empty(parts * E, rows, columns, dtype=out_dtype, device=device)
+        launch(a, a_scale, b, b_scale, offsets_E, out, parts)
+        return out
+    axis = WGRAD_LAYOUTS.index(layout)  # along which the parts follow each other
+    shape = [E, columns, rows] if layout == "transposed" else [E, rows, columns]
+    of_parts = torch.empty(*shape[:axis], parts, *shape[axis:], dtype=out_dtype, device=device)
+    shape[axis] *= parts
+    for part, part_scale, result in zip(a.chunk(parts), a_scale.chunk(parts), of_parts.unbind(axis), strict=True):
+        pair = (b, b_scale, part, part_scale) if layout == "transposed" else (part, part_scale, b, b_scale)
+        launch(*pair, offsets_E, result, None)
+    return of_parts.view(shape)

@@ -10,8 +10,8 @@ tile's rows come from A and its columns from B. If ``TRANSPOSED``, they are stor
 **Tile counter.** Each SM runs one CTA. All CTAs take work tiles from one counter in global memory. A static assignment
 would cost nothing and do as well on an idle GPU. But communication kernels hold some of the SMs. CTAs that wait for
 those SMs start late, with all of their tiles: with 16 of an H200's 132 SMs held, a GEMM took 1.8 times as long. CTAs
-with static tiles also seem to drift apart in a long GEMM and to lose what they share in L2: weight gradients of very
-long groups took up to 11% longer.
+with static tiles also seem to drift apart in a long GEMM, so that they share less in L2. Weight gradients of very long
+groups took up to 11% longer.
 
 **Partitions.** A CTA has three, which synchronize through mbarriers only. A *block* is 128 of the contraction dim::
 

@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_fp8moe.kernels.gemm import results
 from titan_fp8moe.recipe import TILE
 
 # Rows of tiles in a swizzle group. CTAs that run at the same time then share both operands in L2: 132 CTAs on 8 rows of
@@ -164,18 +163,11 @@ def _grid_size(num_tiles: int, device: torch.device) -> int:
     return min(num_tiles, limit)
 
 
-def grouped_mm(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_ENK: Tensor,
-    b_scale: Tensor,
-    offsets_E: Tensor,
-    out_dtype: torch.dtype,
-    columns: int | None = None,
-) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm`."""
+def launch_forward(
+    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out: Tensor
+) -> None:
+    """As :func:`.forward.launch_forward`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
-    out = torch.empty(M, columns or N, dtype=out_dtype, device=a_MK.device)
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
     grid = (_grid_size(M // TILE * (N // TILE), a_MK.device),)
     grouped_mm_kernel[grid](
@@ -197,30 +189,12 @@ def grouped_mm(
         num_stages=STAGES,
         enable_fp_fusion=True,  # as launch.Kernel
     )
-    return out
 
 
-def grouped_mm_wgrad(
-    aT_NM: Tensor,
-    aT_scale: Tensor,
-    bT_KM: Tensor,
-    bT_scale: Tensor,
-    offsets_E: Tensor,
-    out_dtype: torch.dtype,
-    parts: int = 1,
-    rows: int | None = None,
-    columns: int | None = None,
-    layout: str = "apart",
-) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`."""
-    operands = aT_NM, aT_scale, bT_KM, bT_scale
-    return results.wgrad(_wgrad, operands, offsets_E, out_dtype, parts, rows, columns, layout)
-
-
-def _wgrad(
+def launch_wgrad(
     aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out: Tensor, parts: int | None
 ) -> None:
-    """Launches the kernel for a result of :func:`.results.wgrad`."""
+    """As :func:`.wgrad.launch_wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
     grid = (_grid_size(E * (N // TILE) * (K // TILE), aT_NM.device),)
     grouped_mm_wgrad_kernel[grid](

@@ -11,12 +11,11 @@ stored transposed, with 256 rows and 128 columns, and none is narrow. With 4 and
 10 to 15% where one had half of the rows.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8moe.kernels.gemm import hopper, launch, results
+from titan_fp8moe.kernels.gemm import hopper, launch
 from titan_fp8moe.kernels.gemm.compat import aggregate
 from titan_fp8moe.kernels.gemm.hopper import SLICE_LAYOUT, WORKER_REGISTERS, WORKER_WARPS, ScalePointers, WorkTile
 from titan_fp8moe.kernels.launch import Kernel
@@ -76,7 +75,7 @@ class TileScheduler:
         num_rows: gl.constexpr = N // 128
         num_columns: gl.constexpr = (K + 255) // 256
         num_groups: gl.constexpr = (num_rows + GROUP_SIZE_M - 1) // GROUP_SIZE_M
-        # Of equal height: with 22 rows of tiles two groups of 11, not one of 16 and one of 6.
+        # Groups are equally high: with 22 rows of tiles two of 11, not one of 16 and one of 6.
         group_size_m: gl.constexpr = (num_rows + num_groups - 1) // num_groups
         tile, half, is_half = hopper.tile_at(index, self.num_whole, self.num_split)
         expert = tile // (num_rows * num_columns)
@@ -183,27 +182,11 @@ def wgrad_hopper_kernel(
     )
 
 
-def grouped_mm_wgrad(
-    aT_NM: Tensor,
-    aT_scale: Tensor,
-    bT_KM: Tensor,
-    bT_scale: Tensor,
-    offsets_E: Tensor,
-    out_dtype: torch.dtype,
-    parts: int = 1,
-    rows: int | None = None,
-    columns: int | None = None,
-    layout: str = "apart",
-) -> Tensor:
-    """See :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`."""
-    operands = aT_NM, aT_scale, bT_KM, bT_scale
-    return results.wgrad(_wgrad, operands, offsets_E, out_dtype, parts, rows, columns, layout)
-
-
-def _wgrad(
+def launch_wgrad(
     aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out: Tensor, parts: int | None
 ) -> None:
-    """Launches the kernel for a result of :func:`.results.wgrad`."""
+    """Fills ``out`` for :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm_wgrad`. Its layout is ``apart``; or with
+    None for ``parts`` (E, rows, columns) of any strides but 1 along the columns."""
     N, K, E, device = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0], aT_NM.device
     # Narrow tiles cost more than half of wide ones. Exchanging the operands avoids them where N has no odd tile either.
     transposed = K % (2 * TILE) != 0 and N // (parts or 1) % (2 * TILE) == 0
