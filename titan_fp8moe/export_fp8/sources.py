@@ -1,4 +1,4 @@
-"""Where the tensors of an export come from: one interface, and Hugging Face folders behind it.
+"""Sources of an export's tensors: one interface, and Hugging Face folders behind it.
 
 :class:`titan_fp8moe.torchtitan.checkpoint.DcpSource` reads torchtitan's own checkpoints.
 """

@@ -1,4 +1,4 @@
-"""What torchtitan does to experts and reorderer to parallelize them, extended to converted layers.
+"""Extends torchtitan's parallel styles of experts and reorderer to converted layers.
 
 torchtitan's styles shard the experts' parameters and install hooks that dispatch and combine bf16 rows. Of converted
 experts they shard the parameters and record the mesh; there are no hooks, since the experts do that themselves in fp8.

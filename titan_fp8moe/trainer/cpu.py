@@ -1,4 +1,4 @@
-"""What torchtitan needs on CPUs over gloo in every release that has an adapter here: for tests and debugging.
+"""Lets torchtitan run on CPUs over gloo, in every release that has an adapter here: for tests and debugging.
 
 torchtitan assumes an accelerator in a handful of places. The adapters replace exactly these, with :func:`use_cpu` and
 what their release needs besides.

@@ -1,4 +1,4 @@
-"""What a converter turns to FP8, and why some modules stay as they were. Serves both torchtitan adapters.
+"""Plans a conversion to FP8, with the reasons why modules stay as they were. Serves both torchtitan adapters.
 
 A converter lists every module that could run in FP8 as a :class:`Part`, before it changes any. The log then tells how
 many of each kind are in FP8, and the reasons for the others.

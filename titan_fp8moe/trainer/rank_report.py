@@ -1,4 +1,4 @@
-"""What one rank of a job holds, in words: the part of a dry run that no release of torchtitan changes."""
+"""Describes one rank's share of a job: the part of a dry run that no release of torchtitan changes."""
 
 from collections.abc import Sequence
 from typing import Any, cast
