@@ -12,7 +12,7 @@ from tests.layer import DEVICE, D, H, apply_layer, make_layer
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.torchtitan import nan_watch
+from titan_fp8moe.torchtitan import metrics
 from titan_fp8moe.trainer import nan_watch as core
 from titan_fp8moe.trainer.nan_watch import NOBODY, describe, first_seen
 
@@ -52,10 +52,11 @@ def new_flags():
 def processor(monkeypatch):
     """torchtitan's, that looks after each step; it logs the second."""
     monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
-    monkeypatch.setattr(nan_watch.utils, "device_type", DEVICE)
-    nan_watch._look_after_each_step.cache_clear()
+    monkeypatch.setattr(metrics.utils, "device_type", DEVICE)
+    metrics.look_after_each_step.__wrapped__()
     processor = object.__new__(MetricsProcessor)
     processor.model_parts = []
+    processor.job_config = SimpleNamespace(fp8_flow_moe=Fp8FlowMoEConfig())
     return processor
 
 
@@ -86,7 +87,7 @@ def spoil(where, layers, x, dout):
 )
 def test_the_first_is_named_once(ep_group, processor, caplog, where, said):
     layers = Layers(ep_group)
-    nan_watch.watch(dict(zip(NAMES, layers.layers, strict=True)))
+    metrics.watch(dict(zip(NAMES, layers.layers, strict=True)))
     processor.model_parts = [layers]
     x, dout = torch.randn(2, 64, D, device=DEVICE)
     with caplog.at_level(logging.WARNING):
@@ -108,7 +109,7 @@ def test_a_late_answer_is_still_the_first(ep_group, processor, monkeypatch, capl
     monkeypatch.setattr(core, "first_seen", lambda *_: torch.tensor(next(orders), dtype=torch.int32, device=DEVICE))
     late = iter([True, True, False])
     monkeypatch.setattr(core, "int", lambda t: NOBODY if next(late) else t.item(), raising=False)
-    nan_watch.watch({name: nn.Module() for name in NAMES})
+    metrics.watch({name: nn.Module() for name in NAMES})
     with caplog.at_level(logging.WARNING):
         for step in range(1, 5):
             processor.should_log(step)

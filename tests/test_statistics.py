@@ -21,9 +21,9 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.rows import Rows
 from titan_fp8moe.testing import make_layer
+from titan_fp8moe.torchtitan import metrics
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
-from titan_fp8moe.torchtitan.statistics import log_statistics
 from titan_fp8moe.trainer.compat import fix_shape_inference, kept_buffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -238,7 +238,8 @@ def test_shape_inference_leaves_no_trace(monkeypatch):
 def test_steps(monkeypatch):
     """Counting begins after the step before a multiple of N and ends with it; steps between them do not count."""
     monkeypatch.setattr(MetricsProcessor, "should_log", inspect.unwrap(MetricsProcessor.should_log))
-    log_statistics.__wrapped__()
+    monkeypatch.setattr(metrics, "_watching", [])
+    metrics.look_after_each_step.__wrapped__()
     logged, reduced = [], []
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced.append)
     processor = object.__new__(MetricsProcessor)

@@ -141,7 +141,7 @@ def _convert_moe(layer: Any, config: Fp8FlowMoEConfig) -> None:
     from titan_fp8moe.torchtitan import converter, job_checks, modules
 
     job_checks.check_layer("the layer", layer, config, ExpertLayout(1, 1, 1, 0))
-    converter.prepare_torchtitan(config)
+    converter.prepare_torchtitan()
     has_shared = layer.shared_experts is not None and _SHARED not in config.filter_fqns
     modules.Fp8FlowMoE.convert(layer, config, has_shared and modules.why_not_fp8(layer.shared_experts, 1) is None)
     layer.experts.keep_fsdp = layer.experts.in_fsdp = True  # other layers may stay in bf16
@@ -150,7 +150,7 @@ def _convert_moe(layer: Any, config: Fp8FlowMoEConfig) -> None:
 def _convert_dense(ffn: nn.Module, config: Fp8FlowMoEConfig) -> None:
     from titan_fp8moe.torchtitan import converter, modules
 
-    converter.prepare_torchtitan(config)
+    converter.prepare_torchtitan()
     modules.Fp8FlowFeedForward.convert(ffn, config)
 
 

@@ -47,7 +47,7 @@ TESTS = {
     "torchtitan/memory": ["test_memory.py"],
     "torchtitan/cpu": ["test_versions.py", "test_compat.py", "test_cpu_training.py"],
     "torchtitan/first_hour": ["test_first_hour.py"],
-    "torchtitan/statistics": ["test_statistics.py"],
+    "torchtitan/metrics": ["test_statistics.py", "test_nan_watch.py"],
     "torchtitan/checkpoint": ["test_compat.py", "test_converter.py", "distributed/test_layouts.py"],
     "torchtitan/": [*ADAPTER, "test_settings.py", "test_modules.py", "test_compiling.py", "test_overlap.py"],
     "layer/statistics": ["test_statistics.py"],

@@ -26,9 +26,8 @@ from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.nn.modules import Fp8FlowLinear
-from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, nan_watch, parallel
+from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
-from titan_fp8moe.torchtitan.statistics import log_statistics
 from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, describe, make_plan
 
@@ -79,7 +78,8 @@ class Fp8FlowMoEConverter(ModelConverter):
         if self.config.statistics_every and not fp8:
             logger.warning(f"{NAME}.statistics_every has no effect: {NAME}.filter_fqns leaves nothing to count")
         if fp8:
-            prepare_torchtitan(self.config)
+            prepare_torchtitan()
+            metrics.look_after_each_step()
         converted = {part.name for part in fp8}
         some_moe_stay = any(part.kind == MOE and part.reason for part in plan)
         for part in fp8:
@@ -97,7 +97,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         if self.trains_here and fp8:
             by_name = {part.name: cast(Any, part.module) for part in fp8 if part.kind != SHARED}
             in_order = [name for name, _ in model.named_modules() if name in by_name]
-            nan_watch.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
+            metrics.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
         way = ""
         if self.layout.expert_shards > 1:
             way = f"dispatch over {self.config.backend.description}; "
@@ -133,8 +133,8 @@ class Fp8FlowMoEConverter(ModelConverter):
         WeightCache.clear_all()
 
 
-def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
-    """Prepares the process for converted layers: parallel styles, checkpointing, compilation, kernels, statistics."""
+def prepare_torchtitan() -> None:
+    """Prepares the process for converted layers: parallel styles, checkpointing, compilation."""
     _log_changes()
     compat.fix_selective_checkpointing()
     compat.fix_full_checkpointing()
@@ -144,8 +144,6 @@ def prepare_torchtitan(config: Fp8FlowMoEConfig) -> None:
         module._op_sac_save_list.update(_SAVED_OPS)
         compiling.install(module)
     gpt_oss_parallelize._op_sac_save_list.update(_SAVED_OPS)  # torchtitan compiles no block of this model
-    if config.statistics_every:
-        log_statistics()
 
 
 @functools.cache

@@ -1,0 +1,47 @@
+"""Reports NaNs and logs statistics after each step, where torchtitan's metrics decide whether to log."""
+
+import functools
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from titan_fp8moe.layer import statistics
+from titan_fp8moe.trainer.nan_watch import NanWatch
+
+_watching: list[NanWatch] = []
+
+
+def watch(layers: dict[str, nn.Module]) -> None:
+    """Gives the layers NaN flags, in the order of the forward. Those of an earlier model are forgotten."""
+    _watching[:] = [NanWatch(list(layers), layers, utils.device_type, logger)]
+
+
+@functools.cache
+def look_after_each_step() -> None:
+    """Extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged.
+    Calling again does nothing."""
+    should_log = MetricsProcessor.should_log
+
+    @functools.wraps(should_log)
+    def wrapper(self: MetricsProcessor, step: int) -> bool:
+        for nan_watch in _watching:
+            nan_watch.after_step(cast(list[nn.Module], self.model_parts), step)
+        _log_statistics(self, step)
+        return should_log(self, step)
+
+    MetricsProcessor.should_log = wrapper
+
+
+def _log_statistics(metrics: MetricsProcessor, step: int) -> None:
+    """Logs :mod:`titan_fp8moe.layer.statistics` every ``fp8_flow_moe.statistics_every`` steps."""
+    if statistics.collecting():
+        counts = statistics.take(utils.device_type)
+        dist.all_reduce(counts)
+        metrics.logger.log({f"fp8_flow_moe/{k}": v for k, v in statistics.summarize(counts).items()}, step)
+    every = cast(Any, metrics.job_config).fp8_flow_moe.statistics_every
+    if every and (step + 1) % every == 0:
+        statistics.collect()
