@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,13 @@ def kernels_of_16b(T: int) -> set[str]:
 def test_the_kernels_of_a_job():
     job = "train_configs/deepseek_v3_16b.toml", "--training.local_batch_size=1", "--training.seq_len=256"
     assert call(kernels_of_job, *job) == kernels_of_16b(256)
+
+
+def test_a_rank_without_fp8(monkeypatch, capsys):
+    dry_run = SimpleNamespace(from_command_line=lambda _: None, layers=lambda _: [])
+    monkeypatch.setattr(command.importlib, "import_module", lambda _: dry_run)
+    command.main()
+    assert capsys.readouterr().out == "Nothing to compile: this rank has no layer in FP8\n"
 
 
 def test_another_gpu_is_refused(monkeypatch):

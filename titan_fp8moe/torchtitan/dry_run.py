@@ -216,7 +216,7 @@ def from_command_line(description: str | None) -> Built:
         if not 0 <= args.rank < world_size:
             raise ValueError(f"--rank {args.rank}: there are {world_size} ranks")
         return Built(config, args.rank, *build(config, args.rank, world_size))
-    except (AssertionError, ImportError, ValueError) as error:
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 
