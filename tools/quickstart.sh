@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a DeepSeek-V3 in bf16 and in FP8 on the Python sources of this machine, draws both loss curves and compares
 # losses, tokens/s and memory. On a Hopper GPU the model has four of the 16B model's layers, 100 steps and torch.compile;
-# on a CPU it has 6M parameters and 140 steps, and FP8 is emulated. Either takes four to six minutes. Fails if the losses
+# on a CPU it has 6M parameters and 140 steps, and FP8 is emulated. That takes four minutes on two cores. Fails if the losses
 # differ by more than 1% at the end. On a CPU that is slow in bf16, the other computations are in float32.
 #
 # With --torchtitan03 as the first argument torchtitan 0.3 trains, in an environment of its own: the same four layers, or
