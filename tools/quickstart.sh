@@ -5,7 +5,7 @@
 # differ by more than 1% at the end. On a CPU that is slow in bf16, the other computations are in float32.
 #
 # With --torchtitan03 as the first argument torchtitan 0.3 trains, in an environment of its own: the same four layers, or
-# on a CPU its debug model for 40 steps.
+# on a CPU its debug model for 20 steps.
 #
 # STEPS, NGPU, CONFIG_FILE (for 0.3 the name of a config function) and OUT (the results' folder) may be set; arguments are
 # torchtitan overrides for both runs.
@@ -34,7 +34,7 @@ case $torchtitan-$device in
 0.2.2-hopper) default=train_configs/deepseek_v3_16b_short.toml steps=100 ;;
 0.2.2-cpu) default=train_configs/debug.toml steps=140 ;;
 0.3.0-hopper) default=deepseek_v3_16b_short steps=100 ;;
-0.3.0-cpu) default=deepseek_v3_debugmodel steps=40 ;;
+0.3.0-cpu) default=deepseek_v3_debugmodel steps=20 ;;
 *)
     echo "The quickstart has settings for Hopper GPUs and CPUs, not for $device: CUDA_VISIBLE_DEVICES= $0 trains on the CPU." >&2
     exit 2
