@@ -303,9 +303,11 @@ def profiled_result(gpus: int) -> dict:
     return dict(shape=shape, gpus=gpus, failed={}, ms=ms, classes=classes, saved_bytes_per_token=saved)
 
 
-def test_names_of_layer_records():
+@pytest.mark.parametrize("release,named", [("2.11.0+cu130", ""), ("2.14.1", ", torch 2.14.1")])
+def test_names_of_layer_records(release, named, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", release)
     found = layer.records(profiled_result(2))
-    assert {r["shape"] for r in found} == {"671B, 8 experts per GPU, 4096 tokens, 2 GPUs"}
+    assert {r["shape"] for r in found} == {f"671B, 8 experts per GPU, 4096 tokens{named}, 2 GPUs"}
     assert {(r["name"], r["reference"]): r["speedup"] for r in found} == {
         ("moe_layer", "bf16"): 2.0,
         ("moe_layer", "bf16 whole"): 1.8,
@@ -443,6 +445,7 @@ def test_records_come_from_a_commit(monkeypatch):
 def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
     """A variant is compared with bf16 and with the defaults; the shape says what was trained."""
     monkeypatch.setattr(train, "WORK", tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")  # another is a part of the shape
     args = train.parser("").parse_args(
         ["--out", "o", "--gpus", "1", "--layers", "6", "--attention", "sdpa", "--", "--training.seq_len=8192"]
     )

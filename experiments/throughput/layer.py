@@ -43,6 +43,7 @@ import torch.distributed as dist
 from experiments.records import (
     add_trial,
     exit_on_sigterm,
+    other_torch,
     require_commit,
     require_gpu,
     script_parser,
@@ -331,7 +332,7 @@ def record_name(name: str, title: str = "") -> str:
 
 def records(result: dict) -> list[dict]:
     shape, ms = Shape(**result["shape"]), medians(result["ms"])
-    label = f"{shape}, {result['gpus']} GPU{'s' * (result['gpus'] > 1)}"
+    label = ", ".join([str(shape), *other_torch(), f"{result['gpus']} GPU{'s' * (result['gpus'] > 1)}"])
     classes, out = result.get("classes", {}), []
     for values, unit, title in (
         (ms, "ms forward + backward", ""),
