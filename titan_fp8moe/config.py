@@ -140,6 +140,7 @@ RECIPE = "wgrad", "save_h", "recompute"
 TRANSPORT = "dispatch", "dispatch_capacity"
 CACHE = "cache_weights", "cache_layouts"
 _DEFAULTS = Fp8FlowMoEConfig()
+_DEFAULT_VALUES = tuple(vars(_DEFAULTS).items())  # PyTorch 2.11 traces no items() of an instance's dict
 
 
 def require_config(config: Any, owner: str, *settings: str) -> None:
@@ -158,6 +159,6 @@ def require_config(config: Any, owner: str, *settings: str) -> None:
         )
     if config == _DEFAULTS:  # the most frequent case first: routed_experts asks in every forward
         return
-    for name, default in vars(_DEFAULTS).items():
+    for name, default in _DEFAULT_VALUES:
         if name not in settings and getattr(config, name) != default:
             raise ValueError(f"{name} has no effect on {owner}; leave it out of the config")
