@@ -186,7 +186,7 @@ def test_routed_experts_alone_are_clamped(fp8):
     h = (torch.einsum("td,ehd->eth", x_TD, w) for w in (w1, w3))
     out_ETD = torch.einsum("eth,edh->etd", ACTIVATIONS["clamped_swiglu"].forward(*h, *PARAMETERS), w2)
     expected = moe.shared_experts(x_TD)
-    expected = expected + (out_ETD[ids_TK, torch.arange(64)[:, None]] * scores_TK[..., None]).sum(1)
+    expected = expected + (out_ETD[ids_TK, torch.arange(64, device=DEVICE)[:, None]] * scores_TK[..., None]).sum(1)
     if fp8:
         Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig(), fp8_shared=True)
     clamped.clamp(moe, LIMIT)
