@@ -183,10 +183,10 @@ def test_routed_experts_alone_are_clamped(fp8):
     x_TD = torch.randn(64, 128, device=DEVICE)
     w1, w2, w3 = (moe.experts.get_parameter(name).detach() for name in ("w1", "w2", "w3"))
     scores_TK, ids_TK, _ = moe.router(x_TD, moe.expert_bias)
-    h = (torch.einsum("td,ehd->teh", x_TD, w) for w in (w1, w3))
-    out_TED = torch.einsum("teh,edh->ted", ACTIVATIONS["clamped_swiglu"].forward(*h, *PARAMETERS), w2)
+    h = (torch.einsum("td,ehd->eth", x_TD, w) for w in (w1, w3))
+    out_ETD = torch.einsum("eth,edh->etd", ACTIVATIONS["clamped_swiglu"].forward(*h, *PARAMETERS), w2)
     expected = moe.shared_experts(x_TD)
-    expected = expected + (out_TED[torch.arange(64)[:, None], ids_TK] * scores_TK[..., None]).sum(1)
+    expected = expected + (out_ETD[ids_TK, torch.arange(64, device=DEVICE)[:, None]] * scores_TK[..., None]).sum(1)
     if fp8:
         Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig(), fp8_shared=True)
     clamped.clamp(moe, LIMIT)

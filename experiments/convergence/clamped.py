@@ -67,7 +67,7 @@ def adds_shares_to(shares: Tensor, moe: MoE, limit: float) -> Callable:
         x_TD, ids_TK = inputs[0][:SAMPLE].bfloat16(), output[1][:SAMPLE]
         token_T1 = torch.arange(len(x_TD), device=x_TD.device).unsqueeze(1)
         g, u = (
-            torch.einsum("td,ehd->teh", x_TD, w.bfloat16())[token_T1, ids_TK] for w in (moe.experts.w1, moe.experts.w3)
+            torch.einsum("td,ehd->eth", x_TD, w.bfloat16())[ids_TK, token_T1] for w in (moe.experts.w1, moe.experts.w3)
         )
         shares.add_(torch.stack([(g > limit).float().mean(), (u.abs() > limit).float().mean()]))
 
