@@ -69,6 +69,12 @@ def require_commit(trial: bool) -> None:
     sys.exit(f"error: {what}; commit them, name the commit in $TITAN_FP8MOE_COMMIT, or pass --trial")
 
 
+def other_torch() -> list[str]:
+    """For a record's shape: names a PyTorch that is not the tables' own, 2.11."""
+    release = torch.__version__.partition("+")[0]
+    return [] if release.startswith("2.11.") else [f"torch {release}"]
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file as a whole: a reader, or whoever ends this process, finds the old text or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,8 @@ train() { # name, seconds, arguments of train.py
 
 layers() { # name, seconds, arguments of layer.py
     part "layers_$1" "$2" python3 -m experiments.throughput.layer --out experiments/throughput \
-        --variants bf16 "bf16 whole" "bf16 fused" "bf16 fp32 bmm" fp8 "fp8 with weight quantization" --models "${@:3}"
+        --variants bf16 "bf16 whole" "bf16 fused" "bf16 fp32 bmm" fp8 "fp8 with weight quantization" \
+        "fp8 with weights kept for 4 microbatches" --models "${@:3}"
 }
 
 kernels() { # module, seconds, arguments
@@ -105,6 +106,7 @@ part layers_ablations 400 python3 -m experiments.throughput.layer --out experime
 part layers_small 300 python3 -m experiments.throughput.layer --out experiments/throughput \
     --models 16B --tokens 4096 --processes 5 --together 5
 layers 671b 400 671B --experts 64 --tokens 16384 8192 4096
+layers 16b_fp32 300 16B --tokens 16384 --fp32
 layers 671b_few_experts 400 671B --experts 8 32 --tokens 16384
 layers kimi_glm 400 Kimi-K2 GLM-4.5-Air --tokens 16384 8192 4096
 layers qwen3 400 Qwen3-235B Qwen3-30B --tokens 16384 8192 4096

@@ -444,6 +444,16 @@ def layers_without_fused(records: Records) -> str:
     return layers(records, fused=False)
 
 
+def layers_with_kept_weights(records: Records) -> str:
+    """Layers that quantize their weights in every microbatch, and once for four."""
+    kept, peers, rows = "moe_layer with weights kept for 4 microbatches", ("bf16", "bf16 whole", "bf16 fused"), []
+    for shape in by_model(records.shapes(kept)):
+        found = [records.of(name, shape) for name in ("moe_layer_with_weights", kept)]
+        cells = [joined(*(cell(found[1], peer) for peer in peers)), *(ours(times, *peers) for times in found)]
+        rows.append([layer(shape), *cells])
+    return markdown([_MS, "bf16: torchtitan's, whole, fused", _QUANTIZED, "kept for four microbatches"], rows)
+
+
 def layer_ablations(records: Records) -> str:
     """Variants against the defaults of the same run."""
     rows = []
@@ -618,7 +628,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
         *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
-        *(layers, layers_without_fused, layer_ablations, sonicmoe, ffns),
+        *(layers, layers_without_fused, layers_with_kept_weights, layer_ablations, sonicmoe, ffns),
         *(routed_vs_fused_bf16, model_layers, activations, transformers, transformers_token, lora),
         *(gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )

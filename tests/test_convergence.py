@@ -1,14 +1,23 @@
-"""The statistics of experiments/convergence: what repeated runs allow to conclude."""
+"""The statistics of experiments/convergence: what repeated runs allow to conclude. And its clamped experts."""
 
 import json
 import math
+import os
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch.testing import assert_close
+from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from experiments.convergence import analyse, train
+from experiments.convergence import analyse, clamped, train
 from experiments.convergence.data import ShuffledWindows
+from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.testing import relative_error
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 
 def test_effects_equal_a_two_sample_t_interval():
@@ -67,7 +76,7 @@ def write_run(folder, name, first_step, last_step, loss, evaluated):
     router = {"max_violation": [0.5]}
     config = {"model": {"flavor": "tiny"}}
     meta = dict(name=name, stage="branch", first_step=first_step, last_step=last_step, steps=last_step, graph=False,
-                experts="", parameters=1, tokens_per_step=8, config=config, environment={})  # fmt: skip
+                clamp=None, experts="", parameters=1, tokens_per_step=8, config=config, environment={})  # fmt: skip
     steps = range(first_step + 1, max(evaluated) + 1)
     records = [meta, *({"step": step, "loss": loss, "grad_norm": 1.0, "max_violation": 0.5} for step in steps)]
     records += [
@@ -141,3 +150,71 @@ def test_names_of_runs(tmp_path, name, parts, reference):
     assert analyse.reference_of(run, [*runs.values()]) is runs[reference]
     recipe, seed, change, noise = parts
     assert train.parse_name(name) == (recipe, int(seed[1:]), change, int(noise.replace("-again", "1") or 0))
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMIT = 1.0
+PARAMETERS = LIMIT, clamped.ALPHA, clamped.OFFSET
+
+
+def test_the_clamp_of_bf16_is_the_specification_s():
+    """Values on the limit and beyond it included, in fp32, where both are one formula, forward and backward."""
+    g, u = (torch.cat([torch.tensor([-LIMIT, LIMIT]), 2 * torch.randn(510)]).requires_grad_() for _ in range(2))
+    dout = torch.randn(512)
+    entry = ACTIVATIONS["clamped_swiglu"]
+    out = clamped.clamped_swiglu(g, u, LIMIT)
+    assert_close(out, entry.forward(g, u, *PARAMETERS))
+    assert_close(torch.autograd.grad(out, (g, u), dout), entry.backward(g.detach(), u.detach(), dout, *PARAMETERS))
+
+
+def moe_layer() -> MoE:
+    args = MoEArgs(num_experts=4, num_shared_experts=1, top_k=2, score_before_experts=False)
+    moe = MoE(args, dim=128, hidden_dim=128).to(DEVICE)
+    with torch.no_grad():
+        for param in moe.parameters():
+            param.copy_(torch.randn(param.shape) / 128**0.5)
+    return moe
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_routed_experts_alone_are_clamped(fp8):
+    """A layer of each recipe equals the formula in fp32; its shared experts keep SwiGLU."""
+    moe = moe_layer()
+    x_TD = torch.randn(64, 128, device=DEVICE)
+    w1, w2, w3 = (moe.experts.get_parameter(name).detach() for name in ("w1", "w2", "w3"))
+    scores_TK, ids_TK, _ = moe.router(x_TD, moe.expert_bias)
+    h = (torch.einsum("td,ehd->teh", x_TD, w) for w in (w1, w3))
+    out_TED = torch.einsum("teh,edh->ted", ACTIVATIONS["clamped_swiglu"].forward(*h, *PARAMETERS), w2)
+    expected = moe.shared_experts(x_TD)
+    expected = expected + (out_TED[torch.arange(64)[:, None], ids_TK] * scores_TK[..., None]).sum(1)
+    if fp8:
+        Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig(), fp8_shared=True)
+    clamped.clamp(moe, LIMIT)
+    shares = torch.zeros(2, device=DEVICE)
+    moe.router.register_forward_hook(clamped.adds_shares_to(shares, moe, LIMIT))
+    out = moe(x_TD.unsqueeze(0))
+    assert relative_error(out[0].detach(), expected.detach()) < (0.08 if fp8 else 0.01)
+    # Gates and ups are N(0, 1): 16% are above 1 and 32% beyond -1 or 1.
+    assert shares.tolist() == pytest.approx([0.16, 0.32], abs=0.05)
+    out.sum().backward()
+    assert all(param.grad is not None for param in moe.parameters())
+
+
+@pytest.mark.slow
+def test_both_recipes_train_with_the_clamp(tmp_path):
+    """run.sh's stage: a trunk, a branch of each recipe from it, and records that name the clamp."""
+    (tmp_path / "corpus").mkdir()
+    for split in "train", "validation":
+        np.save(tmp_path / "corpus" / f"{split}.npy", np.random.default_rng(0).integers(0, 8192, 1025, np.uint16))
+    variants = "bf16-s1-resume balanced-s1-resume bf16-s1-resume1"
+    env = os.environ | dict(WORK=str(tmp_path), OUT=str(tmp_path), GPUS="0", STEPS="6", VARIANTS=variants)
+    tiny = ["--model.flavor=tiny", "--training.seq_len=64", "--training.local_batch_size=2", "--eval-windows=4"]
+    command = ["bash", "experiments/convergence/run.sh", "clamped", *tiny]
+    subprocess.run(command, env=env | dict(CUDA_VISIBLE_DEVICES=""), check=True, timeout=600)
+    assert (tmp_path / "clamped.png").exists()
+    records = {record["name"]: record for record in json.loads((tmp_path / "results.json").read_text())}
+    final = records["balanced: final held-out loss"]
+    assert final["shape"].startswith("tiny clamped at 1, ") and final["half_width"] > 0
+    for run in "bf16-s1-trunk", "bf16-s1-resume", "balanced-s1-resume":
+        assert records[f"{run} clamped_gates"]["value"] > 0
+    assert abs(records["balanced-s1-resume held_out_deviation"]["value"]) < 0.005

@@ -130,6 +130,9 @@ def summarize(runs: list[Run]) -> list[dict]:
             "largest_grad_norm": float(run.grad_norm[run.steps >= run.settled()].max(initial=0)),
             "tokens_per_second": 1000 * run.meta["tokens_per_step"] / run.ms_per_step(),
         }
+        if run.meta["clamp"]:
+            gates, ups = np.mean(evaluation["clamped"], 0).tolist()
+            row |= {"clamped_gates": gates, "clamped_ups": ups}
         if reference is not None:
             deviation, error = held_out_deviation(run, reference, step)
             row |= {"reference": reference.name, "held_out_deviation": deviation, "held_out_error": error}
@@ -231,14 +234,15 @@ def format_table(rows: list[dict]) -> str:
         return format(row[key], form) if row.get(key) is not None else ""
 
     head = ["variant", "step", "held-out loss", "against bf16", "±", "training loss", "final", "max violation"]
-    head += ["gradient norm, median / largest", "tokens/s"]
+    head += ["gradient norm, median / largest", "tokens/s", "clamped gates / ups"]
     lines = []
     for row in rows:
         norms = f"{cell(row, 'median_grad_norm', '.3f')} / {row['largest_grad_norm']:.2f}"
         against = [cell(row, "held_out_deviation"), cell(row, "held_out_error", ".3%")]
         losses = [cell(row, "held_out_loss", ".4f"), *against, cell(row, "training_loss", ".4f")]
         more = [cell(row, "final_deviation"), cell(row, "max_violation", ".3f"), norms]
-        lines.append([row["name"], str(row["step"]), *losses, *more, cell(row, "tokens_per_second", ",.0f")])
+        clamped = " / ".join(filter(None, (cell(row, f"clamped_{of}", ".2%") for of in ("gates", "ups"))))
+        lines.append([row["name"], str(row["step"]), *losses, *more, cell(row, "tokens_per_second", ",.0f"), clamped])
     return markdown(head, lines)
 
 
@@ -313,6 +317,8 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
         "held_out_error": "standard error of held_out_deviation over the held-out windows",
         "final_deviation": "of the reference's smoothed training loss",
         "max_violation": "largest load / mean - 1, held-out text",
+        "clamped_gates": "of the routed experts' gates, held-out text",
+        "clamped_ups": "of the routed experts' ups, held-out text",
         "median_grad_norm": "",
         "largest_grad_norm": f"after step {SETTLED}",
         "tokens_per_second": "tokens/s; other runs may have shared the GPU",
@@ -348,6 +354,8 @@ def records(runs: list[Run], rows: list[dict]) -> list[dict]:
 
 def shape(meta: dict) -> str:
     flavor = meta["config"]["model"]["flavor"]
+    if meta["clamp"]:
+        flavor += f" clamped at {meta['clamp']:g}"
     return f"{flavor}, {meta['parameters']:,} parameters, {meta['tokens_per_step']} tokens/step"
 
 
@@ -373,7 +381,7 @@ def analyse(runs: list[Run], args: argparse.Namespace) -> None:
     if not runs:
         raise SystemExit(f"{args.runs} has no run that was evaluated after its first step")
     rows = summarize(runs)
-    print(format_table(rows) + "\n" + format_effects(runs))
+    print(f"{runs[0].meta['stage']}: {shape(runs[0].meta)}\n\n{format_table(rows)}\n" + format_effects(runs))
     if args.out is not None:
         write_records(args.out / "results.json", records(runs, rows))
         draw([run for run in runs if run.change != "trunk"], args.out / f"{runs[0].meta['stage']}.png")

@@ -6,12 +6,13 @@
 #     bash experiments/convergence/run.sh stress           what breaks it, 500 steps each
 #     bash experiments/convergence/run.sh qwen3            as branch, 6 layers of Qwen3-30B-A3B: 3.8B parameters; about 20
 #                                                          minutes of an H200, and 48 GB of disk for the checkpoint
+#     bash experiments/convergence/run.sh clamped          as branch, routed experts with clamped_swiglu at limit 1
 #
 # None needs another. It writes records and pictures when all runs have ended; analyse.py does so at any time.
 #
 # OUT        folder of results.json and the pictures (default: this script's)
 # WORK       corpus, logs and checkpoints (default outputs/convergence)
-# VARIANTS   names as in train.py; branch: added to what is there already, so that replicates can follow
+# VARIANTS   names as in train.py; branch, clamped: added to what is there already, so that replicates can follow
 # STEPS      of the learning-rate schedule
 # STOP_AFTER steps to run of it
 # GPUS       how many to spread over, those of CUDA_VISIBLE_DEVICES or the first; 0 trains on the CPU
@@ -43,6 +44,12 @@ branch) # bf16 and balanced four times per checkpoint, in the order of what is n
         bf16-s1-resume2 balanced-s1-resume2 bf16-s2-resume2 balanced-s2-resume2
         bf16-s1-resume3 balanced-s1-resume3 bf16-s2-resume3 balanced-s2-resume3
         experts_only-s1-resume1 ffns_only-s1-resume1 experts_only-s2-resume1 ffns_only-s2-resume1}
+    ;;
+clamped) # bf16 and balanced three times per checkpoint, which have the clamp too
+    VARIANTS=${VARIANTS:-bf16-s1-resume balanced-s1-resume bf16-s2-resume balanced-s2-resume
+        bf16-s1-resume1 balanced-s1-resume1 bf16-s2-resume1 balanced-s2-resume1
+        bf16-s1-resume2 balanced-s1-resume2 bf16-s2-resume2 balanced-s2-resume2}
+    set -- --clamp 1 "$@"
     ;;
 stress)
     VARIANTS=${VARIANTS:-bf16-s1-highlr balanced-s1-highlr bf16-s1-outliers balanced-s1-outliers
@@ -84,7 +91,7 @@ if [ ! -f "$WORK/corpus/validation.npy" ]; then
     python3 tools/build_corpus.py --out "$WORK/corpus" --packages all --vocab-size 8192 --max-bytes 110000000
     python3 -m experiments.convergence.data "$WORK/corpus"
 fi
-if [ "$STAGE" = branch ] || [ "$STAGE" = qwen3 ]; then
+if [[ $STAGE =~ ^(branch|clamped|qwen3)$ ]]; then
     for seed in $(grep -oE 's[0-9]+-resume' <<<"$VARIANTS" | grep -oE '[0-9]+-' | tr -d - | sort -u); do
         [ -f "$RUNS/checkpoint-s$seed.pt" ] || echo "bf16-s$seed-trunk"
     done | queue --eval-every "$STEPS" "$@"

@@ -44,6 +44,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from experiments.convergence.clamped import adds_shares_to, clamp
 from experiments.convergence.data import ShuffledWindows, as_batch, windows
 from experiments.records import script_parser
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -104,6 +105,9 @@ class StudyTrainer(Trainer):
             for ffn in (module for module in model.modules() if type(module) is FeedForward):
                 Fp8FlowFeedForward.convert(ffn, Fp8FlowMoEConfig())
         self.moes: list[MoE] = [module for module in model.modules() if isinstance(module, MoE)]
+        if args.clamp:
+            for moe in self.moes:
+                clamp(moe, args.clamp)
         self.state_path = args.work / f"checkpoint-s{seed}.pt"
         self._apply_change(model)
 
@@ -131,7 +135,7 @@ class StudyTrainer(Trainer):
         experts = "titan_fp8moe" if self.recipe in LEFT_IN_BF16 else "torch._grouped_mm, bf16"
         meta = dict(stage=args.work.name, change=CHANGES[self.change], experts=experts, steps=config.training.steps)
         meta |= dict(first_step=self.step, last_step=self.last_step, tokens_per_step=self.tokens.numel())
-        meta |= dict(parameters=sum(p.numel() for p in model.parameters()), graph=self.use_graph)
+        meta |= dict(clamp=args.clamp, parameters=sum(p.numel() for p in model.parameters()), graph=self.use_graph)
         self._write(meta | dict(config=config.to_dict(), environment=environment()))
 
     def _apply_change(self, model: nn.Module) -> None:
@@ -229,11 +233,16 @@ class StudyTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
-        """Writes the held-out loss, and the routers' largest load there over the mean of each layer, less 1."""
+        """Writes the held-out loss, and the routers' largest load there over the mean of each layer, less 1; with
+        ``--clamp`` also each layer's shares of gates and of ups beyond the limit."""
         self._flush()
         counts = torch.zeros(len(self.moes), *self.moes[0].tokens_per_expert.shape, device=self.device)
         routers = zip(self.moes, counts, strict=True)
         hooks = [moe.router.register_forward_hook(_adds_to(counts_E)) for moe, counts_E in routers]
+        shares = torch.zeros(len(self.moes), 2, device=self.device)
+        if limit := self.args.clamp:
+            found = zip(self.moes, shares, strict=True)
+            hooks += [moe.router.register_forward_hook(adds_shares_to(of_moe, moe, limit)) for moe, of_moe in found]
         losses = []
         batch_size = self.tokens.shape[0]
         for start in range(0, len(self.held_out), batch_size):
@@ -251,6 +260,8 @@ class StudyTrainer(Trainer):
         record = {"step": step, "held_out_loss": per_window.mean().item()}
         record["window_losses"] = [round(loss, 4) for loss in per_window.tolist()]
         record["max_violation"] = (counts.amax(1) / counts.mean(1) - 1).tolist()
+        if self.args.clamp:
+            record["clamped"] = (shares / len(losses)).tolist()
         self._write(record)
 
     def _flush(self) -> None:
@@ -337,6 +348,7 @@ def main() -> None:
     parser.add_argument("--eval-every", type=int, default=250, help="steps (default: %(default)s)")
     parser.add_argument("--eval-windows", type=int, default=2048, help="of the held-out text (default: %(default)s)")
     parser.add_argument("--stop-after", type=int, default=10**9, help="steps to run of the schedule")
+    parser.add_argument("--clamp", type=float, help="limit of clamped_swiglu in routed experts (default: SwiGLU)")
     parser.add_argument("--no-graph", action="store_true", help="do not capture the step")
     args, overrides = parser.parse_known_args()
     (args.work / args.name).mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from experiments.kernels import deepgemm
-from experiments.records import begin, script_parser, within, write_records
+from experiments.records import begin, other_torch, script_parser, within, write_records
 from experiments.timing import BUSY_SMS, WITH_BUSY_SMS, group_ends, launched, median_ms
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
@@ -180,7 +180,7 @@ def measure(case: tuple, with_deepgemm: bool) -> list[dict]:
         add_deepgemm(gemm, make, offsets_E)
     add_carveouts(gemm.candidates)
     times = fastest(median_ms(gemm.candidates, 5, launched(60), rounds_with_busy_sms=5))
-    flop, shape = 2 * M * N * K, f"{layer}, {title}, M {M}, E {E}, N {N}, K {K}"
+    flop, shape = 2 * M * N * K, ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
     print(f"{layer + ', ' + title:34}{N:6}{K:6}" + cells(COLUMNS, flop, times, 20), flush=True)
     if make is forward_gemm:
         return speed_records("grouped_mm", shape, flop, times)

@@ -5,14 +5,16 @@
     python -m experiments.throughput.layer --out experiments/throughput --models 671B --experts 64 --tokens 16384 \
         --variants bf16 "bf16 fused" fp8 "fp8 with weight quantization"            # less than a minute
 
-The layers are torchtitan's ``MoE`` with the same bf16 parameters; :mod:`experiments.throughput.variants` has the models
-and the variants. Router, shared experts and combine are inside the time. References are bf16: ``bf16`` is parallelized
-and compiled by torchtitan's functions, ``bf16 whole`` is the same layer as one graph, ``bf16 fused`` the strongest one,
-and ``bf16 fp32 bmm`` what torchtitan runs under FSDP. On one GPU FP8-Flow's layer is one graph too, as in training.
+The layers are torchtitan's ``MoE`` with the same parameters, bf16 unless ``--fp32``;
+:mod:`experiments.throughput.variants` has the models and the variants. Router, shared experts and combine are inside
+the time. References are bf16: ``bf16`` is parallelized and compiled by torchtitan's functions, ``bf16 whole`` is the
+same layer as one graph, ``bf16 fused`` the strongest one, and ``bf16 fp32 bmm`` what torchtitan runs under FSDP. On one
+GPU FP8-Flow's layer is one graph too, as in training.
 
 Variants take turns in blocks of back-to-back steps, in an order drawn anew for each round. The record ``moe_layer``
 leaves FSDP and the quantization of weights out; ``moe_layer_with_weights`` quantizes them in every forward and
-backward. On one GPU some variants are measured a second time as CUDA graphs, which are never CPU-bound.
+backward. Where they are kept for four microbatches, each bears a fourth of the time. On one GPU some variants are
+measured a second time as CUDA graphs, which are never CPU-bound.
 
 A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Records are
 written after each to ``results.json``, every round's times to ``outputs/throughput``. A variant that fails, as when
@@ -43,6 +45,7 @@ import torch.distributed as dist
 from experiments.records import (
     add_trial,
     exit_on_sigterm,
+    other_torch,
     require_commit,
     require_gpu,
     script_parser,
@@ -198,9 +201,11 @@ def measure(bench: Bench, captured: list[str], failed: dict[str, str], rounds: i
     own = kernel_trace.own_kernels()
     result = {"shape": bench.shape._asdict(), "gpus": bench.gpus, "failed": failed}
     steps = {name: functools.partial(bench.step, name) for name in bench.forwards}
+    microbatches = {name: bench.chosen[name].microbatches for name in steps}
     with torch._dynamo.config.patch(error_on_recompile=True):  # or compilation would be inside the times
-        result["ms"] = times_in_turn(steps, rounds, block_ms)
-    saved = [name for name in bench.forwards if "quantization" not in name]
+        times = times_in_turn(steps, rounds, block_ms)
+    result["ms"] = {name: [ms / microbatches[name] for ms in times[name]] for name in times}
+    saved = [name for name in bench.forwards if not bench.chosen[name].quantizes_weights]
     result["saved_bytes_per_token"] = {name: bench.saved_bytes(name) / bench.shape.tokens for name in saved}
     yield result
     profiled = [name for name in PROFILED if name in bench.forwards]
@@ -261,7 +266,7 @@ class Processes:
             port = s.getsockname()[1]
         command = [sys.executable, "-m", "experiments.throughput.layer", "--out", str(args.out)]
         command += ["--models", shape.model, "--experts", str(shape.experts), "--tokens", str(shape.tokens)]
-        command += ["--child", str(folder), "--gpus", str(args.gpus)]
+        command += ["--child", str(folder), "--gpus", str(args.gpus), *["--fp32"] * args.fp32]
         command += ["--variants", *args.variants] if args.variants else []
         self.processes = []
         for rank in range(args.gpus):
@@ -331,7 +336,7 @@ def record_name(name: str, title: str = "") -> str:
 
 def records(result: dict) -> list[dict]:
     shape, ms = Shape(**result["shape"]), medians(result["ms"])
-    label = f"{shape}, {result['gpus']} GPU{'s' * (result['gpus'] > 1)}"
+    label = ", ".join([str(shape), *other_torch(), f"{result['gpus']} GPU{'s' * (result['gpus'] > 1)}"])
     classes, out = result.get("classes", {}), []
     for values, unit, title in (
         (ms, "ms forward + backward", ""),
@@ -417,6 +422,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=models, help="tiny is for a CPU")
     parser.add_argument("--experts", type=int, nargs="+", help="per GPU; default: what each model lists")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 8192, 4096], help="per GPU")
+    parser.add_argument("--fp32", action="store_true", help="parameters in fp32, not bf16")
     choices = [*VARIANTS, *(name + GRAPH for name in CAPTURED)]
     what = f"of {', '.join(map(repr, choices))}; default: all, without ablations"
     parser.add_argument("--variants", nargs="+", choices=choices, metavar="VARIANT", help=what)
@@ -431,7 +437,7 @@ def main() -> None:
     if not on_cpu:
         require_gpu()
     shapes = [
-        Shape(model, experts, tokens)
+        Shape(model, experts, tokens, args.fp32)
         for model in args.models
         for experts in args.experts or MODELS[model].experts
         for tokens in args.tokens

@@ -36,6 +36,7 @@ from typing import NamedTuple
 from experiments.records import (
     add_trial,
     exit_on_sigterm,
+    other_torch,
     require_commit,
     require_gpu,
     script_parser,
@@ -324,6 +325,7 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
             *[f"local batch {args.local_batch}"] * (prefix != "sweep"),
             f"{args.routing} routing, {args.gpus} GPU{'s' * (args.gpus > 1)}",
             *["CUDA graphs"] * args.cuda_graphs,
+            *(other_torch() if args.torchtitan == "0.2.2" else []),
             *(setting.removeprefix("--") for setting in args.overrides),  # other settings are other measurements
         ]
     )

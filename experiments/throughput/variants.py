@@ -73,11 +73,12 @@ MODELS = {
 
 
 class Shape(NamedTuple):
-    """``experts`` and ``tokens`` are per GPU."""
+    """``experts`` and ``tokens`` are per GPU. Parameters are bf16, or fp32."""
 
     model: str
     experts: int
     tokens: int
+    fp32: bool = False
 
     def moe_args(self, gpus: int) -> MoEArgs:
         model = MODELS[self.model]
@@ -91,11 +92,12 @@ class Shape(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.experts} experts per GPU, {self.tokens} tokens"
+        return f"{self.model}, {self.experts} experts per GPU, {self.tokens} tokens{', fp32 parameters' * self.fp32}"
 
 
 class Variant(NamedTuple):
-    """How a layer runs. ``replaced``: the functions in place of some of :mod:`titan_fp8moe.ops`."""
+    """How a layer runs. ``replaced``: the functions in place of some of :mod:`titan_fp8moe.ops`. A step has some
+    microbatches, of which the first quantizes the weights if the layer keeps them; a time is a microbatch's."""
 
     config: Fp8FlowMoEConfig | None = None  # None: bf16
     compiled: str = "whole"
@@ -103,10 +105,12 @@ class Variant(NamedTuple):
     fp8_shared: bool = True
     fused: bool = False
     autocast: bool = True
+    microbatches: int = 1
     replaced: dict[str, Callable[..., Any]] = {}  # noqa: RUF012  never changed
 
 
 FP8 = Variant(Fp8FlowMoEConfig())
+KEPT = Variant(Fp8FlowMoEConfig(cache_weights=True), quantizes_weights=True, microbatches=4)
 GRAPH = " as a CUDA graph"
 VARIANTS = {
     "bf16": Variant(compiled="parts"),
@@ -115,6 +119,7 @@ VARIANTS = {
     "bf16 fp32 bmm": Variant(compiled="parts", autocast=False),
     "fp8": FP8,
     "fp8 with weight quantization": FP8._replace(quantizes_weights=True),
+    "fp8 with weights kept for 4 microbatches": KEPT,
     "fp8 with bf16 shared experts": FP8._replace(fp8_shared=False),
     "fp8 requantize": FP8._replace(replaced={"transpose_pair": requantized_pair}),
     "fp8 unfused permute": FP8._replace(replaced={"permute_rows": permute_then_copy}),
@@ -180,6 +185,7 @@ class Bench:
 
     def __init__(self, shape: Shape, gpus: int, chosen: dict[str, Variant]):
         self.shape, self.gpus, self.first, self.w13 = shape, gpus, None, None
+        self.chosen = chosen
         self.mesh = init_device_mesh(DEVICE, (gpus,), mesh_dim_names=("ep",)) if gpus > 1 else None
         self.fixed: list[FixedWeights] = []  # of the routed and the shared experts, once a variant needs them
         x_shape = (1, shape.tokens, MODELS[shape.model].D)
@@ -191,7 +197,7 @@ class Bench:
     def _layer(self, variant: Variant) -> MoE:
         with torch.device("meta"):
             dtype = torch.get_default_dtype()
-            torch.set_default_dtype(torch.bfloat16)
+            torch.set_default_dtype(torch.float32 if self.shape.fp32 else torch.bfloat16)
             model = MODELS[self.shape.model]
             moe = MoE(self.shape.moe_args(self.gpus), model.D, model.H)
             torch.set_default_dtype(dtype)
@@ -209,7 +215,8 @@ class Bench:
             module._parameters, module._buffers = other._parameters, other._buffers
         if variant.fused:
             moe.__class__, experts = FusedMoE, self.first.experts
-            self.w13 = cast(FusedMoE, moe).w13 = torch.cat((experts.w1, experts.w3), 1).detach().requires_grad_()
+            if not self.shape.fp32:
+                self.w13 = cast(FusedMoE, moe).w13 = torch.cat((experts.w1, experts.w3), 1).detach().requires_grad_()
         return moe
 
     def _forward(self, moe: MoE, variant: Variant) -> Callable[[], Tensor]:
@@ -246,9 +253,12 @@ class Bench:
         return [*self.first.parameters(), *([] if self.w13 is None else [self.w13])]
 
     def step(self, name: str) -> None:
-        for leaf in (self.x, *self.parameters()):
-            leaf.grad = None
-        self.forwards[name]().backward(self.dout)
+        if (microbatches := self.chosen[name].microbatches) > 1:
+            WeightCache.clear_all()
+        for _ in range(microbatches):
+            for leaf in (self.x, *self.parameters()):
+                leaf.grad = None
+            self.forwards[name]().backward(self.dout)
 
     def saved_bytes(self, name: str) -> int:
         """Bytes of the storages that the forward keeps for the backward, parameters and their casts left out."""
