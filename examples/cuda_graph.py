@@ -8,7 +8,7 @@ What a graph needs of a step:
 
 * Shapes and memory that do not change: new data is copied into the tensors that were captured.
 * No host-device sync: all experts in one process, or ``dispatch = "symmetric"``. The all-to-all reads split sizes.
-* ``cache_weights`` off: a replay cannot see that the optimizer has changed the weights.
+* With ``cache_weights`` a call of each layer before the capture, which makes the buffers.
 * An optimizer with ``capturable=True``, which keeps its step count on the GPU.
 """
 

@@ -5,7 +5,7 @@
 
 Nothing is downloaded: the model is a Qwen3-MoE with random weights, its tokens are the bytes of the standard library.
 Both runs begin with the same weights and see the same batches. Their losses and speeds are printed side by side. On one
-Hopper GPU the model is bf16 and has layers of Qwen3-30B-A3B with half of their experts. On a CPU it is fp32 and has 4M
+Hopper GPU the model is bf16, with 64 experts of Qwen3-30B-A3B's dims in each layer. On a CPU it is fp32 and has 4M
 parameters. A CPU emulates FP8, so its speed means nothing.
 
 For a model of your own replace ``make_model`` with ``AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16,

@@ -1,6 +1,6 @@
 """Sends a live model's FP8 weights to another process, bucket by bucket: ``python examples/fp8_weights.py``.
 
-Rank 0 trains. Rank 1 stands for a rollout engine, which would load each bucket.
+Rank 0 stands for the trainer, rank 1 for a rollout engine, which would load each bucket.
 """
 
 import tempfile

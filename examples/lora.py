@@ -1,4 +1,4 @@
-"""Fine-tunes a MoE layer with LoRA: experts frozen in FP8, adapters in bf16; beside the same in bf16. GPU or CPU.
+"""Fine-tunes a MoE layer with LoRA: with experts frozen in FP8, and the same layer in bf16. On a GPU or a CPU.
 
     python examples/lora.py
 
