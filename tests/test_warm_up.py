@@ -15,16 +15,20 @@ from triton.runtime import driver
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
+from torch._subclasses import FakeTensorMode
+
 from tests.offline_compile import record_launches
 from tests.processes import call, time_limit
 from titan_fp8moe import warm_up as command
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dispatch.base import Route
 from titan_fp8moe.kernels import swiglu, warm_up
-from titan_fp8moe.layer import on_meta
+from titan_fp8moe.layer import experts, on_meta
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.group import feed_forward
-from titan_fp8moe.layer.saved import LayerSpec
-from titan_fp8moe.recipe import row_capacity
+from titan_fp8moe.layer.saved import LayerSpec, layout
+from titan_fp8moe.recipe import E8M0, FP8, row_capacity
+from titan_fp8moe.rows import GroupRows
 from titan_fp8moe.spec import ExpertSpec
 
 T, K, E, D, H = 96, 2, 4, 256, 128
@@ -83,6 +87,35 @@ def test_weights_that_are_quantized_and_padded(fused):
     run = functools.partial(on_meta.experts, apply_experts, Layer, x, ids, None, weights, [], layer)
     found = names(warm_up.recorded(run))
     assert "grouped_mm_hopper_kernel" in found and "wgrad_hopper_kernel" not in found
+
+
+@pytest.mark.parametrize("how", [{}, dict(recompute="experts"), dict(save_h="fp8")])
+def test_shared_experts_whose_tokens_travel(how):
+    """They compile apart, as their op first runs: the kernels that they add to a layer whose tokens stay."""
+    config = Fp8FlowMoEConfig(**how)
+    spec = LayerSpec(config.route(None), SWIGLU, config.backward, "trained", True)
+    scale, end = torch.empty(D // 128, 128, dtype=E8M0).T, torch.empty(1, dtype=torch.int32)
+    rows, flags = GroupRows(torch.empty(128, D, dtype=FP8), scale, end), torch.zeros(4, dtype=torch.uint8)
+    weights: list = [torch.empty(1, *shape) for shape in ((H, D), (D, H), (H, D))]
+    of_shared = functools.partial(on_meta.shared, experts._run_shared, rows, weights, flags, spec, D)
+    both, routed = (launched(warm_up.recorded(layer_of(shared=shared, flags=True, **how))) for shared in (True, False))
+    alone = launched(warm_up.recorded(of_shared))
+    assert alone <= both
+    others = {launch.split()[0] for launch in both - routed - alone}
+    assert others == {"_quantize_group_kernel", "_unpermute_sum_kernel"}  # of the layer's rows
+
+
+def test_the_op_of_travelling_shared_experts_compiles_them(monkeypatch):
+    def compile_ahead(kind, x, run):
+        raise StopIteration(kind)
+
+    monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
+    spec = LayerSpec(Route("all_to_all", 2), SWIGLU, Fp8FlowMoEConfig().backward, "trained", True)
+    with FakeTensorMode():
+        handed = [torch.empty(1, device="cuda") for _ in layout(spec.handing, "state", "shared_rows").names]
+        weights: list = [torch.empty(1, *shape, device="cuda") for shape in ((H, D), (D, H), (H, D))]
+        with pytest.raises(StopIteration, match="shared"):
+            experts._routed_experts_finish(handed[0], handed, weights, None, spec.encode(), D, torch.bfloat16)
 
 
 def test_all_kernels_of_an_ffn():

@@ -376,6 +376,9 @@ def _routed_experts_finish(
     saved, shared_y = Saved.unpack(layout(spec.handing, *_HANDED), handed), None
     if spec.shared:
         rows = saved.rows_of_shared
+        if payload.is_cuda and (kind := (layer, "shared", cast(Tensor, shared_weights[0]).shape)) not in warm_up.seen:
+            of_shared = rows, shared_weights, nan_flags, spec, dim
+            warm_up.compile_ahead(kind, payload, functools.partial(on_meta.shared, _run_shared, *of_shared))
         ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags), dim)
         shared_y, shared_ffn = group_ffn(ffn, rows, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn)
@@ -625,6 +628,21 @@ def _shared_backward(saved: Saved, call: _Call, dy: Rows, with_dx: bool, nans: N
     dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
     ds_T = grads.ds_M[:T] if spec.shared_scored else None
     return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, ds_T, grads)
+
+
+def _run_shared(
+    rows: GroupRows, weights: ExpertWeights[Tensor], nan_flags: Tensor | None, spec: LayerSpec, dim: int
+) -> None:
+    """The forward and backward of shared experts apart from the routed ones, for their kernels alone."""
+    call, nans = _Call(spec, None, None, None), NanFlags.of(nan_flags)
+    ffn = group_of(rows, spec.expert, spec.shared_backward, nans, dim)
+    _, saved_ffn = group_ffn(ffn, rows, _packed_shared(weights, call))
+    kept = layout(spec, *_FINISHED)
+    saved = Saved.unpack(kept, Saved(shared_ffn=saved_ffn).pack(kept))
+    saved = saved._replace(shared_weights=weights, shared_rows=rows)
+    backward = _shared_backward(saved, call, Rows(rows.q, rows.scale), True, nans, rows.q.shape[0])
+    if spec.shared == "trained":
+        backward.weight_grads(ExpertWeights(True, True, True))
 
 
 class _Finish(torch.autograd.Function):

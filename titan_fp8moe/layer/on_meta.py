@@ -5,7 +5,7 @@ out, as are adapters' GEMMs. They are small.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import Biases, ExpertWeights
 from titan_fp8moe.recipe import FP8
+from titan_fp8moe.rows import GroupRows
 from titan_fp8moe.spec import BackwardSpec
 
 
@@ -83,6 +84,23 @@ def experts(
     _backward(
         apply_experts(like(x_TD), routed, like(topk_ids_TK), scores, layer, shared=shared, nan_flags=like(nan_flags))
     )
+
+
+def shared(
+    run: Callable[..., None],
+    rows: GroupRows,
+    weights: list[Tensor | None],
+    nan_flags: Tensor | None,
+    spec: LayerSpec,
+    dim: int,
+) -> None:
+    """Calls ``run`` with tensors like those with which a dispatch that overlaps runs shared experts: rows, weights
+    without their dim of one expert, and flags."""
+    found = (
+        None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in rows
+    )
+    with torch.no_grad():
+        run(GroupRows(*cast(Any, found)), _one_expert(weights, dim), like(nan_flags), spec, dim)
 
 
 def ffn(
