@@ -86,15 +86,15 @@ def write_text(path: Path, text: str) -> None:
 def write_records(path: Path, records: list[dict]) -> None:
     """Adds ``records`` to the list in ``path``, one per line.
 
-    They replace records of the same name, shape and reference, and get the fields of :func:`environment` that they
-    lack.
+    They get the fields of :func:`environment` that they lack, and replace records of the same name, shape, reference
+    and hardware.
     """
 
-    def key(record: dict) -> tuple[str, str, str]:
-        return record["name"], json.dumps(record["shape"]), record["reference"]
+    def key(record: dict) -> tuple[str, str, str, str]:
+        return record["name"], json.dumps(record["shape"]), record["reference"], record["hardware"]
 
     env = environment()
-    new = {key(record): env | record for record in records}
+    new = {key(record): record for record in (env | record for record in records)}
     old = json.loads(path.read_text()) if path.exists() else []
     kept = [record for record in old if key(record) not in new]
     lines = ",\n".join(json.dumps(record) for record in kept + list(new.values()))

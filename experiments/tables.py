@@ -51,10 +51,11 @@ class Records:
         self.all = records
         self.used: list[Record] = []
 
-    def of(self, name: str, shape: str, ablation: str | None = None, hardware: str = "") -> Found:
-        """By reference, those of the newest run, on that ``hardware`` if it is given: others met another machine or
-        another state. Without ``ablation`` none of :data:`ABLATIONS`, else that one alone."""
+    def of(self, name: str, shape: str, ablation: str | None = None, hardware: str = "", commit: str = "") -> Found:
+        """By reference, those of the newest run, on that ``hardware`` and of that ``commit`` if they are given: others
+        met another machine or another state. Without ``ablation`` none of :data:`ABLATIONS`, else that one alone."""
         found = [r for r in self.all if r["name"] == name and r["shape"] == shape and hardware in r["hardware"]]
+        found = [r for r in found if commit in r["commit"]]
         found = [r for r in found if (r["reference"] == ablation if ablation else r["reference"] not in ABLATIONS)]
         newest = max(reversed(found), key=lambda r: r["date"], default=None)  # of one date, what was written last
         found = [r for r in found if all(r[key] == newest[key] for key in ("date", "commit", "hardware"))]
@@ -311,11 +312,12 @@ TITAN03 = {
 
 
 def titan03(records: Records) -> str:
-    """Training under torchtitan 0.3, one row for each setting and options of ours."""
+    """Training under torchtitan 0.3, one row for each setting, options of ours, card and commit."""
     rows = []
     for name, shape in records.named(r"train_\S+_titan03( \S+=\S+)*"):
-        for gpu in ("H200", "H100"):
-            found = records.pair(name, shape, hardware=gpu)
+        same = [r for r in records.all if (r["name"], r["shape"]) == (name, shape)]
+        for gpu, commit in dict.fromkeys((card(r), r["commit"]) for r in same):
+            found = records.pair(name, shape, hardware=gpu, commit=commit)
             if found.speed:
                 short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
                 title = joined(short.replace("parallelism.expert_parallel_degree=1", "FSDP 2"), *name.split()[1:])
@@ -419,15 +421,15 @@ def by_model(shapes: list[str]) -> list[str]:
     return sorted(shapes, key=place)
 
 
-def layers(records: Records, fused: bool = True) -> str:
-    """Those that were measured next to fused bf16."""
+def layers(records: Records, main: bool = True) -> str:
+    """Those of 8,192 tokens next to fused bf16, or all others."""
     rows = []
     for kind in ("", " as a CUDA graph"):
         references = [f"bf16{peer}{kind}" for peer in ("", " whole", " fused")]
         for shape in by_model(records.shapes(f"moe_layer{kind}", references[1])):
             used = len(records.used)
             time = records.of(f"moe_layer{kind}", shape)
-            if ("bf16 fused" in time) != fused:
+            if ("bf16 fused" in time and layer(shape).endswith("8192 tokens")) != main:
                 del records.used[used:]
                 continue
             weights, saved = ({} if kind else records.of(f"moe_layer{k}", shape) for k in ("_with_weights", " saved"))
@@ -439,9 +441,8 @@ def layers(records: Records, fused: bool = True) -> str:
     return markdown(head, rows)
 
 
-def layers_without_fused(records: Records) -> str:
-    """Older ones, whose bf16 multiplies by the scores in an fp32 bmm."""
-    return layers(records, fused=False)
+def other_layers(records: Records) -> str:
+    return layers(records, main=False)
 
 
 def layers_with_kept_weights(records: Records) -> str:
@@ -628,7 +629,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
         *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
-        *(layers, layers_without_fused, layers_with_kept_weights, layer_ablations, sonicmoe, ffns),
+        *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, ffns),
         *(routed_vs_fused_bf16, model_layers, activations, transformers, transformers_token, lora),
         *(gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )
