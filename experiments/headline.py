@@ -2,9 +2,9 @@
 
     python -m experiments.headline experiments/throughput docs/headline.png
 
-The bars are the records of ``SHAPE`` on the card on which torchtitan's bf16 was measured last, each at its fastest
-checkpointing. The ratios are over the strongest bf16, ours is the last, in colour. The curves are the sweep's, of the
-cards in ``sweep.json``, with the local batch at each point; without that file there are none.
+The bars are the records of ``SHAPE`` on the card on which torchtitan's bf16 was measured last, with checkpointing per
+op. The ratios are over the strongest bf16, ours is the last, in colour. The curves are the sweep's, of the cards in
+``sweep.json``, with the local batch at each point; without that file there are none.
 """
 
 import json
@@ -25,10 +25,9 @@ LABEL, OURS, OTHERS = "FP8, titan_fp8moe", "#0072B2", "#B0B0B0"
 def bars(records: Records) -> tuple[dict[str, float], float, dict]:
     """Tokens/s by label, ours last, the strongest bf16's, and a record of the card and state that ran them."""
     run = first(next(run for run in records.runs(NAME, SHAPE) if "bf16" in run))
-    gpu = run["hardware"]
-    found = records.of(NAME, SHAPE, hardware=gpu)
-    without_checkpointing = records.of(f"{NAME} checkpointing=none", SHAPE, hardware=gpu)
-    ours = max(r["value"] for r in [*found.values(), *without_checkpointing.values()])
+    every = records.of(NAME, SHAPE, hardware=run["hardware"])
+    found = {name: r for name, r in every.items() if not name.endswith(("=none", "=full"))}
+    ours = max(r["value"] for r in found.values())
     peers = {title: best(found, names) for title, names in PEERS.items()}
     others = {title: found[peer]["reference_value"] for title, peer in peers.items() if peer}
     strongest = max(found[peer]["reference_value"] for peer in (best(found, names) for names in BF16) if peer)
@@ -57,7 +56,7 @@ def curves(points: list[dict]) -> dict[tuple[str, str], list[tuple[float, float,
     """By card and variant, memory, tokens/s and local batch of those that fit, smallest first; ours before bf16."""
     found: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
     for p in sorted(points, key=lambda p: (-ord(p["variant"][0]), p["variant"], p["local_batch"])):
-        if p["shape"].startswith(MODEL) and not p["error"]:
+        if not p["error"]:
             point = p["memory_gib"], p["tokens_per_second"], p["local_batch"]
             found.setdefault((card(p), p["variant"]), []).append(point)
     return found
@@ -89,7 +88,7 @@ def draw(records: Records, points: list[dict], path: Path) -> None:
     size = (13 if lines else 6, max(0.55 * len(found) + 0.9, 3.5 if lines else 0))
     figure, axes = plt.subplots(1, 1 + bool(lines), figsize=size, layout="constrained", squeeze=False)
     draw_bars(axes[0, 0], found, strongest)
-    title(axes[0, 0], "tokens/s, local batch 4, best checkpointing", run)
+    title(axes[0, 0], "tokens/s, local batch 4, checkpointing per op", run)
     if lines:
         draw_curves(axes[0, 1], lines)
         title(axes[0, 1], "tokens/s as the local batch (at each point) grows until memory is full", points[-1])
@@ -106,7 +105,7 @@ def main() -> None:
         json.loads(path.read_text()) if path.exists() else []
         for path in (args.folder / "results.json", args.folder / "sweep.json")
     )
-    draw(Records(records), points, args.picture)
+    draw(Records(records), [p for p in points if p["shape"].startswith(MODEL)], args.picture)
 
 
 if __name__ == "__main__":

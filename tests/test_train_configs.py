@@ -138,7 +138,7 @@ def test_numbers_and_absent_values_in_toml(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("argument", "message"),
-    [("", r"broken\.toml is no TOML file"), ("--rank=1", "--rank 1: there are 1 ranks")],
+    [("", r"broken\.toml is no TOML file"), ("--rank=1", "--world-size 1 has no rank 1")],
 )
 def test_dry_run_ends_with_the_mistake_alone(tmp_path: Path, argument: str, message: str):
     config = CONFIGS[0]

@@ -58,7 +58,7 @@ DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
     [
         ([*DEBUG, "--training.global_batch_size=7"], "error: global batch size must be multiple of local batch size"),
         ([*DEBUG, "--parallelism.expert_parallel_degree=3"], "error: layers.1.moe: 8 experts do not divide over 3"),
-        ([*DEBUG, "--rank=1"], "error: --rank 1: there are 1 ranks"),
+        ([*DEBUG, "--rank=1"], "error: --world-size 1 has no rank 1"),
         (["--config=no_such"], "error: Config function 'no_such' not found"),
         (["--module=deepseek_v3", *DEBUG], "error: deepseek_v3: its config is torchtitan's own; return with_fp8_flow("),
         (

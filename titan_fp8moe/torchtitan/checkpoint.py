@@ -46,7 +46,8 @@ class Job:
         config.checkpoint.enable = False  # nothing resumes here: other checkpoints of the run do not matter
         Fp8FlowMoEConverter.trains_here = False
         check_config(config)
-        dims = make_parallel_dims(config, world_size or smallest_world_size(config))
+        ranks = smallest_world_size(config) if world_size is None else world_size
+        dims = make_parallel_dims(config, ranks)
         spec, model_args, model = build_model(config, dims)
         _check_blocks(config, dims, model)
         if spec.state_dict_adapter is None:

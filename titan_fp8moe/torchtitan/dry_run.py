@@ -214,7 +214,7 @@ def from_command_line(description: str | None) -> Built:
         check_config(config)
         world_size = smallest_world_size(config) if args.world_size is None else args.world_size
         if not 0 <= args.rank < world_size:
-            raise ValueError(f"--rank {args.rank}: there are {world_size} ranks")
+            raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
         return Built(config, args.rank, *build(config, args.rank, world_size))
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
