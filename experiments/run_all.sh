@@ -73,6 +73,12 @@ if [ "$gpus" -gt 1 ]; then
     part "node${gpus}_layer_671b" 530 python3 -m experiments.throughput.layer --out experiments/throughput --gpus "$gpus" \
         --models 671B --experts $((256 / gpus)) --tokens 4096
     node 16b_batch1 530 --local-batch 1 --variants "${both[@]}"
+    if [ -n "$list" ] || python3 -c "import liger_cute_kernels" 2>/dev/null; then
+        part "node${gpus}_liger_cute" 300 torchrun --nproc-per-node "$gpus" --no-python \
+            python3 -m experiments.kernels.liger_cute --out experiments/kernels/results.json
+    else
+        echo "LigerCute is not installed and left out; kernels/liger_cute.py names its packages and what to preload"
+    fi
     # With torchtitan 0.3 in the environment, which excludes 0.2.2.
     node 16b_titan03 530 --torchtitan 0.3.0 --variants fp8_flow:dispatch=symmetric bf16
     exit $failed
@@ -131,6 +137,11 @@ if [ -n "$list" ] || python3 -c "import sonicmoe" 2>/dev/null; then
     kernels sonicmoe 530 --budget 450
 else
     echo "SonicMoE is not installed and left out; kernels/sonicmoe.py names its packages"
+fi
+if [ -n "$list" ] || python3 -c "import transformer_engine.pytorch" 2>/dev/null; then
+    kernels transformer_engine 530 --budget 300
+else
+    echo "TransformerEngine is not installed and left out; kernels/transformer_engine.py names its packages and what to preload"
 fi
 part gemm_range 540 python3 -m experiments.gemm_range.run --out experiments/gemm_range --budget 500
 part exchange 150 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json

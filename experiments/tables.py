@@ -171,6 +171,11 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("  ", " ") for line in lines)
 
 
+def script(command: str) -> str:
+    """A command up to its script, without the script's options."""
+    return re.match(r".*?(-m \S+|\.(py|sh)\b)", command)[0]
+
+
 def source(used: list[Record]) -> str:
     """Where the figures of a table come from."""
 
@@ -179,7 +184,7 @@ def source(used: list[Record]) -> str:
 
     hardware = unique(lambda r: r["hardware"].replace("1 x ", "one "))
     commits = unique(lambda r: f"`{r['commit']}`")
-    commands = unique(lambda r: "`" + " ".join(r["command"].split()[:3]) + "`")
+    commands = unique(lambda r: f"`{script(r['command'])}`")
     return f"Measured on {hardware}; {unique(lambda r: r['date'])}; commit {commits}; {commands}."
 
 
@@ -219,6 +224,38 @@ def sonicmoe(records: Records) -> str:
     for _, base, show in by_state(records, names[0]):
         rows.append([layer(base), show(cell, "sonicmoe"), *(show(ours, "sonicmoe", of=name) for name in names)])
     return markdown([_MS, "SonicMoE, bf16", _OURS, _QUANTIZED], rows)
+
+
+def twice(text: Callable[..., str], key: str) -> Callable[..., str]:
+    """``text`` of records, then of the other time that they have under ``key`` and ``reference_{key}``."""
+
+    def both(found: Found, *args: str) -> str:
+        other = {}
+        for reference, r in found.items():
+            mine, theirs = r[key], r[f"reference_{key}"]
+            other[reference] = r | dict(value=mine, reference_value=theirs, speedup=theirs / mine)
+        return " / ".join(filter(None, (text(each, *args) for each in (found, other))))
+
+    return both
+
+
+def transformer_engine(records: Records) -> str:
+    """The routed part of a layer against three ways of TransformerEngine's FP8: wall time, and that of kernels."""
+    peers, rows = [f"TransformerEngine{way}" for way in ("", ", native", ", one weight")], []
+    for name, base, show in by_state(records, "routed_experts_te.*"):
+        cells = [show(twice(cell, "gpu_busy"), peer) for peer in peers]
+        rows.append([joined(layer(base), name.partition(", ")[2]), *cells, show(twice(ours, "gpu_busy"), *peers)])
+    return markdown([f"{_MS}, {BACK_TO_BACK} / GPU busy", *peers, _OURS], rows)
+
+
+def liger_cute(records: Records) -> str:
+    """Routed experts over several GPUs against LigerCute's bf16 kernels."""
+    peer, rows = "LigerCute", []
+    for name, base, show in by_state(records, "routed_experts_ep_liger"):
+        cells = [show(twice(ours, "forward"), peer, of=name + way) for way in ("", " dispatch=symmetric")]
+        rows.append([layer(base), show(twice(cell, "forward"), peer), *cells])
+    paths = (f"{_OURS}, {path}" for path in ("all-to-all", "symmetric memory"))
+    return markdown([f"{_MS} / forward alone", "LigerCute, bf16", *paths], rows)
 
 
 def routed_vs_fused_bf16(records: Records) -> str:
@@ -630,6 +667,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     for table in (
         *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
         *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, ffns),
+        *(transformer_engine, liger_cute),
         *(routed_vs_fused_bf16, model_layers, activations, transformers, transformers_token, lora),
         *(gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
     )

@@ -1,6 +1,7 @@
 """Times of GPU kernels by state of the GPU, candidates in turn, and the records of such times."""
 
 import functools
+import math
 import random
 import statistics
 import sys
@@ -103,6 +104,26 @@ def host_ms(run: Callable[[], object], runs: int = 20) -> float:
     for _ in range(runs):
         run()
     return (time.perf_counter() - start) / runs * 1e3
+
+
+def busy_ms(run: Callable[[], object]) -> float:
+    """Milliseconds in which the GPU works on ``run``, without the gaps in which it waits for the host."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return covered((e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == cuda) / 1e3
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, end = 0.0, -math.inf
+    for left, right in sorted(intervals):
+        total += max(0.0, right - max(left, end))
+        end = max(end, right)
+    return total
 
 
 def in_turn(timers: dict[str, Callable[[], float]], rounds: int, draw: Any = random) -> dict[str, list[float]]:

@@ -38,7 +38,7 @@ ENDS = {how: (1, r"for ranks \[1\]. They have died, raised an error") for how in
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_lost_and_late_ranks(tmp_path, device, on_one_gpu):
     if device == "cuda" and torch.cuda.device_count() == 1:
-        pytest.skip("needs two GPUs: on one that ranks share, the kernel of the survivor has hung, past its own timeout")
+        pytest.skip("needs two GPUs: on one that ranks share, the survivor's kernel has hung, past its own timeout")
     done = run_script("tests/distributed/symmetric_faults_worker.py", tmp_path, gpu=device == "cuda", seconds=150)
     for how, (code, message) in ENDS.items():
         codes = "(?:1|-6)" if code and device == "cuda" else code  # CUDA may abort the process in its last moments

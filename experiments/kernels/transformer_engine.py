@@ -1,0 +1,192 @@
+"""The routed part of a MoE layer, forward and backward, next to TransformerEngine's FP8 with scales of 128-blocks.
+
+    LD_PRELOAD=CUBLAS/libcublasLt.so.13:CUBLAS/libcublas.so.13 \\
+        python -m experiments.kernels.transformer_engine --out experiments/kernels/results.json
+
+Both get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing.
+TransformerEngine runs ``moe_permute_and_pad_with_probs``, ``GroupedLinear`` of gate and up as one, SwiGLU times the
+scores, ``GroupedLinear`` and ``moe_unpermute``, under ``autocast`` with ``Float8BlockScaling``. Three candidates:
+
+* ``TransformerEngine``: a cuBLAS GEMM for each expert, groups padded to 16 rows;
+* ``native``: cuBLAS' grouped GEMM, groups padded to 128 rows, at most 64 experts;
+* ``one weight``: the same with the experimental ``single_grouped_weight``; one kernel quantizes all experts.
+
+Each microbatch quantizes the weights, TransformerEngine's once and ours in each direction. In further records four
+microbatches share them, in two layouts as ours with ``cache_weights``: TransformerEngine gets ``is_first_microbatch``.
+``gpu_busy`` is the time in which some kernel runs, of one profiled step. The rest of the time the GPU waits for the
+host: the first candidate reads group sizes on the host, the first two launch kernels for each expert.
+
+TransformerEngine is not among this project's requirements. Its extension compiles against CUDA, cuDNN and NCCL headers:
+
+    pip install --no-deps --no-build-isolation transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 \\
+        transformer-engine-torch==2.20.2
+    pip install pydantic==2.14.4 importlib-metadata==10.2.0
+
+The native path needs cuBLAS 13.6, and torch 2.11 brings 13.1. ``LD_PRELOAD`` names 13.8.2's libraries, since torch's
+own RPATH precedes ``LD_LIBRARY_PATH``. Both sides run with it.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.kernels.sonicmoe import BF16, UNIT, Problem, Step, check, sizes_of
+from experiments.records import begin, script_parser, within, write_records
+from experiments.timing import AFTER_IDLING, BACK_TO_BACK, busy_ms, launched, median_ms, ms_records, show
+
+SHAPES = (("16B", 16384), ("16B", 6144), ("Qwen3-30B", 16384))
+OURS, NAME = "ours", "routed_experts_te"
+PEERS = {  # options of Layer
+    "TransformerEngine": dict(native=False, one_weight=False),
+    "TransformerEngine, native": dict(native=True, one_weight=False),
+    "TransformerEngine, one weight": dict(native=True, one_weight=True),
+}
+NATIVE_WEIGHTS = 64  # so many the grouped GEMM takes
+MICROBATCHES, KEPT = 4, ", weights kept for 4 microbatches"
+
+
+class ScaledSwiGLU(torch.autograd.Function):
+    """The kernels of TransformerEngine's ``ops.ScaledSwiGLU`` without the host time of its operation fuser."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, scores: Tensor) -> Tensor:
+        import transformer_engine_torch as tex
+
+        ctx.save_for_backward(h, scores)
+        return tex.scaled_swiglu(h, scores, None, 0)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        import transformer_engine_torch as tex
+
+        return tex.scaled_dswiglu(dout.contiguous(), *ctx.saved_tensors, None, 0, True)
+
+
+class Layer:
+    """TransformerEngine's routed experts on a problem's inputs."""
+
+    def __init__(self, problem: Problem, native: bool, one_weight: bool):
+        import transformer_engine.pytorch as engine
+        from transformer_engine.common.recipe import Float8BlockScaling
+
+        os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"  # else the experimental option is ignored
+        self.problem, self.native, self.engine, self.recipe = problem, native, engine, Float8BlockScaling()
+        zeros_TE = torch.zeros(len(problem.x), problem.sizes.E, device=problem.x.device)
+        self.scores_TE = zeros_TE.scatter(1, problem.ids, problem.scores.detach()).requires_grad_()
+        self.map_TE = zeros_TE.int().scatter_(1, problem.ids, 1)
+        self.modules, self.weights = [], []
+        for w_ENK in problem.fused_weights():
+            E, N, K = w_ENK.shape
+            module = engine.GroupedLinear(
+                *(E, K, N), bias=False, params_dtype=BF16, use_grouped_tensor=native, single_grouped_weight=one_weight
+            )
+            weights = [module.weight] if one_weight else [getattr(module, f"weight{i}") for i in range(E)]
+            parts = [weights[0].rowwise_data.view(E, N, K)] if one_weight else weights
+            with torch.no_grad():
+                for part, values in zip(parts, [w_ENK] if one_weight else w_ENK, strict=True):
+                    part.copy_(values)
+            self.modules.append(module)
+            self.weights.append(weights)
+
+    def forward(self, first: bool | None) -> Tensor:
+        """``first``: whether it quantizes weights that other microbatches get; None: for itself alone."""
+        engine, x, align = self.engine, self.problem.x, 128 if self.native else 16
+        x_MD, scores_M, rows, pads, padded_E = engine.moe_permute_and_pad_with_probs(
+            x, self.scores_TE, self.map_TE, self.map_TE.sum(0), align
+        )
+        sizes_E = padded_E if self.native else padded_E.cpu()
+        up, down = self.modules
+        with engine.autocast(enabled=True, recipe=self.recipe):
+            h = up(x_MD, sizes_E, is_first_microbatch=first)
+            y_MD = down(ScaledSwiGLU.apply(h, scores_M.to(h.dtype)), sizes_E, is_first_microbatch=first)
+        return engine.moe_unpermute(y_MD, rows, None, restore_shape=x.shape, map_type="mask", pad_offsets=pads)
+
+    def step(self, first: bool | None = None) -> list[Tensor]:
+        out = self.forward(first)
+        leaves = [self.problem.x, self.scores_TE, *self.weights[0], *self.weights[1]]
+        return [out, *torch.autograd.grad(out, leaves, self.problem.dout)]
+
+    def microbatches(self) -> None:
+        for i in range(MICROBATCHES):
+            self.step(i == 0)
+
+    def results(self) -> list[Tensor]:
+        """Output, dx, dscores, dw13 and dw2, for :func:`check`."""
+        out, dx, dscores_TE, *dws = self.step()
+        found = [out, dx, dscores_TE.gather(1, self.problem.ids)]
+        for weight in self.problem.fused_weights():
+            count = len(self.weights[0])
+            parts, dws = dws[:count], dws[count:]
+            data = [getattr(part, "rowwise_data", part) for part in parts]
+            found.append(torch.cat([part.flatten() for part in data]).view_as(weight))
+        return found
+
+
+def candidates(problem: Problem) -> dict[str, Step]:
+    """Each with its weights quantized in a microbatch, and kept for four.
+
+    Raises:
+        RuntimeError: if a peer's results differ from ours.
+    """
+    steps: dict[str, Step] = {OURS: problem.ours(), OURS + KEPT: problem.ours("both", MICROBATCHES)}
+    for peer, options in PEERS.items():
+        if options["native"] and not options["one_weight"] and problem.sizes.E > NATIVE_WEIGHTS:
+            continue
+        layer = Layer(problem, **options)
+        print(f"{peer}: {check(steps[OURS], layer.results):.3f} apart", flush=True)
+        steps |= {peer: layer.step, peer + KEPT: layer.microbatches}
+    return steps
+
+
+def lines(times: dict[str, dict[str, float]], busy: dict[str, float]) -> list[dict]:
+    """Of each candidate the milliseconds of one microbatch, by state and ``gpu_busy``, from those of a step."""
+    return [
+        {"candidate": candidate}
+        | {key: ms[candidate] / (MICROBATCHES if candidate.endswith(KEPT) else 1)
+           for key, ms in (times | {"gpu_busy": busy}).items()}
+        for candidate in busy
+    ]  # fmt: skip
+
+
+def records(shape: str, lines: list[dict]) -> list[dict]:
+    """One for each peer, state and way with the weights, of the lines of a shape's candidates."""
+    found = []
+    for kept in ("", KEPT):
+        of = {n.removesuffix(KEPT): line for line in lines if (n := line["candidate"]).endswith(KEPT) == bool(kept)}
+        times = {state: {n: line[state] for n, line in of.items()} for state in (BACK_TO_BACK, AFTER_IDLING)}
+        for record in ms_records(NAME + kept, shape, times, OURS, PEERS, UNIT):
+            busy = dict(gpu_busy=of[OURS]["gpu_busy"], reference_gpu_busy=of[record["reference"]]["gpu_busy"])
+            found.append(record | busy)
+    return found
+
+
+def require_grouped_gemm() -> None:
+    """Ends the program where the native path would silently become a GEMM for each expert."""
+    from transformer_engine.common.recipe import Float8BlockScaling
+    from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
+    from transformer_engine_torch import get_cublasLt_version
+
+    if not is_module_grouped_tensor_path_supported(Float8BlockScaling(), BF16):
+        sys.exit(f"error: cuBLASLt {get_cublasLt_version()} has no grouped GEMM for FP8 blocks; preload 13.6 or newer")
+
+
+def main() -> None:
+    args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
+    begin()
+    require_grouped_gemm()
+    for model, tokens in within(args.budget, SHAPES):
+        sizes = sizes_of(model)
+        steps = candidates(Problem(sizes, tokens))
+        times = median_ms(steps, 5, launched(60))
+        found = lines(times, {n: busy_ms(steps[n]) for n in times[BACK_TO_BACK]})
+        shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
+        show(shape, {key: {line["candidate"]: line[key] for line in found} for key in (*times, "gpu_busy")})
+        write_records(args.out, records(shape, found))
+        del steps
+
+
+if __name__ == "__main__":
+    main()

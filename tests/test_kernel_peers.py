@@ -1,0 +1,99 @@
+"""The parts of experiments/kernels' peers that decide what their records mean, with times that are known."""
+
+import pytest
+import torch
+
+from experiments import tables
+from experiments.kernels import liger_cute, sonicmoe, transformer_engine
+from experiments.kernels.transformer_engine import KEPT, OURS, PEERS
+from experiments.timing import AFTER_IDLING, BACK_TO_BACK, covered
+
+ENV = dict(hardware="1 x NVIDIA H200", commit="c", date="2026-01-02", command="python a.py --out b.json")
+
+
+def test_covered_counts_overlaps_once_and_gaps_never():
+    assert covered([(10, 12), (0, 4), (1, 2), (3, 6)]) == 8
+    assert covered([]) == 0
+
+
+def te_lines() -> list[dict]:
+    """Ours takes 2 ms and TransformerEngine's ways 4, 6 and 8; after idling twice as long; kernels half of it. A step
+    with kept weights is four microbatches."""
+    ms = {name: 2.0 * i for i, name in enumerate((OURS, *PEERS), 1)}
+    ms |= {name + KEPT: 3 * value for name, value in ms.items()}
+    times = {BACK_TO_BACK: ms, AFTER_IDLING: {name: 2 * value for name, value in ms.items()}}
+    return transformer_engine.lines(times, {name: value / 2 for name, value in ms.items()})
+
+
+def test_records_of_transformer_engine():
+    found = transformer_engine.records("16B, 64 experts per GPU, 8 tokens", te_lines())
+    assert len(found) == len(PEERS) * 2 * 2
+    by_key = {(r["name"], r["reference"], r["shape"].rpartition(", ")[2]): r for r in found}
+    each = by_key["routed_experts_te", "TransformerEngine, native", AFTER_IDLING]
+    assert (each["value"], each["reference_value"], each["speedup"]) == (4, 12, 3)
+    assert (each["gpu_busy"], each["reference_gpu_busy"]) == (1, 3)
+    kept = by_key["routed_experts_te, weights kept for 4 microbatches", "TransformerEngine, one weight", BACK_TO_BACK]
+    assert (kept["value"], kept["reference_value"], kept["speedup"]) == (1.5, 6, 4)
+    assert (kept["gpu_busy"], kept["reference_gpu_busy"]) == (0.75, 3)
+
+
+def test_table_of_transformer_engine():
+    """A way that did not run leaves its cells empty."""
+    lines = [line for line in te_lines() if "native" not in line["candidate"]]
+    records = transformer_engine.records("16B, 64 experts per GPU, 8 tokens", lines)
+    rows = tables.transformer_engine(tables.Records([ENV | r for r in records])).splitlines()[2:]
+    ours = "2 (**2.00x**, 4.00x) / 1 (**2.00x**, 4.00x)"
+    assert rows[0] == f"| 16B, 64 experts, 8 tokens | 4 / 2 | 8 / 4 | {ours} |"
+    assert rows[1].startswith("| 16B, 64 experts, 8 tokens, weights kept for 4 microbatches | 3 / 1.5 | 6 / 3 | 1.5 ")
+
+
+@pytest.mark.parametrize("experts,native", [(64, True), (128, False)])
+def test_the_native_path_takes_64_weights(experts, native, monkeypatch):
+    class Layer:
+        def __init__(self, problem, **options):
+            self.step = self.microbatches = self.results = None
+
+    monkeypatch.setattr(transformer_engine, "Layer", Layer)
+    monkeypatch.setattr(transformer_engine, "check", lambda *_: 0.1)
+    problem = sonicmoe.Problem(sonicmoe.Sizes(128, 128, experts, 2), 4, "cpu")
+    found = transformer_engine.candidates(problem)
+    names = [OURS, *(peer for peer in PEERS if native or peer != "TransformerEngine, native")]
+    assert sorted(found) == sorted(names + [name + KEPT for name in names])
+
+
+def test_records_and_table_of_liger_cute():
+    times = {"LigerCute": (8.0, 2.0), "ours, all_to_all": (4.0, 4.0), "ours, symmetric": (2.0, 1.0)}
+    lines = [dict(candidate=name, ms=ms, forward_ms=forward) for name, (ms, forward) in times.items()]
+    found = liger_cute.records("16B, 32 experts per GPU, 8 tokens, 2 GPUs", lines)
+    assert [r["name"] for r in found] == ["routed_experts_ep_liger", "routed_experts_ep_liger dispatch=symmetric"]
+    assert [(r["value"], r["reference_value"], r["speedup"]) for r in found] == [(4, 8, 2), (2, 8, 4)]
+    assert [(r["forward"], r["reference_forward"]) for r in found] == [(4, 2), (1, 2)]
+    table = tables.liger_cute(tables.Records([ENV | r for r in found]))
+    cells = "8 / 2 | 4 (**2.00x**) / 4 (**0.50x**) | 2 (**4.00x**) / 1 (**2.00x**)"
+    assert table.splitlines()[2] == f"| 16B, 32 experts, 8 tokens, 2 GPUs | {cells} |"
+
+
+def test_a_ranks_share_of_a_problem():
+    torch.manual_seed(0)
+    problem = sonicmoe.Problem(sonicmoe.Sizes(128, 128, 4, 2), 64, "cpu", ranks=2)
+    assert problem.experts.w1.shape[0] == 2 and problem.ids.max() == 3
+
+
+def test_rows_of_gate_and_up_alternate_and_return():
+    w13 = torch.arange(2 * 6 * 1.0).view(2, 6, 1)
+    mixed = sonicmoe.interleave(w13)
+    assert mixed[0].flatten().tolist() == [0, 3, 1, 4, 2, 5]
+    out, dw13, dw2 = sonicmoe.gate_first(lambda: [w13[0], mixed, w13[1]])()
+    assert torch.equal(dw13, w13) and torch.equal(out, w13[0]) and torch.equal(dw2, w13[1])
+
+
+@pytest.mark.parametrize(
+    "command,script",
+    [
+        ("python -m experiments.a.b --out c", "python -m experiments.a.b"),
+        ("torchrun --nproc-per-node 2 a.py --out b.py", "torchrun --nproc-per-node 2 a.py"),
+        ("bash experiments/a/run.sh long", "bash experiments/a/run.sh"),
+    ],
+)
+def test_a_command_without_its_scripts_options(command, script):
+    assert tables.script(command) == script
