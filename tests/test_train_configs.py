@@ -99,6 +99,7 @@ MISTAKES = [  # a line of debug.toml, what replaces it, the message
     ("steps = 100", "steps = ", "broken.toml is no TOML file"),
     ("steps = 100", "step = 100", "training.step is unknown; did you mean steps?"),
     ("steps = 100", "zzz = 100", "training.zzz is unknown; known are dataset, "),
+    ('save_h = "bf16"', "emulate = true", "fp8_flow_moe.emulate is unknown; since 0.3.0 TITAN_FP8MOE_EMULATE=1 in "),
     ("[training]", "[trainings]", "broken.toml: trainings is unknown; did you mean training?"),
     ("[job]", "comm = 3\n[job]", "comm = 3; set it to a table of settings"),
     ("steps = 100", 'steps = "100"', "training.steps = '100'; set it to a whole number"),

@@ -65,6 +65,8 @@ def check_table(config_class: type, values: dict[str, Any], table: str = "") -> 
             remedy = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
             if name == "fp8_flow_moe":
                 remedy = 'set job.custom_config_module = "titan_fp8moe.torchtitan"'
+            if (table, name) == ("fp8_flow_moe.", "emulate"):  # a setting of 0.2
+                remedy = "since 0.3.0 TITAN_FP8MOE_EMULATE=1 in the environment takes its place"
             raise ValueError(f"{table}{name} is unknown; {remedy}")
         hint = hints[name]
         if dataclasses.is_dataclass(hint) and isinstance(value, dict):
