@@ -125,6 +125,37 @@ def test_a_wrong_config_file_is_found_before_imports(script: str):
     assert re.fullmatch(r".*CONFIG_FILE = train_configs/no_such.toml: no such file; .*\n", done.stderr)
 
 
+def test_help_is_the_scripts_header():
+    command = ["bash", str(ROOT / "tools/quickstart.sh"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit(15))
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[0].startswith("# Trains") and lines[-1].startswith("# torchtitan overrides")
+
+
+PYTHON = """\
+#!/bin/sh
+case "$*" in
+*progress.py*) cat ;;
+*torch.cuda*) echo cpu ;;
+*compare_losses.py*) for last; do :; done; [ -z "$DRAWS" ] || touch "$last" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("draws", ["", "1"], ids=["no picture", "a picture"])
+def test_the_quickstart_names_files_that_exist(tmp_path: Path, draws: str):
+    """A Python in the place of this one does none of the work. The picture of an earlier run is not this one's."""
+    (tmp_path / "python3").write_text(PYTHON)
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "curves.png").touch()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = os.environ | dict(PATH=path, OUT=str(tmp_path), DRAWS=draws, CUDA_VISIBLE_DEVICES="")
+    command = ["bash", str(ROOT / "tools/quickstart.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit(15))
+    assert done.returncode == 0, done.stderr
+    assert f"table: {tmp_path}/table.txt" in done.stdout and ("curves:" in done.stdout) == bool(draws)
+
+
 def test_a_package_index_is_not_asked_for_this_package():
     """The name is nobody's there."""
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/**/*.py"), *ROOT.glob("tools/*.sh")]:
