@@ -1,6 +1,7 @@
 """Kernels that are compiled ahead are those that a layer launches."""
 
 import functools
+import io
 import os
 import sys
 import time
@@ -205,6 +206,22 @@ def test_a_rank_without_fp8(monkeypatch, capsys):
     monkeypatch.setattr(command.importlib, "import_module", lambda _: dry_run)
     command.main()
     assert capsys.readouterr().out == "Nothing to compile: this rank has no layer in FP8\n"
+
+
+def test_a_line_before_the_first_kernel(monkeypatch):
+    """It has left the buffer when the processes begin."""
+
+    def compile_shares(shares, _):
+        assert sys.stdout.buffer.getvalue() == b"Compiling 5 kernels in 2 processes\n"
+        return 0
+
+    monkeypatch.setattr(command.importlib, "import_module", lambda _: SimpleNamespace(from_command_line=lambda _: None))
+    monkeypatch.setattr(warm_up, "recorded", lambda _: list(range(5)))
+    monkeypatch.setattr(warm_up, "compile_shares", compile_shares)
+    monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
+    monkeypatch.setattr(command.os, "sched_getaffinity", lambda _: range(2))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    command.main()
 
 
 def test_another_gpu_is_refused(monkeypatch):

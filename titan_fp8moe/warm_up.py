@@ -39,6 +39,7 @@ def main() -> None:
         print("Nothing to compile: this rank has no layer in FP8")
         return
     processes = min(len(os.sched_getaffinity(0)), warm_up.MAX_PROCESSES)
+    print(f"Compiling {len(launches)} kernels in {processes} processes", flush=True)
     failed = warm_up.compile_shares([launches[index::processes] for index in range(processes)], math.inf)
     if failed:
         sys.exit(f"error: {failed} of {processes} processes failed; the job compiles what is missing")
