@@ -123,7 +123,7 @@ def test_empty_filter_is_an_error(value):
 
 def test_other_models_and_layers_are_refused():
     config = make_config(model="llama3", flavor="debugmodel")
-    with refused("the model has no MoE layer; remove the converter"):
+    with refused("the model has no MoE layer; choose a model with some, or remove what converts it"):
         convert(config, make_model(config))
     config = make_config()
     for part, base, said in (

@@ -50,6 +50,10 @@ def test_the_kernels_of_a_job():
     assert found > expected and {key.split()[0] for key in found - expected} == kinds
 
 
+NO_SUCH = (
+    "error: Config function 'no_such' not found in titan_fp8moe.torchtitan03.config_registry. "
+    "Available config functions: ['deepseek_v3_16b', "
+)
 DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
 
 
@@ -59,7 +63,7 @@ DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
         ([*DEBUG, "--training.global_batch_size=7"], "error: global batch size must be multiple of local batch size"),
         ([*DEBUG, "--parallelism.expert_parallel_degree=3"], "error: layers.1.moe: 8 experts do not divide over 3"),
         ([*DEBUG, "--rank=1"], "error: --world-size 1 has no rank 1"),
-        (["--config=no_such"], "error: Config function 'no_such' not found"),
+        (["--config=no_such"], NO_SUCH),
         (["--module=deepseek_v3", *DEBUG], "error: deepseek_v3: its config is torchtitan's own; return with_fp8_flow("),
         (
             [*DEBUG, "--override.imports=torchtitan.overrides.fused_swiglu.fused_swiglu"],

@@ -11,18 +11,18 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components import optimizer
 from torchtitan.config import CompileConfig
-from torchtitan.config.override import derive
+from torchtitan.config.override import derive as _derive
 from torchtitan.models.deepseek_v3 import config_registry as _deepseek_v3
 from torchtitan.models.gpt_oss import config_registry as _gpt_oss
 from torchtitan.models.qwen3 import config_registry as _qwen3
 from torchtitan.trainer import Trainer
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan03.conversion import conversion_of
-from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, converted
-from titan_fp8moe.trainer.cpu import compute_dtype
+from titan_fp8moe.torchtitan03 import conversion, trainer
+from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
+from titan_fp8moe.trainer import cpu
 
 
 def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None = None) -> Trainer.Config:
@@ -32,15 +32,19 @@ def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None 
     line. A config of another trainer keeps its class, and its model is converted here, with these settings.
 
     Raises:
-        ValueError: for a model that cannot be converted. It names the setting and the remedy.
+        ValueError: for a model that cannot be converted, or another kind of config. It names the setting and the
+            remedy.
     """
     if isinstance(config, Fp8FlowTrainer.Config):
-        return derive(config, type(config), fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
-    before = conversion_of(config.model_spec.model)
+        return _derive(config, type(config), fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
+    if not hasattr(config, "model_spec"):
+        kind = type(config).__qualname__
+        raise ValueError(f"with_fp8_flow takes a training config, such as Trainer.Config, got {kind}")
+    before = conversion.conversion_of(config.model_spec.model)
     settings = fp8_flow_moe or (before.settings if before else Fp8FlowMoEConfig())
     if type(config) is Trainer.Config:
-        return derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=settings)
-    config.model_spec = converted(config.model_spec, settings)
+        return _derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=settings)
+    config.model_spec = trainer.converted(config.model_spec, settings)
     return config
 
 
@@ -48,7 +52,7 @@ def _extended(function: Callable[[], Trainer.Config]) -> Callable[[], Fp8FlowTra
     @functools.wraps(function)
     def config() -> Any:
         config = with_fp8_flow(function())
-        config.training.mixed_precision_param = compute_dtype()
+        config.training.mixed_precision_param = cpu.compute_dtype()
         return config
 
     return config
@@ -62,8 +66,8 @@ def deepseek_v3_16b_short() -> Any:
     del model.layers[4:]
     model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = 8192
     config.loss.loss_fn.global_vocab_size = 8192
-    config.optimizer = default_adamw(lr=3e-4)
-    config.lr_scheduler = LRSchedulersContainer.Config(
+    config.optimizer = optimizer.default_adamw(lr=3e-4)
+    config.lr_scheduler = optimizer.LRSchedulersContainer.Config(
         warmup_steps=20, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
     )
     config.parallelism.expert_parallel_degree = 1

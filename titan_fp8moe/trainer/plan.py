@@ -61,7 +61,10 @@ def make_plan(
         ValueError: for a model without MoE layers, or a string of ``filter_fqns`` or ``linear_fqns`` without a match.
     """
     if not found.layers:
-        raise ValueError("fp8_flow_moe: the model has no MoE layer; remove the converter, or choose a model with some")
+        raise ValueError(
+            "fp8_flow_moe: the model has no MoE layer; choose a model with some, or remove what converts it: the "
+            "converter, with_fp8_flow or --module titan_fp8moe.torchtitan03"
+        )
     filtered = preflight.matching([*found.layers, *found.ffns], config.filter_fqns, setting="filter_fqns")
     plan = []
     for name, layer in found.layers.items():
