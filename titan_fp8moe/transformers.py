@@ -51,6 +51,7 @@ except ImportError:
     ALL_FP8_EXPERTS_FUNCTIONS = None
 
 NAME = "fp8_flow"
+_STAY = 'use model.set_experts_implementation("grouped_mm")'
 _REGISTRIES = [r for r in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS) if r is not None]
 # What Transformers 5.17 to 5.24 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
@@ -125,6 +126,7 @@ def converted(model: nn.Module) -> list[str]:
         why = f'call model.set_experts_implementation("{NAME}"); a saved model does not keep the choice'
     else:
         why = "; ".join(sorted({f"{type(found[name]).__name__}: {reason}" for name, reason in reasons.items()}))
+        why = f"{why}; {_STAY}"
     raise ValueError(f"no experts of {type(model).__name__} run in FP8: {why}")
 
 
@@ -148,7 +150,7 @@ def _experts_forward(
         message = f"{type(experts).__name__} cannot run as {NAME}: {why_not}"
         if not keep:
             raise ValueError(
-                f'{message}; use model.set_experts_implementation("grouped_mm"), or leave such layers on grouped_mm '
+                f"{message}; {_STAY}, or leave such layers on grouped_mm "
                 'with titan_fp8moe.transformers.register(unsupported="keep")'
             )
         _warn(f"{message}; it stays on grouped_mm")
