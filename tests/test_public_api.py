@@ -85,6 +85,7 @@ def test_module_is_the_function():
         (dict(dtype=torch.float16), "dtype=torch.bfloat16"),
         (dict(config={}), "use Fp8FlowMoEConfig(**settings)"),
         (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "a group that this rank is not in"),
+        (dict(ep_group="ep"), "must be a process group, such as mesh.get_group(\"ep\"), got 'ep'"),
     ],
 )
 def test_module_refuses(arguments, message):
@@ -104,6 +105,7 @@ def test_linear_refuses():
     [
         (dict(config={"wgrad": "bf16"}), "Fp8FlowMoEConfig, got dict"),
         (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "a group that this rank is not in"),
+        (dict(ep_group="ep"), "must be a process group, .*got 'ep'"),
         (dict(meanwhile=lambda: torch.ones(T, 1)), r"x's shape, \(300, 256\)"),
         (dict(meanwhile=lambda: None), "got None"),
     ],

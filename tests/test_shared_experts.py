@@ -306,5 +306,7 @@ def test_shared_experts_that_do_not_fit(change, message):
         routed_experts(x, *weights[:3], ids, scores, shared=shared._replace(**change))
     with pytest.raises(ValueError, match="shared must be a titan_fp8moe.SharedExperts"):
         routed_experts(x, *weights[:3], ids, scores, shared=ExpertWeights(*weights[3:]))
+    with pytest.raises(ValueError, match="shared must be a titan_fp8moe.SharedExperts, got Linear"):
+        RoutedExperts(E, D, H, device=DEVICE)(x, ids, scores, shared=torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="with w3 None, as 'relu2' has no gate"):
         routed_experts(x, *weights[:2], None, ids, scores, activation="relu2", shared=shared)

@@ -110,7 +110,8 @@ class RoutedExperts(Fp8AllGather, AddsLora):
     ):
         super().__init__()
         _check_arguments(num_experts, dim, hidden_dim, dtype or torch.get_default_dtype())
-        check_member(ep_group)
+        if not isinstance(ep_group, DeviceMesh):
+            check_member(ep_group)
         num_ranks = 1 if ep_group is None else ep_group.size()
         if num_experts % num_ranks:
             raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
@@ -153,9 +154,10 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         """Frozen experts that are stored in FP8, 1 byte per parameter; see :class:`Fp8RoutedExperts`.
 
         Args:
-            w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's experts, H and D multiples of
-                128. Gate and up in one ``w1`` (E, 2H, D) with ``w3`` None are not copied. Without a gate up is ``w1``
-                (E, H, D), and ``w3`` None.
+            w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's experts, H and D multiples of 16
+                which :class:`titan_fp8moe.Fp8Weight` pads to multiples of 128. Gate and up in one ``w1`` (E, 2H, D)
+                with ``w3`` None are not copied; their H is a multiple of 128. Without a gate up is ``w1`` (E, H, D),
+                and ``w3`` None.
             config, ep_group, score_before_experts, activation, activation_parameters: as of :class:`RoutedExperts`.
         """
         expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
@@ -198,8 +200,10 @@ class RoutedExperts(Fp8AllGather, AddsLora):
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
         if not isinstance(self, FSDPModule):
             return super().__call__(x, topk_ids, topk_scores, **kwargs)
-        if (shared := kwargs.get("shared")) is not None:
-            kwargs["shared"] = shared._replace(scores=KeepDtype(shared.scores))
+        shared = kwargs.get("shared")
+        if isinstance(shared, SharedExperts) and shared.scores is not None:
+            scores: Any = KeepDtype(shared.scores)
+            kwargs["shared"] = shared._replace(scores=scores)
         return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
@@ -229,7 +233,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             biases=self._biases(),
             lora=self.lora(),
         )
-        if shared is not None and isinstance(shared.scores, KeepDtype):
+        if isinstance(shared, SharedExperts) and isinstance(shared.scores, KeepDtype):
             shared = shared._replace(scores=shared.scores.tensor)
         return apply_with_shared(x, self._weights(), topk_ids, topk_scores, layer, shared, meanwhile)
 
