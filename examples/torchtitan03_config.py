@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=1 -m torchtitan.train --module examples.torchtitan03_config --config my_run
 
 ``--module`` is any module that Python imports, ``--config`` a function of it. Options follow, as in torchtitan:
-``--training.steps 100 --fp8_flow_moe.save_h fp8``. The text is what ``tools/build_corpus.py --out outputs/corpus`` makes.
+``--training.steps 100 --fp8_flow_moe.save_h fp8``. ``tools/build_corpus.py --out outputs/corpus`` makes the text.
 """
 
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
