@@ -5,6 +5,7 @@ import multiprocessing
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.processes import call
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
 from titan_fp8moe.export_fp8 import shards
+from titan_fp8moe.export_fp8.sources import TensorInfo
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.checkpoint import Job
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
@@ -294,12 +296,69 @@ def test_refusals_of_the_job(export_job, tmp_path, monkeypatch):
         export_job(
             "--model.flavor=odd", *(f"--parallelism.{p}_degree=2" for p in ("tensor_parallel", "data_parallel_shard"))
         )
+    newcomer = dict(moe_intermediate_size=128, intermediate_size=256, kv_lora_rank=32, q_lora_rank=32, n_group=8)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | newcomer))
+    told = ("has 256", "has 512", "has 128", "has null", "model was trained with 1.")
+    said = (f"{key} = {value}, but the " for key, value in newcomer.items())
+    with refused(*said, *told, error=SystemExit):
+        export_job(assets=tmp_path, out=tmp_path / "out")
     for rope in (dict(rope_theta=5e6), dict(rope_parameters=dict(rope_theta=5e6))):
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | rope))
         with refused("rope_theta = 5000000.0, but the model was trained with 10000", error=SystemExit):
             export_job(assets=tmp_path, out=tmp_path / "out")
     with refused("not a checkpoint of deepseek_v3 debugmodel", "Pass the config of", error=SystemExit):
         export_job("--model.flavor", "debugmodel", out=tmp_path / "other")
+
+
+ROUTER = dict(num_experts_per_tok=3, norm_topk_prob=True, rope_theta=1e4)
+DEEPSEEK = ROUTER | dict(
+    num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, n_shared_experts=1,
+    moe_intermediate_size=256, intermediate_size=512, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=128,
+    num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+    n_group=1, topk_group=1, routed_scaling_factor=2.5, scoring_func="sigmoid", tie_word_embeddings=False,
+    attention_bias=False,
+)  # fmt: skip
+QWEN3 = ROUTER | dict(
+    num_hidden_layers=2, hidden_size=128, num_experts=8, moe_intermediate_size=768, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=64, decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "moe_args", "config"),
+    [
+        ("deepseek_v3", {}, {}, DEEPSEEK),
+        (
+            "deepseek_v3",
+            dict(q_lora_rank=48, v_head_dim=96, n_dense_layers=2),
+            dict(num_shared_experts=2, num_expert_groups=4, num_limited_groups=2),
+            DEEPSEEK
+            | dict(q_lora_rank=48, v_head_dim=96, first_k_dense_replace=2)
+            | dict(n_shared_experts=2, n_group=4, topk_group=2),
+        ),
+        (
+            "qwen3",
+            dict(n_layers=2, dim=128, n_heads=6, n_kv_heads=2, head_dim=64, rope_theta=1e4, enable_weight_tying=True),
+            dict(num_experts=8, top_k=3, route_norm=True),
+            QWEN3,
+        ),
+    ],
+    ids=["deepseek", "deepseek-q-lora-groups", "qwen3"],
+)
+def test_every_difference_is_told(tmp_path, monkeypatch, model, args, moe_args, config):
+    """The model's own config passes. Of one that is wrong in every key, one error names all."""
+    flavors, base = (qwen3_args, "debugmodel_moe") if model == "qwen3" else (deepseekv3_args, "tiny")
+    small = replace(flavors[base], **args, moe_args=replace(flavors[base].moe_args, **moe_args))
+    monkeypatch.setitem(flavors, "small", small)
+    job = Job(TOML, [f"--model.name={model}", "--model.flavor=small"])
+    shapes = {name: shape for key in job.shapes for name, shape in job.hf_shapes(key).items()}
+    source = SimpleNamespace(tensors={name: TensorInfo(shape, torch.bfloat16) for name, shape in shapes.items()})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shards.check_config(source, job.settings, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(config, -1)))
+    owners = {key: "model was trained with" if key in job.settings else "checkpoint has" for key in config}
+    with refused(*(f"{key} = -1, but the {owners[key]} {json.dumps(config[key])}" for key in config)):
+        shards.check_config(source, job.settings, tmp_path)
 
 
 def test_tensors_without_a_name_are_told(export, tmp_path, monkeypatch):

@@ -49,6 +49,10 @@ def test_rows_do_not_depend_on_the_batch(on_kernels, layer, generator, tokens):
     whole = rows(layer, torch.arange(T, device=generator.device))
     out, dx, ds = (found[some] for found in whole)
     got_out, got_dx, got_ds = rows(layer, some)
-    assert torch.equal(got_out, out) and torch.equal(got_dx, dx)
-    # Interpreted by NumPy, one score gradient of a few hundred runs differed in its last bit (SEED=596322542).
-    torch.testing.assert_close(got_ds, ds, rtol=5e-7 if INTERPRETED else 0, atol=0)
+    if not INTERPRETED:
+        assert torch.equal(got_out, out) and torch.equal(got_dx, dx) and torch.equal(got_ds, ds)
+        return
+    # NumPy's products of the same numbers have been seen to differ in their last bit, one of some hundred thousand.
+    for got, want, rounding in ((got_out, out, 2**-7), (got_dx, dx, 2**-7), (got_ds, ds, 5e-7)):
+        assert (got != want).sum() <= 2
+        torch.testing.assert_close(got, want, rtol=rounding, atol=0)

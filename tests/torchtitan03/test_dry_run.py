@@ -41,6 +41,12 @@ def test_the_quickstarts_model_on_a_gpu():
     assert "w1_EFD (64, 1408, 2048), on this rank (64, 1408, 2048)" in done.stdout
 
 
+def test_a_config_of_ones_own():
+    done = run("--module=examples.torchtitan03_config", "--config=my_run")
+    assert done.returncode == 0, done.stderr
+    assert "debugmodel, 11 parts in FP8" in done.stdout and "layer 1, Fp8FlowGroupedExperts" in done.stdout
+
+
 def test_the_kernels_of_a_job():
     """Of :mod:`titan_fp8moe.warm_up`: those of a layer and of an FFN, and those that one linear has besides."""
     job = "--config=deepseek_v3_16b", "--training.local_batch_size=1", "--training.seq_len=256"

@@ -21,7 +21,7 @@ import torch
 
 from titan_fp8moe.export_fp8 import shards
 from titan_fp8moe.export_fp8.format import ROUTED
-from titan_fp8moe.export_fp8.sources import HuggingFaceSource, Source
+from titan_fp8moe.export_fp8.sources import ConfigValues, HuggingFaceSource, Source
 from titan_fp8moe.recipe import TILE
 
 
@@ -74,8 +74,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     return args, overrides
 
 
-def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[str], str | None, Path]:
-    """The checkpoint, what training multiplies in FP8 and quantizes it from, and the folder of config.json."""
+def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[str], str | None, ConfigValues, Path]:
+    """The checkpoint, what training multiplies in FP8 and quantizes it from, its settings, and config.json's folder."""
     source, is_dcp = args.source, (args.source / ".metadata").exists()
     if not is_dcp and not any(source.glob("*.safetensors")):
         raise ValueError(f"{source} has neither .metadata, as torchtitan's checkpoints (step-N) do, nor safetensors")
@@ -89,7 +89,7 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
     if args.config is None:
         checkpoint = HuggingFaceSource(source)
         fp8 = _select(checkpoint, args.quantize, args.filter_fqns)
-        return checkpoint, fp8, args.quantized_from, args.assets or source
+        return checkpoint, fp8, args.quantized_from, {}, args.assets or source
     if not os.path.isfile(args.config):
         raise ValueError(f"--config {args.config}: no such file")
     from titan_fp8moe.torchtitan.checkpoint import DcpSource, Job
@@ -98,9 +98,7 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
     checkpoint = DcpSource(source, job) if is_dcp else HuggingFaceSource(source)
     if missing := job.fp8 - checkpoint.tensors.keys():
         raise ValueError(f"{source} is not a checkpoint of {job.name}: it lacks {min(missing)}")
-    assets = args.assets or job.assets
-    shards.check_rope(assets, job.rope_theta)
-    return checkpoint, job.fp8, args.quantized_from or job.quantized_from, assets
+    return checkpoint, job.fp8, args.quantized_from or job.quantized_from, job.settings, args.assets or job.assets
 
 
 def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[str]:
@@ -155,9 +153,9 @@ def main() -> None:
     args, overrides = _parse()
     logging.getLogger().setLevel(logging.WARNING)
     try:
-        source, fp8, quantized_from, assets = _open(args, overrides)
+        source, fp8, quantized_from, trained, assets = _open(args, overrides)
         plan = shards.make_plan(source, _precisions(source, fp8, quantized_from), int(args.shard_gb * 1e9))
-        shards.check_config(source, assets)
+        shards.check_config(source, trained, assets)
         kept = plan.modules_to_not_convert
         origin = "" if quantized_from is None else f" from {quantized_from}"
         print(f"{len(plan.fp8)} matrices in FP8{origin}, {len(kept)} modules in bf16, {len(plan.shards)} shards")

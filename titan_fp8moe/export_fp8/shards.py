@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.export_fp8.format import check_experts, exported, has_nan
-from titan_fp8moe.export_fp8.sources import Source
+from titan_fp8moe.export_fp8.sources import ConfigValues, Source
 from titan_fp8moe.recipe import FP8, TILE
 
 INDEX = "model.safetensors.index.json"
@@ -27,6 +27,7 @@ FORMAT = {
     "weight_block_size": [TILE, TILE],
     "scale_fmt": "ue8m0",
 }
+_Shapes = dict[str, tuple[int, ...]]  # of a layer, without the prefix and .weight
 _METADATA = "titan_fp8moe.export_fp8"  # in each shard's header: the plan that it belongs to
 
 
@@ -192,34 +193,100 @@ def _read_config(assets: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def check_rope(assets: Path, trained: float | None) -> None:
-    """Raises ValueError if config.json has another rope_theta than the trained model, as another release may have."""
+def check_config(source: Source, trained: ConfigValues, assets: Path) -> None:
+    """Raises ValueError, with all differences, unless config.json is there and describes the checkpoint.
+
+    Only keys that config.json has are compared.
+
+    Args:
+        trained: the values that fit settings of the run, which shapes do not tell.
+    """
     config = _read_config(assets)
-    served = (config.get("rope_parameters") or config).get("rope_theta")
-    if served is not None and trained is not None and served != trained:
+    sizes = _sizes(source, config.get("num_nextn_predict_layers") or 0)
+    config |= config.get("rope_parameters") or {}
+    differences = [
+        f"{key} = {json.dumps(config[key])}, but the {owner} {json.dumps(values[0])}"
+        for owner, found in (("checkpoint has", sizes), ("model was trained with", trained))
+        for key, values in found.items()
+        if key in config and config[key] not in values
+    ]
+    if differences:
         raise ValueError(
-            f"{assets}/config.json has rope_theta = {served}, but the model was trained with {trained}; pass the "
-            "model's own config"
+            f"{assets}/config.json has {'; '.join(differences)}. Pass the model's own config, or correct this one"
         )
 
 
-def check_config(source: Source, assets: Path) -> None:
-    """Raises ValueError unless config.json is there and has the checkpoint's sizes."""
-    path, config = assets / "config.json", _read_config(assets)
-    layers = {int(match[1]) for name in source.tensors if (match := re.search(r"\.layers\.(\d+)\.", name))}
-    experts = {int(match[1]) for name in source.tensors if (match := re.search(r"\.experts\.(\d+)\.", name))}
-    embedding = source.tensors.get("model.embed_tokens.weight")
-    more = config.get("num_nextn_predict_layers") or 0  # DeepSeek stores the layers that predict further tokens, too
-    found: dict[str, Iterable[int]] = {"num_hidden_layers": range(len(layers) - more, len(layers) + 1)}
+def _sizes(source: Source, further: int) -> ConfigValues:
+    """The values of config.json that fit the tensors' names and shapes.
+
+    Args:
+        further: the number of layers that predict further tokens. DeepSeek stores them, but does not count them.
+    """
+    layers: dict[int, _Shapes] = {}
+    for name, info in source.tensors.items():
+        if match := re.search(r"\.layers\.(\d+)\.(.+)", name):
+            layers.setdefault(int(match[1]), {})[match[2].removesuffix(".weight")] = info.shape
+    numbers = {layer: re.findall(r"\.experts\.(\d+)\.", " ".join(shapes)) for layer, shapes in layers.items()}
+    sparse = sorted(layer for layer, experts in numbers.items() if experts)
+    found: ConfigValues = {
+        "num_hidden_layers": [len(layers) - layer for layer in range(further + 1)],
+        "tie_word_embeddings": ["lm_head.weight" not in source.tensors],
+        "attention_bias": [any(name.endswith("_proj.bias") for shapes in layers.values() for name in shapes)],
+    }
     for key in ("n_routed_experts", "num_experts", "num_local_experts"):
-        found[key] = [len(experts)]
-    if embedding is not None:
+        found[key] = [len(set().union(*numbers.values())), None]
+    if sparse:
+        found["first_k_dense_replace"] = [sparse[0]]
+    if len(sparse) == len(layers):
+        found |= {"mlp_only_layers": [[], None], "decoder_sparse_step": [1]}
+    if (embedding := source.tensors.get("model.embed_tokens.weight")) is not None:
         found |= {"vocab_size": [embedding.shape[0]], "hidden_size": [embedding.shape[1]]}
-    for key, values in found.items():
-        if config.get(key) is not None and config[key] not in values:
-            raise ValueError(
-                f"{path} has {key} = {config[key]}, but the checkpoint has {max(values)}; pass the model's own config"
-            )
+    for names, sizes in _MODULES.items():
+        if shapes := next((shapes for shapes in layers.values() if shapes.keys() >= set(names)), None):
+            found |= sizes(shapes)
+    return found
+
+
+def _expert_sizes(shapes: _Shapes) -> ConfigValues:
+    hidden_dim, shared = shapes["mlp.experts.0.gate_proj"][0], shapes.get("mlp.shared_experts.gate_proj")
+    count: list[object] = [0, None] if shared is None else [shared[0] // hidden_dim]
+    return {"moe_intermediate_size": [hidden_dim], "n_shared_experts": count}
+
+
+def _attention_sizes(shapes: _Shapes) -> ConfigValues:
+    """Qwen3's, with a norm per head. OLMoE has one norm for all heads, whose sizes remain unknown."""
+    head_dim, width = shapes["self_attn.q_norm"][0], shapes["self_attn.o_proj"][1]
+    if head_dim == width:
+        return {}
+    kv_heads = shapes["self_attn.k_proj"][0] // head_dim
+    return {"head_dim": [head_dim, None], "num_attention_heads": [width // head_dim], "num_key_value_heads": [kv_heads]}
+
+
+def _latent_attention_sizes(shapes: _Shapes) -> ConfigValues:
+    """DeepSeek's. With H heads q has H (nope + rope) rows, kv_b H (nope + v), and o H v columns: three equations."""
+    q_rank, kv_rank = shapes.get("self_attn.q_a_proj"), shapes["self_attn.kv_a_layernorm"][0]
+    q = shapes["self_attn.q_proj" if q_rank is None else "self_attn.q_b_proj"][0]
+    kv_b, o = shapes["self_attn.kv_b_proj"][0], shapes["self_attn.o_proj"][1]
+    rope = shapes["self_attn.kv_a_proj_with_mqa"][0] - kv_rank
+    heads = (q - kv_b + o) // rope
+    return {
+        "q_lora_rank": [None if q_rank is None else q_rank[0]],
+        "kv_lora_rank": [kv_rank],
+        "num_attention_heads": [heads],
+        "num_key_value_heads": [heads, None],
+        "qk_nope_head_dim": [(kv_b - o) // heads],
+        "qk_rope_head_dim": [rope],
+        "v_head_dim": [o // heads],
+    }
+
+
+# Sizes of a layer that has these matrices. The first such layer is compared.
+_MODULES: dict[tuple[str, ...], Callable[[_Shapes], ConfigValues]] = {
+    ("mlp.gate_proj",): lambda shapes: {"intermediate_size": [shapes["mlp.gate_proj"][0]]},
+    ("mlp.experts.0.gate_proj",): _expert_sizes,
+    ("self_attn.q_norm", "self_attn.k_proj", "self_attn.o_proj"): _attention_sizes,
+    ("self_attn.kv_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj"): _latent_attention_sizes,
+}
 
 
 def verify(plan: Plan, assets: Path, out: Path) -> int:

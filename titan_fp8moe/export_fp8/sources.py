@@ -13,6 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+# By key of config.json, the values that fit a checkpoint. Errors name the first.
+ConfigValues = dict[str, list[object]]
+
 
 class TensorInfo(NamedTuple):
     """Shape and dtype of a stored tensor."""

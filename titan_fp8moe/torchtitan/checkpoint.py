@@ -12,9 +12,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from titan_fp8moe.export_fp8.sources import TensorInfo, file_identity
+from titan_fp8moe.export_fp8.sources import ConfigValues, TensorInfo, file_identity
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
@@ -30,7 +31,7 @@ class Job:
 
     Attributes:
         name: the model's and its flavor's.
-        rope_theta: of the model, None if it has none.
+        settings: the values of config.json that fit settings of the model, which shapes do not tell.
         shapes: of the model's tensors, by torchtitan's names.
         fp8: Hugging Face's names of the matrices that the job multiplies in FP8.
         assets: ``model.hf_assets_path``.
@@ -52,7 +53,7 @@ class Job:
         _check_blocks(config, dims, model)
         if spec.state_dict_adapter is None:
             raise ValueError(f"torchtitan has no names in Hugging Face's format for {config.model.name}")
-        self.rope_theta = getattr(model_args, "rope_theta", None)
+        self.settings = _settings(model_args)
         self.name = f"{config.model.name} {config.model.flavor}"
         self.assets = Path(config.model.hf_assets_path)
         self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -65,6 +66,22 @@ class Job:
         """Hugging Face's names and shapes of what torchtitan calls ``key``; empty for a tensor that is tied."""
         value = torch.empty(self.shapes[key], device="meta")
         return {name: tuple(part.shape) for name, part in self.adapter.to_hf({key: value}).items()}
+
+
+def _settings(model_args: BaseModelArgs) -> ConfigValues:
+    found: ConfigValues = {}
+    if (rope_theta := getattr(model_args, "rope_theta", None)) is not None:
+        found["rope_theta"] = [rope_theta]
+    if (moe := getattr(model_args, "moe_args", None)) is not None:
+        found |= {
+            "num_experts_per_tok": [moe.top_k],
+            "n_group": [moe.num_expert_groups] if moe.num_expert_groups else [1, None],
+            "topk_group": [moe.num_limited_groups] if moe.num_expert_groups else [1, None],
+            "routed_scaling_factor": [moe.route_scale],
+            "norm_topk_prob": [moe.route_norm],
+            "scoring_func": [moe.score_func],
+        }
+    return found
 
 
 def _check_blocks(config: JobConfig, dims: ParallelDims, model: nn.Module) -> None:
