@@ -182,6 +182,17 @@ def test_smallest_world_size():
         (dict(tensor_parallel=2, context_parallel=1, expert_parallel=8, expert_tensor_parallel=2), 16),
         (dict(pipeline_parallel=4), 64),
         (dict(data_parallel_shard=16), 128),
+        (
+            dict(
+                pipeline_parallel=1,
+                data_parallel_shard=-1,
+                tensor_parallel=1,
+                context_parallel=4,
+                expert_parallel=6,
+                expert_tensor_parallel=1,
+            ),
+            12,
+        ),
     ):
         for name, degree in degrees.items():
             setattr(config.parallelism, f"{name}_degree", degree)

@@ -10,13 +10,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_fp8moe.export_fp8.sources import ConfigValues, TensorInfo, file_identity
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.job_checks import expert_layout
@@ -43,7 +44,7 @@ class Job:
     """
 
     def __init__(self, toml: str, overrides: list[str], world_size: int | None = None):
-        config: JobConfig = ConfigManager().parse_args([f"--job.config_file={toml}", *overrides])
+        config = toml_file.load(toml, overrides)
         config.checkpoint.enable = False  # nothing resumes here: other checkpoints of the run do not matter
         Fp8FlowMoEConverter.trains_here = False
         check_config(config)

@@ -13,6 +13,7 @@ Arguments after the config are torchtitan's own overrides.
 
 import argparse
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -49,7 +50,8 @@ def smallest_world_size(config: JobConfig) -> int:
     shard = p.data_parallel_shard_degree
     if shard == -1:
         least = 2 if p.expert_parallel_degree > 1 and p.context_parallel_degree == 1 else 1
-        shard = max(least, p.expert_parallel_degree * p.expert_tensor_parallel_degree // inner)
+        experts = p.expert_parallel_degree * p.expert_tensor_parallel_degree
+        shard = max(least, experts // math.gcd(experts, inner))
     return p.data_parallel_replicate_degree * shard * inner * p.pipeline_parallel_degree
 
 
