@@ -1,8 +1,10 @@
 """Kernels that are compiled ahead are those that a layer launches."""
 
+import ctypes
 import functools
 import io
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -11,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import driver
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build, driver
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
@@ -161,6 +164,28 @@ def test_a_share_is_what_a_layer_finds(swiglu_launch, tmp_path):
     kernel.compile(tuple(swiglu_of_the_layer(len(args), "cpu")), constants)
     assert len(found) == known == 1
     assert [*tmp_path.rglob("_swiglu_kernel.cubin")]
+
+
+LIBCUDA = (
+    "CtxGetCurrent CtxSetCurrent DeviceGet DevicePrimaryCtxRetain FuncSetAttribute GetErrorString PointerGetAttribute"
+)
+
+
+@pytest.mark.skipif(not hasattr(nvidia, "make_launcher"), reason="this Triton has one launcher for all kernels")
+def test_a_share_has_its_launchers(swiglu_launch, tmp_path, monkeypatch):
+    """A job then starts no C compiler. Without libcuda there are only kernels, and no error."""
+    kernel, args, constants = swiglu_launch
+    monkeypatch.setattr(nvidia, "library_dirs", lambda: [str(tmp_path)])
+    warm_up.compile_share([swiglu_launch])
+    assert [*tmp_path.rglob("_swiglu_kernel.cubin")] and not [*tmp_path.rglob("__triton_launcher*.so")]
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text("".join(f"void cu{name}(void) {{}}\n" for name in LIBCUDA.split()))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    ctypes.CDLL(str(library))
+    warm_up.compile_share([swiglu_launch])
+    monkeypatch.setattr(build, "_build", None)
+    compiled = kernel.compile(args, constants)
+    assert callable(nvidia.CudaLauncher(compiled.src, compiled.metadata).launch)
 
 
 def launched(launches: Iterable[warm_up.Launch]) -> set[str]:

@@ -93,9 +93,10 @@ class Kernel:
             found = compiled, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names)
             self._compiled[key] = found
 
-    def compile(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """Compiles the kernel for such a launch, for the target of Triton's active driver, into Triton's cache."""
-        self.kernel.warmup(*map(_readable, args), grid=(1,), **(_OPTIONS | constants | self._bound))
+    def compile(self, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        """Compiles the kernel for such a launch, for the target of Triton's active driver, into Triton's cache. Returns
+        Triton's compiled kernel."""
+        return self.kernel.warmup(*map(_readable, args), grid=(1,), **(_OPTIONS | constants | self._bound))
 
     def _key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple, list[Any]]:
         """The cache key of a launch, and the arguments with addresses in place of tensors.
