@@ -192,12 +192,17 @@ def _probe_kernel(x, scale, nothing, out, one, n, m, big, quarter, VALUE: tl.con
         tl.store(out + 8, tl.program_id(1).to(tl.int64))
 
 
-def _probe(device: str = "cuda") -> list[int]:
+def launch_probe(device: str) -> Tensor:
+    """Launches the kernel, and returns what it stores first."""
     x = torch.full((1,), 3.0, device=device)
     scale = torch.full((1,), 5, dtype=torch.uint8, device=device).view(E8M0)
     out = torch.zeros(9, dtype=torch.int64, device=device)
     _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, 0.25, VALUE=9)
-    return out.tolist()[:8]
+    return out[:8]
+
+
+def _probe(device: str = "cuda") -> list[int]:
+    return launch_probe(device).tolist()
 
 
 def _readable(arg: Any) -> Any:

@@ -75,6 +75,8 @@ def recorded(on_meta: Callable[[], None]) -> list[Launch]:
     def run() -> None:
         with launch.recording() as launches:
             on_meta()
+            if launches:
+                launch.launch_probe("meta")
         for kernel, tensors, constants in launches:
             args = tuple(_Pointer(arg) if isinstance(arg, Tensor) else arg for arg in tensors)
             unique.setdefault((id(kernel), *kernel._key(0, args, constants)[0]), (kernel, args, constants))
