@@ -3,8 +3,8 @@
     python -m experiments.headline experiments/throughput docs/headline.png
 
 The bars are the records of ``SHAPE`` on the card on which torchtitan's bf16 was measured last, with checkpointing per
-op. The ratios are over the strongest bf16, ours is the last, in colour. The curves are the sweep's, of the cards in
-``sweep.json``, with the local batch at each point; without that file there are none.
+op. The ratios are over the strongest bf16, ours is the last, in colour. The curves are the sweep's on that card, with
+the local batch at each point; where ``sweep.json`` has none of it there are no curves.
 """
 
 import json
@@ -52,27 +52,23 @@ def draw_bars(axis: Axes, found: dict[str, float], strongest: float) -> None:
     axis.tick_params(axis="y", length=0)
 
 
-def curves(points: list[dict]) -> dict[tuple[str, str], list[tuple[float, float, int]]]:
-    """By card and variant, memory, tokens/s and local batch of those that fit, smallest first; ours before bf16."""
-    found: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
+def curves(points: list[dict]) -> dict[str, list[tuple[float, float, int]]]:
+    """By variant, memory, tokens/s and local batch of those that fit, smallest first; ours before bf16."""
+    found: dict[str, list[tuple[float, float, int]]] = {}
     for p in sorted(points, key=lambda p: (-ord(p["variant"][0]), p["variant"], p["local_batch"])):
         if not p["error"]:
             point = p["memory_gib"], p["tokens_per_second"], p["local_batch"]
-            found.setdefault((card(p), p["variant"]), []).append(point)
+            found.setdefault(p["variant"], []).append(point)
     return found
 
 
-def draw_curves(axis: Axes, found: dict[tuple[str, str], list[tuple[float, float, int]]]) -> None:
-    cards = list(dict.fromkeys(gpu for gpu, _ in found))
-    styles = list(dict.fromkeys(variant for _, variant in found))
-    for (gpu, variant), line in found.items():
+def draw_curves(axis: Axes, found: dict[str, list[tuple[float, float, int]]]) -> None:
+    for (variant, line), marker in zip(found.items(), "osv^Dx*", strict=False):
         label = variant.replace("fp8_flow", "FP8").replace("bf16_fused", "bf16, fused").replace(":", ", ")
-        label = label.replace("checkpointing=", "checkpointing ") + f", {gpu}" * (len(cards) > 1)
-        style = f"-{'osv^Dx*'[styles.index(variant) % 7]}"
-        alpha = 1 - 0.5 * cards.index(gpu) / len(cards)
+        label = label.replace("checkpointing=", "checkpointing ")
         color = OURS if variant.startswith("fp8") else OTHERS
         memory, speed, batches = zip(*line, strict=True)
-        axis.plot(memory, speed, style, color=color, alpha=alpha, markersize=4, label=label)
+        axis.plot(memory, speed, f"-{marker}", color=color, markersize=4, label=label)
         for x, y, batch in zip(memory, speed, batches, strict=True):
             axis.annotate(batch, (x, y), (0, 4), textcoords="offset points", fontsize=6, ha="center")
     axis.yaxis.set_major_formatter("{x:,.0f}")
@@ -84,6 +80,7 @@ def draw_curves(axis: Axes, found: dict[tuple[str, str], list[tuple[float, float
 def draw(records: Records, points: list[dict], path: Path) -> None:
     """Writes the picture."""
     found, strongest, run = bars(records)
+    points = [p for p in points if p["hardware"] == run["hardware"]]
     lines = curves(points)
     size = (13 if lines else 6, max(0.55 * len(found) + 0.9, 3.5 if lines else 0))
     figure, axes = plt.subplots(1, 1 + bool(lines), figsize=size, layout="constrained", squeeze=False)

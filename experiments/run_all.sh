@@ -69,7 +69,7 @@ if [ "$gpus" -gt 1 ]; then
     both=(fp8_flow:dispatch=symmetric fp8_flow:dispatch=all_to_all bf16)
     node 16b 530 --variants "${both[@]}"
     part "node${gpus}_exchange" 530 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
-    part "node${gpus}_tests" 530 python3 -m pytest tests/distributed -m gpu -q -p no:cacheprovider
+    part "node${gpus}_tests" 530 python3 -m pytest tests/distributed -q -p no:cacheprovider
     part "node${gpus}_layer_671b" 530 python3 -m experiments.throughput.layer --out experiments/throughput --gpus "$gpus" \
         --models 671B --experts $((256 / gpus)) --tokens 4096
     node 16b_batch1 530 --local-batch 1 --variants "${both[@]}"

@@ -322,11 +322,17 @@ def setting(shape: str) -> str:
     return short.replace("activation_checkpoint.mode=full", "full checkpointing")
 
 
-def training(records: Records) -> str:
+OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.mode=full")
+"""Shapes that were not measured beside fused bf16."""
+
+
+def training(records: Records, others: bool = False) -> str:
     """Tokens/s and GiB of each setting, one row for an invocation with bf16 or other FP8 experts."""
     rows = []
     for name in ("train_16b", "train_16b dispatch=symmetric", "train_qwen3_30b"):
         for shape in records.shapes(name, "bf16"):
+            if bool(OTHER_SETTINGS.search(shape)) != others:
+                continue
             memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape)}
             for speed in records.runs(name, shape):
                 if not speed.keys() & {"bf16", "torchao", "torchao_whole"}:
@@ -337,6 +343,10 @@ def training(records: Records) -> str:
                 title = joined(setting(shape), name.partition(" ")[2])
                 rows.append([title, card(first(speed)), *cells, run.ours(*peers), spread(speed)])
     return markdown(["tokens/s per GPU, GiB reserved", "GPU", *PEERS, "titan_fp8moe", "spread"], rows)
+
+
+def training_settings(records: Records) -> str:
+    return training(records, others=True)
 
 
 TITAN03 = {
@@ -665,7 +675,7 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, step),
+        *(headline, training, training_settings, titan03, checkpointing, variants, sweep, largest_batch, step),
         *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, ffns),
         *(transformer_engine, liger_cute),
         *(routed_vs_fused_bf16, model_layers, activations, transformers, transformers_token, lora),

@@ -416,6 +416,13 @@ def test_checkpointing_of_a_variant():
             train.overrides(variant, args, 0)
 
 
+def test_blocks_as_one_graph_take_one_gpu():
+    train.require_fit(["bf16_fused:checkpointing=saved", "bf16"], 1)
+    train.require_fit(["fp8_flow:dispatch=symmetric", "bf16"], 2)
+    with pytest.raises(SystemExit, match="bf16_fused:checkpointing=saved compile blocks as one graph.* --gpus 1"):
+        train.require_fit(["bf16_fused:checkpointing=saved", "bf16"], 2)
+
+
 def test_a_variant_under_torchtitan_0_3(tmp_path: Path, monkeypatch):
     """Its config is named, its options are flags, and its records and shapes do not mix with 0.2.2's."""
     monkeypatch.setattr(train, "WORK", tmp_path)

@@ -110,6 +110,13 @@ def parse(
     return name, found
 
 
+def require_fit(variants: list[str], gpus: int) -> None:
+    """Ends the program where a variant of torchtitan 0.2.2 does not run with experts spread over these GPUs."""
+    alone = [variant for variant in variants if "whole_blocks" in CONVERTERS[parse(variant)[0]]]
+    if gpus > 1 and alone:
+        sys.exit(f"error: {', '.join(alone)} compile blocks as one graph, with all experts on one GPU; pass --gpus 1")
+
+
 def converter_options(options: dict[str, str]) -> list[str]:
     return [f"--fp8_flow_moe.{name}" + ("" if value == "true" else f"={value}") for name, value in options.items()]
 
@@ -343,6 +350,8 @@ def main() -> None:
     args = p.parse_args()
     require_gpu()
     require_commit(args.trial)
+    if args.torchtitan == "0.2.2":
+        require_fit(args.variants, args.gpus)
     args.begin = time.monotonic()
     exit_on_sigterm()
     shape = finish(args, "train")

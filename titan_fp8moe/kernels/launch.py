@@ -109,26 +109,23 @@ class Kernel:
 
         Triton's debugging knobs are missing: set them before a kernel's first launch.
         """
-        key, values = [device, *constants, *constants.values()], []
-        append = key.append
-        for arg, specialized in zip(args, self._specialized, strict=False):
+        key, values = [device, *constants, *constants.values()], [*args]
+        for i, arg in enumerate(args):
             kind = type(arg)  # the most frequent ones first
             if kind is int:
-                append(arg < 2**31)
-                if specialized:
-                    append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
+                key.append(arg < 2**31)
+                if self._specialized[i]:
+                    key.append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
             elif kind is Tensor or kind not in _NO_TENSORS:
-                append(arg.dtype)
-                append(arg.get_device())
-                arg = arg.data_ptr()
-                append(arg & 15)
+                values[i] = address = arg.data_ptr()
+                key.append(arg.dtype)
+                key.append(arg.get_device())
+                key.append(address & 15)
             elif kind is TensorDescriptor:
-                append(arg.base.dtype)
-                append(arg.block_shape[0])
-                append(arg.block_shape[1])
+                key.append(arg.base.dtype)
+                key.extend(arg.block_shape)
             else:
-                append(kind)  # of a float the value is no part of the key
-            values.append(arg)
+                key.append(kind)  # of a float the value is no part of the key
         return tuple(key), values
 
 
