@@ -177,7 +177,8 @@ def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
     training, compute_dtype = config.training, TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     # Under autocast the residual stream and its norms stay in the parameters' dtype.
     dtype = compute_dtype if fsdp_casts else TORCH_DTYPE_MAP[training.dtype]
-    tokens = Tokens(expert_layout(config, dims).tokens, dtype, compute_dtype)
+    autocast = not (fsdp_casts or dims.tp_enabled or dims.pp_enabled)
+    tokens = Tokens(expert_layout(config, dims).tokens, dtype, compute_dtype, autocast)
     in_moe: set[nn.Module] = set()
     for module in [m for part in built.parts for m in part.modules()]:
         if isinstance(module, Fp8FlowMoE):
@@ -195,7 +196,7 @@ def _run_experts(tokens: Tokens, experts: Any, shared: Fp8FlowFeedForward | None
         tokens.gather(module)
     watch(experts)
     experts.gathers_fp8 = False
-    experts.set_meshes(None, None)
+    experts.set_meshes(experts.ep_mesh, None)
     ids, scores = tokens.routing(top_k)
     x = tokens.rows(experts.matrices().w2.shape[1])
     return type(experts).forward(experts, x, ids, KeepDtype(scores), shared=shared)
