@@ -285,9 +285,7 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
         RuntimeError: while a CUDA graph is captured and a workspace would have to be made; see also
             :meth:`Workspace.begin`.
     """
-    if (
-        device.type == "meta"
-    ):  # kernels are compiled ahead: theirs takes nanoseconds of real timeouts, more than 32 bits
+    if device.type == "meta":  # kernels are compiled ahead, for timeouts that take more than 32 bits in nanoseconds
         peers = [torch.empty(sizes.nbytes, dtype=torch.uint8, device=device)] * sizes.num_ranks
         _current[group_name] = workspace = Workspace(sizes, 0, peers, lambda: 1e3)
         workspace.begin()
