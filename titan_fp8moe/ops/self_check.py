@@ -92,8 +92,8 @@ def _nearly_same(got: Tensor, want: Tensor) -> bool:
         return torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
     distance = (_codes(got) - _codes(want)).abs()
     few = 1 if got.dtype == E8M0 else max(got.numel() // 1000, 1)
-    finite = torch.equal(got.float().isnan(), want.float().isnan())  # NaN's code is next to the largest number's
-    return finite and bool((distance > 0).sum() <= few and (distance <= 1).all())
+    same_nans = torch.equal(got.float().isnan(), want.float().isnan())  # NaN's code is next to the largest number's
+    return same_nans and bool((distance > 0).sum() <= few and (distance <= 1).all())
 
 
 def _codes(x: Tensor) -> Tensor:
