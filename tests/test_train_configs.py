@@ -93,7 +93,6 @@ MISTAKES = [  # a line of debug.toml, what replaces it, the message
     ('flavor = "tiny"', 'flavor = "tinny"', "model.flavor = 'tinny'"),
     ('name = "deepseek_v3"', 'name = "deepseek"', "model.name = 'deepseek': torchtitan has ["),
     ('wgrad = "balanced"', 'wgrad = "blanced"', "fp8_flow_moe.wgrad = 'blanced'; set it to one of 'balanced'"),
-    ('converters = ["fp8_flow_moe"]', 'converters = ["fp8_flow_mo"]', "'fp8_flow_mo': known are "),
     ('dataset = "c4_test"', 'dataset = "c5"', "training.dataset = 'c5'"),
     ('mode = "none"', 'mode = "op"', "activation_checkpoint.mode = 'op'; set it to one of "),
     ("steps = 100", "steps = ", "broken.toml is no TOML file"),

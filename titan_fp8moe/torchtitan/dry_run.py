@@ -27,7 +27,7 @@ from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models import _supported_models
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
+from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
@@ -56,13 +56,7 @@ def smallest_world_size(config: JobConfig) -> int:
 
 
 def check_config(config: JobConfig) -> None:
-    """Raise ValueError for mistakes that torchtitan only warns about or finds late: converters, model, dataset."""
-    for name in config.model.converters:
-        if name not in _registry_model_converter_cls:
-            raise ValueError(
-                f"model.converters has {name!r}: known are {sorted(_registry_model_converter_cls)}; is "
-                "job.custom_config_module set?"
-            )
+    """Raise ValueError for mistakes that torchtitan only warns about or finds late: model, dataset."""
     try:
         flavors = get_train_spec(config.model.name).model_args
     except ValueError as error:
