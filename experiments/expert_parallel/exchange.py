@@ -122,7 +122,7 @@ class LocalRanks:
 
 
 def local() -> Iterator[dict[str, Any]]:
-    """Milliseconds of each kernel in local memory, with all CTAs and with few."""
+    """Milliseconds of each kernel in local memory."""
     num_ranks = 4
     for shape in (SHAPES[0], SHAPES[3]):
         ranks = LocalRanks(shape, num_ranks)
@@ -131,11 +131,6 @@ def local() -> Iterator[dict[str, Any]]:
         where = f"{shape}, {num_ranks} ranks of one process, 1 GPU"
         for name in ("publish", "route", "pull", "push", "sum"):
             yield record(f"ep_kernel {name}", where, graphed(getattr(ranks, name))(), **moved)
-        for ctas in (132, 64, 32, 16):
-            kernels.MAX_CTAS = ctas
-            for name in ("pull", "push"):
-                yield record(f"ep_kernel {name} {ctas} CTAs", where, graphed(getattr(ranks, name))(), **moved)
-            kernels.MAX_CTAS = None
         del ranks
 
 

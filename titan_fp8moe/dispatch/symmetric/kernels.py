@@ -20,8 +20,7 @@ A launch sees the writes of the launches before it in its stream. Release and ac
 covers all writes of the stream's earlier kernels, since they have ended. The acquire precedes the launches after
 ``wait``. So no other kernel needs a fence or an atomic.
 
-Loops instead of large grids let the number of CTAs be chosen: few leave SMs to other kernels. No kernel is specialized
-on the number of tokens.
+No kernel is specialized on the number of tokens.
 """
 
 import torch
@@ -39,14 +38,9 @@ from titan_fp8moe.rows import RowBias
 
 COPY_BYTES, COPY_CTAS = 16384, 256
 PAIR_BLOCK = 64  # tokens whose pairs or scales a CTA pulls
-# A CTA moves COLUMNS columns of TOKENS tokens at a time, and of the same tokens BLOCKS times as many (0: all).
-PULL = dict(TOKENS=16, COLUMNS=1024, BLOCKS=1, num_warps=8)
-PUSH = dict(TOKENS=4, COLUMNS=1024, BLOCKS=1, num_warps=8)
-# With a limited number of CTAs each must have more bytes in flight.
-FEW_PULL = dict(TOKENS=32, COLUMNS=1024, BLOCKS=0, num_warps=16)
-FEW_PUSH = dict(TOKENS=16, COLUMNS=1024, BLOCKS=0, num_warps=32)
-MAX_CTAS: int | None = None
-"""The most CTAs of a kernel that moves rows; None for as many as there is work. For experiments."""
+# A CTA moves COLUMNS columns of TOKENS tokens.
+PULL = dict(TOKENS=16, COLUMNS=1024, num_warps=8)
+PUSH = dict(TOKENS=4, COLUMNS=1024, num_warps=8)
 
 INTERPRETED_SPINS = 1000  # the interpreter has no clock
 
@@ -75,6 +69,8 @@ def _publish_kernel(
     q, scale, ids, scores, token_C, counts_N, to_q, to_scale, to_ids, to_scores, to_token, to_counts, to_capacity, T,
     P, M, C, D: tl.constexpr, K: tl.constexpr, COUNTS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
+    """q: (T, D) e4m3, scale: (T, D // 128) uint8, ids: (T, K) int32 or int64, scores: (T, K) fp32, token_C: (P,) int32,
+    counts_N: (N, 3 + E) int32, COUNTS elements. ``Sizes.sections`` describes the targets ``to_*``."""
     count = tl.full((), T, tl.int64)
     _copy(q.to(tl.pointer_type(tl.uint8)), to_q.to(tl.pointer_type(tl.uint8)), count * D, BYTES)
     _copy(scale, to_scale, count * (D // 128), BYTES // 4)
@@ -254,6 +250,8 @@ def _pull_pairs_kernel(
     addresses, list_at, ids_at, scores_at, plan, overflow, ids_CK, scores_CK, pair_CK, token_C, rank, N: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A CTA pulls the routed pairs of BLOCK tokens from one rank. plan: (2, N + 1) int32. Results: ids_CK int32,
+    scores_CK fp32 and pair_CK uint8, all (C, K), and token_C (C,) int32."""
     peer = (tl.program_id(0) + rank + 1) % N
     first, start, count = _arriving(plan, overflow, peer, N)
     i = tl.program_id(0) // N * BLOCK + tl.arange(0, BLOCK)
@@ -292,6 +290,8 @@ def _pull_scales_kernel(
     addresses, scale_at, plan, overflow, token_C, out, rank, N: tl.constexpr, TILES: tl.constexpr, PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A CTA pulls the scales of BLOCK tokens from one rank. plan: (2, N + 1) int32, token_C: (C,) int32. Result: out
+    (C, TILES) uint8, the bytes of e8m0."""
     peer = (tl.program_id(0) + rank + 1) % N
     first, _, count = _arriving(plan, overflow, peer, N)
     i = tl.program_id(0) // N * BLOCK + tl.arange(0, BLOCK)
@@ -319,6 +319,8 @@ def _place_scales_kernel(
     scale, token_M, offsets_E, out, out_scale, M, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PAD_TILES: tl.constexpr,
 ):  # fmt: skip
+    """A CTA writes the scales of ROWS rows, and zeros to those that are padding. scale: (C, D // 128) uint8, token_M:
+    (M,) and offsets_E: (E,) int32. Results: out (M, D) e4m3, out_scale (D // 128, M) uint8."""
     out, first = out.to(tl.pointer_type(tl.uint8)), tl.program_id(0) * ROWS
     if first < tl.load(offsets_E + E - 1):
         row = first + tl.arange(0, ROWS)
@@ -329,23 +331,19 @@ def _place_scales_kernel(
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _work(workspace: Workspace, shape: dict[str, int], dim: int) -> tuple[int, int, dict[str, int]]:
-    """CTAs, items of work, and constants of a launch whose items are some of ``dim`` columns of some tokens of each
-    rank."""
+def _work(workspace: Workspace, shape: dict[str, int], dim: int) -> tuple[int, dict[str, int]]:
+    """CTAs and constants of a launch whose CTAs each move some of ``dim`` columns of some tokens of one rank."""
     sizes = workspace.sizes
-    blocks = cdiv(dim, shape["COLUMNS"])
-    shape = shape | dict(BLOCKS=min(shape["BLOCKS"] or blocks, blocks))
-    items = sizes.num_ranks * cdiv(sizes.tokens, shape["TOKENS"]) * cdiv(blocks, shape["BLOCKS"])
-    constants = dict(N=sizes.num_ranks, K=sizes.top_k, PAD_K=next_power_of_2(sizes.top_k), D=dim)
-    return max(min(items, MAX_CTAS or items), 1), items, constants | shape
+    ctas = sizes.num_ranks * cdiv(sizes.tokens, shape["TOKENS"]) * cdiv(dim, shape["COLUMNS"])
+    return ctas, dict(N=sizes.num_ranks, K=sizes.top_k, PAD_K=next_power_of_2(sizes.top_k), D=dim) | shape
 
 
 @triton.jit
-def _item(item, rank, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-          BLOCKS: tl.constexpr):  # fmt: skip
-    """The other rank, the first token and the first column of an item of work."""
-    PARTS: tl.constexpr = (D + COLUMNS * BLOCKS - 1) // (COLUMNS * BLOCKS)
-    return (item + rank + 1) % N, item // N // PARTS * TOKENS, item // N % PARTS * COLUMNS * BLOCKS
+def _item(rank, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The other rank, the first token and the first column of this CTA."""
+    PARTS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    item = tl.program_id(0)
+    return (item + rank + 1) % N, item // N // PARTS * TOKENS, item // N % PARTS * COLUMNS
 
 
 @triton.jit
@@ -361,43 +359,32 @@ def _row(row_CK, c, inside, j, K: tl.constexpr):
     return tl.load(row_CK + c * K + j, mask=inside & (j < K), other=-1).to(tl.int64)
 
 
-@triton.jit
-def _load_tokens(source, token, inside, column, D: tl.constexpr):
-    at = source + token[:, None] * D + column[None, :]
-    return tl.load(at, mask=inside[:, None] & (column < D)[None, :], eviction_policy="evict_first")
-
-
 @Kernel
-@triton.jit(do_not_specialize=["q_at", "rank", "items"])
+@triton.jit(do_not_specialize=["q_at", "rank"])
 def _pull_rows_kernel(
-    addresses, q_at, plan, overflow, token_C, row_CK, out, kept, rank, items, N: tl.constexpr, K: tl.constexpr,
-    PAD_K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+    addresses, q_at, plan, overflow, token_C, row_CK, out, kept, rank, N: tl.constexpr, K: tl.constexpr,
+    PAD_K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Dispatch and permutation: tokens are read where they are, and written to all their rows and, unless it is None,
-    to ``kept``. The next columns are on their way while these are written."""
+    to ``kept``."""
     out = out.to(tl.pointer_type(tl.uint8))
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        peer, begin, first_column = _item(item, rank, N, D, TOKENS, COLUMNS, BLOCKS)
-        first, _, count = _arriving(plan, overflow, peer, N)
-        if begin < count:
-            i = begin + tl.arange(0, TOKENS)
-            inside, c = i < count, (first + i).to(tl.int64)
-            token = tl.load(token_C + c, mask=inside, other=0).to(tl.int64)
-            source, column = _peer(addresses, peer, q_at, tl.uint8), first_column + tl.arange(0, COLUMNS)
-            values = _load_tokens(source, token, inside, column, D)
-            most = _most_rows(row_CK, c, inside, K, PAD_K)
-            following = values
-            for block in tl.static_range(BLOCKS):
-                if block + 1 < BLOCKS:
-                    following = _load_tokens(source, token, inside, column + COLUMNS, D)
-                in_row = (column < D)[None, :]
-                if kept is not None:
-                    to = kept.to(tl.pointer_type(tl.uint8)) + c[:, None] * D + column[None, :]
-                    tl.store(to, values, mask=inside[:, None] & in_row)
-                for j in range(0, most):
-                    row = _row(row_CK, c, inside, j, K)[:, None]
-                    tl.store(out + row * D + column[None, :], values, mask=(row >= 0) & in_row)
-                values, column = following, column + COLUMNS
+    peer, begin, first_column = _item(rank, N, D, TOKENS, COLUMNS)
+    first, _, count = _arriving(plan, overflow, peer, N)
+    if begin < count:
+        i = begin + tl.arange(0, TOKENS)
+        inside, c = i < count, (first + i).to(tl.int64)
+        token = tl.load(token_C + c, mask=inside, other=0).to(tl.int64)
+        source, column = _peer(addresses, peer, q_at, tl.uint8), first_column + tl.arange(0, COLUMNS)
+        in_row = (column < D)[None, :]
+        at = source + token[:, None] * D + column[None, :]
+        values = tl.load(at, mask=inside[:, None] & in_row, eviction_policy="evict_first")
+        most = _most_rows(row_CK, c, inside, K, PAD_K)
+        if kept is not None:
+            to = kept.to(tl.pointer_type(tl.uint8)) + c[:, None] * D + column[None, :]
+            tl.store(to, values, mask=inside[:, None] & in_row)
+        for j in range(0, most):
+            row = _row(row_CK, c, inside, j, K)[:, None]
+            tl.store(out + row * D + column[None, :], values, mask=(row >= 0) & in_row)
 
 
 def pull_rows(
@@ -415,10 +402,10 @@ def pull_rows(
         scale, token_M, offsets_E, out, out_scale, M, D=D, E=sizes.num_local, ROWS=TILE, COLUMNS=256,
         PAD_TILES=next_power_of_2(D // TILE), num_warps=8,
     )  # fmt: skip
-    ctas, items, constants = _work(workspace, PULL if MAX_CTAS is None else FEW_PULL, D)
+    ctas, constants = _work(workspace, PULL, D)
     _pull_rows_kernel[(ctas,)](
         workspace.addresses, workspace.offset("q"), plan, workspace.overflow, token_C, row_CK, out,
-        kept if keep else None, workspace.rank, items, **constants,
+        kept if keep else None, workspace.rank, **constants,
     )  # fmt: skip
     return out, out_scale.t(), kept
 
@@ -459,11 +446,11 @@ def _sum_of_rows(
     return total
 
 
-@triton.jit(do_not_specialize=["sums_at", "ds_at", "P", "rank", "items"])
+@triton.jit(do_not_specialize=["sums_at", "ds_at", "P", "rank"])
 def _push_sums_kernel(
-    addresses, sums_at, ds_at, plan, overflow, y, ds, row_CK, pair_CK, P, rank, items, b2, score, offsets_E,
+    addresses, sums_at, ds_at, plan, overflow, y, ds, row_CK, pair_CK, P, rank, b2, score, offsets_E,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, D: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums tokens' rows and writes them to the tokens' ranks. After an overflow it fills this rank's own sums, and with
     ``ds`` its score gradients, with NaN instead. b2: (E, D) or None; see ``load_output_bias``."""
@@ -472,27 +459,24 @@ def _push_sums_kernel(
         _fill_with_nan(_peer(addresses, rank, sums_at, tl.bfloat16), count * D, COLUMNS)
         if ds is not None:
             _fill_with_nan(_peer(addresses, rank, ds_at, tl.float32), count * K, COLUMNS)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        peer, begin, first_column = _item(item, rank, N, D, TOKENS, COLUMNS, BLOCKS)
-        first, start, count = _arriving(plan, overflow, peer, N)
-        if begin < count:
-            i = begin + tl.arange(0, TOKENS)
-            inside, c, there = i < count, (first + i).to(tl.int64), (start + i).to(tl.int64)
-            most = _most_rows(row_CK, c, inside, K, PAD_K)
-            to = _peer(addresses, peer, sums_at, tl.bfloat16) + there[:, None] * D
-            for block in tl.static_range(BLOCKS):
-                column = first_column + block * COLUMNS + tl.arange(0, COLUMNS)
-                total = _sum_of_rows(y, row_CK, b2, score, offsets_E, c, inside, most, column, K, D, TOKENS, COLUMNS, E)
-                tl.store(to + column[None, :], total.to(tl.bfloat16), mask=inside[:, None] & (column < D)[None, :])
-            # Plain stores to another rank's memory. The arrive that follows in this stream publishes them.
-            if ds is not None:  # noqa: SIM102  decided when the kernel is compiled
-                if first_column == 0:
-                    j = tl.arange(0, PAD_K)[None, :]
-                    at, mask = c[:, None] * K + j, inside[:, None] & (j < K)
-                    row = tl.load(row_CK + at, mask=mask, other=-1).to(tl.int64)
-                    k = tl.load(pair_CK + at, mask=row >= 0, other=0)
-                    to_ds = _peer(addresses, peer, ds_at, tl.float32) + there[:, None] * K + k
-                    tl.store(to_ds, tl.load(ds + row, mask=row >= 0), mask=row >= 0)
+    peer, begin, first_column = _item(rank, N, D, TOKENS, COLUMNS)
+    first, start, count = _arriving(plan, overflow, peer, N)
+    if begin < count:
+        i = begin + tl.arange(0, TOKENS)
+        inside, c, there = i < count, (first + i).to(tl.int64), (start + i).to(tl.int64)
+        most, column = _most_rows(row_CK, c, inside, K, PAD_K), first_column + tl.arange(0, COLUMNS)
+        total = _sum_of_rows(y, row_CK, b2, score, offsets_E, c, inside, most, column, K, D, TOKENS, COLUMNS, E)
+        to = _peer(addresses, peer, sums_at, tl.bfloat16) + there[:, None] * D + column[None, :]
+        # Plain stores to another rank's memory. The arrive that follows in this stream publishes them.
+        tl.store(to, total.to(tl.bfloat16), mask=inside[:, None] & (column < D)[None, :])
+        if ds is not None:  # noqa: SIM102  decided when the kernel is compiled
+            if first_column == 0:
+                j = tl.arange(0, PAD_K)[None, :]
+                at, mask = c[:, None] * K + j, inside[:, None] & (j < K)
+                row = tl.load(row_CK + at, mask=mask, other=-1).to(tl.int64)
+                k = tl.load(pair_CK + at, mask=row >= 0, other=0)
+                to_ds = _peer(addresses, peer, ds_at, tl.float32) + there[:, None] * K + k
+                tl.store(to_ds, tl.load(ds + row, mask=row >= 0), mask=row >= 0)
 
 
 _push = Kernel(_push_sums_kernel, b2=None, score=None, offsets_E=None, E=None)
@@ -510,11 +494,11 @@ def push_sums(
 ) -> None:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.push_sums`. Score gradients of pairs that this rank does not
     serve are not written, and not read by the token's rank."""
-    ctas, items, constants = _work(workspace, PUSH if MAX_CTAS is None else FEW_PUSH, y_MD.shape[1])
+    ctas, constants = _work(workspace, PUSH, y_MD.shape[1])
     kernel, biases = _push, ()
     if bias is not None:
         kernel, biases, constants = _biased_push, bias, constants | dict(E=bias.b2_ED.shape[0])
     kernel[(ctas,)](
         workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,
-        y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.rank, items, *biases, **constants,
+        y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.rank, *biases, **constants,
     )  # fmt: skip
