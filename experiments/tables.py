@@ -382,15 +382,17 @@ CHECKPOINTING = {
 
 
 def checkpointing(records: Records) -> str:
-    """Tokens/s and GiB by checkpointing, of bf16 and of ours."""
+    """Tokens/s and GiB by checkpointing, of bf16 and of ours, one row for a commit."""
     rows = []
     for name in ("train_16b", "train_qwen3_30b"):
-        fused = [r for r in records.all if (r["name"], r["reference"]) == (name, "bf16_fused:checkpointing=none")]
-        for shape, gpu in dict.fromkeys((r["shape"], r["hardware"]) for r in fused):
+        fused = [r for r in records.all if r["name"] == name and r["reference"].startswith("bf16_fused:")]
+        for shape in dict.fromkeys(r["shape"] for r in fused if r["reference"].endswith("=none")):
             for options, title in CHECKPOINTING.items():
-                cells = [records.pair(name, shape, hardware=gpu).cell(peer + options) for peer, *_ in BF16]
-                mine = records.pair(name + options.replace(":", " "), shape, hardware=gpu).ours()
-                rows.append([setting(shape), title, *cells, mine])
+                for gpu, commit in dict.fromkeys((r["hardware"], r["commit"]) for r in fused if r["shape"] == shape):
+                    bf16 = records.pair(name, shape, hardware=gpu, commit=commit)
+                    mine = records.pair(name + options.replace(":", " "), shape, hardware=gpu, commit=commit)
+                    if any(cells := [bf16.cell(peer + options) for peer, *_ in BF16]):
+                        rows.append([setting(shape), title, *cells, mine.ours()])
     return markdown(["tokens/s, GiB reserved", "checkpointing", *[*PEERS][:3], "titan_fp8moe"], rows)
 
 
@@ -407,7 +409,11 @@ def variants(records: Records) -> str:
             share = f"{1 / found.speed[reference]['speedup']:.3f}x"
             rows.append([title, setting(shape), found.cell(reference), share])
     for name, shape in records.named(r"train_16b \S+=\S+", "fp8_flow"):
-        if speed := records.of(name, shape).get("fp8_flow"):  # else the newest run had other references
+        used = len(records.used)
+        speed = records.of(name, shape).get("fp8_flow")
+        if not speed:  # the newest run had other references
+            del records.used[used:]
+        else:
             cells = joined(number(speed["value"]), ours(records.of(f"{name} memory", shape)))
             rows.append([f"`{name.split()[1]}`", setting(shape), cells, of_defaults(speed)])
     return markdown(["variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed"], rows)

@@ -148,6 +148,28 @@ def test_other_shapes_get_other_buffers():
         assert other.layouts == "forward" and not other.operands
 
 
+def test_compiling_a_module_leaves_the_buffers_of_others():
+    """Their compiled code is shared by modules of one shape, whose buffers are made together."""
+    torch.manual_seed(0)
+    config = Fp8FlowMoEConfig(cache_weights=True)
+    one, other, alike = (RoutedExperts(2, 128, H, config=config, device=DEVICE) for H in (128, 256, 128))
+    x, (scores, ids) = torch.randn(8, 128, device=DEVICE), torch.rand(8, 2, device=DEVICE).topk(1)
+    want = one(x, ids, scores)
+    torch.compile(other, backend="eager")(x, ids, scores)
+    assert torch.equal(one(x, ids, scores), want) and not alike.cache.operands
+    torch.compile(one, backend="eager")(x, ids, scores)
+    assert alike.cache.operands
+
+
+def test_new_buffers_are_filled():
+    cache, weight = WeightCache(kind="of two shapes"), torch.randn(2, 128, 256, device=DEVICE)
+    cache.refresh([[weight]], True)
+    want = cache.operands[0].q.clone()
+    cache_module._allocate(cache, [cache_module._sizes([torch.randn(2, 128, 128)])], weight.device)
+    cache.refresh([[weight]], True)
+    assert torch.equal(cache.operands[0].q.view(torch.uint8), want.view(torch.uint8))
+
+
 def test_a_cache_tells_views_of_one_storage_apart():
     """By offset, shape, strides and dtype, one at a time; and by version."""
     storage = torch.randn(3, 128, 128)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.layer import refused
-from titan_fp8moe import doctor, ops
+from titan_fp8moe import doctor, ops, recipe
 from titan_fp8moe.ops import backend, self_check
 from titan_fp8moe.ops.self_check import Case
 from titan_fp8moe.trainer import preflight
@@ -104,6 +104,24 @@ def test_one_wrong_element_is_found(monkeypatch, case):
 
         monkeypatch.setattr(self_check, "_run", spoiled)
         assert not self_check._agrees(case, "cuda"), index
+
+
+@pytest.mark.parametrize(("value", "wrong", "near"), [
+    (3.0, -3.0, False), (3.0, 3.25, True), (3.0, 3.5, False), (448.0, float("nan"), False), (0.0, -0.0, True),
+])  # fmt: skip
+def test_which_codes_are_near(value, wrong, near):
+    want = torch.full((4096,), value)
+    got = want.clone()
+    got[:4] = wrong
+    assert self_check._nearly_same(got.to(recipe.FP8), want.to(recipe.FP8)) == near
+
+
+@pytest.mark.parametrize(("wrong", "near"), [(128, True), (129, False), (255, False)])
+def test_which_scales_are_near(wrong, near):
+    want = torch.full((4, 4), 127, dtype=torch.uint8)
+    got = want.clone()
+    got[0, 0] = wrong
+    assert self_check._nearly_same(got.view(recipe.E8M0), want.view(recipe.E8M0)) == near
 
 
 def test_the_reference_is_not_compared_with_itself(gpu):

@@ -161,6 +161,13 @@ def test_what_triton_specializes_on_goes_through_the_jit_again(recorded, monkeyp
     assert len(recorded.jit_calls) == 2
 
 
+def test_it_matters_which_tensor_is_absent_and_which_option_has_a_value(recorded):
+    three[(1,)](*args(x=None), SIZE=1, FLAG=True, num_warps=4)
+    three[(1,)](*args(y=None), SIZE=1, FLAG=True, num_warps=4)
+    three[(1,)](*args(y=None), SIZE=1, FLAG=True, num_stages=4)
+    assert len(recorded.jit_calls) == 3
+
+
 def test_scales_arrive_as_bytes(recorded):
     three[(1,)](*args(), SIZE=1, FLAG=True)
     ((passed, _),) = recorded.jit_calls

@@ -308,5 +308,9 @@ def test_shared_experts_that_do_not_fit(change, message):
         routed_experts(x, *weights[:3], ids, scores, shared=ExpertWeights(*weights[3:]))
     with pytest.raises(ValueError, match="shared must be a titan_fp8moe.SharedExperts, got Linear"):
         RoutedExperts(E, D, H, device=DEVICE)(x, ids, scores, shared=torch.nn.Linear(2, 2))
+    interleaved = torch.stack(weights[:3:2], 2).flatten(1, 2)
+    fused = SharedExperts(torch.cat(weights[3::2]), weights[4])
+    with pytest.raises(ValueError, match="interleaved=True says how the routed w1 lies; pass gate and up of shared"):
+        routed_experts(x, interleaved, weights[1], None, ids, scores, interleaved=True, shared=fused)
     with pytest.raises(ValueError, match="with w3 None, as 'relu2' has no gate"):
         routed_experts(x, *weights[:2], None, ids, scores, activation="relu2", shared=shared)

@@ -60,8 +60,21 @@ def test_the_picture(tmp_path, monkeypatch):
     assert lines == [((4, 8), (80.0, 90.0)), ((4,), (60.0,))] and (tmp_path / "headline.png").stat().st_size > 0
 
 
+def test_a_caption_names_shown_records_only():
+    records = tables.Records(
+        [
+            record("train_16b save_h=fp8", SHAPE, 99.0, "fp8_flow", 98.0),
+            record("train_16b dispatch=symmetric", "16B, 4 GPUs", 99.0, "bf16", 50.0, hardware="4 x NVIDIA H200"),
+            record("train_16b dispatch=symmetric", "16B, 4 GPUs", 99.0, "fp8_flow", 90.0, "2026-01-01"),
+        ]
+    )
+    assert len(tables.variants(records).splitlines()) == 3
+    assert [r["name"] for r in records.used] == ["train_16b save_h=fp8"]
+
+
 def test_a_row_of_training_is_of_one_invocation():
-    """Other checkpointing and other FP8 experts ran in calls of their own, with figures of ours of their own."""
+    """Other checkpointing and other FP8 experts ran in calls of their own, with figures of ours of their own. The table
+    of checkpointing also has rows for each commit."""
     saved, none = ("bf16_fused:checkpointing=" + how for how in ("saved", "none"))
     other, fp8 = {"command": "python -m b"}, {"command": "python -m c"}
     records = tables.Records(
@@ -80,11 +93,12 @@ def test_a_row_of_training_is_of_one_invocation():
         f"| {title} | H200 | 50 | 80, 12, saved | | 100 (2.00x, **1.25x**), 9 |",
         f"| {title} | H200 | | | 40, 11 | 97 (**2.42x**), 8 |",
     ]
-    assert tables.checkpointing(records).splitlines()[2:] == [
+    earlier = [record("train_16b", SHAPE, 90.0, "bf16_fused:checkpointing=full", 70.0, "2026-01-01")]
+    assert tables.checkpointing(tables.Records(earlier + records.all)).splitlines()[2:] == [
         f"| {title} | per op | 50 | | 100, 9 |",
         f"| {title} | per op, bf16's grouped GEMMs kept | | 80, 12 | |",
         f"| {title} | none | | 90 | 99 |",
-        f"| {title} | full | | | |",
+        f"| {title} | full | | 70 | |",
     ]
     rows = tables.headline(records).splitlines()[2:]
     assert rows[0].endswith("| H200 | 50 | 80 (fused, saved) | 100 | 2.00x | **1.25x** |")

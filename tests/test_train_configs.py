@@ -93,7 +93,6 @@ MISTAKES = [  # a line of debug.toml, what replaces it, the message
     ('flavor = "tiny"', 'flavor = "tinny"', "model.flavor = 'tinny'"),
     ('name = "deepseek_v3"', 'name = "deepseek"', "model.name = 'deepseek': torchtitan has ["),
     ('wgrad = "balanced"', 'wgrad = "blanced"', "fp8_flow_moe.wgrad = 'blanced'; set it to one of 'balanced'"),
-    ('converters = ["fp8_flow_moe"]', 'converters = ["fp8_flow_mo"]', "'fp8_flow_mo': known are "),
     ('dataset = "c4_test"', 'dataset = "c5"', "training.dataset = 'c5'"),
     ('mode = "none"', 'mode = "op"', "activation_checkpoint.mode = 'op'; set it to one of "),
     ("steps = 100", "steps = ", "broken.toml is no TOML file"),
@@ -182,6 +181,17 @@ def test_smallest_world_size():
         (dict(tensor_parallel=2, context_parallel=1, expert_parallel=8, expert_tensor_parallel=2), 16),
         (dict(pipeline_parallel=4), 64),
         (dict(data_parallel_shard=16), 128),
+        (
+            dict(
+                pipeline_parallel=1,
+                data_parallel_shard=-1,
+                tensor_parallel=1,
+                context_parallel=4,
+                expert_parallel=6,
+                expert_tensor_parallel=1,
+            ),
+            12,
+        ),
     ):
         for name, degree in degrees.items():
             setattr(config.parallelism, f"{name}_degree", degree)

@@ -1,17 +1,23 @@
 """Kernels that are compiled ahead are those that a layer launches."""
 
+import ctypes
 import functools
 import io
+import itertools
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from triton.runtime import driver
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build, driver
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
@@ -19,15 +25,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from torch._subclasses import FakeTensorMode
 
 from tests.offline_compile import record_launches
-from tests.processes import call, time_limit
+from tests.processes import call, run_checks, time_limit
+from titan_fp8moe import recipe
 from titan_fp8moe import warm_up as command
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.base import Route
-from titan_fp8moe.kernels import swiglu, warm_up
+from titan_fp8moe.dispatch.symmetric import kernels as symmetric
+from titan_fp8moe.kernels import routing, swiglu, warm_up
 from titan_fp8moe.layer import experts, on_meta
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.saved import LayerSpec, layout
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import E8M0, FP8, row_capacity
 from titan_fp8moe.rows import GroupRows
 from titan_fp8moe.spec import ExpertSpec
@@ -122,7 +131,7 @@ def test_the_op_of_travelling_shared_experts_compiles_them(monkeypatch):
 def test_all_kernels_of_an_ffn():
     weights = [torch.empty(1, *shape) for shape in ((H, D), (D, H), (H, D))]
     x, backward = torch.empty(T, D, dtype=torch.bfloat16), Fp8FlowMoEConfig().backward
-    found = names(warm_up.recorded(functools.partial(on_meta.ffn, feed_forward, x, weights, None, backward)))
+    found = names(warm_up.recorded(functools.partial(on_meta.ffn, feed_forward, x, weights, None, backward, x.dtype)))
     assert {"grouped_mm_hopper_kernel", "wgrad_hopper_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= {*found}
     assert "_permute_kernel" not in found
 
@@ -163,6 +172,28 @@ def test_a_share_is_what_a_layer_finds(swiglu_launch, tmp_path):
     assert [*tmp_path.rglob("_swiglu_kernel.cubin")]
 
 
+LIBCUDA = (
+    "CtxGetCurrent CtxSetCurrent DeviceGet DevicePrimaryCtxRetain FuncSetAttribute GetErrorString PointerGetAttribute"
+)
+
+
+@pytest.mark.skipif(not hasattr(nvidia, "make_launcher"), reason="this Triton has one launcher for all kernels")
+def test_a_share_has_its_launchers(swiglu_launch, tmp_path, monkeypatch):
+    """A job then starts no C compiler. Without libcuda there are only kernels, and no error."""
+    kernel, args, constants = swiglu_launch
+    monkeypatch.setattr(nvidia, "library_dirs", lambda: [str(tmp_path)])
+    warm_up.compile_share([swiglu_launch])
+    assert [*tmp_path.rglob("_swiglu_kernel.cubin")] and not [*tmp_path.rglob("__triton_launcher*.so")]
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text("".join(f"void cu{name}(void) {{}}\n" for name in LIBCUDA.split()))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    ctypes.CDLL(str(library))
+    warm_up.compile_share([swiglu_launch])
+    monkeypatch.setattr(build, "_build", None)
+    compiled = kernel.compile(args, constants)
+    assert callable(nvidia.CudaLauncher(compiled.src, compiled.metadata).launch)
+
+
 def launched(launches: Iterable[warm_up.Launch]) -> set[str]:
     """Readable keys of launches, the same in every process."""
     return {f"{k.kernel.__name__} {k._key(0, args, constants)[0]}" for k, args, constants in launches}
@@ -177,28 +208,123 @@ def kernels_of_job(*arguments: str) -> set[str]:
     return launched(found)
 
 
+def matrices_of_16b(E: int, H: int, dtype: torch.dtype, device: str = "meta") -> list[Tensor]:
+    D = 2048
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in ((E, H, D), (E, D, H), (E, H, D))]
+
+
 def kernels_of_16b(T: int) -> set[str]:
     """The launches of a MoE layer of 16B and of its dense FFN that a job on eight ranks compiles when they begin. FSDP
     gathers FFNs in bf16. Under EP 8 it leaves experts alone, which are in fp32."""
-
-    def matrices(E: int, H: int, dtype: torch.dtype) -> list[Tensor]:
-        D = 2048
-        return [torch.empty(shape, dtype=dtype, device="meta") for shape in ((E, H, D), (E, D, H), (E, H, D))]
-
+    matrices = matrices_of_16b
+    dist.init_process_group("fake", rank=0, world_size=8)
     config, flags = Fp8FlowMoEConfig(), torch.empty(4, 16, dtype=torch.uint8)
     x = torch.empty(T, 2048, dtype=torch.bfloat16, device="meta")
-    layer = LayerSpec(config.route(None), SWIGLU, config.backward, "trained", True)
+    layer = LayerSpec(config.route(dist.group.WORLD), SWIGLU, config.backward, "trained", True)
     ids, shared = torch.empty(T, 6, dtype=torch.int64), matrices(1, 2 * 1408, torch.bfloat16)
     tensors = x, ids, flags, matrices(8, 1408, torch.float32), shared
     launches = warm_up.recorded(functools.partial(on_meta.experts, apply_experts, Layer, *tensors, layer))
     weights = matrices(1, 10944, torch.bfloat16)
-    launches += warm_up.recorded(functools.partial(on_meta.ffn, feed_forward, x, weights, flags, config.backward))
+    launches += warm_up.recorded(
+        functools.partial(on_meta.ffn, feed_forward, x, weights, flags, config.backward, x.dtype)
+    )
     return launched(launches)
 
 
 def test_the_kernels_of_a_job():
     job = "train_configs/deepseek_v3_16b.toml", "--training.local_batch_size=1", "--training.seq_len=256"
-    assert call(kernels_of_job, *job) == kernels_of_16b(256)
+    assert call(kernels_of_job, *job) == call(kernels_of_16b, 256)
+
+
+def real_launches(run: Callable[[], None]) -> set[str]:
+    """The launches of layers whose tensors are on a CPU, which they leave as they are. Only dispatch counts are real.
+    For a process of its own."""
+
+    def dispatch_routing(*args):
+        count(*args)
+        return recipe.dispatch_routing(*args[:4])
+
+    count, routing.dispatch_routing = routing.dispatch_routing, dispatch_routing
+    symmetric.INTERPRETED_SPINS = 0
+    for name, module in sys.modules.items():
+        if name.startswith("titan_fp8moe") and "use_kernels" in vars(module):
+            cast(Any, module).use_kernels = lambda x: True
+    found = launched(warm_up.recorded(run))
+    routing.dispatch_routing = count
+    return found
+
+
+def leaves(tensors: Iterable[Tensor]) -> ExpertWeights:
+    return ExpertWeights(*(t.requires_grad_() for t in tensors))
+
+
+def real_kernels_of_16b_short(T: int) -> set[str]:
+    """Without FSDP the residual stream is fp32, and autocast makes the dense FFN's output bf16."""
+    config, flags = Fp8FlowMoEConfig(), torch.zeros(4, 16, dtype=torch.uint8)
+    x, scores = torch.zeros(T, 2048, requires_grad=True), torch.ones(T, 6, requires_grad=True)
+    ids = torch.zeros(T, 6, dtype=torch.int64)
+    routed, shared, ffn = (
+        matrices_of_16b(*sizes, torch.float32, "cpu") for sizes in ((64, 1408), (1, 2816), (1, 10944))
+    )
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = feed_forward(x, leaves(w[0] for w in ffn), config, nan_flags=flags)
+            of_shared, layer = leaves(w[0] for w in shared), Layer(config)
+            z = apply_experts(x, leaves(routed), ids, scores, layer, shared=of_shared, nan_flags=flags)
+        y.backward(torch.zeros_like(y))
+        z.backward(torch.zeros_like(z))
+
+    return real_launches(run)
+
+
+def test_the_kernels_of_a_job_on_one_gpu():
+    sizes = "--training.local_batch_size=1", "--training.seq_len=256"
+    ahead = call(kernels_of_job, "train_configs/deepseek_v3_16b_short.toml", *sizes)
+    assert ahead == call(real_kernels_of_16b_short, 256)
+    assert "_probe_kernel" in {launch.split()[0] for launch in ahead}
+
+
+def compare_with_real_layers(tokens: int) -> None:
+    """What the ops of a layer on several ranks compile, when they first run, are all kernels that it launches."""
+    dist.init_process_group("gloo")
+    rank, group, flags = dist.get_rank(), dist.group.WORLD, torch.zeros(4, 16, dtype=torch.uint8)
+    shapes = (E, H, D), (E, D, H), (E, H, D)
+    for backend, hidden_dim in itertools.product(("all_to_all", "symmetric"), (None, 384)):
+        T, config = tokens + rank * (backend == "all_to_all"), Fp8FlowMoEConfig(dispatch=backend)
+        routed, x, scores = [torch.zeros(shape) for shape in shapes], torch.zeros(T, D).bfloat16(), torch.rand(T, K)
+        ids, layer = torch.rand(T, 2 * E).topk(K).indices, Layer(config, group)
+        sizes = [] if hidden_dim is None else [(1, hidden_dim, D), (1, D, hidden_dim), (1, hidden_dim, D)]
+        shared = [torch.zeros(shape) for shape in sizes]
+
+        def run() -> None:
+            of_shared = leaves(w[0] for w in shared) if shared else None  # noqa: B023
+            inputs = x.requires_grad_(), leaves(routed), ids, scores.requires_grad_(), layer  # noqa: B023
+            out = apply_experts(*inputs, shared=of_shared, nan_flags=flags)
+            out.backward(torch.zeros_like(out))
+
+        spec = LayerSpec(config.route(group), SWIGLU, config.backward, "trained" if shared else "", True)
+        in_time = [] if spec.dispatch.overlaps else shared
+        ahead = warm_up.recorded(
+            functools.partial(on_meta.experts, apply_experts, Layer, x, ids, flags, routed, in_time, spec)
+        )
+        if spec.dispatch.overlaps and shared:
+            scale, end = torch.empty(D // 128, 128, dtype=E8M0).T, torch.empty(1, dtype=torch.int32)
+            rows = GroupRows(torch.empty(128, D, dtype=FP8), scale, end)
+            ahead += warm_up.recorded(
+                functools.partial(on_meta.shared, experts._run_shared, rows, shared, flags, spec, D)
+            )
+        missing = real_launches(run) - launched(ahead)
+        assert not missing, f"{backend}, rank {rank}: {missing}"
+        assert shared or len(real_launches(run)) == len(launched(ahead))
+    print("all checks passed")
+
+
+@pytest.mark.parametrize("tokens", [1, 96])
+def test_the_kernels_of_two_ranks(tokens):
+    """Whatever the number of tokens is: 1, a multiple of 16, or one more than these."""
+    program = f"from tests.test_warm_up import compare_with_real_layers as compare; compare({tokens})"
+    run_checks("-c", 2, program, cpu_only=True)
 
 
 def test_a_rank_without_fp8(monkeypatch, capsys):

@@ -2,8 +2,8 @@
 
 Takes the arguments of the dry run: torchtitan 0.2.2's TOML file and overrides, or 0.3's ``--config`` and options. The
 kernels go to Triton's cache, ``TRITON_CACHE_DIR`` or ``~/.triton/cache``. No GPU is needed: they are compiled for
-Hopper GPUs, by the installed versions of torch and Triton. Small kernels that exchange rows between ranks are left to
-the job.
+Hopper GPUs, by the installed versions of torch and Triton. With Triton 3.6 a C compiler also builds their launchers,
+which it links with libcuda; on a node without it they are left to the job.
 
     python -m titan_fp8moe.warm_up train_configs/deepseek_v3_16b.toml
     python -m titan_fp8moe.warm_up --config deepseek_v3_16b --parallelism.expert_parallel_degree 4

@@ -51,7 +51,7 @@ def test_the_kernels_of_a_job():
     """Of :mod:`titan_fp8moe.warm_up`: those of a layer and of an FFN, and those that one linear has besides."""
     job = "--config=deepseek_v3_16b", "--training.local_batch_size=1", "--training.seq_len=256"
     linear = "--parallelism.expert_parallel_degree=8", "--fp8_flow_moe.linear_fqns", "layers.0.attention.wo."
-    found, expected = call(kernels_of_job, *job, *linear), kernels_of_16b(256)
+    found, expected = call(kernels_of_job, *job, *linear), call(kernels_of_16b, 256)
     kinds = {"_balance_exponent_kernel", "grouped_mm_hopper_kernel", "wgrad_hopper_kernel"}
     assert found > expected and {key.split()[0] for key in found - expected} == kinds
 

@@ -66,7 +66,8 @@ class AllToAllDispatch:
         )
         one_each = [1] * route.num_ranks
         received_N = ops.wait(ops.start_all_to_all(counts_N.view(torch.uint8), one_each, one_each, route.group_name))
-        counts = torch.stack([counts_N, received_N.view(torch.int32)]).to("cpu", non_blocking=True)
+        counts = torch.stack([counts_N, received_N.view(torch.int32)])
+        counts = _any_counts(counts, signature) if counts.is_meta else counts.to("cpu", non_blocking=True)
         self = cls(State(sent_TK, token_C, counts), route.group_name)
         self.pairs, self.signature = pairs, signature
         self.counts_copied = torch.cuda.Event() if counts_N.is_cuda else None
@@ -161,6 +162,13 @@ class AllToAllDispatch:
         if not pending.with_gradients:
             return Returned(ops.unpermute_sum(rows, sent_TK, dtype, addend_RD))
         return Returned(*ops.unpermute_gradients(rows, cast(Tensor, ds), sent_TK, dtype, addend_RD))
+
+
+def _any_counts(counts: Tensor, signature: int) -> Tensor:
+    """Dispatch counts in the place of meta ones: kernels are compiled ahead, and none depends on them."""
+    counts = torch.ones(counts.shape, dtype=counts.dtype, device="cpu")
+    counts[:, :, -1] = signature
+    return counts
 
 
 def _arriving_rows(counts_N: list[list[int]]) -> tuple[int, int]:

@@ -93,9 +93,10 @@ class Kernel:
             found = compiled, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names)
             self._compiled[key] = found
 
-    def compile(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """Compiles the kernel for such a launch, for the target of Triton's active driver, into Triton's cache."""
-        self.kernel.warmup(*map(_readable, args), grid=(1,), **(_OPTIONS | constants | self._bound))
+    def compile(self, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        """Compiles the kernel for such a launch, for the target of Triton's active driver, into Triton's cache. Returns
+        Triton's compiled kernel."""
+        return self.kernel.warmup(*map(_readable, args), grid=(1,), **(_OPTIONS | constants | self._bound))
 
     def _key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple, list[Any]]:
         """The cache key of a launch, and the arguments with addresses in place of tensors.
@@ -108,26 +109,23 @@ class Kernel:
 
         Triton's debugging knobs are missing: set them before a kernel's first launch.
         """
-        key, values = [device, *constants, *constants.values()], []
-        append = key.append
-        for arg, specialized in zip(args, self._specialized, strict=False):
+        key, values = [device, *constants, *constants.values()], [*args]
+        for i, arg in enumerate(args):
             kind = type(arg)  # the most frequent ones first
             if kind is int:
-                append(arg < 2**31)
-                if specialized:
-                    append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
+                key.append(arg < 2**31)
+                if self._specialized[i]:
+                    key.append(-1 if arg == 1 else arg & 15 == 0)  # 1 would be True
             elif kind is Tensor or kind not in _NO_TENSORS:
-                append(arg.dtype)
-                append(arg.get_device())
-                arg = arg.data_ptr()
-                append(arg & 15)
+                values[i] = address = arg.data_ptr()
+                key.append(arg.dtype)
+                key.append(arg.get_device())
+                key.append(address & 15)
             elif kind is TensorDescriptor:
-                append(arg.base.dtype)
-                append(arg.block_shape[0])
-                append(arg.block_shape[1])
+                key.append(arg.base.dtype)
+                key.extend(arg.block_shape)
             else:
-                append(kind)  # of a float the value is no part of the key
-            values.append(arg)
+                key.append(kind)  # of a float the value is no part of the key
         return tuple(key), values
 
 
@@ -191,12 +189,17 @@ def _probe_kernel(x, scale, nothing, out, one, n, m, big, quarter, VALUE: tl.con
         tl.store(out + 8, tl.program_id(1).to(tl.int64))
 
 
-def _probe(device: str = "cuda") -> list[int]:
+def launch_probe(device: str) -> Tensor:
+    """Launches the kernel, and returns what it stores first."""
     x = torch.full((1,), 3.0, device=device)
     scale = torch.full((1,), 5, dtype=torch.uint8, device=device).view(E8M0)
     out = torch.zeros(9, dtype=torch.int64, device=device)
     _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, 0.25, VALUE=9)
-    return out.tolist()[:8]
+    return out[:8]
+
+
+def _probe(device: str = "cuda") -> list[int]:
+    return launch_probe(device).tolist()
 
 
 def _readable(arg: Any) -> Any:

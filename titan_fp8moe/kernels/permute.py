@@ -87,13 +87,13 @@ def permute_rows(
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
     q_stride, scale_stride = row_stride("q_TD", q_TD), row_stride("scale", scale)
     out = torch.empty(M, D, dtype=q_TD.dtype, device=q_TD.device)
-    out_scale = torch.empty(D // TILE, M, dtype=E8M0, device=q_TD.device)
+    out_scale = torch.empty_strided((M, D // TILE), (1, M), dtype=E8M0, device=q_TD.device)
     _permute_kernel[(M // TILE + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
         q_TD, q_stride, scale, scale_stride, row_TK, token_M, offsets_E, out, out_scale, T, M, K=K, D=D,
         E=offsets_E.shape[0], TOKENS=TOKENS, ROWS=TILE, COLUMNS=COLUMNS, PAD_TILES=next_power_of_2(D // TILE),
         num_warps=WARPS,
     )  # fmt: skip
-    return out, out_scale.t()
+    return out, out_scale
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------

@@ -390,7 +390,7 @@ def _blocks(weights: list[Tensor], beside: bool) -> tuple[list[Any], tuple[int, 
     last_block, shape = first_N // TILE, (E, first_N + (padded(last_rows) if len(weights) > 1 else 0), K)
     if beside:
         last_block, shape = K // TILE, (E, first_N, 2 * K)
-    args = [w, w.stride(0), w.stride(1), rows, last_w, last_w.stride(0), last_w.stride(1), last_rows, last_block]
+    args = [w, *w.stride()[:2], rows, last_w, *last_w.stride()[:2], last_rows, last_block]
     return [*args, columns], shape, whole
 
 

@@ -154,10 +154,10 @@ def row_stride(name: str, x_TK: Tensor) -> int:
     Raises:
         ValueError: unless the elements of a row are contiguous.
     """
-    if x_TK.shape[1] > 1 and x_TK.stride(1) != 1:
-        strides = x_TK.stride()
+    strides = x_TK.stride()
+    if strides[1] != 1 and x_TK.shape[1] > 1:
         raise ValueError(f"{name} needs unit stride along its rows, got strides {strides}; use {name}.contiguous()")
-    return x_TK.stride(0)
+    return strides[0]
 
 
 # --- expert order -----------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class OutputBias(NamedTuple):
 def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
     """Uninitialized (M, D) e4m3 and its (M, D // 128) e8m0 scales, column-major."""
     q = torch.empty(M, D, dtype=FP8, device=like.device)
-    return q, torch.empty(D // TILE, M, dtype=E8M0, device=like.device).t()
+    return q, torch.empty_strided((M, D // TILE), (1, M), dtype=E8M0, device=like.device)
 
 
 @triton.jit

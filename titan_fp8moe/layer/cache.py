@@ -173,11 +173,12 @@ def kind_of(module: nn.Module, layouts: Layouts) -> str:
 
 
 def _allocate(cache: WeightCache, sizes: list[_Sizes], device: torch.device) -> None:
-    """Makes the buffers of a cache, unless they are there. The memory of others is freed before."""
+    """Makes the buffers of a cache, unless they are there. The memory of others is freed before, and what they held is
+    quantized anew."""
     there: list[Any] = [(tuple(o.q.shape), o.state.numel() - 1, o.scale.stride()) for o in cache.operands]
     if there == sizes and cache.operands[0].q.device == device:
         return
-    cache.operands = ()
+    cache.operands, cache.key = (), None
     with torch.inference_mode(False):
         cache.steps = _steps.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))
         cache.operands = tuple(_empty_operand(size, cache.layouts, device) for size in sizes)

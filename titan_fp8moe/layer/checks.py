@@ -84,6 +84,11 @@ def check_shared(shared: Any, x_TD: Tensor, expert: ExpertSpec) -> None:
         raise ValueError(f"shared must be a titan_fp8moe.SharedExperts, got {type(shared).__name__}")
     (T, D), (w1, w2, w3, scores), device = x_TD.shape, shared, x_TD.device
     parts = 2 if expert.gated and w3 is None else 1
+    if parts == 2 and expert.interleaved:
+        raise ValueError(
+            "interleaved=True says how the routed w1 lies; pass gate and up of shared experts as w1 and w3, since one "
+            "w1 would be read with gate first"
+        )
     H = w1.shape[0] // parts
     fits = w3 is None or (expert.gated and w3.shape == w1.shape)
     fits = fits and w1.shape == (parts * H, D) and w2.shape == (D, H) and H % (128 if parts == 2 else 16) == 0

@@ -485,9 +485,6 @@ class _RoutedExperts(torch.autograd.Function):
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
-        further = inputs.biases or ()
-        if spec.shared_scored:
-            further = *(inputs.biases or NO_BIASES), inputs.shared_scores
         out, *results = _forward_op(
             inputs.x,
             inputs.topk_scores,
@@ -500,7 +497,8 @@ class _RoutedExperts(torch.autograd.Function):
             inputs.nan_flags,
             spec.encode(),
             signature,
-            *further,
+            *(inputs.biases or NO_BIASES),
+            inputs.shared_scores,
         )
         handed, parts = [], _WHOLE
         if spec.dispatch.overlaps:

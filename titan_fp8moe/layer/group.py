@@ -73,7 +73,7 @@ def _feed_forward(
     :class:`SavedFFN` that there are."""
     spec, nans = BackwardSpec.decode(backward), NanFlags.of(nan_flags)
     if x_TD.is_cuda and (kind := (backward, cast(Tensor, weights[0]).shape)) not in warm_up.seen:
-        run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec)
+        run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec, dtype)
         warm_up.compile_ahead(kind, x_TD, run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
@@ -200,9 +200,8 @@ def _check_input(x: Tensor, D: int) -> None:
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    autocast = not x.is_meta and torch.is_autocast_enabled(device)  # which knows no meta
-    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if dtype not in (torch.bfloat16, torch.float32):  # nor could the backward quantize such a gradient
         raise ValueError(f"the result would be {dtype}, of x or of autocast; use bf16 or fp32")
     return dtype

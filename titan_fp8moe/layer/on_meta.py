@@ -1,7 +1,7 @@
 """Runs a layer's forward and backward on meta tensors like those of an op's call.
 
-:mod:`titan_fp8moe.kernels.warm_up` compiles what they launch. The kernels that exchange rows with other ranks are left
-out, as are adapters' GEMMs. They are small.
+:mod:`titan_fp8moe.kernels.warm_up` compiles what they launch. Transfers to other ranks move nothing. Adapters' GEMMs,
+which are small, are left out.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from titan_fp8moe import ops
 from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig
+from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
+from titan_fp8moe.dispatch.base import Pending
+from titan_fp8moe.dispatch.symmetric.workspace import resolve
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import Biases, ExpertWeights
 from titan_fp8moe.recipe import FP8
-from titan_fp8moe.rows import GroupRows
+from titan_fp8moe.rows import GroupRows, NanFlags
 from titan_fp8moe.spec import BackwardSpec
 
 
@@ -43,8 +47,8 @@ def _one_expert(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
     return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_() for w in _weights(packed, D)))
 
 
-def _config(backward: BackwardSpec) -> Fp8FlowMoEConfig:
-    return Fp8FlowMoEConfig(**{name: getattr(backward, name) for name in RECIPE})
+def _config(backward: BackwardSpec, **transport: Any) -> Fp8FlowMoEConfig:
+    return Fp8FlowMoEConfig(**{name: getattr(backward, name) for name in RECIPE}, **transport)
 
 
 def _backward(out: Tensor) -> None:
@@ -72,8 +76,13 @@ def experts(
         )
         biases = Biases(b1, b2, None if routed.w3 is None else b1)
     scores_T = torch.empty(x_TD.shape[0], device="meta", requires_grad=True) if spec.shared_scored else None
+    transport, group = {}, None
+    if spec.dispatch.travels:
+        transport = dict(dispatch=spec.route.backend, dispatch_capacity=spec.route.capacity)
+        group = resolve(spec.route.group_name)
     layer = make_layer(
-        _config(backward),
+        _config(backward, **transport),
+        group,
         expert=spec.expert,
         biases=biases,
         frozen=backward.weights == "frozen",
@@ -81,9 +90,23 @@ def experts(
         shared_scores=scores_T,
     )
     scores = torch.empty(topk_ids_TK.shape, device="meta", requires_grad=True)
+    if spec.shared and not shared_weights:
+        _rows_of_shared(x_TD, topk_ids_TK, nan_flags, spec)
     _backward(
         apply_experts(like(x_TD), routed, like(topk_ids_TK), scores, layer, shared=shared, nan_flags=like(nan_flags))
     )
+
+
+def _rows_of_shared(x_TD: Tensor, topk_ids_TK: Tensor, nan_flags: Tensor | None, spec: LayerSpec) -> None:
+    """Shared experts of a dispatch that overlaps have an op of their own, :func:`shared`. But it is the layer that
+    quantizes their rows as one group, and that adds their results to its sums."""
+    ops.quantize_group(torch.empty_like(x_TD, device="meta"), NanFlags.of(like(nan_flags)).x)
+    sent_TK = torch.empty(topk_ids_TK.shape, dtype=torch.int32, device="meta")
+    tokens = spec.dispatch.resume(AllToAllDispatch.State(sent_TK, sent_TK, sent_TK), None, spec.route, x_TD.shape[1])
+    rows_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16, device="meta")
+    for ds_T in (None, rows_TD.new_empty(rows_TD.shape[0], dtype=torch.float32)):
+        payload = ops.pack_combine(rows_TD, ds_T, sent_TK)
+        tokens.finish(Pending(payload, with_gradients=ds_T is not None), x_TD.dtype, rows_TD)
 
 
 def shared(
@@ -109,8 +132,12 @@ def ffn(
     weights: list[Tensor | None],
     nan_flags: Tensor | None,
     backward: BackwardSpec,
+    dtype: torch.dtype,
 ) -> None:
-    """Runs ``feed_forward`` with tensors like the op's, whose weights have a dim of one expert."""
+    """Runs ``feed_forward`` with tensors like the op's, whose weights have a dim of one expert, for a result in
+    ``dtype``."""
     frozen = backward.weights == "frozen"
     inputs = like(x_TD), _one_expert(weights, x_TD.shape[1]), _config(backward)
-    _backward(feed_forward(*inputs, nan_flags=like(nan_flags), frozen=frozen))
+    with torch.autocast("cpu", dtype, enabled=dtype != x_TD.dtype):
+        out = feed_forward(*inputs, nan_flags=like(nan_flags), frozen=frozen)
+    _backward(out)

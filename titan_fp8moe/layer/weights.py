@@ -110,7 +110,7 @@ class SharedExperts(NamedTuple):
 
     Attributes:
         w1, w2, w3: gate (H, D), down (D, H) and up (H, D), all bf16 or all fp32, H a multiple of 16. Gate and up in one
-            weight, and experts without a gate, are as in :func:`titan_fp8moe.routed_experts`.
+            weight, with gate first, and experts without a gate, are as in :func:`titan_fp8moe.routed_experts`.
         scores: (T,) fp32, by which each token's output is multiplied, such as a sigmoid of a product with x; or None.
 
     Example::

@@ -119,7 +119,6 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             raise ValueError(
                 f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of {STEP}; pad the model with zeros"
             )
-        self.configure(Fp8FlowMoEConfig() if config is None else config)
         self.expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
         mesh = None
         shapes = dict(w1=(hidden_dim, dim), w2=(dim, hidden_dim), w3=(hidden_dim, dim))
@@ -133,6 +132,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
                 mesh = mesh or mesh_of(ep_group, weight.device)
                 weight = spread(weight, mesh)
             self.register_parameter(name, nn.Parameter(weight))
+        self.configure(Fp8FlowMoEConfig() if config is None else config)
         self.ep_group = None if mesh is None else mesh.get_group()
         if mesh is not None:
             refuse_misuse()
@@ -218,6 +218,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         x: Tensor,
         topk_ids: Tensor,
         topk_scores: Tensor,
+        *,
         meanwhile: Callable[[], Tensor] | None = None,
         shared: SharedExperts | None = None,
     ) -> Tensor:
@@ -313,6 +314,7 @@ class Fp8RoutedExperts(AddsLora):
         x: Tensor,
         topk_ids: Tensor,
         topk_scores: Tensor,
+        *,
         meanwhile: Callable[[], Tensor] | None = None,
         shared: SharedExperts | None = None,
     ) -> Tensor:
@@ -332,7 +334,8 @@ def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]
 
 
 def add_cache(module: Any) -> None:
-    """Gives a module, whose ``config`` is set, a weight cache for :func:`cache_of`. Loading a state dict clears it."""
+    """Gives a module, whose ``config`` and parameters are set, a weight cache for :func:`cache_of`. Loading a state
+    dict clears it."""
     if "cache" not in vars(module):
         module.register_load_state_dict_post_hook(_clear_cache)
     layouts = module.config.kept_layouts

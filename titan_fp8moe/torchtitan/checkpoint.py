@@ -1,7 +1,6 @@
 """torchtitan's checkpoints under Hugging Face's names, and which of their tensors a job trains in FP8."""
 
 import copy
-import re
 import warnings
 from pathlib import Path
 
@@ -10,17 +9,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_fp8moe.export_fp8.sources import ConfigValues, TensorInfo, file_identity
 from titan_fp8moe.recipe import TILE
+from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, down_projection, fp8_parameters
+from titan_fp8moe.trainer.plan import natural
 
 # What torchtitan stores besides the model, whose parameters have no common prefix.
 _NOT_THE_MODEL = ("optimizer.", "lr_scheduler.", "dataloader", "train_state", "ft_dataloader")
@@ -43,7 +44,7 @@ class Job:
     """
 
     def __init__(self, toml: str, overrides: list[str], world_size: int | None = None):
-        config: JobConfig = ConfigManager().parse_args([f"--job.config_file={toml}", *overrides])
+        config = toml_file.load(toml, overrides)
         config.checkpoint.enable = False  # nothing resumes here: other checkpoints of the run do not matter
         Fp8FlowMoEConverter.trains_here = False
         check_config(config)
@@ -136,7 +137,7 @@ class DcpSource:
         self.left_out = [key for key in sorted(stored) if key != "output.weight" and not job.hf_shapes(key)]
         self.keys: dict[str, str] = {}  # torchtitan's by Hugging Face's
         self.tensors: dict[str, TensorInfo] = {}
-        for key in sorted(stored, key=_natural):
+        for key in sorted(stored, key=natural):
             for name, shape in job.hf_shapes(key).items():
                 self.keys[name], self.tensors[name] = key, TensorInfo(shape, stored[key].dtype)
         self.stored, self.loaded_key, self.loaded = stored, "", {}
@@ -165,8 +166,3 @@ def _check_model(folder: Path, stored: dict[str, tuple[int, ...]], job: Job) -> 
         raise ValueError(
             f"{folder} is not a checkpoint of {job.name}: {'; '.join(differences)}. Pass the config of its run"
         )
-
-
-def _natural(key: str) -> list[str | int]:
-    """Sorts layer 2 before layer 10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]

@@ -160,7 +160,10 @@ def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None
     def wrapper(self: ModelConvertersContainer, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         for name in job_config.model.converters:
             if name not in _registry_model_converter_cls:
-                raise ValueError(f"model.converters has {name!r}; known are {sorted(_registry_model_converter_cls)}")
+                raise ValueError(
+                    f"model.converters has {name!r}; known are {sorted(_registry_model_converter_cls)}; is "
+                    "job.custom_config_module set?"
+                )
         init(self, job_config, parallel_dims)
         table = getattr(job_config, NAME, None)
         if table is None or NAME in job_config.model.converters:

@@ -13,6 +13,7 @@ Arguments after the config are torchtitan's own overrides.
 
 import argparse
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models import _supported_models
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
+from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
@@ -49,18 +50,13 @@ def smallest_world_size(config: JobConfig) -> int:
     shard = p.data_parallel_shard_degree
     if shard == -1:
         least = 2 if p.expert_parallel_degree > 1 and p.context_parallel_degree == 1 else 1
-        shard = max(least, p.expert_parallel_degree * p.expert_tensor_parallel_degree // inner)
+        experts = p.expert_parallel_degree * p.expert_tensor_parallel_degree
+        shard = max(least, experts // math.gcd(experts, inner))
     return p.data_parallel_replicate_degree * shard * inner * p.pipeline_parallel_degree
 
 
 def check_config(config: JobConfig) -> None:
-    """Raise ValueError for mistakes that torchtitan only warns about or finds late: converters, model, dataset."""
-    for name in config.model.converters:
-        if name not in _registry_model_converter_cls:
-            raise ValueError(
-                f"model.converters has {name!r}: known are {sorted(_registry_model_converter_cls)}; is "
-                "job.custom_config_module set?"
-            )
+    """Raise ValueError for mistakes that torchtitan only warns about or finds late: model, dataset."""
     try:
         flavors = get_train_spec(config.model.name).model_args
     except ValueError as error:
@@ -175,7 +171,8 @@ def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
     training, compute_dtype = config.training, TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     # Under autocast the residual stream and its norms stay in the parameters' dtype.
     dtype = compute_dtype if fsdp_casts else TORCH_DTYPE_MAP[training.dtype]
-    tokens = Tokens(expert_layout(config, dims).tokens, dtype, compute_dtype)
+    autocast = not (fsdp_casts or dims.tp_enabled or dims.pp_enabled)
+    tokens = Tokens(expert_layout(config, dims).tokens, dtype, compute_dtype, autocast)
     in_moe: set[nn.Module] = set()
     for module in [m for part in built.parts for m in part.modules()]:
         if isinstance(module, Fp8FlowMoE):
@@ -193,7 +190,7 @@ def _run_experts(tokens: Tokens, experts: Any, shared: Fp8FlowFeedForward | None
         tokens.gather(module)
     watch(experts)
     experts.gathers_fp8 = False
-    experts.set_meshes(None, None)
+    experts.set_meshes(experts.ep_mesh, None)
     ids, scores = tokens.routing(top_k)
     x = tokens.rows(experts.matrices().w2.shape[1])
     return type(experts).forward(experts, x, ids, KeepDtype(scores), shared=shared)

@@ -133,7 +133,7 @@ def _run_experts(tokens: Tokens, moe: Any) -> Tensor:
     if shared is not None:
         tokens.gather(shared)
     watch(routed)
-    experts.gathers_fp8, routed.token_dispatcher.ep_mesh = False, None
+    experts.gathers_fp8 = False
     ids, scores = tokens.routing(moe.router.top_k)
     x = tokens.rows(experts.matrices().w2.shape[1])
     x_BLD, scores_BLK, ids_BLK = (t.unsqueeze(0) for t in (x, scores, ids))

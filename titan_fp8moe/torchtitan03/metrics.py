@@ -5,7 +5,6 @@ the step from outside, before a trainer ends the job because the loss is not fin
 """
 
 import contextlib
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.trainer.compat import uncompiled
 from titan_fp8moe.trainer.nan_watch import NanWatch
-from titan_fp8moe.trainer.plan import plain_name
+from titan_fp8moe.trainer.plan import natural, plain_name
 
 
 class Fp8FlowMetrics(MetricsProcessor):
@@ -59,7 +58,7 @@ class Fp8FlowMetrics(MetricsProcessor):
     def _watch(self) -> NanWatch:
         """Gives flags to the modules that this rank holds, in the order of the forward as far as names tell."""
         modules = {plain_name(name): module for part in self.model_parts for name, module in part.named_modules()}
-        names = sorted(self.config.watched, key=_natural)
+        names = sorted(self.config.watched, key=natural)
         flagged = {name: f"{name}.routed_experts" if name in self.config.routed else name for name in names}
         here = {name: modules[flagged[name]] for name in names if flagged[name] in modules}
         return NanWatch(names, here, utils.device_type, logger)
@@ -75,8 +74,3 @@ class Fp8FlowMetrics(MetricsProcessor):
             dist.all_reduce(counts)
             summary = {f"fp8_flow_moe/{name}": value for name, value in statistics.summarize(counts).items()}
             self.logger.log(summary, self.step)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,8 +1,7 @@
 """Converted layers of a dry run as they are in training, on meta tensors: what they launch is what a job compiles.
 
 A dry run ends where torchtitan would allocate the model, with parameters sharded as FSDP keeps them. A layer that runs
-alone needs them whole, in FSDP's compute dtype, and without expert parallelism: the kernels that exchange rows with
-other ranks are left out.
+alone needs them whole, in FSDP's compute dtype. Transfers to other ranks move nothing.
 """
 
 from typing import Any, NamedTuple, cast
@@ -24,12 +23,14 @@ class Tokens(NamedTuple):
     Attributes:
         count: T.
         dtype: of the layers' input.
-        compute_dtype: of the parameters that FSDP gathers.
+        compute_dtype: of the parameters that FSDP gathers, or of results under autocast.
+        autocast: whether the job runs under autocast, as torchtitan 0.2.2's does without FSDP.
     """
 
     count: int
     dtype: torch.dtype
     compute_dtype: torch.dtype
+    autocast: bool = False
 
     def rows(self, dim: int) -> Tensor:
         """A layer's input (T, D)."""
@@ -50,9 +51,10 @@ class Tokens(NamedTuple):
         """The forward of a module that serves every token."""
         self.gather(module)
         watch(module)
-        if isinstance(module, Fp8FlowLinear):
-            return Fp8FlowLinear.forward(module, self.rows(module.weight.shape[1]))
-        return module.run(self.rows(module.w1.weight.shape[1]))
+        with torch.autocast("cpu", self.compute_dtype, enabled=self.autocast and self.compute_dtype != self.dtype):
+            if isinstance(module, Fp8FlowLinear):
+                return Fp8FlowLinear.forward(module, self.rows(module.weight.shape[1]))
+            return module.run(self.rows(module.w1.weight.shape[1]))
 
     def _gathered(self, param: nn.Parameter, fsdp: bool) -> nn.Parameter:
         shape, dtype = list(param.shape), param.dtype

@@ -4,6 +4,7 @@ A converter lists every module that could run in FP8 as a :class:`Part`, before 
 many of each kind are in FP8, and the reasons for the others.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,11 @@ KINDS = {MOE: "MoE layers", SHARED: "shared experts", DENSE: "dense FFNs", LINEA
 def plain_name(name: str) -> str:
     """A module's or tensor's name without the wrappers of compile and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def natural(name: str) -> list[str | int]:
+    """A key that sorts layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 class Part(NamedTuple):

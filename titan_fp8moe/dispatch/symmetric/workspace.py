@@ -18,7 +18,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -269,6 +269,11 @@ _workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = wea
 _current: dict[str, Workspace] = {}
 
 
+def resolve(group_name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return cast(Any, distributed_c10d)._resolve_process_group(group_name)
+
+
 def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
     """The workspace in which an exchange begins.
 
@@ -280,7 +285,11 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
         RuntimeError: while a CUDA graph is captured and a workspace would have to be made; see also
             :meth:`Workspace.begin`.
     """
-    resolve: Any = distributed_c10d._resolve_process_group
+    if device.type == "meta":  # kernels are compiled ahead, for timeouts that take more than 32 bits in nanoseconds
+        peers = [torch.empty(sizes.nbytes, dtype=torch.uint8, device=device)] * sizes.num_ranks
+        _current[group_name] = workspace = Workspace(sizes, 0, peers, lambda: 1e3)
+        workspace.begin()
+        return workspace
     group = resolve(group_name)
     workspaces = _workspaces.setdefault(group, [])
     for workspace in workspaces:
