@@ -31,6 +31,7 @@ PARTIAL_DTENSOR = {"spmd_backend": "partial_dtensor"}  # buffers are DTensors th
 PP2 = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}
 LINEARS = {"linear_fqns": ["attention.wo."]}
 BF16_PARTS = {"filter_fqns": ["shared_experts", "layers.2."]}
+BF16_SHARED = {"filter_fqns": ["shared_experts"]}
 SYMMETRIC = {"dispatch": "symmetric", "dispatch_capacity": 2}
 
 LOSSES = {
@@ -46,6 +47,7 @@ SINGLE = LOSSES | {
     "single_inductor": Case(compiles="inductor"),
     "single_linears": Case(LINEARS),
     "single_bf16_parts": Case(BF16_PARTS),
+    "single_bf16_shared": Case(BF16_SHARED),
     "single_cached": Case({"cache_weights": True}, accumulates=2),
     "single_statistics": Case({"statistics_every": 2}, steps=3),
     "single_statistics_compile": Case({"statistics_every": 2}, compiles="aot_eager", steps=3),
@@ -73,6 +75,9 @@ TWO_RANKS = {
     "ep2_full": Case({"recompute": "none"}, EP2, "full"),
     "ep2_compile": Case({}, EP2, compiles="aot_eager"),
     "ep2_compile_selective": Case({}, EP2, "selective", compiles="aot_eager"),
+    "ep2_inductor_selective": Case({}, EP2, "selective", compiles="inductor", accumulates=2),
+    "ep2_compile_full": Case({}, EP2, "full", compiles="aot_eager"),
+    "ep2_compile_bf16_shared": Case(BF16_SHARED, EP2, "selective", compiles="aot_eager"),
     "ep2_symmetric_compile": Case(SYMMETRIC, EP2, compiles="aot_eager"),
     "ep2_bf16_parts": Case(BF16_PARTS, EP2),
     "ep2_linears": Case(LINEARS, EP2),
@@ -89,7 +94,9 @@ TWO_RANKS = {
     "cp2_long": Case({}, CP2, seq_len=LONG),
     "cp2_ep2_long": Case({}, CP2 | EP2, seq_len=LONG),
     "qwen3_ep2": Case({}, EP2, model="qwen3"),
+    "qwen3_ep2_compile": Case({}, EP2, "selective", compiles="aot_eager", model="qwen3"),
     "gpt_oss_ep2": Case({}, EP2, model="gpt_oss"),
+    "gpt_oss_ep2_compile": Case({}, EP2, "selective", compiles="aot_eager", model="gpt_oss"),
     "gpt_oss_tp2": Case({}, TP2, model="gpt_oss"),
     "gpt_oss_fp8_gather": Case({"fp8_all_gather": True}, model="gpt_oss"),
     "qwen3_5_ep2": Case({}, EP2, model="qwen3_5"),

@@ -111,12 +111,6 @@ class Conversion:
         for name, part in self.fp8.items():
             if part.kind == MOE:
                 job_checks.check_layer(name, configs[name], settings, layout)
-        breaks = dims.ep > 1 and settings.backend.syncs_host
-        if breaks and job_checks.compiles_model(job) and job.activation_checkpoint is not None:
-            logger.warning(
-                "FP8-Flow-MoE: MoE blocks run eagerly: the all-to-all breaks graphs, and a checkpointed block cannot "
-                'be in pieces. Choose activation-checkpoint:none, or fp8_flow_moe.dispatch = "symmetric"'
-            )
         return layout.fsdp_shards * dims.dp_replicate == 1 and not parallel.fsdp_has_work(job)
 
     def _attach(self, job: Any, configs: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ block, and torchtitan's ``local_map`` has unwrapped the inputs.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -299,15 +299,19 @@ class Fp8FlowMoE(MoE):
         routed = self.routed_experts
         return routed.token_dispatcher.ep_mesh is not None and routed.config.backend.syncs_host
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """(B, L, D) -> (B, L, D)."""
+    def route(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The router's choice for each token, scores and ids (B, L, K), and how many tokens chose each expert (E,)."""
         scores_BLK, ids_BLK, scores_BLE = self.router(x_BLD, self.expert_bias_E)
         chosen_BLE = torch.zeros_like(scores_BLE, dtype=torch.bool).scatter_(-1, ids_BLK, True)
         counts_E = chosen_BLE.sum(dim=(0, 1))
         if self.training:
             with torch.no_grad():
                 self.tokens_per_expert_E.add_(counts_E)
-        routed = functools.partial(self.routed_experts, x_BLD, scores_BLK, ids_BLK, counts_E)
+        return scores_BLK, ids_BLK, counts_E
+
+    def forward(self, x_BLD: Tensor, *, routing: Sequence[Tensor] | None = None) -> Tensor:
+        """(B, L, D) -> (B, L, D). ``routing`` is :meth:`route`'s result, if a caller has it."""
+        routed = functools.partial(self.routed_experts, x_BLD, *(routing or self.route(x_BLD)))
         if self.shared_experts is None:
             return routed()
         if self.shared == "fp8":

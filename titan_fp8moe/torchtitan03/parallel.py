@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torchtitan.distributed import fsdp
 from torchtitan.protocols.module import Module
 
+from titan_fp8moe.torchtitan03.compiling import compile_before_experts
 from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp
 
@@ -45,8 +46,8 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
 
 @functools.cache
 def install() -> None:
-    """Gives torchtitan this ``fully_shard``, keeps frozen parameters frozen, and lets blocks with an all-to-all compile
-    to several graphs. Calling again does nothing.
+    """Gives torchtitan this ``fully_shard``, keeps frozen parameters frozen, and compiles blocks with an all-to-all up
+    to it. Calling again does nothing.
 
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
@@ -67,10 +68,11 @@ def install() -> None:
     Module._spmd_distribute_state = distribute_
     compile_module = nn.Module.compile
 
-    def compile_(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def compile_(self: nn.Module, **options: Any) -> None:
         # torchtitan asks for one graph, which split sizes, read on the host, do not allow.
-        if any(isinstance(module, Fp8FlowMoE) and module.breaks_graphs for module in self.modules()):
-            kwargs["fullgraph"] = False
-        compile_module(self, *args, **kwargs)
+        if not any(isinstance(module, Fp8FlowMoE) and module.breaks_graphs for module in self.modules()):
+            compile_module(self, **options)
+        elif not compile_before_experts(self, **options):
+            compile_module(self, **options | {"fullgraph": False})
 
     nn.Module.compile = compile_

@@ -1,0 +1,101 @@
+"""Compiles a block as one graph up to its routed experts where their all-to-all reads split sizes on the host.
+
+torchtitan 0.3.0 compiles each block whole, around its checkpoint. Experts that sync with the host would break the graph
+into pieces. PyTorch 2.14 runs a checkpointed block with pieces eagerly, and per-op checkpointing around compiled pieces
+fails: it wants the very same ops again. So per-op checkpointing moves into the graph before the experts, and into that
+of shared experts. The routed experts run outside of it and keep by themselves what the policy would keep. Full
+checkpointing matches no ops and stays around the block.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torchtitan.tools.logging import logger
+
+from titan_fp8moe.layer import statistics
+
+
+def _attention(block: Any, x: Tensor, masks: Any, positions: Tensor | None = None) -> Tensor:
+    return block.attention(block.attention_norm(x), masks, positions)
+
+
+def _gpt_oss_attention(block: Any, x: Tensor, masks: Any, positions: Tensor | None = None) -> Tensor:
+    return _attention(block, x, masks[block.attn_mask_key] if isinstance(masks, dict) else masks, positions)
+
+
+def _qwen3_5_attention(block: Any, x: Tensor, masks: Any, positions: Tensor | None = None) -> Tensor:
+    mask = None if masks is None else masks[block.attn_mask_key]
+    return block.attn(block.attention_norm(x), *((mask, positions) if block.full_attn else (mask,)))
+
+
+# Blocks that are x + attention, then x + moe(ffn_norm(x)). By name: qwen3_5 imports packages that others do without.
+_ATTENTION = {
+    "torchtitan.models.deepseek_v3.model.DeepSeekV3TransformerBlock": _attention,  # kimi_k2_7's too
+    "torchtitan.models.qwen3.model.Qwen3TransformerBlock": _attention,
+    "torchtitan.models.gpt_oss.model.GptOssTransformerBlock": _gpt_oss_attention,
+    "torchtitan.models.qwen3_5.model.Qwen35TransformerBlock": _qwen3_5_attention,
+}
+
+
+def _without_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _attend_and_route(attention: Callable, block: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """A known block up to its experts: its addend, the MoE layer's input, and the router's results."""
+    x = x + attention(block, x, *args, **kwargs)
+    h = block.ffn_norm(x)
+    return x, h, *block.moe.route(h)
+
+
+def _checkpointed(checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A frame around a checkpoint, which torch.compile needs: PyTorch's own frames it skips."""
+    return checkpoint(function, *args, **kwargs)
+
+
+def _forward(compiled: Callable, checkpoint: Callable, attention: Callable, block: Any, *args: Any, **kwargs: Any):
+    """A known block, with ``compiled`` in the place of :func:`_checkpointed`."""
+    before = _checkpointed if statistics.collecting() else compiled  # a graph counts nothing
+    x, h, *routing = before(checkpoint, _attend_and_route, attention, block, *args, **kwargs)
+    return x + block.moe(h, routing=routing)
+
+
+def compile_before_experts(layer: nn.Module, **options: Any) -> bool:
+    """Compiles a block whose experts break graphs, or its checkpoint wrapper, in place.
+
+    Its modules, their names and the hooks on them stay. ``options`` are those of ``torch.compile``.
+
+    Returns:
+        False, after a warning, if its class is not known. Nothing is changed then.
+    """
+    wrapper = cast(Any, layer) if isinstance(layer, CheckpointWrapper) else None
+    block: Any = layer if wrapper is None else wrapper._checkpoint_wrapped_module
+    name = f"{type(block).__module__}.{type(block).__qualname__}"
+    if name not in _ATTENTION:
+        _warn_of_pieces(name)
+        return False
+    checkpoint = _without_checkpoint
+    if wrapper is not None and "context_fn" in wrapper.checkpoint_fn.keywords:  # per-op
+        checkpoint, wrapper.checkpoint_fn = wrapper.checkpoint_fn, checkpoint
+        wrapper.checkpoint_impl = None  # else torchtitan halves the experts' counts, which a graph adds up once
+    # An attribute, no wrapper: the block's names stay, and FSDP's hooks run outside the graph.
+    compiled = torch.compile(_checkpointed, **options)
+    block.forward = functools.partial(_forward, compiled, checkpoint, _ATTENTION[name], block)
+    shared = block.moe.shared_experts
+    if shared is not None and block.moe.shared != "fp8":
+        shared.forward = functools.partial(_checkpointed, checkpoint, shared.forward)
+        shared.compile(**options)
+    return True
+
+
+@functools.cache
+def _warn_of_pieces(name: str) -> None:
+    logger.warning(
+        f"FP8-Flow-MoE: fp8_flow_moe does not know {name}, whose graph the all-to-all breaks: it compiles in pieces, "
+        "and runs eagerly where it is checkpointed. Choose activation-checkpoint:none, or "
+        'fp8_flow_moe.dispatch = "symmetric"'
+    )
