@@ -175,6 +175,8 @@ def lose_rank(how: str, rank: int, out: Path, backend: str) -> None:
     device = "cuda" if backend == "nccl" else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)
+    # In a fork PyTorch 2.11 may fail where autograd's threads are the first to set theirs, all at once.
+    torch.set_num_threads(1)
     parallel.install()
     store = dist.FileStore(str(out / f"{how}.store"), 2)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=SETUP))
