@@ -20,6 +20,8 @@ def test_unknown_blocks_stay_as_they_are(caplog):
 def test_counted_steps_run_eagerly(monkeypatch, counted: bool):
     monkeypatch.setattr(statistics, "collecting", lambda: counted)
     graph, eager = Mock(return_value=(1, 2, "routing")), Mock(return_value=(1, 2, "routing"))
-    block = SimpleNamespace(moe=lambda h, routing: 10 * h if routing == ["routing"] else None)
+    moe = nn.Identity()
+    moe.forward = lambda h, routing: 10 * h if routing == ["routing"] else None
+    block = SimpleNamespace(moe=moe)
     assert _forward(graph, eager, None, block, "x") == 21
     assert graph.called != counted and eager.called == counted

@@ -45,10 +45,16 @@ def _without_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _attend_and_route(attention: Callable, block: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """A known block up to its experts: its addend, the MoE layer's input, and the router's results."""
+def _attend(attention: Callable, block: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """A known block up to its MoE layer: the layer's addend and input."""
     x = x + attention(block, x, *args, **kwargs)
-    h = block.ffn_norm(x)
+    return x, block.ffn_norm(x)
+
+
+def _attend_and_route(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """:func:`_attend`, and the router's results."""
+    _, block, *_ = args
+    x, h = _attend(*args, **kwargs)
     return x, h, *block.moe.route(h)
 
 
@@ -60,7 +66,9 @@ def _checkpointed(checkpoint: Callable, function: Callable, *args: Any, **kwargs
 def _forward(compiled: Callable, checkpoint: Callable, attention: Callable, block: Any, *args: Any, **kwargs: Any):
     """A known block, with ``compiled`` in the place of :func:`_checkpointed`."""
     before = _checkpointed if statistics.collecting() else compiled  # a graph counts nothing
-    x, h, *routing = before(checkpoint, _attend_and_route, attention, block, *args, **kwargs)
+    # Routing replay acts on the router inside of the layer's forward.
+    start = _attend if hasattr(block.moe.forward, "replays") else _attend_and_route
+    x, h, *routing = before(checkpoint, start, attention, block, *args, **kwargs)
     return x + block.moe(h, routing=routing)
 
 
