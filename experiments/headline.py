@@ -34,8 +34,9 @@ def bars(records: Records) -> tuple[dict[str, float], float, dict]:
     return others | {LABEL: ours}, strongest, run
 
 
-def title(axis: Axes, what: str, record: dict) -> None:
-    axis.set_title(f"{what}\n{card(record)}, commit {record['commit']}, {record['date']}", fontsize=9, loc="left")
+def title(axis: Axes, what: str, *records: dict) -> None:
+    commits, dates = (", ".join(sorted({r[key] for r in records})) for key in ("commit", "date"))
+    axis.set_title(f"{what}\n{card(records[0])}, commit {commits}, {dates}", fontsize=9, loc="left")
 
 
 def draw_bars(axis: Axes, found: dict[str, float], strongest: float) -> None:
@@ -88,7 +89,7 @@ def draw(records: Records, points: list[dict], path: Path) -> None:
     title(axes[0, 0], "tokens/s, local batch 4, checkpointing per op", run)
     if lines:
         draw_curves(axes[0, 1], lines)
-        title(axes[0, 1], "tokens/s as the local batch (at each point) grows until memory is full", points[-1])
+        title(axes[0, 1], "tokens/s as the local batch (at each point) grows until memory is full", *points)
     figure.suptitle(TITLE, fontsize=11)
     save(figure, path, dpi=150)
 

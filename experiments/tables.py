@@ -356,6 +356,8 @@ TITAN03 = {
     "bf16_strongest": "bf16, both, grouped GEMMs kept",
     "torchao": "torchao FP8 experts",
 }
+LAYOUTS = {"expert_parallel_degree=1": "FSDP 2", "tensor_parallel_degree=2": "TP 2 with EP 2"}
+"""Of two GPUs, by what differs from EP 2."""
 
 
 def titan03(records: Records) -> str:
@@ -367,7 +369,9 @@ def titan03(records: Records) -> str:
             found = records.pair(name, shape, hardware=gpu, commit=commit)
             if found.speed:
                 short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
-                title = joined(short.replace("parallelism.expert_parallel_degree=1", "FSDP 2"), *name.split()[1:])
+                for setting, layout in LAYOUTS.items():
+                    short = short.replace(f"parallelism.{setting}", layout)
+                title = joined(short, *name.split()[1:])
                 rows.append([title, gpu, *map(found.cell, TITAN03), found.ours(*TITAN03)])
     rows.sort(key=lambda row: "GPUs" in row[0])
     return markdown(["tokens/s per GPU, GiB reserved", "GPU", *TITAN03.values(), "titan_fp8moe"], rows)
