@@ -94,6 +94,8 @@ TWO_RANKS = {
     "cp2_long": Case({}, CP2, seq_len=LONG),
     "cp2_ep2_long": Case({}, CP2 | EP2, seq_len=LONG),
     "qwen3_ep2": Case({}, EP2, model="qwen3"),
+    "tp2_ep2_compile": Case({}, TP2 | EP2, "selective", compiles="aot_eager"),
+    "ep2_compile_lora": Case({}, EP2, "selective", compiles="aot_eager", way="lora"),
     "qwen3_ep2_compile": Case({}, EP2, "selective", compiles="aot_eager", model="qwen3"),
     "gpt_oss_ep2": Case({}, EP2, model="gpt_oss"),
     "gpt_oss_ep2_compile": Case({}, EP2, "selective", compiles="aot_eager", model="gpt_oss"),
