@@ -340,6 +340,7 @@ def stub_run(folder: Path, log: str, program: str = "import time; time.sleep(60)
         ("[rank0]:[titan] - step: 12  loss: 1\n", "", None),
         ("[rank1]:[titan] - step: 12  loss: 1\n", "raise SystemExit(1)", "ended with exit code 1"),
         ("[rank1]:torch.OutOfMemoryError: CUDA out of memory.\n", "import time; time.sleep(60)", "out of memory"),
+        ("Last error:\nFailed to CUDA calloc async 4 bytes\n", "import time; time.sleep(60)", "out of memory"),
         ("[rank0]:[titan] - step: 10  loss: 1\n", "import time; time.sleep(60)", "not done after 1 s"),
     ],
 )

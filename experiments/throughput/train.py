@@ -193,7 +193,7 @@ class Run:
             log = self.log.read_text()
             if logged.search(log):
                 return None
-            if re.search(r"OutOfMemoryError|out of memory", log):
+            if re.search(r"OutOfMemoryError|out of memory|Failed to CUDA calloc", log):  # the last is NCCL's
                 return OUT_OF_MEMORY
             if ended:
                 return f"ended with exit code {self.process.returncode}"
