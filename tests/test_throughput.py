@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
 from experiments import ablations, records
-from experiments.throughput import fused_bf16, layer, profile_step, sweep, train, variants
+from experiments.throughput import first_step, fused_bf16, layer, profile_step, sweep, train, variants
 from experiments.throughput.kernel_trace import (
     Kernel,
     by_class,
@@ -471,6 +471,42 @@ def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
         ("train_qwen3_30b", "bf16", 2.0), ("train_qwen3_30b", "torchao:checkpointing=none", 2.5),
         (option, "bf16", 1.6), (option, "fp8_flow", 0.8), (option, "torchao:checkpointing=none", 2.0),
     ]  # fmt: skip
+
+
+def test_first_steps(tmp_path: Path, monkeypatch):
+    """Each run has empty caches of its own, its step lasts between two lines of rank 0, and less time is better."""
+    line = "[rank{}]:[titan] 2026-11-27 23:59:{} - root - INFO - {}\n".format
+    log = line(0, "58,500", "Training starts at step 1") + line(1, "59,900", "step:  1  loss: 1")
+    with pytest.raises(ValueError, match="no time of 'step:  1 '"):
+        first_step.first_step(log)
+    assert first_step.first_step(log + line(0, "59,750", "step:  1  loss: 1")) == 1.25
+
+    caches = []
+
+    class Started:
+        def __init__(self, variant, args, seed, label, caches):
+            self.log = tmp_path / label
+            self.caches = {name: Path(folder) for name, folder in caches.items()}
+
+        def begin(self):
+            caches.append(self.caches)
+            for folder in self.caches.values():
+                folder.mkdir()  # fails where a run before left something
+
+        def wait(self, timeout, until):
+            self.log.write_text(log + line(0, "59,750", until))
+
+        def end(self):
+            assert all(folder.is_dir() for folder in self.caches.values())
+
+    monkeypatch.setattr(first_step, "Run", Started)
+    args = train.parser("").parse_args(["--out", "o"])
+    results = [first_step.measure(variant, args, 0) for variant in ("bf16", "fp8_flow")]
+    assert {*caches[0]} == {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} and caches[0] != caches[1]
+    assert [r["first_step"] for r in results] == [1.25, 1.25] and results[0]["from_launch"] < 1
+    results[1] |= {"first_step": 2.5, "from_launch": None}
+    (record,) = train.records(results, "16b", "shape", first_step.MEASURED)
+    assert (record["name"], record["value"], record["speedup"]) == ("train_16b first step", 2.5, 0.5)
 
 
 def test_flavors_of_the_setting():

@@ -29,8 +29,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from experiments.records import (
@@ -164,7 +165,10 @@ def overrides_03(variant: str, args: argparse.Namespace, seed: int) -> list[str]
 class Run:
     """One training run, from the moment its processes import Python modules. ``begin`` lets it use the GPUs."""
 
-    def __init__(self, variant: str, args: argparse.Namespace, seed: int, label: str, extra: tuple[str, ...] = ()):
+    def __init__(
+        self, variant: str, args: argparse.Namespace, seed: int, label: str,
+        extra: tuple[str, ...] = (), caches: Mapping[str, str] = MappingProxyType({}),
+    ):  # fmt: skip
         self.variant, self.steps, self.seed, self.label = variant, args.steps, seed, re.sub(r"[^\w.-]", "_", label)
         self.log, self.gate, self.dump = (args.work / f"{self.label}{suffix}" for suffix in (".log", ".gate", ""))
         self.gate.unlink(missing_ok=True)
@@ -177,7 +181,7 @@ class Run:
         env = {"THROUGHPUT_GATE": str(self.gate), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.process = subprocess.Popen(
             [*launcher, *flags, *extra],
-            env=os.environ | env | {"TOKENIZERS_PARALLELISM": "false"},
+            env=os.environ | env | {"TOKENIZERS_PARALLELISM": "false"} | dict(caches),
             stdout=self.log.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -272,14 +276,17 @@ def record_name(model: str, variant: str, suffix: str = "") -> str:
     return " ".join(part for part in (f"train_{model}", *options, suffix) if part)
 
 
-def records(results: list[dict], model: str, shape: str) -> list[dict]:
+MEASURED = ("median_tokens_per_second", "tokens/s/GPU", ""), ("peak_memory_gib", "GiB reserved", "memory")
+
+
+def records(
+    results: list[dict], model: str, shape: str, measured: Iterable[tuple[str, str, str]] = MEASURED
+) -> list[dict]:
     """Of each FP8-Flow variant, the median of its completed runs against those of the references and the defaults, and
-    of both the spread: largest less smallest, relative to the median."""
+    of both the spread: largest less smallest, relative to the median. ``measured`` has a result's keys, their units and
+    what they add to a record's name; with such an addition less is better."""
     out = []
-    for key, unit, suffix in (
-        ("median_tokens_per_second", "tokens/s/GPU", ""),
-        ("peak_memory_gib", "GiB reserved", "memory"),
-    ):
+    for key, unit, suffix in measured:
         values = {}
         for r in results:
             if r[key] is not None and r["error"] is None:
