@@ -23,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.offline_compile import record_launches
 from tests.processes import call, run_checks, time_limit
@@ -203,7 +204,7 @@ def kernels_of_job(*arguments: str) -> set[str]:
     """The launches that ``titan_fp8moe.warm_up`` compiles for a job."""
     found: list[warm_up.Launch] = []
     sys.argv = ["warm_up", *arguments]
-    warm_up.compile_shares = lambda shares, _: found.extend(launch for share in shares for launch in share)
+    warm_up.begin = lambda shares, deadline: found.extend(launch for share in shares for launch in share) or []
     command.main()
     return launched(found)
 
@@ -341,13 +342,13 @@ def test_a_rank_without_fp8(monkeypatch, capsys):
 def test_a_line_before_the_first_kernel(monkeypatch):
     """It has left the buffer when the processes begin."""
 
-    def compile_shares(shares, _):
-        assert sys.stdout.buffer.getvalue() == b"Compiling 5 kernels in 2 processes\n"
-        return 0
+    def begin(shares, deadline):
+        assert sys.stdout.buffer.getvalue() == b"Compiling 5 kernels in 2 processes\n" and deadline == 0
+        return []
 
     monkeypatch.setattr(command.importlib, "import_module", lambda _: SimpleNamespace(from_command_line=lambda _: None))
     monkeypatch.setattr(warm_up, "recorded", lambda _: list(range(5)))
-    monkeypatch.setattr(warm_up, "compile_shares", compile_shares)
+    monkeypatch.setattr(warm_up, "begin", begin)
     monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
     monkeypatch.setattr(command.os, "sched_getaffinity", lambda _: range(2))
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
@@ -375,7 +376,9 @@ def test_processes_that_fail_or_hang(swiglu_launch, tmp_path, monkeypatch):
     limit = time_limit(4)
     begin = time.monotonic()
     shares = [[swiglu_launch], [], [(kernel, args, {"NO_SUCH": 1})], [(Hanging(), (), {})]]
-    assert warm_up.compile_shares(shares, limit) == 2
+    processes = warm_up.begin(shares, limit)
+    assert processes == pids and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    assert warm_up.wait(processes) == 2
     assert time.monotonic() - begin < limit + time_limit(15)
     assert [*tmp_path.rglob("_swiglu_kernel.cubin")]
     assert len(pids) == 3
@@ -391,20 +394,74 @@ def test_a_layer_that_does_not_run_on_meta_tensors(monkeypatch, caplog):
     assert "one after the other" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
+class Compiling:
+    """In the place of processes, on five CPUs with a Hopper GPU."""
+
+    def __init__(self, monkeypatch):
+        self.begun: list = []
+        self.waited: list[int] = []
+        for name, value in dict(
+            seen=set(), _begun={}, MAX_PROCESSES=8, is_hopper=lambda x: True, begin=self.begin, wait=self.waited.extend
+        ).items():
+            monkeypatch.setattr(warm_up, name, value)
+        monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(5))
+
+    def begin(self, shares: list) -> list[int]:
+        self.begun += shares
+        return [*range(len(shares))]
+
+
 @pytest.mark.parametrize(
-    "how", [dict(rank="1"), dict(cpus=1), dict(hopper=False), dict(fake=True), dict()], ids=lambda how: "".join(how)
+    "how", [dict(rank="1"), dict(cpus=1), dict(hopper=False), dict()], ids=lambda how: "".join(how)
 )
 def test_who_compiles(monkeypatch, how):
-    """One rank of a node, with CPUs for it and a Hopper GPU, and not while torch.compile traces."""
-    shares = []
-    monkeypatch.setattr(warm_up, "seen", set())
-    monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
+    """One rank of a node, with CPUs for it and a Hopper GPU."""
+    compiling = Compiling(monkeypatch)
     monkeypatch.setattr(warm_up, "is_hopper", lambda x: how.get("hopper", True))
-    monkeypatch.setattr(warm_up, "compile_shares", shares.extend)
     monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(how.get("cpus", 5)))
     monkeypatch.setenv("LOCAL_RANK", how.get("rank", "0"))
-    with torch._subclasses.FakeTensorMode() if how.get("fake") else torch.no_grad():
-        x = torch.empty(1)
-    warm_up.compile_ahead("kind", x, layer_of())
-    assert len(shares) == (0 if how else 5) and ("kind" in warm_up.seen) == ("fake" not in how)
-    assert len({id(launch) for share in shares for launch in share}) == sum(map(len, shares))
+    warm_up.compile_ahead("kind", torch.empty(1), layer_of())
+    assert compiling.waited == ([] if how else [*range(5)]) and warm_up.seen == {"kind"}
+    launches = [launch for share in compiling.begun for launch in share]
+    assert len(compiling.begun) == len(compiling.waited) and len({*map(id, launches)}) == len(launches)
+
+
+def test_a_traced_layer(monkeypatch):
+    """Its kernels begin to compile once, when torch.compile traces it, and are those of a call. That waits for them."""
+    compiling, config = Compiling(monkeypatch), Fp8FlowMoEConfig()
+    layer = LayerSpec(config.route(None), SWIGLU, config.backward, "trained", True).encode()
+    shapes = [(n, *shape) for n in (E, 1) for shape in ((H, D), (D, H), (H, D))]
+
+    def run(x, scores, ids, flags, *weights):
+        routed, shared = weights[:3], weights[3:]
+        return torch.ops.titan_fp8moe.routed_experts_forward(x, scores, ids, routed, shared, [], flags, layer, 0)
+
+    x, ids = ((T, D), torch.bfloat16), ((T, K), torch.int64)
+    inputs = x, ((T, K), torch.float32), ids, ((4,), torch.uint8), *((shape, torch.float32) for shape in shapes)
+    compile_ahead = warm_up.compile_ahead
+
+    def and_no_more(*args):  # the rest of the op takes PyTorch with CUDA
+        raise StopIteration(compile_ahead(*args))
+
+    with FakeTensorMode(), monkeypatch.context() as tracing:
+        tracing.setattr(warm_up, "compile_ahead", and_no_more)
+        tracing.setattr(torch.compiler, "_is_compiling_flag", True)  # of the process, in later versions
+        for _ in range(2):
+            tensors = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
+            with pytest.raises(StopIteration):
+                make_fx(run)(*tensors)
+    assert len(compiling.begun) == 5 and not warm_up.seen and not compiling.waited
+    launches = launched(launch for share in compiling.begun for launch in share)
+    assert launches == launched(warm_up.recorded(layer_of(shared=True, flags=True)))
+    ((kind, _),) = warm_up._begun.items()
+    warm_up.compile_ahead(kind, torch.empty(1), layer_of())
+    assert len(compiling.begun) == 5 and compiling.waited == [*range(5)] and warm_up.seen == {kind}
+
+
+def test_a_layer_traced_with_symbols(monkeypatch):
+    """Its sizes are known to the call alone."""
+    compiling = Compiling(monkeypatch)
+    make_fx(lambda x: warm_up.compile_ahead("kind", x, layer_of()), tracing_mode="symbolic")(torch.empty(T, D))
+    assert not compiling.begun and not warm_up.seen
+    warm_up.compile_ahead("kind", torch.empty(1), layer_of())
+    assert len(compiling.begun) == len(compiling.waited) == 5

@@ -10,7 +10,6 @@ which it links with libcuda; on a node without it they are left to the job.
 """
 
 import importlib
-import math
 import os
 import sys
 import time
@@ -40,7 +39,8 @@ def main() -> None:
         return
     processes = min(len(os.sched_getaffinity(0)), warm_up.MAX_PROCESSES)
     print(f"Compiling {len(launches)} kernels in {processes} processes", flush=True)
-    failed = warm_up.compile_shares([launches[index::processes] for index in range(processes)], math.inf)
+    shares = [launches[index::processes] for index in range(processes)]
+    failed = warm_up.wait(warm_up.begin(shares, deadline=0))
     if failed:
         sys.exit(f"error: {failed} of {processes} processes failed; the job compiles what is missing")
     seconds = time.monotonic() - start

@@ -2,8 +2,9 @@
 
 A layer has some 20 kernels, of which the six GEMMs take most of the time. Triton compiles each at its first launch, one
 after the other. Here the layer first runs on meta tensors, which collects its launches. Forked processes then compile a
-share each into Triton's cache on disk, where the launches find them. A process that fails costs nothing but time: what
-is not in the cache is compiled at its launch, as ever.
+share each into Triton's cache on disk, where the launches find them. They begin when ``torch.compile`` traces the
+layer, so that Inductor compiles meanwhile, or else at the layer's first call, which waits for them. A process that
+fails costs nothing but time: what is not in the cache is compiled at its launch, as ever.
 
 The processes only parse Python, run LLVM, and call ``ptxas`` and with Triton 3.6 a C compiler. They touch neither CUDA
 nor a tensor in memory.
@@ -14,7 +15,6 @@ import gc
 import logging
 import os
 import signal
-import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,13 +36,16 @@ logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16
 DEADLINE = 120.0
-"""Seconds after which processes are ended that have not compiled their share. A GEMM takes four."""
+"""Seconds after which a process ends that has not compiled its share. A GEMM takes four."""
 
 HOPPER = GPUTarget("cuda", 90, 32)
 Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
 
 seen: set[Hashable] = set()
-"""The kinds of layers for which :func:`compile_ahead` was called in this process."""
+"""The kinds of layers that were called in this process. :func:`compile_ahead` has compiled their kernels."""
+
+_begun: dict[Hashable, list[int]] = {}
+"""The processes that compile for a kind that was traced."""
 
 
 def compile_ahead(kind: Hashable, x: Tensor, on_meta: Callable[[], None]) -> None:
@@ -52,20 +55,29 @@ def compile_ahead(kind: Hashable, x: Tensor, on_meta: Callable[[], None]) -> Non
 
     Args:
         kind: is added to :data:`seen`.
-        x: the layer's input. ``torch.compile`` traces with a subclass in its place, and nothing is to be done yet.
+        x: the layer's input. ``torch.compile`` traces with a subclass in its place: then the processes begin, and the
+            call that launches waits for them. Sizes that it traces as symbols are known to that call alone.
     """
-    if type(x) is not Tensor:
+    traced = type(x) is not Tensor
+    if traced and any(type(size) is not int for size in x.shape):
         return
-    seen.add(kind)
+    if kind not in _begun:
+        _begun[kind] = _begin(x, on_meta)
+    if not traced:
+        wait(_begun.pop(kind))
+        seen.add(kind)
+
+
+def _begin(x: Tensor, on_meta: Callable[[], None]) -> list[int]:
     processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     if os.environ.get("LOCAL_RANK", "0") != "0" or processes < 2 or not is_hopper(x):
-        return
+        return []
     try:
         launches = recorded(on_meta)
     except Exception as error:
         logger.warning(f"FP8-Flow-MoE: kernels compile one after the other, each at its first launch: {error!r}")
-        return
-    compile_shares([launches[index::processes] for index in range(processes)])
+        return []
+    return begin([launches[index::processes] for index in range(processes)])
 
 
 def recorded(on_meta: Callable[[], None]) -> list[Launch]:
@@ -104,34 +116,31 @@ class _Pointer:
         return 0
 
 
-def compile_shares(shares: Sequence[list[Launch]], deadline: float = DEADLINE) -> int:
-    """Compiles each share in a process of its own, waits for them, and returns how many failed."""
-    waiting, failed = set(), 0
+def begin(shares: Sequence[list[Launch]], deadline: float = DEADLINE) -> list[int]:
+    """Begins to compile each share in a process of its own, which ends after ``deadline`` seconds if that is not 0.
+    Returns the processes."""
+    processes = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
         for share in filter(None, shares):
             pid = os.fork()
             if pid == 0:
-                _compile_and_exit(share)
-            waiting.add(pid)
-    end = time.monotonic() + deadline
-    while waiting:
-        for pid in [*waiting]:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                waiting.remove(pid)
-                failed += status != 0
-        if time.monotonic() > end:
-            for pid in waiting:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return failed
+                _compile_and_exit(share, deadline)
+            processes.append(pid)
+    return processes
 
 
-def _compile_and_exit(share: list[Launch]) -> None:
+def wait(processes: list[int]) -> int:
+    """Waits until all have ended, and returns how many failed."""
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in processes)
+
+
+def _compile_and_exit(share: list[Launch], deadline: float) -> None:
     """A process's work. It ends without the cleanup that would free its parent's memory on the GPU."""
     status = 1
     try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, deadline)
         gc.disable()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):

@@ -1,4 +1,4 @@
-"""Runs a layer's forward and backward on meta tensors like those of an op's call.
+"""Runs a layer's forward and backward on meta tensors like those of an op's call, which may be fake ones.
 
 :mod:`titan_fp8moe.kernels.warm_up` compiles what they launch. Transfers to other ranks move nothing. Adapters' GEMMs,
 which are small, are left out.
@@ -100,7 +100,7 @@ def experts(
 def _rows_of_shared(x_TD: Tensor, topk_ids_TK: Tensor, nan_flags: Tensor | None, spec: LayerSpec) -> None:
     """Shared experts of a dispatch that overlaps have an op of their own, :func:`shared`. But it is the layer that
     quantizes their rows as one group, and that adds their results to its sums."""
-    ops.quantize_group(torch.empty_like(x_TD, device="meta"), NanFlags.of(like(nan_flags)).x)
+    ops.quantize_group(torch.empty(x_TD.shape, dtype=x_TD.dtype, device="meta"), NanFlags.of(like(nan_flags)).x)
     sent_TK = torch.empty(topk_ids_TK.shape, dtype=torch.int32, device="meta")
     tokens = spec.dispatch.resume(AllToAllDispatch.State(sent_TK, sent_TK, sent_TK), None, spec.route, x_TD.shape[1])
     rows_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16, device="meta")
