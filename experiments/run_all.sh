@@ -102,6 +102,7 @@ train qwen3_batch1 530 --model qwen3_30b --layers 5 --local-batch 1 --seeds 0 1 
 part sweep 530 python3 -m experiments.throughput.sweep --out experiments/throughput "${six[@]}" --budget 420 --timeout 100
 part sweep_qwen3 530 python3 -m experiments.throughput.sweep --out experiments/throughput --model qwen3_30b --layers 5 \
     --budget 420 --timeout 100
+part first_step 400 python3 -m experiments.throughput.first_step --out experiments/throughput --gpus 1 "${six[@]}"
 part profile 300 python3 -m experiments.throughput.profile_step --out experiments/throughput --gpus 1 "${six[@]}" \
     --timeout 170
 

@@ -377,6 +377,18 @@ def titan03(records: Records) -> str:
     return markdown(["tokens/s per GPU, GiB reserved", "GPU", *TITAN03.values(), "titan_fp8moe"], rows)
 
 
+def first_steps(records: Records) -> str:
+    """Seconds of training's first step with empty caches, and from the launch."""
+    rows = []
+    for name, shape in records.named("train_.* first step"):
+        step, launch = (records.of(name.replace("first step", what), shape) for what in ("first step", "from launch"))
+        title = setting(shape).replace(", forced routing", "") + ", torchtitan 0.3" * ("titan03" in name)
+        bf16 = [cell(found, "bf16") for found in (step, launch)]
+        rows.append([title, *bf16, ours(step), ours(launch), spread(step)])
+    columns = [f"{who}{what}" for who in ("bf16", "titan_fp8moe") for what in ("", ", from the launch")]
+    return markdown(["s", *columns, "spread"], rows)
+
+
 CHECKPOINTING = {
     "": "per op",
     ":checkpointing=saved": "per op, bf16's grouped GEMMs kept",
@@ -685,7 +697,18 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, training_settings, titan03, checkpointing, variants, sweep, largest_batch, step),
+        *(
+            headline,
+            training,
+            training_settings,
+            titan03,
+            checkpointing,
+            variants,
+            sweep,
+            largest_batch,
+            step,
+            first_steps,
+        ),
         *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, ffns),
         *(transformer_engine, liger_cute),
         *(routed_vs_fused_bf16, model_layers, activations, transformers, transformers_token, lora),
