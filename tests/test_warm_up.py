@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from triton.runtime import build, driver
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
+from torch._dynamo import compiled_autograd
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -117,7 +119,7 @@ def test_shared_experts_whose_tokens_travel(how):
 
 
 def test_the_op_of_travelling_shared_experts_compiles_them(monkeypatch):
-    def compile_ahead(kind, x, run):
+    def compile_ahead(kind, tensors, run):
         raise StopIteration(kind)
 
     monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
@@ -390,8 +392,16 @@ def test_processes_that_fail_or_hang(swiglu_launch, tmp_path, monkeypatch):
 def test_a_layer_that_does_not_run_on_meta_tensors(monkeypatch, caplog):
     monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
     monkeypatch.setattr(warm_up, "is_hopper", lambda x: True)
-    warm_up.compile_ahead("broken", torch.empty(1), lambda: 1 / 0)
+    warm_up.compile_ahead("broken", [torch.empty(1)], lambda: 1 / 0)
     assert "one after the other" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_compiled_autograd_leaves_a_layer_on_meta_tensors_alone():
+    """It would wait for the lock of Dynamo, which waits for the layer where it traces."""
+    alone = launched(warm_up.recorded(layer_of()))
+    with compiled_autograd._enable(None):  # as a compiler this fails
+        assert launched(warm_up.recorded(layer_of())) == alone
+        assert compiled_autograd.compiled_autograd_enabled
 
 
 class Compiling:
@@ -420,7 +430,7 @@ def test_who_compiles(monkeypatch, how):
     monkeypatch.setattr(warm_up, "is_hopper", lambda x: how.get("hopper", True))
     monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(how.get("cpus", 5)))
     monkeypatch.setenv("LOCAL_RANK", how.get("rank", "0"))
-    warm_up.compile_ahead("kind", torch.empty(1), layer_of())
+    warm_up.compile_ahead("kind", [torch.empty(1)], layer_of())
     assert compiling.waited == ([] if how else [*range(5)]) and warm_up.seen == {"kind"}
     launches = [launch for share in compiling.begun for launch in share]
     assert len(compiling.begun) == len(compiling.waited) and len({*map(id, launches)}) == len(launches)
@@ -454,14 +464,52 @@ def test_a_traced_layer(monkeypatch):
     launches = launched(launch for share in compiling.begun for launch in share)
     assert launches == launched(warm_up.recorded(layer_of(shared=True, flags=True)))
     ((kind, _),) = warm_up._begun.items()
-    warm_up.compile_ahead(kind, torch.empty(1), layer_of())
+    warm_up.compile_ahead(kind, [torch.empty(1)], layer_of())
     assert len(compiling.begun) == 5 and compiling.waited == [*range(5)] and warm_up.seen == {kind}
 
 
 def test_a_layer_traced_with_symbols(monkeypatch):
-    """Its sizes are known to the call alone."""
+    """Its sizes, also those of weights, are known to the call alone. A kind that has symbols has no hash."""
     compiling = Compiling(monkeypatch)
-    make_fx(lambda x: warm_up.compile_ahead("kind", x, layer_of()), tracing_mode="symbolic")(torch.empty(T, D))
+
+    def trace(*tensors):
+        x = torch.empty(T, D)
+        for first, *others in (tensors, (x, None, *tensors)):
+            warm_up.compile_ahead(("kind", first.shape, *others), [first, *others], layer_of())
+        return x
+
+    make_fx(trace, tracing_mode="symbolic")(torch.empty(T, D), torch.empty(E, H, D))
     assert not compiling.begun and not warm_up.seen
-    warm_up.compile_ahead("kind", torch.empty(1), layer_of())
+    warm_up.compile_ahead("kind", [torch.empty(1)], layer_of())
     assert len(compiling.begun) == len(compiling.waited) == 5
+
+
+def test_what_is_due(monkeypatch):
+    monkeypatch.setattr(warm_up, "seen", {"kind"})
+    with FakeTensorMode():
+        assert warm_up.is_due(["no hash"], torch.empty(1, device="cuda"))
+    assert not warm_up.is_due("other", torch.empty(1))
+    on_gpu = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(warm_up, "Tensor", SimpleNamespace)
+    assert warm_up.is_due("other", on_gpu) and not warm_up.is_due("kind", on_gpu)
+
+
+def test_a_process_that_nobody_learns_of(swiglu_launch, monkeypatch):
+    """Where SIGCHLD is ignored there is nothing to wait for, and no error. Nor is there one where a process may not
+    begin another."""
+    kernel, args, _ = swiglu_launch
+    ignored = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert warm_up.wait(warm_up.begin([[(kernel, args, {"NO_SUCH": 1})]])) == 0
+    finally:
+        signal.signal(signal.SIGCHLD, ignored)
+    monkeypatch.setattr(warm_up, "seen", set())
+    monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
+    monkeypatch.setattr(warm_up, "is_hopper", lambda x: True)
+
+    def fork():
+        raise BlockingIOError
+
+    monkeypatch.setattr(warm_up.os, "fork", fork)
+    warm_up.compile_ahead("kind", [torch.empty(1)], layer_of())
+    assert warm_up.seen == {"kind"}

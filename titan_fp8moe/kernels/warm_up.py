@@ -16,14 +16,15 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
@@ -48,18 +49,25 @@ _begun: dict[Hashable, list[int]] = {}
 """The processes that compile for a kind that was traced."""
 
 
-def compile_ahead(kind: Hashable, x: Tensor, on_meta: Callable[[], None]) -> None:
+def is_due(kind: Hashable, x: Tensor) -> bool:
+    """Whether a layer of that kind, called with ``x``, is one for :func:`compile_ahead`."""
+    return x.is_cuda and (type(x) is not Tensor or kind not in seen)
+
+
+def compile_ahead(kind: Hashable, tensors: Sequence[Tensor | None], on_meta: Callable[[], None]) -> None:
     """Compiles what ``on_meta`` launches: a layer's forward and backward on meta tensors.
 
     One rank of a node does, on a Hopper GPU.
 
     Args:
         kind: is added to :data:`seen`.
-        x: the layer's input. ``torch.compile`` traces with a subclass in its place: then the processes begin, and the
-            call that launches waits for them. Sizes that it traces as symbols are known to that call alone.
+        tensors: the layer's inputs and weights, of which the first is on the GPU. ``torch.compile`` traces with a
+            subclass in its place: then the processes begin, and the call that launches waits for them. Sizes that are
+            traced as symbols are known to that call alone.
     """
+    x = cast(Tensor, tensors[0])
     traced = type(x) is not Tensor
-    if traced and any(type(size) is not int for size in x.shape):
+    if traced and (_has_symbols(tensors) or kind in seen):
         return
     if kind not in _begun:
         _begun[kind] = _begin(x, on_meta)
@@ -68,16 +76,20 @@ def compile_ahead(kind: Hashable, x: Tensor, on_meta: Callable[[], None]) -> Non
         seen.add(kind)
 
 
+def _has_symbols(tensors: Iterable[Tensor | None]) -> bool:
+    return any(type(size) is not int for tensor in tensors if tensor is not None for size in tensor.shape)
+
+
 def _begin(x: Tensor, on_meta: Callable[[], None]) -> list[int]:
     processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     if os.environ.get("LOCAL_RANK", "0") != "0" or processes < 2 or not is_hopper(x):
         return []
     try:
         launches = recorded(on_meta)
+        return begin([launches[index::processes] for index in range(processes)])
     except Exception as error:
         logger.warning(f"FP8-Flow-MoE: kernels compile one after the other, each at its first launch: {error!r}")
         return []
-    return begin([launches[index::processes] for index in range(processes)])
 
 
 def recorded(on_meta: Callable[[], None]) -> list[Launch]:
@@ -93,8 +105,9 @@ def recorded(on_meta: Callable[[], None]) -> list[Launch]:
             args = tuple(_Pointer(arg) if isinstance(arg, Tensor) else arg for arg in tensors)
             unique.setdefault((id(kernel), *kernel._key(0, args, constants)[0]), (kernel, args, constants))
 
-    # A thread has none of the modes and autograd states in which an op's forward is called.
-    with ThreadPoolExecutor(1) as thread:
+    # A thread has none of the modes and autograd states in which an op's forward is called. Compiled autograd is on for
+    # the whole process: it would wait for the lock of a compilation that waits for this.
+    with ThreadPoolExecutor(1) as thread, compiled_autograd._disable():
         thread.submit(run).result()
     # Triton 3.6's hash of a kernel depends on which others were hashed before, so this keeps the order of launches.
     for kernel, *_ in unique.values():
@@ -131,8 +144,12 @@ def begin(shares: Sequence[list[Launch]], deadline: float = DEADLINE) -> list[in
 
 
 def wait(processes: list[int]) -> int:
-    """Waits until all have ended, and returns how many failed."""
-    return sum(os.waitpid(pid, 0)[1] != 0 for pid in processes)
+    """Waits until all have ended, and returns how many are known to have failed."""
+    failed = 0
+    for pid in processes:
+        with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored, nobody learns how a process ended
+            failed += os.waitpid(pid, 0)[1] != 0
+    return failed
 
 
 def _compile_and_exit(share: list[Launch], deadline: float) -> None:

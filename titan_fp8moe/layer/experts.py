@@ -315,9 +315,10 @@ def _routed_experts_forward(
         the payload in flight, and :data:`_STARTED`.
     """
     spec, nans = LayerSpec.decode(layer), NanFlags.of(nan_flags)
-    if x_TD.is_cuda and (kind := (layer, cast(Tensor, weights[0]).shape)) not in warm_up.seen:
+    if warm_up.is_due(kind := (layer, cast(Tensor, weights[0]).shape), x_TD):
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
-        warm_up.compile_ahead(kind, x_TD, functools.partial(on_meta.experts, apply_experts, Layer, *tensors, spec))
+        run = functools.partial(on_meta.experts, apply_experts, Layer, *tensors, spec)
+        warm_up.compile_ahead(kind, [x_TD, topk_ids_TK, *weights, *shared_weights], run)
     T, E = x_TD.shape[0], cast(Tensor, weights[0]).shape[0]
     pairs = Pairs(topk_ids_TK, topk_scores_TK, E)
     tokens = dispatch.begin(pairs, spec.route, signature, spec.check_ids)
@@ -376,9 +377,9 @@ def _routed_experts_finish(
     saved, shared_y = Saved.unpack(layout(spec.handing, *_HANDED), handed), None
     if spec.shared:
         rows = saved.rows_of_shared
-        if payload.is_cuda and (kind := (layer, "shared", cast(Tensor, shared_weights[0]).shape)) not in warm_up.seen:
-            of_shared = rows, shared_weights, nan_flags, spec, dim
-            warm_up.compile_ahead(kind, payload, functools.partial(on_meta.shared, _run_shared, *of_shared))
+        if warm_up.is_due(kind := (layer, "shared", cast(Tensor, shared_weights[0]).shape), payload):
+            run = functools.partial(on_meta.shared, _run_shared, rows, shared_weights, nan_flags, spec, dim)
+            warm_up.compile_ahead(kind, [payload, *rows, *shared_weights], run)
         ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags), dim)
         shared_y, shared_ffn = group_ffn(ffn, rows, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn)

@@ -72,9 +72,9 @@ def _feed_forward(
     """The output (T, D) in ``dtype``; :class:`GroupRows`, of frozen weights only its end; the fields of
     :class:`SavedFFN` that there are."""
     spec, nans = BackwardSpec.decode(backward), NanFlags.of(nan_flags)
-    if x_TD.is_cuda and (kind := (backward, cast(Tensor, weights[0]).shape)) not in warm_up.seen:
+    if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
         run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec, dtype)
-        warm_up.compile_ahead(kind, x_TD, run)
+        warm_up.compile_ahead(kind, [x_TD, *weights], run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
     y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans, x_TD.shape[1]), rows, weights)

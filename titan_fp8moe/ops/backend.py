@@ -52,7 +52,7 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()) or is_recording():
+        if not (torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()):
             first = args[0] if args else kwargs[first_name]
             if isinstance(first, list):
                 first = first[0]
