@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,8 +35,8 @@ from titan_fp8moe import warm_up as command
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.base import Route
 from titan_fp8moe.dispatch.symmetric import kernels as symmetric
-from titan_fp8moe.kernels import routing, swiglu, warm_up
-from titan_fp8moe.layer import experts, on_meta
+from titan_fp8moe.kernels import launch, routing, swiglu, warm_up
+from titan_fp8moe.layer import experts, on_meta, statistics
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.saved import LayerSpec, layout
@@ -131,8 +132,11 @@ def test_the_op_of_travelling_shared_experts_compiles_them(monkeypatch):
             experts._routed_experts_finish(handed[0], handed, weights, None, spec.encode(), D, torch.bfloat16)
 
 
-def test_all_kernels_of_an_ffn():
+@pytest.mark.parametrize("quantized", [False, True])
+def test_all_kernels_of_an_ffn(quantized):
     weights = [torch.empty(1, *shape) for shape in ((H, D), (D, H), (H, D))]
+    if quantized:  # gate and up in one
+        weights = [torch.empty(1, *shape).to(FP8) for shape in ((2 * H, D), (D, H))] + [None]
     x, backward = torch.empty(T, D, dtype=torch.bfloat16), Fp8FlowMoEConfig().backward
     found = names(warm_up.recorded(functools.partial(on_meta.ffn, feed_forward, x, weights, None, backward, x.dtype)))
     assert {"grouped_mm_hopper_kernel", "wgrad_hopper_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= {*found}
@@ -366,24 +370,34 @@ def test_another_gpu_is_refused(monkeypatch):
 
 
 def test_processes_that_fail_or_hang(swiglu_launch, tmp_path, monkeypatch):
-    """The others' kernels are in the cache, and the hanging one is ended."""
+    """The others' kernels are in the cache, and the hanging one is ended, whatever signals this thread blocks. None
+    holds what its parent has open."""
     kernel, args, _ = swiglu_launch
+    held = os.open(os.devnull, os.O_RDONLY)
 
     class Hanging:
         def compile(self, *_):
             time.sleep(600)
 
+    class Holding:
+        def compile(self, *_):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(held)
+
     fork, pids = os.fork, []
     monkeypatch.setattr(warm_up.os, "fork", lambda: (pids.append(pid := fork()), pid)[1])
     limit = time_limit(4)
     begin = time.monotonic()
-    shares = [[swiglu_launch], [], [(kernel, args, {"NO_SUCH": 1})], [(Hanging(), (), {})]]
+    shares = [[swiglu_launch], [], [(kernel, args, {"NO_SUCH": 1})], [(Holding(), (), {})], [(Hanging(), (), {})]]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     processes = warm_up.begin(shares, limit)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    os.close(held)
     assert processes == pids and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     assert warm_up.wait(processes) == 2
     assert time.monotonic() - begin < limit + time_limit(15)
     assert [*tmp_path.rglob("_swiglu_kernel.cubin")]
-    assert len(pids) == 3
+    assert len(pids) == 4
     for pid in pids:
         with pytest.raises(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -402,6 +416,18 @@ def test_compiled_autograd_leaves_a_layer_on_meta_tensors_alone():
     with compiled_autograd._enable(None):  # as a compiler this fails
         assert launched(warm_up.recorded(layer_of())) == alone
         assert compiled_autograd.compiled_autograd_enabled
+
+
+def test_statistics_leave_a_layer_on_meta_tensors_alone():
+    alone = launched(warm_up.recorded(layer_of()))
+    statistics.collect()
+    assert launched(warm_up.recorded(layer_of())) == alone
+    assert statistics.collecting() and statistics.take("cpu").device.type == "cpu"
+
+
+def test_other_threads_launch_while_one_records():
+    with launch.recording(), ThreadPoolExecutor(1) as thread:
+        assert launch.is_recording() and not thread.submit(launch.is_recording).result()
 
 
 class Compiling:
@@ -484,13 +510,21 @@ def test_a_layer_traced_with_symbols(monkeypatch):
     assert len(compiling.begun) == len(compiling.waited) == 5
 
 
+def test_a_fake_layer_on_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(warm_up, "_begun", {})
+    monkeypatch.setattr(warm_up, "MAX_PROCESSES", 8)
+    with FakeTensorMode():
+        x = torch.empty(1, device=f"cuda:{torch.cuda.device_count()}")
+    warm_up.compile_ahead("kind", [x], layer_of())
+    assert warm_up._begun == {"kind": []}
+
+
 def test_what_is_due(monkeypatch):
     monkeypatch.setattr(warm_up, "seen", {"kind"})
     with FakeTensorMode():
         assert warm_up.is_due(["no hash"], torch.empty(1, device="cuda"))
     assert not warm_up.is_due("other", torch.empty(1))
     on_gpu = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(warm_up, "Tensor", SimpleNamespace)
     assert warm_up.is_due("other", on_gpu) and not warm_up.is_due("kind", on_gpu)
 
 

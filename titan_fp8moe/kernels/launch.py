@@ -11,6 +11,7 @@ compared with Triton's own; if they differ, Triton launches everything (:func:`_
 """
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class Kernel:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[grid](*map(_readable, args), **constants, **self._bound)
             return
-        if _recorded is not None:
+        if _recorded is not None and is_recording():
             _recorded.append((self, args, constants))
             return
         active = driver.active
@@ -133,13 +134,15 @@ class Kernel:
 _OPTIONS = {"enable_fp_fusion": True}
 
 _recorded: list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]] | None = None
+_recording_thread = 0
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
-    """Yields the list to which launches in this context go, as kernel, arguments and constants. None runs."""
-    global _recorded
-    _recorded = []
+    """Yields the list to which this thread's launches in this context go, as kernel, arguments and constants. None
+    runs."""
+    global _recorded, _recording_thread
+    _recorded, _recording_thread = [], threading.get_ident()
     try:
         yield _recorded
     finally:
@@ -147,7 +150,7 @@ def recording() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]
 
 
 def is_recording() -> bool:
-    return _recorded is not None
+    return _recorded is not None and _recording_thread == threading.get_ident()
 
 
 _fast: bool | None = None

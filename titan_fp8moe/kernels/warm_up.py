@@ -25,6 +25,7 @@ import torch
 import triton
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._subclasses import FakeTensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
@@ -43,7 +44,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
 
 seen: set[Hashable] = set()
-"""The kinds of layers that were called in this process. :func:`compile_ahead` has compiled their kernels."""
+"""The kinds of layers that were called in this process, for which :func:`compile_ahead` has nothing more to do."""
 
 _begun: dict[Hashable, list[int]] = {}
 """The processes that compile for a kind that was traced."""
@@ -51,7 +52,7 @@ _begun: dict[Hashable, list[int]] = {}
 
 def is_due(kind: Hashable, x: Tensor) -> bool:
     """Whether a layer of that kind, called with ``x``, is one for :func:`compile_ahead`."""
-    return x.is_cuda and (type(x) is not Tensor or kind not in seen)
+    return x.is_cuda and (isinstance(x, FakeTensor) or kind not in seen)
 
 
 def compile_ahead(kind: Hashable, tensors: Sequence[Tensor | None], on_meta: Callable[[], None]) -> None:
@@ -62,11 +63,11 @@ def compile_ahead(kind: Hashable, tensors: Sequence[Tensor | None], on_meta: Cal
     Args:
         kind: is added to :data:`seen`.
         tensors: the layer's inputs and weights, of which the first is on the GPU. ``torch.compile`` traces with a
-            subclass in its place: then the processes begin, and the call that launches waits for them. Sizes that are
+            fake one in its place: then the processes begin, and the call that launches waits for them. Sizes that are
             traced as symbols are known to that call alone.
     """
     x = cast(Tensor, tensors[0])
-    traced = type(x) is not Tensor
+    traced = isinstance(x, FakeTensor)
     if traced and (_has_symbols(tensors) or kind in seen):
         return
     if kind not in _begun:
@@ -157,11 +158,13 @@ def _compile_and_exit(share: list[Launch], deadline: float) -> None:
     status = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
         signal.setitimer(signal.ITIMER_REAL, deadline)
         gc.disable()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # nothing of its parent's outlives that: no port, no GPU
         compile_share(share)
         status = 0
     finally:

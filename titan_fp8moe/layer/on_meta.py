@@ -15,6 +15,7 @@ from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.dispatch.base import Pending
 from titan_fp8moe.dispatch.symmetric.workspace import resolve
+from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import Biases, ExpertWeights
 from titan_fp8moe.recipe import FP8
@@ -55,6 +56,7 @@ def _backward(out: Tensor) -> None:
     out.backward(torch.empty_like(out))
 
 
+@statistics.paused()
 def experts(
     apply_experts: Callable[..., Tensor],
     make_layer: Callable[..., Any],
@@ -109,6 +111,7 @@ def _rows_of_shared(x_TD: Tensor, topk_ids_TK: Tensor, nan_flags: Tensor | None,
         tokens.finish(Pending(payload, with_gradients=ds_T is not None), x_TD.dtype, rows_TD)
 
 
+@statistics.paused()
 def shared(
     run: Callable[..., None],
     rows: GroupRows,
@@ -126,6 +129,7 @@ def shared(
         run(GroupRows(*cast(Any, found)), _one_expert(weights, dim), like(nan_flags), spec, dim)
 
 
+@statistics.paused()
 def ffn(
     feed_forward: Callable[..., Tensor],
     x_TD: Tensor,
@@ -137,7 +141,11 @@ def ffn(
     """Runs ``feed_forward`` with tensors like the op's, whose weights have a dim of one expert, for a result in
     ``dtype``."""
     frozen = backward.weights == "frozen"
-    inputs = like(x_TD), _one_expert(weights, x_TD.shape[1]), _config(backward)
+    matrices = _one_expert(weights, x_TD.shape[1])
+    if matrices.w3 is None:  # quantized ones have gate and up in one
+        w1, w3 = (w.detach().requires_grad_() for w in matrices.w1.chunk(2))
+        matrices = matrices._replace(w1=w1, w3=w3)
+    inputs = like(x_TD), matrices, _config(backward)
     with torch.autocast("cpu", dtype, enabled=dtype != x_TD.dtype):
         out = feed_forward(*inputs, nan_flags=like(nan_flags), frozen=frozen)
     _backward(out)

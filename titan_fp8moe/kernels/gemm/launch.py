@@ -29,7 +29,9 @@ def is_hopper(x: Tensor) -> bool:
 # Cached, because every GEMM asks and torch looks the device up each time.
 @functools.cache
 def _is_hopper(device: int) -> bool:
-    return not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(device) == (9, 0)
+    if triton.knobs.runtime.interpret or device >= torch.cuda.device_count():  # a fake tensor's device need not exist
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
