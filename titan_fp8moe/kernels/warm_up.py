@@ -164,7 +164,10 @@ def _compile_and_exit(share: list[Launch], deadline: float) -> None:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # nothing of its parent's outlives that: no port, no GPU
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2:  # no port and no GPU of its parent's may outlive that
+                with contextlib.suppress(OSError):  # the listing's own is closed
+                    os.close(descriptor)
         compile_share(share)
         status = 0
     finally:
