@@ -1,6 +1,7 @@
 """Experts whose D and H are no multiples of 128: against float64, in every storage of the weights, without copies."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -166,6 +167,7 @@ def test_no_temporary_of_a_parameters_size(monkeypatch, D, H, how):
     ids, scores = torch.empty(tokens, 1, dtype=torch.int64, device="meta"), meta(tokens, 1).float()
     layer = Layer(Fp8FlowMoEConfig(), expert=SPEC._replace(interleaved="interleaved" in how))
     monkeypatch.setattr(launch, "_recorded", Launches())
+    monkeypatch.setattr(launch, "_recording_thread", threading.get_ident())
     with Allocations(experts * D * H) as mode:
         out = apply_experts(meta(tokens, D), ExpertWeights(w1, w2, w3), ids, scores, layer)
         out.backward(meta(tokens, D))
