@@ -519,6 +519,12 @@ def test_a_fake_layer_on_a_gpu_that_is_not_there(monkeypatch):
     assert warm_up._begun == {"kind": []}
 
 
+def test_a_parameter_is_no_trace(monkeypatch):
+    compiling = Compiling(monkeypatch)
+    warm_up.compile_ahead("kind", [torch.nn.Parameter(torch.empty(1))], layer_of())
+    assert len(compiling.begun) == len(compiling.waited) == 5 and warm_up.seen == {"kind"} and not warm_up._begun
+
+
 def test_what_is_due(monkeypatch):
     monkeypatch.setattr(warm_up, "seen", {"kind"})
     with FakeTensorMode():

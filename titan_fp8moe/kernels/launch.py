@@ -68,7 +68,7 @@ class Kernel:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[grid](*map(_readable, args), **constants, **self._bound)
             return
-        if _recorded is not None and is_recording():
+        if _recorded is not None and is_recording():  # nearly always without the call
             _recorded.append((self, args, constants))
             return
         active = driver.active

@@ -165,7 +165,7 @@ def _compile_and_exit(share: list[Launch], deadline: float) -> None:
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2:  # no port and no GPU of its parent's may outlive that
+            if descriptor > 2:  # or a port of its parent's would stay open when that has ended
                 with contextlib.suppress(OSError):  # the listing's own is closed
                     os.close(descriptor)
         compile_share(share)
