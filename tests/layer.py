@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import routed_experts, testing
 from titan_fp8moe.layer import experts, group
-from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.spec import ExpertSpec
 
 T, D, H, E, K = 300, 256, 128, 8, 3
@@ -96,16 +96,9 @@ class CastCounter(TorchDispatchMode):
         return out
 
 
-class CountingCache(WeightCache):
-    """Counts the operands that it has quantized, but for those of a CUDA graph."""
-
-    quantized = 0
-
-    def refresh(self, groups, frozen):
-        changed = super().refresh(groups, frozen)
-        if not (changed[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # to read them would sync
-            self.quantized += sum(int(c) for c in changed)
-        return changed
+def generations(cache: WeightCache) -> list[int]:
+    """How many times forwards have quantized each operand of a cache."""
+    return [] if cache.copies is None else [int(operand.state[2]) for operand in cache.copies.operands]
 
 
 def saved_bytes(forward):

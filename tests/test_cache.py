@@ -3,14 +3,16 @@
 import copy
 import dataclasses
 import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.layer import DEVICE, CastCounter, CountingCache, apply_layer, assert_equal, make_layer, refused, saved_bytes
+from tests.layer import DEVICE, CastCounter, apply_layer, assert_equal, generations, make_layer, refused, saved_bytes
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, WeightCache, ops, recipe, routed_experts
-from titan_fp8moe.layer import cache as cache_module
+from titan_fp8moe.layer import operands as operands_module
+from titan_fp8moe.layer.experts import SAVED_OPS
 from titan_fp8moe.layer.weights import ExpertWeights
 
 LAYOUTS = pytest.mark.parametrize("layouts", ["both", "forward"])
@@ -22,7 +24,7 @@ class Layer:
     def __init__(self, layouts="both", **settings):
         self.x, self.scores, self.ids, weights = make_layer(64)
         self.weights = ExpertWeights(*map(torch.nn.Parameter, weights))
-        self.cache, self.config = CountingCache(layouts), Fp8FlowMoEConfig(**settings)
+        self.cache, self.config = WeightCache(layouts), Fp8FlowMoEConfig(**settings)
         self.leaves = [t.requires_grad_() for t in (self.x, self.scores, *self.weights)]
 
     def forward(self, cache):
@@ -34,9 +36,9 @@ class Layer:
 
     def check(self, quantized=None):
         """A microbatch with the cache equals one without."""
-        before = self.cache.quantized
+        before = generations(self.cache) or [0, 0]
         assert_equal(self.step(self.cache), self.step(None))
-        assert quantized is None or self.cache.quantized - before == 2 * quantized
+        assert quantized is None or generations(self.cache) == [count + quantized for count in before]
 
 
 @LAYOUTS
@@ -46,7 +48,7 @@ def test_microbatches_share_quantized_weights(layouts, recompute):
     layer = Layer(layouts, recompute=recompute)
     optimizer = torch.optim.SGD(layer.weights, lr=1.0)
     layer.check(quantized=True)
-    addresses = [t.data_ptr() for operand in layer.cache.operands for t in operand if t is not None]
+    addresses = [t.data_ptr() for operand in layer.cache.copies.operands for t in operand if t is not None]
     assert len(addresses) == (8 if layouts == "both" else 6)
     layer.check(quantized=False)
     for w in layer.weights:
@@ -54,7 +56,7 @@ def test_microbatches_share_quantized_weights(layouts, recompute):
     optimizer.step()
     layer.check(quantized=True)
     layer.check(quantized=False)
-    assert addresses == [t.data_ptr() for operand in layer.cache.operands for t in operand if t is not None]
+    assert addresses == [t.data_ptr() for operand in layer.cache.copies.operands for t in operand if t is not None]
 
 
 @pytest.mark.parametrize("shapes", [[(2, 200, 256)] * 2, [(3, 128, 200)], [(2, 256, 128)] * 2])
@@ -65,6 +67,12 @@ def test_the_transpose_of_quantized_weights_is_exact(shapes):
     padded = [torch.nn.functional.pad(w, (0, 0, 0, -w.shape[1] % 128)) for w in weights]
     want = recipe.quantize_weight(torch.cat(padded, 1).mT.contiguous())
     assert_equal(got, want)
+
+
+def _forward(cache, weights, frozen):
+    """Quantizes as a forward does. Returns the generations."""
+    packed = operands_module.pack(weights, operands_module.buffers_of(cache, weights), frozen)
+    return [g.tolist() for g in operands_module.forward_operands(packed)[1]]
 
 
 def _all_sampled(weights):
@@ -90,32 +98,32 @@ def test_any_change_is_seen(change, frozen):
     """Through ``.data`` by a foreign optimizer or an EMA swap; of a single value by hand; another tensor."""
     layer = Layer()
     layer.check()
+    before = generations(layer.cache)
     change(layer.weights)
-    operands = layer.cache.refresh((layer.weights.gate_up, (layer.weights.w2,)), frozen)
-    assert sum(int(changed) for changed in operands) >= 1
+    _forward(layer.cache, layer.weights, frozen)
+    assert generations(layer.cache) != before
     layer.check()
 
 
 def test_samples_are_of_every_expert_and_weight():
     for experts in (1, 8, 40):
         pair = [torch.randn(experts, 128, 256) for _ in range(2)]
-        state = torch.full((1 + 2 * recipe.num_samples(pair[0]),), -1, dtype=torch.int32)
-        recipe.weights_changed(pair, state, None, False)
+        state = torch.zeros(recipe.STATE_HEADER + 2 * recipe.num_samples(pair[0]), dtype=torch.int32)
+        _, state = recipe.seen_weights(pair, state, None, True, None)
         for w in pair:
             for e in range(experts):
                 w[e] *= -1
-                before = state.clone()
-                assert recipe.weights_changed(pair, state, None, False)
-                assert (before != state).sum() >= 30
-        assert not recipe.weights_changed(pair, state, None, False)
+                changed, after = recipe.seen_weights(pair, state, None, False, None)
+                assert changed and (after != state).sum() >= 30
+                state = after
+        assert not recipe.seen_weights(pair, state, None, False, None)[0]
 
 
 def test_frozen_weights_do_not_count_steps():
     """Steps of an optimizer of others change nothing in them; trained ones are quantized anew."""
     layer = Layer()
-    groups = layer.weights.gate_up, (layer.weights.w2,)
     for frozen, want in ((True, 1), (True, 0), (False, 1), (False, 1), (True, 0)):
-        assert [int(c) for c in layer.cache.refresh(groups, frozen)] == [want, want]
+        assert [made for _, made in _forward(layer.cache, layer.weights, frozen)] == [want, want]
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()
 
 
@@ -125,27 +133,29 @@ def test_frozen_weights_do_not_count_steps():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_loading_a_state_dict_clears_a_modules_cache(make, frozen, monkeypatch):
     """Also where parameters have no versions, as under FSDP, and one value alone differs."""
-    monkeypatch.setattr(cache_module, "_cache_key", lambda weight: 0)
+    monkeypatch.setattr(operands_module, "tensor_key", lambda weight: 0)
     module = make(Fp8FlowMoEConfig(cache_weights=True)).requires_grad_(not frozen)
-    groups = [[p if p.dim() == 3 else p[None]] for p in module.parameters()]
+    inputs = [torch.randn(4, 128)]
+    if isinstance(module, RoutedExperts):
+        inputs += [torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1)]
     state = module.state_dict()
-    module.cache.refresh(groups, frozen)
-    assert not any(module.cache.refresh(groups, frozen))
+    module(*inputs)
+    before = generations(module.cache)
+    module(*inputs)
+    assert generations(module.cache) == before
     module.load_state_dict(state)
-    assert all(module.cache.refresh(groups, frozen))
+    module(*inputs)
+    assert generations(module.cache) == [count + 1 for count in before]
 
 
 def test_other_shapes_get_other_buffers():
-    """Those of before are freed first; a copy of a cache is of no weights."""
+    """A copy of a cache is of no weights."""
     cache = WeightCache("forward")
-    cache.refresh([[torch.randn(2, 128, 256)]], True)
-    old = cache.operands[0].q
-    cache.refresh([[torch.randn(2, 128, 256)]], True)
-    assert cache.operands[0].q is old
-    cache.refresh([[torch.randn(3, 128, 256)]], True)
-    assert cache.operands[0].q.shape == (3, 128, 256)
+    first = cache.buffers([[torch.randn(2, 128, 256)]])
+    assert cache.buffers([[torch.randn(2, 128, 256)]]) is first
+    assert cache.buffers([[torch.randn(3, 128, 256)]]).operands[0].q.shape == (3, 128, 256)
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert other.layouts == "forward" and not other.operands
+        assert other.layouts == "forward" and other.copies is None
 
 
 def test_compiling_a_module_leaves_the_buffers_of_others():
@@ -156,18 +166,11 @@ def test_compiling_a_module_leaves_the_buffers_of_others():
     x, (scores, ids) = torch.randn(8, 128, device=DEVICE), torch.rand(8, 2, device=DEVICE).topk(1)
     want = one(x, ids, scores)
     torch.compile(other, backend="eager")(x, ids, scores)
-    assert torch.equal(one(x, ids, scores), want) and not alike.cache.operands
+    average = copy.deepcopy(alike)
+    assert torch.equal(one(x, ids, scores), want) and alike.cache.copies is None
     torch.compile(one, backend="eager")(x, ids, scores)
-    assert alike.cache.operands
-
-
-def test_new_buffers_are_filled():
-    cache, weight = WeightCache(kind="of two shapes"), torch.randn(2, 128, 256, device=DEVICE)
-    cache.refresh([[weight]], True)
-    want = cache.operands[0].q.clone()
-    cache_module._allocate(cache, [cache_module._sizes([torch.randn(2, 128, 128)])], weight.device)
-    cache.refresh([[weight]], True)
-    assert torch.equal(cache.operands[0].q.view(torch.uint8), want.view(torch.uint8))
+    assert alike.cache.copies is not None
+    assert average.cache.copies is None, "a copy that never runs gets no buffers"
 
 
 def test_a_cache_tells_views_of_one_storage_apart():
@@ -175,11 +178,11 @@ def test_a_cache_tells_views_of_one_storage_apart():
     storage = torch.randn(3, 128, 128)
     first = storage[:2]
     others = [storage[1:], storage[:1], first.mT, first.view(torch.int32), first[:, :, ::1][:, :64]]
-    keys = [cache_module._cache_key(w) for w in (first, *others)]
+    keys = [operands_module.tensor_key(w) for w in (first, *others)]
     assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
-    assert cache_module._cache_key(storage[:2]) == keys[0]
+    assert operands_module.tensor_key(storage[:2]) == keys[0]
     storage.add_(1)
-    assert cache_module._cache_key(storage[:2]) != keys[0]
+    assert operands_module.tensor_key(storage[:2]) != keys[0]
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -212,40 +215,36 @@ def test_in_a_compiled_graph(layouts, recompute, frozen):
         grads = torch.autograd.grad(out.sum(), leaves)
         want = routed_experts(x, experts.w1, experts.w2, experts.w3, ids, scores, config=uncached)
         assert_equal((out, *grads), (want, *torch.autograd.grad(want.sum(), leaves)))
-        assert (experts.cache.operands[0].state[0] >= 0) and experts.cache.key is None
         if not refreshed:
-            assert addresses == [operand.q.data_ptr() for operand in experts.cache.operands]
+            assert addresses == [operand.q.data_ptr() for operand in experts.cache.copies.operands]
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         check(True)
-        addresses = [operand.q.data_ptr() for operand in experts.cache.operands]
+        addresses = [operand.q.data_ptr() for operand in experts.cache.copies.operands]
         check(False)
         for w in experts.parameters():
             w.data.mul_(1.5)
         check(False)
         with torch.no_grad():
             experts.w2[0, 3, 5] += 1
-        optimizer.step()  # of trained weights' versions and samples, the graph sees neither
-        if frozen:
-            experts.cache.clear()
+        check(False)
+        optimizer.step()
         check(False)
 
 
 def test_no_capture_makes_buffers(monkeypatch):
     """They would lie in the graph's memory; a refresh that the host asks for would repeat in each replay."""
-    layer = Layer()
-    groups = layer.weights.gate_up, (layer.weights.w2,)
     capturing = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(cache_module, "_cache_key", lambda w: object())
-    weight = SimpleNamespace(is_cuda=True)
+    cache, sizes = WeightCache(), [operands_module._sizes([torch.empty(2, 128, 128)])]
     with refused("fp8_flow_moe.cache_weights", "run it once before the capture", error=RuntimeError):
-        layer.cache._prepare([[weight]])
-    capturing = False
-    layer.cache.refresh(groups, False)
-    capturing = True
-    assert not layer.cache._prepare([[weight]])
+        cache._allocate(sizes, torch.device("cuda"))
+    weight = torch.empty(2, 128, 128)
+    copies = cache.buffers([[weight]])
+    assert copies.note([[weight]])
+    assert copies.note([[torch.empty(2, 128, 128)]])
+    assert not copies.note([[SimpleNamespace(is_cuda=True)]]) and copies.replayed
 
 
 @pytest.mark.gpu
@@ -308,7 +307,6 @@ def test_frozen_experts(recompute, save_h):
     x, scores, ids, _ = make_layer(64)
     config = Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
     experts = RoutedExperts(8, 256, 128, config=config, device=DEVICE)
-    experts.cache = CountingCache("forward")
     leaves = [x.requires_grad_(), scores.requires_grad_()]
 
     def run():
@@ -320,15 +318,272 @@ def test_frozen_experts(recompute, save_h):
 
     want, trained, ops_trained = run()
     experts.requires_grad_(False)
-    assert ops_trained["quantize_weight"] == 4 and not experts.cache.operands
+    assert ops_trained["quantize_weight"] == 4 and experts.cache.copies is None
     for _ in range(3):
         got, kept, counted = run()
         assert_equal(got, want)
-        assert experts.cache.quantized == 2 and not counted["quantize_weight"]
+        assert generations(experts.cache) == [1, 1] and not counted["quantize_weight"]
         assert not counted["transpose_pair"] and not counted["grouped_mm_wgrad"]
     T, D, M, H = *x.shape, recipe.row_capacity(ids.numel(), 8), 128
-    rows = 0 if recompute == "experts" else T * (D + D // 128)
-    assert trained - kept == rows + (M * (H + H // 128) if recompute == "none" else 0)
+    rows, numbers = 0 if recompute == "experts" else T * (D + D // 128), 2 * 8  # the copies' generations
+    assert trained - kept + numbers == rows + (M * (H + H // 128) if recompute == "none" else 0)
     with torch.no_grad():
         assert torch.equal(experts(x, ids, scores), want[0])
-    assert experts.cache.quantized == 2
+    assert generations(experts.cache) == [1, 1]
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def _make(kind, trained, seed=0):
+    """A module that keeps quantized weights, its inputs, the first of which needs a gradient, and its weights."""
+    torch.manual_seed(seed)
+    config = Fp8FlowMoEConfig(cache_weights=trained)
+    x = torch.randn(64, 128, device=DEVICE, requires_grad=True)
+    if kind == "linear":
+        module, inputs = Fp8FlowLinear(128, 128, config=config, device=DEVICE), (x,)
+    else:
+        layouts = dict(cache_layouts=kind) if trained else {}
+        config = dataclasses.replace(config, **layouts, recompute="experts" if kind == "forward" else "activation")
+        module = RoutedExperts(4, 128, 128, config=config, device=DEVICE)
+        scores, ids = torch.rand(64, 4, device=DEVICE).topk(2)
+        inputs = x, ids, scores
+    return module.requires_grad_(trained), inputs
+
+
+def _teacher(module):
+    return {name: torch.randn_like(p) * 0.05 for name, p in module.named_parameters()}
+
+
+def _functional_call(module, inputs):
+    torch.func.functional_call(module, _teacher(module), inputs)
+
+
+def _swap(module, inputs):
+    """As an EMA that evaluates: other values in the parameters' memory, and back."""
+    kept = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for values in (_teacher(module), kept):
+        for name, p in module.named_parameters():
+            p.data.copy_(values[name])
+        if values is not kept:
+            module(*inputs)
+
+
+def _replace(module, inputs):
+    """Other tensors in the parameters, which stay."""
+    for name, values in _teacher(module).items():
+        module.get_parameter(name).data = values
+    module(*inputs)
+
+
+def _write(module, inputs):
+    """No forward follows."""
+    for name, values in _teacher(module).items():
+        module.get_parameter(name).data.copy_(values)
+
+
+def _shallow_copy(module, inputs):
+    other = copy.copy(module)
+    other._parameters = {**module._parameters, **{n: torch.nn.Parameter(t, False) for n, t in _teacher(module).items()}}
+    other(*inputs)
+    assert other.cache is not module.cache
+
+
+def _replica(module, inputs):
+    """nn.DataParallel's."""
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = {name: None for name, p in module._parameters.items() if p is None}
+    for name, values in _teacher(module).items():
+        setattr(replica, name, values)
+    replica(*inputs)
+
+
+def _other_size(module, inputs):
+    """The buffers that the forward has read are dropped by the module, not by its backward."""
+    for name, values in _teacher(module).items():
+        module.get_parameter(name).data = values.repeat(2, *[1] * (values.dim() - 1))
+    module(*inputs)
+
+
+BETWEEN = [_functional_call, _swap, _replace, _write, _shallow_copy, _replica, _other_size]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "cached"])
+@pytest.mark.parametrize("kind", ["both", "forward", "linear"])
+def test_a_backward_has_the_weights_of_its_forward(kind, trained, between):
+    """Whoever uses the module in between, with gradients or without; and the module goes on right."""
+    module, inputs = _make(kind, trained)
+    want = torch.autograd.grad(module(*inputs).sum(), inputs[0])
+    for grad in (False, True):
+        module, inputs = _make(kind, trained)
+        first, second = module(*inputs), module(*inputs)
+        with torch.set_grad_enabled(grad):
+            between(module, inputs)
+        assert_equal(torch.autograd.grad(first.sum(), inputs[0]), want)
+        assert_equal(torch.autograd.grad(second.sum(), inputs[0]), want)
+        assert torch.equal(module(*inputs), copy.deepcopy(module)(*inputs))
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "stored"])
+def test_shared_and_stored_weights_of_a_forward(kind):
+    """Shared experts' copies, and weights that are stored in FP8, whose memory a loader may replace."""
+    torch.manual_seed(0)
+    x, scores, ids, weights = make_layer(64)
+    x.requires_grad_()
+    if kind == "stored":
+        experts = RoutedExperts.from_fp8(*(ops.Fp8Weight.quantize(w) for w in weights))
+        out, others = experts(x, ids, scores), [-p.view(torch.int8) for p in experts.parameters()]
+        (want,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        for p, other in zip(experts.parameters(), others, strict=True):
+            p.data = other.view(torch.uint8)
+        assert_equal(torch.autograd.grad(out.sum(), x), [want])
+        return
+    routed, cache = ExpertWeights(*(w.detach() for w in weights)), WeightCache()
+    shared, other = (ExpertWeights(*(torch.randn_like(w[0]) * 0.05 for w in weights)) for _ in range(2))
+    options = dict(config=Fp8FlowMoEConfig(), frozen=True, shared_cache=cache, shared_frozen=True)
+    out = apply_layer(x, routed, ids, scores, shared=shared, **options)
+    (want,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    apply_layer(x, routed, ids, scores, shared=other, **options)
+    assert_equal(torch.autograd.grad(out.sum(), x), [want])
+
+
+def test_parameters_that_have_been_written_are_refused():
+    """As nn.Linear does: a step between a forward and its backward."""
+    module, inputs = _make("both", True)
+    out = module(*inputs)
+    with torch.no_grad():
+        module.w1.mul_(2)
+    with refused("modified by an inplace operation", error=RuntimeError):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "per op"])
+def test_a_teacher_between_under_checkpointing(checkpoint):
+    """Whose recomputation runs the forward again, or keeps its results."""
+    for trained in (False, True):
+        module, inputs = _make("both", trained)
+        want = torch.autograd.grad(module(*inputs).sum(), inputs[0])
+        options = dict(use_reentrant=False)
+        if checkpoint == "per op":
+            policy = [*SAVED_OPS]
+            create = torch.utils.checkpoint.create_selective_checkpoint_contexts
+            options["context_fn"] = lambda policy=policy, create=create: create(policy)
+        out = torch.utils.checkpoint.checkpoint(module, *inputs, **options)
+        with torch.no_grad():
+            _functional_call(module, inputs)
+        assert_equal(torch.autograd.grad(out.sum(), inputs[0]), want)
+
+
+@pytest.mark.parametrize("compiled", ["student", "both"])
+def test_a_teacher_between_in_compiled_code(compiled):
+    """Generations are in the graphs, and the device compares them."""
+    for trained in (False, True):
+        torch._dynamo.reset()
+        module, inputs = _make("both", trained)
+        want = torch.autograd.grad(module(*inputs).sum(), inputs[0])
+        run, teacher = torch.compile(module, backend="aot_eager", fullgraph=True), _teacher(module)
+
+        def with_teacher(*inputs, module=module, teacher=teacher):
+            return torch.func.functional_call(module, teacher, inputs)
+
+        if compiled == "both":
+            with_teacher = torch.compile(with_teacher, backend="aot_eager", fullgraph=True)
+        want_of_teacher = with_teacher(*inputs)
+        for _ in range(2):
+            out = run(*inputs)
+            with torch.no_grad():
+                assert torch.equal(with_teacher(*inputs), want_of_teacher)
+            assert_equal(torch.autograd.grad(out.sum(), inputs[0]), want)
+
+
+def test_one_graph_of_a_student_and_a_teacher():
+    """Which refreshes the same buffers three times, and must not take the third for the first."""
+    for trained in (False, True):
+        torch._dynamo.reset()
+        module, inputs = _make("both", trained)
+        teacher = _teacher(module)
+
+        def run(x, ids, scores, module=module, teacher=teacher):
+            first = module(x, ids, scores)
+            with torch.no_grad():
+                other = torch.func.functional_call(module, teacher, (x, ids, scores))
+            return first, other, module(x.flip(0), ids.flip(0), scores.flip(0)).flip(0)
+
+        out = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
+        assert_equal(out, run(*inputs))
+        assert_equal(
+            torch.autograd.grad(out[0].sum(), inputs[0]), torch.autograd.grad(run(*inputs)[0].sum(), inputs[0])
+        )
+
+
+@pytest.mark.parametrize("change", ["first call", "step", "teacher"])
+def test_threads(change):
+    """That call a module at once: for the first time, after a step, or one with other weights."""
+    wrong = 0
+    for seed in range(10):
+        module, inputs = _make("both", change == "step", seed)
+        inputs = [t.detach() for t in inputs]
+        if change == "step":
+            module(*inputs)
+            for p in module.parameters():
+                p.grad = torch.randn_like(p)
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        weights = [dict(module.named_parameters())] * 4
+        if change == "teacher":
+            weights = [weights[0], _teacher(module)] * 2
+        fresh = copy.deepcopy(module)
+        want = [torch.func.functional_call(fresh, w, tuple(inputs)) for w in weights]
+        got, start = [None] * 4, threading.Barrier(4)
+
+        def call(i, module=module, inputs=inputs, weights=weights, got=got, start=start):
+            start.wait()
+            got[i] = torch.func.functional_call(module, weights[i], tuple(inputs))
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wrong += sum(g is None or not torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert wrong == 0
+
+
+@pytest.mark.gpu
+def test_a_teacher_in_replays():
+    """Graphs of the student's forward, of its backward and of the teacher's forward, and an eager step between."""
+    module, inputs = _make("both", True)
+    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+    teacher, eager = _teacher(module), copy.deepcopy(module)
+    want = torch.autograd.grad(eager(*inputs).sum(), inputs[0])[0]
+    want_of_teacher = torch.func.functional_call(eager, teacher, tuple(inputs)).detach()
+
+    def forward():
+        return module(*inputs)
+
+    def with_teacher():
+        with torch.no_grad():
+            return torch.func.functional_call(module, teacher, tuple(inputs))
+
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            torch.autograd.grad(forward().sum(), inputs[0])
+            with_teacher()
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+    with torch.cuda.graph(graphs[0], stream=stream):
+        out = forward()
+    with torch.cuda.graph(graphs[1], stream=stream, pool=graphs[0].pool()):
+        (grad,) = torch.autograd.grad(out.sum(), inputs[0])
+    with torch.cuda.graph(graphs[2], stream=stream):
+        out_of_teacher = with_teacher()
+    for _ in range(2):
+        graphs[0].replay()
+        graphs[2].replay()
+        graphs[1].replay()
+        assert torch.equal(grad, want) and torch.equal(out_of_teacher, want_of_teacher)
+        eager_out = forward()
+        graphs[2].replay()
+        assert torch.equal(torch.autograd.grad(eager_out.sum(), inputs[0])[0], want)

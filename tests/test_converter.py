@@ -20,10 +20,11 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
-from tests.layer import assert_equal, refused
+from tests.layer import assert_equal, generations, refused
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.layer import cache as cache_module
+from titan_fp8moe.layer import operands
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
@@ -397,7 +398,7 @@ def test_the_activation_of_gpt_oss():
 def test_cached_weights_are_never_stale(monkeypatch, change):
     """Two microbatches share the quantized weights, then the weights change. All results equal those without the cache,
     also where parameters have no versions, as under FSDP. tests/test_cache.py has other changes."""
-    monkeypatch.setattr(cache_module, "_cache_key", lambda weight: 0)
+    monkeypatch.setattr(operands, "tensor_key", lambda weight: 0)
     tokens, results = torch.randint(0, 100, (2, 32)), []
     for flags in (["--fp8_flow_moe.cache_weights"], []):
         config = make_config(*flags)
@@ -423,11 +424,12 @@ def test_cached_weights_are_never_stale(monkeypatch, change):
 
 def test_caches_are_cleared_by_any_container_of_optimizers():
     """torchtitan calls the converter after each step, whatever class the optimizers are of."""
-    cache, weights = cache_module.WeightCache(), [[torch.randn(1, 128, 128)]]
-    cache.refresh(weights, frozen=False)
-    assert not any(cache.refresh(weights, frozen=False))
+    linear, x = Fp8FlowLinear(128, 128, config=Fp8FlowMoEConfig(cache_weights=True)), torch.randn(2, 128)
+    linear(x), linear(x)
+    assert generations(linear.cache) == [1]
     build_model_converters(make_config("--fp8_flow_moe.cache_weights"), make_dims()).post_optimizer_hook([])
-    assert all(cache.refresh(weights, frozen=False))
+    linear(x)
+    assert generations(linear.cache) == [2]
 
 
 @pytest.mark.parametrize(

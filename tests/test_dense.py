@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.layer import (
     DEVICE,
     CastCounter,
-    CountingCache,
     apply_layer,
     assert_equal,
+    generations,
     make_layer,
     refused,
     results,
@@ -26,6 +26,7 @@ from titan_fp8moe import SAVED_OPS, Fp8FlowLinear, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import group_rows, padded
 from titan_fp8moe.testing import relative_error
@@ -212,14 +213,14 @@ def test_h_is_freed_before_the_weight_gradients(config, monkeypatch):
 
 
 def test_caches_quantize_once_per_step():
-    inputs, caches = leaves(100), [CountingCache(), CountingCache()]
+    inputs, caches = leaves(100), [WeightCache(), WeightCache()]
     w = torch.randn(128, D, device=DEVICE).requires_grad_()
 
     def step():
-        before = sum(cache.quantized for cache in caches)
+        before = sum(sum(generations(cache)) for cache in caches)
         out = linear(ffn(inputs, cache=caches[0]), w, DEFAULTS, caches[1])
         grads = torch.autograd.grad(out.sum(), [*inputs, w])
-        return grads, sum(cache.quantized for cache in caches) - before
+        return grads, sum(sum(generations(cache)) for cache in caches) - before
 
     want = torch.autograd.grad(linear(ffn(inputs), w, DEFAULTS).sum(), [*inputs, w])
     for quantizations in (3, 0):
@@ -260,7 +261,7 @@ def test_frozen_weights(recompute):
     """Same output and dx. No rows are saved that only weight gradients read, and weights are quantized once."""
     config = Fp8FlowMoEConfig(recompute=recompute)
     x, *weights = leaves(256)
-    w, caches = torch.randn(128, D, device=DEVICE).requires_grad_(), [CountingCache("forward") for _ in range(2)]
+    w, caches = torch.randn(128, D, device=DEVICE).requires_grad_(), [WeightCache("forward") for _ in range(2)]
 
     def run(frozen):
         given = caches if frozen else (None, None)
@@ -281,5 +282,6 @@ def test_frozen_weights(recompute):
     H, tokens = weights[1].shape[1], x.shape[:-1].numel()
     rows = tokens * (D + D // 128)
     hidden = {"none": tokens * (padded(H) + padded(H) // 128)}.get(recompute, 0)
-    assert trained - frozen == hidden + rows * (1 if recompute == "experts" else 2)
-    assert [cache.quantized for cache in caches] == [2, 1]
+    numbers = 3 * 8  # the copies' generations
+    assert trained - frozen + numbers == hidden + rows * (1 if recompute == "experts" else 2)
+    assert [generations(cache) for cache in caches] == [[1, 1], [1]]

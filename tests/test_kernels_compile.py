@@ -15,7 +15,7 @@ from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capaciti
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
-from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES, num_samples
+from titan_fp8moe.recipe import E8M0, FP8, STATE_HEADER, TILE, TRANSPOSE_MODES, num_samples
 from titan_fp8moe.rows import RowBias
 from titan_fp8moe.spec import ExpertSpec
 
@@ -31,7 +31,7 @@ TOP_K = 8
 NO_ROWS = (
     *("_balance_exponent_kernel", "_count_kernel", "_place_rows_kernel", "_place_dispatched_kernel"),
     *("_arrive_kernel", "_wait_kernel", "_plan_kernel", "_pull_pairs_kernel", "_pull_scales_kernel"),
-    *("_place_scales_kernel", "_weights_changed_kernel", "_bias_gradient_kernel"),
+    *("_place_scales_kernel", "_seen_weights_kernel", "_bias_gradient_kernel"),
 )
 
 
@@ -72,11 +72,11 @@ def calls(M, D, H, E, T=12288):
         for part, weights in zip(("rows", "columns"), narrow, strict=True):
             yield f"quantize_weight padded {part} {dtype}", quantize.quantize_weight, (weights, True, True)
         for weights, N, K in ((pair, 2 * H, D), (w2, D, H)):
-            state = meta(1 + len(weights) * num_samples(weights[0]), dtype=INT32)
+            state = meta(STATE_HEADER + len(weights) * num_samples(weights[0]), dtype=INT32)
             kept = meta(E, N, K, dtype=FP8), meta(E, K, N, dtype=FP8), meta(E, N // TILE, K // TILE, dtype=E8M0)
-            args = weights, *kept, state, meta(1, dtype=INT32), False
+            args = weights, *kept, state, meta(1, dtype=INT32), False, meta(2, dtype=INT32)
             yield f"refresh_weight {len(weights)} {dtype}", quantize.refresh_weight, args
-            args = weights, kept[0], None, kept[2], state, None, False
+            args = weights, kept[0], None, kept[2], state, None, False, None
             yield f"refresh_weight forward {len(weights)} {dtype}", quantize.refresh_weight, args
     quantized = [meta(E, H, D, dtype=FP8)] * 2, [meta(E, H // TILE, D // TILE, dtype=E8M0)] * 2
     for plain, transposed in ((True, False), (False, True), (True, True)):

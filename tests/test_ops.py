@@ -14,10 +14,9 @@ from tests.specs import SPECS
 from titan_fp8moe import dispatch, ops, recipe, routed_experts
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
-from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.lora import LoraSpec
+from titan_fp8moe.layer.operands import ForwardOperands, WeightCache
 from titan_fp8moe.layer.saved import LayerSpec
-from titan_fp8moe.layer.weights import ForwardOperands
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -115,11 +114,17 @@ def cases():
         backward = BackwardSpec(recompute, save_h).encode()
         yield "feed_forward", (torch.randn(T, D), shared, expert, backward, BF16)
         yield "feed_forward", (torch.randn(T, D), quantized.pack(), expert, backward, FP32)
-    cache = WeightCache()
-    cache.refresh([[gate, up]], frozen=True)  # what changes buffers does not declare it
-    yield "refresh_weight", ([gate, up], *cache.operands[0], None, False)
-    yield "linear", (torch.randn(T, D), shared[0], None, BF16)
-    yield "linear", (torch.randn(T, D), *recipe.quantize_weight(shared[0]), FP32)
+    copies = WeightCache().buffers([[gate, up]])
+    (kept,), seen = copies.operands, torch.ones(2, dtype=torch.int32)
+    ops.refresh_weight([gate, up], *kept, None, False, None)  # what changes buffers does not declare it
+    yield "refresh_weight", ([gate, up], *kept, None, False, None)
+    yield "refresh_weight", ([gate, up], *kept, copies.steps, False, seen)
+    yield "refresh_copies", ([gate, up], copies.pack(True), [seen], None)
+    yield "after", (torch.randn(2, 3).t(), [seen])
+    yield "linear", (torch.randn(T, D), [shared[0]], BF16)
+    copies = WeightCache().buffers([[shared[0]]])
+    ops.refresh_weight([shared[0]], *copies.operands[0], None, False, None)
+    yield "linear", (torch.randn(T, D), [shared[0], *copies.pack(True)], FP32)
 
 
 def symmetric_cases(group_name: str):

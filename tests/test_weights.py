@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tests.layer import CastCounter, make_layer, run
 from titan_fp8moe import RoutedExperts, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer import cache as cache_module
 from titan_fp8moe.layer import fp8_gather
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
+from titan_fp8moe.layer.operands import backward_operands
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.spec import BackwardSpec
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
@@ -98,7 +98,7 @@ def test_parameters_to_be_gathered_can_be_copied_and_saved():
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 def test_gemm_1s_weights_are_quantized_again_only_to_repeat_it(recompute):
     weights = ExpertWeights(*make_layer()[3])
-    operands = cache_module.cached_backward_operands(weights, None, BackwardSpec(recompute))
+    operands = backward_operands(weights, None, None, BackwardSpec(recompute), weights.w1)
     assert (operands.w13 is not None) == (recompute == "experts")
 
 

@@ -191,24 +191,44 @@ def sample_step(w_ENK: Tensor) -> int:
     return max(w_ENK.numel() // num_samples(w_ENK) - 1, 0) | 1
 
 
-def weights_changed(weights: list[Tensor], state: Tensor, steps: Tensor | None, force: bool) -> bool:
-    """Whether weights are no longer those whose state this is; afterwards it is theirs.
+STATE_HEADER = 3
+"""Entries of a state before its samples: the step in which the weights were seen last, -1 for never; the generation of
+the copies; the last generation that was given."""
+
+
+def seen_weights(
+    weights: list[Tensor], state: Tensor, steps: Tensor | None, force: bool, generation: Tensor | None
+) -> tuple[bool, Tensor]:
+    """Whether quantized copies must be made anew of these weights, and the state of the copies afterwards.
+
+    A forward takes copies that are of its weights' present values. Otherwise new ones are made, of a new generation. A
+    backward takes the copies of its forward. If they are of another generation by then, it makes its own again, of the
+    weights as its forward saw them.
 
     Args:
         weights: one or two (E, N, K) of one shape, bf16 or fp32.
-        state: (1 + samples,) int32, updated. It holds the number of the step in which the weights were seen last, -1
-            for never. Then come bit patterns of :func:`num_samples` values of each weight.
+        state: (:data:`STATE_HEADER` + samples,) int32. The samples are bit patterns of :func:`num_samples` values of
+            each weight.
         steps: (1,) int32, the number of the current step; None for weights that no step changes.
-        force: report a change in any case.
+        force: a forward's copies are stale in any case.
+        generation: a backward's; its first entry is the number that its forward was given. None in a forward.
     """
+    seen, current, given = state[:STATE_HEADER].tolist()
+    now = seen if steps is None else int(steps)
+    if generation is not None and current == generation[0]:
+        return False, state
     at = torch.arange(num_samples(weights[0]), device=state.device) * sample_step(weights[0])
     _, N, K = weights[0].shape
     samples = torch.cat([w[at // K // N, at // K % N, at % K] for w in weights])
     bits = samples.view(torch.int16 if samples.dtype == torch.bfloat16 else torch.int32).int()
-    seen, now = int(state[0]), int(state[0] if steps is None else steps)
-    changed = force or seen < 0 or seen != now or not torch.equal(bits, state[1:])
-    state[1:], state[0] = bits, max(now, 0)
-    return changed
+    changed = True
+    if generation is None:
+        changed = force or seen < 0 or seen != now or not torch.equal(bits, state[STATE_HEADER:])
+        given += changed
+        current = given if changed else current
+    else:
+        current = int(generation[0])
+    return changed, torch.cat([state.new_tensor([max(now, 0), current, given]), bits])
 
 
 # --- transposes: (M, D) with a scale per 1x128 tile -> (D, M) with a scale per 128x128 block --------------------------

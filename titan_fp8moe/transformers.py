@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from titan_fp8moe import peft, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
-from titan_fp8moe.layer.cache import Layouts, WeightCache, _cache_key
 from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.operands import Layouts, add_cache, own_cache, tensor_key
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8, STEP, TILE, exp2, exponent
@@ -171,10 +171,10 @@ def _experts_forward(
             Fp8Weight(experts.down_proj, _powers_of_two(experts.down_proj_scale_inv)),
         )
     elif frozen or config.cache_weights:
-        cache = getattr(experts, "fp8_flow_cache", None)
-        if cache is None or cache.layouts != config.kept_layouts:
-            _add_cache(experts, config.kept_layouts)
-            cache = experts.fp8_flow_cache
+        layouts = config.kept_layouts
+        if "fp8_flow_cache" not in vars(experts) or experts.fp8_flow_cache.layouts != layouts:
+            _add_cache(experts, layouts)
+        cache = own_cache(experts, "fp8_flow_cache")
     spec, lora = cast(ExpertSpec, _expert(experts)), peft.handed_over(experts)
     if lora is not None and experts.is_transposed:
         raise ValueError(
@@ -196,16 +196,14 @@ def _first(experts: Any) -> str:
 
 @torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
 def _add_cache(experts: Any, layouts: Layouts) -> None:
-    if "fp8_flow_cache" not in vars(experts):
-        experts.register_load_state_dict_post_hook(_clear_cache)
-    experts.fp8_flow_cache = WeightCache(layouts)
+    add_cache(experts, layouts, name="fp8_flow_cache")
 
 
 @torch.compiler.assume_constant_result  # reads values on the host; in a graph's trace it runs once
 def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
     """Refuses scales that are no powers of two, or replaces weights and scales by rounded ones."""
     pairs = [(getattr(experts, name), getattr(experts, f"{name}_scale_inv")) for name in (_first(experts), "down_proj")]
-    key = [_cache_key(t) for pair in pairs for t in pair]
+    key = [tensor_key(t) for pair in pairs for t in pair]
     if vars(experts).get("fp8_flow_checked") == key:
         return
     for q, scale in pairs:
@@ -221,10 +219,6 @@ def _powers_of_two(scale: Tensor) -> Tensor:
     if scale.dtype == E8M0:
         return scale.detach()
     return (scale.detach().view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
-
-
-def _clear_cache(experts: Any, _: Any) -> None:
-    experts.fp8_flow_cache.clear()
 
 
 def _why_not(experts: Any) -> str | None:

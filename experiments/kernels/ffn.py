@@ -25,9 +25,9 @@ from experiments.kernels.gemm import LAYERS
 from experiments.records import begin, script_parser, write_records
 from experiments.timing import group_ends, launched, median_ms, ms_records, show
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands
 from titan_fp8moe.layer.ffn import FFN
-from titan_fp8moe.layer.weights import ExpertWeights, forward_operands
+from titan_fp8moe.layer.operands import Read, WeightCache, backward_operands, buffers_of, forward_operands, pack
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.rows import Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -44,12 +44,11 @@ def forward_backward(
     ffn: FFN, x: Rows, tokens: Rows, dy: Rows, weights: ExpertWeights, cache: WeightCache | None = None
 ) -> tuple[Tensor, Tensor, ExpertWeights]:
     """y, dx and the gradients of the weights, which are quantized in each direction without a cache."""
-    if cache is not None:
-        cache.refresh((weights.gate_up, (weights.w2,)), frozen=True)
-    w13, w2 = forward_operands(weights) if cache is None else (operand.plain for operand in cache.operands)
+    copies = buffers_of(cache, weights)
+    (w13, w2), generations = forward_operands(pack(weights, copies, True))
     a, saved = ffn.activate(ffn.product(x, w13))
     y = ffn.product(a, w2)
-    _, w13_t, w2_t = cached_backward_operands(weights, cache, ffn.backward)
+    _, w13_t, w2_t = backward_operands(weights, Read.of(copies, True), generations, ffn.backward, dy.q)
     grads = ffn.hidden_gradients(dy, saved, w2_t)
     return y, ffn.product(grads.dh, w13_t), ffn.weight_grads(tokens, grads, weights, ExpertWeights(True, True, True))
 

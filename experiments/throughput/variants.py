@@ -37,7 +37,8 @@ from experiments.throughput.fused_bf16 import FusedMoE
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.operands import WeightCache, buffers_of, forward_operands, pack
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.testing import in_model
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -145,24 +146,33 @@ def variants(shape: Shape, gpus: int) -> dict[str, Variant]:
 
 
 class FixedWeights(WeightCache):
-    """A cache of weights that never change: nothing looks at them again."""
+    """A cache of weights that never change. Variants that read it replace ``refresh_weight``, so that nothing looks at
+    the weights again."""
 
     def __init__(self, *weights: Tensor):
         super().__init__()
         local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-        gate, down, up = (w.detach() for w in local)
-        super().refresh(((gate, up), (down,)), frozen=True)
+        matrices = ExpertWeights(*(w.detach() for w in local))
+        self.made = buffers_of(self, matrices)
+        forward_operands(pack(matrices, self.made, frozen=True))
 
-    def refresh(self, groups: Any, frozen: bool) -> list[Tensor]:
-        return []
+    def of(self, module: torch.nn.Module) -> WeightCache:
+        """A cache of the module's with these copies."""
+        cache = WeightCache(owner=module)
+        vars(cache).update(copies=self.copies, _sizes=self._sizes, _fits=self._fits)
+        return cache
 
     def storages(self) -> set[int]:
         """Addresses of what the operands are kept in."""
-        return {t.untyped_storage().data_ptr() for operand in self.operands for t in (*operand.plain, operand.q_t)}
+        return {t.untyped_storage().data_ptr() for operand in self.made.operands for t in (*operand.plain, operand.q_t)}
+
+
+def _unchanged(weights: list[Tensor], *_: Any) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=weights[0].device)
 
 
 _EAGER_EXPERTS = moe_module._run_experts_grouped_mm
-_OPS = {name: getattr(ops, name) for variant in VARIANTS.values() for name in variant.replaced}
+_OPS = {name: getattr(ops, name) for variant in VARIANTS.values() for name in ("refresh_weight", *variant.replaced)}
 
 
 def compile_whole(moe: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -223,18 +233,18 @@ class Bench:
         if variant.config is not None and not variant.quantizes_weights:
             parts = [moe.experts, *([moe.shared_experts] if cast(Fp8FlowMoE, moe).fp8_shared else [])]
             for part, fixed in zip(cast(Any, parts), self._fixed_weights(), strict=False):
-                part.cache, part.config = fixed, dataclasses.replace(variant.config, cache_weights=True)
+                part.cache, part.config = fixed.of(part), dataclasses.replace(variant.config, cache_weights=True)
         moe_module._run_experts_grouped_mm = _EAGER_EXPERTS  # or torchtitan compiles what is compiled
         call: Callable[[Tensor], Tensor] = moe
         if variant.compiled == "parts":
             apply_compile(in_model(moe), Compile(enable=True), ep_enabled=self.gpus > 1)
         elif variant.compiled == "whole":
             call = compile_whole(moe)
-        run_experts = moe_module._run_experts_grouped_mm
+        run_experts, fixed_ops = moe_module._run_experts_grouped_mm, {"refresh_weight": _unchanged}
 
         def forward() -> Tensor:
             moe_module._run_experts_grouped_mm = run_experts
-            vars(ops).update(_OPS | variant.replaced)
+            vars(ops).update(_OPS | variant.replaced | ({} if variant.quantizes_weights else fixed_ops))
             with torch.autocast(DEVICE, torch.bfloat16, enabled=variant.autocast):
                 return call(self.x)
 

@@ -183,8 +183,8 @@ def test_weight_hard_blocks(generator):
     ],
 )
 def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
-    """Into the same memory, if a sample, the step or the caller says so; the state is the recipe's. Weights may be
-    stored transposed, ``turned``."""
+    """Into the same memory, if a sample, the step or the caller says so, or for a backward of another generation; the
+    state is the recipe's. Weights may be stored transposed, ``turned``."""
     weights = [randn(generator, E, N, K).to(dtype) for _ in range(1 + pair)]
     as_stored = weights
     if turned:
@@ -192,17 +192,20 @@ def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
         weights = [w.transpose(1, 2) for w in as_stored]
     q, q_t, scale = quantize.quantize_weight(weights, True, True)
     q, q_t, scale = (torch.empty_like(t) for t in (q, q_t, scale))
-    state = torch.full((1 + len(weights) * recipe.num_samples(weights[0]),), -1, dtype=torch.int32, device=q.device)
+    state = torch.zeros(recipe.STATE_HEADER + len(weights) * recipe.num_samples(weights[0]), dtype=torch.int32)
+    state[0] = -1
+    state = state.to(q.device)
     steps, kept = torch.full((1,), 7, dtype=torch.int32, device=q.device), state.clone()
 
     operands = ()
 
-    def refresh(steps, force, want, transposed=q_t):
-        nonlocal operands
+    def refresh(steps, force, want, transposed=q_t, generation=None):
+        nonlocal operands, kept
         if want:
             operands = quantize.quantize_weight(weights, True, True)
-        changed = quantize.refresh_weight(weights, q, transposed, scale, state, steps, force)
-        assert changed.item() == recipe.weights_changed(as_stored, kept, steps, force) == want
+        number, made = quantize.refresh_weight(weights, q, transposed, scale, state, steps, force, generation).tolist()
+        changed, kept = recipe.seen_weights(as_stored, kept, steps, force, generation)
+        assert made == changed == want and number == kept[1]
         assert torch.equal(state, kept)
         for got, expected in zip((q, q_t, scale), operands, strict=True):
             same = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
@@ -221,4 +224,11 @@ def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
     refresh(steps, False, False, transposed=None)
     state[0] = kept[0] = -1
     refresh(None, False, True)
+    number, steps = int(state[1]), steps + 1
+    refresh(steps, False, False, generation=torch.tensor([number, 1], dtype=torch.int32, device=q.device))
+    refresh(steps, False, True, generation=torch.tensor([number - 1, 0], dtype=torch.int32, device=q.device))
+    refresh(steps, False, False)  # the backward has noted step and samples
+    as_stored[0].view(-1)[0] += 1
+    refresh(steps, False, True)
+    assert int(state[1]) == number + 1, "no number is given twice"
     assert (at * 1.0) / weights[0].numel() > 0.9 and recipe.sample_step(weights[0]) % 2

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
-from titan_fp8moe.recipe import E8M0, FP8, SAMPLES, TILE, group_rows, padded, sample_step
+from titan_fp8moe.recipe import E8M0, FP8, SAMPLES, STATE_HEADER, TILE, group_rows, padded, sample_step
 
 # Chosen by a sweep on an H200; one configuration serves all shapes.
 TILES = 32  # per CTA: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
@@ -307,11 +307,11 @@ def _quantize_weight_kernel(
 @triton.jit(do_not_specialize=["num_rows", "last_num_rows"])
 def _refresh_weight_kernel(
     w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
-    q_t, scale, N, K, changed, BESIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    q_t, scale, N, K, seen, BESIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_quantize_weight_kernel`, but only if ``changed`` (1,) is set. Few CTAs share an expert's blocks, so
-    that a launch which finds nothing to do is over at once."""
-    if tl.load(changed) == 0:
+    """As :func:`_quantize_weight_kernel`, but only if the second entry of ``seen`` is set. Few CTAs share an expert's
+    blocks, so that a launch which finds nothing to do is over at once."""
+    if tl.load(seen + 1) == 0:
         return
     k_block, e = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for out_block in range(tl.program_id(1), N // TILE, tl.num_programs(1)):
@@ -334,28 +334,39 @@ def _value_bits(w, stride_e, stride_n, index, N, K):
 
 @Kernel
 @triton.jit(do_not_specialize=["force"])
-def _weights_changed_kernel(
-    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, force, changed, N, K, step, count,
-    PAIR: tl.constexpr, BLOCK: tl.constexpr,
+def _seen_weights_kernel(
+    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, force, generation, result, N, K, step,
+    count, PAIR: tl.constexpr, HEADER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One CTA of :func:`titan_fp8moe.recipe.weights_changed`. ``step`` lies between the samples of a weight, of which
-    there are ``count``, a multiple of BLOCK."""
-    seen = tl.load(state)
+    """One CTA of :func:`titan_fp8moe.recipe.seen_weights`. ``step`` lies between the samples of a weight, ``count`` of
+    them, a multiple of BLOCK. ``result`` (2,) gets the copies' generation, and whether they must be made."""
+    seen, current, given = tl.load(state), tl.load(state + 1), tl.load(state + 2)
     now = seen if steps is None else tl.load(steps)
-    stale = (seen < 0) | (seen != now) | (force != 0)
+    stale, wanted, samples = (seen < 0) | (seen != now) | (force != 0), current, count
+    if generation is not None:
+        wanted = tl.load(generation)
+        stale = wanted != current
+        samples = tl.where(stale, count, 0)
     different = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, count, BLOCK):
+    for start in range(0, samples, BLOCK):
         i = start + tl.arange(0, BLOCK)
         bits = _value_bits(w, stride_e, stride_n, i.to(tl.int64) * step, N, K)
-        different |= bits ^ tl.load(state + 1 + i)
-        tl.store(state + 1 + i, bits)
+        different |= bits ^ tl.load(state + HEADER + i)
+        tl.store(state + HEADER + i, bits)
         if PAIR:
             bits = _value_bits(last_w, last_stride_e, last_stride_n, i.to(tl.int64) * step, N, K)
-            different |= bits ^ tl.load(state + 1 + count + i)
-            tl.store(state + 1 + count + i, bits)
-    stale |= tl.max((different != 0).to(tl.int32), 0) != 0
-    tl.store(changed, stale.to(tl.int32))
-    tl.store(state, tl.maximum(now, 0))
+            different |= bits ^ tl.load(state + HEADER + count + i)
+            tl.store(state + HEADER + count + i, bits)
+    if generation is None:
+        stale |= tl.max((different != 0).to(tl.int32), 0) != 0
+        given += stale.to(tl.int32)
+        wanted = tl.where(stale, given, current)
+        tl.store(state + 2, given)
+    if stale:
+        tl.store(state, tl.maximum(now, 0))
+        tl.store(state + 1, wanted)
+    tl.store(result, wanted)
+    tl.store(result + 1, stale.to(tl.int32))
 
 
 def stored_transposed(weights: Sequence[Tensor]) -> bool:
@@ -432,25 +443,27 @@ def refresh_weight(
     state: Tensor,
     steps: Tensor | None,
     force: bool,
+    generation: Tensor | None,
     beside: bool = False,
 ) -> Tensor:
-    """Kernels of :func:`titan_fp8moe.ops.refresh_weight`: one reads the samples, the other quantizes if it must."""
+    """Kernels of :func:`titan_fp8moe.ops.refresh_weight`: one decides, the other quantizes if it must."""
     if stored_transposed(weights):
         matrices, scale = [w.transpose(1, 2) for w in weights], scale.transpose(1, 2)
-        return refresh_weight(matrices, q_t, q, scale, state, steps, force, len(weights) > 1)
+        return refresh_weight(matrices, q_t, q, scale, state, steps, force, generation, len(weights) > 1)
     source, (E, N, K), whole = _blocks(weights, beside)
     w, stride_e, stride_n, rows, last_w, last_stride_e, last_stride_n, *_, columns = source
-    changed = torch.empty(1, dtype=torch.int32, device=w.device)
-    count = (state.numel() - 1) // len(weights)
-    _weights_changed_kernel[(1,)](
-        w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, int(force), changed, rows,
-        columns, sample_step(w), count, PAIR=len(weights) > 1, BLOCK=SAMPLES, num_warps=SAMPLE_WARPS,
+    seen = torch.empty(2, dtype=torch.int32, device=w.device)
+    count = (state.numel() - STATE_HEADER) // len(weights)
+    _seen_weights_kernel[(1,)](
+        w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, int(force), generation, seen, rows,
+        columns, sample_step(w), count, PAIR=len(weights) > 1, HEADER=STATE_HEADER, BLOCK=SAMPLES,
+        num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     parts = min(N // TILE, cdiv(REFRESH_CTAS, K // TILE * E))
     (_refresh_beside if beside else _refresh)[(K // TILE, parts, E)](
-        *source, q, q_t, scale, N, K, changed, WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS
+        *source, q, q_t, scale, N, K, seen, WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS
     )
-    return changed
+    return seen
 
 
 @Kernel

@@ -47,11 +47,22 @@ from titan_fp8moe.dispatch import Pairs
 from titan_fp8moe.dispatch.base import Pending, Returned
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import on_meta
-from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
 from titan_fp8moe.layer.lora import NO_LORA, Lora, lora_operands, split_lora
+from titan_fp8moe.layer.operands import (
+    Copies,
+    Read,
+    WeightCache,
+    aliases,
+    backward_operands,
+    buffers_of,
+    forward_operands,
+    held,
+    held_by,
+    pack,
+)
 from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import (
     NO_BIASES,
@@ -60,7 +71,6 @@ from titan_fp8moe.layer.weights import (
     ExpertWeights,
     SharedExperts,
     are_frozen,
-    forward_operands,
     one_expert,
     place_as,
     without_expert_dim,
@@ -79,8 +89,7 @@ class Layer(NamedTuple):
 
     Attributes:
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
-        cache, shared_cache: hold the routed and the shared experts' quantized weights; where gradients are off, only of
-            frozen weights.
+        cache, shared_cache: hold the routed and the shared experts' quantized weights.
         check_ids: refuse ids that are no expert's; else they count as -1.
         frozen, shared_frozen: whether none of the weights is trained.
         biases, lora: of the routed experts.
@@ -223,7 +232,7 @@ def apply_experts(
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
     check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert)
-    config, expert, grad = layer.config, layer.expert, torch.is_grad_enabled()
+    config, expert = layer.config, layer.expert
     if layer.biases is not None:
         check_biases(layer.biases, weights, x_TD.shape[1])
         expert = expert._replace(biased=True)
@@ -234,10 +243,11 @@ def apply_experts(
         backward = backward._replace(weights="frozen" if lora is None else "adapted")
     of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
     route = config.route(layer.ep_group)
-    spec = LayerSpec(route, expert, backward, of_shared, layer.check_ids, lora, scores_T is not None)
-    cache = layer.cache if grad or layer.frozen else None
+    caches = layer.cache, layer.shared_cache if of_shared else None
+    kept = (cache is not None for cache in caches)
+    spec = LayerSpec(route, expert, backward, of_shared, layer.check_ids, lora, scores_T is not None, *kept)
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
-    call = _Call(spec, cache, layer.shared_cache if grad or layer.shared_frozen else None, stored)
+    call = _Call(spec, *caches, stored)
     given = weights if stored is None else NO_WEIGHTS
     scores_TK, ids_TK = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
     inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, scores_T, given, shared or NO_WEIGHTS, layer.biases, adapters)
@@ -278,11 +288,11 @@ def _warn_once(message: str) -> None:
 # --- the ops ----------------------------------------------------------------------------------------------------------
 
 # Parts of Saved: results of the forward's op, those that the second function takes from it, and results of its own op.
-_EXPERTS = ("state", "routing", "tokens", "ffn")
-_WHOLE = (*_EXPERTS, "shared_rows", "shared_ffn")
+_EXPERTS = ("state", "routing", "tokens", "ffn", "copies")
+_WHOLE = (*_EXPERTS, "shared_rows", "shared_ffn", "shared_copies")
 _STARTED = (*_EXPERTS, "shared_rows")
 _HANDED = ("state", "shared_rows")
-_FINISHED = ("shared_ffn",)
+_FINISHED = ("shared_ffn", "shared_copies")
 
 
 def _routed_experts_forward(
@@ -330,20 +340,23 @@ def _routed_experts_forward(
             group = group._replace(score=torch.nn.functional.pad(shared_scores_T, (0, q.shape[0] - T)))
     else:
         q, scale = ops.quantize_rows(x_TD, nans.x)
-    w13, w2 = forward_operands(ExpertWeights.unpack(weights))
-    rows = tokens.receive(tokens.send(Rows(q[:T], scale[:T])))
-    # Shared experts read the same rows, of which there are R, if tokens stay.
-    kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
-    del q, scale
-    biases = Biases(b1, b2, b3) if spec.expert.biased else None
-    lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters, spec.expert)
-    ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora, x_TD.shape[1])
-    h = ffn.product(rows, w13, ffn.lora.w13)
-    del rows
-    a, saved_ffn = ffn.activate(h)
-    del h
-    pending = tokens.send_back(ffn.product(a, w2, ffn.lora.w2, ffn.dim), None, ffn.row_bias())
-    saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn)
+    with held(weights):
+        (w13, w2), copies = forward_operands(weights)
+        rows = tokens.receive(tokens.send(Rows(q[:T], scale[:T])))
+        # Shared experts read the same rows, of which there are R, if tokens stay.
+        kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
+        del q, scale
+        biases = Biases(b1, b2, b3) if spec.expert.biased else None
+        lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters, spec.expert)
+        ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora, x_TD.shape[1])
+        h = ffn.product(rows, w13, ffn.lora.w13)
+        del rows
+        a, saved_ffn = ffn.activate(h)
+        del h
+        y = ffn.product(a, w2, ffn.lora.w2, ffn.dim)
+    pending = tokens.send_back(y, None, ffn.row_bias())
+    del y
+    saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn, copies=cast(Any, copies))
     if group is not None:
         saved = saved._replace(shared_rows=group)
     if tokens.overlaps:
@@ -351,8 +364,8 @@ def _routed_experts_forward(
     shared_y = None
     if group is not None:
         of_shared = group_of(group, spec.expert, spec.shared_backward, nans, x_TD.shape[1])
-        shared_y, shared_ffn = group_ffn(of_shared, group, shared_weights)
-        saved = saved._replace(shared_ffn=shared_ffn)
+        shared_y, shared_ffn, shared_copies = group_ffn(of_shared, group, shared_weights)
+        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=cast(Any, shared_copies))
     out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
     return [out, *saved.pack(layout(spec, *_WHOLE))]
 
@@ -381,8 +394,8 @@ def _routed_experts_finish(
             run = functools.partial(on_meta.shared, _run_shared, rows, shared_weights, nan_flags, spec, dim)
             warm_up.compile_ahead(kind, [payload, *rows, *shared_weights], run)
         ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags), dim)
-        shared_y, shared_ffn = group_ffn(ffn, rows, shared_weights)
-        saved = saved._replace(shared_ffn=shared_ffn)
+        shared_y, shared_ffn, shared_copies = group_ffn(ffn, rows, shared_weights)
+        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=cast(Any, shared_copies))
     tokens = spec.dispatch.resume(saved.state, None, spec.route, dim)
     out = cast(Tensor, tokens.finish(Pending(payload), dtype, shared_y).rows_TD)
     return [out, *saved.pack(layout(spec, *_FINISHED))]
@@ -440,9 +453,19 @@ class _Call(NamedTuple):
     stored: ExpertWeights[Fp8Weight] | None
 
 
-def _packed_shared(matrices: ExpertWeights[Tensor], call: _Call) -> list[Tensor | None]:
-    """The shared experts' weights as the ops take them."""
-    return packed_weights(one_expert(matrices), call.shared_cache, call.spec.shared == "frozen")
+class _Shared(NamedTuple):
+    """The shared experts' weights as the ops take them, and the copies among them."""
+
+    packed: list[Tensor | None]
+    copies: Copies | None
+
+    @classmethod
+    def of(cls, matrices: ExpertWeights[Tensor], call: _Call) -> "_Shared":
+        if not call.spec.shared or matrices.w1 is None:
+            return cls([], None)
+        weights = one_expert(matrices)
+        copies = buffers_of(call.shared_cache, weights)
+        return cls(pack(weights, copies, call.spec.shared == "frozen"), copies)
 
 
 class InFlight:
@@ -486,14 +509,14 @@ class _RoutedExperts(torch.autograd.Function):
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
+        weights, frozen = call.stored or inputs.weights.apart(spec.expert), spec.backward.weights != "trained"
+        copies, shared = buffers_of(call.cache, weights), _Shared.of(inputs.shared, call)
         out, *results = _forward_op(
             inputs.x,
             inputs.topk_scores,
             inputs.topk_ids,
-            packed_weights(
-                call.stored or inputs.weights.apart(spec.expert), call.cache, spec.backward.weights != "trained"
-            ),
-            [] if inputs.shared.w1 is None else _packed_shared(inputs.shared, call),
+            pack(weights, copies, frozen),
+            shared.packed,
             inputs.adapters,
             inputs.nan_flags,
             spec.encode(),
@@ -510,22 +533,24 @@ class _RoutedExperts(torch.autograd.Function):
             ctx.mark_non_differentiable(*handed)
             ctx.set_materialize_grads(False)  # no zeros for those
             in_flight.needs_dx = Inputs.of(ctx.needs_input_grad, False).x
-        # Weights are saved as parameters, not quantized: FSDP refills them before the backward, which so cannot
-        # quantize stale values.
-        ctx.save_for_backward(*inputs.weights, *inputs.shared, *(inputs.biases or ()), *inputs.adapters, *results)
+        stored: Any = call.stored
+        parameters = *(stored or inputs.weights).pack(), *inputs.shared, *(inputs.biases or ()), *inputs.adapters
+        # FSDP refills the aliases' memory before the backward, so that it cannot quantize stale values.
+        ctx.save_for_backward(*aliases(parameters), *results)
         # The flags are not saved: hooks of saved tensors may return copies.
-        ctx.parts = parts if spec.lora is None else ("lora", *parts)
-        ctx.call, ctx.nan_flags, ctx.in_flight = call, inputs.nan_flags, in_flight
+        ctx.parts = *(("weights", "scales") if stored else ("weights",)), "shared_weights", "biases", "lora", *parts
+        ctx.spec, ctx.nan_flags, ctx.in_flight = spec, inputs.nan_flags, in_flight
+        ctx.read, ctx.shared_read = Read.of(copies, frozen), Read.of(shared.copies, spec.shared == "frozen")
         ctx.x_dtype, ctx.dim = inputs.x.dtype, inputs.x.shape[1]
         return (out, *handed) if handed else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any):  # pyrefly: ignore[bad-override] # one gradient per result
-        call, spec, nans = ctx.call, ctx.call.spec, NanFlags.of(ctx.nan_flags)
+        spec, nans, in_flight = ctx.spec, NanFlags.of(ctx.nan_flags), ctx.in_flight
         needs, dim = Inputs.of(ctx.needs_input_grad[:-2], spec.expert.biased), ctx.dim
-        saved = Saved.unpack(layout(spec, "weights", "shared_weights", "biases", *ctx.parts), ctx.saved_tensors)
-        weights, routing = call.stored or saved.weights, saved.routing
+        saved = Saved.unpack(layout(spec, *ctx.parts), ctx.saved_tensors)
+        weights, routing = cast(Any, saved.stored_weights or saved.weights), saved.routing
         biases = saved.biases if spec.expert.biased else None
         tokens = spec.dispatch.resume(saved.state, routing, spec.route, dim)
         x = None
@@ -533,30 +558,32 @@ class _RoutedExperts(torch.autograd.Function):
             x = tokens.kept_rows(saved.tokens, dim, routing.row_TK.shape[1])
         lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, saved.lora, spec.expert)
         ffn, saved_ffn = FFN(spec.expert, spec.backward, routing, nans, biases, lora, dim), saved.ffn
-        w13, w13_t, w2_t = cached_backward_operands(weights.apart(spec.expert), call.cache, spec.backward)
-        saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
-        del w13
-        shared = None
-        if spec.dispatch.overlaps:
-            # This node lives as long as the loss; what it holds would add up over the layers.
-            shared_dx, ctx.in_flight.shared_dx_RD = ctx.in_flight.shared_dx_RD, None
-            shared_ds, ctx.in_flight.shared_ds_T = ctx.in_flight.shared_ds_T, None
-            pending = ctx.in_flight.take()
-        else:
-            dout_rows, group_dy = _cast_gradient(dout, spec.shared, nans)
-            if group_dy is not None:
-                shared = _shared_backward(saved, call, group_dy, needs.x, nans, dout.shape[0])
-            shared_dx, shared_ds = (None, None) if shared is None else (shared.dx_RD, shared.ds_T)
-            pending = tokens.send(dout_rows)
-            del dout_rows, group_dy
-        del saved
-        dy = tokens.receive(pending)
-        del pending
-        grads = ffn.hidden_gradients(dy, saved_ffn, w2_t, any(needs.biases or ()))
-        del dy, saved_ffn, w2_t  # h is freed after its last use, also where checkpointing has kept it
-        with_dx = tokens.returns_gradients(needs.x)
-        dx_M = ffn.product(grads.dh, w13_t, ffn.lora.w13_t, dim) if with_dx else None
-        del w13_t
+        with held_by(ctx.read):
+            weights_apart = weights.apart(spec.expert)
+            w13, w13_t, w2_t = backward_operands(weights_apart, ctx.read, saved.copies, spec.backward, dout)
+            saved_ffn = ffn.with_hidden(saved_ffn, x, w13)
+            del w13
+            shared = None
+            if spec.dispatch.overlaps:
+                # This node lives as long as the loss; what it holds would add up over the layers.
+                shared_dx, in_flight.shared_dx_RD = in_flight.shared_dx_RD, None
+                shared_ds, in_flight.shared_ds_T = in_flight.shared_ds_T, None
+                pending = in_flight.take()
+            else:
+                dout_rows, group_dy = _cast_gradient(dout, spec.shared, nans)
+                if group_dy is not None:
+                    shared = _shared_backward(saved, spec, ctx.shared_read, group_dy, needs.x, nans, dout.shape[0])
+                shared_dx, shared_ds = (None, None) if shared is None else (shared.dx_RD, shared.ds_T)
+                pending = tokens.send(dout_rows)
+                del dout_rows, group_dy
+            del saved
+            dy = tokens.receive(pending)
+            del pending
+            grads = ffn.hidden_gradients(dy, saved_ffn, w2_t, any(needs.biases or ()))
+            del dy, saved_ffn, w2_t  # h is freed after its last use, also where checkpointing has kept it
+            with_dx = tokens.returns_gradients(needs.x)
+            dx_M = ffn.product(grads.dh, w13_t, ffn.lora.w13_t, dim) if with_dx else None
+            del w13_t
         pending, returned = None, Returned(None)
         if with_dx or needs.topk_scores:
             pending = tokens.send_back(dx_M, grads.ds_M)
@@ -618,13 +645,15 @@ class _SharedBackward(NamedTuple):
         return without_expert_dim(self.ffn.weight_grads(self.x, self.grads, self.weights, needed))
 
 
-def _shared_backward(saved: Saved, call: _Call, dy: Rows, with_dx: bool, nans: NanFlags, T: int) -> _SharedBackward:
+def _shared_backward(
+    saved: Saved, spec: LayerSpec, read: Read | None, dy: Rows, with_dx: bool, nans: NanFlags, T: int
+) -> _SharedBackward:
     """``T``: tokens, without the rows that pad their group."""
-    spec, rows = call.spec, saved.rows_of_shared
-    weights = one_expert(saved.shared_weights)
-    ffn = group_of(rows, spec.expert, spec.shared_backward, nans, weights.w2.shape[1])
-    operands = cached_backward_operands(weights, call.shared_cache, spec.shared_backward)
-    dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
+    rows, backward, weights = saved.rows_of_shared, spec.shared_backward, one_expert(saved.shared_weights)
+    ffn = group_of(rows, spec.expert, backward, nans, weights.w2.shape[1])
+    with held_by(read):
+        operands = backward_operands(weights, read, saved.shared_copies, backward, dy.q)
+        dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
     ds_T = grads.ds_M[:T] if spec.shared_scored else None
     return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, ds_T, grads)
 
@@ -633,13 +662,13 @@ def _run_shared(
     rows: GroupRows, weights: ExpertWeights[Tensor], nan_flags: Tensor | None, spec: LayerSpec, dim: int
 ) -> None:
     """The forward and backward of shared experts apart from the routed ones, for their kernels alone."""
-    call, nans = _Call(spec, None, None, None), NanFlags.of(nan_flags)
+    spec, nans = spec._replace(shared_kept=False), NanFlags.of(nan_flags)
     ffn = group_of(rows, spec.expert, spec.shared_backward, nans, dim)
-    _, saved_ffn = group_ffn(ffn, rows, _packed_shared(weights, call))
+    _, saved_ffn, _ = group_ffn(ffn, rows, pack(one_expert(weights), None, False))
     kept = layout(spec, *_FINISHED)
     saved = Saved.unpack(kept, Saved(shared_ffn=saved_ffn).pack(kept))
     saved = saved._replace(shared_weights=weights, shared_rows=rows)
-    backward = _shared_backward(saved, call, Rows(rows.q, rows.scale), True, nans, rows.q.shape[0])
+    backward = _shared_backward(saved, spec, None, Rows(rows.q, rows.scale), True, nans, rows.q.shape[0])
     if spec.shared == "trained":
         backward.weight_grads(ExpertWeights(True, True, True))
 
@@ -654,8 +683,8 @@ class _Finish(torch.autograd.Function):
         in_flight.check_stream()
         inputs, spec = FinishInputs.of(tensors), call.spec
         handed = tensors[len(inputs.flatten()) :]
-        shared = _packed_shared(inputs.shared, call) if spec.shared else []
-        out, *results = _finish_op(inputs.payload, handed, shared, inputs.nan_flags, spec.encode(), dim, dtype)
+        shared = _Shared.of(inputs.shared, call)
+        out, *results = _finish_op(inputs.payload, handed, shared.packed, inputs.nan_flags, spec.encode(), dim, dtype)
         if torch._C._len_torch_dispatch_stack():
             # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
             ops.wait(inputs.payload)
@@ -663,15 +692,16 @@ class _Finish(torch.autograd.Function):
         inputs.payload.untyped_storage().resize_(0)
         if spec.handing is not spec:
             handed = Saved.unpack(layout(spec.handing, *_HANDED), handed).pack(layout(spec, *_HANDED))
-        ctx.save_for_backward(*inputs.shared, *handed, *results)
-        ctx.call, ctx.in_flight, ctx.nan_flags = call, in_flight, inputs.nan_flags
+        ctx.save_for_backward(*aliases(inputs.shared), *handed, *results)
+        ctx.spec, ctx.in_flight, ctx.nan_flags = spec, in_flight, inputs.nan_flags
+        ctx.read = Read.of(shared.copies, spec.shared == "frozen")
         ctx.placeholder_dtype, ctx.dim = inputs.placeholder.dtype, dim
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        call, spec, in_flight = ctx.call, ctx.call.spec, ctx.in_flight
+        spec, in_flight = ctx.spec, ctx.in_flight
         needs, nans = FinishInputs.of(ctx.needs_input_grad), NanFlags.of(ctx.nan_flags)
         experts_node, _ = ctx.next_functions[0]
         saved = Saved.unpack(layout(spec, "shared_weights", *_HANDED, *_FINISHED), ctx.saved_tensors)
@@ -680,7 +710,7 @@ class _Finish(torch.autograd.Function):
         in_flight.pending = tokens.send(dout_rows)
         shared_dw = NO_WEIGHTS
         if group_dy is not None:
-            shared = _shared_backward(saved, call, group_dy, in_flight.needs_dx, nans, dout_TD.shape[0])
+            shared = _shared_backward(saved, spec, ctx.read, group_dy, in_flight.needs_dx, nans, dout_TD.shape[0])
             del saved
             in_flight.shared_dx_RD, in_flight.shared_ds_T = shared.dx_RD, shared.ds_T
             shared_dw = shared.weight_grads(needs.shared)

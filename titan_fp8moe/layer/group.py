@@ -21,11 +21,23 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import on_meta, statistics
-from titan_fp8moe.layer.cache import WeightCache, cached_backward_operands, packed_weights
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, saved_fields, weight_grads
+from titan_fp8moe.layer.operands import (
+    BackwardOperands,
+    Generations,
+    Read,
+    WeightCache,
+    aliases,
+    backward_operands,
+    buffers_of,
+    forward_operands,
+    held,
+    held_by,
+    linear_operand,
+    pack,
+)
 from titan_fp8moe.layer.statistics import Operand
-from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, forward_operands, one_expert, without_expert_dim
-from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.layer.weights import ExpertWeights, one_expert, without_expert_dim
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
 from titan_fp8moe.recipe import STEP, TILE, group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
@@ -41,11 +53,12 @@ def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: 
     return FFN(plain, backward, one_group(rows.end, rows.score), nans, dim=dim)
 
 
-def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN]:
-    """The FFN's output (R, D) bf16. ``weights``: packed, of one expert."""
-    w13, w2 = forward_operands(ExpertWeights.unpack(weights))
-    a, saved = ffn.activate(ffn.product(Rows(rows.q, rows.scale), w13))
-    return ffn.product(a, w2, None, ffn.dim), saved
+def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN, Generations | None]:
+    """The FFN's output (R, D) bf16, and what its backward needs. ``weights``: packed, of one expert."""
+    with held(weights):
+        (w13, w2), copies = forward_operands(weights)
+        a, saved = ffn.activate(ffn.product(Rows(rows.q, rows.scale), w13))
+        return ffn.product(a, w2, None, ffn.dim), saved, copies
 
 
 def group_dgrad(
@@ -69,32 +82,33 @@ def _feed_forward(
     dtype: torch.dtype,
     nan_flags: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output (T, D) in ``dtype``; :class:`GroupRows`, of frozen weights only its end; the fields of
-    :class:`SavedFFN` that there are."""
+    """The output (T, D) in ``dtype``; :class:`Generations` of copies; :class:`GroupRows`, of frozen weights only its
+    end; the fields of :class:`SavedFFN` that there are."""
     spec, nans = BackwardSpec.decode(backward), NanFlags.of(nan_flags)
     if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
         run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec, dtype)
         warm_up.compile_ahead(kind, [x_TD, *weights], run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
-    y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans, x_TD.shape[1]), rows, weights)
+    y, saved, copies = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans, x_TD.shape[1]), rows, weights)
     kept = rows[:3] if spec.keeps_rows else (end,)
-    return [y[: x_TD.shape[0]].to(dtype), *kept, *(getattr(saved, name) for name in saved_fields(spec))]
+    fields = (getattr(saved, name) for name in saved_fields(spec))
+    return [y[: x_TD.shape[0]].to(dtype), *(copies or ()), *kept, *fields]
 
 
 def _linear(
     x_TK: Tensor,
-    w: Tensor,
-    w_scale: Tensor | None,
+    w: list[Tensor | None],
     dtype: torch.dtype,
     nan_flags: Tensor | None = None,
-    refreshed: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output (T, N) in ``dtype``, and :class:`GroupRows`. ``w`` (1, N, K) has a scale if it is quantized.
-    ``refreshed`` orders the op in a graph after the refresh of a cached weight."""
+    """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of copies. ``w`` (1, N, K) may be followed
+    by copies."""
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
-    weight = ops.quantize_weight(w) if w_scale is None else Fp8Weight(w, w_scale)
-    return [ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]], q, scale, end]
+    with held(w, 1):
+        weight, copies = linear_operand(w)
+        y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
+    return [y, q, scale, end, *copies]
 
 
 # One op holds a whole forward, for per-op activation checkpointing, as in titan_fp8moe.layer.experts.
@@ -111,20 +125,26 @@ def product_flops(rows: int, weights: Sequence[torch.Size | None]) -> int:
     return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
 
 
-@torch.utils.flop_counter.register_flop_formula([op.overloadpacket for op in FORWARD_OPS])
-def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
+@torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.feed_forward)
+def _feed_forward_flops(x_shape, weights, *_: Any, **__: Any) -> int:
     """FLOPs of all GEMMs, padding included."""
-    shapes = [weights] if isinstance(weights, torch.Size) else weights
-    return product_flops(group_rows(x_shape[0]), shapes)
+    return product_flops(group_rows(x_shape[0]), weights)
+
+
+@torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.linear)
+def _linear_flops(x_shape, w, *_: Any, **__: Any) -> int:
+    return product_flops(group_rows(x_shape[0]), w[:1])
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, backward, cache, dtype):
-        weights = packed_weights(one_expert(ExpertWeights(w1, w2, w3)), cache, backward.weights == "frozen")
-        y, *tensors = _feed_forward_op(x_TD, weights, ExpertSpec().encode(), backward.encode(), dtype, nan_flags)
-        ctx.save_for_backward(w1, w2, w3, *tensors)
-        ctx.spec, ctx.cache, ctx.nan_flags, ctx.x_dtype = backward, cache, nan_flags, x_TD.dtype
+        weights, frozen = one_expert(ExpertWeights(w1, w2, w3)), backward.weights == "frozen"
+        copies = buffers_of(cache, weights)
+        packed = pack(weights, copies, frozen)
+        y, *tensors = _feed_forward_op(x_TD, packed, ExpertSpec().encode(), backward.encode(), dtype, nan_flags)
+        ctx.save_for_backward(*aliases((w1, w2, w3)), *tensors)
+        ctx.spec, ctx.read, ctx.nan_flags, ctx.x_dtype = backward, Read.of(copies, frozen), nan_flags, x_TD.dtype
         return y
 
     @staticmethod
@@ -132,25 +152,30 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
         backward, nans = ctx.spec, NanFlags.of(ctx.nan_flags)
         w1, w2, w3, *tensors = ctx.saved_tensors
+        copies: Any = None
+        if ctx.read is not None:
+            w13_copies, w2_copies, *tensors = tensors
+            copies = Generations(w13_copies, w2_copies)
         q: Any = None
         scale: Any = None
         if backward.keeps_rows:
             q, scale, *tensors = tensors
         end, *tensors = tensors
         rows = GroupRows(q, scale, end)
-        weights = one_expert(ExpertWeights(w1, w2, w3))
+        weights: ExpertWeights[Any] = one_expert(ExpertWeights(w1, w2, w3))
         ffn, x = group_of(rows, ExpertSpec(), backward, nans, w2.shape[0]), Rows(q, scale)
         saved = SavedFFN(**dict(zip(saved_fields(backward), tensors, strict=True)))
-        w13, w13_t, w2_t = cached_backward_operands(weights, ctx.cache, backward)
-        saved = ffn.with_hidden(saved, x, w13)
-        del tensors
-        dy_q, _, dy_scale, _ = ops.quantize_group(dy, nans.dy)
-        grads = ffn.hidden_gradients(Rows(dy_q, dy_scale), saved, w2_t)
-        del saved, w2_t  # h is freed after its last use
         needs_dx, *needs_dw = ctx.needs_input_grad[: 1 + len(weights)]
         dx = None
-        if needs_dx:
-            dx = ffn.product(grads.dh, w13_t, None, ffn.dim)[: dy.shape[0]].to(ctx.x_dtype)
+        with held_by(ctx.read):
+            w13, w13_t, w2_t = backward_operands(weights, ctx.read, copies, backward, dy)
+            saved = ffn.with_hidden(saved, x, w13)
+            del tensors
+            dy_q, _, dy_scale, _ = ops.quantize_group(dy, nans.dy)
+            grads = ffn.hidden_gradients(Rows(dy_q, dy_scale), saved, w2_t)
+            del saved, w2_t  # h is freed after its last use
+            if needs_dx:
+                dx = ffn.product(grads.dh, w13_t, None, ffn.dim)[: dy.shape[0]].to(ctx.x_dtype)
         dw = without_expert_dim(ffn.weight_grads(x, grads, weights, ExpertWeights(*needs_dw)))
         return dx, *dw, None, None, None, None
 
@@ -170,7 +195,7 @@ def feed_forward(
     Args:
         x: (..., D) bf16 or fp32.
         weights: w1 and w3 (H, D), w2 (D, H), all bf16 or all fp32, D and H multiples of 16.
-        cache: of the weights; where gradients are off, used only if they are frozen.
+        cache: of the weights.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`.
         frozen: whether none of the weights is trained.
 
@@ -185,7 +210,6 @@ def feed_forward(
         shapes = ", ".join("None" if w is None else str(tuple(w.shape)) for w in weights)
         raise ValueError(f"w1 and w3 must be (H, D) and w2 (D, H), D and H multiples of {STEP}; got {shapes}")
     _check_input(x, D)
-    cache = cache if frozen or torch.is_grad_enabled() else None
     backward = config.backward._replace(weights="frozen") if frozen else config.backward
     out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, backward, cache, _result_dtype(x))
     return out.view(x.shape)
@@ -213,29 +237,30 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
-        operand, scale, refreshed = w.unsqueeze(0), None, None
-        if cache is not None:
-            (refreshed,) = cache.refresh([[operand]], frozen)
-            operand, scale = cache.operands[0].plain
-        y, q, x_scale, end = _linear_op(x_TK, operand, scale, dtype, nan_flags, refreshed)
+        weight = w.unsqueeze(0)
+        copies = None if cache is None else cache.buffers([[weight]])
+        packed = [weight] if copies is None else [weight, *copies.pack(frozen)]
+        y, q, x_scale, end, *generations = _linear_op(x_TK, packed, dtype, nan_flags)
         kept = (None, None) if frozen else (q, x_scale)
-        ctx.save_for_backward(w, *kept, end)
-        ctx.config, ctx.cache, ctx.nan_flags, ctx.x_dtype = config, cache, nan_flags, x_TK.dtype
+        ctx.save_for_backward(*aliases([w]), *kept, end, *generations)
+        ctx.config, ctx.read, ctx.nan_flags, ctx.x_dtype = config, Read.of(copies, frozen), nan_flags, x_TK.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        w, q, scale, end = ctx.saved_tensors
+        w, q, scale, end, *generations = ctx.saved_tensors
         dy_q, _, dy_scale, _ = ops.quantize_group(dy, NanFlags.of(ctx.nan_flags).dy)
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         dx = dw = None
         if needs_dx:
-            if ctx.cache is not None:
-                w_t, w_t_scale = ctx.cache.operands[0].transposed()
-            else:
-                w_t, w_t_scale = ops.quantize_weight_transposed(w.unsqueeze(0))
-            dx = ops.grouped_mm(dy_q, dy_scale, w_t, w_t_scale, end, ctx.x_dtype)[: dy.shape[0]]
+            weight = w.unsqueeze(0)
+            with held_by(ctx.read):
+                if ctx.read is None:
+                    w_t = ops.quantize_weight_transposed(weight)
+                else:
+                    w_t = ctx.read.operands([[weight]], generations, dy)[0].transposed()
+                dx = ops.grouped_mm(dy_q, dy_scale, w_t.q, w_t.scale, end, ctx.x_dtype)[: dy.shape[0]]
         if needs_dw:
             operands = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)
             (dw,) = weight_grads(operands, ctx.config.wgrad, w.dtype, (w.unsqueeze(0),))
@@ -259,7 +284,7 @@ def linear(
     Args:
         x: (..., K) bf16 or fp32.
         w: (N, K) bf16 or fp32, N and K multiples of 128.
-        cache: of the weight; where gradients are off, used only if it is frozen.
+        cache: of the weight.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; only x and dy are noted.
         frozen: whether the weight is not trained.
 
@@ -273,6 +298,5 @@ def linear(
     if N % TILE or K % TILE:
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
-    cache = cache if frozen or torch.is_grad_enabled() else None
     out = _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags, frozen)
     return out.view(*x.shape[:-1], N)

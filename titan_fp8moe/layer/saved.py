@@ -4,13 +4,15 @@ Ops and autograd take and return flat lists of tensors. The record's parts are n
 layer's specification alone, which fields of them there are and in which order. Packing and unpacking are one loop each,
 so a new field is a new field of a record, and nothing else::
 
-    weights, shared_weights   the parameters, not quantized: FSDP refills them before the backward
+    weights, shared_weights   aliases of the parameters, not quantized: FSDP refills them before the backward
+    scales                    of weights that are stored in FP8
     biases                    b1 b2 b3 of experts that have them
     lora                      the adapters' tensors, of a layer that has them
     state                     the dispatch's, from which its backward is resumed
     routing                   offsets_E, token_M, score_M, row_TK
     tokens                    one quantized row per token that arrived, or its payload; none where weights are frozen
     ffn                       h [h_scale] [a_q a_scale], nothing with recompute = "experts", no a of frozen weights
+    copies, shared_copies     generations of the quantized weights that a module keeps
     shared_rows               this rank's tokens as one group; without expert parallelism they share q with ``tokens``;
                               with a gate of the shared experts also its scores
     shared_ffn                as ffn, of the shared experts
@@ -26,7 +28,9 @@ from torch import Tensor
 from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
 from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
 from titan_fp8moe.layer.lora import LoraSpec, LoraTensors
+from titan_fp8moe.layer.operands import Generations
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.rows import GroupRows, Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -40,6 +44,7 @@ class LayerSpec(NamedTuple):
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
         lora: of the routed experts' adapters, or None.
         shared_scored: whether the shared experts' output is multiplied by a score per token.
+        kept, shared_kept: whether the module keeps quantized copies of the weights.
     """
 
     route: Route
@@ -49,6 +54,8 @@ class LayerSpec(NamedTuple):
     check_ids: bool
     lora: LoraSpec | None = None
     shared_scored: bool = False
+    kept: bool = False
+    shared_kept: bool = False
 
     @property
     def shared_backward(self) -> BackwardSpec:
@@ -73,12 +80,12 @@ class LayerSpec(NamedTuple):
     def decode(cls, text: str) -> "LayerSpec":
         expert, backward, shared, flags, lora, route = text.split("|", 5)
         specs = ExpertSpec.decode(expert), BackwardSpec.decode(backward)
-        check_ids, scored = (flag == "1" for flag in flags)
-        return cls(Route.decode(route), *specs, shared, check_ids, LoraSpec.decode(lora) if lora else None, scored)
+        check_ids, *others = (flag == "1" for flag in flags)
+        return cls(Route.decode(route), *specs, shared, check_ids, LoraSpec.decode(lora) if lora else None, *others)
 
 
 def _encode(spec: LayerSpec) -> str:
-    flags = f"{spec.shared}|{int(spec.check_ids)}{int(spec.shared_scored)}"
+    flags = f"{spec.shared}|{int(spec.check_ids)}{int(spec.shared_scored)}{int(spec.kept)}{int(spec.shared_kept)}"
     lora = "" if spec.lora is None else spec.lora.encode()
     return f"{spec.expert.encode()}|{spec.backward.encode()}|{flags}|{lora}|{spec.route.encode()}"
 
@@ -118,6 +125,7 @@ def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
         ffn_of_shared = saved_fields(spec.shared_backward)
     fields: dict[str, tuple[Any, tuple[str, ...]]] = {
         "weights": (ExpertWeights, ExpertWeights._fields),
+        "scales": (ExpertWeights, ExpertWeights._fields),
         "shared_weights": (ExpertWeights, ExpertWeights._fields),
         "biases": (Biases, Biases._fields if spec.expert.biased else ()),
         "lora": (LoraTensors, () if spec.lora is None else spec.lora.fields),
@@ -126,7 +134,9 @@ def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
         "tokens": (kind.Tokens, tokens),
         "ffn": (SavedFFN, saved_fields(spec.backward)),
         "shared_rows": (GroupRows, shared_rows),
+        "copies": (Generations, Generations._fields if spec.kept else ()),
         "shared_ffn": (SavedFFN, ffn_of_shared),
+        "shared_copies": (Generations, Generations._fields if spec.shared_kept else ()),
     }
     names = [(part, field) for part in parts for field in fields[part][1]]
     place = {name: at for at, name in enumerate(names)}
@@ -147,15 +157,23 @@ class Saved(NamedTuple):
     """See the top of the file. Parts that are not there are None, and so are fields."""
 
     weights: ExpertWeights[Any] = _ABSENT
+    scales: ExpertWeights[Any] = _ABSENT
     shared_weights: ExpertWeights[Any] = _ABSENT
     state: Any = _ABSENT
     routing: Routing = _ABSENT
     tokens: Any = _ABSENT
     ffn: SavedFFN = _ABSENT
+    copies: Generations = _ABSENT
     shared_rows: GroupRows = _ABSENT
     shared_ffn: SavedFFN = _ABSENT
+    shared_copies: Generations = _ABSENT
     biases: Biases[Any] = _ABSENT
     lora: LoraTensors = _ABSENT
+
+    @property
+    def stored_weights(self) -> ExpertWeights[Fp8Weight] | None:
+        """Of experts that are stored in FP8."""
+        return None if self.scales is None else ExpertWeights.unpack([*self.weights, *self.scales])
 
     @property
     def rows_of_shared(self) -> GroupRows:

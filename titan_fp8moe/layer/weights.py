@@ -1,9 +1,4 @@
-"""The experts' weights, and the GEMM operands that are made of them.
-
-A weight is quantized in each direction from the parameter that FSDP has just gathered, and no quantized copy outlives
-the direction. :mod:`titan_fp8moe.layer.cache` keeps one for the microbatches of a step. With
-:mod:`titan_fp8moe.layer.fp8_gather` FSDP gathers quantized values.
-"""
+"""The experts' weights and biases, as records. :mod:`titan_fp8moe.layer.operands` makes GEMM operands of them."""
 
 import copy
 from collections.abc import Iterable
@@ -12,7 +7,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_fp8moe import ops
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import TILE
@@ -167,46 +161,3 @@ def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
         return cast(Any, weights)
     values: Any = weights
     return ExpertWeights(*cast(Any, [None if w is None else w.quantized for w in values]))
-
-
-# --- operands ---------------------------------------------------------------------------------------------------------
-
-
-class ForwardOperands(NamedTuple):
-    """Operands of a forward: ``w13`` (E, 2H, D), gate and up in one, or up alone without a gate; ``w2`` (E, D, H)."""
-
-    w13: Fp8Weight
-    w2: Fp8Weight
-
-    def pack(self) -> list[Tensor | None]:
-        """As fused weights that are quantized already; see :meth:`ExpertWeights.pack`."""
-        return ExpertWeights(self.w13, self.w2).pack()
-
-
-class BackwardOperands(NamedTuple):
-    """Operands of a backward.
-
-    Attributes:
-        w13: gate and up as in the forward, (E, 2H, D), if the backward computes GEMM 1 again; else None.
-        w13_t: gate and up transposed, (E, D, 2H).
-        w2_t: down transposed, (E, H, D).
-    """
-
-    w13: Fp8Weight | None
-    w13_t: Fp8Weight
-    w2_t: Fp8Weight
-
-
-def forward_operands(weights: ExpertWeights[Weight]) -> ForwardOperands:
-    """Quantizes the weights; quantized ones are only joined."""
-    return ForwardOperands(ops.quantize_weight(*weights.gate_up), ops.quantize_weight(weights.w2))
-
-
-def backward_operands(weights: ExpertWeights[Weight], with_w13: bool) -> BackwardOperands:
-    """Quantizes the weights for a backward; ``w13`` from the same read of the weights if ``with_w13``."""
-    w13 = None
-    if with_w13:
-        w13, w13_t = ops.quantize_weight_both(*weights.gate_up)
-    else:
-        w13_t = ops.quantize_weight_transposed(*weights.gate_up)
-    return BackwardOperands(w13, w13_t, ops.quantize_weight_transposed(weights.w2))

@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
-from titan_fp8moe.layer.cache import WeightCache, kind_of
 from titan_fp8moe.layer.checks import check_stored_gate_up
 from titan_fp8moe.layer.experts import Layer, apply_with_shared
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.operands import WeightCache, kind_of, own_cache
+from titan_fp8moe.layer.operands import add_cache as add_cache_to
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread, uniform_by_expert_
@@ -334,12 +335,9 @@ def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]
 
 
 def add_cache(module: Any) -> None:
-    """Gives a module, whose ``config`` and parameters are set, a weight cache for :func:`cache_of`. Loading a state
-    dict clears it."""
-    if "cache" not in vars(module):
-        module.register_load_state_dict_post_hook(_clear_cache)
+    """Gives a module, whose ``config`` and parameters are set, a weight cache for :func:`cache_of`."""
     layouts = module.config.kept_layouts
-    module.cache = WeightCache(layouts, kind_of(module, layouts))
+    add_cache_to(module, layouts, kind_of(module, layouts))
 
 
 def cache_of(module: Any, frozen: bool) -> WeightCache | None:
@@ -349,7 +347,7 @@ def cache_of(module: Any, frozen: bool) -> WeightCache | None:
     in_fp8 = config.fp8_all_gather or getattr(module, "gathers_fp8", False)
     if in_fp8 or not (frozen or config.cache_weights):
         return None
-    return module.cache
+    return own_cache(module)
 
 
 def _spread_plain_weights(
@@ -369,10 +367,6 @@ def _spread_plain_weights(
                 "make DTensors of weights that each rank saved for itself, then load them: "
                 "DTensor.from_local(weight, experts.w1.device_mesh, experts.w1.placements)"
             )
-
-
-def _clear_cache(module: Any, _: Any) -> None:
-    module.cache.clear()
 
 
 class Fp8FFN(nn.Module):

@@ -25,6 +25,7 @@ from titan_fp8moe.ops.permute import (
 from titan_fp8moe.ops.quantize import (
     Fp8Weight,
     PaddedAsOne,
+    after,
     dequantize_rows,
     quantize_group,
     quantize_rows,
@@ -39,6 +40,7 @@ from titan_fp8moe.ops.transpose import transpose_pair
 __all__ = [
     "Fp8Weight",
     "PaddedAsOne",
+    "after",
     "dequantize_rows",
     "dispatch_routing",
     "emulate",

@@ -199,38 +199,50 @@ def refresh_weight(
     state: Tensor,
     steps: Tensor | None,
     force: bool,
+    generation: Tensor | None,
 ) -> Tensor:
-    """Quantizes weights into buffers that are kept, if they are no longer the weights that the buffers hold.
+    """Quantizes weights into buffers that are kept, unless these are the copies that a forward or backward needs.
 
-    The device decides, by :func:`titan_fp8moe.recipe.weights_changed`, so that a replay of a CUDA graph and a compiled
-    graph decide anew. The schema does not say that the buffers change. Autograd would count a new version of what an
-    earlier microbatch's backward will read, and graphs would copy the buffers. Ops that read them take the result as an
-    argument, which orders them after this one.
+    The device decides, by :func:`titan_fp8moe.recipe.seen_weights`, so that a replay of a CUDA graph decides anew. The
+    schema does not say that the buffers change: graphs would copy them.
 
     Args:
         weights: one or two (E, N, K) of one shape, as for :func:`quantize_weight_both`.
         q, q_t, scale: the buffers, as its results; ``q_t`` None where the transpose is not kept.
-        state, steps, force: as in the recipe.
+        state, steps, force, generation: as in the recipe.
 
     Returns:
-        (1,) int32, 1 if the weights had changed.
+        (2,) int32, the copies' generation, and 1 if they were made.
     """
     if use_kernels(weights[0]):
-        return kernels.refresh_weight(weights, q, q_t, scale, state, steps, force)
-    changed = recipe.weights_changed(weights, state.data, steps, force)
-    if changed:
+        return kernels.refresh_weight(weights, q, q_t, scale, state, steps, force, generation)
+    made, after = recipe.seen_weights(weights, state, steps, force, generation)
+    if made:
         # .data: without a new version, as kernels write.
         got, got_t, got_scale = _quantize_weight(weights, True, q_t is not None)
         q.data.copy_(got)
         scale.data.copy_(got_scale)
         if q_t is not None:
             q_t.data.copy_(got_t)
-    return torch.full((1,), int(changed), dtype=torch.int32, device=q.device)
+    state.data.copy_(after)
+    return state.new_tensor([after[1], made])
 
 
 @refresh_weight.register_fake
-def _(weights, q, q_t, scale, state, steps, force):
-    return state.new_empty(1)
+def _(weights, q, q_t, scale, state, steps, force, generation):
+    return state.new_empty(2)
+
+
+@custom_op
+def after(tensor: Tensor, tokens: list[Tensor]) -> Tensor:
+    """A copy of ``tensor``, which a graph orders after the ops that made ``tokens``: those that read what
+    :func:`refresh_weight` writes, which no schema tells, take the copy."""
+    return tensor.clone()
+
+
+@after.register_fake
+def _(tensor, tokens):
+    return torch.empty_like(tensor)
 
 
 def _check_weights(weights: list[Tensor]) -> None:

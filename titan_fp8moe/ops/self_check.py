@@ -167,8 +167,8 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
     def refreshed(*weights: Tensor) -> tuple[Tensor, ...]:
         q, scale, q_t, _ = map(torch.empty_like, both(*weights))
         samples, device = len(weights) * recipe.num_samples(weights[0]), q.device
-        state = torch.full((1 + samples,), -1, dtype=torch.int32, device=device)
-        return ops.refresh_weight([*weights], q, q_t, scale, state, None, False), q, q_t, scale, state
+        state = torch.zeros(recipe.STATE_HEADER + samples, dtype=torch.int32, device=device)
+        return ops.refresh_weight([*weights], q, q_t, scale, state, None, True, None), q, q_t, scale, state
 
     def halves(w: Tensor) -> list[Tensor]:
         """Gate and up, 48 rows each, of one weight that is stored transposed."""

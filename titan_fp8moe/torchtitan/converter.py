@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.cache import WeightCache
+from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
