@@ -76,7 +76,7 @@ from titan_fp8moe.layer.weights import (
     without_expert_dim,
 )
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.ops.backend import custom_op, once_differentiable
+from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows
 from titan_fp8moe.spec import ExpertSpec
@@ -251,6 +251,7 @@ def apply_experts(
     given = weights if stored is None else NO_WEIGHTS
     scores_TK, ids_TK = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
     inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, scores_T, given, shared or NO_WEIGHTS, layer.biases, adapters)
+    refuse_export(inputs.flatten())
     if not spec.dispatch.overlaps:
         out = _RoutedExperts.apply(*inputs.flatten(), call, None)
         return out if meanwhile is None else _add(out, meanwhile())

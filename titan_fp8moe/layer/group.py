@@ -38,7 +38,7 @@ from titan_fp8moe.layer.operands import (
 )
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert, without_expert_dim
-from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
+from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import STEP, TILE, group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -211,6 +211,7 @@ def feed_forward(
         raise ValueError(f"w1 and w3 must be (H, D) and w2 (D, H), D and H multiples of {STEP}; got {shapes}")
     _check_input(x, D)
     backward = config.backward._replace(weights="frozen") if frozen else config.backward
+    refuse_export((x, *weights))
     out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, backward, cache, _result_dtype(x))
     return out.view(x.shape)
 
@@ -298,5 +299,6 @@ def linear(
     if N % TILE or K % TILE:
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
+    refuse_export((x, w))
     out = _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags, frozen)
     return out.view(*x.shape[:-1], N)

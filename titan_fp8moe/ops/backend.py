@@ -6,7 +6,7 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
@@ -61,9 +61,29 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
                 return untyped(*args, **kwargs)
         return op(*args, **kwargs)
 
+    torch.library.register_autograd(op, _no_gradient)  # of a program that was exported under no_grad
     defined = cast(CustomOp[P, R_co], call)
     defined.op, defined.register_fake = op, functools.partial(torch.library.register_fake, op)
     return defined
+
+
+def _no_gradient(ctx: Any, *_: Any) -> None:
+    raise RuntimeError(
+        "this program calls FP8 layers that were exported without gradients; train the module that was exported instead"
+    )
+
+
+def refuse_export(tensors: Iterable[Any]) -> None:
+    """Raises RuntimeError where torch.export traces a layer that has gradients: the program would have none."""
+    if (
+        torch.compiler.is_exporting()
+        and torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in tensors)
+    ):
+        raise RuntimeError(
+            "torch.export, and torch.distributed.pipelining.pipeline() by it, would lose the gradients of FP8 layers; "
+            "export under torch.no_grad(), or train the module itself: PipelineStage takes modules"
+        )
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,47 @@
+"""Training through programs of torch.export: refused, whether they were exported with gradients or without."""
+
+import pytest
+import torch
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from tests.layer import DEVICE, refused
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts
+
+
+class Block(torch.nn.Module):
+    def __init__(self, linear=False, **settings):
+        super().__init__()
+        self.router = torch.nn.Linear(128, 4, device=DEVICE)
+        self.experts = RoutedExperts(4, 128, 128, config=Fp8FlowMoEConfig(**settings), device=DEVICE)
+        self.proj = Fp8FlowLinear(128, 128, device=DEVICE) if linear else torch.nn.Identity()
+
+    def forward(self, x):
+        scores, ids = self.router(x).softmax(-1).topk(2)
+        return x + self.proj(self.experts(x, ids, scores))
+
+
+@pytest.mark.parametrize("settings", [{}, dict(cache_weights=True), dict(linear=True)], ids=str)
+@pytest.mark.parametrize("strict", [False, True])
+def test_programs_run_and_do_not_train(settings, strict):
+    block, x = Block(**settings), torch.randn(16, 128, device=DEVICE)
+    want = block(x)
+    with refused("torch.no_grad()", "lose the gradients", error=Exception):
+        torch.export.export(block, (x,), strict=strict)
+    with torch.no_grad():
+        program = torch.export.export(block, (x,), strict=strict).module()
+    assert torch.equal(program(x), want)
+    with refused("exported without gradients", error=RuntimeError):
+        program(x).square().sum().backward()
+
+
+def test_the_experts_of_a_pipeline():
+    model = torch.nn.Sequential(Block(), Block())
+    with pytest.raises(RuntimeError) as raised:
+        pipeline(model, mb_args=(torch.randn(16, 128, device=DEVICE),), split_spec={"1": SplitPoint.BEGINNING})
+    assert "PipelineStage takes modules" in str(raised.value.__cause__)
+
+
+def test_frozen_layers_are_exported_as_they_are():
+    """Nothing of theirs is lost, whatever the mode."""
+    block, x = Block().requires_grad_(False), torch.randn(16, 128, device=DEVICE)
+    assert torch.equal(torch.export.export(block, (x,)).module()(x), block(x))
