@@ -51,10 +51,10 @@ class Fp8FlowMoEConfig:
 
     cache_weights: bool = False
     """Quantize the experts' weights once per optimizer step, not in the forward and backward of each microbatch. This
-    pays with gradient accumulation or pipeline parallelism. ``cache_layouts`` says what it takes. Steps of
-    ``torch.optim`` optimizers and changes of whole weights are noticed, in compiled and CUDA graphs too. If you change
-    few values of a weight by hand there, call ``titan_fp8moe.WeightCache.clear_all()``. Frozen weights are always
-    quantized once for good, in 1 byte per parameter."""
+    pays with gradient accumulation, pipeline parallelism and generation. ``cache_layouts`` says what it takes. Steps of
+    ``torch.optim`` optimizers, other weights in their place and changes of whole weights are noticed, in compiled and
+    CUDA graphs too. After changing few values through ``.data`` call ``titan_fp8moe.WeightCache.clear_all()``. Frozen
+    weights are always quantized once for good, in 1 byte per parameter."""
 
     cache_layouts: Literal["both", "forward"] = "both"
     """The form in which ``cache_weights`` keeps weights; FSDP does not shard it. ``both`` takes 2 bytes per expert
