@@ -29,7 +29,7 @@ from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
 from titan_fp8moe.recipe import STEP, TILE, group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
-from titan_fp8moe.spec import BackwardSpec, ExpertSpec
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
@@ -71,13 +71,13 @@ def _feed_forward(
 ) -> list[Tensor]:
     """The output (T, D) in ``dtype``; :class:`GroupRows`, of frozen weights only its end; the fields of
     :class:`SavedFFN` that there are."""
-    spec, nans = BackwardSpec.decode(backward), NanFlags.of(nan_flags)
+    spec, nans = decode(BackwardSpec, backward), NanFlags.of(nan_flags)
     if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
         run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec, dtype)
         warm_up.compile_ahead(kind, [x_TD, *weights], run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
-    y, saved = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans, x_TD.shape[1]), rows, weights)
+    y, saved = group_ffn(group_of(rows, decode(ExpertSpec, expert), spec, nans, x_TD.shape[1]), rows, weights)
     kept = rows[:3] if spec.keeps_rows else (end,)
     return [y[: x_TD.shape[0]].to(dtype), *kept, *(getattr(saved, name) for name in saved_fields(spec))]
 
@@ -122,7 +122,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, backward, cache, dtype):
         weights = packed_weights(one_expert(ExpertWeights(w1, w2, w3)), cache, backward.weights == "frozen")
-        y, *tensors = _feed_forward_op(x_TD, weights, ExpertSpec().encode(), backward.encode(), dtype, nan_flags)
+        y, *tensors = _feed_forward_op(x_TD, weights, encode(ExpertSpec()), encode(backward), dtype, nan_flags)
         ctx.save_for_backward(w1, w2, w3, *tensors)
         ctx.spec, ctx.cache, ctx.nan_flags, ctx.x_dtype = backward, cache, nan_flags, x_TD.dtype
         return y
