@@ -17,7 +17,7 @@ from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.permute import unpack_dispatch
 from titan_fp8moe.recipe import E8M0, FP8, STATE_HEADER, TILE, TRANSPOSE_MODES, num_samples
 from titan_fp8moe.rows import RowBias
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, encode
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
@@ -90,21 +90,21 @@ def calls(M, D, H, E, T=12288):
     for spec in SPECS:
         of_spec = meta(M, spec.rows_per_unit * H, dtype=BF16)
         for keep_h in (False, True):
-            yield f"{spec.encode()} {keep_h}", swiglu.swiglu_quantize, (of_spec, score_M, offsets_E, spec, keep_h, flag)
+            yield f"{encode(spec)} {keep_h}", swiglu.swiglu_quantize, (of_spec, score_M, offsets_E, spec, keep_h, flag)
         for kept in ((of_spec, None), rows(*of_spec.shape)):
             for again in (False, True):
                 args = (d, *kept, score_M, offsets_E, spec, again, flag)
-                yield f"{spec.encode()} backward {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
+                yield f"{encode(spec)} backward {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
     b2, rows_of_dy = meta(E, D, dtype=BF16), rows(M, D)
     for spec in SPECS:
         of_spec = meta(M, spec.rows_per_unit * H, dtype=BF16)
         bias = swiglu.Bias(*[meta(E, H - 64, dtype=BF16)] * spec.rows_per_unit)
-        yield f"{spec.encode()} biased", swiglu.swiglu_quantize, (of_spec, score_M, offsets_E, spec, True, flag, bias)
+        yield f"{encode(spec)} biased", swiglu.swiglu_quantize, (of_spec, score_M, offsets_E, spec, True, flag, bias)
         for kept in ((of_spec, None), rows(*of_spec.shape)):
             for with_gradients in (False, True):
                 output = swiglu.OutputBias(b2, *rows_of_dy, with_gradients)
                 args = (d, *kept, score_M, offsets_E, spec, True, flag, bias, output)
-                yield f"{spec.encode()} backward biased {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
+                yield f"{encode(spec)} backward biased {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     paired = next(spec for spec in SPECS if spec.activation == "clamped_swiglu")._replace(interleaved=True)
     pair_bias = swiglu.Bias(*meta(E, H, 2, dtype=BF16).unbind(2))
     for kept in ((h, None), rows(M, 2 * H)):

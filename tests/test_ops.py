@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import itertools
+import math
 import re
 
 import pytest
@@ -17,7 +19,7 @@ from titan_fp8moe.dispatch.symmetric import exchange, workspace
 from titan_fp8moe.layer.lora import LoraSpec
 from titan_fp8moe.layer.operands import ForwardOperands, WeightCache
 from titan_fp8moe.layer.saved import LayerSpec
-from titan_fp8moe.spec import BackwardSpec, ExpertSpec
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
@@ -64,7 +66,7 @@ def cases():
     C = token_C.shape[0]
     yield "unpermute_gradients", (torch.randn(C, D, dtype=BF16), torch.rand(C, K), sent_TK, FP32)
     for expert in SPECS:
-        spec, of_expert = expert.encode(), h[:, : expert.rows_per_unit * H].contiguous()
+        spec, of_expert = encode(expert), h[:, : expert.rows_per_unit * H].contiguous()
         yield "swiglu_quantize", (of_expert, score_M, offsets_E, spec, expert.score_before_experts)
         yield "swiglu_quantize_backward", (d, of_expert, None, score_M, offsets_E, spec, True)
         yield "swiglu_quantize_backward", (d, *rows(*of_expert.shape), score_M, offsets_E, spec, False)
@@ -94,24 +96,24 @@ def cases():
         backward = BackwardSpec(recompute, save_h)
         args = torch.randn(T, D), scores_TK, torch.rand(T, E).topk(K).indices, weights
         spec = LayerSpec(dispatch.Route(), ExpertSpec(), backward, shared="", check_ids=True)
-        yield "routed_experts_forward", (*args, [], [], None, spec.encode(), 0)
+        yield "routed_experts_forward", (*args, [], [], None, encode(spec), 0)
         adapters = [torch.randn(E, 4, D), torch.randn(E, H, 4), torch.randn(E, 8, H), torch.randn(E, D, 8)]
         with_lora = spec._replace(lora=LoraSpec(2.0, 0.5, None, fused=False))
-        yield "routed_experts_forward", (*args, [], adapters, None, with_lora.encode(), 0)
+        yield "routed_experts_forward", (*args, [], adapters, None, encode(with_lora), 0)
         spec = spec._replace(shared="trained")
-        yield "routed_experts_forward", (*args, shared, [], flags, spec.encode(), 0)
+        yield "routed_experts_forward", (*args, shared, [], flags, encode(spec), 0)
         frozen = spec._replace(backward=backward._replace(weights="frozen"), shared="frozen")
-        yield "routed_experts_forward", (*args, shared, [], flags, frozen.encode(), 0)
+        yield "routed_experts_forward", (*args, shared, [], flags, encode(frozen), 0)
         spec = spec._replace(route=remote)
-        yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, spec.encode(), D, FP32)
+        yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, encode(spec), D, FP32)
     spec = spec._replace(shared="")
-    yield "routed_experts_finish", (payload, [*state], [], None, spec.encode(), D, FP32)
+    yield "routed_experts_finish", (payload, [*state], [], None, encode(spec), D, FP32)
     quantized = ForwardOperands(
         *(ops.Fp8Weight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
     )
-    expert = ExpertSpec().encode()
+    expert = encode(ExpertSpec())
     for recompute, save_h in (("experts", "bf16"), ("activation", "bf16"), ("none", "fp8")):
-        backward = BackwardSpec(recompute, save_h).encode()
+        backward = encode(BackwardSpec(recompute, save_h))
         yield "feed_forward", (torch.randn(T, D), shared, expert, backward, BF16)
         yield "feed_forward", (torch.randn(T, D), quantized.pack(), expert, backward, FP32)
     copies = WeightCache().buffers([[gate, up]])
@@ -192,18 +194,27 @@ class Watcher(TorchDispatchMode):
 
 
 def test_specifications_cross_an_op():
-    """Every field, also of a group whose name has the separators."""
-    for name in ("", "0", "a:b|c:1.5"):
-        for flag in (False, True):
-            route = Route("symmetric", 4, 1.75, name)
-            spec = LayerSpec(
-                route,
-                ExpertSpec("swiglu", flag),
-                BackwardSpec("none", "fp8", "bf16", "frozen"),
-                "trained" * flag,
-                not flag,
-            )
-            assert LayerSpec.decode(spec.encode()) == spec
+    """Every field with its type, also a group whose name has the separators, and numbers that JSON does not have."""
+    experts = ExpertSpec(), ExpertSpec("clamped_swiglu", True, (math.inf, 0.1, -1e-300), True, True)
+    loras = None, LoraSpec(2.0, None, 1 / 3, fused=True)
+    for name, expert, lora, flag in itertools.product(("", '|:,"]\\é'), experts, loras, (False, True)):
+        route = Route("symmetric", 4, 1.75, name)
+        backward = BackwardSpec("none", "fp8", "bf16", "frozen")
+        spec = LayerSpec(route, expert, backward, "trained" * flag, not flag, lora, flag)
+        got = decode(LayerSpec, encode(spec))
+        assert repr(got) == repr(spec)
+
+
+def test_a_compiled_function_encodes():
+    spec = LayerSpec(
+        Route(), ExpertSpec("clamped_swiglu", True, (7.0,)), BackwardSpec(), "", True, LoraSpec(1.0, None, None, False)
+    )
+
+    def length(x):
+        return x * len(encode(spec)), spec.expert.gated
+
+    for function in (length, torch.compile(length, backend="eager", fullgraph=True)):
+        assert function(torch.ones(()))[0] == len(encode(spec))
 
 
 def test_dispatched_only_where_somebody_watches():

@@ -43,7 +43,7 @@ from titan_fp8moe.layer.saved import LayerSpec, layout
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import E8M0, FP8, row_capacity
 from titan_fp8moe.rows import GroupRows
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, encode
 
 T, K, E, D, H = 96, 2, 4, 256, 128
 SWIGLU = ExpertSpec()
@@ -129,7 +129,7 @@ def test_the_op_of_travelling_shared_experts_compiles_them(monkeypatch):
         handed = [torch.empty(1, device="cuda") for _ in layout(spec.handing, "state", "shared_rows").names]
         weights: list = [torch.empty(1, *shape, device="cuda") for shape in ((H, D), (D, H), (H, D))]
         with pytest.raises(StopIteration, match="shared"):
-            experts._routed_experts_finish(handed[0], handed, weights, None, spec.encode(), D, torch.bfloat16)
+            experts._routed_experts_finish(handed[0], handed, weights, None, encode(spec), D, torch.bfloat16)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -465,7 +465,7 @@ def test_who_compiles(monkeypatch, how):
 def test_a_traced_layer(monkeypatch):
     """Its kernels begin to compile once, when torch.compile traces it, and are those of a call. That waits for them."""
     compiling, config = Compiling(monkeypatch), Fp8FlowMoEConfig()
-    layer = LayerSpec(config.route(None), SWIGLU, config.backward, "trained", True).encode()
+    layer = encode(LayerSpec(config.route(None), SWIGLU, config.backward, "trained", True))
     shapes = [(n, *shape) for n in (E, 1) for shape in ((H, D), (D, H), (H, D))]
 
     def run(x, scores, ids, flags, *weights):

@@ -1,15 +1,52 @@
 """Describes an expert and its backward as frozen values, which go from the settings through the ops to the kernels.
 
-An op of PyTorch takes tensors, numbers and strings, so a value crosses an op as the string of ``encode``.
+An op of PyTorch takes tensors, numbers and strings, so a specification crosses an op as a string: :func:`encode`.
 """
 
 import functools
+import json
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 
 from titan_fp8moe.activations import ACTIVATIONS
+
+SpecT = TypeVar("SpecT")
+
+
+def encode(spec: tuple) -> str:
+    """A specification as JSON. Its fields are strings, numbers, flags, tuples of numbers, specifications and None."""
+    # torch.compile traces this: it would warn of a cache, and calls _to_json, which takes no NamedTuples then.
+    return _to_json(_lists(spec)) if torch.compiler.is_compiling() else _cached_json(spec)
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(v) for v in value] if isinstance(value, tuple) else value
+
+
+@torch.compiler.assume_constant_result
+def _to_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+_cached_json = functools.cache(_to_json)
+
+
+@functools.cache
+def decode(kind: type[SpecT], text: str) -> SpecT:
+    """The inverse of :func:`encode` for a specification of that class."""
+    return _of_json(kind, json.loads(text))
+
+
+def _of_json(hint: Any, value: Any) -> Any:
+    """A field's value by its annotation, which is a class or a union of one with None."""
+    if not isinstance(value, list):
+        return value
+    for kind in (hint, *get_args(hint)):
+        if hasattr(kind, "_fields"):
+            return kind(*map(_of_json, get_type_hints(kind).values(), value))
+    return tuple(value)
 
 
 class ExpertSpec(NamedTuple):
@@ -63,30 +100,6 @@ class ExpertSpec(NamedTuple):
         values = tuple(float(given.get(name, default)) for name, default in entry.parameters.items())
         return cls(activation, score_before_experts, values)
 
-    def encode(self) -> str:
-        # torch.compile traces the function itself: it would warn of a cache.
-        return _encode(self) if torch.compiler.is_compiling() else _cached_encode(self)
-
-    @classmethod
-    @functools.cache
-    def decode(cls, text: str) -> "ExpertSpec":
-        """Inverts :meth:`encode`; raises ValueError for an unknown activation."""
-        activation, flags, parameters = text.split(":")
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; set it to one of {', '.join(map(repr, ACTIVATIONS))}")
-        values = tuple(float(value) for value in parameters.split(",") if value)
-        score_before_experts, biased, interleaved = (flag == "1" for flag in flags)
-        return cls(activation, score_before_experts, values, biased, interleaved)
-
-
-def _encode(spec: ExpertSpec) -> str:
-    parameters = ",".join(map(repr, spec.parameters))
-    flags = f"{int(spec.score_before_experts)}{int(spec.biased)}{int(spec.interleaved)}"
-    return f"{spec.activation}:{flags}:{parameters}"
-
-
-_cached_encode = functools.cache(_encode)
-
 
 class BackwardSpec(NamedTuple):
     """How a layer keeps tensors for its backward and computes weight gradients: the settings of the same names in
@@ -111,11 +124,3 @@ class BackwardSpec(NamedTuple):
     def keeps_operand(self) -> bool:
         """Whether the forward saves GEMM 2's input for the backward."""
         return self.weights != "frozen" and self.recompute == "none"
-
-    def encode(self) -> str:
-        return ":".join(self)
-
-    @classmethod
-    @functools.cache
-    def decode(cls, text: str) -> "BackwardSpec":
-        return cls(*text.split(":"))

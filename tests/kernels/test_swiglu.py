@@ -8,7 +8,7 @@ from tests.kernels.conftest import INTERPRETED
 from tests.specs import SPECS
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, encode
 
 
 def assert_nearly_same(q, scale, want, want_scale):
@@ -68,7 +68,7 @@ def test_nan_flags(generator, special):
         assert flag.tolist() == [int(special)] + [0] * 15
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
+@pytest.mark.parametrize("spec", SPECS, ids=encode)
 @pytest.mark.parametrize("keep_h", [False, True])
 def test_forward(generator, spec, keep_h):
     M, H, end = 256, 384, 128
@@ -87,7 +87,7 @@ def test_forward(generator, spec, keep_h):
         assert h_q.numel() == h_scale.numel() == 0
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=ExpertSpec.encode)
+@pytest.mark.parametrize("spec", SPECS, ids=encode)
 @pytest.mark.parametrize("fp8_h", [False, True])
 def test_backward(generator, spec, fp8_h):
     M, H, end = 256, 256, 128
@@ -126,7 +126,7 @@ INTERLEAVED = [spec._replace(interleaved=True) for spec in CLAMPED]
 
 
 @pytest.mark.parametrize("hidden", [256, 176, 32])
-@pytest.mark.parametrize("spec", INTERLEAVED, ids=ExpertSpec.encode)
+@pytest.mark.parametrize("spec", INTERLEAVED, ids=encode)
 def test_interleaved_gate_and_up(generator, spec, hidden):
     """Columns past 2 * hidden are padding. With an even number of tile columns, an odd one, and a single one."""
     end, N, H = 128, recipe.padded(2 * hidden), recipe.padded(hidden)
@@ -193,7 +193,7 @@ def test_without_a_router(generator, fp8_h):
 UNGATED = [spec for spec in SPECS if not spec.gated]
 
 
-@pytest.mark.parametrize("spec", CLAMPED + UNGATED, ids=ExpertSpec.encode)
+@pytest.mark.parametrize("spec", CLAMPED + UNGATED, ids=encode)
 @pytest.mark.parametrize("fp8_h", [False, True])
 def test_biases(generator, spec, fp8_h):
     """Forward and backward; of H columns some are padding. Experts 0 and 3 have no rows."""

@@ -11,7 +11,6 @@ Between the two the layer computes what does not depend on the rows in flight.
 A new backend is one file with a class like :class:`Dispatch`, and a line in :data:`titan_fp8moe.dispatch.BACKENDS`.
 """
 
-import functools
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -36,16 +35,6 @@ class Route(NamedTuple):
     num_ranks: int = 1
     capacity: float = 1.0
     group_name: str = ""
-
-    def encode(self) -> str:
-        """The route as a string, which an op can take."""
-        return f"{self.backend}:{self.num_ranks}:{self.capacity}:{self.group_name}"
-
-    @classmethod
-    @functools.cache
-    def decode(cls, text: str) -> "Route":
-        backend, num_ranks, capacity, group_name = text.split(":", 3)
-        return cls(backend, int(num_ranks), float(capacity), group_name)
 
 
 class Pairs(NamedTuple):

@@ -79,7 +79,7 @@ from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import group_rows, row_capacity
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, decode, encode
 
 _DEFAULTS = Fp8FlowMoEConfig()  # made at import: torch.compile cannot trace its checks
 
@@ -325,7 +325,7 @@ def _routed_experts_forward(
         The output and :data:`_WHOLE`. With a dispatch that overlaps instead: a placeholder of the output's gradient,
         the payload in flight, and :data:`_STARTED`.
     """
-    spec, nans = LayerSpec.decode(layer), NanFlags.of(nan_flags)
+    spec, nans = decode(LayerSpec, layer), NanFlags.of(nan_flags)
     if warm_up.is_due(kind := (layer, cast(Tensor, weights[0]).shape), x_TD):
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
         run = functools.partial(on_meta.experts, apply_experts, Layer, *tensors, spec)
@@ -387,7 +387,7 @@ def _routed_experts_finish(
             "activation checkpointing kept the result of routed_experts_forward, but not of routed_experts_finish; let "
             "the policy save all of titan_fp8moe.SAVED_OPS, or neither of the two"
         )
-    spec = LayerSpec.decode(layer)
+    spec = decode(LayerSpec, layer)
     saved, shared_y = Saved.unpack(layout(spec.handing, *_HANDED), handed), None
     if spec.shared:
         rows = saved.rows_of_shared
@@ -520,7 +520,7 @@ class _RoutedExperts(torch.autograd.Function):
             shared.packed,
             inputs.adapters,
             inputs.nan_flags,
-            spec.encode(),
+            encode(spec),
             signature,
             *(inputs.biases or NO_BIASES),
             inputs.shared_scores,
@@ -685,7 +685,7 @@ class _Finish(torch.autograd.Function):
         inputs, spec = FinishInputs.of(tensors), call.spec
         handed = tensors[len(inputs.flatten()) :]
         shared = _Shared.of(inputs.shared, call)
-        out, *results = _finish_op(inputs.payload, handed, shared.packed, inputs.nan_flags, spec.encode(), dim, dtype)
+        out, *results = _finish_op(inputs.payload, handed, shared.packed, inputs.nan_flags, encode(spec), dim, dtype)
         if torch._C._len_torch_dispatch_stack():
             # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
             ops.wait(inputs.payload)

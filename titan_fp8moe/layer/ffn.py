@@ -31,7 +31,7 @@ from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, readable
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, RowBias, Rows
-from titan_fp8moe.spec import BackwardSpec, ExpertSpec
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec, encode
 
 
 class SavedFFN(NamedTuple):
@@ -101,7 +101,7 @@ class FFN(NamedTuple):
     def activate(self, h_M2H: Tensor) -> tuple[Rows, SavedFFN]:
         """GEMM 2's operand (M, H), and tensors for the backward: those of :func:`saved_fields`, and if there are any,
         the operand."""
-        fields, spec = saved_fields(self.backward), self.expert.encode()
+        fields, spec = saved_fields(self.backward), encode(self.expert)
         keep_h = "h_scale" in fields
         biases = () if self.biases is None else self.biases.gate_up(self.expert)
         a_q, a_scale, h_q, h_scale = ops.swiglu_quantize(
@@ -139,7 +139,7 @@ class FFN(NamedTuple):
             saved.h_scale,
             self.routing.score_M,
             self.routing.offsets_E,
-            self.expert.encode(),
+            encode(self.expert),
             recompute_a=saved.a_q is None and self.backward.weights != "frozen",
             nan_flag=self.nans.dh,
             **biases,

@@ -41,7 +41,7 @@ from titan_fp8moe.layer.weights import ExpertWeights, one_expert, without_expert
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import STEP, TILE, group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
-from titan_fp8moe.spec import BackwardSpec, ExpertSpec
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
@@ -84,13 +84,13 @@ def _feed_forward(
 ) -> list[Tensor]:
     """The output (T, D) in ``dtype``; :class:`Generations` of copies; :class:`GroupRows`, of frozen weights only its
     end; the fields of :class:`SavedFFN` that there are."""
-    spec, nans = BackwardSpec.decode(backward), NanFlags.of(nan_flags)
+    spec, nans = decode(BackwardSpec, backward), NanFlags.of(nan_flags)
     if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
         run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec, dtype)
         warm_up.compile_ahead(kind, [x_TD, *weights], run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
-    y, saved, copies = group_ffn(group_of(rows, ExpertSpec.decode(expert), spec, nans, x_TD.shape[1]), rows, weights)
+    y, saved, copies = group_ffn(group_of(rows, decode(ExpertSpec, expert), spec, nans, x_TD.shape[1]), rows, weights)
     kept = rows[:3] if spec.keeps_rows else (end,)
     fields = (getattr(saved, name) for name in saved_fields(spec))
     return [y[: x_TD.shape[0]].to(dtype), *(copies or ()), *kept, *fields]
@@ -142,7 +142,7 @@ class _FeedForward(torch.autograd.Function):
         weights, frozen = one_expert(ExpertWeights(w1, w2, w3)), backward.weights == "frozen"
         copies = buffers_of(cache, weights)
         packed = pack(weights, copies, frozen)
-        y, *tensors = _feed_forward_op(x_TD, packed, ExpertSpec().encode(), backward.encode(), dtype, nan_flags)
+        y, *tensors = _feed_forward_op(x_TD, packed, encode(ExpertSpec()), encode(backward), dtype, nan_flags)
         ctx.save_for_backward(*aliases((w1, w2, w3)), *tensors)
         ctx.spec, ctx.read, ctx.nan_flags, ctx.x_dtype = backward, Read.of(copies, frozen), nan_flags, x_TD.dtype
         return y

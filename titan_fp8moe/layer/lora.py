@@ -10,7 +10,6 @@ up's adapters become one, whose B is block diagonal. :mod:`titan_fp8moe.recipe` 
 describes. :class:`LoraOperands` is what the FFN multiplies by.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -82,18 +81,6 @@ class LoraSpec(NamedTuple):
     w2: float | None
     w3: float | None
     fused: bool
-
-    def encode(self) -> str:
-        """The specification as a string, which an op can take."""
-        scales = ("" if scale is None else repr(float(scale)) for scale in self[:3])
-        return f"{','.join(scales)},{int(self.fused)}"
-
-    @classmethod
-    @functools.cache
-    def decode(cls, text: str) -> "LoraSpec":
-        *scales, fused = text.split(",")
-        w1, w2, w3 = (float(scale) if scale else None for scale in scales)
-        return cls(w1, w2, w3, fused == "1")
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -70,28 +70,6 @@ class LayerSpec(NamedTuple):
     def dispatch(self) -> type[Dispatch]:
         return BACKENDS[self.route.backend]
 
-    def encode(self) -> str:
-        """The specification as a string, which an op can take."""
-        # torch.compile traces the function itself: it would warn of a cache.
-        return _encode(self) if torch.compiler.is_compiling() else _cached_encode(self)
-
-    @classmethod
-    @functools.cache
-    def decode(cls, text: str) -> "LayerSpec":
-        expert, backward, shared, flags, lora, route = text.split("|", 5)
-        specs = ExpertSpec.decode(expert), BackwardSpec.decode(backward)
-        check_ids, *others = (flag == "1" for flag in flags)
-        return cls(Route.decode(route), *specs, shared, check_ids, LoraSpec.decode(lora) if lora else None, *others)
-
-
-def _encode(spec: LayerSpec) -> str:
-    flags = f"{spec.shared}|{int(spec.check_ids)}{int(spec.shared_scored)}{int(spec.kept)}{int(spec.shared_kept)}"
-    lora = "" if spec.lora is None else spec.lora.encode()
-    return f"{spec.expert.encode()}|{spec.backward.encode()}|{flags}|{lora}|{spec.route.encode()}"
-
-
-_cached_encode = functools.cache(_encode)
-
 
 class Layout(NamedTuple):
     """Which tensors some parts of :class:`Saved` have, and where in a flat list.

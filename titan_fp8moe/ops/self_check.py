@@ -21,7 +21,7 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.recipe import E8M0, FP8, TILE
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, encode
 
 logger = logging.getLogger(__name__)
 
@@ -210,12 +210,12 @@ def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator
     h, d, score_M = randn(M, 2 * H).bfloat16(), randn(M, H).bfloat16(), randn(M).sigmoid()
     for activation, first in itertools.product(ACTIVATIONS, (False, True)):
         expert = ExpertSpec.of(activation, score_before_experts=first)
-        spec, columns = expert.encode(), h[:, : expert.rows_per_unit * H].contiguous()
+        spec, columns = encode(expert), h[:, : expert.rows_per_unit * H].contiguous()
         args = columns, score_M, offsets_E, spec, first
         yield Case(f"swiglu_quantize {spec}", ops.swiglu_quantize, args, nearly=True)
         args = d, columns, None, score_M, offsets_E, spec, True
         yield Case(f"swiglu_quantize_backward {spec}", ops.swiglu_quantize_backward, args, nearly=True)
-    spec, biases = ExpertSpec(biased=True).encode(), (randn(E, H), randn(E, H))
+    spec, biases = encode(ExpertSpec(biased=True)), (randn(E, H), randn(E, H))
     args = h, score_M, offsets_E, spec, False, None, *biases
     yield Case("swiglu_quantize with biases", ops.swiglu_quantize, args, nearly=True)
     dy, dy_scale = recipe.quantize_rows(randn(M, D))

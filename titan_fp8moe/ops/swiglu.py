@@ -10,7 +10,7 @@ from titan_fp8moe.kernels import swiglu as kernels
 from titan_fp8moe.kernels.swiglu import Bias, OutputBias
 from titan_fp8moe.ops.backend import custom_op, note_nan, use_kernels
 from titan_fp8moe.recipe import E8M0, FP8, TILE
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, decode
 
 
 def _fake_rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def swiglu_quantize(
     Returns:
         The operand and h, each with its column-major scales; h's two are empty unless ``keep_h``.
     """
-    expert = ExpertSpec.decode(spec)
+    expert = decode(ExpertSpec, spec)
     bias = None if gate_bias is None else Bias(gate_bias, up_bias)
     if use_kernels(h_M2H):
         return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag, bias)
@@ -71,7 +71,7 @@ def _bias_rows(bias: Bias | None, offsets_E: Tensor, h_M2H: Tensor, expert: Expe
 def _(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
     M, H2 = h_M2H.shape
     h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
-    return *_fake_rows(h_M2H, M, recipe.padded(H2 // ExpertSpec.decode(spec).rows_per_unit)), *h
+    return *_fake_rows(h_M2H, M, recipe.padded(H2 // decode(ExpertSpec, spec).rows_per_unit)), *h
 
 
 @custom_op
@@ -106,7 +106,7 @@ def swiglu_quantize_backward(
         As the recipe, but the operand is empty unless ``recompute_a``, and ds without ``score_M``. The last are, with
         ``bias_gradients`` only, those of gate, up and down in one, (E, 2H' + D') in their dtype.
     """
-    expert, bias, output = ExpertSpec.decode(spec), None, None
+    expert, bias, output = decode(ExpertSpec, spec), None, None
     if gate_bias is not None and b2 is not None and dy is not None and dy_scale is not None:
         bias, output = Bias(gate_bias, up_bias), OutputBias(b2.contiguous(), dy, dy_scale, bias_gradients)
     if use_kernels(d_MH):
@@ -147,5 +147,5 @@ def _(
     results = [*_fake_rows(d_MH, M, h_M2H.shape[1]), *a, ds]
     if gate_bias is None or b2 is None or not bias_gradients:
         return results
-    parts = ExpertSpec.decode(spec).rows_per_unit
+    parts = decode(ExpertSpec, spec).rows_per_unit
     return [*results, b2.new_empty(offsets_E.shape[0], parts * gate_bias.shape[1] + b2.shape[1])]
