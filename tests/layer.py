@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import routed_experts, testing
 from titan_fp8moe.layer import experts, group
-from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.experts import Experts, Shared, run_layer
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.spec import ExpertSpec
 
@@ -62,12 +62,13 @@ def run(x, scores, chosen, weights, dout, config, score_before=False):
 
 
 def apply_layer(
-    x, weights, ids, scores, *, config, score_before_experts=False, meanwhile=None, shared=None, nan_flags=None, **layer
-):
-    """:func:`titan_fp8moe.layer.experts.apply_experts`, which modules call; ``layer``: other fields of Layer."""
-    layer = Layer(config, expert=ExpertSpec(score_before_experts=score_before_experts), **layer)
-    options = dict(meanwhile=meanwhile, shared=shared, nan_flags=nan_flags)
-    return apply_experts(x, weights, ids, scores, layer, **options)
+    x, weights, ids, scores, *, config, score_before_experts=False, meanwhile=None, shared=None, shared_cache=None,
+    shared_frozen=False, shared_scores=None, **experts,
+):  # fmt: skip
+    """:func:`titan_fp8moe.layer.experts.run_layer`, which modules call; ``experts``: other fields of Experts."""
+    expert = ExpertSpec(score_before_experts=score_before_experts)
+    ffn = None if shared is None else Shared(shared, shared_cache, shared_frozen, shared_scores)
+    return run_layer(x, ids, scores, Experts(weights, config, expert=expert, **experts), ffn, meanwhile)
 
 
 class CastCounter(TorchDispatchMode):

@@ -282,7 +282,7 @@ def test_gate_and_up_of_shared_experts_in_one():
 
 def test_scores_of_shared_experts_stay_fp32_under_fsdp(group, monkeypatch):
     seen = []
-    monkeypatch.setattr(modules, "apply_with_shared", lambda x, *args: seen.append(args[4]) or x)
+    monkeypatch.setattr(modules, "run_layer", lambda x, *args: seen.append(args[3]) or x)
     experts = RoutedExperts(2, 128, 128, device=DEVICE)
     fully_shard(experts, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     x, scores = torch.randn(4, 128), torch.rand(4, 1)

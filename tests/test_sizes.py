@@ -14,7 +14,7 @@ from tests.test_model_experts import GPT_OSS, NAMES, in_float64, make_biases
 from tests.test_weights import gathered
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, routed_experts
 from titan_fp8moe.kernels import launch
-from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.experts import Experts, Shared, run_layer
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
@@ -165,11 +165,12 @@ def test_no_temporary_of_a_parameters_size(monkeypatch, D, H, how):
     leaves = [w.detach().requires_grad_() for w in weights if w is not None]
     w1, w2, w3 = leaves if how == "apart" else (*leaves, None)
     ids, scores = torch.empty(tokens, 1, dtype=torch.int64, device="meta"), meta(tokens, 1).float()
-    layer = Layer(Fp8FlowMoEConfig(), expert=SPEC._replace(interleaved="interleaved" in how))
+    expert = SPEC._replace(interleaved="interleaved" in how)
     monkeypatch.setattr(launch, "_recorded", Launches())
     monkeypatch.setattr(launch, "_recording_thread", threading.get_ident())
     with Allocations(experts * D * H) as mode:
-        out = apply_experts(meta(tokens, D), ExpertWeights(w1, w2, w3), ids, scores, layer)
+        layer = Experts(ExpertWeights(w1, w2, w3), Fp8FlowMoEConfig(), expert=expert)
+        out = run_layer(meta(tokens, D), ids, scores, layer)
         out.backward(meta(tokens, D))
     assert "wgrad_hopper_kernel" in launch._recorded
     assert [w.grad.stride() for w in leaves] == [w.stride() for w in leaves]
@@ -189,11 +190,12 @@ def test_frozen_and_cached_weights():
             holder.config = Fp8FlowMoEConfig(cache_weights=True)
             add_cache(holder)
             given = [w if w is None else w.detach().requires_grad_(not frozen) for w in (w1, w2, w3)]
-            layer = Layer(holder.config, expert=expert, cache=holder.cache if cached else None, frozen=frozen)
+            cache = holder.cache if cached else None
+            experts = Experts(ExpertWeights(*given), holder.config, expert=expert, cache=cache, frozen=frozen)
             assert are_frozen(given) == frozen
             x_ = x.clone().requires_grad_()
             for _ in range(2):
-                out = apply_experts(x_, ExpertWeights(*given), ids, scores, layer)
+                out = run_layer(x_, ids, scores, experts)
                 out.backward(dout)
             results.append((out.detach(), x_.grad))
         for result in results[1:]:
@@ -272,8 +274,8 @@ def test_shared_experts():
     dout = torch.randn(T, 192, device=DEVICE)
 
     def layer(x, *shared):
-        together = ExpertWeights(*shared) if shared else None
-        return apply_experts(x, ExpertWeights(*weights), ids, scores, Layer(Fp8FlowMoEConfig()), shared=together)
+        together = Shared(ExpertWeights(*shared)) if shared else None
+        return run_layer(x, ids, scores, Experts(ExpertWeights(*weights), Fp8FlowMoEConfig()), together)
 
     def apart(x, *shared):
         return layer(x) + feed_forward(x, ExpertWeights(*shared), Fp8FlowMoEConfig())

@@ -272,7 +272,7 @@ def test_kernels_run_on_the_device_of_the_tokens(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "device", switch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
-    monkeypatch.setattr(adapter, "apply_experts", lambda *_, **__: calls.append(list(devices)))
+    monkeypatch.setattr(adapter, "run_layer", lambda *_, **__: calls.append(list(devices)))
     experts = qwen3_experts()
     experts.config._experts_implementation = "fp8_flow"
     experts(SimpleNamespace(device=torch.device("cuda:1")), *make_inputs()[1:])

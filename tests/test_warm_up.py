@@ -37,7 +37,7 @@ from titan_fp8moe.dispatch.base import Route
 from titan_fp8moe.dispatch.symmetric import kernels as symmetric
 from titan_fp8moe.kernels import launch, routing, swiglu, warm_up
 from titan_fp8moe.layer import experts, on_meta, statistics
-from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.experts import Experts, Shared, run_layer
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.saved import LayerSpec, layout
 from titan_fp8moe.layer.weights import ExpertWeights
@@ -58,7 +58,7 @@ def layer_of(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = Fals
     x, ids = torch.empty(T, D, dtype=torch.bfloat16), torch.empty(T, K, dtype=torch.int64)
     nan_flags = torch.zeros(4, dtype=torch.uint8) if flags else None
     tensors = x, ids, nan_flags, weights, shared_weights
-    return functools.partial(on_meta.experts, apply_experts, Layer, *tensors, layer)
+    return functools.partial(on_meta.experts, run_layer, Experts, Shared, *tensors, layer)
 
 
 def names(launches) -> list[str]:
@@ -98,7 +98,7 @@ def test_weights_that_are_quantized_and_padded(fused):
     config = Fp8FlowMoEConfig()
     layer = LayerSpec(config.route(None), SWIGLU, config.backward._replace(weights="frozen"), "", True)
     x, ids = torch.empty(T, 192, dtype=torch.bfloat16), torch.empty(T, K, dtype=torch.int64)
-    run = functools.partial(on_meta.experts, apply_experts, Layer, x, ids, None, weights, [], layer)
+    run = functools.partial(on_meta.experts, run_layer, Experts, Shared, x, ids, None, weights, [], layer)
     found = names(warm_up.recorded(run))
     assert "grouped_mm_hopper_kernel" in found and "wgrad_hopper_kernel" not in found
 
@@ -230,7 +230,7 @@ def kernels_of_16b(T: int) -> set[str]:
     layer = LayerSpec(config.route(dist.group.WORLD), SWIGLU, config.backward, "trained", True)
     ids, shared = torch.empty(T, 6, dtype=torch.int64), matrices(1, 2 * 1408, torch.bfloat16)
     tensors = x, ids, flags, matrices(8, 1408, torch.float32), shared
-    launches = warm_up.recorded(functools.partial(on_meta.experts, apply_experts, Layer, *tensors, layer))
+    launches = warm_up.recorded(functools.partial(on_meta.experts, run_layer, Experts, Shared, *tensors, layer))
     weights = matrices(1, 10944, torch.bfloat16)
     launches += warm_up.recorded(
         functools.partial(on_meta.ffn, feed_forward, x, weights, flags, config.backward, x.dtype)
@@ -277,8 +277,8 @@ def real_kernels_of_16b_short(T: int) -> set[str]:
     def run() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             y = feed_forward(x, leaves(w[0] for w in ffn), config, nan_flags=flags)
-            of_shared, layer = leaves(w[0] for w in shared), Layer(config)
-            z = apply_experts(x, leaves(routed), ids, scores, layer, shared=of_shared, nan_flags=flags)
+            of_shared, experts = Shared(leaves(w[0] for w in shared)), Experts(leaves(routed), config, nan_flags=flags)
+            z = run_layer(x, ids, scores, experts, of_shared)
         y.backward(torch.zeros_like(y))
         z.backward(torch.zeros_like(z))
 
@@ -301,14 +301,14 @@ def compare_with_real_layers(tokens: int) -> None:
     for backend, hidden_dim in itertools.product(("all_to_all", "symmetric"), (None, 384)):
         T, config = tokens + rank * (backend == "all_to_all"), Fp8FlowMoEConfig(dispatch=backend)
         routed, x, scores = [torch.zeros(shape) for shape in shapes], torch.zeros(T, D).bfloat16(), torch.rand(T, K)
-        ids, layer = torch.rand(T, 2 * E).topk(K).indices, Layer(config, group)
+        ids = torch.rand(T, 2 * E).topk(K).indices
         sizes = [] if hidden_dim is None else [(1, hidden_dim, D), (1, D, hidden_dim), (1, hidden_dim, D)]
         shared = [torch.zeros(shape) for shape in sizes]
 
         def run() -> None:
-            of_shared = leaves(w[0] for w in shared) if shared else None  # noqa: B023
-            inputs = x.requires_grad_(), leaves(routed), ids, scores.requires_grad_(), layer  # noqa: B023
-            out = apply_experts(*inputs, shared=of_shared, nan_flags=flags)
+            of_shared = Shared(leaves(w[0] for w in shared)) if shared else None  # noqa: B023
+            experts = Experts(leaves(routed), config, group, nan_flags=flags)  # noqa: B023
+            out = run_layer(x.requires_grad_(), ids, scores.requires_grad_(), experts, of_shared)  # noqa: B023
             out.backward(torch.zeros_like(out))
 
         spec = LayerSpec(config.route(group), SWIGLU, config.backward, "trained" if shared else "", True)
@@ -317,7 +317,7 @@ def compare_with_real_layers(tokens: int) -> None:
             continue
         in_time = [] if spec.dispatch.overlaps else shared
         ahead = warm_up.recorded(
-            functools.partial(on_meta.experts, apply_experts, Layer, x, ids, flags, routed, in_time, spec)
+            functools.partial(on_meta.experts, run_layer, Experts, Shared, x, ids, flags, routed, in_time, spec)
         )
         if spec.dispatch.overlaps and shared:
             scale, end = torch.empty(D // 128, 128, dtype=E8M0).T, torch.empty(1, dtype=torch.int32)

@@ -7,7 +7,7 @@
     # or, with a model at hand: model.set_experts_implementation("fp8_flow")
 
 The registry hands a function the module of a layer's experts, its tokens and the router's choice. The functions here
-pass them to :func:`titan_fp8moe.layer.experts.apply_experts`. The fused ``gate_up_proj``, or ``up_proj`` of experts
+pass them to :func:`titan_fp8moe.layer.experts.run_layer`. The fused ``gate_up_proj``, or ``up_proj`` of experts
 without a gate, is its ``w1`` as it lies.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from titan_fp8moe import peft, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
-from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.experts import Experts, run_layer
 from titan_fp8moe.layer.operands import Layouts, add_cache, own_cache, tensor_key
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight
@@ -181,12 +181,12 @@ def _experts_forward(
             f"{type(experts).__name__} has transposed weights, whose PEFT adapters {NAME} does not run; leave its "
             f"{first} and down_proj out of target_parameters"
         )
-    layer = Layer(config, expert=spec, cache=cache, check_ids=False, frozen=frozen, biases=biases, lora=lora)
+    given = Experts(weights, config, None, spec, cache, frozen, biases, lora, check_ids=False)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return apply_experts(hidden_states, weights, top_k_index, scores, layer)
+        return run_layer(hidden_states, top_k_index, scores, given)
     with torch.cuda.device(device):  # device_map spreads layers over GPUs; autograd switches to them by itself
-        return apply_experts(hidden_states, weights, top_k_index, scores, layer)
+        return run_layer(hidden_states, top_k_index, scores, given)
 
 
 def _first(experts: Any) -> str:

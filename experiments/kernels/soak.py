@@ -85,9 +85,10 @@ def inputs(layer: Layer, tokens: int, device: str) -> tuple[list[Tensor], Tensor
 def step(layer: Layer, leaves: list[Tensor], ids: Tensor, dout: Tensor) -> list[Tensor]:
     """Output and gradients."""
     x, scores, *weights = leaves
-    options = moe.Layer(layer.config, expert=ExpertSpec(score_before_experts=layer.score_before))
-    shared = ExpertWeights(*weights[3:]) if layer.shared else None
-    out = moe.apply_experts(x, ExpertWeights(*weights[:3]), ids, scores, options, shared=shared)
+    spec = ExpertSpec(score_before_experts=layer.score_before)
+    experts = moe.Experts(ExpertWeights(*weights[:3]), layer.config, expert=spec)
+    shared = moe.Shared(ExpertWeights(*weights[3:])) if layer.shared else None
+    out = moe.run_layer(x, ids, scores, experts, shared)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

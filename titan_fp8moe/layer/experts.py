@@ -84,29 +84,44 @@ from titan_fp8moe.spec import ExpertSpec, decode, encode
 _DEFAULTS = Fp8FlowMoEConfig()  # made at import: torch.compile cannot trace its checks
 
 
-class Layer(NamedTuple):
-    """How to apply a layer, apart from its tokens and weights.
+class Experts(NamedTuple):
+    """The experts of one MoE layer, as the modules of all adapters hand them over.
 
     Attributes:
+        weights: this rank's, tensors, DTensors over ``ep_group`` or :class:`titan_fp8moe.Fp8Weight`.
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
-        cache, shared_cache: hold the routed and the shared experts' quantized weights.
+        cache: keeps quantized copies of the weights; None where nothing is kept.
+        frozen: none of the weights is trained.
         check_ids: refuse ids that are no expert's; else they count as -1.
-        frozen, shared_frozen: whether none of the weights is trained.
-        biases, lora: of the routed experts.
-        shared_scores: (T,) fp32, by which the shared experts' output is multiplied; or None.
+        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
     """
 
+    weights: ExpertWeights[Any]
     config: Fp8FlowMoEConfig
     ep_group: dist.ProcessGroup | None = None
     expert: ExpertSpec = ExpertSpec()
     cache: WeightCache | None = None
-    shared_cache: WeightCache | None = None
-    check_ids: bool = True
     frozen: bool = False
-    shared_frozen: bool = False
     biases: Biases[Tensor] | None = None
     lora: Lora | None = None
-    shared_scores: Tensor | None = None
+    check_ids: bool = True
+    nan_flags: Tensor | None = None
+
+
+class Shared(NamedTuple):
+    """An FFN that serves every token, with the routed experts' activation. It reads the rows that are quantized for
+    them, in both directions, and adds to their sums.
+
+    Attributes:
+        weights: w1 and w3 (H, D), w2 (D, H), without a gate w3 None.
+        cache, frozen: as of :class:`Experts`.
+        scores: (T,) fp32, by which its output is multiplied; or None.
+    """
+
+    weights: ExpertWeights[Tensor]
+    cache: WeightCache | None = None
+    frozen: bool = False
+    scores: Tensor | None = None
 
 
 def routed_experts(
@@ -185,72 +200,48 @@ def routed_experts(
         expert = expert._replace(interleaved=True)
     biases = None if b1 is b2 is b3 is None else Biases(b1, b2, b3)
     frozen = isinstance(w1, Fp8Weight) or are_frozen(cast(Any, (w1, w2, w3)))
-    layer = Layer(config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases), lora=lora)
     weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
-    return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
+    experts = Experts(
+        weights, config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases), lora=lora
+    )
+    return run_layer(x, topk_ids, topk_scores, experts, shared, meanwhile)
 
 
-def apply_with_shared(
+def run_layer(
     x_TD: Tensor,
-    weights: ExpertWeights[Any],
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
-    layer: Layer,
-    shared: SharedExperts | None,
-    meanwhile: Callable[[], Tensor] | None,
-) -> Tensor:
-    """:func:`apply_experts` with a caller's shared experts, if any, which are checked after the routed ones' shapes."""
-    if shared is None:
-        return apply_experts(x_TD, weights, topk_ids_TK, topk_scores_TK, layer, meanwhile=meanwhile)
-    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert)
-    check_shared(shared, x_TD, layer.expert)
-    layer = layer._replace(shared_scores=shared.scores, shared_frozen=are_frozen(shared.weights))
-    pairs = topk_ids_TK, topk_scores_TK
-    return apply_experts(x_TD, weights, *pairs, layer, meanwhile=meanwhile, shared=shared.weights)
-
-
-def apply_experts(
-    x_TD: Tensor,
-    weights: ExpertWeights[Any],
-    topk_ids_TK: Tensor,
-    topk_scores_TK: Tensor,
-    layer: Layer,
-    *,
+    experts: Experts,
+    shared: Shared | SharedExperts | None = None,
     meanwhile: Callable[[], Tensor] | None = None,
-    shared: ExpertWeights[Tensor] | None = None,
-    nan_flags: Tensor | None = None,
 ) -> Tensor:
-    """:func:`routed_experts` for modules.
-
-    Args:
-        shared: the weights of one FFN that serves every token: w1 and w3 (H, D), w2 (D, H). It has the routed experts'
-            activation, and so w3 None without a gate. It reads the rows that are quantized for the routed experts, in
-            both directions, and adds to their sums.
-        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
-    """
+    """Runs one MoE layer: the entry of :func:`routed_experts` and of every module. ``shared``: a module's, or as a
+    caller gives it, which is checked."""
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
-    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, layer.expert)
-    config, expert = layer.config, layer.expert
-    if layer.biases is not None:
-        check_biases(layer.biases, weights, x_TD.shape[1])
+    weights, config, ep_group, expert, cache, frozen, biases, lora, check_ids, nan_flags = experts
+    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, expert)
+    if biases is not None:
+        check_biases(biases, weights, x_TD.shape[1])
         expert = expert._replace(biased=True)
-    lora, adapters, backward, scores_T = None, (), config.backward, layer.shared_scores
-    if layer.lora is not None:
-        lora, adapters = split_lora(layer.lora, cast(Any, weights))
-    if layer.frozen:
+    if shared is not None and not isinstance(shared, Shared):
+        check_shared(shared, x_TD, expert)
+        shared = Shared(shared.weights, None, are_frozen(shared.weights), shared.scores)
+    factors, adapters, backward = None, (), config.backward
+    if lora is not None:
+        factors, adapters = split_lora(lora, cast(Any, weights))
+    if frozen:
         backward = backward._replace(weights="frozen" if lora is None else "adapted")
-    of_shared = "" if shared is None else "frozen" if layer.shared_frozen else "trained"
-    route = config.route(layer.ep_group)
-    caches = layer.cache, layer.shared_cache if of_shared else None
-    kept = (cache is not None for cache in caches)
-    spec = LayerSpec(route, expert, backward, of_shared, layer.check_ids, lora, scores_T is not None, *kept)
+    of_shared = "" if shared is None else "frozen" if shared.frozen else "trained"
+    ffn = shared or _NO_SHARED
+    kept = ffn.scores is not None, cache is not None, ffn.cache is not None
+    spec = LayerSpec(config.route(ep_group), expert, backward, of_shared, check_ids, factors, *kept)
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
-    call = _Call(spec, *caches, stored)
+    call = _Call(spec, cache, ffn.cache, stored)
     given = weights if stored is None else NO_WEIGHTS
-    scores_TK, ids_TK = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
-    inputs = Inputs(x_TD, scores_TK, ids_TK, nan_flags, scores_T, given, shared or NO_WEIGHTS, layer.biases, adapters)
+    pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
+    inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)
     refuse_export(inputs.flatten())
     if not spec.dispatch.overlaps:
         out = _RoutedExperts.apply(*inputs.flatten(), call, None)
@@ -262,6 +253,9 @@ def apply_experts(
     end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
     out = _finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
     return out if meanwhile is None else _add(out, extra)
+
+
+_NO_SHARED = Shared(NO_WEIGHTS)
 
 
 def _add(out_TD: Tensor, extra_TD: Any) -> Tensor:
@@ -317,7 +311,7 @@ def _routed_experts_forward(
         weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
         adapters: the tensors of :func:`titan_fp8moe.layer.lora.split_lora`; empty without adapters.
         b1, b2, b3: the fields of :class:`Biases`, for experts that have them.
-        shared_scores_T: see :class:`Layer`.
+        shared_scores_T: see :class:`Shared`.
         layer: an encoded :class:`LayerSpec`.
         signature: see :func:`_signature`.
 
@@ -328,7 +322,7 @@ def _routed_experts_forward(
     spec, nans = decode(LayerSpec, layer), NanFlags.of(nan_flags)
     if warm_up.is_due(kind := (layer, cast(Tensor, weights[0]).shape), x_TD):
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
-        run = functools.partial(on_meta.experts, apply_experts, Layer, *tensors, spec)
+        run = functools.partial(on_meta.experts, run_layer, Experts, Shared, *tensors, spec)
         warm_up.compile_ahead(kind, [x_TD, topk_ids_TK, *weights, *shared_weights], run)
     T, E = x_TD.shape[0], cast(Tensor, weights[0]).shape[0]
     pairs = Pairs(topk_ids_TK, topk_scores_TK, E)

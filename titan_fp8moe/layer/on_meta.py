@@ -58,8 +58,9 @@ def _backward(out: Tensor) -> None:
 
 @statistics.paused()
 def experts(
-    apply_experts: Callable[..., Tensor],
-    make_layer: Callable[..., Any],
+    run_layer: Callable[..., Tensor],
+    make_experts: Callable[..., Any],
+    make_shared: Callable[..., Any],
     x_TD: Tensor,
     topk_ids_TK: Tensor,
     nan_flags: Tensor | None,
@@ -67,7 +68,7 @@ def experts(
     shared_weights: list[Tensor | None],
     spec: LayerSpec,
 ) -> None:
-    """Runs ``apply_experts`` with tensors like the op's, and the layer that ``make_layer`` makes of the settings."""
+    """Runs ``run_layer`` with tensors like the op's, in the records that it takes."""
     D = x_TD.shape[1]
     routed, shared = _weights(weights, D), _one_expert(shared_weights, D) if shared_weights else None
     backward, biases = spec.backward, None
@@ -77,26 +78,20 @@ def experts(
             torch.empty(E, n, dtype=routed.w1.dtype, device="meta", requires_grad=True) for n in (routed.w1.shape[1], D)
         )
         biases = Biases(b1, b2, None if routed.w3 is None else b1)
-    scores_T = torch.empty(x_TD.shape[0], device="meta", requires_grad=True) if spec.shared_scored else None
     transport, group = {}, None
     if spec.dispatch.travels:
         transport = dict(dispatch=spec.route.backend, dispatch_capacity=spec.route.capacity)
         group = resolve(spec.route.group_name)
-    layer = make_layer(
-        _config(backward, **transport),
-        group,
-        expert=spec.expert,
-        biases=biases,
-        frozen=backward.weights == "frozen",
-        shared_frozen=spec.shared == "frozen",
-        shared_scores=scores_T,
-    )
+    frozen = backward.weights == "frozen"
+    config = _config(backward, **transport)
+    given = make_experts(routed, config, group, spec.expert, frozen=frozen, biases=biases, nan_flags=like(nan_flags))
+    if shared is not None:
+        scores_T = torch.empty(x_TD.shape[0], device="meta", requires_grad=True) if spec.shared_scored else None
+        shared = make_shared(shared, frozen=spec.shared == "frozen", scores=scores_T)
     scores = torch.empty(topk_ids_TK.shape, device="meta", requires_grad=True)
     if spec.shared and not shared_weights:
         _rows_of_shared(x_TD, topk_ids_TK, nan_flags, spec)
-    _backward(
-        apply_experts(like(x_TD), routed, like(topk_ids_TK), scores, layer, shared=shared, nan_flags=like(nan_flags))
-    )
+    _backward(run_layer(like(x_TD), like(topk_ids_TK), scores, given, shared))
 
 
 def _rows_of_shared(x_TD: Tensor, topk_ids_TK: Tensor, nan_flags: Tensor | None, spec: LayerSpec) -> None:

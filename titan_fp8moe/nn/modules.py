@@ -16,7 +16,7 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.checks import check_stored_gate_up
-from titan_fp8moe.layer.experts import Layer, apply_with_shared
+from titan_fp8moe.layer.experts import Experts, Shared, run_layer
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.operands import WeightCache, kind_of, own_cache
@@ -226,18 +226,19 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
         topk_scores (T, K)."""
         frozen = are_frozen((self.w1, self.w2, self.w3))
-        layer = Layer(
+        experts = Experts(
+            self._weights(),
             self.config,
             self.ep_group,
             self.expert,
             cache_of(self, frozen),
-            frozen=frozen,
-            biases=self._biases(),
-            lora=self.lora(),
+            frozen,
+            self._biases(),
+            self.lora(),
         )
         if isinstance(shared, SharedExperts) and isinstance(shared.scores, KeepDtype):
             shared = shared._replace(scores=shared.scores.tensor)
-        return apply_with_shared(x, self._weights(), topk_ids, topk_scores, layer, shared, meanwhile)
+        return run_layer(x, topk_ids, topk_scores, experts, shared, meanwhile)
 
     def _weights(self) -> ExpertWeights[Tensor]:
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
@@ -320,9 +321,9 @@ class Fp8RoutedExperts(AddsLora):
         shared: SharedExperts | None = None,
     ) -> Tensor:
         """As :meth:`RoutedExperts.forward`."""
-        layer = Layer(self.config, self.ep_group, self.expert, frozen=True, lora=self.lora())
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
-        return apply_with_shared(x, weights, topk_ids, topk_scores, layer, shared, meanwhile)
+        experts = Experts(weights, self.config, self.ep_group, self.expert, frozen=True, lora=self.lora())
+        return run_layer(x, topk_ids, topk_scores, experts, shared, meanwhile)
 
     def extra_repr(self) -> str:
         experts, dim, hidden_dim = self.w2.shape
@@ -388,6 +389,11 @@ class Fp8FFN(nn.Module):
         """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
         weights = (linear.weight for linear in (self.w1, self.w2, self.w3))
         return ExpertWeights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))
+
+    def shared(self, scores: Tensor | None = None) -> Shared:
+        """As the shared experts of a layer, for :func:`titan_fp8moe.layer.experts.run_layer`."""
+        frozen = self.frozen
+        return Shared(self.matrices(), cache_of(self, frozen), frozen, scores)
 
     def run(self, x: Tensor) -> Tensor:
         """This rank's part of the FFN, (..., D) -> (..., D)."""

@@ -17,7 +17,7 @@ from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.experts import Experts, run_layer
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
@@ -80,26 +80,18 @@ class Fp8FlowExperts(Fp8AllGather):
                 "TensorParallel, ExpertParallel or ExpertTensorParallel (torchtitan.distributed.expert_parallel)"
             )
         frozen = are_frozen(weights)
-        layer = Layer(
+        experts = Experts(
+            ExpertWeights(*self.local_weights(*weights)),
             self.config,
             None if self.ep_mesh is None else self.ep_mesh.get_group(),
             self.expert(),
             cache_of(self, frozen),
-            None if shared is None else cache_of(shared, shared.frozen),
-            frozen=frozen,
-            shared_frozen=shared is not None and shared.frozen,
-            biases=self.biases(),
-        )
-        return apply_experts(
-            x_TD,
-            ExpertWeights(*self.local_weights(*weights)),
-            topk_ids_TK,
-            topk_scores_TK.tensor,
-            layer,
-            meanwhile=meanwhile,
-            shared=None if shared is None else shared.matrices(),
+            frozen,
+            self.biases(),
             nan_flags=self.nan_flags,
         )
+        ffn = None if shared is None else shared.shared()
+        return run_layer(x_TD, topk_ids_TK, topk_scores_TK.tensor, experts, ffn, meanwhile)
 
     def extra_repr(self) -> str:
         experts, dim, hidden = self.matrices().w2.shape

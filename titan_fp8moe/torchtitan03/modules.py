@@ -22,7 +22,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.protocols.sharding import LocalMapConfig
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import Layer, apply_experts
+from titan_fp8moe.layer.experts import Experts, run_layer
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache, cache_of
@@ -167,28 +167,20 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         experts, mesh = cast(Fp8FlowExperts, self.inner_experts), self.token_dispatcher.ep_mesh
         weights = experts.matrices()
         frozen = are_frozen(weights)
-        layer = Layer(
+        given = Experts(
+            ExpertWeights(*experts.local_weights(*weights)),
             self.config,
             None if mesh is None else mesh.get_group(),
             experts.expert,
-            cache=cache_of(self, frozen),
-            shared_cache=None if shared is None else cache_of(shared, shared.frozen),
-            frozen=frozen,
-            shared_frozen=shared is not None and shared.frozen,
-            biases=experts.biases(),
-            shared_scores=None if shared is None else shared.scores(x_BLD),
-            lora=lora_of(experts),
-        )
-        out = apply_experts(
-            x_BLD.reshape(-1, D),
-            ExpertWeights(*experts.local_weights(*weights)),
-            topk_expert_ids_BLK.reshape(-1, K),
-            topk_scores_BLK.reshape(-1, K).float(),  # fp32 but on CPUs, whose autocast lacks it
-            layer,
-            meanwhile=meanwhile,
-            shared=None if shared is None else shared.matrices(),
+            cache_of(self, frozen),
+            frozen,
+            experts.biases(),
+            lora_of(experts),
             nan_flags=self.nan_flags,
         )
+        ffn = None if shared is None else shared.shared(shared.scores(x_BLD))
+        scores_TK = topk_scores_BLK.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
+        out = run_layer(x_BLD.reshape(-1, D), topk_expert_ids_BLK.reshape(-1, K), scores_TK, given, ffn, meanwhile)
         return out.view(B, -1, D)
 
     def extra_repr(self) -> str:
