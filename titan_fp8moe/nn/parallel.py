@@ -6,7 +6,10 @@ DTensors or plain tensors, but not both at once. Other uses of those tools are r
 :func:`refuse_misuse`. docs/parallel.md has a whole training loop.
 """
 
+import atexit
 import functools
+import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -73,7 +76,8 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
     """``DistributedDataParallel`` of the replicated parameters, without the experts.
 
     An expert's gradient is the sum over the tokens of all ranks. Therefore this one sums the replicated gradients too,
-    where DDP averages: divide the loss by the number of ranks.
+    where DDP averages: divide the loss by the number of ranks. Gradients accumulate as under DDP, over backwards inside
+    and outside of ``no_sync()``.
 
     Args:
         kwargs: arguments of ``DistributedDataParallel``. Its process group must be the experts' ``ep_group``.
@@ -94,13 +98,26 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
                 "gradients of an expert's replicas; give DDP the ep_group as process_group, or shard the experts with "
                 "fully_shard (docs/parallel.md)"
             )
-    ddp.register_comm_hook(ddp.process_group, _sum)
+    _count_ranks(ddp, len(ranks))
     return ddp
 
 
-def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+_factors: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
+"""For each model of a DDP: a call that takes the factors off its gradients."""
+
+
+def _count_ranks(ddp: DistributedDataParallel, ranks: int) -> None:
+    """Makes DDP's averages sums. Each backward's gradients count as often as there are ranks before they accumulate.
+
+    To sum in DDP's hook would be wrong. The hook gets what has accumulated, and would sum again what an earlier
+    backward has summed; an average of averages changes nothing.
+    """
+    model, ignored = cast(nn.Module, ddp.module), ddp.parameters_to_ignore
+    if model in _factors:  # wrapped before
+        _factors[model]()
+    reduced = [p for name, p in model.named_parameters() if p.requires_grad and name not in ignored]
+    handles = [p.register_hook(lambda grad: grad * ranks) for p in reduced]
+    _factors[model] = weakref.finalize(ddp, lambda: [handle.remove() for handle in handles])
 
 
 # --- for RoutedExperts ------------------------------------------------------------------------------------------------
@@ -109,6 +126,7 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
 def mesh_of(ep_group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> DeviceMesh:
     """The mesh over which a module's experts are spread. Meshes of one group are equal, and none equals a caller's
     ``mesh["ep"]``. FSDP needs the one that is part of a larger mesh, and torch takes equal meshes for one."""
+    outlive_gloo()
     if isinstance(ep_group, DeviceMesh):
         return ep_group
     # For the meta device a guess, which follow_device corrects.
@@ -172,6 +190,17 @@ def group_of(weight: DTensor) -> dist.ProcessGroup:
         f"the experts were pickled by rank {mesh.get_coordinate()} of {mesh}, and {found}; create the same groups "
         "before you load the module, or save state dicts with torch.distributed.checkpoint"
     )
+
+
+@functools.cache
+def outlive_gloo() -> None:
+    """Lets gloo's threads drop the tensors of the last collectives before the interpreter ends.
+
+    Such a thread needs the GIL to free a tensor, and before Python 3.14 to ask for it any later aborts the process:
+    "terminate called without an active exception", pytorch/pytorch#190489. ``destroy_process_group`` does not wait for
+    the threads while PyTorch's caches of DTensors hold the group.
+    """
+    atexit.register(time.sleep, 0.2)
 
 
 @functools.cache
