@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 from torchao.core.config import AOBaseConfig
-from torchao.quantization.transform_module import register_quantize_module_handler
 
+from titan_fp8moe import patches
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.trainer import preflight
@@ -72,7 +72,6 @@ def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
     return filter_fn
 
 
-@register_quantize_module_handler(Fp8FlowMoEConfig)
 def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
     """Converts a module that the filter of ``quantize_`` selects."""
     others = [part for part in (*config.filter_fqns, *config.linear_fqns) if part != _SHARED]
@@ -89,6 +88,8 @@ def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
     return module
 
 
+_HANDLERS = "torchao.quantization.transform_module:_QUANTIZE_CONFIG_HANDLER"
+patches.put(_HANDLERS, Fp8FlowMoEConfig, _convert, checked_on="torchao 0.18")
 # The config stays free of torchao: it becomes an AOBaseConfig here, which quantize_ asks for.
 AOBaseConfig.register(Fp8FlowMoEConfig)
 

@@ -498,4 +498,4 @@ def test_torchft_needs_fsdp():
 def test_another_fully_shard_is_refused(monkeypatch):
     monkeypatch.setattr(parallel.fsdp, "fully_shard", lambda *args, **kwargs: None)
     with pytest.raises(RuntimeError, match="fully_shard is not PyTorch's"):
-        parallel.install.__wrapped__()
+        parallel.install()

@@ -6,7 +6,6 @@ DTensors or plain tensors, but not both at once. Other uses of those tools are r
 :func:`refuse_misuse`. docs/parallel.md has a whole training loop.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -17,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from titan_fp8moe import patches
 
 _BY_EXPERTS = (Shard(0),)
 
@@ -174,12 +174,13 @@ def group_of(weight: DTensor) -> dist.ProcessGroup:
     )
 
 
-@functools.cache
 def refuse_misuse() -> None:
     """Makes DDP, ``ZeroRedundancyOptimizer`` and fused optimizers name the remedy where they meet spread experts. They
     fail anyway, but with words about DTensors."""
-    nn.modules.module.register_module_module_registration_hook(_check_ddp)
-    register_optimizer_step_pre_hook(_check_optimizer)
+    registering = "torch.nn.modules.module:register_module_module_registration_hook"
+    patches.hook(registering, _check_ddp, checked_on="torch 2.11 to 2.15")
+    step = "torch.optim.optimizer:register_optimizer_step_pre_hook"
+    patches.hook(step, _check_optimizer, checked_on="torch 2.11 to 2.15")
 
 
 def _check_ddp(parent: nn.Module, name: str, module: nn.Module | None) -> None:

@@ -33,12 +33,11 @@ from torchtitan.tools import utils
 
 from titan_fp8moe.nn.modules import Fp8FlowLinear, KeepDtype
 from titan_fp8moe.torchtitan import toml_file
-from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.first_hour import check_text, check_tokenizer, warn_of_missing_corpus
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.memory import estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
-from titan_fp8moe.trainer import rank_report
+from titan_fp8moe.trainer import preflight, rank_report
 from titan_fp8moe.trainer.meta_layers import Tokens, watch
 
 
@@ -205,14 +204,14 @@ def from_command_line(description: str | None) -> Built:
     args, overrides = parser.parse_known_args()
     if not os.path.isfile(args.config):
         parser.error(f"{args.config}: no such file")
-    Fp8FlowMoEConverter.trains_here = False
     try:
-        config = toml_file.load(args.config, overrides)
-        check_config(config)
-        world_size = smallest_world_size(config) if args.world_size is None else args.world_size
-        if not 0 <= args.rank < world_size:
-            raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
-        return Built(config, args.rank, *build(config, args.rank, world_size))
+        with preflight.for_other_machines():
+            config = toml_file.load(args.config, overrides)
+            check_config(config)
+            world_size = smallest_world_size(config) if args.world_size is None else args.world_size
+            if not 0 <= args.rank < world_size:
+                raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
+            return Built(config, args.rank, *build(config, args.rank, world_size))
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
 

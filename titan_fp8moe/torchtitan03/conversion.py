@@ -20,7 +20,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import SAVED_OPS
+from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks, parallel
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
@@ -99,6 +99,7 @@ class Conversion:
         if fp8:
             compat.fix_shape_inference()
             parallel.install()
+            patches.log()
             self._attach(job, configs)
 
     def _check(self, job: Any, dims: ParallelDims, configs: dict[str, Any]) -> bool:
@@ -106,8 +107,7 @@ class Conversion:
         settings, layout = self.settings, job_checks.expert_layout(job, dims)
         job_checks.check_job(job, settings)
         preflight.warn_about_settings(settings, layout.fsdp_shards)
-        local_ranks = os.environ.get("LOCAL_WORLD_SIZE")
-        preflight.check_dispatch(settings, layout, local_ranks)
+        preflight.check_dispatch(settings, layout)
         for name, part in self.fp8.items():
             if part.kind == MOE:
                 job_checks.check_layer(name, configs[name], settings, layout)

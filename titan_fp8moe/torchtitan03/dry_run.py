@@ -30,7 +30,7 @@ from torchtitan.trainer import Trainer
 from titan_fp8moe.torchtitan03.conversion import conversion_of
 from titan_fp8moe.torchtitan03.job_checks import expert_layout
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
-from titan_fp8moe.trainer import rank_report
+from titan_fp8moe.trainer import preflight, rank_report
 from titan_fp8moe.trainer.meta_layers import Tokens, watch
 
 
@@ -158,7 +158,8 @@ def from_command_line(description: str | None) -> Built:
         world_size = smallest_world_size(config.parallelism) if args.world_size is None else args.world_size
         if not 0 <= args.rank < world_size:
             raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
-        trainer, parts = build(config, args.rank, world_size)
+        with preflight.for_other_machines():
+            trainer, parts = build(config, args.rank, world_size)
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
     return Built(trainer, args.rank, parts)
