@@ -30,6 +30,7 @@ from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import FEED_FORWARDS, Fp8FlowGptOssExperts, Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.trainer import preflight
 
 
 def layer_classes(model: nn.Module) -> dict[str, tuple[type, type]]:
@@ -458,7 +459,7 @@ def test_nothing_is_changed_where_nothing_is_converted(monkeypatch, caplog, filt
     monkeypatch.setattr(converter.compat, "fix_selective_checkpointing", lambda: done.append(1))
     config = make_config(*filters)
     models = [make_model(config), make_model(config)]
-    with patches.undone(), caplog.at_level(logging.INFO):
+    with patches.undone(), preflight.for_other_machines(), caplog.at_level(logging.INFO):
         converter.register()
         for model in models:
             convert(config, model)

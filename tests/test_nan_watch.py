@@ -51,14 +51,15 @@ def new_flags():
 @pytest.fixture
 def processor(monkeypatch):
     """torchtitan's, that looks after each step; it logs the second."""
-    monkeypatch.setattr(metrics.utils, "device_type", DEVICE)
     processor = object.__new__(MetricsProcessor)
     processor.model_parts = []
     processor.job_config = SimpleNamespace(fp8_flow_moe=Fp8FlowMoEConfig())
-    with patches.undone():
-        monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
-        metrics.look_after_each_step()
-        yield processor
+    with patches.undone(), monkeypatch.context() as patched:
+        patched.setattr(metrics.utils, "device_type", DEVICE)
+        patched.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
+        with patches.undone():
+            metrics.look_after_each_step()
+            yield processor
 
 
 def spoil(where, layers, x, dout):

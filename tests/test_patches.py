@@ -137,13 +137,14 @@ def test_a_users_wrapper_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch, 
     model.layers = nn.ModuleDict({"0": block})
     with patches.undone(), monkeypatch.context() as patched:
         patched.setattr(parallelize, "apply_compile", lambda *_: called.append("torchtitan"))
-        if whose == "before":
-            parallelize.apply_compile = users(parallelize.apply_compile)
-        compiling.install(parallelize)
-        if whose == "after":
-            parallelize.apply_compile = users(parallelize.apply_compile)
-        compiling.install(parallelize)
-        parallelize.apply_compile(model, None, False)
+        with patches.undone():
+            if whose == "before":
+                parallelize.apply_compile = users(parallelize.apply_compile)
+            compiling.install(parallelize)
+            if whose == "after":
+                parallelize.apply_compile = users(parallelize.apply_compile)
+            compiling.install(parallelize)
+            parallelize.apply_compile(model, None, False)
     order = ["ours", "user"] if whose == "before" else ["user", "ours"]
     assert called == [*order, "torchtitan"]
 
@@ -155,7 +156,8 @@ def test_torchtitan():
         before = snapshot()
         converter.register()
         flavors.register_flavors()
-        cpu.enable_cpu_training()
+        if not torch.cuda.is_available():
+            cpu.enable_cpu_training()
         jobs.convert(config, model)
         assert_listed_and_undone(before)
 

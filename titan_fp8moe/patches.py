@@ -99,7 +99,9 @@ def undo_all() -> None:
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Runs a test without the changes made so far. At the end they are made again, and those of the test undone."""
+    """Runs a test without the changes made so far. At the end they are made again, and those of the test undone.
+
+    A test that replaces the same attributes itself does so around it, so that all are restored in turn."""
     before, logged = dict(_changes), set(_logged)
     undo_all()
     try:

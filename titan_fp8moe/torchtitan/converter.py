@@ -75,6 +75,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         if fp8:
             prepare_torchtitan()
             metrics.look_after_each_step()
+            patches.log()
         converted = {part.name for part in fp8}
         some_moe_stay = any(part.kind == MOE and part.reason for part in plan)
         for part in fp8:
@@ -133,7 +134,6 @@ def prepare_torchtitan() -> None:
         patches.wrap(module, "_op_sac_save_list", lambda ops: ops | _SAVED_OPS, checked_on=_CHECKED_ON)
         if hasattr(module, "apply_compile"):  # torchtitan compiles no block of gpt_oss
             compiling.install(module)
-    patches.log()
 
 
 def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None]:
