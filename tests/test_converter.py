@@ -215,7 +215,7 @@ def test_fsdp_leaves_experts_alone_where_it_has_no_work(monkeypatch, replicas, s
     if config.training.dtype == "bfloat16":
         model.bfloat16()
     experts = [m for m in model.modules() if isinstance(m, Fp8FlowGroupedExperts)]
-    assert {m.in_fsdp for m in experts} == {hooks}
+    assert {m.placement.in_fsdp for m in experts} == {hooks}
     monkeypatch.setattr(
         parallel.fsdp, "fully_shard", lambda *_, ignored_params=(), **__: ignored.append(ignored_params)
     )
@@ -314,7 +314,8 @@ def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
     caplog.clear()
     with caplog.at_level(logging.INFO):
         convert(config, model)
-    *_, summary, printed = caplog.messages
+    printed = caplog.messages[-1]
+    (summary,) = [line for line in caplog.messages if "in FP8;" in line]
     assert summary == (
         "FP8-Flow-MoE: 2 MoE layers, 2 shared experts, 1 dense FFNs, 0 linears in FP8; plain PyTorch reference on the "
         f"CPU; {SETTINGS}"

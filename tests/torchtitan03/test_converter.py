@@ -486,7 +486,7 @@ class Inference:
 def test_experts_leave_fsdp_where_it_has_nothing_to_do(change, ranks: int, outside: bool):
     job = make_job(change)
     convert(job, ranks)
-    assert build(job).layers["2"].moe.routed_experts.inner_experts.outside_fsdp == outside
+    assert build(job).layers["2"].moe.routed_experts.inner_experts.placement.in_fsdp != outside
 
 
 def test_torchft_needs_fsdp():

@@ -114,7 +114,7 @@ def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> s
     # FSDP leaves experts alone that it would shard over one rank, see parallel.fully_shard.
     alone = dims.ep_enabled and layout.fsdp_shards * dims.dp_replicate == 1 and not training.enable_cpu_offload
     in_fp8 = layout.fsdp_shards > 1 and all(module.config.fp8_all_gather for module in experts)
-    return "fp32-routed" if in_fp8 or (alone and not any(m.keep_fsdp for m in experts)) else "bf16"
+    return "fp32-routed" if in_fp8 or (alone and not any(m.placement.keep_fsdp for m in experts)) else "bf16"
 
 
 class DcpSource:

@@ -42,7 +42,7 @@ def why_eager(block: Any) -> str | None:
     experts = block.moe.experts
     if experts.ep_mesh is not None and experts.config.backend.syncs_host:
         return "expert parallelism reads split sizes on the host"
-    if experts.ep_mesh is not None and experts.in_fsdp:
+    if experts.ep_mesh is not None and experts.placement.in_fsdp:
         return "FSDP's hooks on the experts"
     if experts.config.fp8_all_gather:
         return "fp8_flow_moe.fp8_all_gather"

@@ -27,7 +27,8 @@ from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.trainer import compat, preflight
-from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, describe, make_plan
+from titan_fp8moe.trainer.experts import Placement
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, announce, make_plan
 
 NAME = "fp8_flow_moe"
 
@@ -68,24 +69,21 @@ class Fp8FlowMoEConverter(ModelConverter):
             why_not_ffn=self._why_not_fp8,
             check_linear=self._check_linear,
         )
+        way = f"dispatch over {self.config.backend.description}" if self.layout.expert_shards > 1 else ""
+        announce(plan, self.config, logger, way)
         fp8 = [part for part in plan if part.reason is None]
-        backend = preflight.check_hardware() if fp8 else "nothing to convert"
-        if self.config.statistics_every and not fp8:
-            logger.warning(f"{NAME}.statistics_every has no effect: {NAME}.filter_fqns leaves nothing to count")
         if fp8:
             prepare_torchtitan()
             metrics.look_after_each_step()
             patches.log()
         converted = {part.name for part in fp8}
-        some_moe_stay = any(part.kind == MOE and part.reason for part in plan)
+        # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and bf16
+        # experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
+        keep_fsdp = self.fault_tolerance or any(part.kind == MOE and part.reason for part in plan)
+        placement = Placement(keep_fsdp or self.fsdp_has_work, keep_fsdp)
         for part in fp8:
             if part.kind == MOE:
-                moe_layer = cast(Any, part.module)
-                Fp8FlowMoE.convert(moe_layer, self.config, fp8_shared=f"{part.name}.{SHARED}" in converted)
-                # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and
-                # bf16 experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
-                moe_layer.experts.keep_fsdp = some_moe_stay or self.fault_tolerance
-                moe_layer.experts.in_fsdp = moe_layer.experts.keep_fsdp or self.fsdp_has_work
+                Fp8FlowMoE.convert(part.module, self.config, f"{part.name}.{SHARED}" in converted, placement)
             elif part.kind == DENSE:
                 Fp8FlowFeedForward.convert(part.module, self.config)
             elif part.kind == LINEAR:
@@ -94,11 +92,6 @@ class Fp8FlowMoEConverter(ModelConverter):
             by_name = {part.name: cast(Any, part.module) for part in fp8 if part.kind != SHARED}
             in_order = [name for name, _ in model.named_modules() if name in by_name]
             metrics.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
-        way = ""
-        if self.layout.expert_shards > 1:
-            way = f"dispatch over {self.config.backend.description}; "
-        for line in describe(plan, f"{backend}; {way}{self.config.describe()}"):
-            logger.info(line)
 
     def _candidates(self, model: nn.Module) -> Candidates:
         modules = dict(model.named_modules())

@@ -69,12 +69,12 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     reduce then, but FSDP would cast the parameters to bf16 and copy them twice a step, and copy the gradients twice.
     Quantization reads fp32 as well, and the weight gradients come in the parameters' dtype. Parameters in bf16 stay
     with FSDP, which adds up the gradients of microbatches in fp32; and so do those of which something else than FSDP's
-    arithmetic is expected (``keep_fsdp``).
+    arithmetic is expected (``placement.keep_fsdp``).
     """
     left_alone = (
         isinstance(module, Fp8FlowExperts)
         and mesh.size() == 1
-        and not module.keep_fsdp
+        and not module.placement.keep_fsdp
         and module.matrices().w1.dtype == torch.float32
         and "offload_policy" not in kwargs
     )

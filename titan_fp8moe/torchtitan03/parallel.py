@@ -22,6 +22,7 @@ from titan_fp8moe import patches
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts
 from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp
+from titan_fp8moe.trainer.experts import Placement
 
 
 def fsdp_has_work(job: Any) -> bool:
@@ -36,11 +37,11 @@ def fsdp_has_work(job: Any) -> bool:
 
 
 def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
-    """FSDP's ``fully_shard``; experts with ``outside_fsdp`` leave it again."""
+    """FSDP's ``fully_shard``; experts whose placement is outside of it leave it again."""
     sharded = torch_fully_shard(module, **kwargs)
     for part in module if isinstance(module, list) else [module]:
         if getattr(part, "moe_enabled", False):
-            experts = [m for m in part.modules() if getattr(m, "outside_fsdp", False)]
+            experts = [m for m in part.modules() if not getattr(m, "placement", Placement()).in_fsdp]
             leave_fsdp(part, [p for m in experts for p in m.parameters()])
     return sharded
 

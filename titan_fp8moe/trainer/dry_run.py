@@ -38,7 +38,7 @@ class Built(NamedTuple):
     dims: Any
     layout: ExpertLayout
     model: str
-    parts: Sequence[nn.Module]
+    parts: list[nn.Module]
 
 
 def smallest_world_size(parallelism: Any, expert_tensor_parallel: int = 1, least_shards: int = 1) -> int:
