@@ -16,7 +16,6 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import (
     ModelConverter,
     ModelConvertersContainer,
-    _registry_model_converter_cls,
 )
 from torchtitan.tools.logging import logger
 
@@ -50,7 +49,6 @@ class Fp8FlowMoEConverter(ModelConverter):
         job_checks.check_job(job_config)
         job_checks.check_parallelism(job_config, parallel_dims)
         first_hour.check_resumption(job_config, parallel_dims)
-        first_hour.check_text(job_config)
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.fault_tolerance = job_config.fault_tolerance.enable
@@ -132,12 +130,6 @@ def prepare_torchtitan() -> None:
 def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapper(self: ModelConvertersContainer, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        for name in job_config.model.converters:
-            if name not in _registry_model_converter_cls:
-                raise ValueError(
-                    f"model.converters has {name!r}; known are {sorted(_registry_model_converter_cls)}; is "
-                    "job.custom_config_module set?"
-                )
         init(self, job_config, parallel_dims)
         table = getattr(job_config, NAME, None)
         if table is None or NAME in job_config.model.converters:

@@ -23,7 +23,7 @@ from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models import _supported_models
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
@@ -55,6 +55,9 @@ def check_config(config: JobConfig) -> None:
         raise ValueError(f"model.name = {config.model.name!r}: torchtitan has {known}") from error
     if config.model.flavor not in flavors:
         raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(flavors)}")
+    for name in config.model.converters:
+        if name not in _registry_model_converter_cls:
+            raise ValueError(f"model.converters has {name!r}; known are {sorted(_registry_model_converter_cls)}")
     for section in ("training", *["validation"] * config.validation.enable):
         if (dataset := getattr(config, section).dataset) not in DATASETS:
             raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
