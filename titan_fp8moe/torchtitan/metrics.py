@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import utils
@@ -12,7 +11,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe import patches
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.trainer.nan_watch import NanWatch
+from titan_fp8moe.trainer.nan_watch import NanWatch, log_statistics
 
 _watching: list[NanWatch] = []
 
@@ -41,9 +40,7 @@ def _looking(should_log: Callable[..., bool]) -> Callable[..., bool]:
 def _log_statistics(metrics: MetricsProcessor, step: int) -> None:
     """Logs :mod:`titan_fp8moe.layer.statistics` every ``fp8_flow_moe.statistics_every`` steps."""
     if statistics.collecting():
-        counts = statistics.take(utils.device_type)
-        dist.all_reduce(counts)
-        metrics.logger.log({f"fp8_flow_moe/{k}": v for k, v in statistics.summarize(counts).items()}, step)
+        log_statistics(metrics, step, utils.device_type)
     every = cast(Any, metrics.job_config).fp8_flow_moe.statistics_every
     if every and (step + 1) % every == 0:
         statistics.collect()
