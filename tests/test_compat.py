@@ -10,7 +10,7 @@ from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
 from tests.layer import refused
-from titan_fp8moe import RoutedExperts
+from titan_fp8moe import RoutedExperts, patches
 from titan_fp8moe.trainer import compat
 from titan_fp8moe.trainer.cpu import rebind
 
@@ -37,22 +37,23 @@ def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch, fix,
     monkeypatch.delattr(*owner_and_name(gone))
     before = [getattr(*owner_and_name(interface), None) for interface in replaced]
     with refused(f"has no {gone.replace(':', '.')}, which", "install PyTorch 2.11 to 2.15", error=RuntimeError):
-        fix.__wrapped__()
+        fix()
     assert [getattr(*owner_and_name(interface), None) for interface in replaced] == before
 
 
 def test_selective_checkpointing_needs_the_profilers_ops(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compat, "_PROFILER_OPS", (*compat._PROFILER_OPS, "torch:ops.profiler._no_such_op"))
     with refused("has no torch.ops.profiler._no_such_op", error=RuntimeError):
-        compat.fix_selective_checkpointing.__wrapped__()
+        compat.fix_selective_checkpointing()
 
 
 def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(utils, "only_here", 1, raising=False)
-    rebind("only_here", 2)
-    assert utils.only_here == 2
-    with refused("torchtitan has no such_name to replace", error=RuntimeError):
-        rebind("such_name", 2)
+    with patches.undone():
+        rebind("only_here", lambda one: one + 1)
+        assert utils.only_here == 2
+        with refused("torchtitan has no such_name to replace", error=RuntimeError):
+            rebind("such_name", lambda one: one + 1)
 
 
 @pytest.mark.parametrize("gone", compat._HOOK_HANDLES)

@@ -19,6 +19,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan import compiling
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import plain_name
 
 TOKENS = 64
@@ -159,7 +160,7 @@ def test_reasons():
     assert "split sizes" in compiling.why_eager(block) and compiling.why_submodules(block) is None
     settings, block.moe.experts.config = block.moe.experts.config, Fp8FlowMoEConfig(dispatch="symmetric")
     assert compiling.why_eager(block) is None
-    block.moe.experts.in_fsdp = True
+    block.moe.experts.placement = Placement(in_fsdp=True)
     assert compiling.why_eager(block) == "FSDP's hooks on the experts"
     block.moe.experts.config = settings
     block.__class__ = type("OwnBlock", (type(block),), {})

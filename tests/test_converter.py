@@ -21,7 +21,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from tests.layer import assert_equal, generations, refused
-from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import operands
@@ -30,6 +30,7 @@ from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import FEED_FORWARDS, Fp8FlowGptOssExperts, Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.trainer import preflight
 
 
 def layer_classes(model: nn.Module) -> dict[str, tuple[type, type]]:
@@ -214,7 +215,7 @@ def test_fsdp_leaves_experts_alone_where_it_has_no_work(monkeypatch, replicas, s
     if config.training.dtype == "bfloat16":
         model.bfloat16()
     experts = [m for m in model.modules() if isinstance(m, Fp8FlowGroupedExperts)]
-    assert {m.in_fsdp for m in experts} == {hooks}
+    assert {m.placement.in_fsdp for m in experts} == {hooks}
     monkeypatch.setattr(
         parallel.fsdp, "fully_shard", lambda *_, ignored_params=(), **__: ignored.append(ignored_params)
     )
@@ -313,7 +314,8 @@ def test_what_is_logged_and_printed(caplog: pytest.LogCaptureFixture):
     caplog.clear()
     with caplog.at_level(logging.INFO):
         convert(config, model)
-    *_, summary, printed = caplog.messages
+    printed = caplog.messages[-1]
+    (summary,) = [line for line in caplog.messages if "in FP8;" in line]
     assert summary == (
         "FP8-Flow-MoE: 2 MoE layers, 2 shared experts, 1 dense FFNs, 0 linears in FP8; plain PyTorch reference on the "
         f"CPU; {SETTINGS}"
@@ -457,10 +459,12 @@ def test_nothing_is_changed_where_nothing_is_converted(monkeypatch, caplog, filt
     """What is changed is logged once."""
     done = []
     monkeypatch.setattr(converter.compat, "fix_selective_checkpointing", lambda: done.append(1))
-    converter._log_changes.cache_clear()
     config = make_config(*filters)
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            convert(config, make_model(config))
+    models = [make_model(config), make_model(config)]
+    with patches.undone(), preflight.for_other_machines(), caplog.at_level(logging.INFO):
+        converter.register()
+        for model in models:
+            convert(config, model)
     assert len(done) == 2 * changes
-    assert caplog.text.count("FP8-Flow-MoE changes in this process: torchtitan's TensorParallel") == changes
+    (said,) = [line for line in caplog.messages if "in this process of torchtitan" in line] or [""]
+    assert ("TensorParallel._apply" in said) == changes

@@ -27,9 +27,9 @@ from titan_fp8moe.export_fp8 import shards
 from titan_fp8moe.export_fp8.sources import TensorInfo
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.checkpoint import Job
-from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model
 from titan_fp8moe.torchtitan.modules import fp8_parameters
+from titan_fp8moe.trainer import preflight
 
 TOML = "train_configs/debug.toml"
 CONFIG = dict(num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, torch_dtype="float32")
@@ -38,15 +38,15 @@ EXPERT = "model.layers.1.mlp.experts.3.gate_proj.weight"
 
 
 @pytest.fixture(autouse=True)
-def hardware_check(monkeypatch):
-    monkeypatch.setattr(Fp8FlowMoEConverter, "trains_here", False)  # as the export does; restored after the test
+def hardware_check():
+    with preflight.for_other_machines():  # as in the export
+        yield
 
 
 @pytest.fixture(scope="module")
 def job():
     """The converted tiny model on the meta device, its arguments, and fp32 values of its parameters."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fp8FlowMoEConverter, "trains_here", False)
+    with preflight.for_other_machines():
         _, args, model = build_model(ConfigManager().parse_args([f"--job.config_file={TOML}"]), ONE_PROCESS)
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(v.shape, generator=generator) * 0.05 for name, v in model.state_dict().items()}

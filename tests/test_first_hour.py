@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import ConfigManager
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.protocols.model_converter import build_model_converters
 
-from tests.jobs import CUSTOM_MODULE, cpu_only, make_dims  # noqa: F401
+from tests.jobs import CUSTOM_MODULE, cpu_only, make_config  # noqa: F401
 from tests.layer import refused
+from titan_fp8moe.torchtitan.dry_run import check_config
 from titan_fp8moe.torchtitan.first_hour import check_resumption, check_text, check_tokenizer, warn_of_missing_corpus
 
 DIMS = SimpleNamespace(dp_replicate=1, dp_shard=2)
@@ -81,14 +81,13 @@ def test_another_number_of_ranks(job):
     [('{"text": "a"}', True), ('{"content": "a"}', False), ("a", False), ('{"text": 5}', False), ("", False)],
 )
 def test_corpus_without_text(tmp_path, line, fits):
-    """A folder or a file; the converter asks, too."""
+    """A folder or a file."""
     (tmp_path / "part.jsonl").write_text(line + "\n")
     for path in (tmp_path, tmp_path / "part.jsonl"):
         options = [CUSTOM_MODULE, "--training.dataset=c4_test", f"--training.dataset_path={path}"]
         job = ConfigManager().parse_args([*options, "--model.converters=fp8_flow_moe"])
-        for check in (check_text, lambda job: build_model_converters(job, make_dims())):
-            with refused(*[] if fits else ['part.jsonl: its first line is no {"text"', "tools/build_corpus.py"]):
-                check(job)
+        with refused(*[] if fits else ['part.jsonl: its first line is no {"text"', "tools/build_corpus.py"]):
+            check_text(job)
 
 
 @pytest.mark.parametrize("dataset", ["mine", "unknown"])
@@ -139,6 +138,6 @@ def test_missing_corpus(caplog, options, warned):
 
 
 def test_unknown_converter():
-    job = ConfigManager().parse_args(["--model.converters=fp8_flow"])
+    job = make_config("--model.converters=fp8_flow")
     with refused("model.converters has 'fp8_flow'; known are", "'fp8_flow_moe'"):
-        build_model_converters(job, DIMS)
+        check_config(job)

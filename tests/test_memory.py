@@ -120,11 +120,11 @@ def _estimate(file: str, gpus: int, rank: int, overrides: tuple[str, ...]) -> Es
 
     import experiments.throughput.setting  # noqa: F401  registers the flavors
     from titan_fp8moe.torchtitan import dry_run
-    from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
+    from titan_fp8moe.trainer import preflight
 
-    Fp8FlowMoEConverter.trains_here = False
     config = ConfigManager().parse_args([f"--job.config_file={ROOT / file}", "--model.name=deepseek_v3", *overrides])
-    dims, _, parts = dry_run.build(config, rank, gpus)
+    with preflight.for_other_machines():
+        dims, _, parts = dry_run.build(config, rank, gpus)
     found = estimate(config, dims, parts)
     assert found is not None
     return found

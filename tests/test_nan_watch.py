@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 
 from tests.layer import DEVICE, D, H, apply_layer, make_layer
-from titan_fp8moe import Fp8FlowMoEConfig
+from titan_fp8moe import Fp8FlowMoEConfig, patches
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.torchtitan import metrics
@@ -51,13 +51,15 @@ def new_flags():
 @pytest.fixture
 def processor(monkeypatch):
     """torchtitan's, that looks after each step; it logs the second."""
-    monkeypatch.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
-    monkeypatch.setattr(metrics.utils, "device_type", DEVICE)
-    metrics.look_after_each_step.__wrapped__()
     processor = object.__new__(MetricsProcessor)
     processor.model_parts = []
     processor.job_config = SimpleNamespace(fp8_flow_moe=Fp8FlowMoEConfig())
-    return processor
+    with patches.undone(), monkeypatch.context() as patched:
+        patched.setattr(metrics.utils, "device_type", DEVICE)
+        patched.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
+        with patches.undone():
+            metrics.look_after_each_step()
+            yield processor
 
 
 def spoil(where, layers, x, dout):

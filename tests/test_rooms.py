@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 ADAPTERS = ("export_fp8", "peft", "torchao", "torchtitan", "torchtitan03", "transformers")
 # Children of titan_fp8moe, each layer above those that it may import. "" is titan_fp8moe/__init__.py.
 LAYERS = [
+    {"patches"},
     {"activations", "recipe", "rows", "spec", "versions"},
     {"kernels", "ops"},
     {"dispatch"},
@@ -23,6 +25,10 @@ LAYERS = [
     {""},
     {"doctor", "testing", "trainer"},
     set(ADAPTERS) | {"warm_up"},
+]
+CHANGES_ELSEWHERE = [
+    "titan_fp8moe.kernels.warm_up: triton.knobs.compilation.listener = None",  # of a process that it has forked
+    "titan_fp8moe.layer.cache: register_optimizer_step_post_hook(_after_optimizer_step)",
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}
 ROOMS = ("experiments", "tests", "titan_fp8moe", "tools")
@@ -105,6 +111,30 @@ def test_no_upward_import():
         return room_of(module) == "titan_fp8moe" and layer(module) > layer(importer)
 
     assert not offenders("titan_fp8moe", upward)
+
+
+def test_only_patches_change_other_packages():
+    """Assignments to attributes and items of what another package defines, and its global hooks."""
+    registers = re.compile(r"register_\w*(optimizer|module_(full_)?(forward|backward|module|buffer|param))\w*_hook")
+    found = []
+    for name, tree in modules("titan_fp8moe").items():
+        foreign = {
+            alias.asname or alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+            if room_of(getattr(node, "module", None) or alias.name) not in {*ROOMS, *sys.stdlib_module_names}
+        }
+        for node in ast.walk(tree):
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else []:
+                while isinstance(target, ast.Attribute | ast.Subscript):
+                    target = target.value
+                    if isinstance(target, ast.Name) and target.id in foreign:
+                        found.append(f"{name}: {ast.unparse(node)}")
+            if isinstance(node, ast.Call) and registers.search(ast.unparse(node.func)):
+                found.append(f"{name}: {ast.unparse(node)}")
+    assert sorted(found) == sorted(CHANGES_ELSEWHERE)
 
 
 def test_core_imports_torch_and_triton_only():

@@ -1,4 +1,4 @@
-"""torchao's ``quantize_`` with this package's config: what it converts, that it is the converter, and its errors."""
+"""torchao's ``quantize_`` with this package's config: what it converts, and its errors."""
 
 import copy
 
@@ -7,72 +7,51 @@ import torch
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.quantization import quantize_
-from torchtitan.config import ConfigManager
-from torchtitan.distributed import ParallelDims
-from torchtitan.models.moe.moe import GroupedExperts, MoE, MoEArgs
-from torchtitan.protocols.model_converter import build_model_converters
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.models.moe.moe import MoE, MoEArgs
 
-import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
-from tests.layer import DEVICE
+from tests.layer import DEVICE, refused
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts
 from titan_fp8moe.torchao import is_moe, linears
-from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
-
-ONE_PROCESS = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
 
 
-def make_model(*flags: str, convert: bool = False) -> nn.Module:
-    config = ConfigManager().parse_args(["--job.config_file", "train_configs/debug.toml", *flags])
-    spec = get_train_spec("deepseek_v3")
-    args = copy.deepcopy(spec.model_args["tiny"])
-    args.update_from_config(config)
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = spec.model_cls(args)
-    if convert:
-        build_model_converters(config, ONE_PROCESS).convert(model)
-    with torch.no_grad():
-        model.init_weights(torch.device(DEVICE))
-    return model
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wo = nn.Linear(128, 128, bias=False, device=DEVICE)
+        self.experts = RoutedExperts(4, 128, 128, device=DEVICE)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.wo(x), ids, scores)
 
 
 def step(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Logits and all gradients."""
-    logits = model(torch.arange(64, device=DEVICE).view(2, 32) * 31 % 2048)
+    """The output and all gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x, scores = torch.randn(64, 128, generator=generator), torch.rand(64, 2, generator=generator)
+    ids = torch.randint(4, (64, 2), generator=generator)
+    out = model(*(t.to(DEVICE) for t in (x, ids, scores)))
     model.zero_grad()
-    logits.square().mean().backward()
-    return {"logits": logits.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+    out.square().mean().backward()
+    return {"out": out.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("setting", ["filter_fqns=shared_experts", "linear_fqns=attention.wo.", ""])
-def test_same_as_the_converter(setting):
-    name, _, value = setting.partition("=")
-    flags = [f"--fp8_flow_moe.{setting}"] if setting else []
-    want = step(make_model(*flags, "--fp8_flow_moe.save_h=fp8", convert=True))
-    model = make_model()
+def test_experts_and_linears():
+    """The same numbers as with the settings given at once, and other ones than in bf16."""
+    model, config = Model(), Fp8FlowMoEConfig(save_h="fp8", recompute="none")
+    want = copy.deepcopy(model)
+    want.experts.configure(config)
+    Fp8FlowLinear.convert(want.wo, config)
     plain = step(model)
-    filtered = {name: [value]} if name == "filter_fqns" else {}
-    quantize_(model, Fp8FlowMoEConfig(save_h="fp8", **filtered), filter_fn=is_moe)
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    assert len(layers) == 2 and all(type(layer) is Fp8FlowMoE for layer in layers)
-    assert isinstance(model.layers["0"].feed_forward, Fp8FlowFeedForward)
-    if name == "linear_fqns":
-        plain = step(model)
-        quantize_(model, Fp8FlowMoEConfig(), filter_fn=linears(value))
-        assert type(model.layers["1"].attention.wo) is Fp8FlowLinear and type(model.output) is nn.Linear
-    got = step(model)
-    assert got.keys() == want.keys() and not torch.equal(got["logits"], plain["logits"])
-    assert all(torch.equal(got[name], value) for name, value in want.items())
+    quantize_(model, config, filter_fn=is_moe)
+    assert model.experts.config is config and type(model.wo) is nn.Linear
+    quantize_(model, config, filter_fn=linears("wo"))
+    assert type(model.wo) is Fp8FlowLinear
+    got, expected = step(model), step(want)
+    assert not torch.equal(got["out"], plain["out"])
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-def test_some_layers():
-    model = make_model()
-    quantize_(model, Fp8FlowMoEConfig(), filter_fn=lambda m, name: is_moe(m, name) and "layers.1." not in name)
-    assert type(model.layers["1"].moe) is MoE and type(model.layers["2"].moe) is Fp8FlowMoE
-
-
-def test_module_of_experts():
+def test_other_settings_later():
     model = nn.ModuleList([RoutedExperts(2, 128, 128), nn.Linear(128, 128)])
     config = Fp8FlowMoEConfig(recompute="experts", cache_weights=True)
     quantize_(model, config, filter_fn=is_moe)
@@ -87,60 +66,43 @@ def test_with_torchaos_float8_linears(experts_first):
 
     def linears(model):
         config = Float8LinearConfig(emulate=True)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "attention.wo" in name)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "wo" in name)
 
     def experts(model):
-        quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
+        quantize_(model, Fp8FlowMoEConfig(recompute="experts"), filter_fn=is_moe)
 
-    model, only_linears = make_model(), make_model()
+    model = Model()
     for convert in (experts, linears) if experts_first else (linears, experts):
         convert(model)
-    linears(only_linears)
-    assert type(model.layers["1"].attention.wo).__name__ == "Float8Linear"
-    assert type(model.layers["1"].moe) is Fp8FlowMoE and model.layers["1"].moe.fp8_shared
-    got, other = step(model), step(only_linears)
-    assert all(value.isfinite().all() for value in got.values())
-    assert not torch.equal(got["logits"], other["logits"])
-
-
-def test_no_match_is_an_error():
-    with pytest.raises(ValueError, match="Sequential has no experts"):
-        quantize_(nn.Sequential(nn.Linear(4, 4)), Fp8FlowMoEConfig(), filter_fn=is_moe)
+    assert type(model.wo).__name__ == "Float8Linear" and model.experts.config.recompute == "experts"
+    assert all(value.isfinite().all() for value in step(model).values())
 
 
 @pytest.mark.parametrize(
     ("filter_fn", "message"),
     [
         (None, "call quantize_ with filter_fn = is_moe"),
-        (linears("attention.wo.", "attention.wx"), "'attention.wx', which matches no linear"),
-        (linears("router.gate."), "out_features = 8 must be multiples of 128"),
-        (lambda module, _: isinstance(module, GroupedExperts), "cannot convert GroupedExperts"),
+        (linears("wo", "wx"), "'wx', which matches no linear"),
+        (lambda module, _: isinstance(module, Model), "cannot convert Model"),
     ],
 )
 def test_other_filters_are_named(filter_fn, message):
     options = {} if filter_fn is None else {"filter_fn": filter_fn}
-    with pytest.raises(ValueError, match=message):
-        quantize_(make_model(), Fp8FlowMoEConfig(), **options)
+    with refused(message):
+        quantize_(Model(), Fp8FlowMoEConfig(), **options)
 
 
 @pytest.mark.parametrize(
-    ("layer", "config", "message"),
+    ("module", "config", "message"),
     [
-        (dict(dim=200), {}, "model dim 200"),
-        (dict(hidden_dim=72), {}, "hidden dim 72"),
-        ({}, dict(filter_fqns=["layers.1."]), "the config names 'layers.1.'"),
-        ({}, dict(linear_fqns=["wo."]), "the config names 'wo.'"),
-        ({}, dict(statistics_every=5), "statistics_every has no effect"),
+        (RoutedExperts(2, 128, 128), dict(filter_fqns=["layers.1."]), "the config names 'layers.1.'"),
+        (RoutedExperts(2, 128, 128), dict(linear_fqns=["wo."]), "the config names 'wo.'"),
+        (RoutedExperts(2, 128, 128), dict(statistics_every=5), "statistics_every has no effect"),
+        (nn.Linear(4, 4), {}, "Sequential has no experts"),
+        (MoE(MoEArgs(num_experts=2), dim=128, hidden_dim=128), {}, "model.converters = ..fp8_flow_moe"),
     ],
+    ids=["filter_fqns", "linear_fqns", "statistics_every", "nothing", "torchtitan"],
 )
-def test_errors(layer, config, message):
-    moe = MoE(MoEArgs(num_experts=2), **(dict(dim=128, hidden_dim=128) | layer))
+def test_errors(module, config, message):
     with pytest.raises(ValueError, match=message):
-        quantize_(nn.ModuleList([moe]), Fp8FlowMoEConfig(**config), filter_fn=is_moe)
-
-
-def test_twice_is_an_error():
-    model = nn.ModuleList([MoE(MoEArgs(num_experts=2), dim=128, hidden_dim=128)])
-    quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
-    with pytest.raises(ValueError, match="the layer is a Fp8FlowMoE"):
-        quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
+        quantize_(nn.Sequential(module), Fp8FlowMoEConfig(**config), filter_fn=is_moe)

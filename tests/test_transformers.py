@@ -410,7 +410,7 @@ def test_a_version_without_fp8_weights_is_served(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers.integrations.finegrained_fp8", None)
     monkeypatch.delitem(sys.modules, "titan_fp8moe.transformers")
     module = importlib.import_module("titan_fp8moe.transformers")
-    assert module._REGISTRIES == [moe.ALL_EXPERTS_FUNCTIONS]
+    assert [*module._REGISTRIES.values()] == [moe.ALL_EXPERTS_FUNCTIONS]
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
+from titan_fp8moe import patches
 from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.versions import installed, warn_about_versions
@@ -39,8 +40,11 @@ def run_beside(serves: Callable[[nn.Module], bool]) -> None:
             f"PEFT {installed('peft')} has no lora.ParamWrapper with _activate_lora, by which its adapters reach FP8 "
             "experts; install peft 0.21"
         )
-    merge = getattr(wrapper._activate_lora, "merges", wrapper._activate_lora)
+    patches.wrap(wrapper, "_activate_lora", functools.partial(_activating, serves), checked_on="PEFT 0.21.2")
+    patches.wrap(wrapper, "merge", _merging, checked_on="PEFT 0.21.2")
 
+
+def _activating(serves: Callable[[nn.Module], bool], merge: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(merge)
     def activate(self: Any, active_adapters: list[str]) -> contextlib.AbstractContextManager:
         experts = self.get_base_layer()
@@ -48,10 +52,10 @@ def run_beside(serves: Callable[[nn.Module], bool]) -> None:
             return merge(self, active_adapters)
         return _hand_over(self, experts, [name for name in active_adapters if name in self.lora_A])
 
-    cast(Any, activate).merges = merge
-    wrapper._activate_lora = activate
-    merge_for_good = getattr(wrapper.merge, "merges", wrapper.merge)
+    return activate
 
+
+def _merging(merge_for_good: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(merge_for_good)
     def merge_into(self: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(self.get_base_layer(), self.parameter_name).dtype == FP8:
@@ -61,8 +65,7 @@ def run_beside(serves: Callable[[nn.Module], bool]) -> None:
             )
         merge_for_good(self, *args, **kwargs)
 
-    cast(Any, merge_into).merges = merge_for_good
-    wrapper.merge = merge_into
+    return merge_into
 
 
 @contextlib.contextmanager

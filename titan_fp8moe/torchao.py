@@ -6,34 +6,32 @@
 
     quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
 
-It converts MoE layers and dense FFNs of torchtitan 0.2.2, the experts of Transformers 5, and with :func:`linears`
-chosen linears. :class:`titan_fp8moe.RoutedExperts` get the settings. Importing this module makes the config torchao's.
+It converts the experts of Transformers 5, and with :func:`linears` chosen linears of any model.
+:class:`titan_fp8moe.RoutedExperts` get the settings. torchtitan's modules have a model converter of their own,
+``fp8_flow_moe``. Importing this module makes the config torchao's.
 """
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torchao.core.config import AOBaseConfig
-from torchao.quantization.transform_module import register_quantize_module_handler
 
+from titan_fp8moe import patches
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.trainer import preflight
-from titan_fp8moe.trainer.preflight import ExpertLayout
 from titan_fp8moe.versions import warn_about_versions
 
-warn_about_versions("torchao", "torchtitan")
+warn_about_versions("torchao")
 
-_SHARED = "shared_experts"
 _chosen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # the linears that a filter of linears() has selected
 
 
 def is_moe(module: nn.Module, name: str = "") -> bool:
-    """``quantize_``'s ``filter_fn``: what torchtitan's converter selects by default, and the experts of other models.
+    """``quantize_``'s ``filter_fn`` that selects experts.
 
     torchao's own default filter matches linear layers only. To leave some layers as they are, combine the two::
 
@@ -44,10 +42,10 @@ def is_moe(module: nn.Module, name: str = "") -> bool:
     """
     if not name and not any(_is_experts(m) for m in module.modules()):
         raise ValueError(
-            f"{type(module).__name__} has no experts that titan_fp8moe converts: torchtitan's MoE, RoutedExperts, or "
-            "the experts of Transformers 5 that choose an implementation"
+            f"{type(module).__name__} has no experts that quantize_ converts: RoutedExperts, or Transformers' that "
+            'choose an implementation; torchtitan\'s take model.converters = ["fp8_flow_moe"]'
         )
-    return _is_experts(module) or _is_dense(module)
+    return _is_experts(module)
 
 
 def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
@@ -72,23 +70,19 @@ def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
     return filter_fn
 
 
-@register_quantize_module_handler(Fp8FlowMoEConfig)
 def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
     """Converts a module that the filter of ``quantize_`` selects."""
-    others = [part for part in (*config.filter_fqns, *config.linear_fqns) if part != _SHARED]
-    if others:
-        raise ValueError(
-            f"the config names {others[0]!r}, but quantize_ shows it no names; select modules with filter_fn. Only "
-            f"filter_fqns = [{_SHARED!r}] works here"
-        )
-    settings = "fp8_all_gather", "filter_fqns", "linear_fqns"
-    require_config(config, "modules of quantize_", *RECIPE, *TRANSPORT, *CACHE, *settings)
+    for name in (*config.filter_fqns, *config.linear_fqns):
+        raise ValueError(f"the config names {name!r}, but quantize_ shows it no names; select modules with filter_fn")
+    require_config(config, "modules of quantize_", *RECIPE, *TRANSPORT, *CACHE, "fp8_all_gather")
     convert = _conversion(module)
     preflight.check_hardware()
     convert(module, config)
     return module
 
 
+_HANDLERS = "torchao.quantization.transform_module:_QUANTIZE_CONFIG_HANDLER"
+patches.put(_HANDLERS, Fp8FlowMoEConfig, _convert, checked_on="torchao 0.18")
 # The config stays free of torchao: it becomes an AOBaseConfig here, which quantize_ asks for.
 AOBaseConfig.register(Fp8FlowMoEConfig)
 
@@ -97,10 +91,6 @@ def _conversion(module: nn.Module) -> Callable[[Any, Fp8FlowMoEConfig], None]:
     """How to convert a module in place."""
     if isinstance(module, RoutedExperts):
         return RoutedExperts.configure
-    if _is_torchtitans(module):
-        return _convert_moe
-    if _is_dense(module):
-        return _convert_dense
     if _is_transformers(module):
         return _convert_transformers
     if module in _chosen:
@@ -111,47 +101,12 @@ def _conversion(module: nn.Module) -> Callable[[Any, Fp8FlowMoEConfig], None]:
     )
 
 
-# --- modules of other packages, none of which is imported in vain -----------------------------------------------------
-
-
-def _is_torchtitans(module: nn.Module) -> bool:
-    titan = sys.modules.get("torchtitan.models.moe.moe")
-    return titan is not None and isinstance(module, titan.MoE)
-
-
 def _is_transformers(module: Any) -> bool:
     return hasattr(module, "is_concatenated") and hasattr(module, "config")  # from the decorator of experts
 
 
 def _is_experts(module: nn.Module) -> bool:
-    return isinstance(module, RoutedExperts) or _is_torchtitans(module) or _is_transformers(module)
-
-
-def _is_dense(module: nn.Module) -> bool:
-    """Whether it is an FFN of torchtitan's that can run in FP8, as its converter decides."""
-    if type(module).__name__ != "FeedForward" or "torchtitan" not in sys.modules:
-        return False
-    from titan_fp8moe.torchtitan.modules import why_not_fp8
-
-    return why_not_fp8(module, 1) is None
-
-
-def _convert_moe(layer: Any, config: Fp8FlowMoEConfig) -> None:
-    """As torchtitan's model converter does, but for checks of a job's settings, which are not known here."""
-    from titan_fp8moe.torchtitan import converter, job_checks, modules
-
-    job_checks.check_layer("the layer", layer, config, ExpertLayout(1, 1, 1, 0))
-    converter.prepare_torchtitan()
-    has_shared = layer.shared_experts is not None and _SHARED not in config.filter_fqns
-    modules.Fp8FlowMoE.convert(layer, config, has_shared and modules.why_not_fp8(layer.shared_experts, 1) is None)
-    layer.experts.keep_fsdp = layer.experts.in_fsdp = True  # other layers may stay in bf16
-
-
-def _convert_dense(ffn: nn.Module, config: Fp8FlowMoEConfig) -> None:
-    from titan_fp8moe.torchtitan import converter, modules
-
-    converter.prepare_torchtitan()
-    modules.Fp8FlowFeedForward.convert(ffn, config)
+    return isinstance(module, RoutedExperts) or _is_transformers(module)
 
 
 def _convert_transformers(experts: Any, config: Fp8FlowMoEConfig) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from titan_fp8moe import peft, recipe
+from titan_fp8moe import patches, peft, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.experts import Experts, run_layer
@@ -52,7 +52,9 @@ except ImportError:
 
 NAME = "fp8_flow"
 _STAY = 'use model.set_experts_implementation("grouped_mm")'
-_REGISTRIES = [r for r in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS) if r is not None]
+_REGISTRIES = {"transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS": ALL_EXPERTS_FUNCTIONS}
+if ALL_FP8_EXPERTS_FUNCTIONS is not None:
+    _REGISTRIES["transformers.integrations.finegrained_fp8:ALL_FP8_EXPERTS_FUNCTIONS"] = ALL_FP8_EXPERTS_FUNCTIONS
 # What Transformers 5.17 to 5.24 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 
@@ -96,11 +98,12 @@ def register(
     require_config(config, "Transformers models", *RECIPE, *CACHE)
     preflight.check_hardware()
     compat.fix_full_checkpointing()
-    for registry in _REGISTRIES:
+    for name, registry in _REGISTRIES.items():
         options: dict[str, Any] = dict(config=config, keep=unsupported == "keep", scales=scales)
         forward = functools.partial(_experts_forward, registry=registry, **options)
-        registry.register(NAME, forward)
+        patches.put(name, NAME, forward, checked_on="Transformers 5.17 to 5.24")
     peft.run_beside(_serves)
+    patches.log()
 
 
 def _serves(experts: Any) -> bool:

@@ -27,6 +27,7 @@ from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
 from experiments.throughput import kernel_trace
 from titan_fp8moe.torchtitan03 import parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
+from titan_fp8moe.trainer.experts import Placement
 
 MODELS: dict[str, Callable[[], Any]] = {"16b": deepseek_v3.deepseek_v3_16b, "qwen3_30b": qwen3.qwen3_30b_a3b}
 CHECKPOINTING: dict[str, Callable[[], Any]] = {
@@ -43,7 +44,7 @@ class ExpertsOutsideFsdp(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
-    outside_fsdp = True
+    placement = Placement(in_fsdp=False)
 
 
 def _outside_fsdp(config: Any) -> Any:
@@ -69,7 +70,7 @@ class KeepsGroupedGemms(SelectiveAC):
 
 def _strongest(config: Any) -> Any:
     parallel.install()
-    FusedGroupedExperts.outside_fsdp = True
+    FusedGroupedExperts.placement = Placement(in_fsdp=False)
     if type(config.activation_checkpoint) is SelectiveAC.Config:
         config.activation_checkpoint = derive(config.activation_checkpoint, KeepsGroupedGemms.Config)
     return _fused_swiglu(config)

@@ -11,14 +11,14 @@ TRUE = (
     "checkpoint", "whole state dict", "load whole", "load from rank 0", "seed", "average", "copy",
 )  # fmt: skip
 REFUSED = {
-    "ddp": "wrap the model with titan_fp8moe.distributed_data_parallel",
-    "ddp of experts": "wrap the model with titan_fp8moe.distributed_data_parallel",
-    "fused": "give it titan_fp8moe.parameter_groups",
-    "foreach": "give it titan_fp8moe.parameter_groups",
-    "zero": "a second optimizer the experts",
+    "ddp": "got mixed torch.Tensor and DTensor",  # torch's words; docs/parallel.md has the remedies
+    "ddp of experts": "c10d.broadcast_.default does not have a sharding strategy",
+    "fused": "got mixed torch.Tensor and DTensor",
+    "foreach": "got mixed torch.Tensor and DTensor",
+    "zero": "c10d.broadcast_.default does not have a sharding strategy",
     "load a rank's own": "DTensor.from_local",
     "another rank's module": "save state dicts with torch.distributed.checkpoint",
-    "torch's clip of both": "got mixed torch.Tensor and DTensor",  # torch's words; docs/parallel.md has the remedy
+    "torch's clip of both": "got mixed torch.Tensor and DTensor",
 }
 
 

@@ -27,10 +27,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_fp8moe import ops
+from titan_fp8moe import ops, patches
 from titan_fp8moe.kernels.quantize import stored_transposed
 from titan_fp8moe.layer.weights import ExpertWeights, readable
 from titan_fp8moe.ops import Fp8Weight
@@ -196,7 +195,8 @@ class WeightCache:
         self.owner = None if owner is None else weakref.ref(owner)
         self._lock = threading.Lock()
         self._all.add(self)
-        _count_optimizer_steps()
+        register = "torch.optim.optimizer:register_optimizer_step_post_hook"
+        patches.hook(register, _after_optimizer_step, checked_on="torch 2.11.0 to 2.15.0")
 
     def __reduce__(self) -> tuple:
         return WeightCache, (self.layouts, self.kind)  # a copied layer has other weights
@@ -286,11 +286,6 @@ def kind_of(module: nn.Module, layouts: Layouts) -> str:
 
 
 _steps: dict[torch.device, Tensor] = {}
-
-
-@functools.cache
-def _count_optimizer_steps() -> None:
-    register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 @torch.compiler.disable

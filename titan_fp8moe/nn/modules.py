@@ -23,7 +23,7 @@ from titan_fp8moe.layer.operands import WeightCache, kind_of, own_cache
 from titan_fp8moe.layer.operands import add_cache as add_cache_to
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
-from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, refuse_misuse, spread, uniform_by_expert_
+from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8, STEP
 from titan_fp8moe.spec import ExpertSpec
@@ -136,7 +136,6 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         self.configure(Fp8FlowMoEConfig() if config is None else config)
         self.ep_group = None if mesh is None else mesh.get_group()
         if mesh is not None:
-            refuse_misuse()
             self.register_load_state_dict_pre_hook(_spread_plain_weights)
         self.reset_parameters()
 
@@ -195,8 +194,6 @@ class RoutedExperts(Fp8AllGather, AddsLora):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.ep_group = group_of(cast(DTensor, self.w1)) if state["ep_group"] else None
-        if self.ep_group is not None:
-            refuse_misuse()
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
         if not isinstance(self, FSDPModule):

@@ -2,8 +2,8 @@
 
 With ``ep_group`` the weights of :class:`titan_fp8moe.RoutedExperts` are DTensors, sharded by experts, as in torchtitan.
 Distributed checkpoints, FSDP and ``deepcopy`` understand them as they are. The functions here serve the tools that take
-DTensors or plain tensors, but not both at once. Other uses of those tools are refused, by torch or by
-:func:`refuse_misuse`. docs/parallel.md has a whole training loop.
+DTensors or plain tensors, but not both at once. torch refuses other uses of those tools; docs/parallel.md has the
+remedies, and a whole training loop.
 """
 
 import atexit
@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _BY_EXPERTS = (Shard(0),)
 
@@ -201,43 +200,3 @@ def outlive_gloo() -> None:
     the threads while PyTorch's caches of DTensors hold the group.
     """
     atexit.register(time.sleep, 0.2)
-
-
-@functools.cache
-def refuse_misuse() -> None:
-    """Makes DDP, ``ZeroRedundancyOptimizer`` and fused optimizers name the remedy where they meet spread experts. They
-    fail anyway, but with words about DTensors."""
-    nn.modules.module.register_module_module_registration_hook(_check_ddp)
-    register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_ddp(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Runs when a module gets a submodule; DDP gets the model before it first communicates."""
-    if not isinstance(parent, DistributedDataParallel) or module is None:
-        return
-    for param_name, param in module.named_parameters():
-        if isinstance(param, DTensor) and param_name not in parent.parameters_to_ignore:
-            raise RuntimeError(
-                f"DistributedDataParallel would average {param_name}, a DTensor of which each rank has another part; "
-                "wrap the model with titan_fp8moe.distributed_data_parallel(model)"
-            )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # By name: a torch without ZeRO, or a job that does not use it, need not import it.
-    zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-    for group in optimizer.param_groups:
-        if not (zero or group.get("fused") or group.get("foreach")):
-            continue
-        num_spread = sum(isinstance(p, DTensor) for p in group["params"])
-        if num_spread and zero:
-            raise RuntimeError(
-                "ZeroRedundancyOptimizer would broadcast experts of which each rank has others; give it the plain "
-                "parameters only, and a second optimizer the experts, whose state is spread already: "
-                "titan_fp8moe.parameter_groups(model.parameters()) separates them"
-            )
-        if 0 < num_spread < len(group["params"]):
-            raise RuntimeError(
-                "a fused or foreach optimizer cannot mix the experts of ep_group, which are DTensors, with plain "
-                "parameters in one group; give it titan_fp8moe.parameter_groups(model.parameters())"
-            )

@@ -22,7 +22,7 @@ if (RELEASE := installed("torchtitan") or "").startswith("0.3"):
     )
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan import converter as _converter  # noqa: F401  registers fp8_flow_moe
+from titan_fp8moe.torchtitan import converter as _converter
 from titan_fp8moe.torchtitan.cpu import enable_cpu_training
 from titan_fp8moe.torchtitan.flavors import register_flavors
 from titan_fp8moe.trainer.cpu import compute_dtype
@@ -46,6 +46,7 @@ class JobConfig:
 
 
 warn_about_versions("torchtitan", "torchao")
+_converter.register()
 register_flavors()
 if not torch.cuda.is_available():
     enable_cpu_training()

@@ -17,10 +17,10 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from titan_fp8moe.export_fp8.sources import ConfigValues, TensorInfo, file_identity
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.torchtitan import toml_file
-from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, down_projection, fp8_parameters
+from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.plan import natural
 
 # What torchtitan stores besides the model, whose parameters have no common prefix.
@@ -46,11 +46,11 @@ class Job:
     def __init__(self, toml: str, overrides: list[str], world_size: int | None = None):
         config = toml_file.load(toml, overrides)
         config.checkpoint.enable = False  # nothing resumes here: other checkpoints of the run do not matter
-        Fp8FlowMoEConverter.trains_here = False
         check_config(config)
         ranks = smallest_world_size(config) if world_size is None else world_size
         dims = make_parallel_dims(config, ranks)
-        spec, model_args, model = build_model(config, dims)
+        with preflight.for_other_machines():
+            spec, model_args, model = build_model(config, dims)
         _check_blocks(config, dims, model)
         if spec.state_dict_adapter is None:
             raise ValueError(f"torchtitan has no names in Hugging Face's format for {config.model.name}")
@@ -114,7 +114,7 @@ def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> s
     # FSDP leaves experts alone that it would shard over one rank, see parallel.fully_shard.
     alone = dims.ep_enabled and layout.fsdp_shards * dims.dp_replicate == 1 and not training.enable_cpu_offload
     in_fp8 = layout.fsdp_shards > 1 and all(module.config.fp8_all_gather for module in experts)
-    return "fp32-routed" if in_fp8 or (alone and not any(m.keep_fsdp for m in experts)) else "bf16"
+    return "fp32-routed" if in_fp8 or (alone and not any(m.placement.keep_fsdp for m in experts)) else "bf16"
 
 
 class DcpSource:

@@ -22,6 +22,7 @@ from torchtitan.models.llama4.model.model import TransformerBlock as Llama4Block
 from torchtitan.models.qwen3.model.model import TransformerBlock as Qwen3Block
 from torchtitan.tools.logging import logger
 
+from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 
@@ -41,7 +42,7 @@ def why_eager(block: Any) -> str | None:
     experts = block.moe.experts
     if experts.ep_mesh is not None and experts.config.backend.syncs_host:
         return "expert parallelism reads split sizes on the host"
-    if experts.ep_mesh is not None and experts.in_fsdp:
+    if experts.ep_mesh is not None and experts.placement.in_fsdp:
         return "FSDP's hooks on the experts"
     if experts.config.fp8_all_gather:
         return "fp8_flow_moe.fp8_all_gather"
@@ -97,7 +98,8 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(apply_compile)
     def wrapper(model: Any, compile_config: Compile, ep_enabled: bool) -> None:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+        limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+        patches.put(torch._dynamo.config, "recompile_limit", limit, checked_on="torch 2.11.0, 2.13.0")
         layers, ways = nn.ModuleDict(), {}
         for name, layer in model.layers.named_children():
             block = layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer
@@ -121,6 +123,5 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
 
 
 def install(module: Any) -> None:
-    """Replaces ``apply_compile`` in one of torchtitan's ``parallelize`` modules. Calling again does nothing."""
-    if not hasattr(module.apply_compile, "__wrapped__"):
-        module.apply_compile = _by_blocks(module.apply_compile)
+    """Replaces ``apply_compile`` in one of torchtitan's ``parallelize`` modules."""
+    patches.wrap(module, "apply_compile", _by_blocks, checked_on="torchtitan 0.2.2")

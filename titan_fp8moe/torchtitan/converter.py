@@ -1,7 +1,6 @@
 """The model converter ``fp8_flow_moe``: checks that the job can work, then converts MoE layers, FFNs and linears."""
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,25 +16,25 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import (
     ModelConverter,
     ModelConvertersContainer,
-    _registry_model_converter_cls,
-    register_model_converter,
 )
 from torchtitan.tools.logging import logger
 
-from titan_fp8moe import SAVED_OPS
+from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.trainer import compat, preflight
-from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, describe, make_plan
+from titan_fp8moe.trainer.experts import Placement
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, announce, make_plan
 
 NAME = "fp8_flow_moe"
 
 # What per-op activation checkpointing keeps. The routed experts save little and recompute by themselves. The router's
 # choice is kept so that the recomputation routes exactly as the forward did.
-_SAVED_OPS = (*SAVED_OPS, torch.ops.aten.topk.default)
+_SAVED_OPS = {*SAVED_OPS, torch.ops.aten.topk.default}
+_CHECKED_ON = "torchtitan 0.2.2"
 
 
 class Fp8FlowMoEConverter(ModelConverter):
@@ -46,14 +45,10 @@ class Fp8FlowMoEConverter(ModelConverter):
             setting and the remedy.
     """
 
-    trains_here = True
-    """Whether this machine trains the model and so needs the hardware. False in a dry run."""
-
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         job_checks.check_job(job_config)
         job_checks.check_parallelism(job_config, parallel_dims)
         first_hour.check_resumption(job_config, parallel_dims)
-        first_hour.check_text(job_config)
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.fault_tolerance = job_config.fault_tolerance.enable
@@ -62,8 +57,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.fsdp_has_work = fsdp_ranks > 1 or training.enable_cpu_offload or training.dtype != "float32"
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
         preflight.warn_about_settings(self.config, self.layout.fsdp_shards)
-        local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if self.trains_here else None
-        preflight.check_dispatch(self.config, self.layout, local_ranks)
+        preflight.check_dispatch(self.config, self.layout)
 
     def convert(self, model: nn.Module) -> None:
         plan = make_plan(
@@ -73,36 +67,29 @@ class Fp8FlowMoEConverter(ModelConverter):
             why_not_ffn=self._why_not_fp8,
             check_linear=self._check_linear,
         )
+        way = f"dispatch over {self.config.backend.description}" if self.layout.expert_shards > 1 else ""
+        announce(plan, self.config, logger, way)
         fp8 = [part for part in plan if part.reason is None]
-        backend = self._check_hardware() if fp8 else "nothing to convert"
-        if self.config.statistics_every and not fp8:
-            logger.warning(f"{NAME}.statistics_every has no effect: {NAME}.filter_fqns leaves nothing to count")
         if fp8:
             prepare_torchtitan()
             metrics.look_after_each_step()
+            patches.log()
         converted = {part.name for part in fp8}
-        some_moe_stay = any(part.kind == MOE and part.reason for part in plan)
+        # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and bf16
+        # experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
+        keep_fsdp = self.fault_tolerance or any(part.kind == MOE and part.reason for part in plan)
+        placement = Placement(keep_fsdp or self.fsdp_has_work, keep_fsdp)
         for part in fp8:
             if part.kind == MOE:
-                moe_layer = cast(Any, part.module)
-                Fp8FlowMoE.convert(moe_layer, self.config, fp8_shared=f"{part.name}.{SHARED}" in converted)
-                # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and
-                # bf16 experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
-                moe_layer.experts.keep_fsdp = some_moe_stay or self.fault_tolerance
-                moe_layer.experts.in_fsdp = moe_layer.experts.keep_fsdp or self.fsdp_has_work
+                Fp8FlowMoE.convert(part.module, self.config, f"{part.name}.{SHARED}" in converted, placement)
             elif part.kind == DENSE:
                 Fp8FlowFeedForward.convert(part.module, self.config)
             elif part.kind == LINEAR:
                 Fp8FlowLinear.convert(cast(nn.Linear, part.module), self.config)
-        if self.trains_here and fp8:
+        if fp8 and preflight.trains_here():
             by_name = {part.name: cast(Any, part.module) for part in fp8 if part.kind != SHARED}
             in_order = [name for name, _ in model.named_modules() if name in by_name]
             metrics.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
-        way = ""
-        if self.layout.expert_shards > 1:
-            way = f"dispatch over {self.config.backend.description}; "
-        for line in describe(plan, f"{backend}; {way}{self.config.describe()}"):
-            logger.info(line)
 
     def _candidates(self, model: nn.Module) -> Candidates:
         modules = dict(model.named_modules())
@@ -123,11 +110,6 @@ class Fp8FlowMoEConverter(ModelConverter):
             return "model.converters has quantize.linear, which converts its linears"
         return why_not_fp8(ffn, self.tensor_shards)
 
-    def _check_hardware(self) -> str:
-        if not self.trains_here:
-            return "dry run"
-        return preflight.check_hardware()
-
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""
         WeightCache.clear_all()
@@ -135,35 +117,19 @@ class Fp8FlowMoEConverter(ModelConverter):
 
 def prepare_torchtitan() -> None:
     """Prepares the process for converted layers: parallel styles, checkpointing, compilation."""
-    _log_changes()
     compat.fix_selective_checkpointing()
     compat.fix_full_checkpointing()
     compat.fix_shape_inference()
     parallel.install()
-    for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize):
-        module._op_sac_save_list.update(_SAVED_OPS)
-        compiling.install(module)
-    gpt_oss_parallelize._op_sac_save_list.update(_SAVED_OPS)  # torchtitan compiles no block of this model
-
-
-@functools.cache
-def _log_changes() -> None:
-    logger.info(
-        "FP8-Flow-MoE changes in this process: torchtitan's TensorParallel, ExpertParallel, ExpertTensorParallel, "
-        "ReordererSequenceParallel, fully_shard, apply_compile and should_log; PyTorch's checkpointing, "
-        "FSDP's unshard, and pipeline stages' shape inference (titan_fp8moe/trainer/compat.py says why)"
-    )
+    for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize, gpt_oss_parallelize):
+        patches.wrap(module, "_op_sac_save_list", lambda ops: ops | _SAVED_OPS, checked_on=_CHECKED_ON)
+        if hasattr(module, "apply_compile"):  # torchtitan compiles no block of gpt_oss
+            compiling.install(module)
 
 
 def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapper(self: ModelConvertersContainer, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        for name in job_config.model.converters:
-            if name not in _registry_model_converter_cls:
-                raise ValueError(
-                    f"model.converters has {name!r}; known are {sorted(_registry_model_converter_cls)}; is "
-                    "job.custom_config_module set?"
-                )
         init(self, job_config, parallel_dims)
         table = getattr(job_config, NAME, None)
         if table is None or NAME in job_config.model.converters:
@@ -178,6 +144,8 @@ def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None
     return wrapper
 
 
-register_model_converter(Fp8FlowMoEConverter, NAME)
-# torchtitan's trainer makes this container whatever the converters are.
-ModelConvertersContainer.__init__ = _warning_of_unused_settings(ModelConvertersContainer.__init__)
+def register() -> None:
+    """Adds the converter to torchtitan, and a look at the settings to the container that its trainer always makes."""
+    registry = "torchtitan.protocols.model_converter:_registry_model_converter_cls"
+    patches.put(registry, NAME, Fp8FlowMoEConverter, checked_on=_CHECKED_ON)
+    patches.wrap(ModelConvertersContainer, "__init__", _warning_of_unused_settings, checked_on=_CHECKED_ON)

@@ -12,33 +12,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.models import attention
-from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
-from torchtitan.models.moe import kernels
+from torchtitan.models.llama3.infra import parallelize as _llama3  # noqa: F401  use_cpu changes what is loaded
+from torchtitan.models.moe import kernels as _kernels  # noqa: F401
 
-from titan_fp8moe.trainer.cpu import dense_attention, disable_gradient_division, rebind, use_cpu
+from titan_fp8moe import patches
+from titan_fp8moe.trainer.cpu import dense_attention, rebind, use_cpu
+
+_CHECKED_ON = "torchtitan 0.2.2"
 
 
-@functools.cache
 def enable_cpu_training() -> None:
-    """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built; calling again does nothing.
+    """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built.
 
     Raises:
         RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
     """
     use_cpu()
     # The router counts tokens with torch.histc, which has no integer kernel on the CPU.
-    torch.histc = _histc_with_integers(torch.histc)
+    patches.wrap(torch, "histc", _histc_with_integers, checked_on="torch 2.11.0, 2.13.0")
     # Expert parallelism orders tokens with a Triton kernel. torchtitan has a CPU version of it but never selects it.
-    rebind("generate_permute_indices", functools.partial(kernels.generate_permute_indices, use_cpu=True))
-    disable_division = llama3_parallelize.disable_fsdp_gradient_division
-    rebind("disable_fsdp_gradient_division", functools.partial(disable_gradient_division, disable_division))
-    attention.FlexAttentionWrapper._compiled_flex_attn = staticmethod(_dense_attention)
-    attention._compiled_create_block_mask = create_block_mask  # compiling it takes longer than training
+    rebind("generate_permute_indices", lambda original: functools.partial(original, use_cpu=True))
+    dense = staticmethod(_dense_attention)
+    patches.put(attention.FlexAttentionWrapper, "_compiled_flex_attn", dense, checked_on=_CHECKED_ON)
+    # Compiling it takes longer than training.
+    patches.put(attention, "_compiled_create_block_mask", create_block_mask, checked_on=_CHECKED_ON)
     # Offloaded parameters would be in pinned memory, which needs an accelerator.
-    rebind("CPUOffloadPolicy", functools.partial(CPUOffloadPolicy, pin_memory=False))
+    rebind("CPUOffloadPolicy", lambda original: functools.partial(original, pin_memory=False))
 
 
 def _dense_attention(

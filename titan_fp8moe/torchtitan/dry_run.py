@@ -11,13 +11,9 @@ and needs no GPU. The peak of memory that it prints is an estimate (:mod:`titan_
 Arguments after the config are torchtitan's own overrides.
 """
 
-import argparse
-import functools
-import math
 import os
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,32 +23,27 @@ from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models import _supported_models
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
-from titan_fp8moe.nn.modules import Fp8FlowLinear, KeepDtype
+from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan import toml_file
-from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.first_hour import check_text, check_tokenizer, warn_of_missing_corpus
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.memory import estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
-from titan_fp8moe.trainer import rank_report
-from titan_fp8moe.trainer.meta_layers import Tokens, watch
+from titan_fp8moe.trainer import dry_run
+from titan_fp8moe.trainer.dry_run import Built, MetaMoE
+from titan_fp8moe.trainer.meta_layers import Tokens
 
 
 def smallest_world_size(config: JobConfig) -> int:
-    """Product of the parallel degrees. A ``data_parallel_shard_degree`` of -1 counts as the least that works. Expert
-    parallelism needs two ranks of FSDP or context parallelism, or torchtitan's meshes are incomplete."""
+    """The fewest ranks. Expert parallelism needs two of FSDP or context parallelism, or torchtitan's meshes are
+    incomplete."""
     p = config.parallelism
-    inner = p.context_parallel_degree * p.tensor_parallel_degree
-    shard = p.data_parallel_shard_degree
-    if shard == -1:
-        least = 2 if p.expert_parallel_degree > 1 and p.context_parallel_degree == 1 else 1
-        experts = p.expert_parallel_degree * p.expert_tensor_parallel_degree
-        shard = max(least, experts // math.gcd(experts, inner))
-    return p.data_parallel_replicate_degree * shard * inner * p.pipeline_parallel_degree
+    least = 2 if p.expert_parallel_degree > 1 and p.context_parallel_degree == 1 else 1
+    return dry_run.smallest_world_size(p, p.expert_tensor_parallel_degree, least)
 
 
 def check_config(config: JobConfig) -> None:
@@ -64,6 +55,9 @@ def check_config(config: JobConfig) -> None:
         raise ValueError(f"model.name = {config.model.name!r}: torchtitan has {known}") from error
     if config.model.flavor not in flavors:
         raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(flavors)}")
+    for name in config.model.converters:
+        if name not in _registry_model_converter_cls:
+            raise ValueError(f"model.converters has {name!r}; known are {sorted(_registry_model_converter_cls)}")
     for section in ("training", *["validation"] * config.validation.enable):
         if (dataset := getattr(config, section).dataset) not in DATASETS:
             raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
@@ -129,92 +123,57 @@ def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, 
     return dims, n_params, parts
 
 
-class Built(NamedTuple):
-    """One rank's share of a job, from :func:`build`."""
-
-    config: JobConfig
-    rank: int
-    dims: ParallelDims
-    n_params: int
-    parts: list[nn.Module]
+def _build(config: JobConfig, rank: int, world_size: int) -> Built:
+    dims, n_params, parts = build(config, rank, world_size)
+    model = f"{config.model.name} {config.model.flavor}, {n_params:,} parameters, "
+    model += f"converters {', '.join(config.model.converters) or 'none'}"
+    return Built(config, rank, dims, expert_layout(config, dims), model, parts)
 
 
 def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
-    config, rank, dims, n_params, parts = built
-    training = config.training
-    sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
-    accumulation = max(training.global_batch_size // sequences, 1)
-    lines = [
-        f"model     {config.model.name} {config.model.flavor}, {n_params:,} parameters, "
-        f"converters {', '.join(config.model.converters) or 'none'}",
-        *rank_report.describe_layout(dims, dims.etp, expert_layout(config, dims).fsdp_shards),
-        rank_report.describe_batch(sequences, training.seq_len, accumulation),
-        rank_report.describe_parameters(rank, parts),
-    ]
-    if (memory := estimate(config, dims, parts)) is not None:
-        lines.append(
-            f"memory    activations {memory.activations / 2**30:.1f} GiB, peak about {memory.peak / 2**30:.1f} GiB "
-            f"{memory.where}, if routing is balanced"
-        )
-    lines += rank_report.describe_parts(parts, ("tok_embeddings", "norm", "output"))
-    blocks = [(name, block) for part in cast(list[Any], parts) for name, block in part.layers.items()]
-    for name, block in [(name, block) for name, block in blocks if getattr(block, "moe_enabled", False)][:1]:
-        lines += rank_report.describe_experts(name, block.moe.experts)
-    return "\n".join(lines)
+    memory = None
+    if (found := estimate(built.config, built.dims, built.parts)) is not None:
+        memory = f"memory    activations {found.activations / 2**30:.1f} GiB, peak about {found.peak / 2**30:.1f} GiB "
+        memory += f"{found.where}, if routing is balanced"
+    return dry_run.report(built, ends=("tok_embeddings", "norm", "output"), experts="moe.experts", memory=memory)
 
 
 def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
     """Forwards of the rank's converted modules on meta tensors. They change the modules, and run once each."""
-    config, dims = built.config, built.dims
-    fsdp_casts = dims.fsdp_enabled or dims.ep_enabled
-    training, compute_dtype = config.training, TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    dims, training = built.dims, built.config.training
+    fsdp_casts, compute_dtype = dims.fsdp_enabled or dims.ep_enabled, TORCH_DTYPE_MAP[training.mixed_precision_param]
     # Under autocast the residual stream and its norms stay in the parameters' dtype.
     dtype = compute_dtype if fsdp_casts else TORCH_DTYPE_MAP[training.dtype]
     autocast = not (fsdp_casts or dims.tp_enabled or dims.pp_enabled)
-    tokens = Tokens(expert_layout(config, dims).tokens, dtype, compute_dtype, autocast)
-    in_moe: set[nn.Module] = set()
-    for module in [m for part in built.parts for m in part.modules()]:
-        if isinstance(module, Fp8FlowMoE):
-            inside = [*module.modules()]
-            experts = next(m for m in inside if isinstance(m, Fp8FlowExperts))
-            shared = next((m for m in inside if isinstance(m, Fp8FlowFeedForward)), None)
-            in_moe.update(inside)
-            yield functools.partial(_run_experts, tokens, experts, shared, cast(Any, module.router).top_k)
-        elif isinstance(module, Fp8FlowFeedForward | Fp8FlowLinear) and module not in in_moe:
-            yield functools.partial(tokens.run, module)
+    return dry_run.layers(built.parts, Tokens(built.layout.tokens, dtype, compute_dtype, autocast), _moe)
 
 
-def _run_experts(tokens: Tokens, experts: Any, shared: Fp8FlowFeedForward | None, top_k: int) -> Tensor:
-    for module in filter(None, (experts, shared)):
-        tokens.gather(module)
-    watch(experts)
-    experts.gathers_fp8 = False
-    experts.set_meshes(experts.ep_mesh, None)
-    ids, scores = tokens.routing(top_k)
-    x = tokens.rows(experts.matrices().w2.shape[1])
-    return type(experts).forward(experts, x, ids, KeepDtype(scores), shared=shared)
+def _moe(module: Any) -> MetaMoE | None:
+    if not isinstance(module, Fp8FlowMoE):
+        return None
+    inside = [*module.modules()]  # compile and checkpoints may wrap them
+    experts: Any = next(m for m in inside if isinstance(m, Fp8FlowExperts))
+    shared = next((m for m in inside if isinstance(m, Fp8FlowFeedForward)), None)
+
+    def forward(x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        experts.set_meshes(experts.ep_mesh, None)
+        return type(experts).forward(experts, x, ids, KeepDtype(scores), shared=shared)
+
+    return MetaMoE(experts, experts, shared, cast(Any, module.router).top_k, True, forward)
+
+
+def _load(path: str | None, overrides: list[str]) -> JobConfig:
+    if not os.path.isfile(str(path)):
+        raise ValueError(f"{path}: no such file")
+    config = toml_file.load(str(path), overrides)
+    check_config(config)
+    return config
 
 
 def from_command_line(description: str | None) -> Built:
     """Builds the job of ``sys.argv``. Ends the process with the mistake, if there is one."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="TOML file")
-    parser.add_argument("--world-size", type=int, help="number of ranks; default: the fewest that the degrees allow")
-    parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP ranks hold different stages")
-    args, overrides = parser.parse_known_args()
-    if not os.path.isfile(args.config):
-        parser.error(f"{args.config}: no such file")
-    Fp8FlowMoEConverter.trains_here = False
-    try:
-        config = toml_file.load(args.config, overrides)
-        check_config(config)
-        world_size = smallest_world_size(config) if args.world_size is None else args.world_size
-        if not 0 <= args.rank < world_size:
-            raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
-        return Built(config, args.rank, *build(config, args.rank, world_size))
-    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    return dry_run.from_command_line(description, "config", _load, smallest_world_size, _build, help="TOML file")
 
 
 def main() -> None:

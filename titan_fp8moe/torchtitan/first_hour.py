@@ -1,6 +1,6 @@
 """Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints, corpus, tokenizer.
 
-The converter checks the checkpoint that the job would resume from and the corpus, and the dry run everything.
+The converter checks the checkpoint that the job would resume from, and the dry run everything.
 """
 
 import json

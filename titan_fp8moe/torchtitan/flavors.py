@@ -1,6 +1,5 @@
 """Small flavors of torchtitan's ``deepseek_v3``, and validation for ``deepseek_v3`` and ``llama4``."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -12,16 +11,16 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-from titan_fp8moe import check_room
+from titan_fp8moe import check_room, patches
 from titan_fp8moe.trainer.compat import kept_buffers
 
+_CHECKED_ON = "torchtitan 0.2.2"
 
-@functools.cache
+
 def register_flavors() -> None:
-    """Add flavors ``tiny`` and ``16B_short`` to ``deepseek_v3``, and a validator to it and ``llama4``. Calling again
-    does nothing."""
+    """Add flavors ``tiny`` and ``16B_short`` to ``deepseek_v3``, and a validator to it and ``llama4``."""
     # 6M parameters with DeepSeek-V3's routing: trains on a laptop CPU. MoE dims are multiples of 128 for the FP8 tiles.
-    deepseekv3_args["tiny"] = DeepSeekV3ModelArgs(
+    tiny = DeepSeekV3ModelArgs(
         vocab_size=2048,
         dim=256,
         inter_dim=512,
@@ -46,7 +45,7 @@ def register_flavors() -> None:
     )
     # Four of the 16B model's layers, which fit one GPU. SDPA needs no compilation, unlike flex attention.
     base = deepseekv3_args["16B"]
-    deepseekv3_args["16B_short"] = replace(
+    short = replace(
         base,
         moe_args=replace(base.moe_args),  # torchtitan writes config values into it: do not share it with 16B
         vocab_size=8192,
@@ -54,15 +53,17 @@ def register_flavors() -> None:
         attn_type="sdpa",
         attn_mask_type="causal",
     )
+    for name, args in (("tiny", tiny), ("16B_short", short)):
+        patches.put("torchtitan.models.deepseek_v3:deepseekv3_args", name, args, checked_on=_CHECKED_ON)
     # torchtitan's spec of deepseek_v3 has no validator builder, so `validation.enable` would fail an assertion. The
     # builder in llama4's spec fails with SDPA. The functions that return the specs are replaced: a spec registered
     # under a model's name would keep users from registering their own.
     for model in (deepseek_v3, llama4):
-        model.get_train_spec = functools.partial(_with_validator, model.get_train_spec)
+        patches.wrap(model, "get_train_spec", _with_validator, checked_on=_CHECKED_ON)
 
 
-def _with_validator(get_train_spec: Callable[[], TrainSpec]) -> TrainSpec:
-    return replace(get_train_spec(), build_validator_fn=MoEValidator)
+def _with_validator(get_train_spec: Callable[[], TrainSpec]) -> Callable[[], TrainSpec]:
+    return lambda: replace(get_train_spec(), build_validator_fn=MoEValidator)
 
 
 class MoEValidator(Validator):

@@ -1,16 +1,17 @@
 """Reports NaNs and logs statistics after each step, where torchtitan's metrics decide whether to log."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titan_fp8moe import patches
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.trainer.nan_watch import NanWatch
+from titan_fp8moe.trainer.nan_watch import NanWatch, log_statistics
 
 _watching: list[NanWatch] = []
 
@@ -20,12 +21,12 @@ def watch(layers: dict[str, nn.Module]) -> None:
     _watching[:] = [NanWatch(list(layers), layers, utils.device_type, logger)]
 
 
-@functools.cache
 def look_after_each_step() -> None:
-    """Extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged.
-    Calling again does nothing."""
-    should_log = MetricsProcessor.should_log
+    """Extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged."""
+    patches.wrap(MetricsProcessor, "should_log", _looking, checked_on="torchtitan 0.2.2")
 
+
+def _looking(should_log: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(should_log)
     def wrapper(self: MetricsProcessor, step: int) -> bool:
         for nan_watch in _watching:
@@ -33,15 +34,13 @@ def look_after_each_step() -> None:
         _log_statistics(self, step)
         return should_log(self, step)
 
-    MetricsProcessor.should_log = wrapper
+    return wrapper
 
 
 def _log_statistics(metrics: MetricsProcessor, step: int) -> None:
     """Logs :mod:`titan_fp8moe.layer.statistics` every ``fp8_flow_moe.statistics_every`` steps."""
     if statistics.collecting():
-        counts = statistics.take(utils.device_type)
-        dist.all_reduce(counts)
-        metrics.logger.log({f"fp8_flow_moe/{k}": v for k, v in statistics.summarize(counts).items()}, step)
+        log_statistics(metrics, step, utils.device_type)
     every = cast(Any, metrics.job_config).fp8_flow_moe.statistics_every
     if every and (step + 1) % every == 0:
         statistics.collect()

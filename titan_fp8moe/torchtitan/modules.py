@@ -18,15 +18,17 @@ from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Experts, run_layer
-from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache, cache_of
 from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
 
+_WITHOUT_FSDP = Placement(in_fsdp=False)
 
-class Fp8FlowExperts(Fp8AllGather):
+
+class Fp8FlowExperts(TitanExperts):
     """The routed experts of a layer: dispatch, FFN and combine, all inside this module's call. The subclasses also
     inherit from one of torchtitan's classes each, whose forwards take sorted rows, not routed pairs.
 
@@ -39,24 +41,16 @@ class Fp8FlowExperts(Fp8AllGather):
     ep_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
     nan_flags: Tensor | None = None
-    keep_fsdp: bool = False  # also where it has one rank, see parallel.fully_shard
-    in_fsdp: bool = False  # under expert parallelism, whether FSDP will have hooks on this module
 
     @staticmethod
-    def convert(experts: nn.Module, config: Fp8FlowMoEConfig) -> None:
+    def convert(experts: Any, config: Fp8FlowMoEConfig, placement: Placement) -> None:
         experts.__class__ = EXPERTS[type(experts)]
-        cast(Fp8FlowExperts, experts).config = config
+        experts.config, experts.placement = config, placement
         add_cache(experts)
 
     def expert(self) -> ExpertSpec:
         """The activation, and how the weights are stored."""
         return ExpertSpec(score_before_experts=self.score_before_experts)
-
-    def matrices(self) -> ExpertWeights[nn.Parameter]:
-        raise NotImplementedError
-
-    def biases(self) -> Biases[Tensor] | None:
-        return None
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
@@ -101,20 +95,16 @@ class Fp8FlowExperts(Fp8AllGather):
 class Fp8FlowGroupedExperts(Fp8FlowExperts, GroupedExperts):  # pyrefly: ignore[inconsistent-inheritance]
     """The experts of most models."""
 
-    def matrices(self) -> ExpertWeights[nn.Parameter]:
-        return ExpertWeights(self.w1, self.w2, self.w3)
+    matrix_names = "w1", "w2", "w3"
 
 
 class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):  # pyrefly: ignore[inconsistent-inheritance]
     """gpt_oss's, with biases and with gate and up interleaved in one weight."""
 
-    def expert(self) -> ExpertSpec:
-        parameters = dict(limit=self.swiglu_limit, alpha=1.702, offset=1.0)  # of torchtitan's swiglu
-        spec = ExpertSpec.of("clamped_swiglu", parameters, self.score_before_experts)
-        return spec._replace(interleaved=True)
+    matrix_names = "mlp1_weight", "mlp2_weight"
 
-    def matrices(self) -> ExpertWeights[nn.Parameter]:
-        return ExpertWeights(self.mlp1_weight, self.mlp2_weight)
+    def expert(self) -> ExpertSpec:
+        return gpt_oss_expert(self.swiglu_limit, self.score_before_experts)
 
     def biases(self) -> Biases[Tensor]:
         b1, b2 = (b.to_local() if isinstance(b, DTensor) else b for b in (self.mlp1_bias, self.mlp2_bias))
@@ -134,9 +124,9 @@ class Fp8FlowFeedForward(Fp8FFN):
     """torchtitan's FeedForward in FP8. The subclasses also inherit from one of torchtitan's classes each."""
 
     @staticmethod
-    def convert(ffn: nn.Module, config: Fp8FlowMoEConfig) -> None:
+    def convert(ffn: Any, config: Fp8FlowMoEConfig) -> None:
         ffn.__class__ = FEED_FORWARDS[type(ffn)]
-        cast(Fp8FlowFeedForward, ffn).config = config
+        ffn.config = config
         add_cache(ffn)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,13 +172,15 @@ class Fp8FlowMoE(MoE):
     experts: Fp8FlowExperts  # pyrefly: ignore[bad-override-mutable-attribute] # converted with the layer
 
     @staticmethod
-    def convert(moe: MoE, config: Fp8FlowMoEConfig, fp8_shared: bool = False) -> None:
+    def convert(
+        moe: Any, config: Fp8FlowMoEConfig, fp8_shared: bool = False, placement: Placement = _WITHOUT_FSDP
+    ) -> None:
         moe.__class__ = Fp8FlowMoE
-        cast(Fp8FlowMoE, moe).fp8_shared = fp8_shared
+        moe.fp8_shared = fp8_shared
         if fp8_shared:
-            Fp8FlowFeedForward.convert(cast(nn.Module, moe.shared_experts), config)
-        Fp8FlowExperts.convert(moe.experts, config)
-        cast(Fp8FlowMoE, moe).experts.score_before_experts = moe.score_before_experts
+            Fp8FlowFeedForward.convert(moe.shared_experts, config)
+        Fp8FlowExperts.convert(moe.experts, config, placement)
+        moe.experts.score_before_experts = moe.score_before_experts
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)."""

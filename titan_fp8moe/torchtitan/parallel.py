@@ -21,9 +21,11 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel, GptossTensorParallel
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
+from titan_fp8moe import patches
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
 from titan_fp8moe.trainer.compat import remove_fsdp_hooks
 
+_CHECKED_ON = "torchtitan 0.2.2"
 # Over which meshes a style spreads experts, and each expert.
 _MESHES: dict[type[ParallelStyle], Callable[[DeviceMesh], tuple[DeviceMesh | None, DeviceMesh | None]]] = {
     expert_parallel.TensorParallel: lambda mesh: (None, mesh),
@@ -34,9 +36,9 @@ _MESHES: dict[type[ParallelStyle], Callable[[DeviceMesh], tuple[DeviceMesh | Non
 }
 
 
-def _without_hooks(style: type[ParallelStyle]) -> Callable[..., nn.Module]:
+def _without_hooks(style: type[ParallelStyle], apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """The style's ``_apply``, but for converted experts. Subclasses, which have hooks of their own, keep them."""
-    apply, meshes = style._apply, _MESHES[style]
+    meshes = _MESHES[style]
 
     @functools.wraps(apply)
     def wrapper(self: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -67,12 +69,12 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     reduce then, but FSDP would cast the parameters to bf16 and copy them twice a step, and copy the gradients twice.
     Quantization reads fp32 as well, and the weight gradients come in the parameters' dtype. Parameters in bf16 stay
     with FSDP, which adds up the gradients of microbatches in fp32; and so do those of which something else than FSDP's
-    arithmetic is expected (``keep_fsdp``).
+    arithmetic is expected (``placement.keep_fsdp``).
     """
     left_alone = (
         isinstance(module, Fp8FlowExperts)
         and mesh.size() == 1
-        and not module.keep_fsdp
+        and not module.placement.keep_fsdp
         and module.matrices().w1.dtype == torch.float32
         and "offload_policy" not in kwargs
     )
@@ -93,20 +95,18 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     return sharded
 
 
-@functools.cache
 def install() -> None:
-    """Changes torchtitan's styles, and gives it this ``fully_shard``. Calling again does nothing.
+    """Changes torchtitan's styles, and gives it this ``fully_shard``.
 
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
     """
-    if llama4_parallelize.fully_shard is not fsdp.fully_shard:  # by another name, or of another package
+    if llama4_parallelize.fully_shard not in (fsdp.fully_shard, fully_shard):  # by another name, or another package's
         raise RuntimeError(
             "torchtitan.models.llama4.infra.parallelize.fully_shard is not PyTorch's, so FSDP cannot be told of FP8 "
             "experts; install torchtitan 0.2.2"
         )
     for style in _MESHES:
-        style._apply = _without_hooks(style)
-    reorderer = expert_parallel.ReordererSequenceParallel
-    reorderer._apply = _recording_mesh(reorderer._apply)
-    llama4_parallelize.fully_shard = fully_shard  # pyrefly: ignore[bad-assignment]
+        patches.wrap(style, "_apply", functools.partial(_without_hooks, style), checked_on=_CHECKED_ON)
+    patches.wrap(expert_parallel.ReordererSequenceParallel, "_apply", _recording_mesh, checked_on=_CHECKED_ON)
+    patches.put(llama4_parallelize, "fully_shard", fully_shard, checked_on=_CHECKED_ON)

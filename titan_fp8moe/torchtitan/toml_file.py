@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import importlib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchtitan.config import ConfigManager, JobConfig
@@ -71,38 +71,35 @@ def check_table(config_class: type, values: dict[str, Any], table: str = "") -> 
         hint = hints[name]
         if dataclasses.is_dataclass(hint) and isinstance(value, dict):
             check_table(hint, value, f"{table}{name}.")
-        elif not _fits(value, hint):
-            raise ValueError(f"{table}{name} = {value!r}; set it to {_describe(hint)}")
+        elif not any(fits(value) for fits, _ in _alternatives(hint)):
+            words = " or ".join(words for _, words in _alternatives(hint))
+            raise ValueError(f"{table}{name} = {value!r}; set it to {words}")
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a TOML file is one of a field's type."""
+_KINDS = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a string"),
+}
+
+
+def _alternatives(hint: Any) -> Iterator[tuple[Callable[[Any], bool], str]]:
+    """What a value of a TOML file may be in a field of this type: for each alternative a test, and words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _fits(value, args[0])
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
-    if origin is Literal:
-        return value in args
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
-    if hint is float:
-        return type(value) in (int, float)
-    if hint in (bool, int, str):
-        return type(value) is hint
-    return hint is not types.NoneType and not dataclasses.is_dataclass(hint)
-
-
-def _describe(hint: Any) -> str:
-    """A field's type in words."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _describe(args[0])
-    if origin in (Union, types.UnionType):
-        return " or ".join(_describe(arg) for arg in args if arg is not types.NoneType)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(arg) for arg in args)
-    if origin is list:
-        return f'a list, each item {_describe(args[0])}: ["..."]' if args[0] is str else "a list"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-    return names.get(hint, "a table of settings")
+        yield from _alternatives(args[0])
+    elif origin in (Union, types.UnionType):
+        for arg in args:
+            yield from _alternatives(arg)
+    elif origin is Literal:
+        yield args.__contains__, "one of " + ", ".join(map(repr, args))
+    elif origin is list:
+        ((fits, words),) = _alternatives(args[0])
+        words = f'a list, each item {words}: ["..."]' if args[0] is str else "a list"
+        yield lambda value: isinstance(value, list) and all(map(fits, value)), words
+    elif hint in _KINDS:
+        kinds, words = _KINDS[hint]
+        yield lambda value: type(value) in kinds, words
+    elif hint is not types.NoneType:
+        yield lambda _: not dataclasses.is_dataclass(hint), "a table of settings"

@@ -20,7 +20,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import SAVED_OPS
+from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks, parallel
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
@@ -31,7 +31,8 @@ from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowMoE,
 )
 from titan_fp8moe.trainer import compat, preflight
-from titan_fp8moe.trainer.plan import LINEAR, MOE, SHARED, Part, describe
+from titan_fp8moe.trainer.experts import Placement
+from titan_fp8moe.trainer.plan import LINEAR, MOE, SHARED, Part, announce
 
 _CONVERTED = (Fp8FlowFeedForward.Config, Fp8FlowLinear03.Config, Fp8FlowMoE.Config)
 
@@ -79,39 +80,34 @@ class Conversion:
         dims, configs = ParallelDims.from_config(job.parallelism, world_size), _configs(model)
         # A config function may have removed layers since.
         self.plan = [_settled(part, configs[part.name], dims.tp) for part in self.plan if part.name in configs]
-        fp8, settings, outside_fsdp = self.fp8, self.settings, False
+        fp8, settings, placement = self.fp8, self.settings, Placement()
         if isinstance(job, Trainer.Config):
-            outside_fsdp = self._check(job, dims, configs)
-        backend = preflight.check_hardware() if fp8 else "nothing to convert"
-        if settings.statistics_every and not fp8:
-            logger.warning("fp8_flow_moe.statistics_every has no effect: filter_fqns leaves nothing to count")
+            placement = self._check(job, dims, configs)
+        way = f"dispatch over {settings.backend.description}" if dims.ep > 1 else ""
+        announce(self.plan, settings, logger, way, "" if placement.in_fsdp or not fp8 else "experts outside of FSDP")
         for name, part in fp8.items():
             if part.kind == MOE:
                 # Under EP each of TP's ranks routes a part of the tokens whose shared experts they share.
                 joins = f"{name}.{SHARED}" in fp8 and (dims.tp == 1 or dims.ep == 1)
                 configs[name].shared = "fp8" if joins else "meanwhile" if dims.tp == 1 else "apart"
                 configs[name].checked = True
-                configs[name].routed_experts.inner_experts.outside_fsdp = outside_fsdp
-        way = f"dispatch over {settings.backend.description}; " if dims.ep > 1 else ""
-        way += "experts outside of FSDP; " if outside_fsdp and fp8 else ""
-        for line in describe(self.plan, f"{backend}; {way}{settings.describe()}"):
-            logger.info(line)
+                configs[name].routed_experts.placement = placement
         if fp8:
             compat.fix_shape_inference()
             parallel.install()
+            patches.log()
             self._attach(job, configs)
 
-    def _check(self, job: Any, dims: ParallelDims, configs: dict[str, Any]) -> bool:
-        """Checks the job. Returns whether FSDP would gather and reduce the experts over one rank only, for nothing."""
+    def _check(self, job: Any, dims: ParallelDims, configs: dict[str, Any]) -> Placement:
+        """Checks the job. The experts leave FSDP where it would gather and reduce them over one rank, for nothing."""
         settings, layout = self.settings, job_checks.expert_layout(job, dims)
         job_checks.check_job(job, settings)
         preflight.warn_about_settings(settings, layout.fsdp_shards)
-        local_ranks = os.environ.get("LOCAL_WORLD_SIZE")
-        preflight.check_dispatch(settings, layout, local_ranks)
+        preflight.check_dispatch(settings, layout)
         for name, part in self.fp8.items():
             if part.kind == MOE:
                 job_checks.check_layer(name, configs[name], settings, layout)
-        return layout.fsdp_shards * dims.dp_replicate == 1 and not parallel.fsdp_has_work(job)
+        return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job))
 
     def _attach(self, job: Any, configs: dict[str, Any]) -> None:
         """Gives the job a checkpointing policy and a metrics processor that know this package."""

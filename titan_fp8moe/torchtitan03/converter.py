@@ -126,11 +126,10 @@ def _converted(part: Part, config: Fp8FlowMoEConfig, fp8_shared: bool) -> Any:
     routed, shared = old.routed_experts, old.shared_experts
     is_gpt_oss = type(routed.inner_experts) is GptOssGroupedExperts.Config
     kind = Fp8FlowGptOssExperts.Config if is_gpt_oss else Fp8FlowGroupedExperts.Config
-    experts = derive(routed.inner_experts, kind, fp8_all_gather=config.fp8_all_gather)
     routed = derive(
         routed,
         Fp8FlowRoutedExperts.Config,
-        inner_experts=experts,
+        inner_experts=derive(routed.inner_experts, kind),
         token_dispatcher=Fp8FlowDispatcher.Config(),
         fp8_flow=config,
     )

@@ -1,42 +1,37 @@
 """Train with torchtitan 0.3.0 on CPUs over gloo: for tests, debugging and stepping through the code."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
-from torchtitan.distributed import fsdp
+from torchtitan.distributed import fsdp as _fsdp  # noqa: F401  use_cpu changes what is loaded
 from torchtitan.models.common import attention, moe, token_dispatcher
 from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 
-from titan_fp8moe.trainer.cpu import dense_attention, disable_gradient_division, has_fast_bf16, rebind, use_cpu
+from titan_fp8moe import patches
+from titan_fp8moe.trainer.cpu import dense_attention, has_fast_bf16, use_cpu
+
+_CHECKED_ON = "torchtitan 0.3.0"
 
 
-@functools.cache
 def enable_cpu_training() -> None:
-    """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built; calling again does nothing.
+    """Make torchtitan use the CPU and gloo. Call before the ``Trainer`` is built.
 
     Raises:
         RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
     """
     use_cpu()
-    _replace(attention.FlexAttention, "_compiled_flex_attn", staticmethod(_dense_attention))
-    _replace(attention, "_compiled_create_block_mask", create_block_mask)  # compiling it takes longer than training
+    dense = staticmethod(_dense_attention)
+    patches.put(attention.FlexAttention, "_compiled_flex_attn", dense, checked_on=_CHECKED_ON)
+    # Compiling it takes longer than training.
+    patches.put(attention, "_compiled_create_block_mask", create_block_mask, checked_on=_CHECKED_ON)
     if not has_fast_bf16():
-        _replace(moe.GroupedExperts, "_grouped_mm", _grouped_mm)
-        _replace(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype(gpt_oss_moe.GptOssGroupedExperts.forward))
+        patches.put(moe.GroupedExperts, "_grouped_mm", _grouped_mm, checked_on=_CHECKED_ON)
+        patches.wrap(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype, checked_on=_CHECKED_ON)
     # The all-to-all of bf16 layers: spmd_types exchanges lists of tensors, which gloo wants all of one size.
-    _replace(token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor")
-    disable_division = fsdp.disable_fsdp_gradient_division
-    rebind("disable_fsdp_gradient_division", functools.partial(disable_gradient_division, disable_division))
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    if not hasattr(owner, name):
-        raise RuntimeError(f"torchtitan has no {owner.__name__}.{name} to replace for training on a CPU; install 0.3.0")
-    setattr(owner, name, value)
+    patches.put(token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor", checked_on=_CHECKED_ON)
 
 
 def _grouped_mm(self: moe.GroupedExperts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:

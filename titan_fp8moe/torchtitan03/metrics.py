@@ -8,14 +8,13 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.trainer.compat import uncompiled
-from titan_fp8moe.trainer.nan_watch import NanWatch
+from titan_fp8moe.trainer.nan_watch import NanWatch, log_statistics
 from titan_fp8moe.trainer.plan import natural, plain_name
 
 
@@ -70,7 +69,4 @@ class Fp8FlowMetrics(MetricsProcessor):
             self.nan_watch.report_here(self.model_parts)
         if statistics.collecting():
             self.eager.close()
-            counts = statistics.take(utils.device_type)
-            dist.all_reduce(counts)
-            summary = {f"fp8_flow_moe/{name}": value for name, value in statistics.summarize(counts).items()}
-            self.logger.log(summary, self.step)
+            log_statistics(self, self.step, utils.device_type)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.config import Configurable
@@ -23,34 +23,27 @@ from torchtitan.protocols.sharding import LocalMapConfig
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Experts, run_layer
-from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache, cache_of
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.torchtitan03.lora import lora_of, make_factors
+from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 
 # Mesh dims over which FSDP does not gather, but may shard a parameter too.
 _NOT_FSDP = {"ep", "tp", "pp", "dp_replicate"}
 
 
-class Fp8FlowExperts(Fp8AllGather):
+class Fp8FlowExperts(TitanExperts):
     """Mixin that holds the parameters of routed experts, and of any adapters, which :class:`Fp8FlowRoutedExperts`
-    reads.
+    reads and configures.
 
     Attributes:
         expert: the activation, and how the weights are stored.
     """
 
-    fp8_all_gather: bool
-    outside_fsdp: bool  # see titan_fp8moe.torchtitan03.parallel
+    fp8_all_gather: bool = False
     expert: ExpertSpec = ExpertSpec()
     lora_scale: float | None = None
-
-    def matrices(self) -> ExpertWeights[nn.Parameter]:
-        raise NotImplementedError
-
-    def biases(self) -> Biases[Tensor] | None:
-        return None
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Fp8FlowExperts":
         # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
@@ -67,20 +60,16 @@ class Fp8FlowGroupedExperts(Fp8FlowExperts, GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        fp8_all_gather: bool = False
-        outside_fsdp: bool = False
         lora_rank: int = 0  # 0 for no adapters
         lora_alpha: float = 1.0
 
+    matrix_names = "w1_EFD", "w2_EDF", "w3_EFD"
+
     def __init__(self, config: Config):
         super().__init__(config)
-        self.fp8_all_gather, self.outside_fsdp = config.fp8_all_gather, config.outside_fsdp
         if config.lora_rank:
             self.lora_a, self.lora_b = make_factors(config)
             self.lora_scale = config.lora_alpha / config.lora_rank
-
-    def matrices(self) -> ExpertWeights[nn.Parameter]:
-        return ExpertWeights(self.w1_EFD, self.w2_EDF, self.w3_EFD)
 
 
 class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):
@@ -88,17 +77,13 @@ class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssGroupedExperts.Config):
-        fp8_all_gather: bool = False
-        outside_fsdp: bool = False
+        pass
+
+    matrix_names = "mlp1_weight_EGD", "mlp2_weight_EDF"
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.fp8_all_gather, self.outside_fsdp = config.fp8_all_gather, config.outside_fsdp
-        parameters = dict(limit=config.swiglu_limit, alpha=1.702, offset=1)  # of torchtitan's swiglu
-        self.expert = ExpertSpec.of("clamped_swiglu", parameters)._replace(interleaved=True)
-
-    def matrices(self) -> ExpertWeights[nn.Parameter]:
-        return ExpertWeights(self.mlp1_weight_EGD, self.mlp2_weight_EDF)
+        self.expert = gpt_oss_expert(config.swiglu_limit)
 
     def biases(self) -> Biases[Tensor]:
         b1, b2, tp = self.mlp1_bias_EG, self.mlp2_bias_ED, 1
@@ -141,12 +126,14 @@ class Fp8FlowRoutedExperts(RoutedExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
         fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
+        placement: Placement = field(default_factory=Placement)
 
     nan_flags: Tensor | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.config = config.fp8_flow
+        self.config, experts = config.fp8_flow, cast(Fp8FlowExperts, self.inner_experts)
+        experts.fp8_all_gather, experts.placement = config.fp8_flow.fp8_all_gather, config.placement
         add_cache(self)
 
     def forward(

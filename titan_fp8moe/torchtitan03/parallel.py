@@ -10,7 +10,7 @@ torchtitan 0.3.0 lets frozen parameters train: with ``spmd_backend = "spmd_types
 parameter that requires a gradient. So LoRA would train its base.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torchtitan.distributed import fsdp
 from torchtitan.protocols.module import Module
 
+from titan_fp8moe import patches
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts
 from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp
+from titan_fp8moe.trainer.experts import Placement
 
 
 def fsdp_has_work(job: Any) -> bool:
@@ -35,39 +37,42 @@ def fsdp_has_work(job: Any) -> bool:
 
 
 def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
-    """FSDP's ``fully_shard``; experts with ``outside_fsdp`` leave it again."""
+    """FSDP's ``fully_shard``; experts whose placement is outside of it leave it again."""
     sharded = torch_fully_shard(module, **kwargs)
     for part in module if isinstance(module, list) else [module]:
         if getattr(part, "moe_enabled", False):
-            experts = [m for m in part.modules() if getattr(m, "outside_fsdp", False)]
+            experts = [m for m in part.modules() if not getattr(m, "placement", Placement()).in_fsdp]
             leave_fsdp(part, [p for m in experts for p in m.parameters()])
     return sharded
 
 
-@functools.cache
 def install() -> None:
     """Gives torchtitan this ``fully_shard``, keeps frozen parameters frozen, and compiles blocks with an all-to-all up
-    to it. Calling again does nothing.
+    to it.
 
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
     """
-    if fsdp.fully_shard is not torch_fully_shard:
+    if fsdp.fully_shard not in (torch_fully_shard, fully_shard):
         raise RuntimeError(
             "torchtitan.distributed.fsdp.fully_shard is not PyTorch's, so FP8 experts cannot leave FSDP; install "
             "torchtitan 0.3.0"
         )
-    fsdp.fully_shard = fully_shard
-    distribute = Module._spmd_distribute_state
+    patches.put(fsdp, "fully_shard", fully_shard, checked_on="torchtitan 0.3.0")
+    patches.wrap(Module, "_spmd_distribute_state", _keeping_frozen, checked_on="torchtitan 0.3.0")
+    patches.wrap(nn.Module, "compile", _up_to_the_experts, checked_on="torch 2.14.1")
 
+
+def _keeping_frozen(distribute: Callable[..., None]) -> Callable[..., None]:
     def distribute_(self: Module, dims: Any, name: str, tensor: Tensor, layout: Any, *, is_param: bool) -> None:
         distribute(self, dims, name, tensor, layout, is_param=is_param)
         if is_param:
             self._parameters[name].requires_grad_(tensor.requires_grad)
 
-    Module._spmd_distribute_state = distribute_
-    compile_module = nn.Module.compile
+    return distribute_
 
+
+def _up_to_the_experts(compile_module: Callable[..., None]) -> Callable[..., None]:
     def compile_(self: nn.Module, **options: Any) -> None:
         # torchtitan asks for one graph, which split sizes, read on the host, do not allow.
         if not any(isinstance(module, Fp8FlowMoE) and module.breaks_graphs for module in self.modules()):
@@ -75,4 +80,4 @@ def install() -> None:
         elif not compile_before_experts(self, **options):
             compile_module(self, **options | {"fullgraph": False})
 
-    nn.Module.compile = compile_
+    return compile_

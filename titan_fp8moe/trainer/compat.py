@@ -1,7 +1,7 @@
 """Corrections to PyTorch 2.11 to 2.15 that torchtitan needs on every device.
 
 They reach into PyTorch's private interfaces, all listed here. A correction that misses one of its interfaces raises
-RuntimeError when it is installed, and changes nothing.
+RuntimeError when it is installed, and changes nothing. Installed again it does nothing.
 """
 
 import functools
@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_fp8moe import dispatch
+from titan_fp8moe import dispatch, patches
 from titan_fp8moe.layer import statistics
 
-# Private interfaces of PyTorch, as module:attribute. Checked on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0.
+_CHECKED_ON = "torch 2.11.0, 2.12.1, 2.13.0, 2.14.1, 2.15.0"
+# Private interfaces of PyTorch, as module:attribute.
 _SELECTIVE_MODES = (
     "torch.utils.checkpoint:_CachingTorchDispatchMode",
     "torch.utils.checkpoint:_CachedTorchDispatchMode",
@@ -57,17 +58,17 @@ def _resolve(interface: str) -> Any:
         ) from error
 
 
-def _replace(methods: tuple[str, ...], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap(methods: tuple[str, ...], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wraps methods of classes, all or none."""
-    originals = [_resolve(method) for method in methods]
-    for method, original in zip(methods, originals, strict=True):
+    for method in methods:
+        _resolve(method)
+    for method in methods:
         owner, _, name = method.rpartition(".")
-        setattr(_resolve(owner), name, wrap(original))
+        patches.wrap(owner, name, wrapper, checked_on=_CHECKED_ON)
 
 
-@functools.cache
 def fix_selective_checkpointing() -> None:
-    """Make per-op activation checkpointing work with expert parallelism. Calling again does nothing.
+    """Make per-op activation checkpointing work with expert parallelism.
 
     torchtitan makes the routed experts an FSDP module of their own inside the checkpointed block. Selective
     checkpointing matches the ops of the forward and of the recomputation one by one. But FSDP prefetches the experts'
@@ -78,7 +79,8 @@ def fix_selective_checkpointing() -> None:
     """
     modes = tuple(_resolve(mode) for mode in _SELECTIVE_MODES)
     current_mode, without_mode = _resolve(_CURRENT_MODE), _resolve(_WITHOUT_MODE)
-    ignored_ops, profiler_ops = _resolve(_IGNORED_OPS), [_resolve(op) for op in _PROFILER_OPS]
+    _resolve(_IGNORED_OPS)
+    profiler_ops = {getattr(op, name) for op in map(_resolve, _PROFILER_OPS) for name in op.overloads()}
 
     def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -90,31 +92,30 @@ def fix_selective_checkpointing() -> None:
 
         return wrapper
 
-    _replace(_UNSHARD, unseen)
-    for op in profiler_ops:
-        ignored_ops.update(getattr(op, overload) for overload in op.overloads())
+    _wrap(_UNSHARD, unseen)
+    owner, _, name = _IGNORED_OPS.partition(":")
+    patches.wrap(owner, name, lambda ops: ops | profiler_ops, checked_on=_CHECKED_ON)
 
 
-@functools.cache
 def fix_full_checkpointing() -> None:
-    """Make compiled blocks recompute the FP8 layer under full checkpointing. Calling again does nothing.
+    """Make compiled blocks recompute the FP8 layer under full checkpointing.
 
     PyTorch 2.11 tags a checkpointed block's ops for recomputation in its outermost graph only. An autograd.Function's
     forward is a graph inside that one, and everything that it saves was kept. Newer versions tag what runs.
     """
-    checkpoint = _resolve(_TAGS)
-    original = getattr(checkpoint, "tag_nodes", None)
-    if original is None:
-        return
 
-    def tag_nodes(gmod: Any, is_sac: bool) -> Any:
-        for node in original(gmod, is_sac).graph.nodes:
-            if node.target is torch.ops.higher_order.autograd_function_apply and not is_sac:
-                for inner in getattr(gmod, node.args[0].target).graph.nodes:  # the forward's; args[1] is the backward's
-                    inner.meta.update(recompute=node.meta["recompute"], ac_graph_id=node.meta["ac_graph_id"])
-        return gmod
+    def tagging(original: Callable[[Any, bool], Any]) -> Any:
+        def tag_nodes(gmod: Any, is_sac: bool) -> Any:
+            for node in original(gmod, is_sac).graph.nodes:
+                if node.target is torch.ops.higher_order.autograd_function_apply and not is_sac:
+                    for inner in getattr(gmod, node.args[0].target).graph.nodes:  # the forward's, no backward's
+                        inner.meta.update(recompute=node.meta["recompute"], ac_graph_id=node.meta["ac_graph_id"])
+            return gmod
 
-    checkpoint.tag_nodes = staticmethod(tag_nodes)
+        return staticmethod(tag_nodes)
+
+    if hasattr(_resolve(_TAGS), "tag_nodes"):
+        patches.wrap(_TAGS, "tag_nodes", tagging, checked_on="torch 2.11.0")
 
 
 @contextmanager
@@ -136,9 +137,8 @@ def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
                     tensor.copy_(value)
 
 
-@functools.cache
 def fix_shape_inference() -> None:
-    """Let pipeline stages infer shapes without a trace. Calling again does nothing.
+    """Let pipeline stages infer shapes without a trace.
 
     To learn shapes, each stage runs on zeros (PyTorch 2.11) or uninitialized memory, before the first step and after
     each validation. PyTorch 2.12 to 2.15 run the backward too, which repeats the forward of a checkpointed block. The
@@ -154,7 +154,7 @@ def fix_shape_inference() -> None:
 
         return wrapper
 
-    _replace(_SHAPE_INFERENCE if torch.__version__ < "2.12" else _METADATA_INFERENCE, without_a_trace)
+    _wrap(_SHAPE_INFERENCE if torch.__version__ < "2.12" else _METADATA_INFERENCE, without_a_trace)
 
 
 @contextmanager

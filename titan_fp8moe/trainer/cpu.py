@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from titan_fp8moe import patches
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,15 +38,20 @@ def use_cpu() -> None:
             f"CUDA {torch.version.cuda}; set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     logger.warning("FP8-Flow-MoE: PyTorch finds no GPU, so torchtitan uses the CPU and gloo in this process")
-    # torchtitan warns in every job on a CPU that it has no grouped GEMM.
-    logging.getLogger().addFilter(lambda record: "Failed to use grouped mm" not in str(record.msg))
+    logging.getLogger().addFilter(_is_news)
     # Modules import these names from torchtitan.tools.utils; without an accelerator they stand for CUDA.
     device_module = _cpu_device_module()
-    rebind("device_type", "cpu")
-    rebind("device_module", device_module)
-    rebind("get_device_info", lambda: ("cpu", device_module))
+    rebind("device_type", lambda _: "cpu")
+    rebind("device_module", lambda _: device_module)
+    rebind("get_device_info", lambda _: lambda: ("cpu", device_module))
     # torchtitan would compute MFU against an A100; infinite peak FLOPS make it 0.
-    rebind("get_peak_flops", lambda device_name: float("inf"))
+    rebind("get_peak_flops", lambda _: lambda device_name: float("inf"))
+    rebind("disable_fsdp_gradient_division", lambda original: functools.partial(disable_gradient_division, original))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """torchtitan warns in every job on a CPU that it has no grouped GEMM."""
+    return "Failed to use grouped mm" not in str(record.msg)
 
 
 def dense_attention(
@@ -77,14 +84,14 @@ def compute_dtype() -> Literal["bfloat16", "float32"]:
     return "float32"
 
 
-def rebind(name: str, value: Any) -> None:
-    """Replace ``name`` in every loaded torchtitan module that has it; modules loaded later import the replacement."""
+def rebind(name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Wrap ``name`` in every loaded torchtitan module that has it. Modules loaded later import the replacement."""
     loaded = [module for path, module in sys.modules.items() if path.split(".")[0] == "torchtitan"]
     having = [module for module in loaded if name in vars(module)]
     if not having:
         raise RuntimeError(f"torchtitan has no {name} to replace for training on a CPU; install 0.2.2 or 0.3.0")
     for module in having:
-        setattr(module, name, value)
+        patches.wrap(module, name, wrapper, checked_on="torchtitan 0.2.2, 0.3.0")
 
 
 def disable_gradient_division(disable_division: Callable[[torch.nn.Module], None], model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Names the converted layer and operand in which a NaN or Inf showed first. Serves both torchtitan adapters.
+"""Names the converted layer and operand in which a NaN or Inf showed first, and logs statistics after a step.
 
 torchtitan trains on when the loss or the gradient norm is NaN, and one step later every layer is. The kernels that
 quantize store a flag where they meet one (:class:`titan_fp8moe.rows.NanFlags`). After each step the ranks reduce
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_fp8moe.layer import statistics
 from titan_fp8moe.rows import NanFlags
 
 NOBODY = 2**31 - 1
@@ -90,3 +91,10 @@ def describe(order: int, names: list[str]) -> str:
     name = names[2 * len(names) - 1 - place if backward else place]
     operand = (("its input x", "its hidden rows a"), ("its output's gradient dy", "its hidden rows' gradient dh"))
     return f"{name}, in {operand[backward][second]}"
+
+
+def log_statistics(metrics: Any, step: int, device: str) -> None:
+    """Logs :mod:`titan_fp8moe.layer.statistics` of all ranks by torchtitan's metrics processor, and ends counting."""
+    counts = statistics.take(device)
+    dist.all_reduce(counts)
+    metrics.logger.log({f"fp8_flow_moe/{name}": value for name, value in statistics.summarize(counts).items()}, step)

@@ -4,6 +4,7 @@ A converter lists every module that could run in FP8 as a :class:`Part`, before 
 many of each kind are in FP8, and the reasons for the others.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -89,8 +90,22 @@ def make_plan(
     return plan
 
 
-def describe(plan: list[Part], details: str) -> Iterator[str]:
-    """Lines for the log: how many modules of each kind are in FP8, and why the others are not."""
+def announce(plan: list[Part], config: Fp8FlowMoEConfig, logger: logging.Logger, *ways: str) -> None:
+    """Logs how many modules of each kind are in FP8 and why the others are not, the implementation that runs them, and
+    ``ways`` of the adapter. Checks the hardware.
+
+    Raises:
+        ValueError, RuntimeError: of :func:`titan_fp8moe.trainer.preflight.check_hardware`.
+    """
+    some = any(part.reason is None for part in plan)
+    backend = preflight.check_hardware() if some else "nothing to convert"
+    if config.statistics_every and not some:
+        logger.warning("fp8_flow_moe.statistics_every has no effect: filter_fqns leaves nothing to count")
+    for line in _describe(plan, "; ".join((backend, *filter(None, ways), config.describe()))):
+        logger.info(line)
+
+
+def _describe(plan: list[Part], details: str) -> Iterator[str]:
     counts = [(kind, sum(part.reason is None for part in plan if part.kind == kind)) for kind in KINDS]
     yield f"FP8-Flow-MoE: {', '.join(f'{n} {KINDS[kind]}' for kind, n in counts)} in FP8; {details}"
     reasons: dict[str, list[str]] = {}

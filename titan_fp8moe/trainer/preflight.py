@@ -5,7 +5,9 @@ adapters' ``job_checks`` have the others, and limits of one release.
 """
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -171,13 +173,34 @@ def _check_pipeline_schedule(parallelism: Any) -> None:
         )
 
 
+_elsewhere = False
+
+
+@contextmanager
+def for_other_machines() -> Iterator[None]:
+    """Within it nothing trains: a job is checked, or a checkpoint exported, without regard for this machine."""
+    global _elsewhere
+    before, _elsewhere = _elsewhere, True
+    try:
+        yield
+    finally:
+        _elsewhere = before
+
+
+def trains_here() -> bool:
+    """Whether this machine trains the model, and so needs the hardware."""
+    return not _elsewhere
+
+
 def check_hardware() -> str:
     """Names the implementation that the ops run, for logs. The machine must have kernels that work or no GPU, unless
-    the reference is switched on.
+    the reference is switched on, or the job is for other machines.
 
     Raises:
         ValueError, RuntimeError: of :func:`titan_fp8moe.ops.self_check.require_checked`.
     """
+    if _elsewhere:
+        return "dry run"
     if not torch.cuda.is_available():
         if torch.version.cuda:
             logger.warning("PyTorch is built for CUDA but finds no GPU: this process trains on the CPU")
@@ -189,10 +212,11 @@ def check_hardware() -> str:
     return f"Triton kernels on {name}"
 
 
-def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout, local_ranks: str | None) -> None:
-    """A backend may need all ranks of a group on one node, which has ``local_ranks`` unless None."""
+def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+    """A backend may need all ranks of a group on one node, whose number torchrun tells."""
     if not config.backend.single_node:
         return
+    local_ranks = None if _elsewhere else os.environ.get("LOCAL_WORLD_SIZE")
     ranks = layout.expert_shards * layout.hidden_dim_shards
     if layout.expert_shards == 1:
         logger.warning(f'fp8_flow_moe.dispatch = "{config.dispatch}" has no effect without expert parallelism')

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from titan_fp8moe import patches
 from titan_fp8moe.recipe import E8M0, FP8, TILE, row_capacity
 
 DISPATCH, COMBINE = range(2)
@@ -254,10 +254,11 @@ def _check_room_before_a_step(*_: Any) -> None:
         check_room()
 
 
-@functools.cache
 def _watch_process() -> None:
     """From the first workspace on, checks the room before optimizer steps, and explains traps at the exit."""
-    register_optimizer_step_pre_hook(_check_room_before_a_step)
+    step = "torch.optim.optimizer:register_optimizer_step_pre_hook"
+    patches.hook(step, _check_room_before_a_step, checked_on="torch 2.11 to 2.15")
+    atexit.unregister(_explain_traps)  # of the workspace before
     atexit.register(_explain_traps)
 
 

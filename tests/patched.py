@@ -1,0 +1,83 @@
+"""What differs in other packages before and after this package has changed them, found without its list of changes."""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from titan_fp8moe import patches
+
+PACKAGES = ("torch", "triton", "torchtitan", "torchao", "transformers", "peft")
+OPTIMIZER = "torch.optim.optimizer:"
+NOT_OURS = {"torch.utils.hooks:RemovableHandle.next_id"}
+
+
+class Found(NamedTuple):
+    """A value, and what makes it the same under another name: its owner and its name there."""
+
+    value: Any
+    place: tuple[int, str]
+
+
+Snapshot = dict[str, Found]
+
+
+def snapshot() -> Snapshot:
+    """Every attribute of all loaded modules of the packages and of their classes, and what their containers hold."""
+    found: Snapshot = {}
+    classes: set[type] = set()
+    for path, module in list(sys.modules.items()):
+        if path.split(".")[0] not in PACKAGES or type(module) is not ModuleType:
+            continue
+        for name, value in list(vars(module).items()):
+            found[f"{path}:{name}"] = Found(value, (id(module), name))
+            for item, inside in contents(value, is_hooks=name.endswith("_hooks")):
+                found[f"{path}:{name}{item}"] = Found(inside, (id(value), item))
+            if issubclass(type(value), type) and value.__module__.split(".")[0] in PACKAGES:
+                classes.add(value)
+    for cls in classes:
+        for name, value in vars(cls).items():
+            found[f"{cls.__module__}:{cls.__qualname__}.{name}"] = Found(value, (id(cls), name))
+    return found
+
+
+def contents(value: Any, is_hooks: bool) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if kind in (dict, OrderedDict) or kind.__name__.endswith("ExpertsInterface"):  # others import what they list
+        for key, item in list(value.items()):
+            yield f"[{getattr(item if is_hooks else key, '__qualname__', key)}]", item
+    elif issubclass(kind, set):
+        yield from ((f"{{{item}}}", True) for item in list(value))
+
+
+def changed(before: Snapshot, after: Snapshot) -> dict[str, tuple[int, str]]:
+    """Names whose values are others, with their places. Modules that were loaded in between count for nothing."""
+    modules, nothing = {name.partition(":")[0] for name in before}, Found(object(), (0, ""))
+    places = {
+        name: after.get(name, before.get(name, nothing)).place
+        for name in before.keys() | after.keys()
+        if name.partition(":")[0] in modules
+        and before.get(name, nothing).value is not after.get(name, nothing).value
+        and type(after.get(name, nothing).value) is not ModuleType
+    }
+    # A container that was replaced counts, and not what it holds.
+    inside = {name for name in places if name.endswith(("]", "}"))}
+    kept = {name for name in inside if name.split("[")[0].split("{")[0] not in places.keys() - inside}
+    return {name: place for name, place in places.items() if name in kept or name not in inside}
+
+
+def assert_listed_and_undone(before: Snapshot) -> None:
+    """What has changed since ``before`` is what the list of changes says, and undoing these restores it."""
+    listed = set()
+    for line in patches.listed():
+        what = line.partition(", by ")[0]
+        for when in ("pre", "post"):
+            what = what.replace(f"register_optimizer_step_{when}_hook(", f"_global_optimizer_{when}_hooks(")
+        listed.add(what.replace("(", "[").replace(")", "]"))
+    found = changed(before, snapshot())
+    by_list = {found[name] for name in listed & found.keys()}
+    assert listed and not listed - found.keys()
+    assert not {name for name, place in found.items() if place not in by_list} - NOT_OURS
+    patches.undo_all()
+    assert not changed(before, snapshot()).keys() - NOT_OURS

@@ -1,0 +1,185 @@
+"""Every change that this package makes to other packages, listed: print :func:`listed` to see those of a process.
+
+A file that needs a change calls :func:`wrap`, :func:`put` or :func:`hook`; nothing else assigns into another package.
+A change is identified by what it changes and by the module that makes it, never by attributes of the value in place:
+``functools.wraps`` copies those to a user's own wrapper. So a second call changes nothing, and installers need no flag.
+This module imports nothing of the package, so that every layer may use it.
+"""
+
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+_MISSING = object()
+
+
+class Change(NamedTuple):
+    """One change.
+
+    Attributes:
+        what: ``module:attribute``, a mapping's key in brackets, or the function that registered a hook.
+        by: the module of this package that made it.
+        checked_on: the versions on which that module was tested with the change.
+    """
+
+    what: str
+    by: str
+    checked_on: str
+    make: Callable[[], None]
+    undo: Callable[[], None]
+
+
+_changes: dict[tuple[str, str], Change] = {}
+_logged: set[tuple[str, str]] = set()
+
+
+def wrap(owner: Any, name: Any, wrapper: Callable[[Any], Any], *, checked_on: str) -> None:
+    """Replaces ``owner.name`` by ``wrapper(owner.name)``, once.
+
+    Args:
+        owner: a module, a class, or either's name as ``module:attribute``. A mapping, whose key is ``name``, needs one.
+
+    Raises:
+        RuntimeError: there is no such attribute. Nothing is changed.
+    """
+    target = _Target.of(owner, name, checked_on)
+    if (key := (target.what, _caller())) not in _changes:
+        _set(key, target, wrapper(target.value()), checked_on)
+
+
+def put(owner: Any, name: Any, value: Any, *, checked_on: str) -> None:
+    """Replaces ``owner.name`` by ``value``. Another call replaces it again; a mapping may get a new key."""
+    target = _Target.of(owner, name, checked_on)
+    _set((target.what, _caller()), target, value, checked_on)
+
+
+def hook(register: str, function: Callable[..., Any], *, checked_on: str) -> None:
+    """Registers a global hook, once. ``register`` is the name of what returns a handle with ``remove()``."""
+    what, handles = f"{register}({function.__qualname__})", []
+    key = what, _caller()
+    if key in _changes:
+        return
+    registering = _resolve(register, checked_on)
+
+    def make() -> None:
+        handles.append(registering(function))
+
+    make()
+    _changes[key] = Change(*key, checked_on, make, lambda: handles.pop().remove())
+
+
+def listed() -> list[str]:
+    """All changes of this process, in their order, one line each."""
+    return [f"{change.what}, by {change.by}, checked on {change.checked_on}" for change in _changes.values()]
+
+
+def log() -> None:
+    """Logs the changes that have not been logged before, one line per package."""
+    packages: dict[str, dict[str, None]] = {}
+    for change in [change for key, change in _changes.items() if key not in _logged]:
+        module, _, name = change.what.partition(":")
+        packages.setdefault(module.partition(".")[0], {})[name] = None
+    _logged.update(_changes)
+    for package, names in packages.items():
+        logger.info(f"FP8-Flow-MoE changes in this process of {package}: {', '.join(names)} (titan_fp8moe/patches.py)")
+
+
+def undo_all() -> None:
+    """Undoes every change, the last one first. For tests: a caller that has kept a changed function still has it."""
+    for change in reversed(_changes.values()):
+        change.undo()
+    _changes.clear()
+    _logged.clear()
+
+
+@contextmanager
+def undone() -> Iterator[None]:
+    """Runs a test without the changes made so far. At the end they are made again, and those of the test undone.
+
+    A test that replaces the same attributes itself does so around it, so that all are restored in turn."""
+    before, logged = dict(_changes), set(_logged)
+    undo_all()
+    try:
+        yield
+    finally:
+        undo_all()
+        for key, change in before.items():
+            change.make()
+            _changes[key] = change
+        _logged.update(logged)
+
+
+class _Target(NamedTuple):
+    """An attribute, or a mapping's item."""
+
+    owner: Any
+    name: Any
+    what: str
+
+    @classmethod
+    def of(cls, owner: Any, name: Any, checked_on: str) -> "_Target":
+        found = _resolve(owner, checked_on) if isinstance(owner, str) else owner
+        where = owner if isinstance(found, MutableMapping) else _name_of(found)
+        if isinstance(found, MutableMapping):
+            return cls(found, name, f"{where}[{getattr(name, '__name__', name)}]")
+        target = cls(found, name, f"{where}{'.' if ':' in where else ':'}{name}")
+        if not hasattr(found, name):
+            raise _gone(target.what, checked_on)
+        return target
+
+    def value(self) -> Any:
+        """As a caller sees it."""
+        return self.owner[self.name] if isinstance(self.owner, MutableMapping) else getattr(self.owner, self.name)
+
+    def stored(self) -> Any:
+        """As it is stored, or _MISSING: a class has descriptors, and may inherit the attribute."""
+        if isinstance(self.owner, MutableMapping):
+            return self.owner.get(self.name, _MISSING)
+        return vars(self.owner).get(self.name, _MISSING) if isinstance(self.owner, type) else self.value()
+
+    def store(self, value: Any) -> None:
+        if isinstance(self.owner, MutableMapping):
+            self.owner.pop(self.name, None) if value is _MISSING else self.owner.update({self.name: value})
+        elif value is _MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+def _set(key: tuple[str, str], target: _Target, value: Any, checked_on: str) -> None:
+    undo = _changes[key].undo if key in _changes else _storing(target, target.stored())
+    make = _storing(target, value)
+    make()
+    _changes[key] = Change(*key, checked_on, make, undo)
+
+
+def _storing(target: _Target, value: Any) -> Callable[[], None]:
+    return lambda: target.store(value)
+
+
+def _caller() -> str:
+    """The module that calls :func:`wrap`, :func:`put` or :func:`hook`."""
+    return sys._getframe(2).f_globals["__name__"]
+
+
+def _name_of(owner: Any) -> str:
+    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}:{owner.__qualname__}"
+
+
+def _resolve(name: str, checked_on: str) -> Any:
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise _gone(name, checked_on) from error
+
+
+def _gone(what: str, checked_on: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what.replace(':', '.')}, which titan_fp8moe changes, does not exist here; install a version that it was "
+        f"checked on: {checked_on}"
+    )

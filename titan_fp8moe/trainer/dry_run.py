@@ -1,0 +1,168 @@
+"""One rank's share of a job, without its machines: the part of a dry run that no release of torchtitan changes.
+
+An adapter's ``dry_run`` reads the command line with :func:`from_command_line` and builds the rank's model parts on the
+meta device. :func:`report` describes them. :func:`layers` runs their converted modules, for a job's kernels.
+"""
+
+import argparse
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear
+from titan_fp8moe.trainer import preflight
+from titan_fp8moe.trainer.meta_layers import Tokens, watch
+from titan_fp8moe.trainer.preflight import ExpertLayout
+
+# Parameter, gradient and Adam's two moments, all in the parameter's dtype.
+_TENSORS_PER_PARAMETER = 4
+
+
+class Built(NamedTuple):
+    """One rank's share of a job.
+
+    Attributes:
+        model: its name and what is known of the whole model, for the report.
+        dims: torchtitan's ``ParallelDims``.
+        parts: the parallelized model, or its pipeline stages that the rank has.
+    """
+
+    config: Any
+    rank: int
+    dims: Any
+    layout: ExpertLayout
+    model: str
+    parts: list[nn.Module]
+
+
+def smallest_world_size(parallelism: Any, expert_tensor_parallel: int = 1, least_shards: int = 1) -> int:
+    """Product of the parallel degrees. A ``data_parallel_shard_degree`` of -1 counts as the least that works."""
+    p = parallelism
+    inner, shard = p.context_parallel_degree * p.tensor_parallel_degree, p.data_parallel_shard_degree
+    if shard == -1:
+        experts = p.expert_parallel_degree * expert_tensor_parallel
+        shard = max(least_shards, experts // math.gcd(experts, inner))
+    return p.data_parallel_replicate_degree * shard * inner * p.pipeline_parallel_degree
+
+
+def from_command_line(
+    description: str | None,
+    argument: str,
+    load: Callable[[str | None, list[str]], Any],
+    smallest: Callable[[Any], int],
+    build: Callable[[Any, int, int], Built],
+    **options: Any,
+) -> Built:
+    """Builds the job of ``sys.argv``. Ends the process with the mistake, if there is one.
+
+    Args:
+        argument: the one that names the job, with its ``options`` for argparse.
+        load: makes the job's config of its value and of all arguments that are not known here.
+        smallest: the fewest ranks of a config.
+        build: one rank's share of a config, from the rank and the number of ranks.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(argument, **options)
+    parser.add_argument("--world-size", type=int, help="number of ranks; default: the fewest that the degrees allow")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP ranks hold different stages")
+    args, others = parser.parse_known_args()
+    try:
+        with preflight.for_other_machines():
+            config = load(getattr(args, argument.strip("-")), others)
+            world_size = smallest(config) if args.world_size is None else args.world_size
+            if not 0 <= args.rank < world_size:
+                raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
+            return build(config, args.rank, world_size)
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def report(built: Built, *, ends: Sequence[str], experts: str, memory: str | None = None) -> str:
+    """The layout and what the rank holds, in a few lines.
+
+    Args:
+        ends: names of the modules before and behind the layers.
+        experts: name of a block's routed experts.
+        memory: what the rank needs, if that is known.
+    """
+    dims, layout, training, parts = built.dims, built.layout, built.config.training, built.parts
+    sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
+    shards = [_local(param) for part in parts for param in part.parameters()]
+    gib = _TENSORS_PER_PARAMETER * sum(shard.nbytes for shard in shards) / 2**30
+    lines = [
+        f"model     {built.model}",
+        f"layout    {dims.world_size} ranks = pp {dims.pp} x dp_replicate {dims.dp_replicate} x "
+        f"dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}",
+        f"          experts: ep {dims.ep} x etp {getattr(dims, 'etp', layout.hidden_dim_shards)} x fsdp "
+        f"{layout.fsdp_shards}",
+        f"batch     {sequences} sequences of {training.seq_len} tokens, "
+        f"{max(training.global_batch_size // sequences, 1)} times per step",
+        f"rank {built.rank:<4} {sum(shard.numel() for shard in shards):,} parameters, {gib:.1f} GiB with gradients and "
+        "Adam states",
+        *filter(None, [memory]),
+    ]
+    for part in parts:
+        there = [name for name in ends if getattr(part, name) is not None]
+        held = ", ".join(cast(nn.ModuleDict, part.layers))
+        lines.append(f"          layers {held}{' with ' if there else ''}{', '.join(there)}")
+    blocks = [(name, block) for part in cast(Any, parts) for name, block in part.layers.items()]
+    for name, block in [(name, block) for name, block in blocks if getattr(block, "moe_enabled", False)][:1]:
+        module = attrgetter(experts)(block)
+        lines.append(f"experts   of layer {name}, {type(module).__name__}:")
+        for key, param in module.named_parameters():
+            lines.append(f"          {key} {tuple(param.shape)}, on this rank {tuple(_local(param).shape)}")
+    return "\n".join(lines)
+
+
+def _local(param: nn.Parameter) -> Any:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+class MetaMoE(NamedTuple):
+    """A converted MoE layer as a dry run needs it.
+
+    Attributes:
+        routed: has the NaN flags.
+        experts: holds the parameters.
+        shared: the shared experts that join the routed ones, if any.
+        fsdp: whether FSDP gathers the routed experts.
+        forward: from rows (T, D), ids and scores (T, K).
+    """
+
+    routed: nn.Module
+    experts: Any
+    shared: nn.Module | None
+    top_k: int
+    fsdp: bool
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def run(self, tokens: Tokens) -> Tensor:
+        tokens.gather(self.experts, fsdp=self.fsdp)
+        if self.shared is not None:
+            tokens.gather(self.shared)
+        watch(self.routed)
+        self.experts.gathers_fp8 = False
+        return self.forward(tokens.rows(self.experts.matrices().w2.shape[1]), *tokens.routing(self.top_k))
+
+
+def layers(
+    parts: Sequence[nn.Module], tokens: Tokens, moe_of: Callable[[nn.Module], MetaMoE | None]
+) -> Iterator[Callable[[], Tensor]]:
+    """Forwards of the rank's converted modules on meta tensors. They change the modules, and run once each.
+
+    Args:
+        moe_of: the MoE layer that a module is, if it is a converted one.
+    """
+    joined: set[nn.Module | None] = set()
+    for module in [m for part in parts for m in part.modules()]:
+        if (moe := moe_of(module)) is not None:
+            joined.add(moe.shared)
+            yield functools.partial(moe.run, tokens)
+        elif module not in joined and isinstance(module, Fp8FFN | Fp8FlowLinear) and getattr(module, "in_fp8", True):
+            yield functools.partial(tokens.run, module)
