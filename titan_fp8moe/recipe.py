@@ -349,7 +349,11 @@ def _activation_input(
 
 def _scores(score_M: Tensor | None, like: Tensor) -> Tensor:
     """(M, 1) fp32 scores; ones where there is no router."""
-    return torch.ones(like.shape[0], 1, device=like.device) if score_M is None else score_M.unsqueeze(1)
+    return (
+        torch.ones(like.shape[0], 1, dtype=torch.float32, device=like.device)
+        if score_M is None
+        else score_M.unsqueeze(1)
+    )
 
 
 def quantize_hidden(

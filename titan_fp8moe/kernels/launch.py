@@ -194,7 +194,7 @@ def _probe_kernel(x, scale, nothing, out, one, n, m, big, quarter, VALUE: tl.con
 
 def launch_probe(device: str) -> Tensor:
     """Launches the kernel, and returns what it stores first."""
-    x = torch.full((1,), 3.0, device=device)
+    x = torch.full((1,), 3.0, dtype=torch.float32, device=device)
     scale = torch.full((1,), 5, dtype=torch.uint8, device=device).view(E8M0)
     out = torch.zeros(9, dtype=torch.int64, device=device)
     _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, 0.25, VALUE=9)

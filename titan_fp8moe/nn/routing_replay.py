@@ -221,7 +221,8 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
 
 def _by_layer(routed_experts: Tensor, layers: list[_Layer]) -> Tensor:
     """The ids (L, T, K) int64, if they fit the layers."""
-    routed_experts = torch.as_tensor(routed_experts)  # vLLM returns NumPy's
+    if not isinstance(routed_experts, Tensor):
+        routed_experts = torch.as_tensor(routed_experts, device="cpu")  # vLLM returns NumPy's
     if routed_experts.dim() < 3 or routed_experts.is_floating_point():
         raise ValueError(
             f"routed_experts must be ids (..., L, K), got {tuple(routed_experts.shape)} {routed_experts.dtype}"

@@ -137,7 +137,7 @@ def _run_experts(tokens: Tokens, moe: Any) -> Tensor:
     ids, scores = tokens.routing(moe.router.top_k)
     x = tokens.rows(experts.matrices().w2.shape[1])
     x_BLD, scores_BLK, ids_BLK = (t.unsqueeze(0) for t in (x, scores, ids))
-    counts_E = torch.empty(0, device="meta")  # which are not read
+    counts_E = torch.empty(0, dtype=torch.int32, device="meta")  # which are not read
     return type(routed).forward(routed, x_BLD, scores_BLK, ids_BLK, counts_E, shared=shared)
 
 

@@ -139,7 +139,7 @@ class Workspace:
     def __init__(self, sizes: Sizes, rank: int, peers: list[Tensor], timeout_s: Callable[[], float]):
         self.sizes, self.rank, self.peers, self.timeout_s = sizes, rank, peers, timeout_s
         self.memory, device = peers[rank], peers[rank].device
-        self.report = torch.zeros(4, sizes.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.report = torch.zeros(4, sizes.num_ranks, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         pointers = [memory.data_ptr() for memory in (*peers, self.report)]
         self.addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
         self.rounds = torch.zeros(2, dtype=torch.int32, device=device)
