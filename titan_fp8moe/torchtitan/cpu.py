@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.models import attention
 from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
 from torchtitan.models.moe import kernels
 
-from titan_fp8moe.trainer.cpu import dense_attention, disable_gradient_division, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import (
+    create_block_mask_on_cpu,
+    dense_attention,
+    disable_gradient_division,
+    rebind,
+    use_cpu,
+)
 
 
 @functools.cache
@@ -36,7 +41,7 @@ def enable_cpu_training() -> None:
     disable_division = llama3_parallelize.disable_fsdp_gradient_division
     rebind("disable_fsdp_gradient_division", functools.partial(disable_gradient_division, disable_division))
     attention.FlexAttentionWrapper._compiled_flex_attn = staticmethod(_dense_attention)
-    attention._compiled_create_block_mask = create_block_mask  # compiling it takes longer than training
+    attention._compiled_create_block_mask = create_block_mask_on_cpu
     # Offloaded parameters would be in pinned memory, which needs an accelerator.
     rebind("CPUOffloadPolicy", functools.partial(CPUOffloadPolicy, pin_memory=False))
 

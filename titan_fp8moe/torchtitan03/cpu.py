@@ -6,12 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
+from torch.nn.attention.flex_attention import AuxOutput
 from torchtitan.distributed import fsdp
 from torchtitan.models.common import attention, moe, token_dispatcher
 from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 
-from titan_fp8moe.trainer.cpu import dense_attention, disable_gradient_division, has_fast_bf16, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import (
+    create_block_mask_on_cpu,
+    dense_attention,
+    disable_gradient_division,
+    has_fast_bf16,
+    rebind,
+    use_cpu,
+)
 
 
 @functools.cache
@@ -23,7 +30,7 @@ def enable_cpu_training() -> None:
     """
     use_cpu()
     _replace(attention.FlexAttention, "_compiled_flex_attn", staticmethod(_dense_attention))
-    _replace(attention, "_compiled_create_block_mask", create_block_mask)  # compiling it takes longer than training
+    _replace(attention, "_compiled_create_block_mask", create_block_mask_on_cpu)
     if not has_fast_bf16():
         _replace(moe.GroupedExperts, "_grouped_mm", _grouped_mm)
         _replace(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype(gpt_oss_moe.GptOssGroupedExperts.forward))
