@@ -68,8 +68,8 @@ class Kernel:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[grid](*map(_readable, args), **constants, **self._bound)
             return
-        if _recorded is not None and is_recording():  # nearly always without the call
-            _recorded.append((self, args, constants))
+        if _recordings and is_recording():  # nearly always without the call
+            _recordings[threading.get_ident()].append((self, args, constants))
             return
         active = driver.active
         device = active.get_current_device()
@@ -133,24 +133,24 @@ class Kernel:
 # Fused multiply-adds are the default of Triton 3.6 to 3.9, but 3.9 warns that 3.10 will change it.
 _OPTIONS = {"enable_fp_fusion": True}
 
-_recorded: list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]] | None = None
-_recording_thread = 0
+_recordings: dict[int, list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]] = {}
+"""The launches of each thread that records."""
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
     """Yields the list to which this thread's launches in this context go, as kernel, arguments and constants. None
     runs."""
-    global _recorded, _recording_thread
-    _recorded, _recording_thread = [], threading.get_ident()
+    thread = threading.get_ident()
+    launches = _recordings[thread] = []
     try:
-        yield _recorded
+        yield launches
     finally:
-        _recorded = None
+        del _recordings[thread]
 
 
 def is_recording() -> bool:
-    return _recorded is not None and _recording_thread == threading.get_ident()
+    return threading.get_ident() in _recordings
 
 
 _fast: bool | None = None
