@@ -132,7 +132,7 @@ def padded(size: int) -> int:
 
 def group_rows(num_tokens: int) -> int:
     """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
-    return padded(max(num_tokens, 1))
+    return padded(torch.sym_max(num_tokens, 1))
 
 
 def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -459,7 +459,8 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
 
     At least 128, so that no buffer is empty.
     """
-    return max((num_rows + (TILE - 1) * min(num_rows, num_experts)) // TILE * TILE, TILE)
+    # Of symbols, such as the number of tokens that a mask selects, a graph must not ask which is larger.
+    return torch.sym_max((num_rows + (TILE - 1) * torch.sym_min(num_rows, num_experts)) // TILE * TILE, TILE)
 
 
 def expert_routing(
