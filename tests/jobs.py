@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models import attention
@@ -16,6 +15,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from titan_fp8moe.ops import backend
 from titan_fp8moe.torchtitan.cpu import _dense_attention, _histc_with_integers
+from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu
 
 CUSTOM_MODULE = "--job.custom_config_module=titan_fp8moe.torchtitan"
 
@@ -30,7 +30,7 @@ def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     # With a GPU the import does not patch these.
     monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
     monkeypatch.setattr(attention.FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(_dense_attention))
-    monkeypatch.setattr(attention, "_compiled_create_block_mask", create_block_mask)
+    monkeypatch.setattr(attention, "_compiled_create_block_mask", create_block_mask_on_cpu)
     monkeypatch.setattr(backend, "_emulating", False)
 
 

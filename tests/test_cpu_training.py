@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
+from torchtitan.models import attention
 
 from tests.jobs import make_config, make_model
 from tests.processes import ended_well, run_workers, time_limit
@@ -150,6 +151,13 @@ def test_the_missing_grouped_gemm_is_no_news(caplog):
         logging.warning("other warnings")
     assert not model.model_args.moe_args.use_grouped_mm
     assert "grouped mm" not in caplog.text and "other warnings" in caplog.text
+
+
+def test_masks_of_flex_attention_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    """A CUDA build names its accelerator without a driver too, and masks are made there by default."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("meta"))
+    mask = attention.create_attention_mask(lambda b, h, i, j: i >= j, 1, None, 16, 16)
+    assert mask.kv_num_blocks.device.type == "cpu"
 
 
 def test_llama4_validates(corpus: Path, tmp_path: Path):

@@ -396,6 +396,8 @@ def test_swapped_ids_and_scores_are_refused():
     zeros, one = torch.zeros_like(ids), [w[:1] for w in weights]
     for scores in (torch.ones(T, K), torch.zeros(T, K), torch.full((T, K), 2.5), torch.full((T, K), float(E))):
         routed_experts(x, *weights, zeros, scores)
+    for tokens in (1, T):  # top 1, scaled by 2, of a router that has collapsed
+        routed_experts(x[:tokens], *weights, zeros[:tokens, :1], torch.full((tokens, 1), 2.0))
     routed_experts(x, *one, zeros, torch.full((T, K), 2.0))
     routed_experts(x[:0], *weights, zeros[:0], scores[:0])
 

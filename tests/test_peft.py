@@ -137,8 +137,13 @@ def test_transposed_weights_are_refused():
     sizes = dict(hidden_size=128, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2, head_dim=32)
     config = GptOssConfig(**sizes, num_hidden_layers=1, vocab_size=512, pad_token_id=0)
     model = peft.get_peft_model(GptOssForCausalLM(config), lora_config(BOTH[:1]))
-    with pytest.raises(ValueError, match="transposed weights, whose PEFT adapters .*out of target_parameters"):
+    why = "GptOssExperts.*weights are transposed, and PEFT's adapters .*out of target_parameters.*grouped_mm"
+    with pytest.raises(ValueError, match=why):
+        adapter.converted(use(model, "fp8_flow"))
+    with pytest.raises(ValueError, match=why):
         logits(model, make_tokens())
+    assert adapter.converted(model.unload())
+    assert adapter.converted(use(make_adapted(), "fp8_flow"))
 
 
 def test_another_peft_is_refused(monkeypatch: pytest.MonkeyPatch):

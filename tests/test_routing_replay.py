@@ -20,6 +20,7 @@ from tests.processes import run_checks, run_script
 from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
+from titan_fp8moe.nn.routing_replay import _by_layer, _layers
 from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
@@ -223,6 +224,35 @@ def test_plain_pytorch(stored: bool):
     assert routing.routed_experts().shape == (S, 1, K)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int16"])
+def test_ids_of_any_int_dtype(dtype: str):
+    """NumPy's, as vLLM returns them, and tensors."""
+    model, x, ids = Model().to(DEVICE), torch.randn(S, D, device=DEVICE), choose(S, 1, experts=E, top_k=K)
+    with replay_routing(model, ids):
+        want = model(x)
+    for given in (ids.cpu().numpy().astype(dtype), ids.to(getattr(torch, dtype))):
+        with replay_routing(model, given):
+            assert torch.equal(model(x), want)
+
+
+class TwoRanks:
+    def size(self) -> int:
+        return 2
+
+
+def test_ids_of_all_ranks_and_of_partitioned_parameters():
+    """Experts stored in FP8 are a rank's own, with the ids of all. ZeRO-3 leaves an empty tensor with its shape."""
+    model, ids = Model().to(DEVICE), choose(S, 1, experts=2 * E, top_k=K)
+    model.ffn = RoutedExperts.from_fp8(*(Fp8Weight.quantize(w) for w in model.ffn.adaptable().values()))
+    model.ffn.ep_group = TwoRanks()
+    assert _layers(model)[0].num_experts == 2 * E
+    assert torch.equal(_by_layer(ids, _layers(model))[0], ids[:, 0])
+    model = Model()
+    for weight in model.ffn.parameters():
+        weight.ds_shape, weight.data = weight.shape, weight.new_empty(0)
+    assert _layers(model)[0].num_experts == E
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +349,9 @@ def test_tokens_without_ids_are_routed_by_the_router():
         (choose(B, S, 1) + EXPERTS, "but a layer has 6 experts"),
         (choose(B, S, 1, top_k=3), "has 3 experts per token"),
         (choose(B, S - 1, 1), "got 48 tokens, but routed_experts has 46"),
+        (choose(B, S, 1).clamp(min=EXPERTS - 1) + 1, "has the id 6, but the router of experts chooses among 6"),
+        (choose(B, S, 1).index_fill(-1, torch.tensor([1], device=DEVICE), -1), "a token with negative and other ids"),
+        (choose(B, S, 1) > 2, "must be ids"),
     ],
 )
 def test_routing_that_does_not_fit_is_refused(routed: Tensor, message: str):
@@ -326,6 +359,34 @@ def test_routing_that_does_not_fit_is_refused(routed: Tensor, message: str):
     with pytest.raises(ValueError, match=message), replay_routing(block, routed.to(DEVICE)):
         block(torch.randn(B, S, D, device=DEVICE))
     assert "forward" not in vars(block)
+
+
+def test_an_id_past_the_groups_is_refused():
+    layer = make_torchtitan(False, num_expert_groups=4, num_limited_groups=2)
+    ids = choose(B, S, 1, experts=E, top_k=K).index_fill(-1, torch.tensor([1], device=DEVICE), E)
+    with pytest.raises(ValueError, match=f"chooses among {E}"), replay_routing(layer, ids):
+        layer(torch.randn(B, S, D, device=DEVICE))
+
+
+class WithoutIds(Model):
+    """Every expert for every token, weighted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.router(x))
+
+
+def test_experts_without_ids_or_parameters_are_refused():
+    model, x = WithoutIds(), torch.randn(S, D)
+    del model.ffn
+    model.experts = nn.Linear(E, D)
+    for replayed in (record_routing(model), replay_routing(model, choose(S, 1, experts=E, top_k=K).to("cpu"))):
+        with pytest.raises(RuntimeError, match="router of experts .*experts get no ids"), replayed:
+            model(x)
+    with pytest.raises(RuntimeError, match="called without tokens"), record_routing(model):
+        model(None)
+    model.experts = nn.Identity()
+    with pytest.raises(ValueError, match="experts has no parameters"), replay_routing(model, choose(S, 1)):
+        pass
 
 
 def test_models_without_experts_are_refused():

@@ -166,13 +166,13 @@ def test_no_temporary_of_a_parameters_size(monkeypatch, D, H, how):
     w1, w2, w3 = leaves if how == "apart" else (*leaves, None)
     ids, scores = torch.empty(tokens, 1, dtype=torch.int64, device="meta"), meta(tokens, 1).float()
     expert = SPEC._replace(interleaved="interleaved" in how)
-    monkeypatch.setattr(launch, "_recorded", Launches())
-    monkeypatch.setattr(launch, "_recording_thread", threading.get_ident())
+    launches = Launches()
+    monkeypatch.setattr(launch, "_recordings", {threading.get_ident(): launches})
     with Allocations(experts * D * H) as mode:
         layer = Experts(ExpertWeights(w1, w2, w3), Fp8FlowMoEConfig(), expert=expert)
         out = run_layer(meta(tokens, D), ids, scores, layer)
         out.backward(meta(tokens, D))
-    assert "wgrad_hopper_kernel" in launch._recorded
+    assert "wgrad_hopper_kernel" in launches
     assert [w.grad.stride() for w in leaves] == [w.stride() for w in leaves]
     # Gate's and up's gradients are one tensor.
     assert mode.found == [("empty", 2 * experts * H * D), ("empty", experts * D * H)]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from packaging.version import parse
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 transformers = pytest.importorskip("transformers", "5.17")
 
@@ -63,9 +64,10 @@ MODULES_IN_GRAPHS = parse(torch.__version__).release >= (2, 13)
 REFUSED = {
     "MuseSparkExperts": "its experts' outputs are normalized",
 }
+RELU2 = dict(mlp_hidden_act="relu2")
 # What a family has in the place of silu.
 ACTIVATION = {
-    "NemotronHExperts": dict(mlp_hidden_act="relu2"),
+    "NemotronHExperts": RELU2,
     "Gemma4TextExperts": dict(hidden_activation="gelu_pytorch_tanh"),
     "DiffusionGemmaTextExperts": dict(hidden_activation="gelu_pytorch_tanh"),
 }
@@ -208,6 +210,27 @@ def test_gates_are_found_by_their_values():
         clamped = Clamped()
         clamped.limit = limit
         assert adapter._expert(clamped) == ("clamped_swiglu", False, (limit, 1.5, 1.0), False, False)
+
+
+@pytest.mark.parametrize("state", ["bf16", "meta", "fake"])
+def test_gates_are_found_in_any_state(state: str):
+    """Process-wide defaults, and modes that replace tensors, do not change the answer; it is kept."""
+    nemotron = make_experts("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts", **RELU2)
+    all_experts = [
+        qwen3_experts(),
+        nemotron,
+        make_experts("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"),
+    ]
+    want = [adapter._expert(experts) for experts in all_experts]
+    assert all(want)
+    adapter._compare.cache_clear()
+    states = dict(bf16=contextlib.nullcontext(), meta=torch.device("meta"), fake=FakeTensorMode())
+    torch.set_default_dtype(torch.bfloat16 if state == "bf16" else torch.float32)
+    try:
+        with states[state]:
+            assert [adapter._expert(experts) for experts in all_experts] == want
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_registry_has_users():
@@ -476,6 +499,27 @@ def test_a_model_in_which_nothing_runs_in_fp8_is_named():
         adapter.converted(dense)
     with pytest.raises(ValueError, match=r'run in FP8: call model.set_experts_implementation\("fp8_flow"\)'):
         adapter.converted(make_model())
+
+
+def test_partitioned_parameters():
+    """DeepSpeed's ZeRO-3 leaves empty tensors with their shapes; of flattened parameters nothing is known."""
+    model = make_model(experts_implementation="fp8_flow")
+    want, weights = adapter.converted(model), [p for n, p in model.named_parameters() if "experts." in n]
+    for weight in weights:
+        weight.ds_shape, weight.data = weight.shape, weight.new_empty(0)
+    assert adapter.converted(model) == want
+    for weight in weights:
+        del weight.ds_shape
+    with pytest.raises(ValueError, match=r"down_proj has the shape \(0,\); ask before FSDP1"):
+        adapter.converted(model)
+
+
+def test_export_of_a_model_that_has_not_run():
+    model, tokens = make_model(num_hidden_layers=1, experts_implementation="fp8_flow").eval(), make_tokens()
+    adapter._compare.cache_clear()
+    with torch.no_grad():
+        program = torch.export.export(model, (), dict(input_ids=tokens, use_cache=False))
+        assert torch.equal(program.module()(input_ids=tokens, use_cache=False).logits, model(tokens).logits)
 
 
 def test_compile_as_one_graph():

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -430,6 +431,78 @@ def test_other_threads_launch_while_one_records():
         assert launch.is_recording() and not thread.submit(launch.is_recording).result()
 
 
+def test_threads_record_apart():
+    """Each its own launches, also when another begins or ends meanwhile."""
+
+    def record():
+        with launch.recording() as launches:
+            launch.launch_probe("meta")
+            return len(launches)
+
+    with launch.recording() as mine, ThreadPoolExecutor(1) as thread:
+        launch.launch_probe("meta")
+        assert thread.submit(record).result() == 1 and launch.is_recording()
+        launch.launch_probe("meta")
+    assert len(mine) == 2 and not launch.is_recording()
+
+
+class Stuck:
+    def compile(self, *_):
+        time.sleep(600)
+
+
+class Dying:
+    def compile(self, *_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ahead_of(monkeypatch, *kernels) -> None:
+    """Lets layers compile these kernels ahead, in a process each, on a GPU that is said to be there."""
+    monkeypatch.setattr(warm_up, "MAX_PROCESSES", len(kernels))
+    monkeypatch.setattr(warm_up, "seen", set())
+    monkeypatch.setattr(warm_up, "_begun", {})
+    monkeypatch.setattr(warm_up, "is_hopper", lambda x: True)
+    monkeypatch.setattr(warm_up, "recorded", lambda _: [(kernel, (), {}) for kernel in kernels])
+    monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(64))
+
+
+def test_processes_that_die_or_hang_are_told_of(monkeypatch, caplog):
+    """A call says for what it waits, and how many processes have not done their work."""
+    ahead_of(monkeypatch, Dying(), Stuck())
+    monkeypatch.setattr(warm_up, "PATIENCE", 0.1)
+    monkeypatch.setattr(warm_up.begin, "__defaults__", (1.0,))
+    begin = time.monotonic()
+    warm_up.compile_ahead("kind", [torch.empty(1)], None)
+    assert time.monotonic() - begin < time_limit(20)
+    assert "still compile in other processes" in caplog.text and "2 of 2 processes" in caplog.text
+    assert warm_up.seen == {"kind"} and not warm_up._begun
+
+
+def test_a_layer_that_is_traced_and_never_called_leaves_no_zombies(monkeypatch):
+    ahead_of(monkeypatch, Dying(), Dying())
+    fork, pids = os.fork, []
+    monkeypatch.setattr(warm_up.os, "fork", lambda: (pids.append(pid := fork()), pid)[1])
+    with FakeTensorMode():
+        x = torch.empty(1)
+    warm_up.compile_ahead("kind", [x], None)
+    assert len(pids) == 2
+    for _ in range(int(time_limit(200))):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return
+        time.sleep(0.1)
+    pytest.fail("processes that nobody has waited for")
+
+
+def test_threads_call_a_layer_at_once(monkeypatch):
+    ahead_of(monkeypatch, Dying(), Dying())
+    begun, begin = [], warm_up.begin
+    monkeypatch.setattr(warm_up, "begin", lambda shares: (begun.append(shares), time.sleep(0.2), begin(shares))[2])
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(warm_up.compile_ahead, "kind", [torch.empty(1)], None) for _ in range(4)]:
+            done.result()
+    assert len(begun) == 1 and warm_up.seen == {"kind"} and not warm_up._begun
+
+
 class Compiling:
     """In the place of processes, on five CPUs with a Hopper GPU."""
 
@@ -486,7 +559,7 @@ def test_a_traced_layer(monkeypatch):
             tensors = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
             with pytest.raises(StopIteration):
                 make_fx(run)(*tensors)
-    assert len(compiling.begun) == 5 and not warm_up.seen and not compiling.waited
+    assert len(compiling.begun) == 5 and not warm_up.seen
     launches = launched(launch for share in compiling.begun for launch in share)
     assert launches == launched(warm_up.recorded(layer_of(shared=True, flags=True)))
     ((kind, _),) = warm_up._begun.items()
@@ -516,7 +589,7 @@ def test_a_fake_layer_on_a_gpu_that_is_not_there(monkeypatch):
     with FakeTensorMode():
         x = torch.empty(1, device=f"cuda:{torch.cuda.device_count()}")
     warm_up.compile_ahead("kind", [x], layer_of())
-    assert warm_up._begun == {"kind": []}
+    assert warm_up._begun == {"kind": None}
 
 
 def test_a_parameter_is_no_trace(monkeypatch):

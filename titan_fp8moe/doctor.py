@@ -58,8 +58,8 @@ def measure() -> dict[str, str]:
     leaves = [t.requires_grad_() for t in (x, scores, *(w.bfloat16() for w in weights))]
     rows = TOKENS * TOP_K // 128 * 128
     offsets_E = torch.full((1,), rows, dtype=torch.int32, device="cuda")
-    a, a_scale = ops.quantize_rows(torch.randn(rows, DIM, device="cuda"))
-    b = ops.quantize_weight(torch.randn(1, 2 * HIDDEN, DIM, device="cuda"))
+    a, a_scale = ops.quantize_rows(torch.randn(rows, DIM, dtype=torch.float32, device="cuda"))
+    b = ops.quantize_weight(torch.randn(1, 2 * HIDDEN, DIM, dtype=torch.float32, device="cuda"))
     source, target = torch.empty(2, 2**28, dtype=torch.uint8, device="cuda")
 
     def layer() -> None:

@@ -93,6 +93,11 @@ def _join(adapters: list[Adapter]) -> Adapter:
     return Adapter(torch.cat([a.A for a in adapters], 1), torch.cat([a.B * a.scale for a in adapters], 2))
 
 
+def adapted(model: nn.Module) -> set[nn.Module]:
+    """The experts of ``model`` that PEFT's wrappers hold."""
+    return {cast(Any, m).get_base_layer() for m in model.modules() if getattr(m, "parameter_name", "") in _PARAMETERS}
+
+
 def handed_over(experts: nn.Module) -> Lora | None:
     """The adapters that PEFT's wrappers have handed to these experts for the call that runs."""
     adapters = vars(experts).get("_fp8_flow_lora")

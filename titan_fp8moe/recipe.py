@@ -132,7 +132,7 @@ def padded(size: int) -> int:
 
 def group_rows(num_tokens: int) -> int:
     """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
-    return padded(max(num_tokens, 1))
+    return padded(torch.sym_max(num_tokens, 1))
 
 
 def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -369,7 +369,11 @@ def _activation_input(
 
 def _scores(score_M: Tensor | None, like: Tensor) -> Tensor:
     """(M, 1) fp32 scores; ones where there is no router."""
-    return torch.ones(like.shape[0], 1, device=like.device) if score_M is None else score_M.unsqueeze(1)
+    return (
+        torch.ones(like.shape[0], 1, dtype=torch.float32, device=like.device)
+        if score_M is None
+        else score_M.unsqueeze(1)
+    )
 
 
 def quantize_hidden(
@@ -475,7 +479,8 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
 
     At least 128, so that no buffer is empty.
     """
-    return max((num_rows + (TILE - 1) * min(num_rows, num_experts)) // TILE * TILE, TILE)
+    # Of symbols, such as the number of tokens that a mask selects, a graph must not ask which is larger.
+    return torch.sym_max((num_rows + (TILE - 1) * torch.sym_min(num_rows, num_experts)) // TILE * TILE, TILE)
 
 
 def expert_routing(

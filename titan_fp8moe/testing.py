@@ -51,10 +51,10 @@ def make_layer(
 ) -> LayerInputs:
     """Inputs of a layer: ``x_TD`` is normal in ``dtype``, weights are normal with standard deviation ``std``."""
     x_TD = torch.randn(tokens, dim, device=device, dtype=dtype)
-    topk_scores_TK = torch.rand(tokens, top_k, device=device)
-    topk_ids_TK = torch.rand(tokens, experts, device=device).topk(top_k, dim=1).indices
+    topk_scores_TK = torch.rand(tokens, top_k, dtype=torch.float32, device=device)
+    topk_ids_TK = torch.rand(tokens, experts, dtype=torch.float32, device=device).topk(top_k, dim=1).indices
     shapes = (hidden, dim), (dim, hidden), (hidden, dim)
-    weights = [torch.randn(experts, *shape, device=device) * std for shape in shapes]
+    weights = [torch.randn(experts, *shape, dtype=torch.float32, device=device) * std for shape in shapes]
     return LayerInputs(x_TD, topk_scores_TK, topk_ids_TK, weights)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_fp8moe import patches, peft, recipe
 from titan_fp8moe.activations import ACTIVATIONS
@@ -119,7 +120,11 @@ def converted(model: nn.Module) -> list[str]:
     """
     found: dict[str, Any] = {n: module for n, module in model.named_modules() if hasattr(module, "is_concatenated")}
     selected = {name: module for name, module in found.items() if module.config._experts_implementation == NAME}
-    reasons = {name: _why_not(module) for name, module in selected.items()}
+    adapted = peft.adapted(model)
+    reasons = {
+        name: _why_not(module) or (_why_no_adapters(module) if module in adapted else None)
+        for name, module in selected.items()
+    }
     names = [name for name, reason in reasons.items() if reason is None]
     if names:
         return names
@@ -179,11 +184,8 @@ def _experts_forward(
             _add_cache(experts, layouts)
         cache = own_cache(experts, "fp8_flow_cache")
     spec, lora = cast(ExpertSpec, _expert(experts)), peft.handed_over(experts)
-    if lora is not None and experts.is_transposed:
-        raise ValueError(
-            f"{type(experts).__name__} has transposed weights, whose PEFT adapters {NAME} does not run; leave its "
-            f"{first} and down_proj out of target_parameters"
-        )
+    if lora is not None and (why_not := _why_no_adapters(experts)) is not None:
+        raise ValueError(f"{type(experts).__name__} cannot run as {NAME}: {why_not}; or {_STAY}")
     given = Experts(weights, config, None, spec, cache, frozen, biases, lora, check_ids=False)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -238,7 +240,10 @@ def _why_not(experts: Any) -> str | None:
     if _expert(experts) is None:
         of_kind = (name for name, entry in ACTIVATIONS.items() if entry.gated == experts.has_gate)
         return f"its {'gate' if experts.has_gate else 'activation'} is none of {', '.join(of_kind)}"
-    _, D, H = experts.down_proj.shape
+    shape = _shape(experts.down_proj)
+    if len(shape) != 3:
+        return f"its down_proj has the shape {tuple(shape)}; ask before FSDP1 or another wrapper flattens parameters"
+    _, D, H = shape
     if experts.is_transposed:
         D, H = H, D
     if dtype == FP8 and (D % TILE or H % TILE):
@@ -246,6 +251,21 @@ def _why_not(experts: Any) -> str | None:
     if D % STEP or H % STEP:
         return f"its dims {D} and {H} are not both multiples of {STEP}"
     return None
+
+
+def _shape(weight: Tensor) -> torch.Size:
+    """Of the whole weight: between forwards DeepSpeed's ZeRO-3 leaves an empty tensor, with its shape beside."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
+def _why_no_adapters(experts: Any) -> str | None:
+    """Why PEFT's adapters do not run beside these experts, or None."""
+    if not experts.is_transposed:
+        return None
+    return (
+        "its weights are transposed, and PEFT's adapters do not run beside such; leave "
+        f"{_first(experts)} and down_proj out of target_parameters"
+    )
 
 
 _PROBED = 41  # values of gate, and of up, from minus to plus twice the limit
@@ -291,19 +311,21 @@ def _compare(
     of_config: tuple[tuple[str, float | None], ...],
 ) -> ExpertSpec | None:
     """:func:`_expert` of experts of this class, by an object that has all that their gate reads."""
-    experts = SimpleNamespace(
-        act_fn=act() if isinstance(act, type) else act,
-        is_concatenated=is_concatenated,
-        config=SimpleNamespace(**dict(of_config)),
-        **dict(numbers),
-    )
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    # The gate is read from numbers, whatever the caller's default device, and in torch.export's fake mode too.
+    outside = torch._C.DisableTorchFunction(), _disable_current_modes()
+    with outside[0], outside[1], torch.no_grad(), torch.autocast("cpu", enabled=False):
+        experts = SimpleNamespace(
+            act_fn=act() if isinstance(act, type) else act,
+            is_concatenated=is_concatenated,
+            config=SimpleNamespace(**dict(of_config)),
+            **dict(numbers),
+        )
         return _compare_gate(kind, experts) if has_gate else _compare_activation(experts)
 
 
 def _compare_activation(experts: Any) -> ExpertSpec | None:
     """For experts without a gate."""
-    h = torch.linspace(-20, 20, _PROBED)
+    h = torch.linspace(-20, 20, _PROBED, dtype=torch.float32, device="cpu")
     got = experts.act_fn(h)
     for name, entry in ACTIVATIONS.items():
         if not entry.gated and torch.allclose(got, entry.forward(h, None), rtol=1e-5, atol=1e-4):
@@ -325,7 +347,7 @@ def _compare_gate(kind: Any, experts: Any) -> ExpertSpec | None:
     if limit > 0:
         parameters = [dict(limit=limit, alpha=alpha, offset=offset) for offset in (0.0, 1.0)]
         candidates += [ExpertSpec.of("clamped_swiglu", values) for values in parameters]
-    values = torch.linspace(-2 * abs(limit), 2 * abs(limit), _PROBED)
+    values = torch.linspace(-2 * abs(limit), 2 * abs(limit), _PROBED, dtype=torch.float32, device="cpu")
     gate, up = (grid.reshape(-1, 1) for grid in torch.meshgrid(values, values, indexing="ij"))
     interleaved = not experts.is_concatenated
     got = kind._apply_gate(experts, recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))

@@ -8,9 +8,11 @@ TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
 
 import dataclasses
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tests.distributed.runner import check, end
 from tests.layer import apply_layer
 from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, ops, routed_experts
+from titan_fp8moe.dispatch.symmetric import ops as symmetric_ops
 from titan_fp8moe.dispatch.symmetric import workspace
+from titan_fp8moe.layer.ffn import FFN
 from titan_fp8moe.layer.weights import Biases, ExpertWeights
 
 D, H, EXPERTS, TOP_K, TOKENS = 256, 128, 8, 3, 70
@@ -291,20 +295,61 @@ def check_unlike_sizes(device: torch.device) -> None:
     check("with unequal numbers of tokens an error says so", "equal numbers of tokens" in said)
 
 
+class Broken(Exception):
+    """Raised on all ranks between a dispatch and its combine, as when memory is short."""
+
+
+def check_interrupted(device: torch.device) -> None:
+    """All ranks go on after an error that met them alike, in a forward, in a backward, or within an operator."""
+    config, batch = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5), make_batch("uniform", device=device)
+    want = run(batch, config)
+    for owner, name in ((FFN, "product"), (FFN, "hidden_gradients"), (symmetric_ops, "expert_routing")):
+        whole = getattr(owner, name)
+
+        def broken(*args, **kwargs):
+            raise Broken
+
+        setattr(owner, name, broken)
+        try:
+            message_of(Broken, run, batch, config)
+        finally:
+            setattr(owner, name, whole)
+        check(f"after an error in {name}", same(run(batch, config), want))
+
+
+def mapped_bytes() -> int:
+    """Of this process's workspaces on a CPU."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = [line.split()[0].split("-") for line in lines if "titan_fp8moe_" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in lines)
+
+
+def check_memory() -> None:
+    """A workspace for more tokens takes the place of the others, and none is left of a group that is destroyed."""
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5)
+    for tokens in (200, 300, 400):
+        run(make_batch("uniform", tokens, dims=(384, H)), config)
+    found = [w.sizes.tokens for w in workspace._workspaces[dist.group.WORLD] if w.sizes.dim == 384]
+    check(f"one workspace of these dims, for {found} tokens", found == [400])
+
+
 def check_later_group(device: torch.device) -> None:
     """A group of the same name that comes later has a workspace of its own, not that of ranks that may be gone."""
     config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5)
-    earlier = workspace._workspaces[dist.group.WORLD]
     # A store of its own: in the first group's, a rank would find its peer's old address and wait there for ever.
     store = dist.PrefixStore("later", dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     batch = make_batch("uniform", device=device)
     check("a later group of that name", same(run(batch, config), run(batch, Fp8FlowMoEConfig())))
     later = workspace._workspaces[dist.group.WORLD]
-    check("has its own workspace", len(later) == 1 and later[0] not in earlier)
+    check("has its own workspace", len(later) == 1)
+    gc.collect()
+    own = later[0].sizes.num_ranks * -(-later[0].sizes.nbytes // 4096) * 4096
+    check(f"nothing is left of the other: {mapped_bytes()} bytes, {own}", mapped_bytes() <= own)
 
 
 def main() -> None:
@@ -325,7 +370,9 @@ def main() -> None:
         check_overflow_of_replays(device)
     check_unlike_settings(device)
     check_unlike_sizes(device)
+    check_interrupted(device)
     if device.type == "cpu":
+        check_memory()
         check_later_group(device)
     dist.barrier()
     if device.type == "cpu":

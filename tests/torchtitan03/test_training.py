@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torchtitan.models.common import attention
 
+import titan_fp8moe.torchtitan03  # noqa: F401  uses the CPU
 from tests.processes import ended_well, time_limit
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +30,13 @@ OPTIONS = """
 BF16 = ["--fp8_flow_moe.filter_fqns", "layers."]
 SAVE_IN_HF = ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def test_masks_of_flex_attention_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    """A CUDA build names its accelerator without a driver too, and masks are made there by default."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("meta"))
+    mask = attention.create_attention_mask(lambda b, h, i, j: i >= j, 1, None, 16, 16)
+    assert mask.kv_num_blocks.device.type == "cpu"
 
 
 def train(case_dir: Path, tmp_path: Path, *more: str) -> str:

@@ -68,8 +68,8 @@ class Kernel:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[grid](*map(_readable, args), **constants, **self._bound)
             return
-        if _recorded is not None and is_recording():  # nearly always without the call
-            _recorded.append((self, args, constants))
+        if _recordings and is_recording():  # nearly always without the call
+            _recordings[threading.get_ident()].append((self, args, constants))
             return
         active = driver.active
         device = active.get_current_device()
@@ -133,24 +133,24 @@ class Kernel:
 # Fused multiply-adds are the default of Triton 3.6 to 3.9, but 3.9 warns that 3.10 will change it.
 _OPTIONS = {"enable_fp_fusion": True}
 
-_recorded: list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]] | None = None
-_recording_thread = 0
+_recordings: dict[int, list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]] = {}
+"""The launches of each thread that records."""
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
     """Yields the list to which this thread's launches in this context go, as kernel, arguments and constants. None
     runs."""
-    global _recorded, _recording_thread
-    _recorded, _recording_thread = [], threading.get_ident()
+    thread = threading.get_ident()
+    launches = _recordings[thread] = []
     try:
-        yield _recorded
+        yield launches
     finally:
-        _recorded = None
+        del _recordings[thread]
 
 
 def is_recording() -> bool:
-    return _recorded is not None and _recording_thread == threading.get_ident()
+    return threading.get_ident() in _recordings
 
 
 _fast: bool | None = None
@@ -194,7 +194,7 @@ def _probe_kernel(x, scale, nothing, out, one, n, m, big, quarter, VALUE: tl.con
 
 def launch_probe(device: str) -> Tensor:
     """Launches the kernel, and returns what it stores first."""
-    x = torch.full((1,), 3.0, device=device)
+    x = torch.full((1,), 3.0, dtype=torch.float32, device=device)
     scale = torch.full((1,), 5, dtype=torch.uint8, device=device).view(E8M0)
     out = torch.zeros(9, dtype=torch.int64, device=device)
     _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, 0.25, VALUE=9)

@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,12 @@ from titan_fp8moe.recipe import E8M0
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16
-DEADLINE = 120.0
-"""Seconds after which a process ends that has not compiled its share. A GEMM takes four."""
+DEADLINE = 60.0
+"""Seconds after which a process ends that has not compiled a kernel. A GEMM takes four. A process hangs if it needs a
+lock that another thread held when it was forked."""
+
+PATIENCE = 30.0
+"""Seconds after which a call says for what it waits."""
 
 HOPPER = GPUTarget("cuda", 90, 32)
 Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
@@ -46,8 +51,11 @@ Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
 seen: set[Hashable] = set()
 """The kinds of layers that were called in this process, for which :func:`compile_ahead` has nothing more to do."""
 
-_begun: dict[Hashable, list[int]] = {}
-"""The processes that compile for a kind that was traced."""
+_begun: dict[Hashable, threading.Thread | None] = {}
+"""The thread that waits for the processes that compile for a kind, until it is called; None if there are none. Without
+one, those of a layer that is traced and never called would stay as zombies."""
+
+_lock = threading.Lock()
 
 
 def is_due(kind: Hashable, x: Tensor) -> bool:
@@ -68,29 +76,50 @@ def compile_ahead(kind: Hashable, tensors: Sequence[Tensor | None], on_meta: Cal
     """
     x = cast(Tensor, tensors[0])
     traced = isinstance(x, FakeTensor)
-    if traced and (_has_symbols(tensors) or kind in seen):
+    if traced and _has_symbols(tensors):
         return
-    if kind not in _begun:
-        _begun[kind] = _begin(x, on_meta)
-    if not traced:
-        wait(_begun.pop(kind))
-        seen.add(kind)
+    with _lock:
+        if kind in seen:
+            return
+        if kind not in _begun:
+            _begun[kind] = _begin(x, on_meta)
+        waiting = _begun[kind]
+    if traced:
+        return
+    if waiting is not None:
+        waiting.join(PATIENCE)
+        if waiting.is_alive():
+            logger.warning(f"FP8-Flow-MoE: kernels still compile in other processes after {PATIENCE:.0f} s")
+            waiting.join()
+    seen.add(kind)
+    _begun.pop(kind, None)
 
 
 def _has_symbols(tensors: Iterable[Tensor | None]) -> bool:
     return any(type(size) is not int for tensor in tensors if tensor is not None for size in tensor.shape)
 
 
-def _begin(x: Tensor, on_meta: Callable[[], None]) -> list[int]:
+def _begin(x: Tensor, on_meta: Callable[[], None]) -> threading.Thread | None:
     processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     if os.environ.get("LOCAL_RANK", "0") != "0" or processes < 2 or not is_hopper(x):
-        return []
+        return None
     try:
         launches = recorded(on_meta)
-        return begin([launches[index::processes] for index in range(processes)])
+        begun = begin([launches[index::processes] for index in range(processes)])
     except Exception as error:
         logger.warning(f"FP8-Flow-MoE: kernels compile one after the other, each at its first launch: {error!r}")
-        return []
+        return None
+    waiting = threading.Thread(target=_wait_and_tell, args=(begun,), daemon=True)
+    waiting.start()
+    return waiting
+
+
+def _wait_and_tell(processes: list[int]) -> None:
+    if failed := wait(processes):
+        logger.warning(
+            f"FP8-Flow-MoE: {failed} of {len(processes)} processes that compile kernels ahead have failed or hung; "
+            "what they have not compiled is compiled at its first launch"
+        )
 
 
 def recorded(on_meta: Callable[[], None]) -> list[Launch]:
@@ -131,13 +160,17 @@ class _Pointer:
 
 
 def begin(shares: Sequence[list[Launch]], deadline: float = DEADLINE) -> list[int]:
-    """Begins to compile each share in a process of its own, which ends after ``deadline`` seconds if that is not 0.
-    Returns the processes."""
+    """Begins to compile each share in a process of its own, which ends if a kernel takes more than ``deadline`` seconds
+    and that is not 0. Returns the processes; those that cannot be forked are left out."""
     processes = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
         for share in filter(None, shares):
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                logger.warning(f"FP8-Flow-MoE: fewer processes compile kernels ahead than there are CPUs: {error!r}")
+                break
             if pid == 0:
                 _compile_and_exit(share, deadline)
             processes.append(pid)
@@ -168,20 +201,23 @@ def _compile_and_exit(share: list[Launch], deadline: float) -> None:
             if descriptor > 2:  # or a port of its parent's would stay open when that has ended
                 with contextlib.suppress(OSError):  # the listing's own is closed
                     os.close(descriptor)
-        compile_share(share)
+        compile_share(share, deadline)
         status = 0
     finally:
         os._exit(status)
 
 
-def compile_share(share: list[Launch]) -> None:
-    """Compiles the launches into Triton's cache, for a Hopper GPU that need not be there."""
+def compile_share(share: list[Launch], deadline: float = 0) -> None:
+    """Compiles the launches into Triton's cache, for a Hopper GPU that need not be there. Each has ``deadline`` seconds
+    until a signal ends the process, if that is not 0."""
     triton.knobs.compilation.listener = None
     no_gpu: Any = SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: HOPPER
     )
     driver.set_active(no_gpu)
     for kernel, args, constants in share:
+        if deadline:
+            signal.setitimer(signal.ITIMER_REAL, deadline)
         compiled = kernel.compile(args, constants)
         # Triton 3.6 lets a C compiler build a launcher for each signature, 0.3 s each. Later ones have one for all.
         if hasattr(nvidia, "make_launcher"):

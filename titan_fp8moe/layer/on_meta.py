@@ -78,6 +78,7 @@ def experts(
             torch.empty(E, n, dtype=routed.w1.dtype, device="meta", requires_grad=True) for n in (routed.w1.shape[1], D)
         )
         biases = Biases(b1, b2, None if routed.w3 is None else b1)
+    fp32: Any = dict(dtype=torch.float32, device="meta", requires_grad=True)
     transport, group = {}, None
     if spec.dispatch.travels:
         transport = dict(dispatch=spec.route.backend, dispatch_capacity=spec.route.capacity)
@@ -86,9 +87,9 @@ def experts(
     config = _config(backward, **transport)
     given = make_experts(routed, config, group, spec.expert, frozen=frozen, biases=biases, nan_flags=like(nan_flags))
     if shared is not None:
-        scores_T = torch.empty(x_TD.shape[0], device="meta", requires_grad=True) if spec.shared_scored else None
+        scores_T = torch.empty(x_TD.shape[0], **fp32) if spec.shared_scored else None
         shared = make_shared(shared, frozen=spec.shared == "frozen", scores=scores_T)
-    scores = torch.empty(topk_ids_TK.shape, device="meta", requires_grad=True)
+    scores = torch.empty(topk_ids_TK.shape, **fp32)
     if spec.shared and not shared_weights:
         _rows_of_shared(x_TD, topk_ids_TK, nan_flags, spec)
     _backward(run_layer(like(x_TD), like(topk_ids_TK), scores, given, shared))

@@ -209,7 +209,7 @@ def summarize(counts: Tensor) -> dict[str, float]:
             "zero_tiles": _share(bytes_[1], bytes_[1:]),
         }
         exponents = [byte - 127 for byte in range(2, 256) if bytes_[byte]]
-        mean = float((bytes_[2:] * torch.arange(2 - 127, 256 - 127)).sum() / bytes_[2:].sum())
+        mean = float((bytes_[2:] * torch.arange(2 - 127, 256 - 127, device=bytes_.device)).sum() / bytes_[2:].sum())
         figure |= {
             "exponent_min": min(exponents, default=math.nan),
             "exponent_mean": mean,
@@ -229,8 +229,8 @@ def summarize(counts: Tensor) -> dict[str, float]:
 
 def _transpose_results() -> tuple[Tensor, Tensor]:
     """Whether each shift (row) flushes each code (column), or rounds it to a nonzero value; both (21, 128) bool."""
-    q = torch.arange(TILE, dtype=torch.uint8).view(FP8).unsqueeze(0)
-    shift = torch.arange(_LIMIT + 1, dtype=torch.int32).unsqueeze(1)
+    q = torch.arange(TILE, dtype=torch.uint8, device="cpu").view(FP8).unsqueeze(0)
+    shift = torch.arange(_LIMIT + 1, dtype=torch.int32, device="cpu").unsqueeze(1)
     result = recipe.shift_exponent(q, -shift).float()
     flushed = (result == 0) & (q.float() != 0)
     return flushed, (result * recipe.exp2(shift) != q.float()) & ~flushed & ~q.isnan()

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -142,6 +143,8 @@ def uniform_by_expert_(weights: Sequence[Tensor], bounds: Sequence[float], sprea
     """Fills weights (E, N, K) uniformly within their ± ``bounds``. One seed draws the same experts whether they are
     ``spread`` over ranks or not, for any number of ranks."""
     first, local = weights[0], [w.detach() for w in weights]
+    if isinstance(first.to_local() if isinstance(first, DTensor) else first, FakeTensor):  # without values
+        return
     if not spread and isinstance(first, DTensor):  # FSDP's, sharded along any dim
         for weight, bound in zip(weights, bounds, strict=True):
             nn.init.uniform_(weight, -bound, bound)

@@ -39,8 +39,13 @@ class _Layer(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """Experts of all ranks, while FSDP and expert parallelism hold parameters as DTensors."""
-        return next(self.experts.parameters()).shape[0]
+        """Experts of all ranks. Parameters are DTensors where ranks share them, but not those stored in FP8. Of a
+        parameter that ZeRO-3 has partitioned only the shape is whole."""
+        weight = next(self.experts.parameters(), None)
+        if weight is None:
+            raise ValueError(f"{self.name} has no parameters, so the number of its experts is unknown")
+        group = self.experts.ep_group if isinstance(self.experts, Fp8RoutedExperts) else None
+        return getattr(weight, "ds_shape", weight.shape)[0] * (1 if group is None else group.size())
 
 
 def _layers(model: nn.Module) -> list[_Layer]:
@@ -99,9 +104,14 @@ class _Record(TorchFunctionMode):
 class _Replay(TorchFunctionMode):
     """Replaces the choice of experts of T tokens by ``ids_TK``, and the choice of groups by the groups of these."""
 
-    def __init__(self, ids_TK: Tensor, num_experts: int):
+    def __init__(self, layer: _Layer, ids_TK: Tensor, num_experts: int):
         super().__init__()
-        self.ids_TK, self.num_experts, self.replayed = ids_TK, num_experts, False
+        self.layer, self.ids_TK, self.num_experts, self.replayed = layer, ids_TK, num_experts, False
+        self.largest, self.mixed = -1, False
+        if ids_TK.numel():
+            negative = ids_TK < 0
+            mixed = negative.any(1) & ~negative.all(1)
+            self.largest, self.mixed = (int(value) for value in (ids_TK.max(), mixed.any()))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -111,6 +121,8 @@ class _Replay(TorchFunctionMode):
         (T, K), columns = self.ids_TK.shape, scores.shape[-1]
         if scores.shape[:-1].numel() != T:
             return out
+        if (columns >= self.num_experts and out.indices.shape[-1] == K) or self.num_experts % columns == 0:
+            self._check(max(columns, self.num_experts))
         ids = self.ids_TK.view(*scores.shape[:-1], K)
         live = (ids < 0).any(-1, keepdim=True)
         if columns >= self.num_experts and out.indices.shape[-1] == K:
@@ -124,6 +136,17 @@ class _Replay(TorchFunctionMode):
         else:
             return out
         return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def _check(self, columns: int) -> None:
+        if self.largest >= columns:
+            raise ValueError(
+                f"routed_experts has the id {self.largest}, but the router of {self.layer.name} chooses among {columns}"
+            )
+        if self.mixed:
+            raise ValueError(
+                f"routed_experts has a token with negative and other ids in {self.layer.name}; make all of them "
+                "negative where the router decides"
+            )
 
 
 @contextlib.contextmanager
@@ -149,7 +172,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
             tokens = _tokens(args, kwargs)
             with _Record() as mode, _seen(layer.experts) as arguments:
                 out = forward(*args, **kwargs)
-            ids = mode.ids if mode.ids is not None else _ids_of(arguments)
+            ids = mode.ids if mode.ids is not None else _ids_of(layer, arguments)
             calls.append(ids.detach().int().reshape(*tokens.shape[:-1], -1))
             return out
 
@@ -170,8 +193,8 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
     Args:
         model: the model, or the part of it whose routing is meant, such as the language model beside a vision tower.
         routed_experts: (..., L, K) ids of any int dtype, as :meth:`RecordedRouting.routed_experts` or vLLM return
-            them: for each token of this rank's forward, in order, the experts of L MoE layers. A token with a negative
-            id, such as the last sampled one or padding, is routed by the router.
+            them: for each token of this rank's forward, in order, the experts of L MoE layers. A token with negative
+            ids, such as the last sampled one or padding, is routed by the router.
 
     Raises:
         ValueError: for a model without experts, and for ids or shapes that do not fit the model or the forward.
@@ -198,10 +221,10 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
             tokens = _tokens(args, kwargs)
             if (T := tokens.shape[:-1].numel()) != len(ids_TK):
                 raise ValueError(f"{layer.name} got {T} tokens, but routed_experts has {len(ids_TK)}")
-            with _Replay(ids_TK.to(tokens.device), num_experts) as mode, _seen(layer.experts) as arguments:
+            with _Replay(layer, ids_TK.to(tokens.device), num_experts) as mode, _seen(layer.experts) as arguments:
                 out = forward(*args, **kwargs)
             if not mode.replayed:
-                _require_equal(layer, _ids_of(arguments), mode.ids_TK)
+                _require_equal(layer, _ids_of(layer, arguments), mode.ids_TK)
             first = out[0] if isinstance(out, tuple) else out
             if first.requires_grad:
                 first.register_hook(check_backward)
@@ -221,8 +244,10 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
 
 def _by_layer(routed_experts: Tensor, layers: list[_Layer]) -> Tensor:
     """The ids (L, T, K) int64, if they fit the layers."""
-    routed_experts = torch.as_tensor(routed_experts)  # vLLM returns NumPy's
-    if routed_experts.dim() < 3 or routed_experts.is_floating_point():
+    if not isinstance(routed_experts, Tensor):
+        routed_experts = torch.as_tensor(routed_experts, device="cpu")  # vLLM returns NumPy's
+    not_ids = routed_experts.is_floating_point() or routed_experts.is_complex() or routed_experts.dtype == torch.bool
+    if routed_experts.dim() < 3 or not_ids:
         raise ValueError(
             f"routed_experts must be ids (..., L, K), got {tuple(routed_experts.shape)} {routed_experts.dtype}"
         )
@@ -231,11 +256,12 @@ def _by_layer(routed_experts: Tensor, layers: list[_Layer]) -> Tensor:
             f"routed_experts has {routed_experts.shape[-2]} layers, but the model {len(layers)} MoE layers; leave out "
             "dense layers"
         )
+    routed_experts = routed_experts.long()  # unsigned ones know few operations
     fewest = min(layer.num_experts for layer in layers)
     largest = int(routed_experts.max()) if routed_experts.numel() else -1
     if largest >= fewest + 1:  # one more: Zaya's routers know an expert that skips the layer
         raise ValueError(f"routed_experts has the id {largest}, but a layer has {fewest} experts")
-    return routed_experts.flatten(0, -3).long().transpose(0, 1).contiguous()
+    return routed_experts.flatten(0, -3).transpose(0, 1).contiguous()
 
 
 @contextlib.contextmanager
@@ -258,7 +284,10 @@ def _restore(block: nn.Module, own: Any) -> None:
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The block's first tensor, (..., D)."""
-    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    raise RuntimeError("a block of experts was called without tokens: a tensor (..., D) among its arguments")
 
 
 @contextlib.contextmanager
@@ -276,9 +305,15 @@ def _seen(module: nn.Module) -> Iterator[list[Any]]:
         handle.remove()
 
 
-def _ids_of(arguments: list[Any]) -> Tensor:
+def _ids_of(layer: _Layer, arguments: list[Any]) -> Tensor:
     """The ids with which experts were called: of routers that look them up, such as DeepSeek-V4's first ones."""
-    return next(value for value in arguments if isinstance(value, Tensor) and not value.is_floating_point())
+    for value in arguments:
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            return value
+    raise RuntimeError(
+        f"the router of {layer.name} does not choose by torch.topk, and its experts get no ids, so its choice can be "
+        "neither recorded nor replayed"
+    )
 
 
 def _require_equal(layer: _Layer, chosen_TK: Tensor, ids_TK: Tensor) -> None:

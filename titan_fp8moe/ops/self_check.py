@@ -109,23 +109,24 @@ T, D, H, E, K, RANKS = 140, 256, 128, 4, 2, 2
 
 def _cases() -> Iterator[Case]:
     """At least one of every kernel; the same in every run."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
+    fp32: Any = dict(dtype=torch.float32, device="cpu", generator=generator)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, **fp32)
 
     def integers(*shape: int) -> Tensor:
-        return torch.randint(-2, 3, shape, generator=generator).float().to(FP8)
+        return torch.randint(-2, 3, shape, device="cpu", generator=generator).float().to(FP8)
 
     def scales(*shape: int) -> Tensor:
-        return torch.randint(125, 131, shape, generator=generator).to(torch.uint8).view(E8M0)
+        return torch.randint(125, 131, shape, device="cpu", generator=generator).to(torch.uint8).view(E8M0)
 
     yield from _quantization(randn)
-    ids_TK = torch.rand(T, RANKS * E, generator=generator).topk(K).indices
+    ids_TK = torch.rand(T, RANKS * E, **fp32).topk(K).indices
     ids_TK[5] = -1
-    scores_TK = torch.rand(T, K, generator=generator)
+    scores_TK = torch.rand(T, K, **fp32)
     yield from _movement(randn, ids_TK, scores_TK)
-    M, offsets_E = 384, torch.tensor([128, 128, 256, 384], dtype=torch.int32)
+    M, offsets_E = 384, torch.tensor([128, 128, 256, 384], dtype=torch.int32, device="cpu")
     yield from _swiglu(randn, M, offsets_E)
     rows = [(*recipe.quantize_rows(randn(M, width) * 2.0 ** randn(M, 1).round()),) for width in (D, H)]
     x, dy = ((q, recipe.column_major(scale)) for q, scale in rows)
@@ -145,7 +146,7 @@ def _cases() -> Iterator[Case]:
 def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
     x = randn(T, D) * 2.0 ** randn(T, 1).mul(8).round()
     x[3, 5], x[4, 200], x[6] = float("nan"), float("inf"), 0
-    x[7, :4] = torch.tensor([448.0, 448.0000305, 1e-40, -3e38])
+    x[7, :4] = x.new_tensor([448.0, 448.0000305, 1e-40, -3e38])
     weights = [randn(E, H, D), randn(E, TILE, D)]
     for dtype in (torch.bfloat16, torch.float32):
         yield Case(f"quantize_rows {dtype}", ops.quantize_rows, (x.to(dtype),))

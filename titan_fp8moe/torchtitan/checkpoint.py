@@ -65,7 +65,7 @@ class Job:
 
     def hf_shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face's names and shapes of what torchtitan calls ``key``; empty for a tensor that is tied."""
-        value = torch.empty(self.shapes[key], device="meta")
+        value = torch.empty(self.shapes[key], dtype=torch.float32, device="meta")
         return {name: tuple(part.shape) for name, part in self.adapter.to_hf({key: value}).items()}
 
 
@@ -146,7 +146,7 @@ class DcpSource:
     def read(self, name: str) -> Tensor:
         if (key := self.keys[name]) != self.loaded_key:
             self.loaded_key, self.loaded = "", {}  # freed before more is read
-            value = torch.empty(self.stored[key].shape, dtype=self.stored[key].dtype)
+            value = torch.empty(self.stored[key].shape, dtype=self.stored[key].dtype, device="cpu")
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # that this is one process
                 dcp.load({key: value}, storage_reader=FileSystemReader(self.folder), no_dist=True)
             self.loaded_key, self.loaded = key, self.job.adapter.to_hf({key: value})

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.models import attention
 from torchtitan.models.llama3.infra import parallelize as _llama3  # noqa: F401  use_cpu changes what is loaded
 from torchtitan.models.moe import kernels as _kernels  # noqa: F401
 
 from titan_fp8moe import patches
-from titan_fp8moe.trainer.cpu import dense_attention, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu, dense_attention, rebind, use_cpu
 
 _CHECKED_ON = "torchtitan 0.2.2"
 
@@ -37,7 +36,7 @@ def enable_cpu_training() -> None:
     dense = staticmethod(_dense_attention)
     patches.put(attention.FlexAttentionWrapper, "_compiled_flex_attn", dense, checked_on=_CHECKED_ON)
     # Compiling it takes longer than training.
-    patches.put(attention, "_compiled_create_block_mask", create_block_mask, checked_on=_CHECKED_ON)
+    patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
     # Offloaded parameters would be in pinned memory, which needs an accelerator.
     rebind("CPUOffloadPolicy", lambda original: functools.partial(original, pin_memory=False))
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
+from torch.nn.attention.flex_attention import AuxOutput
 from torchtitan.distributed import fsdp as _fsdp  # noqa: F401  use_cpu changes what is loaded
 from torchtitan.models.common import attention, moe, token_dispatcher
 from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 
 from titan_fp8moe import patches
-from titan_fp8moe.trainer.cpu import dense_attention, has_fast_bf16, use_cpu
+from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu, dense_attention, has_fast_bf16, use_cpu
 
 _CHECKED_ON = "torchtitan 0.3.0"
 
@@ -26,7 +26,7 @@ def enable_cpu_training() -> None:
     dense = staticmethod(_dense_attention)
     patches.put(attention.FlexAttention, "_compiled_flex_attn", dense, checked_on=_CHECKED_ON)
     # Compiling it takes longer than training.
-    patches.put(attention, "_compiled_create_block_mask", create_block_mask, checked_on=_CHECKED_ON)
+    patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
     if not has_fast_bf16():
         patches.put(moe.GroupedExperts, "_grouped_mm", _grouped_mm, checked_on=_CHECKED_ON)
         patches.wrap(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype, checked_on=_CHECKED_ON)

@@ -96,7 +96,7 @@ def _moe(module: Any) -> MetaMoE | None:
 
     def forward(*inputs: Tensor) -> Tensor:
         x_BLD, ids_BLK, scores_BLK = (t.unsqueeze(0) for t in inputs)
-        counts_E = torch.empty(0, device="meta")  # which are not read
+        counts_E = torch.empty(0, dtype=torch.int32, device="meta")  # which are not read
         return type(routed).forward(routed, x_BLD, scores_BLK, ids_BLK, counts_E, shared=shared)
 
     experts = routed.inner_experts

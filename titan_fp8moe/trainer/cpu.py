@@ -19,10 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import create_block_mask
 
 from titan_fp8moe import patches
 
 logger = logging.getLogger(__name__)
+
+# Not compiled, which takes longer than training. A CUDA build of PyTorch makes masks for GPUs where there is none.
+create_block_mask_on_cpu = functools.partial(create_block_mask, device="cpu")
 
 
 def use_cpu() -> None:

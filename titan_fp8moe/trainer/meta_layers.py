@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
     def routing(self, top_k: int) -> tuple[Tensor, Tensor]:
         """A router's ids and scores (T, K)."""
         ids = torch.empty(self.count, top_k, dtype=torch.int64, device="meta")
-        return ids, torch.empty(self.count, top_k, device="meta", requires_grad=True)
+        return ids, torch.empty(self.count, top_k, dtype=torch.float32, device="meta", requires_grad=True)
 
     def gather(self, module: nn.Module, fsdp: bool = True) -> None:
         """Replaces the module's parameters by meta tensors as its forward sees them. ``fsdp``: FSDP gathers them."""

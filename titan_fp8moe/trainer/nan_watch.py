@@ -48,7 +48,7 @@ class NanWatch:
         # The host may read late. The next steps, whose layers all hold NaNs, must not change the answer.
         self.seen = first if self.seen is None else torch.where(self.seen < NOBODY, self.seen, first)
         if answer is None:
-            answer = self.answer = torch.full((), NOBODY, dtype=torch.int32, pin_memory=first.is_cuda)
+            answer = self.answer = torch.full((), NOBODY, dtype=torch.int32, device="cpu", pin_memory=first.is_cuda)
         answer.copy_(self.seen, non_blocking=True)
 
     def report_here(self, model_parts: Iterable[nn.Module]) -> None:
@@ -78,7 +78,7 @@ def first_seen(modules: list[Any], num_layers: int, device: str) -> Tensor:
     if not modules:
         return torch.full((), NOBODY, dtype=torch.int32, device=device)
     flags = torch.stack([module.nan_flags[:, 0] for module in modules])
-    index = torch.tensor([module.nan_index for module in modules], device="cpu").unsqueeze(1)
+    index = torch.tensor([module.nan_index for module in modules], dtype=torch.int64, device="cpu").unsqueeze(1)
     backward = 2 * (2 * num_layers - 1 - index)
     order = torch.cat([2 * index, 2 * index + 1, backward, backward + 1], 1).int()
     return torch.where(flags > 0, order.to(flags.device, non_blocking=True), NOBODY).amin()

@@ -20,7 +20,7 @@ from titan_fp8moe.dispatch.symmetric.ops import (
     symmetric_finish_combine,
     symmetric_start_combine,
 )
-from titan_fp8moe.dispatch.symmetric.workspace import capacities
+from titan_fp8moe.dispatch.symmetric.workspace import capacities, own
 from titan_fp8moe.rows import Routing, RowBias, Rows
 
 
@@ -89,11 +89,14 @@ class SymmetricDispatch:
         if self.sent is None:
             routing, (_, plan, arrived_C, _) = self.routing, self.state
             args = plan, arrived_C, routing.row_TK, routing.token_M, routing.offsets_E, name
-            return Rows(*symmetric_dispatch_gradients(q, scale, *args))
+            rows = symmetric_dispatch_gradients(q, scale, *args)
+            own(name, self)
+            return Rows(*rows)
         (ids_TK, scores_TK, _), sent_TK, token_C, counts_N = self.sent
         x, x_scale, token_q, token_scale, *routing, plan, arrived_C, pair_CK = symmetric_dispatch(
             q, scale, ids_TK, scores_TK, token_C, counts_N, self.route.capacity, name
         )
+        own(name, self)
         self.state = State(sent_TK, plan, arrived_C, pair_CK)
         self.routing, self.kept = Routing(*routing), Rows(token_q, token_scale)
         return Rows(x, x_scale)

@@ -60,7 +60,7 @@ def publish(
         token_C, counts_N, capacity = sent
         workspace.view("token")[: token_C.shape[0]] = token_C
         workspace.view("counts").copy_(counts_N)
-        workspace.view("capacity").copy_(torch.tensor(capacity))
+        workspace.view("capacity").copy_(torch.tensor(capacity, dtype=torch.int32, device="cpu"))
 
 
 def arrive(workspace: Workspace, channel: int) -> None:
@@ -130,7 +130,8 @@ def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tens
     """
     K, E = workspace.sizes.top_k, workspace.sizes.num_local
     ids_CK = torch.full((C, K), -1, dtype=torch.int32, device=plan.device)
-    scores_CK, pair_CK = torch.zeros(C, K, device=plan.device), torch.zeros_like(ids_CK, dtype=torch.uint8)
+    scores_CK = torch.zeros(C, K, dtype=torch.float32, device=plan.device)
+    pair_CK = torch.zeros_like(ids_CK, dtype=torch.uint8)
     token_C = ids_CK.new_zeros(C)
     for n, here, there in _arrivals(workspace, plan):
         token = workspace.view("token", n)[there]

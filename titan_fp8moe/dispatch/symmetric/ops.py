@@ -58,16 +58,20 @@ def symmetric_dispatch(
     E, impl = columns - 3, _impl(q_TD)
     M, C = capacities(T, K, N, E, capacity)
     at = workspace.begin(group_name, Sizes(N, T, D, K, E), q_TD.device)
-    impl.publish(at, q_TD, scale, (topk_ids_TK, topk_scores_TK), (token_C, counts_N, (M, C)))
-    impl.arrive(at, DISPATCH)
-    impl.wait(at, DISPATCH)
-    plan = impl.plan(at)
-    at.planned()
-    ids_CK, scores_CK, pair_CK, arrived_C = impl.pull_pairs(at, plan, C)
-    offsets_E, token_M, score_M, row_CK = expert_routing(ids_CK, scores_CK, E, M)
-    token_scale = impl.pull_scales(at, plan, arrived_C)
-    x, x_scale, token_q = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, True)
-    return x, x_scale, token_q, token_scale, offsets_E, token_M, score_M, row_CK, plan, arrived_C, pair_CK
+    try:
+        impl.publish(at, q_TD, scale, (topk_ids_TK, topk_scores_TK), (token_C, counts_N, (M, C)))
+        impl.arrive(at, DISPATCH)
+        impl.wait(at, DISPATCH)
+        plan = impl.plan(at)
+        at.planned()
+        ids_CK, scores_CK, pair_CK, arrived_C = impl.pull_pairs(at, plan, C)
+        offsets_E, token_M, score_M, row_CK = expert_routing(ids_CK, scores_CK, E, M)
+        token_scale = impl.pull_scales(at, plan, arrived_C)
+        x, x_scale, token_q = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, True)
+        return x, x_scale, token_q, token_scale, offsets_E, token_M, score_M, row_CK, plan, arrived_C, pair_CK
+    except BaseException:
+        at.interrupted()
+        raise
 
 
 @symmetric_dispatch.register_fake
@@ -107,11 +111,15 @@ def symmetric_dispatch_gradients(
     (T, D), impl = q_TD.shape, _impl(q_TD)
     sizes = Sizes(plan.shape[1] - 1, T, D, row_CK.shape[1], offsets_E.shape[0])
     at = workspace.begin(group_name, sizes, q_TD.device)
-    impl.publish(at, q_TD, scale, None, None)
-    impl.arrive(at, DISPATCH)
-    impl.wait(at, DISPATCH)
-    token_scale = impl.pull_scales(at, plan, arrived_C)
-    return impl.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, False)[:2]
+    try:
+        impl.publish(at, q_TD, scale, None, None)
+        impl.arrive(at, DISPATCH)
+        impl.wait(at, DISPATCH)
+        token_scale = impl.pull_scales(at, plan, arrived_C)
+        return impl.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, False)[:2]
+    except BaseException:
+        at.interrupted()
+        raise
 
 
 @symmetric_dispatch_gradients.register_fake

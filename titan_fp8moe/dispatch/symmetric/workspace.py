@@ -2,8 +2,8 @@
 
 Each rank has a workspace of equal size, which all ranks can address: peer memory over NVLink on GPUs, shared files on a
 CPU. :mod:`titan_fp8moe.dispatch.symmetric.exchange` describes what is written there and when. A workspace serves all
-layers of its sizes, since a layer's exchange ends before the next begins. It lives as long as its group: CUDA graphs
-hold its addresses.
+layers of its sizes, since a layer's exchange ends before the next begins. It lives until its group is destroyed, or
+until one for more tokens takes its place, unless a CUDA graph holds its addresses.
 
 Private interfaces of PyTorch that this file uses are in CONTRIBUTING.md's table. A backend's ``options._timeout`` was
 checked with 2.13, symmetric memory with 2.11.
@@ -11,6 +11,7 @@ checked with 2.13, symmetric memory with 2.11.
 
 import atexit
 import functools
+import itertools
 import math
 import os
 import socket
@@ -107,9 +108,9 @@ def capacities(tokens: int, top_k: int, num_ranks: int, num_local: int, factor: 
     """
     # Integers, so that a symbolic number of tokens stays one.
     share = 1 - (1 - 1 / num_ranks) ** top_k  # of all tokens, those with an expert on one rank
-    pairs = min(-(-tokens * math.ceil(1000 * factor * top_k) // 1000), num_ranks * tokens * top_k)
-    dispatched = min(-(-tokens * math.ceil(1000 * factor * num_ranks * share) // 1000), num_ranks * tokens)
-    return row_capacity(pairs, num_local), max(dispatched, 1)
+    pairs = torch.sym_min(-(-tokens * math.ceil(1000 * factor * top_k) // 1000), num_ranks * tokens * top_k)
+    dispatched = torch.sym_min(-(-tokens * math.ceil(1000 * factor * num_ranks * share) // 1000), num_ranks * tokens)
+    return row_capacity(pairs, num_local), torch.sym_max(dispatched, 1)
 
 
 class Workspace:
@@ -132,6 +133,11 @@ class Workspace:
             holds the ROWS and TOKENS that the rank would have needed. It also holds 1 for UNLIKE settings of the ranks,
             and 1 if this rank has waited for the rank too long (LATE).
         in_flight: whether a dispatch has begun whose combine has not ended.
+        owner: returns the object that began it, or None if that is gone: an error has interrupted the exchange. None
+            in a compiled graph, whose operators have no owner.
+        captured: whether a CUDA graph holds addresses of it.
+        mapped: what keeps ``peers`` mapped.
+        barrier: waits for all ranks.
     """
 
     _all: ClassVar[weakref.WeakSet] = weakref.WeakSet()
@@ -139,12 +145,15 @@ class Workspace:
     def __init__(self, sizes: Sizes, rank: int, peers: list[Tensor], timeout_s: Callable[[], float]):
         self.sizes, self.rank, self.peers, self.timeout_s = sizes, rank, peers, timeout_s
         self.memory, device = peers[rank], peers[rank].device
-        self.report = torch.zeros(4, sizes.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.report = torch.zeros(4, sizes.num_ranks, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         pointers = [memory.data_ptr() for memory in (*peers, self.report)]
         self.addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
         self.rounds = torch.zeros(2, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        self.in_flight = False
+        self.in_flight = self.captured = False
+        self.owner: Callable[[], object | None] | None = None
+        self.mapped: Any = None
+        self.barrier: Callable[[], None] = _nobody
         self._views: dict[tuple[str, int], Tensor] = {}
         self._planned = [torch.cuda.Event()] if device.type == "cuda" else []  # one of eager steps, others of graphs
         Workspace._all.add(self)
@@ -172,11 +181,32 @@ class Workspace:
         """Before an exchange. Raises RuntimeError if another is in flight, or if a rank has been late."""
         self.check_arrivals()
         if self.in_flight:
+            self._end_interrupted()
+        self.in_flight, self.owner = True, None
+        self.captured |= _is_capturing(self.memory.device)
+
+    def _end_interrupted(self) -> None:
+        """Ends the exchange in flight. All ranks do it together, where an error interrupted all of them. Raises
+        RuntimeError if its owner is still at work."""
+        if self.owner is None or self.owner() is not None or _is_capturing(self.memory.device):
             raise RuntimeError(
-                'dispatch = "symmetric": an exchange of this group has not ended. Either an error interrupted it, or '
-                'two layers are in flight at once, on two streams or threads; use dispatch = "all_to_all" for those'
+                'dispatch = "symmetric": an exchange of this group has not ended. Either an error interrupted it, in a '
+                "compiled graph or with an exception that is still held, or two layers are in flight at once, on two "
+                'streams or threads; use dispatch = "all_to_all" for those'
             )
-        self.in_flight = True
+        # Ranks may have arrived for a combine that nobody waits for.
+        if self.memory.is_cuda:
+            torch.cuda.synchronize()
+        self.barrier()
+        self.view("arrivals").zero_()
+        self.rounds.zero_()
+        if self.memory.is_cuda:
+            torch.cuda.synchronize()
+        self.barrier()
+
+    def interrupted(self) -> None:
+        """An error ends the operator that began the exchange."""
+        self.owner = _nobody
 
     def planned(self) -> None:
         """After the device has been asked whether all ranks have room: :meth:`check_room` can wait for that."""
@@ -231,6 +261,14 @@ class Workspace:
             )
 
 
+def _nobody() -> None:
+    return None
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def raise_late(workspace: Workspace, seen: list[int], wanted: int) -> None:
     """Reports the ranks that have arrived less than ``wanted`` times, and raises RuntimeError."""
     for n, count in enumerate(seen):
@@ -269,14 +307,14 @@ def _explain_traps() -> None:
             print(message, file=sys.stderr)
 
 
-# --- one workspace per group and sizes --------------------------------------------------------------------------------
+_numbers = itertools.count()
 
-_mapped: list[tuple[Tensor, Any]] = []
-"""Symmetric memory and its handles. A handle's buffers do not keep them, and are unmapped when they are freed."""
+# --- one workspace per group and sizes --------------------------------------------------------------------------------
 
 # By group, since a later one may get the name of a group that has been destroyed.
 _workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = weakref.WeakKeyDictionary()
-_current: dict[str, Workspace] = {}
+_current: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
+_on_meta: list[Workspace] = []  # the last one
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:
@@ -298,27 +336,36 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
     if device.type == "meta":  # kernels are compiled ahead, for timeouts that take more than 32 bits in nanoseconds
         peers = [torch.empty(sizes.nbytes, dtype=torch.uint8, device=device)] * sizes.num_ranks
         _current[group_name] = workspace = Workspace(sizes, 0, peers, lambda: 1e3)
+        _on_meta[:] = [workspace]
         workspace.begin()
         return workspace
     group = resolve(group_name)
     workspaces = _workspaces.setdefault(group, [])
     for workspace in workspaces:
-        has = workspace.sizes
-        if has.tokens >= sizes.tokens and has._replace(tokens=0) == sizes._replace(tokens=0):
+        if _fits(workspace, sizes):
             break
     else:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if _is_capturing(device):
             raise RuntimeError(
                 f'dispatch = "symmetric" has no workspace yet for {sizes}, and cannot make one while a CUDA graph is '
                 "captured; run a step with these sizes first"
             )
+        for other in [other for other in _workspaces if _is_destroyed(other)]:
+            del _workspaces[other]  # a compiled graph may hold the group itself
         with torch.inference_mode(False):
             workspace = _create(group, sizes, device)
+        # It takes the place of smaller ones: to make it, all ranks have waited for their devices.
+        workspaces[:] = [w for w in workspaces if w.captured or w.in_flight or not _fits(w, sizes._replace(tokens=0))]
         workspaces.append(workspace)
         workspaces.sort(key=lambda w: w.sizes.tokens)
     workspace.begin()
     _current[group_name] = workspace
     return workspace
+
+
+def _fits(workspace: Workspace, sizes: Sizes) -> bool:
+    has = workspace.sizes
+    return has.tokens >= sizes.tokens and has._replace(tokens=0) == sizes._replace(tokens=0)
 
 
 def current(group_name: str) -> Workspace:
@@ -329,9 +376,23 @@ def current(group_name: str) -> Workspace:
     return workspace
 
 
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+    return False
+
+
+def own(group_name: str, owner: object) -> None:
+    """Names the object that has begun the exchange in flight."""
+    if not torch.compiler.is_compiling() and (workspace := _current.get(group_name)) is not None:
+        workspace.owner = weakref.ref(owner)
+
+
 def _create(group: Any, sizes: Sizes, device: torch.device) -> Workspace:
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    path = f"{folder}/titan_fp8moe_{os.getpid()}_{group.group_name}_{len(_workspaces[group])}"
+    path = f"{folder}/titan_fp8moe_{os.getpid()}_{group.group_name}_{next(_numbers)}"
     said: list[Any] = [None] * group.size()
     dist.all_gather_object(said, (socket.gethostname(), sizes, path), group)
     hosts, all_sizes, paths = zip(*said, strict=True)
@@ -345,12 +406,19 @@ def _create(group: Any, sizes: Sizes, device: torch.device) -> Workspace:
             'dispatch = "symmetric": the ranks of a group must have equal numbers of tokens and layers of equal sizes, '
             f'got {all_sizes}; use dispatch = "all_to_all", or pad the tokens'
         )
-    memory = _peer_memory(group, sizes.nbytes, device) if device.type == "cuda" else _shared_files(group, paths, sizes)
+    if device.type == "cuda":
+        memory, mapped = _peer_memory(group, sizes.nbytes, device)
+    else:
+        memory, mapped = _shared_files(group, paths, sizes), None
     backend = group._get_backend(device)
-    return Workspace(sizes, group.rank(), memory, lambda: backend.options._timeout.total_seconds())
+    workspace = Workspace(sizes, group.rank(), memory, lambda: backend.options._timeout.total_seconds())
+    whole = weakref.ref(group)
+    workspace.mapped, workspace.barrier = mapped, lambda: _barrier(whole())
+    return workspace
 
 
-def _peer_memory(group: Any, nbytes: int, device: torch.device) -> list[Tensor]:
+def _peer_memory(group: Any, nbytes: int, device: torch.device) -> tuple[list[Tensor], Any]:
+    """The ranks' memory, and what must live as long: the buffers do not keep it, and are unmapped when it is freed."""
     from torch.distributed import _symmetric_memory
 
     memory = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
@@ -358,10 +426,9 @@ def _peer_memory(group: Any, nbytes: int, device: torch.device) -> list[Tensor]:
     peers = [handle.get_buffer(n, (nbytes,), torch.uint8) for n in range(group.size())]
     if peers[group.rank()].data_ptr() != memory.data_ptr():
         raise RuntimeError("torch.distributed._symmetric_memory has changed: a buffer does not begin at its tensor")
-    _mapped.append((memory, handle))
     torch.cuda.synchronize()
     _barrier(group)
-    return peers
+    return peers, (memory, handle)
 
 
 def _shared_files(group: Any, paths: tuple[str, ...], sizes: Sizes) -> list[Tensor]:

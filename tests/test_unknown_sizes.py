@@ -1,0 +1,98 @@
+"""Sizes that a graph does not know, such as the number of tokens that a mask selects, and layers of fake tensors."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from tests.layer import DEVICE
+from titan_fp8moe import RoutedExperts, SharedExperts, grouped_mm
+from titan_fp8moe.nn.modules import Fp8FlowLinear
+
+T, D, E, K = 64, 128, 4, 2
+
+
+class Routed(nn.Module):
+    def __init__(self, device: str | None = DEVICE):
+        super().__init__()
+        self.experts = RoutedExperts(E, D, D, device=device)
+
+    def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        return self.experts(x, ids, scores)
+
+
+class WithShared(Routed):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = (nn.Parameter(torch.randn(D, D, device=DEVICE) * 0.05) for _ in range(3))
+
+    def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        return self.experts(x, ids, scores, shared=SharedExperts(self.w1, self.w2, self.w3))
+
+
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = Fp8FlowLinear(D, D, device=DEVICE)
+
+    def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, D, D, device=DEVICE) * 0.05)
+
+    def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        ends = (ids[:, :1] == torch.arange(E, device=DEVICE)).sum(0).cumsum(0, dtype=torch.int32)
+        return grouped_mm(x.bfloat16(), self.weight, offs=ends)
+
+
+def make_inputs(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(tokens, D, device=DEVICE, requires_grad=True)
+    return x, torch.rand(tokens, E, device=DEVICE).topk(K).indices, torch.rand(tokens, K, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", [Routed, WithShared, Linear, Grouped], ids=lambda kind: kind.__name__)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_tokens_selected_by_a_mask(kind: type[nn.Module]):
+    layer, inputs = kind(), make_inputs()
+
+    def select(mask: Tensor, *tensors: Tensor) -> Tensor:
+        at = mask.nonzero().squeeze(1)
+        return layer(*(t[at] for t in tensors))
+
+    compiled = torch.compile(select, fullgraph=True, backend="aot_eager")
+    some = torch.rand(T, device=DEVICE) > 0.5
+    for mask in (some, ~some, torch.zeros_like(some), torch.ones_like(some)):
+        results = []
+        for call in (select, compiled):
+            out = call(mask, *inputs)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), [inputs[0], *layer.parameters()])])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [Routed, WithShared, Linear], ids=lambda kind: kind.__name__)
+def test_export_with_any_number_of_tokens(kind: type[nn.Module], strict: bool):
+    layer, tokens = kind(), torch.export.Dim("tokens", min=0, max=4096)
+    inputs = tuple(t.detach() for t in make_inputs())
+    with torch.no_grad():
+        program = torch.export.export(layer, inputs, dynamic_shapes=({0: tokens},) * 3, strict=strict).module()
+    for count in (0, 1, 3, 200):
+        more = tuple(t.detach() for t in make_inputs(count))
+        with torch.no_grad():
+            assert torch.equal(program(*more), layer(*more))
+
+
+def test_a_layer_of_fake_tensors():
+    """Built and run, as estimators of memory do."""
+    with FakeTensorMode():
+        layer, (x, ids, scores) = Routed(device="cpu"), (t.cpu() for t in make_inputs())
+        x = x.detach().requires_grad_()
+        out = layer(x, ids, scores)
+        out.sum().backward()
+        layer.experts.add_lora(rank=16, alpha=16)
+        assert layer.experts.lora_A["w1"].shape == (E, 16, D) and out.shape == (T, D)
+    assert x.grad.shape == x.shape
