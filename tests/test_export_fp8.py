@@ -25,11 +25,11 @@ from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
 from titan_fp8moe.export_fp8 import shards
 from titan_fp8moe.export_fp8.sources import TensorInfo
+from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.checkpoint import Job
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.dry_run import build_model
-from titan_fp8moe.torchtitan.modules import fp8_parameters
 
 TOML = "train_configs/debug.toml"
 CONFIG = dict(num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, torch_dtype="float32")

@@ -49,6 +49,10 @@ class Fp8FlowExperts(Fp8AllGather):
     def matrices(self) -> ExpertWeights[nn.Parameter]:
         raise NotImplementedError
 
+    def fp8_matrices(self) -> list[str]:
+        weights = {id(weight) for weight in self.matrices()}
+        return [name for name, param in self.named_parameters(recurse=False) if id(param) in weights]
+
     def biases(self) -> Biases[Tensor] | None:
         return None
 
@@ -226,6 +230,9 @@ class Fp8FlowFeedForward(Fp8FFN, FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, D) -> (B, L, D), under tensor parallelism a partial sum."""
         return self.run(x) if self.in_fp8 else FeedForward.forward(self, x)
+
+    def fp8_matrices(self) -> list[str]:
+        return super().fp8_matrices() if self.in_fp8 else []
 
     def scores(self, x: Tensor) -> Tensor | None:
         """By which the output of each token is multiplied, (T,) fp32."""
