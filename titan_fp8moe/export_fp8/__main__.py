@@ -104,7 +104,10 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
 
 def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[str]:
     """The matrices with one of ``parts`` in their name and none of ``filters``. Each must match one."""
-    chosen = {name for name in source.tensors if any(part in name for part in parts or [ROUTED])}
+    if parts is None:  # not a router's bias, which Laguna stores with the experts
+        chosen = {name for name, info in source.tensors.items() if ROUTED in name and len(info.shape) > 1}
+    else:
+        chosen = {name for name in source.tensors if any(part in name for part in parts)}
     for option, strings, names in (("quantize", parts or [], source.tensors), ("filter-fqns", filters, chosen)):
         if unused := [part for part in strings if not any(part in name for name in names)]:
             raise ValueError(f"--{option} has {unused[0]!r}, which matches no tensor; correct or remove it")
@@ -166,10 +169,9 @@ def main() -> None:
             shards.write_shards(plan, args.out, _device(), lambda line: print(line, flush=True))
             shards.write_config(plan, assets, args.out)
         if args.verify or args.verify_only:
-            count = shards.verify(plan, assets, args.out)
+            count, keys = shards.verify(plan, assets, args.out), ", ".join(compared)
             print(
-                f"verified: {count} tensors are the checkpoint's, bit for bit; it has the layers, experts and sizes that "
-                f"config.json states in {', '.join(compared)}"
+                f"verified: {count} tensors are the checkpoint's, bit for bit; it has what config.json states of {keys}"
             )
     except (AssertionError, ImportError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")

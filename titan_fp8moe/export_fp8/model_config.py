@@ -27,13 +27,10 @@ _DIMS = {
     "mlp.experts.*.down_proj.weight": ("hidden_size", "moe_intermediate_size"),
     "mlp.shared_experts.gate_proj.weight": ("n_shared_experts*moe_intermediate_size", "hidden_size"),
 }
-# Parts of names that a model has if it states these keys, and lacks if they are 0 or null.
-_PARTS = {"vocab_size": "embed", "n_shared_experts": "shared_expert"}
 _MOST = 30  # differences in an error
-_UNSTATED = object()
 
 
-class _Stated:
+class _Stated(dict[str, Any]):
     """The decoder's values in config.json.
 
     Attributes:
@@ -41,32 +38,27 @@ class _Stated:
     """
 
     def __init__(self, config: dict[str, Any]):
-        self.values = dict(config)
-        for key in _TEXT_CONFIGS:
-            self.values |= self.values.get(key) or {}
-        self.values |= self.values.get("rope_parameters") or {}
-        if "tie_word_embeddings" in config:  # a model of several has one head
-            self.values["tie_word_embeddings"] = config["tie_word_embeddings"]
+        super().__init__(config)
+        for key in (*_TEXT_CONFIGS, "rope_parameters"):
+            self.update(self.get(key) or {})
+        self.update({key: config[key] for key in ("tie_word_embeddings",) if key in config})  # the whole model's
         self.compared: dict[str, None] = {}
-
-    def get(self, key: str) -> Any:
-        if key in self.values:
-            self.compared[key] = None
-        return self.values.get(key, _UNSTATED)
 
     def number(self, keys: str) -> int | None:
         """The product of these keys; None unless all are stated."""
         numbers = [self.get(key) for key in keys.split("*")]
-        return math.prod(numbers) if all(isinstance(number, int) for number in numbers) else None
+        if not all(isinstance(number, int) for number in numbers):
+            return None
+        self.compared |= dict.fromkeys(keys.split("*"))
+        return math.prod(numbers)
 
     def kind(self, layer: int, num_layers: int) -> list[object]:
         """What the lists with an entry per layer, such as ``layer_types``, state of this one."""
-        return [v[layer] for v in self.values.values() if isinstance(v, list | str) and len(v) == num_layers]
+        return [v[layer] for v in self.values() if isinstance(v, list | str) and len(v) == num_layers]
 
 
 def read_config(assets: Path) -> dict[str, Any]:
-    path = assets / "config.json"
-    if not path.exists():
+    if not (path := assets / "config.json").exists():
         raise ValueError(f"{path} does not exist; --assets names a folder with the model's config.json and tokenizer")
     return read_json(path)
 
@@ -81,27 +73,23 @@ def check_config(source: Source, trained: ConfigValues, assets: Path) -> list[st
         ValueError: with the differences, for a checkpoint that is incomplete or another model's.
     """
     stated, names = _Stated(read_config(assets)), [*source.tensors]
-    num_layers = stated.number("num_hidden_layers") or len(stated.values.get("layers_block_type") or ())  # Nemotron's
+    num_layers = stated.number("num_hidden_layers") or len(stated.get("layers_block_type") or ())  # Nemotron's
     if not num_layers:
         raise ValueError(f"{assets}/config.json states no num_hidden_layers; pass the model's own config with --assets")
-    layers: dict[int, list[str]] = {}
-    for name in names:
-        if match := _LAYER.match(name):
-            layers.setdefault(int(match[1]), []).append(name)
-    if not layers:
+    if not any(map(_LAYER.match, names)):
         raise ValueError(
             f"{names[0]} and the other tensors are of no decoder, such as model.layers.0.; if a wrapper has renamed "
             "them, save the state dict of the model inside it"
         )
     differences = [
-        *_wrong_layers(layers, stated, num_layers),
-        *_wrong_experts(names, stated),
-        *_wrong_dims(source, stated),
-        *_wrong_parts(layers, names, stated),
         *_wrong_settings(trained, stated),
+        *_wrong_head(names, stated),
+        *_wrong_dims(source, stated),
+        *_wrong_layers(names, stated, num_layers),
+        *_wrong_experts(names, stated),
     ]
     if differences:
-        more = f"; and {len(differences) - _MOST} more" if len(differences) > _MOST else ""
+        more = "; ..." if len(differences) > _MOST else ""
         raise ValueError(
             f"{assets}/config.json has {'; '.join(differences[:_MOST])}{more}. Complete the checkpoint, or pass the "
             "model's own config"
@@ -109,23 +97,23 @@ def check_config(source: Source, trained: ConfigValues, assets: Path) -> list[st
     return [*stated.compared]
 
 
-def _wrong_layers(layers: dict[int, list[str]], stated: _Stated, num_layers: int) -> Iterator[str]:
+def _wrong_layers(names: list[str], stated: _Stated, num_layers: int) -> Iterator[str]:
     """Layers that are missing or too many, or that lack a matrix which another layer of their kind has."""
+    layers: dict[int, set[str]] = {layer: set() for layer in range(num_layers)}
     further = stated.number("num_nextn_predict_layers") or 0  # DeepSeek stores these behind the decoder's
-    if lost := sorted({*range(num_layers)} - layers.keys()):
-        yield f"num_hidden_layers = {num_layers}, but the checkpoint lacks layers.{lost[0]}."
-    if more := sorted(layers.keys() - {*range(num_layers + further)}):
-        yield f"num_hidden_layers = {num_layers}, but the checkpoint has {layers[more[0]][0]}"
-    matrices = {
-        layer: {_of_any_expert(_LAYER.sub("", name)) for name in names if name.endswith(".weight")}
-        for layer, names in layers.items()
-        if layer < num_layers
-    }
-    for layer, found in matrices.items():
-        for other, fuller in matrices.items():
-            if found < fuller and stated.kind(layer, num_layers) == stated.kind(other, num_layers):
-                lacks = min(fuller - found)
-                yield f"layers of one kind, but the checkpoint lacks layers.{layer}.{lacks}, which layer {other} has"
+    for name in names:
+        if (match := _LAYER.match(name)) is None:
+            continue
+        if (layer := int(match[1])) >= num_layers + further:
+            yield f"num_hidden_layers = {num_layers}, but the checkpoint has {name}"
+            return
+        if layer < num_layers and name.endswith(".weight"):
+            layers[layer].add(_of_any_expert(name[match.end() :]))
+    for layer, found in layers.items():
+        for other, fuller in layers.items():
+            if found < fuller and (not found or stated.kind(layer, num_layers) == stated.kind(other, num_layers)):
+                lacks = f"layers.{layer}.{min(fuller - found)}"
+                yield f"num_hidden_layers = {num_layers}, but the checkpoint lacks {lacks}, which layer {other} has"
                 break
 
 
@@ -134,53 +122,49 @@ def _of_any_expert(name: str) -> str:
 
 
 def _wrong_experts(names: list[str], stated: _Stated) -> Iterator[str]:
-    """Matrices of experts that are missing or too many."""
+    """Matrices of experts that are missing or too many. Without a number, the decoder's largest counts."""
     modules: dict[str, dict[str, set[int]]] = {}
     for name in names:
         if match := re.match(r"(.*\bexperts\.)(\d+)(\..+)", name):
             modules.setdefault(match[1], {}).setdefault(match[3], set()).add(int(match[2]))
     counts = {module: 1 + max(set().union(*parts.values())) for module, parts in modules.items()}
-    decoder = [module for module in modules if _LAYER.match(module)]
     key = next((key for key in _NUM_EXPERTS if stated.number(key)), "experts")
-    count = stated.number(key) or max((counts[module] for module in decoder), default=0)
+    count = stated.number(key) or max((count for module, count in counts.items() if _LAYER.match(module)), default=0)
     for module, parts in modules.items():
-        want = count if module in decoder else counts[module]
+        want = count if _LAYER.match(module) else counts[module]
         for part, numbers in parts.items():
             if wrong := numbers ^ {*range(want)}:
                 says = "has" if min(wrong) in numbers else "lacks"
                 yield f"{key} = {want}, but the checkpoint {says} {module}{min(wrong)}{part}"
+                break
 
 
 def _wrong_dims(source: Source, stated: _Stated) -> Iterator[str]:
-    """Sizes of tensors, of which the first of each kind is told."""
+    """Sizes of tensors, each key's first."""
     told = set()
     for name, info in source.tensors.items():
         kind = _of_any_expert(re.sub(rf"^{_DECODER}(layers\.\d+\.)?", "", name))
         for keys, size in zip(_DIMS.get(kind, ()), info.shape, strict=False):
-            if (want := stated.number(keys)) not in (None, size) and (kind, keys) not in told:
-                told.add((kind, keys))
+            if (want := stated.number(keys)) not in (None, size) and keys not in told:
+                told.add(keys)
                 yield f"{keys} = {want}, but {name} has {size}"
 
 
-def _wrong_parts(layers: dict[int, list[str]], names: list[str], stated: _Stated) -> Iterator[str]:
-    """Parts of the model that are stated and missing, or the other way round."""
-    for key, part in _PARTS.items():
-        value, found = stated.get(key), [name for name in names if part in name]
-        if value is not _UNSTATED and bool(value) != bool(found):
-            yield f"{key} = {json.dumps(value)}, but the checkpoint {f'has {found[0]}' if found else f'lacks {part}'}"
-    tied = stated.get("tie_word_embeddings")
-    head = next((name for name in names if re.search(r"(^|\.)(lm_head|head|output|unembed)\.weight$", name)), None)
-    if tied is False and head is None:
-        yield "tie_word_embeddings = false, but the checkpoint lacks lm_head.weight"
-    if tied is True and head is not None and "lm_head" in head:
-        yield f"tie_word_embeddings = true, but the checkpoint has {head}"
-    first, sparse = stated.get("first_k_dense_replace"), [i for i in layers if any(".experts." in n for n in layers[i])]
-    if isinstance(first, int) and sparse and first != min(sparse):
-        yield f"first_k_dense_replace = {first}, but the checkpoint has experts from layer {min(sparse)} on"
+def _wrong_head(names: list[str], stated: _Stated) -> Iterator[str]:
+    """Embedding and output layer."""
+    if stated.number("vocab_size") and not any("embed" in name for name in names):
+        yield f"vocab_size = {stated['vocab_size']}, but the checkpoint lacks the embedding"
+    if (tied := stated.get("tie_word_embeddings")) is not None:
+        stated.compared["tie_word_embeddings"] = None
+        heads = [name for name in names if re.search(r"(^|\.)(lm_head|head|output|unembed)\.weight$", name)]
+        if tied and (own := [name for name in heads if "lm_head" in name]):
+            yield f"tie_word_embeddings = {json.dumps(tied)}, but the checkpoint has {own[0]}"
+        if not tied and not heads:
+            yield f"tie_word_embeddings = {json.dumps(tied)}, but the checkpoint lacks lm_head.weight"
 
 
 def _wrong_settings(trained: ConfigValues, stated: _Stated) -> Iterator[str]:
-    for key, values in trained.items():
-        value = stated.get(key)
-        if value is not _UNSTATED and value not in values:
-            yield f"{key} = {json.dumps(value)}, but the model was trained with {json.dumps(values[0])}"
+    for key in (key for key in trained if key in stated):
+        stated.compared[key] = None
+        if stated[key] not in trained[key]:
+            yield f"{key} = {json.dumps(stated[key])}, but the model was trained with {json.dumps(trained[key][0])}"

@@ -101,6 +101,7 @@ def _settings(model_args: BaseModelArgs) -> ConfigValues:
         found["head_dim"] = [args.head_dim, None]
     if (moe := getattr(args, "moe_args", None)) is not None:
         found |= {
+            "n_shared_experts": [moe.num_shared_experts] if moe.num_shared_experts else [0, None],
             "num_experts_per_tok": [moe.top_k],
             "n_group": [moe.num_expert_groups] if moe.num_expert_groups else [1, None],
             "topk_group": [moe.num_limited_groups] if moe.num_expert_groups else [1, None],
@@ -193,10 +194,10 @@ def _data_files(folder: Path, metadata: Metadata) -> list[Path]:
     for part in metadata.storage_data.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     for name, end in sorted(ends.items()):
-        size = (folder / name).stat().st_size if (folder / name).exists() else 0
-        if size < end:
+        path = folder / name
+        if (size := path.stat().st_size if path.exists() else 0) < end:
             raise ValueError(
-                f"{folder / name} has {size} of {end} bytes; copy the checkpoint again, with all ranks' files"
+                f"{path} has {size} of {end} bytes; copy the checkpoint again, with the files of all ranks"
             )
     return [folder / name for name in sorted(ends)]
 
