@@ -308,7 +308,7 @@ def test_refusals_of_the_job(export_job, tmp_path, monkeypatch):
     newcomer = dict(moe_intermediate_size=128, intermediate_size=256, kv_lora_rank=32, q_lora_rank=32, n_group=8)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | newcomer))
     told = ("gate_proj.weight has 256", "gate_proj.weight has 512", "with 128", "with null", "with 1;")
-    said = (f"{key} = {value}, but the " for key, value in newcomer.items())
+    said = (f"{key} = {value}, but " for key, value in newcomer.items())
     with refused(*said, *told, error=SystemExit):
         export_job(assets=tmp_path, out=tmp_path / "out")
     for rope in (dict(rope_theta=5e6), dict(rope_parameters=dict(rope_theta=5e6))):
