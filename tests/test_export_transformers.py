@@ -89,7 +89,7 @@ FAMILIES = {
 
 
 def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """DeepSeek's format, as its inference code reads it, and the names of what is FP8. Nothing of the package is used."""
+    """DeepSeek's format, read as its inference code does, without the package; and the names of what is FP8."""
     stored = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
     tensors, fp8 = {}, set()
     for name, value in stored.items():
