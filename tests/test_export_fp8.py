@@ -23,12 +23,12 @@ from tests.layer import refused
 from tests.processes import call
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
-from titan_fp8moe.export_fp8 import shards
+from titan_fp8moe.export_fp8 import model_config, shards
 from titan_fp8moe.export_fp8.sources import TensorInfo
+from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.checkpoint import Job
 from titan_fp8moe.torchtitan.dry_run import build_model
-from titan_fp8moe.torchtitan.modules import fp8_parameters
 from titan_fp8moe.trainer import preflight
 
 TOML = "train_configs/debug.toml"
@@ -121,6 +121,7 @@ def test_torchtitan_reads_what_the_forward_multiplies_with(job, export_job, tmp_
     output = export_job("--shard-gb", 2e-3, "--verify", quantized_from=quantized_from)
     assert f"57 matrices in FP8 from {quantized_from}" in output
     assert "142 tensors are the checkpoint's, bit for bit" in output
+    assert all(key in output.splitlines()[-1] for key in CONFIG if key != "torch_dtype")
     assert len(list(tmp_path.glob("model-*-of-00005.safetensors"))) == 5
     loaded = read_back(tmp_path, job)
     for key, value in job[2].items():
@@ -276,8 +277,16 @@ NOT_FINITE = f"{E0} holds a NaN or Inf", "diverged"
         ({}, "--filter-fqns layers.", ["nothing is quantized"]),
         ({}, "--filter-fqns experts.1.", ["some matrices of model.layers.0.mlp.experts would be FP8 and others bf16"]),
         ({}, "--assets /nowhere", ["/nowhere/config.json does not exist; --assets names"]),
-        ({"model.layers.2.mlp.gate.weight": torch.zeros(2, 256)}, "", ["num_hidden_layers = 2", "checkpoint has 3"]),
-        ({"model.embed_tokens.weight": torch.zeros(9, 256)}, "", ["vocab_size = 64, but the checkpoint has 9"]),
+        (
+            {"model.layers.2.mlp.gate.weight": torch.zeros(2, 256)},
+            "",
+            ["num_hidden_layers = 2", "has model.layers.2.mlp.gate"],
+        ),
+        (
+            {"model.embed_tokens.weight": torch.zeros(9, 256)},
+            "",
+            ["vocab_size = 64, but model.embed_tokens.weight has 9"],
+        ),
         ({}, "--config nowhere.toml", ["--config nowhere.toml: no such file"]),
     ],
 )
@@ -298,8 +307,8 @@ def test_refusals_of_the_job(export_job, tmp_path, monkeypatch):
         )
     newcomer = dict(moe_intermediate_size=128, intermediate_size=256, kv_lora_rank=32, q_lora_rank=32, n_group=8)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | newcomer))
-    told = ("has 256", "has 512", "has 128", "has null", "model was trained with 1.")
-    said = (f"{key} = {value}, but the " for key, value in newcomer.items())
+    told = ("gate_proj.weight has 256", "gate_proj.weight has 512", "with 128", "with null", "with 1;")
+    said = (f"{key} = {value}, but " for key, value in newcomer.items())
     with refused(*said, *told, error=SystemExit):
         export_job(assets=tmp_path, out=tmp_path / "out")
     for rope in (dict(rope_theta=5e6), dict(rope_parameters=dict(rope_theta=5e6))):
@@ -316,11 +325,10 @@ DEEPSEEK = ROUTER | dict(
     moe_intermediate_size=256, intermediate_size=512, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=128,
     num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
     n_group=1, topk_group=1, routed_scaling_factor=2.5, scoring_func="sigmoid", tie_word_embeddings=False,
-    attention_bias=False,
 )  # fmt: skip
 QWEN3 = ROUTER | dict(
     num_hidden_layers=2, hidden_size=128, num_experts=8, moe_intermediate_size=768, num_attention_heads=6,
-    num_key_value_heads=2, head_dim=64, decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=True,
+    num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
 )  # fmt: skip
 
 
@@ -354,11 +362,12 @@ def test_every_difference_is_told(tmp_path, monkeypatch, model, args, moe_args, 
     shapes = {name: shape for key in job.shapes for name, shape in job.hf_shapes(key).items()}
     source = SimpleNamespace(tensors={name: TensorInfo(shape, torch.bfloat16) for name, shape in shapes.items()})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shards.check_config(source, job.settings, tmp_path)
+    model_config.check_config(source, job.settings, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(config, -1)))
-    owners = {key: "model was trained with" if key in job.settings else "checkpoint has" for key in config}
-    with refused(*(f"{key} = -1, but the {owners[key]} {json.dumps(config[key])}" for key in config)):
-        shards.check_config(source, job.settings, tmp_path)
+    settings = (key for key in config if key in job.settings)
+    told = [f"{key} = -1, but the model was trained with {json.dumps(config[key])}" for key in settings]
+    with refused(*(f"{key} = -1, but " for key in config), *told):
+        model_config.check_config(source, job.settings, tmp_path)
 
 
 def test_tensors_without_a_name_are_told(export, tmp_path, monkeypatch):
@@ -369,7 +378,7 @@ def test_tensors_without_a_name_are_told(export, tmp_path, monkeypatch):
     options = ["--model.name=qwen3", "--model.flavor=small"]
     job = Job(TOML, options)
     dcp.save({name: torch.zeros(shape) for name, shape in job.shapes.items()}, checkpoint_id=tmp_path / "step-1")
-    (tmp_path / "config.json").write_text(json.dumps(dict(num_experts=2, rope_theta=1e6)))
+    (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=2, rope_theta=1e6)))
     monkeypatch.setattr(shards, "write_shards", lambda *_: None)
     (tmp_path / "out").mkdir()
     options += ["--config", TOML, "--assets", tmp_path, "--quantized-from", "fp32"]

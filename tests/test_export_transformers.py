@@ -10,6 +10,8 @@ from tests.layer import assert_equal
 from titan_fp8moe import recipe
 
 pytest.importorskip("safetensors")
+from safetensors.torch import load_file
+
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
@@ -61,6 +63,73 @@ def quantized(value: torch.Tensor) -> torch.Tensor:
     N, K = value.shape[-2:]
     q, scale = recipe.quantize_weight(value.view(-1, N, K))
     return recipe.dequantize(q, scale)[:, :N, :K].reshape(value.shape)
+
+
+SIZES = dict(
+    vocab_size=256, hidden_size=128, intermediate_size=160, moe_intermediate_size=144, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4, head_dim=32, num_experts_per_tok=2, num_experts=4,
+    num_local_experts=4, n_routed_experts=4, moe_num_experts=4, n_group=1, topk_group=1, pad_token_id=0,
+    layer_types=["full_attention"] * 2, mlp_layer_types=["sparse"] * 2, shared_expert_intermediate_size=64,
+    qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, kv_lora_rank=64, q_lora_rank=64,
+)  # fmt: skip
+FAMILIES = {
+    "DeepseekV2": dict(first_k_dense_replace=1),
+    "DeepseekV3": dict(first_k_dense_replace=1),
+    "Ernie4_5_Moe": {},
+    "Glm4Moe": dict(first_k_dense_replace=1),
+    "MiniMaxM2": {},
+    "Mixtral": {},
+    "NemotronH": dict(layers_block_type=["moe", "attention"], moe_shared_expert_intermediate_size=64),
+    "Olmoe": {},
+    "Qwen2Moe": {},
+    "Qwen3Moe": dict(tie_word_embeddings=True),
+    "Qwen3Next": {},
+    "Qwen3_5Moe": {},
+}
+
+
+def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """DeepSeek's format, read as its inference code does, without the package; and the names of what is FP8."""
+    stored = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    tensors, fp8 = {}, set()
+    for name, value in stored.items():
+        if (scale := stored.get(f"{name}_scale_inv")) is not None:
+            assert value.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+            N, K = value.shape
+            assert scale.shape == (-(-N // 128), -(-K // 128))
+            value = value.float() * scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+            fp8.add(name)
+        if not name.endswith("_scale_inv"):
+            tensors[name] = value
+    return tensors, fp8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_read_back(family, tmp_path, monkeypatch):
+    """An e4m3 code is within 1/16 of its value, or half a step of 2**-9 of the block's scale, whose largest code is
+    above 224: half of 448."""
+    config_class = getattr(transformers, f"{family}Config")
+    names = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", ())}
+    sizes = {key: value for key, value in SIZES.items() if key in names or key == "num_hidden_layers"}
+    config = config_class(**sizes | FAMILIES[family])
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "hf")
+    want, none = read_deepseek(tmp_path / "hf")
+    export(monkeypatch, tmp_path / "hf", tmp_path / "fp8", "--verify")
+    got, fp8 = read_deepseek(tmp_path / "fp8")
+    assert got.keys() == want.keys() and not none
+    assert fp8 == {name for name in want if ".experts." in name and name.endswith(".weight")} and fp8
+    for name, value in want.items():
+        if name not in fp8:
+            assert torch.equal(got[name], value.bfloat16() if "score_correction_bias" not in name else value), name
+            continue
+        N, K = value.shape
+        blocks = torch.nn.functional.pad(value.float().abs(), (0, -K % 128, 0, -N % 128))
+        largest = blocks.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).amax((1, 3))
+        scale = (largest / 224).repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+        error = (got[name] - value.float()).abs()
+        assert (error <= torch.maximum(value.float().abs() / 16, scale * 2**-10)).all(), name
+        assert error.any()
 
 
 def test_dequantized_by_transformers(exported):

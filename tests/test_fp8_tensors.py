@@ -1,18 +1,22 @@
 """FP8 tensors of a live model: Transformers' and torchtitan's, as the files of an export, in buckets, over ranks."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.layer import assert_equal, refused
 from tests.processes import forks, run_script
-from titan_fp8moe import Fp8Weight, RoutedExperts, recipe
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
+from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, fp8_parameters
+from titan_fp8moe.trainer.plan import plain_name
 
 
 def test_transformers(tmp_path: Path, monkeypatch):
@@ -66,6 +70,89 @@ def test_torchtitan():
         if not name.endswith("e_score_correction_bias"):
             assert_equal([got[name]], [want])
     assert got.keys() >= values.keys()
+
+
+def tiny_qwen3(**changes):
+    transformers = pytest.importorskip("transformers", "5.17")
+    from titan_fp8moe.transformers import register
+
+    register()
+    sizes = dict(hidden_size=128, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=1, num_key_value_heads=1, head_dim=128, vocab_size=128)
+    config = transformers.Qwen3MoeConfig(**sizes | changes)
+    config._experts_implementation = "fp8_flow"
+    return transformers.Qwen3MoeForCausalLM(config).bfloat16()
+
+
+def fp8_names(model) -> set[str]:
+    return {name.removesuffix("_scale_inv") for name in _all(fp8_tensors(model)) if name.endswith("_scale_inv")}
+
+
+def test_modules_name_their_matrices():
+    """A linear in FP8 does not take the experts out; layers of experts in bf16 stay so, and so do gates beside FFNs."""
+    routed = fp8_names(tiny_qwen3())
+    assert len(routed) == 2 * 4 * 3 and all(".experts." in name for name in routed)
+    model = tiny_qwen3()
+    Fp8FlowLinear.convert(model.model.layers[1].self_attn.q_proj, Fp8FlowMoEConfig())
+    q_proj = "model.layers.1.self_attn.q_proj.weight"
+    assert fp8_names(model) == routed | {q_proj}
+    experts = model.model.layers[0].mlp.experts
+    experts.config = copy.copy(experts.config)
+    experts.config._experts_implementation = "grouped_mm"
+    assert fp8_names(model) == {name for name in routed if "layers.1." in name} | {q_proj}
+    model.set_experts_implementation("eager")
+    assert fp8_names(model) == {q_proj}
+
+
+class GatedFFN(Fp8FFN):
+    """As torchtitan 0.3's shared experts of Qwen3.5, whose gate runs in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
+        self.gate = torch.nn.Linear(128, 1, bias=False)
+        self.config = Fp8FlowMoEConfig()
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (GatedFFN, ["w1.weight", "w2.weight", "w3.weight"]),
+        (lambda: RoutedExperts(4, 128, 128, bias=True), ["w1", "w2", "w3"]),
+        (lambda: RoutedExperts(4, 128, 128, activation="relu2"), ["w1", "w2"]),
+        (lambda: Fp8FlowLinear(128, 128), ["weight"]),
+    ],
+)
+def test_names_of_matrices(module, names):
+    model = torch.nn.ModuleDict({"ffn": checkpoint_wrapper(module())})
+    assert {plain_name(name) for name in fp8_parameters(model)} == {f"ffn.{name}" for name in names}
+
+
+def test_wrapped_models(group):
+    """DDP and compile, in either order: the names, and a tied weight once."""
+    model = tiny_qwen3(tie_word_embeddings=True)
+    want = _all(fp8_tensors(model))
+    assert "model.embed_tokens.weight" in want and "lm_head.weight" not in want
+    ddp = torch.nn.parallel.DistributedDataParallel
+    for wrapped in (ddp(model), ddp(torch.compile(model)), torch.compile(ddp(model)), torch.nn.DataParallel(model)):
+        got = _all(fp8_tensors(wrapped))
+        assert got.keys() == want.keys()
+        assert_equal(got.values(), want.values())
+
+
+def test_tied_weights_of_other_models():
+    """As torchtitan ties the output to the embedding, for an adapter that names both."""
+    model = torch.nn.ModuleDict({"moe": RoutedExperts(4, 128, 128), "output": torch.nn.Linear(128, 64, bias=False)})
+    model["embedding"] = torch.nn.Embedding(64, 128)
+    model["embedding"].weight = model["output"].weight
+
+    class Both(Adapter):
+        @staticmethod
+        def to_hf(tensors):
+            return Adapter.to_hf(tensors) if "moe" in next(iter(tensors)) else tensors
+
+    got = _all(fp8_tensors(model, adapter=Both))
+    assert [name for name in got if "experts" not in name] == ["output.weight"]
 
 
 class Adapter:

@@ -84,6 +84,20 @@ def test_deepseeks_blocks():
         Fp8Weight.of_blocks(want.q[:, :120], scale)
 
 
+def test_the_dtype_of_scales_decides():
+    """Numbers in fp32 and bf16, exponents in e8m0 and uint8: the same weights. Integers and FP8 numbers are refused."""
+    want = Fp8Weight.quantize(torch.randn(2, 128, 256, device=DEVICE))
+    scale = recipe.exp2(recipe.exponent(want.scale))
+    exponents = want.scale.view(torch.uint8)
+    for scales in ("exact", "round"):
+        for stored in (scale, scale.bfloat16(), want.scale, exponents):
+            assert_equal(Fp8Weight.of_blocks(want.q, stored, scales=scales), want)
+        integers = (torch.int8, torch.int16, torch.int32, torch.int64)
+        for stored in (*map(exponents.to, integers), scale.half(), scale.to(recipe.FP8)):
+            with refused(f"the scales of FP8 weights are {stored.dtype}; pass numbers in fp32 or bf16, or e8m0"):
+                Fp8Weight.of_blocks(want.q, stored, scales=scales)
+
+
 def test_misuse_is_named():
     (x, scores), ids, (q1, q2, q3) = make_inputs()
     trained = Fp8Weight(q2.q.detach().requires_grad_(), q2.scale)

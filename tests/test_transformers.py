@@ -381,6 +381,16 @@ def test_weights_stored_in_fp8(compiled: bool):
     assert "quantize_weight" not in counter.ops and not counter.stray_casts
 
 
+@pytest.mark.parametrize("convert", [Tensor.bfloat16, lambda s: (s.view(torch.int32) >> 23).to(torch.uint8)])
+def test_the_dtype_of_scales(convert: Callable):
+    """Of a checkpoint's scales bf16 and bytes of e8m0 are those in fp32."""
+    (experts, _), inputs = fp8_experts(), make_inputs(torch.bfloat16)
+    want = experts(*inputs)
+    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+        setattr(experts, name, torch.nn.Parameter(convert(getattr(experts, name).detach()), requires_grad=False))
+    assert torch.equal(experts(*inputs), want)
+
+
 def test_scales_that_are_no_powers_of_two():
     """They are refused, or weights and scales replaced once; and other blocks are not taken for ours."""
     (experts, plain), inputs = fp8_experts(1.3), make_inputs(torch.bfloat16)

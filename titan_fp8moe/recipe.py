@@ -32,6 +32,7 @@ each rank that serves it.
 
 import itertools
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -132,7 +133,7 @@ def padded(size: int) -> int:
 
 def group_rows(num_tokens: int) -> int:
     """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
-    return padded(torch.sym_max(num_tokens, 1))
+    return padded(cast(int, torch.sym_max(num_tokens, 1)))
 
 
 def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -480,7 +481,8 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
     At least 128, so that no buffer is empty.
     """
     # Of symbols, such as the number of tokens that a mask selects, a graph must not ask which is larger.
-    return torch.sym_max((num_rows + (TILE - 1) * torch.sym_min(num_rows, num_experts)) // TILE * TILE, TILE)
+    rows = (num_rows + (TILE - 1) * cast(int, torch.sym_min(num_rows, num_experts))) // TILE * TILE
+    return cast(int, torch.sym_max(rows, TILE))
 
 
 def expert_routing(

@@ -27,8 +27,8 @@ from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.experts import Experts, run_layer
 from titan_fp8moe.layer.operands import Layouts, add_cache, own_cache, tensor_key
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
-from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import E8M0, FP8, STEP, TILE, exp2, exponent
+from titan_fp8moe.ops import Fp8Weight, scale_exponents
+from titan_fp8moe.recipe import FP8, STEP, TILE, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.versions import warn_about_versions
@@ -112,6 +112,11 @@ def _serves(experts: Any) -> bool:
     return experts.config._experts_implementation == NAME and _why_not(experts) is None
 
 
+def fp8_matrices(module: Any) -> list[str]:
+    """Names of the matrices that a module of Transformers multiplies in FP8: those of experts, or none."""
+    return [_first(module), "down_proj"] if hasattr(module, "is_concatenated") and _serves(module) else []
+
+
 def converted(model: nn.Module) -> list[str]:
     """Names of the experts that run in FP8. Transformers ignores the implementation where a model's code has none.
 
@@ -175,8 +180,8 @@ def _experts_forward(
     if stored:
         _check_scales(experts, scales)
         weights = ExpertWeights(
-            Fp8Weight(w1, _powers_of_two(getattr(experts, f"{first}_scale_inv"))),
-            Fp8Weight(experts.down_proj, _powers_of_two(experts.down_proj_scale_inv)),
+            Fp8Weight(w1, scale_exponents(getattr(experts, f"{first}_scale_inv"))),
+            Fp8Weight(experts.down_proj, scale_exponents(experts.down_proj_scale_inv)),
         )
     elif frozen or config.cache_weights:
         layouts = config.kept_layouts
@@ -217,13 +222,6 @@ def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
             q.data.view(torch.uint8).copy_(weight.q.view(torch.uint8))
             scale.data.copy_(exp2(exponent(weight.scale)))
     experts.fp8_flow_checked = key
-
-
-def _powers_of_two(scale: Tensor) -> Tensor:
-    """fp32 powers of two, or e8m0, as e8m0."""
-    if scale.dtype == E8M0:
-        return scale.detach()
-    return (scale.detach().view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
 
 
 def _why_not(experts: Any) -> str | None:

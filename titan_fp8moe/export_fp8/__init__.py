@@ -5,8 +5,8 @@ block: the values that the next training forward would multiply with. Everything
 
 :func:`fp8_tensors` yields the same tensors of a live model, for a rollout engine.
 
-``sources`` reads checkpoints, ``shards`` plans, quantizes, writes and verifies, ``__main__`` is the command line,
-``live`` is for models in memory, ``format`` is common to both.
+``sources`` reads checkpoints, ``model_config`` compares them with config.json, ``shards`` plans, quantizes, writes and
+verifies, ``__main__`` is the command line, ``live`` is for models in memory, ``format`` is common to both.
 """
 
 from titan_fp8moe.export_fp8.live import fp8_tensors

@@ -21,6 +21,7 @@ import torch
 
 from titan_fp8moe.export_fp8 import shards
 from titan_fp8moe.export_fp8.format import ROUTED
+from titan_fp8moe.export_fp8.model_config import check_config
 from titan_fp8moe.export_fp8.sources import ConfigValues, HuggingFaceSource, Source
 from titan_fp8moe.recipe import TILE
 
@@ -96,14 +97,17 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
 
     job = Job(args.config, overrides, args.world_size)
     checkpoint = DcpSource(source, job) if is_dcp else HuggingFaceSource(source)
-    if missing := job.fp8 - checkpoint.tensors.keys():
-        raise ValueError(f"{source} is not a checkpoint of {job.name}: it lacks {min(missing)}")
+    if not is_dcp:
+        job.check_source(source, checkpoint.tensors)
     return checkpoint, job.fp8, args.quantized_from or job.quantized_from, job.settings, args.assets or job.assets
 
 
 def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[str]:
     """The matrices with one of ``parts`` in their name and none of ``filters``. Each must match one."""
-    chosen = {name for name in source.tensors if any(part in name for part in parts or [ROUTED])}
+    if parts is None:  # not a router's bias, which Laguna stores with the experts
+        chosen = {name for name, info in source.tensors.items() if ROUTED in name and len(info.shape) > 1}
+    else:
+        chosen = {name for name in source.tensors if any(part in name for part in parts)}
     for option, strings, names in (("quantize", parts or [], source.tensors), ("filter-fqns", filters, chosen)):
         if unused := [part for part in strings if not any(part in name for name in names)]:
             raise ValueError(f"--{option} has {unused[0]!r}, which matches no tensor; correct or remove it")
@@ -155,7 +159,7 @@ def main() -> None:
     try:
         source, fp8, quantized_from, trained, assets = _open(args, overrides)
         plan = shards.make_plan(source, _precisions(source, fp8, quantized_from), int(args.shard_gb * 1e9))
-        shards.check_config(source, trained, assets)
+        compared = check_config(source, trained, assets)
         kept = plan.modules_to_not_convert
         origin = "" if quantized_from is None else f" from {quantized_from}"
         print(f"{len(plan.fp8)} matrices in FP8{origin}, {len(kept)} modules in bf16, {len(plan.shards)} shards")
@@ -165,8 +169,11 @@ def main() -> None:
             shards.write_shards(plan, args.out, _device(), lambda line: print(line, flush=True))
             shards.write_config(plan, assets, args.out)
         if args.verify or args.verify_only:
-            print(f"verified: {shards.verify(plan, assets, args.out)} tensors are the checkpoint's, bit for bit")
-    except (AssertionError, ImportError, ValueError) as error:
+            count, keys = shards.verify(plan, assets, args.out), ", ".join(compared)
+            print(
+                f"verified: {count} tensors are the checkpoint's, bit for bit; it has what config.json states of {keys}"
+            )
+    except (AssertionError, ImportError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -1,6 +1,6 @@
 """DeepSeek's FP8 format: the tensors of an export for one tensor of a model. Files and live models share it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -32,10 +32,20 @@ def exported(
 
 def check_experts(name: str, dims: int) -> None:
     """Raises ValueError for experts that DeepSeek's format cannot hold: all in one tensor, as gpt-oss stores them."""
-    if ROUTED in name and dims > 2:
+    if dims > 2:
         raise ValueError(
             f"{name} holds all experts of a layer, as gpt-oss's own format does, beside biases and with gate and up "
             "interleaved; DeepSeek's FP8 format has one matrix per expert and no biases: serve such a model in bf16"
+        )
+
+
+def check_merged(names: Iterable[str]) -> None:
+    """Raises ValueError for adapters, and for weights as PEFT renames them beside adapters."""
+    parts = (".lora_", ".base_layer.", ".modules_to_save.")
+    if adapters := [name for name in names if any(part in name for part in parts)]:
+        raise ValueError(
+            f"{adapters[0]} is an adapter or the weight below one, whose change the weights lack; merge it first, with "
+            "merge_lora() or PEFT's merge_and_unload(), or leave adapters out and send them apart"
         )
 
 

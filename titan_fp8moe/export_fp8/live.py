@@ -4,6 +4,7 @@ The names, values and scales are those that ``python -m titan_fp8moe.export_fp8`
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from titan_fp8moe import ops
-from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.export_fp8.format import ROUTED, check_experts, exported, has_nan
+from titan_fp8moe.export_fp8.format import ROUTED, check_experts, check_merged, exported, has_nan
+from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.plan import plain_name
+
+_WRAPPERS = DataParallel, DistributedDataParallel
 
 
 def fp8_tensors(
@@ -35,10 +39,10 @@ def fp8_tensors(
     parallelism all ranks iterate together.
 
     Args:
-        model: of Transformers, or of torchtitan with ``adapter``.
+        model: of Transformers, or of torchtitan with ``adapter``; also compiled or in DDP.
         adapter: torchtitan's state-dict adapter of the model, ``train_spec.state_dict_adapter(model_args, None)``.
-        quantize: quantize the matrices with one of these strings in their name. By default those of modules that this
-            package has converted, and in Transformers' models the routed experts.
+        quantize: quantize the matrices with one of these strings in their name. By default those that the model
+            multiplies in FP8, as its modules name them, and in a model without any the routed experts'.
         quantized_from: the precision that training quantizes from. By default the parameters'; FSDP with mixed
             precision gathers fp32 parameters in bf16, so fp32 DTensors need it said.
         bucket_bytes: the most bytes of a bucket; a larger tensor is one of its own.
@@ -75,28 +79,19 @@ def _named_values(
     model: Any, adapter: Any, quantize: Sequence[str] | None, quantized_from: torch.dtype | None, gather: bool
 ) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
     """Hugging Face's name of each tensor, its value, and the precision that it is quantized from, if it is."""
-    to_hf = _reverse_conversion(model) if adapter is None else adapter.to_hf
-    converted = tuple(
-        f"{plain_name(name)}."
-        for name, module in model.named_modules()
-        if isinstance(vars(module).get("config"), Fp8FlowMoEConfig)
-    )
+    while inner := getattr(model, "_orig_mod", None) or (model.module if isinstance(model, _WRAPPERS) else None):
+        model = inner
+    to_hf = adapter.to_hf if adapter is not None else lambda tensors: _revert_conversion(model, tensors)
+    fp8 = {plain_name(name) for name in _fp8_names(model)}
     found = False
-    state = {plain_name(key): value for key, value in model.state_dict().items()}
-    if adapters := [key for key in state if ".lora_" in key]:
-        raise ValueError(
-            f"{adapters[0]} is an adapter, whose change the weights lack; merge it first, with merge_lora() or PEFT's "
-            "merge_and_unload(), or call this before adapters are added and send them apart"
-        )
+    check_merged(state := _state(model))
     for key, value in state.items():
-        if key in getattr(model, "all_tied_weights_keys", ()) or not isinstance(value, Tensor):
-            continue
-        if value.dtype == FP8 or (value.dtype == torch.uint8 and key.startswith(converted)):  # Fp8RoutedExperts' bytes
+        if value.dtype == FP8 or (value.dtype == torch.uint8 and key in fp8):  # Fp8RoutedExperts' bytes
             raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")
-        in_fp8 = key.startswith(converted) if quantize is None and converted else None
+        named = quantize is None and key in fp8
         for name, part in _parts(key, value, to_hf, gather):
-            chosen = any(s in name for s in quantize or [ROUTED]) if in_fp8 is None else in_fp8
-            if chosen:
+            chosen = named or (not (fp8 and quantize is None) and any(s in name for s in quantize or [ROUTED]))
+            if named or (chosen and ROUTED in name):
                 check_experts(name, part.dim())
             if not chosen or part.dim() != 2 or not name.endswith(".weight"):
                 yield name, part, None
@@ -134,8 +129,26 @@ def _parts(key: str, value: Tensor, to_hf: Callable[[dict], dict], gather: bool)
         yield re.sub(r"(\.experts\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + first}", name), part
 
 
-def _reverse_conversion(model: Any) -> Callable[[dict], dict]:
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the state dict by their plain names, a tied one once."""
+    owners = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    tied, found = getattr(model, "all_tied_weights_keys", ()), {}  # Transformers' name the copies
+    for key, value in model.state_dict().items():
+        if isinstance(value, Tensor) and plain_name(key) not in tied:
+            found.setdefault(owners.get(key, key), (plain_name(key), value))
+    return dict(found.values())
+
+
+def _fp8_names(model: nn.Module) -> list[str]:
+    """The matrices that modules name; those of Transformers' experts are named for them."""
+    names = fp8_parameters(model)
+    if (adapter := sys.modules.get("titan_fp8moe.transformers")) is not None:  # else no experts of its run in FP8
+        for prefix, module in model.named_modules():
+            names += [f"{prefix}.{key}" for key in adapter.fp8_matrices(module)]
+    return names
+
+
+def _revert_conversion(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    return lambda tensors: revert_weight_conversion(model, tensors)
+    return revert_weight_conversion(model, tensors)

@@ -7,19 +7,18 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.export_fp8.format import check_experts, exported, has_nan
-from titan_fp8moe.export_fp8.sources import ConfigValues, Source
+from titan_fp8moe.export_fp8.format import ROUTED, check_experts, exported, has_nan
+from titan_fp8moe.export_fp8.model_config import read_config
+from titan_fp8moe.export_fp8.sources import INDEX, HuggingFaceSource, Source, open_safetensors, read_json
 from titan_fp8moe.recipe import FP8, TILE
 
-INDEX = "model.safetensors.index.json"
 FORMAT = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -27,7 +26,6 @@ FORMAT = {
     "weight_block_size": [TILE, TILE],
     "scale_fmt": "ue8m0",
 }
-_Shapes = dict[str, tuple[int, ...]]  # of a layer, without the prefix and .weight
 _METADATA = "titan_fp8moe.export_fp8"  # in each shard's header: the plan that it belongs to
 
 
@@ -82,7 +80,7 @@ def _check_source(source: Source) -> None:
 def _check_quantized(source: Source, fp8: dict[str, torch.dtype]) -> None:
     if not fp8:
         raise ValueError("nothing is quantized: the checkpoint has no routed experts that the settings match")
-    for name in fp8:
+    for name in (name for name in fp8 if ROUTED in name):
         check_experts(name, len(source.tensors[name].shape))
     for name, dtype in fp8.items():
         shape, stored = source.tensors[name]
@@ -152,10 +150,10 @@ def write_shards(plan: Plan, out: Path, device: torch.device, report: Callable[[
             tensors = {key: t for name in plan.shards[shard] for key, t in convert(plan, name, quantize).items()}
             new = path.with_suffix(".new")
             save_file(tensors, new, {"format": "pt", _METADATA: plan.fingerprint})
-            new.chmod(0o644)  # safetensors lets nobody else read it
+            new.chmod(0o666 & ~_umask())  # safetensors lets nobody else read it
             os.replace(new, path)
             del tensors
-        with safe_open(path, framework="pt") as opened:
+        with open_safetensors(path) as opened:
             weight_map |= dict.fromkeys(opened.keys(), file)
         total += path.stat().st_size
         report(f"{file}: {path.stat().st_size / 1e9:.2f} GB{', was there' if file in done else ''}")
@@ -164,8 +162,13 @@ def write_shards(plan: Plan, out: Path, device: torch.device, report: Callable[[
 
 
 def _fingerprint(path: Path) -> str | None:
-    with safe_open(path, framework="pt") as file:
+    with open_safetensors(path) as file:
         return (file.metadata() or {}).get(_METADATA)
+
+
+def _umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
 
 
 def write_config(plan: Plan, assets: Path, out: Path) -> None:
@@ -180,113 +183,10 @@ def write_config(plan: Plan, assets: Path, out: Path) -> None:
 
 def expected_config(plan: Plan, assets: Path) -> dict[str, Any]:
     """The config.json of ``assets`` with the export's dtype and quantization."""
-    config = _read_config(assets)
+    config = read_config(assets)
     dtype = "torch_dtype" if "torch_dtype" in config else "dtype"
     quantization = FORMAT | {"modules_to_not_convert": plan.modules_to_not_convert}
     return config | {dtype: "bfloat16", "quantization_config": quantization}
-
-
-def _read_config(assets: Path) -> dict[str, Any]:
-    path = assets / "config.json"
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; --assets names a folder with the model's config.json and tokenizer")
-    return json.loads(path.read_text())
-
-
-def check_config(source: Source, trained: ConfigValues, assets: Path) -> None:
-    """Raises ValueError, with all differences, unless config.json is there and describes the checkpoint.
-
-    Only keys that config.json has are compared.
-
-    Args:
-        trained: the values that fit settings of the run, which shapes do not tell.
-    """
-    config = _read_config(assets)
-    sizes = _sizes(source, config.get("num_nextn_predict_layers") or 0)
-    config |= config.get("rope_parameters") or {}
-    differences = [
-        f"{key} = {json.dumps(config[key])}, but the {owner} {json.dumps(values[0])}"
-        for owner, found in (("checkpoint has", sizes), ("model was trained with", trained))
-        for key, values in found.items()
-        if key in config and config[key] not in values
-    ]
-    if differences:
-        raise ValueError(
-            f"{assets}/config.json has {'; '.join(differences)}. Pass the model's own config, or correct this one"
-        )
-
-
-def _sizes(source: Source, further: int) -> ConfigValues:
-    """The values of config.json that fit the tensors' names and shapes.
-
-    Args:
-        further: the number of layers that predict further tokens. DeepSeek stores them, but does not count them.
-    """
-    layers: dict[int, _Shapes] = {}
-    for name, info in source.tensors.items():
-        if match := re.search(r"\.layers\.(\d+)\.(.+)", name):
-            layers.setdefault(int(match[1]), {})[match[2].removesuffix(".weight")] = info.shape
-    numbers = {layer: re.findall(r"\.experts\.(\d+)\.", " ".join(shapes)) for layer, shapes in layers.items()}
-    sparse = sorted(layer for layer, experts in numbers.items() if experts)
-    found: ConfigValues = {
-        "num_hidden_layers": [len(layers) - layer for layer in range(further + 1)],
-        "tie_word_embeddings": ["lm_head.weight" not in source.tensors],
-        "attention_bias": [any(name.endswith("_proj.bias") for shapes in layers.values() for name in shapes)],
-    }
-    for key in ("n_routed_experts", "num_experts", "num_local_experts"):
-        found[key] = [len(set().union(*numbers.values())), None]
-    if sparse:
-        found["first_k_dense_replace"] = [sparse[0]]
-    if len(sparse) == len(layers):
-        found |= {"mlp_only_layers": [[], None], "decoder_sparse_step": [1]}
-    if (embedding := source.tensors.get("model.embed_tokens.weight")) is not None:
-        found |= {"vocab_size": [embedding.shape[0]], "hidden_size": [embedding.shape[1]]}
-    for names, sizes in _MODULES.items():
-        if shapes := next((shapes for shapes in layers.values() if shapes.keys() >= set(names)), None):
-            found |= sizes(shapes)
-    return found
-
-
-def _expert_sizes(shapes: _Shapes) -> ConfigValues:
-    hidden_dim, shared = shapes["mlp.experts.0.gate_proj"][0], shapes.get("mlp.shared_experts.gate_proj")
-    count: list[object] = [0, None] if shared is None else [shared[0] // hidden_dim]
-    return {"moe_intermediate_size": [hidden_dim], "n_shared_experts": count}
-
-
-def _attention_sizes(shapes: _Shapes) -> ConfigValues:
-    """Qwen3's, with a norm per head. OLMoE has one norm for all heads, whose sizes remain unknown."""
-    head_dim, width = shapes["self_attn.q_norm"][0], shapes["self_attn.o_proj"][1]
-    if head_dim == width:
-        return {}
-    kv_heads = shapes["self_attn.k_proj"][0] // head_dim
-    return {"head_dim": [head_dim, None], "num_attention_heads": [width // head_dim], "num_key_value_heads": [kv_heads]}
-
-
-def _latent_attention_sizes(shapes: _Shapes) -> ConfigValues:
-    """DeepSeek's. With H heads q has H (nope + rope) rows, kv_b H (nope + v), and o H v columns: three equations."""
-    q_rank, kv_rank = shapes.get("self_attn.q_a_proj"), shapes["self_attn.kv_a_layernorm"][0]
-    q = shapes["self_attn.q_proj" if q_rank is None else "self_attn.q_b_proj"][0]
-    kv_b, o = shapes["self_attn.kv_b_proj"][0], shapes["self_attn.o_proj"][1]
-    rope = shapes["self_attn.kv_a_proj_with_mqa"][0] - kv_rank
-    heads = (q - kv_b + o) // rope
-    return {
-        "q_lora_rank": [None if q_rank is None else q_rank[0]],
-        "kv_lora_rank": [kv_rank],
-        "num_attention_heads": [heads],
-        "num_key_value_heads": [heads, None],
-        "qk_nope_head_dim": [(kv_b - o) // heads],
-        "qk_rope_head_dim": [rope],
-        "v_head_dim": [o // heads],
-    }
-
-
-# Sizes of a layer that has these matrices. The first such layer is compared.
-_MODULES: dict[tuple[str, ...], Callable[[_Shapes], ConfigValues]] = {
-    ("mlp.gate_proj",): lambda shapes: {"intermediate_size": [shapes["mlp.gate_proj"][0]]},
-    ("mlp.experts.0.gate_proj",): _expert_sizes,
-    ("self_attn.q_norm", "self_attn.k_proj", "self_attn.o_proj"): _attention_sizes,
-    ("self_attn.kv_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj"): _latent_attention_sizes,
-}
 
 
 def verify(plan: Plan, assets: Path, out: Path) -> int:
@@ -300,20 +200,22 @@ def verify(plan: Plan, assets: Path, out: Path) -> int:
     for name in ("config.json", INDEX):
         if not (out / name).exists():
             raise ValueError(f"{out} has no {name}: the export is incomplete; run it again without --verify-only")
-    if json.loads((out / "config.json").read_text()) != expected_config(plan, assets):
+    if read_json(out / "config.json") != expected_config(plan, assets):
         raise ValueError(f"{out}/config.json is not what this export writes; remove it and run the export again")
-    remaining = cast(dict[str, str], json.loads((out / INDEX).read_text())["weight_map"])
-    count = 0
-    for names in plan.shards:
-        for name in names:
-            for key, want in convert(plan, name, recipe.quantize_weight).items():
-                with safe_open(out / remaining.pop(key), framework="pt") as file:
-                    got = file.get_tensor(key)
-                if (got.dtype, got.shape) != (want.dtype, want.shape) or not torch.equal(_bytes(got), _bytes(want)):
-                    raise ValueError(f"{key} differs from the checkpoint's values; remove its shard and export again")
-                count += 1
-    if remaining:
-        raise ValueError(f"{out} has {len(remaining)} tensors that the checkpoint lacks, such as {min(remaining)}")
+    export, count = HuggingFaceSource(out), 0
+    for name in (name for names in plan.shards for name in names):
+        for key, want in convert(plan, name, recipe.quantize_weight).items():
+            if key not in export.tensors:
+                raise ValueError(f"{out} lacks {key}; remove its shards and export again")
+            got = export.read(key)
+            if (got.dtype, got.shape) != (want.dtype, want.shape) or not torch.equal(_bytes(got), _bytes(want)):
+                raise ValueError(f"{key} differs from the checkpoint's values; remove its shard and export again")
+            del export.tensors[key]
+            count += 1
+    if export.tensors:
+        raise ValueError(
+            f"{out} has {len(export.tensors)} tensors that the checkpoint lacks, such as {min(export.tensors)}"
+        )
     return count
 
 
@@ -324,5 +226,5 @@ def _bytes(value: Tensor) -> Tensor:
 def write_json(path: Path, value: object) -> None:
     """Replaces a file as a whole."""
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(value, indent=2) + "\n")
+    new.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(new, path)

@@ -5,13 +5,19 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from titan_fp8moe.export_fp8.format import check_merged
+from titan_fp8moe.trainer.plan import plain_name
+
+INDEX = "model.safetensors.index.json"
 
 # By key of config.json, the values that fit a checkpoint. Errors name the first.
 ConfigValues = dict[str, list[object]]
@@ -43,34 +49,84 @@ class Source(Protocol):
 
 
 class HuggingFaceSource:
-    """The safetensors files of a folder.
+    """The model in a folder: the files of its index, else ``model.safetensors``, else all of ``model-N-of-M``.
+
+    The names lose the prefixes of wrappers around the model that was saved, such as DDP's ``module.``.
 
     Raises:
-        ValueError: if a file of the folder's index is missing.
+        ValueError: for files that are missing, damaged or no model's, an index that does not fit them, or adapters.
     """
 
     def __init__(self, folder: Path):
-        files = sorted(folder.glob("*.safetensors"))
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-            if missing := [file.name for file in files if not file.exists()]:
-                raise ValueError(f"{index} names {', '.join(missing)}, which are not there; complete the download")
+        weight_map = read_json(folder / INDEX).get("weight_map", {}) if (folder / INDEX).exists() else None
+        files = _model_files(folder, weight_map)
         self.tensors: dict[str, TensorInfo] = {}
-        self.files: dict[str, Any] = {}
         self.left_out: list[str] = []
+        self.stored: dict[str, tuple[Any, str]] = {}  # the open file, and the name there
+        held = []
         for path in files:
-            file = safe_open(path, framework="pt")  # maps the file, reads its header
-            for name in file.keys():  # noqa: SIM118  not a dict
-                if name in self.files:
-                    raise ValueError(f"{folder} has {name} in two files; keep one of its checkpoints there")
-                part = file.get_slice(name)
+            file = open_safetensors(path)  # maps the file, reads its header
+            for stored in file.keys():  # noqa: SIM118  not a dict
+                name = re.sub(r"^(module\.|base_model\.model\.)+", "", plain_name(stored))  # DDP's, DeepSpeed's, PEFT's
+                if name in self.tensors:
+                    raise ValueError(f"{folder} has {name} twice, the second in {path.name}; keep one of the two")
+                part = file.get_slice(stored)
                 self.tensors[name] = TensorInfo(tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), torch.uint8))
-                self.files[name] = file
+                self.stored[name] = file, stored
+                held.append((stored, path.name))
+        if weight_map is not None and (wrong := weight_map.items() ^ set(held)):
+            name, file = min(wrong)
+            what = "lacks {}, which {} names" if weight_map.get(name) == file else "has {}, which {} does not name"
+            raise ValueError(
+                f"{folder / file} {what.format(name, INDEX)}; complete the download, or save the model again"
+            )
+        check_merged(self.tensors)
         self.identity = file_identity(files)
 
     def read(self, name: str) -> Tensor:
-        return self.files[name].get_tensor(name)
+        file, stored = self.stored[name]
+        return file.get_tensor(stored)
+
+
+def _model_files(folder: Path, weight_map: dict[str, str] | None) -> list[Path]:
+    """The files that Transformers would read; other safetensors in the folder, such as an adapter's, are no part."""
+    found = {path.name for path in folder.glob("*.safetensors")}
+    if weight_map is not None:
+        files = set(weight_map.values())
+        if "model.safetensors" in found - files:
+            raise ValueError(f"{folder} has model.safetensors, which {INDEX} does not name; remove one of the two")
+    elif "model.safetensors" in found:
+        files = {"model.safetensors"}
+    else:
+        totals = {int(match[1]) for name in found if (match := re.fullmatch(r"model-\d+-of-(\d+)\.safetensors", name))}
+        if len(totals) != 1:
+            raise ValueError(
+                f"{folder} has neither {INDEX}, model.safetensors nor the files of one model-N-of-M.safetensors, but "
+                f"{', '.join(sorted(found)[:3])}; save the model with save_pretrained, adapters merged"
+            )
+        files = {f"model-{i + 1:05}-of-{total:05}.safetensors" for total in totals for i in range(total)}
+    if missing := sorted(files - found):
+        raise ValueError(f"{folder} lacks {', '.join(missing[:3])}; complete the download, or save the model again")
+    return [folder / name for name in sorted(files)]
+
+
+def open_safetensors(path: Path) -> Any:
+    """Raises ValueError for a file that is missing or damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); copy or save it again") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError for a file that is damaged, or holds no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); copy or save it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object; copy or save it again")
+    return value
 
 
 # safetensors' names of the dtypes that the export tells apart; others are passed through or refused as they are.
@@ -86,6 +142,6 @@ _DTYPES = {
 
 
 def file_identity(files: Iterable[Path]) -> str:
-    """Changes with the names, sizes and times of the files."""
-    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    """Changes with the names, sizes and times of the files; folders among them do not count."""
+    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files if file.is_file()]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()

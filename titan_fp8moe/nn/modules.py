@@ -29,6 +29,16 @@ from titan_fp8moe.recipe import E8M0, FP8, STEP
 from titan_fp8moe.spec import ExpertSpec
 
 
+def fp8_parameters(model: nn.Module) -> list[str]:
+    """Names of the matrices that a model multiplies in FP8, as its modules name them in ``fp8_matrices()``."""
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if hasattr(type(module), "fp8_matrices")  # wrappers have the attributes of the module inside
+        for name in cast(Any, module).fp8_matrices()
+    ]
+
+
 class KeepDtype:
     """Holds a tensor that mixed precision must not cast: FSDP casts the floating-point tensors among a module's
     arguments, and looks for them in tuples, dicts and dataclasses only."""
@@ -251,6 +261,9 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             return Biases(*(b.to_local() if isinstance(b, DTensor) else b for b in biases))
         return Biases(*biases)
 
+    def fp8_matrices(self) -> list[str]:
+        return [name for name in ("w1", "w2", "w3") if getattr(self, name) is not None]
+
     def extra_repr(self) -> str:
         experts, hidden_dim, dim = self.w1.shape
         ranks = "" if self.ep_group is None else f" over {self.ep_group.size()} ranks"
@@ -297,6 +310,9 @@ class Fp8RoutedExperts(AddsLora):
         for name, weight in (("w13", w13), ("w2", w2)):
             for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):
                 self.register_parameter(key, nn.Parameter(tensor.detach().view(torch.uint8), requires_grad=False))
+
+    def fp8_matrices(self) -> list[str]:
+        return ["w13", "w2"]
 
     def adaptable(self) -> dict[str, Fp8Weight]:
         return dict(zip(("w1", "w2"), self.weights(), strict=True))
@@ -392,6 +408,9 @@ class Fp8FFN(nn.Module):
         frozen = self.frozen
         return Shared(self.matrices(), cache_of(self, frozen), frozen, scores)
 
+    def fp8_matrices(self) -> list[str]:
+        return ["w1.weight", "w2.weight", "w3.weight"]
+
     def run(self, x: Tensor) -> Tensor:
         """This rank's part of the FFN, (..., D) -> (..., D)."""
         frozen = self.frozen
@@ -455,6 +474,9 @@ class Fp8FlowLinear(nn.Linear):
         _check_dtype(self.weight.dtype)
         self.config = config
         add_cache(self)
+
+    def fp8_matrices(self) -> list[str]:
+        return ["weight"]
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``input`` or autocast's."""

@@ -33,6 +33,7 @@ from titan_fp8moe.ops.quantize import (
     quantize_weight_both,
     quantize_weight_transposed,
     refresh_weight,
+    scale_exponents,
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
 from titan_fp8moe.ops.transpose import transpose_pair
@@ -58,6 +59,7 @@ __all__ = [
     "quantize_weight_both",
     "quantize_weight_transposed",
     "refresh_weight",
+    "scale_exponents",
     "start_all_to_all",
     "swiglu_quantize",
     "swiglu_quantize_backward",

@@ -97,7 +97,7 @@ class Fp8Weight(NamedTuple):
 
         Args:
             q: (E, N, K) e4m3, which is copied unless N and K are multiples of 128.
-            scale: (E, ceil(N / 128), ceil(K / 128)) fp32 or e8m0.
+            scale: (E, ceil(N / 128), ceil(K / 128)) fp32 or bf16, or e8m0 exponents, also as their bytes in uint8.
             scales: what to do with scales that are no powers of two. ``exact`` refuses them. ``round`` quantizes the
                 values anew, with one more rounding to e4m3 for values of such blocks.
 
@@ -113,18 +113,15 @@ class Fp8Weight(NamedTuple):
         if sizes != [*q.shape[1:]]:
             padding = 0, sizes[1] - q.shape[2], 0, sizes[0] - q.shape[1]
             q = torch.nn.functional.pad(q.detach().view(torch.uint8), padding).view(FP8)
-        if scale.dtype == E8M0:
-            return kind(q.detach().contiguous(), scale.detach().contiguous())
-        bits = scale.detach().float().contiguous().view(torch.int32)
-        byte = bits >> 23
-        if ((bits & 0x7FFFFF == 0) & (byte >= 1) & (byte <= 254)).all():
-            return kind(q.detach().contiguous(), byte.to(torch.uint8).view(E8M0))
+        exponents = scale_exponents(scale)
+        if not scale.is_floating_point() or scale.dtype == E8M0 or _are_powers_of_two(scale):
+            return kind(q.detach().contiguous(), exponents)
         if scales == "exact":
             raise ValueError(
                 "the scales of these FP8 weights are no powers of two, but the recipe's are; let them be rounded with "
                 'scales="round", at one more rounding to e4m3, or load the weights dequantized to bf16'
             )
-        rounded = kind(torch.empty_like(q, requires_grad=False), torch.empty_like(byte, dtype=E8M0))
+        rounded = kind(torch.empty_like(q, requires_grad=False), torch.empty_like(exponents))
         for e in range(q.shape[0]):  # one expert's fp32 values at a time
             values = q[e].detach().float() * scale[e].detach().repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
             for kept, new in zip(rounded, cls.quantize(values.unsqueeze(0)), strict=True):
@@ -156,6 +153,29 @@ class PaddedAsOne(Fp8Weight):
     their H leaves 80, 96 or 112 modulo 128."""
 
     __slots__ = ()
+
+
+def scale_exponents(scale: Tensor) -> Tensor:
+    """Block scales as e8m0, by their dtype: powers of two in fp32 or bf16, or exponents in e8m0 or uint8.
+
+    Raises:
+        ValueError: for another dtype.
+    """
+    scale = scale.detach().contiguous()
+    if scale.dtype in (E8M0, torch.uint8):
+        return scale.view(E8M0)
+    if scale.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"the scales of FP8 weights are {scale.dtype}; pass numbers in fp32 or bf16, or e8m0 exponents in "
+            "float8_e8m0fnu or uint8, one per block (int32 may hold one or four)"
+        )
+    return (scale.float().view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
+
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    bits = scale.detach().float().contiguous().view(torch.int32)
+    byte = bits >> 23
+    return bool(((bits & 0x7FFFFF == 0) & (byte >= 1) & (byte <= 254)).all())
 
 
 def _kind(w: Tensor) -> type[Fp8Weight]:

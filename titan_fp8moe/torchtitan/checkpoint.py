@@ -3,26 +3,29 @@
 import copy
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_fp8moe.export_fp8.sources import ConfigValues, TensorInfo, file_identity
+from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.job_checks import expert_layout
-from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, down_projection, fp8_parameters
+from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, down_projection
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.plan import natural
 
+_Shape = tuple[int, ...]
 # What torchtitan stores besides the model, whose parameters have no common prefix.
 _NOT_THE_MODEL = ("optimizer.", "lr_scheduler.", "dataloader", "train_state", "ft_dataloader")
 
@@ -32,7 +35,7 @@ class Job:
 
     Attributes:
         name: the model's and its flavor's.
-        settings: the values of config.json that fit settings of the model, which shapes do not tell.
+        settings: the values of config.json that fit settings of the model.
         shapes: of the model's tensors, by torchtitan's names.
         fp8: Hugging Face's names of the matrices that the job multiplies in FP8.
         assets: ``model.hf_assets_path``.
@@ -63,18 +66,42 @@ class Job:
         self.quantized_from = None if world_size is None else quantized_from(config, dims, model)
         self.fp8 = {name for key in fp8_parameters(model) for name in self.hf_shapes(key)}
 
+    def check_source(self, folder: Path, tensors: dict[str, TensorInfo]) -> None:
+        """Raises ValueError unless a folder of Hugging Face's holds exactly the model."""
+        want = {name: shape for key in self.shapes for name, shape in self.hf_shapes(key).items()}
+        _check_model(folder, {name: info.shape for name, info in tensors.items()}, want, self.name)
+
     def hf_shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face's names and shapes of what torchtitan calls ``key``; empty for a tensor that is tied."""
         value = torch.empty(self.shapes[key], dtype=torch.float32, device="meta")
         return {name: tuple(part.shape) for name, part in self.adapter.to_hf({key: value}).items()}
 
 
+# Settings of torchtitan's models by their keys in config.json.
+_SETTINGS = {
+    "rope_theta": "rope_theta",
+    "rms_norm_eps": "norm_eps",
+    "num_attention_heads": "n_heads",
+    "first_k_dense_replace": "n_dense_layers",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "tie_word_embeddings": "enable_weight_tying",
+}
+
+
 def _settings(model_args: BaseModelArgs) -> ConfigValues:
-    found: ConfigValues = {}
-    if (rope_theta := getattr(model_args, "rope_theta", None)) is not None:
-        found["rope_theta"] = [rope_theta]
-    if (moe := getattr(model_args, "moe_args", None)) is not None:
+    args: Any = model_args
+    found: ConfigValues = {key: [getattr(args, name)] for key, name in _SETTINGS.items() if hasattr(args, name)}
+    found["num_key_value_heads"] = [getattr(args, "n_kv_heads", None) or args.n_heads, None]
+    if hasattr(args, "q_lora_rank"):
+        found["q_lora_rank"] = [args.q_lora_rank or None]
+    if hasattr(args, "head_dim"):
+        found["head_dim"] = [args.head_dim, None]
+    if (moe := getattr(args, "moe_args", None)) is not None:
         found |= {
+            "n_shared_experts": [moe.num_shared_experts] if moe.num_shared_experts else [0, None],
             "num_experts_per_tok": [moe.top_k],
             "n_group": [moe.num_expert_groups] if moe.num_expert_groups else [1, None],
             "topk_group": [moe.num_limited_groups] if moe.num_expert_groups else [1, None],
@@ -128,12 +155,13 @@ class DcpSource:
 
     def __init__(self, folder: Path, job: Job):
         self.folder, self.job = folder, job
+        metadata = _read_metadata(folder)
         stored = {
             key: TensorInfo(tuple(meta.size), meta.properties.dtype)
-            for key, meta in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+            for key, meta in metadata.state_dict_metadata.items()
             if isinstance(meta, TensorStorageMetadata) and not key.startswith(_NOT_THE_MODEL)
         }
-        _check_model(folder, {key: info.shape for key, info in stored.items()}, job)
+        _check_model(folder, {key: info.shape for key, info in stored.items()}, job.shapes, job.name)
         self.left_out = [key for key in sorted(stored) if key != "output.weight" and not job.hf_shapes(key)]
         self.keys: dict[str, str] = {}  # torchtitan's by Hugging Face's
         self.tensors: dict[str, TensorInfo] = {}
@@ -141,7 +169,7 @@ class DcpSource:
             for name, shape in job.hf_shapes(key).items():
                 self.keys[name], self.tensors[name] = key, TensorInfo(shape, stored[key].dtype)
         self.stored, self.loaded_key, self.loaded = stored, "", {}
-        self.identity = file_identity(sorted(folder.iterdir()))
+        self.identity = file_identity([folder / ".metadata", *_data_files(folder, metadata)])
 
     def read(self, name: str) -> Tensor:
         if (key := self.keys[name]) != self.loaded_key:
@@ -153,10 +181,31 @@ class DcpSource:
         return self.loaded[name]
 
 
-def _check_model(folder: Path, stored: dict[str, tuple[int, ...]], job: Job) -> None:
-    both = stored.keys() & job.shapes.keys()
-    wrong = [f"{key} {stored[key]}, not {job.shapes[key]}" for key in sorted(both) if stored[key] != job.shapes[key]]
-    missing, unknown = sorted(job.shapes.keys() - stored.keys()), sorted(stored.keys() - job.shapes.keys())
+def _read_metadata(folder: Path) -> Metadata:
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except Exception as error:  # unpickling half a file raises many kinds
+        raise ValueError(f"{folder}/.metadata cannot be read ({error}); copy the checkpoint again") from None
+
+
+def _data_files(folder: Path, metadata: Metadata) -> list[Path]:
+    """The ranks' files, each as long as the metadata say."""
+    ends: dict[str, int] = {}
+    for part in metadata.storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        if (size := path.stat().st_size if path.exists() else 0) < end:
+            raise ValueError(
+                f"{path} has {size} of {end} bytes; copy the checkpoint again, with the files of all ranks"
+            )
+    return [folder / name for name in sorted(ends)]
+
+
+def _check_model(folder: Path, stored: dict[str, _Shape], want: dict[str, _Shape], name: str) -> None:
+    both = stored.keys() & want.keys()
+    wrong = [f"{key} {stored[key]}, not {want[key]}" for key in sorted(both) if stored[key] != want[key]]
+    missing, unknown = sorted(want.keys() - stored.keys()), sorted(stored.keys() - want.keys())
     if wrong or missing or unknown:
         differences = [
             f"{count} {what}, such as {names[0]}"
@@ -164,5 +213,5 @@ def _check_model(folder: Path, stored: dict[str, tuple[int, ...]], job: Job) -> 
             if (count := len(names))
         ]
         raise ValueError(
-            f"{folder} is not a checkpoint of {job.name}: {'; '.join(differences)}. Pass the config of its run"
+            f"{folder} is not a checkpoint of {name}: {'; '.join(differences)}. Pass the config of its run"
         )

@@ -20,7 +20,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.experts import Experts, run_layer
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
-from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, KeepDtype, add_cache, cache_of
+from titan_fp8moe.nn.modules import Fp8FFN, KeepDtype, add_cache, cache_of
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
@@ -222,18 +222,6 @@ def down_projection(experts: nn.Module) -> nn.Parameter:
     """(E, D, H), of torchtitan's experts, converted or not."""
     name = "mlp2_weight" if isinstance(experts, GptOssGroupedExperts) else "w2"
     return cast(nn.Parameter, getattr(experts, name))
-
-
-def fp8_parameters(model: nn.Module) -> list[str]:
-    """Names of the matrices that a converted model multiplies in FP8."""
-    converted = Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowLinear
-    return [
-        f"{name}.{key}"
-        for name, module in model.named_modules()
-        if isinstance(module, converted)
-        for key, _ in module.named_parameters()
-        if not key.endswith("bias")
-    ]
 
 
 def why_not_fp8(ffn: nn.Module, hidden_dim_shards: int) -> str | None:

@@ -206,6 +206,9 @@ class Fp8FlowFeedForward(Fp8FFN, FeedForward):
         """(B, L, D) -> (B, L, D), under tensor parallelism a partial sum."""
         return self.run(x) if self.in_fp8 else FeedForward.forward(self, x)
 
+    def fp8_matrices(self) -> list[str]:
+        return super().fp8_matrices() if self.in_fp8 else []
+
     def scores(self, x: Tensor) -> Tensor | None:
         """By which the output of each token is multiplied, (T,) fp32."""
         return None

@@ -34,6 +34,9 @@ class TitanExperts(Fp8AllGather):
     def matrices(self) -> ExpertWeights[nn.Parameter]:
         return ExpertWeights(*(getattr(self, name) for name in self.matrix_names))
 
+    def fp8_matrices(self) -> list[str]:
+        return [*self.matrix_names]
+
     def biases(self) -> Biases[Tensor] | None:
         return None
 

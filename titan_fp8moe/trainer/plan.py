@@ -18,8 +18,8 @@ KINDS = {MOE: "MoE layers", SHARED: "shared experts", DENSE: "dense FFNs", LINEA
 
 
 def plain_name(name: str) -> str:
-    """A module's or tensor's name without the wrappers of compile and activation checkpointing."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    """A module's or tensor's name without the wrappers of compile, activation checkpointing and FSDP1."""
+    return re.sub(r"\b_(orig_mod|checkpoint_wrapped_module|fsdp_wrapped_module)\.", "", name)
 
 
 def natural(name: str) -> list[str | int]:

@@ -108,9 +108,11 @@ def capacities(tokens: int, top_k: int, num_ranks: int, num_local: int, factor: 
     """
     # Integers, so that a symbolic number of tokens stays one.
     share = 1 - (1 - 1 / num_ranks) ** top_k  # of all tokens, those with an expert on one rank
-    pairs = torch.sym_min(-(-tokens * math.ceil(1000 * factor * top_k) // 1000), num_ranks * tokens * top_k)
-    dispatched = torch.sym_min(-(-tokens * math.ceil(1000 * factor * num_ranks * share) // 1000), num_ranks * tokens)
-    return row_capacity(pairs, num_local), torch.sym_max(dispatched, 1)
+    pairs: Any = torch.sym_min(-(-tokens * math.ceil(1000 * factor * top_k) // 1000), num_ranks * tokens * top_k)
+    dispatched: Any = torch.sym_min(
+        -(-tokens * math.ceil(1000 * factor * num_ranks * share) // 1000), num_ranks * tokens
+    )
+    return row_capacity(pairs, num_local), cast(int, torch.sym_max(dispatched, 1))
 
 
 class Workspace:
