@@ -153,7 +153,7 @@ def swiglu_of_the_layer(count: int, device: str) -> list:
     rows = row_capacity(T * K, E)
     tensors = [((rows, 2 * H), torch.bfloat16), ((rows,), torch.float32), ((E + 1,), torch.int32)]
     h, score, offsets = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in tensors)
-    (launch,) = record_launches(swiglu.swiglu_quantize, h, score, offsets, SWIGLU, False)
+    (launch,) = record_launches(swiglu.swiglu_quantize, h, score, offsets, encode(SWIGLU), False)
     args = [launch.arguments[name] for name in launch.kernel.arg_names[:count]]
     return [torch.empty_like(arg, device=device) if isinstance(arg, torch.Tensor) else arg for arg in args]
 

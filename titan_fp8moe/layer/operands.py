@@ -395,7 +395,6 @@ def _refresh_copies(
 
 # An op of its own, since a compiled backward reaches the host's knowledge of copies through it alone.
 _refresh = custom_op(_refresh_copies)
-_refresh.register_fake(_refresh_copies)
 
 # --- a backward's operands --------------------------------------------------------------------------------------------
 
