@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
 from titan_fp8moe.export_fp8 import __main__ as export_fp8  # noqa: E402
+from titan_fp8moe.testing import relative_error  # noqa: E402
 
 COMMON = dict(
     vocab_size=256,
@@ -84,7 +85,7 @@ FAMILIES = {
     "Qwen2Moe": {},
     "Qwen3Moe": dict(tie_word_embeddings=True),
     "Qwen3Next": {},
-    "Qwen3_5Moe": {},
+    "Qwen3_5MoeText": {},
 }
 
 
@@ -109,8 +110,8 @@ def test_each_family_is_read_back(family, tmp_path, monkeypatch):
     """An e4m3 code is within 1/16 of its value, or half a step of 2**-9 of the block's scale, whose largest code is
     above 224: half of 448."""
     config_class = getattr(transformers, f"{family}Config")
-    names = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", ())}
-    sizes = {key: value for key, value in SIZES.items() if key in names or key == "num_hidden_layers"}
+    known = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", ())}
+    sizes = {key: value for key, value in SIZES.items() if key in known | {*config_class.attribute_map}}
     config = config_class(**sizes | FAMILIES[family])
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "hf")
@@ -143,6 +144,45 @@ def test_dequantized_by_transformers(exported):
     for name, value in master.items():
         want = quantized(value) if any(part in name for part in parts) else value
         assert torch.equal(loaded[name], want.bfloat16().to(loaded[name].dtype)), name
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("live", [False, True])
+def test_logits_of_an_engine(family, live, tmp_path, monkeypatch):
+    """Transformers' FP8 loading of an export, and of a live model's tensors as a checkpoint, on the same routing. Its
+    activations are fp32, so what remains is FP8's error of ours. Wrong scales give ten times as much."""
+    from safetensors.torch import save_file
+
+    from titan_fp8moe import record_routing, replay_routing
+    from titan_fp8moe.export_fp8 import fp8_tensors
+    from titan_fp8moe.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[family](), experts_implementation="fp8_flow").eval()
+    model.save_pretrained(tmp_path / "saved")
+    folder = tmp_path / "fp8"
+    export(monkeypatch, tmp_path / "saved", folder)
+    if live:
+        tensors = {name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}
+        (folder / "model.safetensors.index.json").unlink()
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    options = dict(dtype=torch.float32, experts_implementation="grouped_mm")
+    fp8 = transformers.FineGrainedFP8Config(dequantize=True)
+    engine = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=fp8, **options).eval()
+    tokens = torch.randint(0, 256, (4, 64))
+    with torch.no_grad():
+        with record_routing(model) as routing:
+            want = model.float()(tokens).logits
+        with replay_routing(engine, routing.routed_experts()):
+            error = relative_error(engine(tokens).logits, want)
+            for module in engine.modules():
+                if hasattr(module, "gate_up_proj"):
+                    module.gate_up_proj.mul_(2)
+            wrong = relative_error(engine(tokens).logits, want)
+    assert 1e-4 < error < 0.03 and wrong > 10 * error, (error, wrong)
 
 
 def test_fp8_modules_of_transformers(exported, monkeypatch):
