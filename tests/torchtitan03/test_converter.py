@@ -1,7 +1,9 @@
 """Options, plans and refusals of the adapter for torchtitan 0.3, without training."""
 
+import copy
 import dataclasses
 import logging
+import pickle
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -160,6 +162,20 @@ def test_the_activation_of_gpt_oss():
 def build(job: Any) -> torch.nn.Module:
     with torch.device("meta"):
         return job.model_spec.model.build()
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_a_converted_config_can_be_copied(how: str):
+    """As launchers do that send it to other processes; a change of a field goes along."""
+    model = model_registry("debugmodel", converters=[Fp8FlowConverter.Config(save_h="fp8")]).model
+    model.vocab_size = 77
+    for _ in range(2):  # a copy of a copy too
+        copied = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
+        assert type(copied).__qualname__ == type(model).__qualname__ and copied.vocab_size == 77
+        found, want = conversion_of(copied), conversion_of(model)
+        assert found.settings == want.settings and found.plan == want.plan
+        assert type(copied.layers[1].moe) is type(model.layers[1].moe) and copied.layers[1] is not model.layers[1]
+        model = copied
 
 
 def test_an_override_of_a_converted_layer_is_an_error():
