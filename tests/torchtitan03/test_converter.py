@@ -245,6 +245,9 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
         (each_moe(deep_ep), {}, 1, "layers.1.moe has a DeepEPTokenDispatcher.Config; choose a config"),
         (each_moe(set_("routed_experts.inner_experts.dim", 200)), {}, 1, "model dim 200 is not a multiple"),
         (set_("training.seq_len", 2**17), {}, 1, "a rank can have"),
+        (set_("training.seq_len", 0), {}, 1, "training.seq_len = 0; set it to 1 or more"),
+        (set_("training.steps", 0), {}, 1, "training.steps = 0; set it"),
+        (lambda job: job.optimizer.param_groups[0].optimizer_kwargs.update(lr=-1), {}, 1, r"groups\[0\] = -1; set it"),
         (
             lambda job: job.model_spec.model.layers.__delitem__(slice(1, None)),
             {},

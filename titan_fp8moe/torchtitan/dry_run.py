@@ -204,7 +204,8 @@ def from_command_line(description: str | None) -> Built:
     parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP ranks hold different stages")
     args, overrides = parser.parse_known_args()
     if not os.path.isfile(args.config):
-        parser.error(f"{args.config}: no such file")
+        is_folder = os.path.isdir(args.config)
+        parser.error(f"{args.config}: {'a folder; name a TOML file in it' if is_folder else 'no such file'}")
     Fp8FlowMoEConverter.trains_here = False
     try:
         config = toml_file.load(args.config, overrides)
