@@ -53,6 +53,21 @@ def test_a_save_did_not_finish(job, tmp_path, caplog):
     check_resumption(job, DIMS)
 
 
+def test_a_seed_checkpoint_of_one_rank(job, tmp_path):
+    """Of step 0 torchtitan loads the model only, whatever the ranks are; damage is found all the same."""
+    dcp.save({"w": torch.ones(4), "dataloader.dp_rank_0": b"0"}, checkpoint_id=step(tmp_path, 0), no_dist=True)
+    job.checkpoint.load_step = 0
+    check_resumption(job, DIMS)
+    step(tmp_path, 16).rename(tmp_path / "16")
+    step(tmp_path, 8).rename(tmp_path / "8")
+    job.checkpoint.load_step = -1
+    check_resumption(job, DIMS)
+    (file,) = step(tmp_path, 0).glob("*.distcp")
+    file.unlink()
+    with refused("has 0 of"):
+        check_resumption(job, DIMS)
+
+
 @pytest.mark.parametrize("how", ["shorter", "gone", "metadata"])
 def test_damaged(job, tmp_path, how):
     (file,) = step(tmp_path, 16).glob("*.distcp")

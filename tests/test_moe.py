@@ -363,6 +363,9 @@ def test_emulation_on_a_gpu():
     ("name", "change", "message"),
     [
         ("x", lambda x: x[1:], "x must be (T, D)"),
+        ("x", lambda x: x.cpu().numpy(), "must be tensors; got ndarray, Tensor, Tensor; use torch.as_tensor"),
+        ("chosen", torch.Tensor.tolist, "must be tensors; got Tensor, list, Tensor"),
+        ("scores", lambda s: s.cpu().numpy(), "must be tensors; got Tensor, Tensor, ndarray"),
         ("x", torch.Tensor.half, "x must be bf16 or fp32"),
         ("scores", lambda s: s.repeat(1, 2), "topk_ids and topk_scores (T, K)"),
         ("scores", torch.Tensor.half, "topk_scores must be fp32"),

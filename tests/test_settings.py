@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -12,6 +13,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from tests.jobs import CUSTOM_MODULE, cpu_only, make_config, make_dims  # noqa: F401
 from tests.processes import run_script
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +94,11 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         (["fp8_flow_moe.cache_weights", "optimizer.early_step_in_backward"], "optimizer.early_step_in_backward"),
         (["validation.enable", "parallelism.context_parallel_degree=2"], "set validation.enable = false or"),
         (["fp8_flow_moe.fp8_all_gather", "training.enable_cpu_offload"], "training.enable_cpu_offload"),
+        (["training.seq_len=0"], "training.seq_len = 0; set it to 1 or more"),
+        (["training.local_batch_size=-1"], "training.local_batch_size = -1; set it"),
+        (["training.steps=0"], "training.steps = 0; set it"),
+        (["optimizer.lr=-1"], "optimizer.lr = -1.0; set it to a number that is not negative"),
+        (["optimizer.lr=nan"], "optimizer.lr = nan; set it"),
     ],
     ids=str,
 )
@@ -99,6 +106,14 @@ def test_settings_that_cannot_go_together(overrides: list[str], message: str):
     """The constructor raises, before there is a model."""
     with pytest.raises(ValueError, match=re.escape(message)):
         Fp8FlowMoEConverter(make_config(*(f"--{override}" for override in overrides)), make_dims())
+
+
+def test_a_folder_is_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    for name, message in ((tmp_path, "a folder; name a TOML file in it"), (tmp_path / "none", "no such file")):
+        monkeypatch.setattr(sys, "argv", ["dry_run", str(name)])
+        with pytest.raises(SystemExit):
+            dry_run.from_command_line(None)
+        assert f"{name}: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

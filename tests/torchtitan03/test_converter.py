@@ -1,7 +1,9 @@
 """Options, plans and refusals of the adapter for torchtitan 0.3, without training."""
 
+import copy
 import dataclasses
 import logging
+import pickle
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -162,6 +164,20 @@ def build(job: Any) -> torch.nn.Module:
         return job.model_spec.model.build()
 
 
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_a_converted_config_can_be_copied(how: str):
+    """As launchers do that send it to other processes; a change of a field goes along."""
+    model = model_registry("debugmodel", converters=[Fp8FlowConverter.Config(save_h="fp8")]).model
+    model.vocab_size = 77
+    for _ in range(2):  # a copy of a copy too
+        copied = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
+        assert type(copied).__qualname__ == type(model).__qualname__ and copied.vocab_size == 77
+        found, want = conversion_of(copied), conversion_of(model)
+        assert found.settings == want.settings and found.plan == want.plan
+        assert type(copied.layers[1].moe) is type(model.layers[1].moe) and copied.layers[1] is not model.layers[1]
+        model = copied
+
+
 def test_an_override_of_a_converted_layer_is_an_error():
     job = make_job()
     convert(job)
@@ -229,6 +245,9 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
         (each_moe(deep_ep), {}, 1, "layers.1.moe has a DeepEPTokenDispatcher.Config; choose a config"),
         (each_moe(set_("routed_experts.inner_experts.dim", 200)), {}, 1, "model dim 200 is not a multiple"),
         (set_("training.seq_len", 2**17), {}, 1, "a rank can have"),
+        (set_("training.seq_len", 0), {}, 1, "training.seq_len = 0; set it to 1 or more"),
+        (set_("training.steps", 0), {}, 1, "training.steps = 0; set it"),
+        (lambda job: job.optimizer.param_groups[0].optimizer_kwargs.update(lr=-1), {}, 1, r"groups\[0\] = -1; set it"),
         (
             lambda job: job.model_spec.model.layers.__delitem__(slice(1, None)),
             {},

@@ -20,6 +20,9 @@ def check_inputs(
     x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, expert: ExpertSpec
 ) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
+    if not isinstance(x_TD, Tensor) or not isinstance(topk_ids_TK, Tensor) or not isinstance(topk_scores_TK, Tensor):
+        kinds = ", ".join(type(given).__name__ for given in (x_TD, topk_ids_TK, topk_scores_TK))
+        raise ValueError(f"x, topk_ids and topk_scores must be tensors; got {kinds}; use torch.as_tensor")
     pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
     dims = [x_TD.dim(), len(pairs), w1.dim()]
     stored = isinstance(w1, Fp8Weight)  # with padded sizes

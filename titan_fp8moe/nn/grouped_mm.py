@@ -53,6 +53,9 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
+    if not all(isinstance(given, Tensor) for given in (x, w, offs)):
+        kinds = ", ".join(type(given).__name__ for given in (x, w, offs))
+        raise ValueError(f"grouped_mm: x, w and offs must be tensors; got {kinds}; use torch.as_tensor")
     if (x.dim(), w.dim(), offs.dim()) != (2, 3, 1) or x.shape[1] != w.shape[1] or offs.shape[0] != w.shape[0]:
         raise ValueError(
             "grouped_mm: x must be (M, K), w (E, K, N) and offs (E,); got "

@@ -165,7 +165,8 @@ def _moe(module: Any) -> MetaMoE | None:
 
 def _load(path: str | None, overrides: list[str]) -> JobConfig:
     if not os.path.isfile(str(path)):
-        raise ValueError(f"{path}: no such file")
+        is_folder = os.path.isdir(str(path))
+        raise ValueError(f"{path}: {'a folder; name a TOML file in it' if is_folder else 'no such file'}")
     config = toml_file.load(str(path), overrides)
     check_config(config)
     return config

@@ -65,7 +65,9 @@ def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
             raise ValueError(f"{path / name} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
     saved = {key for key in metadata.state_dict_metadata if key.startswith("dataloader.dp_rank_")}
     ranks = dims.dp_replicate * dims.dp_shard
-    if saved and len(saved) != ranks and "dataloader" not in job.checkpoint.exclude_from_loading:
+    # Of step 0, a seed checkpoint that one rank has made, torchtitan loads the model only.
+    takes_data = path.name != "step-0" and "dataloader" not in job.checkpoint.exclude_from_loading
+    if saved and len(saved) != ranks and takes_data:
         raise ValueError(
             f"{path} was saved on {len(saved)} data-parallel ranks, and this job has {ranks}: torchtitan cannot resume "
             "the data where it was; set checkpoint.exclude_from_loading = ['dataloader'] to begin the corpus anew. A "

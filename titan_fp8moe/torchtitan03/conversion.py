@@ -67,8 +67,13 @@ class Conversion:
                 conversion_.check_replaced(self)
                 return base.build(self, **kwargs)
 
+            def __reduce_ex__(self, protocol: Any) -> Any:
+                if type(self) is not Config:  # a later converter's
+                    return super().__reduce_ex__(protocol)
+                return conversion_.root, (base(**_values(self)),)  # the class has no name to be found by
+
         Config.__name__, Config.__qualname__ = f"Fp8Flow{base.__name__}", f"Fp8Flow{base.__qualname__}"
-        return Config(**{f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init})
+        return Config(**_values(model_config))
 
     def meet(self, model: Any, job: Any) -> None:
         """Checks the job, settles what depends on it, and logs the plan.
@@ -146,6 +151,10 @@ class Conversion:
                     f"{type(configs.get(name)).__qualname__}; remove the override, or leave the module in bf16 with "
                     "fp8_flow_moe.filter_fqns"
                 )
+
+
+def _values(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.init}
 
 
 def _configs(model: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ adapters' ``job_checks`` have the others, and limits of one release.
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -132,10 +133,23 @@ def check_linear(name: str, out_features: int, in_features: int, shards: int) ->
 # --- The job ----------------------------------------------------------------------------------------------------------
 
 
+def _check_numbers(job: Any) -> None:
+    """Sizes of a job with which torchtitan fails late, or trains nothing."""
+    for setting in ("seq_len", "local_batch_size", "steps"):
+        if (value := getattr(job.training, setting)) < 1:
+            raise ValueError(f"training.{setting} = {value}; set it to 1 or more")
+
+
+def check_learning_rate(setting: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{setting} = {value}; set it to a number that is not negative")
+
+
 def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
     """The settings that both releases have, without the parallel degrees and the model. ``validation`` is the name of
     the table that turns validation on."""
     training, parallelism = job.training, job.parallelism
+    _check_numbers(job)
     if config.statistics_every and not (job.metrics.enable_tensorboard or job.metrics.enable_wandb):
         raise ValueError(
             f"fp8_flow_moe.statistics_every = {config.statistics_every}, but nothing logs the statistics; set "
