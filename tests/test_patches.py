@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.distributed.expert_parallel import ReordererSequenceParallel
 from torchtitan.models.deepseek_v3.infra import parallelize
 
 from tests import jobs
 from tests.layer import refused
 from tests.patched import assert_listed_and_undone, snapshot
-from titan_fp8moe import patches
-from titan_fp8moe.torchtitan import compiling, converter, cpu, flavors
+from titan_fp8moe import patches, peft
+from titan_fp8moe.torchtitan import compiling, converter, cpu, flavors, metrics, parallel
 from titan_fp8moe.trainer import preflight
 
 ON = {"checked_on": "other 1.0"}
@@ -147,6 +149,32 @@ def test_a_users_wrapper_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch, 
             parallelize.apply_compile(model, None, False)
     order = ["ours", "user"] if whose == "before" else ["user", "ours"]
     assert called == [*order, "torchtitan"]
+
+
+@pytest.mark.parametrize("name", ["should_log", "_apply", "_activate_lora"])
+def test_users_wrappers_stay(name: str):
+    """Around what torchtitan or PEFT has, and around what we have put in its place."""
+
+    def users(function):
+        return functools.wraps(function)(lambda *args: function(*args))
+
+    if name == "_activate_lora":
+        owner, install = pytest.importorskip("peft.tuners.lora").ParamWrapper, lambda: peft.run_beside(lambda _: True)
+    elif name == "_apply":
+        owner, install = ReordererSequenceParallel, parallel.install
+    else:
+        owner, install = MetricsProcessor, metrics.look_after_each_step
+    with patches.undone(), pytest.MonkeyPatch.context() as patched:
+        first = users(getattr(owner, name))
+        patched.setattr(owner, name, first)
+        with patches.undone():
+            install()
+            ours = getattr(owner, name)
+            assert ours is not first and ours.__wrapped__ is first
+            second = users(ours)
+            setattr(owner, name, second)
+            install()
+            assert getattr(owner, name) is second
 
 
 def test_torchtitan():

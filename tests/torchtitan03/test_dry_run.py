@@ -1,5 +1,6 @@
 """The dry run of torchtitan 0.3 jobs: what a rank holds, and mistakes that it finds."""
 
+import os
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.processes import ROOT, call, time_limit
 from tests.test_warm_up import kernels_of_16b, kernels_of_job
+from titan_fp8moe.trainer import preflight
 
 DEBUG = ["--config", "deepseek_v3_debugmodel", "--training.disable_cuda_graphs"]
 
@@ -54,6 +56,22 @@ def test_the_kernels_of_a_job():
     found, expected = call(kernels_of_job, *job, *linear), call(kernels_of_16b, 256)
     kinds = {"_balance_exponent_kernel", "grouped_mm_hopper_kernel", "wgrad_hopper_kernel"}
     assert found > expected and {key.split()[0] for key in found - expected} == kinds
+
+
+def test_a_dry_run_leaves_the_process_as_it_was():
+    """A notebook may check a job before it trains one."""
+    assert call(_left_by_a_dry_run) == ({}, True)
+
+
+def _left_by_a_dry_run() -> tuple[dict[str, str], bool]:
+    from titan_fp8moe.torchtitan03 import dry_run
+
+    before = dict(os.environ)
+    arguments = ["--parallelism.expert_parallel_degree=2", "--training.disable_cuda_graphs"]
+    sys.argv = ["dry_run", "--config=deepseek_v3_debugmodel", *arguments]
+    assert dry_run.from_command_line(None).dims.ep == 2
+    left = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    return left, preflight.trains_here()
 
 
 NO_SUCH = (

@@ -56,11 +56,11 @@ def build(config: Trainer.Config, rank: int, world_size: int) -> tuple[Trainer, 
 
     Initializes a fake default process group, so it can run once per process.
     """
-    os.environ |= {"WORLD_SIZE": str(world_size), "NGPU": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
+    ranks = {"WORLD_SIZE": str(world_size), "NGPU": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0"}
     config.comm.mode, config.debug.save_config_file = "fake_backend", None
     owner: Any = type(config)._owner
     trainer = owner.__new__(owner)
-    with _nothing_outside():
+    with _nothing_outside(), patch.dict(os.environ, ranks):
         try:
             trainer.__init__(config)
         except _Allocates as reached:
