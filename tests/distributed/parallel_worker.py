@@ -291,8 +291,8 @@ def accumulation(out: Path) -> dict:
 
     def run(name, *reduced, unused=False, **kwargs):
         spread, alone = Optional(group), Optional()
-        for _ in range(2):  # as a cell of a notebook that ran twice
-            ddp = distributed_data_parallel(spread, process_group=group, find_unused_parameters=unused, **kwargs)
+        wrap = functools.partial(distributed_data_parallel, process_group=group, find_unused_parameters=unused)
+        _earlier, ddp = wrap(spread), wrap(spread, **kwargs)  # as by a notebook's cell that ran twice
         for step in range(2):
             for i, reduces in enumerate(reduced):
                 uses = [not unused or i == rank == 0 for rank in range(ranks)]
