@@ -192,7 +192,7 @@ class GemmLora(NamedTuple):
         grads = {}
         for part in self.parts:
             name, (A, B, scale), _, ranks = part
-            grads[f"{name}_A"] = da[:, ranks, : A.shape[2]].to(A.dtype)
+            grads[f"{name}_A"] = da[:, ranks, : A.shape[2]].to(A.dtype).contiguous()  # without the padding
             grads[f"{name}_B"] = part.of(db).flatten(1, 2).to(B.dtype) * scale
         return grads
 

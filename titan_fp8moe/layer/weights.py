@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -96,13 +97,17 @@ class Biases(NamedTuple, Generic[W]):
         return self.b1.contiguous(), self.b3.contiguous()
 
     def gradients(self: "Biases[Tensor]", dbias: Tensor | None, needed: "Biases[Any]") -> "Biases[Any]":
-        """Splits the gradients of gate, up and down in one (E, 2H + D), or None; None where not needed."""
+        """Splits the gradients of gate, up and down in one (E, 2H + D), or None; None where not needed.
+
+        Each is dense, as fused optimizers read it. For a plain parameter autograd would copy it otherwise.
+        """
         if dbias is None:
             return NO_BIASES
         sizes = [b.shape[1] for b in (self.b1, self.b3, self.b2) if b is not None]
         b1, *b3, b2 = dbias.split(sizes, 1)
-        grads: Biases[Any] = Biases(b1, b2, *b3)
-        return Biases(*(grad if need else None for grad, need in zip(grads, needed, strict=True)))
+        grads: Any = Biases(b1, b2, *b3)
+        dense = torch.contiguous_format
+        return Biases(*(g.clone(memory_format=dense) if need else None for g, need in zip(grads, needed, strict=True)))
 
 
 class SharedExperts(NamedTuple):
@@ -156,9 +161,10 @@ def place_as(grad: Tensor | None, spec: Any) -> DTensor | None:
     if grad is None:
         return None
     meta = spec.tensor_meta
-    if grad.stride() == meta.stride and grad.dtype == meta.dtype:  # as for every weight that is sharded by experts
+    if grad.stride() == meta.stride and grad.dtype == meta.dtype:  # as for every weight that is stored as rows
         return DTensor(grad, copy.copy(spec), requires_grad=False)
-    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)
+    # With strides of its own: optimizers believe them, and autograd copies what does not lie as the parameter.
+    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False)
 
 
 def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
