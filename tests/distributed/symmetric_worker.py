@@ -230,6 +230,48 @@ def check_overflow(device: torch.device) -> None:
     out.sum().backward()
 
 
+def check_overflow_of_replays(device: torch.device) -> None:
+    """As :func:`check_overflow`, of two graphs whose replays the host leaves behind before they reach a dispatch."""
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=1.5)
+    x, scores, ids, weights, dout = make_batch("uniform", 300, device=device)
+    w = torch.nn.Parameter(weights[0])
+    optimizer = torch.optim.SGD([w], lr=1.0)
+
+    def step() -> None:
+        options = dict(config=config, ep_group=dist.group.WORLD)
+        hidden = routed_experts(x, w, *weights[1:3], ids, scores, **options)
+        routed_experts(hidden, w, *weights[1:3], fits, scores, **options).backward(dout)
+
+    fits, graphs = ids.clone(), [torch.cuda.CUDAGraph() for _ in range(2)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    for graph in graphs:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            torch.cuda._sleep(500_000_000)  # cycles, a quarter of a second
+            step()
+    optimizer.zero_grad(set_to_none=False)
+    for name, call in (("an optimizer's step", optimizer.step), ("check_room", workspace.check_room)):
+        for kind in ("one_expert", "uniform"):
+            ids.copy_(make_ids(kind, 300, TOP_K, EXPERTS))
+            before = w.detach().clone()
+            torch.cuda.synchronize()
+            dist.barrier()
+            for graph in graphs:
+                graph.replay()
+            said = message_of(RuntimeError, call)
+            torch.cuda.synchronize()
+            ok = ("larger dispatch_capacity" in said) == (kind == "one_expert")
+            check(f"{name} after replays, {kind}: {said[:40]}", ok)
+            check("nothing is left to report", not message_of(RuntimeError, workspace.check_room))
+            if kind == "one_expert":
+                check("no weight has changed", torch.equal(w, before))
+                w.grad.zero_()
+
+
 def check_unlike_settings(device: torch.device) -> None:
     """Ranks that disagree get an error, by the next optimizer step at the latest."""
     save_h = "fp8" if dist.get_rank() else "bf16"
@@ -279,6 +321,8 @@ def main() -> None:
     if device.type == "cuda":
         check_graph(device)
     check_overflow(device)
+    if device.type == "cuda":
+        check_overflow_of_replays(device)
     check_unlike_settings(device)
     check_unlike_sizes(device)
     if device.type == "cpu":

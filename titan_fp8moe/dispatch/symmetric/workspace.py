@@ -146,7 +146,7 @@ class Workspace:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.in_flight = False
         self._views: dict[tuple[str, int], Tensor] = {}
-        self._planned = torch.cuda.Event() if device.type == "cuda" else None
+        self._planned = [torch.cuda.Event()] if device.type == "cuda" else []  # one of eager steps, others of graphs
         Workspace._all.add(self)
         _watch_process()
 
@@ -180,8 +180,15 @@ class Workspace:
 
     def planned(self) -> None:
         """After the device has been asked whether all ranks have room: :meth:`check_room` can wait for that."""
-        if self._planned is not None and not torch.cuda.is_current_stream_capturing():
-            self._planned.record()
+        if not self._planned:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            # An external event becomes a node of the graph: each launch of a replay records it anew. Each node has its
+            # own, since CUDA does not say for which of several nodes an event stands.
+            self._planned.append(torch.cuda.Event(external=True))
+            self._planned[-1].record()
+        else:
+            self._planned[0].record()
 
     def lateness(self) -> str | None:
         """A message about the ranks that have not arrived in time, or None."""
@@ -202,9 +209,10 @@ class Workspace:
 
     def check_room(self) -> None:
         """Raises RuntimeError if a rank had too little room, or other settings than another, in a forward that has been
-        launched. Forgets it then."""
-        if self._planned is not None and not self._planned.query():
-            self._planned.synchronize()
+        launched, also by a replay. Forgets it then."""
+        for event in self._planned:
+            if not event.query():
+                event.synchronize()
         rows, tokens, unlike = self.report[:LATE].amax(1).tolist()
         if rows or unlike:
             self.report[:LATE] = 0
@@ -234,7 +242,8 @@ def check_room() -> None:
     """Raises RuntimeError if a rank had too little room in a forward since the last call.
 
     Every ``torch.optim`` optimizer calls this before a step. Call it where no such optimizer runs: in evaluation, in a
-    CUDA graph that contains the optimizer, or with another optimizer. It waits for the last forward, not for backwards.
+    CUDA graph that contains the optimizer, or with another optimizer. It waits for the last forward, in a replay too,
+    and not for backwards.
     """
     for workspace in list(Workspace._all):
         workspace.check_room()
