@@ -5,8 +5,10 @@
 A case is a function of this file, with ``_N`` added. Rank 0 writes its result to OUT_DIR.
 """
 
+import contextlib
 import copy
 import functools
+import gc
 import io
 import re
 from pathlib import Path
@@ -266,6 +268,52 @@ def adapters(out: Path) -> dict:
         m.experts.merge_lora()
     pairs = [*zip(model.parameters(), alone.parameters(), strict=True)]
     results["merged"] = len(pairs) == 4 and all(torch.equal(whole(p), q) for p, q in pairs)
+    return results
+
+
+class Optional(nn.Module):
+    """A model, and a linear that some ranks leave out of some backwards."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        self.model = make(group)
+        torch.manual_seed(1)
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x, with_linear=True):
+        return self.model(x) + self.linear(x) if with_linear else self.model(x)
+
+
+def accumulation(out: Path) -> dict:
+    """Gradients of several backwards, after each step, against one process. They are reduced in those that are True."""
+    group, ranks, results = dist.group.WORLD, dist.get_world_size(), {}
+
+    def run(name, *reduced, unused=False, **kwargs):
+        spread, alone = Optional(group), Optional()
+        wrap = functools.partial(distributed_data_parallel, process_group=group, find_unused_parameters=unused)
+        _earlier, ddp = wrap(spread), wrap(spread, **kwargs)  # as by a notebook's cell that ran twice
+        for step in range(2):
+            for i, reduces in enumerate(reduced):
+                uses = [not unused or i == rank == 0 for rank in range(ranks)]
+                for x, uses_linear in zip(data(step=i)[0].chunk(ranks), uses, strict=True):
+                    (alone(x, uses_linear).square().mean() / ranks).backward()
+                with contextlib.nullcontext() if reduces else ddp.no_sync():
+                    (ddp(data(group, i)[0], uses[group.rank()]).square().mean() / ranks).backward()
+            want = {n: p.grad for n, p in alone.named_parameters()}
+            results[f"{name}, step {step}"] = {n: error(whole(p.grad), want[n]) for n, p in spread.named_parameters()}
+            for p in (*spread.parameters(), *alone.parameters()):
+                p.grad = None
+        return spread, ddp
+
+    run("two", True, True)
+    run("no_sync", False, True)
+    run("no_sync between", True, False, True)
+    run("unused", True, True, unused=True)
+    spread, ddp = run("unused views", True, True, unused=True, gradient_as_bucket_view=True)
+    del ddp
+    gc.collect()
+    spread.linear(torch.ones(D)).sum().backward()
+    results["without DDP"] = torch.equal(spread.linear.bias.grad, torch.ones(D))
     return results
 
 

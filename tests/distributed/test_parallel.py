@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.conftest import WorkerResults
 
 SIZES = 2, 4
-CASES = "tools", "optimizers", "sharded", "adapters", "loop"
+CASES = "tools", "accumulation", "optimizers", "sharded", "adapters", "loop"
 TRUE = (
     *(f"clip {norm_type}" for norm_type in (2.0, 1.0, "inf")), "torch's clip of experts alone", "fully_shard",
     "checkpoint", "whole state dict", "load whole", "load from rank 0", "seed", "average", "copy",
@@ -78,6 +78,16 @@ def test_tools(results, num_ranks):
 @pytest.mark.parametrize("tool", REFUSED)
 def test_refusal(results, num_ranks, tool):
     assert REFUSED[tool] in results.get(f"tools_{num_ranks}")[tool]
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_accumulation_under_ddp(results, num_ranks):
+    """Several backwards of a step, in which DDP reduces or not, also of parameters that only some of them use."""
+    found = results.get(f"accumulation_{num_ranks}")
+    assert found.pop("without DDP") and len(found) == 10
+    for case, errors in found.items():
+        linear = {errors.pop(f"linear.{name}") for name in ("weight", "bias")}
+        assert len(errors) == 4 and max(errors.values()) < 0.01 and max(linear) < 1e-3, (case, errors, linear)
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)

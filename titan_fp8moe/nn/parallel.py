@@ -7,6 +7,7 @@ DTensors or plain tensors, but not both at once. Other uses of those tools are r
 """
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -73,7 +74,8 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
     """``DistributedDataParallel`` of the replicated parameters, without the experts.
 
     An expert's gradient is the sum over the tokens of all ranks. Therefore this one sums the replicated gradients too,
-    where DDP averages: divide the loss by the number of ranks.
+    where DDP averages: divide the loss by the number of ranks. Gradients accumulate as under DDP, over backwards inside
+    and outside of ``no_sync()``.
 
     Args:
         kwargs: arguments of ``DistributedDataParallel``. Its process group must be the experts' ``ep_group``.
@@ -94,13 +96,26 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
                 "gradients of an expert's replicas; give DDP the ep_group as process_group, or shard the experts with "
                 "fully_shard (docs/parallel.md)"
             )
-    ddp.register_comm_hook(ddp.process_group, _sum)
+    _count_ranks(ddp, len(ranks))
     return ddp
 
 
-def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+_factors: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
+"""For each model of a DDP: a call that takes the factors off its gradients."""
+
+
+def _count_ranks(ddp: DistributedDataParallel, ranks: int) -> None:
+    """Makes DDP's averages sums. Each backward's gradients count as often as there are ranks before they accumulate.
+
+    To sum in DDP's hook would be wrong. The hook gets what has accumulated, and would sum again what an earlier
+    backward has summed; an average of averages changes nothing.
+    """
+    model, ignored = cast(nn.Module, ddp.module), ddp.parameters_to_ignore
+    if model in _factors:  # wrapped before
+        _factors[model]()
+    reduced = [p for name, p in model.named_parameters() if p.requires_grad and name not in ignored]
+    handles = [p.register_hook(lambda grad: grad * ranks) for p in reduced]
+    _factors[model] = weakref.finalize(ddp, lambda: [handle.remove() for handle in handles])
 
 
 # --- for RoutedExperts ------------------------------------------------------------------------------------------------
