@@ -99,15 +99,9 @@ class Biases(NamedTuple, Generic[W]):
             return NO_BIASES
         sizes = [b.shape[1] for b in (self.b1, self.b3, self.b2) if b is not None]
         b1, *b3, b2 = dbias.split(sizes, 1)
-<<<<<<< ours
         grads, dense = Biases(b1, b2, *b3), torch.contiguous_format
         pairs = zip(cast(Any, grads), needed, strict=True)
         return Biases(*(grad.clone(memory_format=dense) if need else None for grad, need in pairs))
-=======
-        grads: Biases[Any] = Biases(b1, b2, *b3)
-        dense = torch.contiguous_format
-        return Biases(*(g.clone(memory_format=dense) if need else None for g, need in zip(grads, needed, strict=True)))
->>>>>>> theirs
 
 
 class SharedExperts(NamedTuple):
