@@ -28,7 +28,6 @@ LAYERS = [
 ]
 CHANGES_ELSEWHERE = [
     "titan_fp8moe.kernels.warm_up: triton.knobs.compilation.listener = None",  # of a process that it has forked
-    "titan_fp8moe.layer.cache: register_optimizer_step_post_hook(_after_optimizer_step)",
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}
 ROOMS = ("experiments", "tests", "titan_fp8moe", "tools")
