@@ -144,7 +144,14 @@ def make_job(**changes) -> SimpleNamespace:
     pipeline = dict(pipeline_parallel_degree=1, pipeline_parallel_schedule="1F1B", pipeline_parallel_schedule_csv="")
     job = SimpleNamespace(
         metrics=SimpleNamespace(enable_tensorboard=False, enable_wandb=False),
-        training=SimpleNamespace(enable_cpu_offload=False, dtype="float32", mixed_precision_param="bfloat16"),
+        training=SimpleNamespace(
+            enable_cpu_offload=False,
+            dtype="float32",
+            mixed_precision_param="bfloat16",
+            seq_len=8,
+            local_batch_size=1,
+            steps=1,
+        ),
         parallelism=SimpleNamespace(context_parallel_degree=1, **pipeline),
         validation=SimpleNamespace(enable=False),
     )

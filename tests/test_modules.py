@@ -75,7 +75,7 @@ def test_styles_derived_from_torchtitans_keep_their_hooks(monkeypatch: pytest.Mo
     applied, mesh = [], object()
     monkeypatch.setattr(ExpertParallel, "_apply", lambda self, module, mesh: applied.append(type(self)) or module)
     monkeypatch.setattr(parallel, "distribute_module", lambda module, mesh, partition: module)
-    monkeypatch.setattr(ExpertParallel, "_apply", parallel._without_hooks(ExpertParallel))
+    monkeypatch.setattr(ExpertParallel, "_apply", parallel._without_hooks(ExpertParallel, ExpertParallel._apply))
     experts = make_converted().experts
     Derived()._apply(experts, mesh)
     assert applied == [Derived] and experts.ep_mesh is None

@@ -151,9 +151,20 @@ def padded(size: int) -> int:
     return size + -size % SCALE_TILE  # torch.export sees that this is not less than size
 
 
+def sym_max(a: int, b: int) -> int:
+    """The larger number. Of a symbol, as torch.export has them, Python's ``max`` would ask which it is; torch.compile
+    takes Python's for this one."""
+    return cast(int, torch.sym_max(a, b)) if isinstance(a, torch.SymInt) else max(a, b)
+
+
+def sym_min(a: int, b: int) -> int:
+    """As :func:`sym_max`, the smaller one."""
+    return cast(int, torch.sym_min(a, b)) if isinstance(a, torch.SymInt) else min(a, b)
+
+
 def group_rows(num_tokens: int) -> int:
     """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
-    rows = cast(int, torch.sym_max(num_tokens, 1))
+    rows = sym_max(num_tokens, 1)
     return rows + -rows % ROW_ALIGN
 
 
@@ -507,8 +518,8 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
     At least 128, so that no buffer is empty.
     """
     # Of symbols, such as the number of tokens that a mask selects, a graph must not ask which is larger.
-    rows = (num_rows + (ROW_ALIGN - 1) * cast(int, torch.sym_min(num_rows, num_experts))) // ROW_ALIGN * ROW_ALIGN
-    return cast(int, torch.sym_max(rows, ROW_ALIGN))
+    rows = (num_rows + (ROW_ALIGN - 1) * sym_min(num_rows, num_experts)) // ROW_ALIGN * ROW_ALIGN
+    return sym_max(rows, ROW_ALIGN)
 
 
 def expert_routing(

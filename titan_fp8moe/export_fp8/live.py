@@ -79,8 +79,8 @@ def _named_values(
     model: Any, adapter: Any, quantize: Sequence[str] | None, quantized_from: torch.dtype | None, gather: bool
 ) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
     """Hugging Face's name of each tensor, its value, and the precision that it is quantized from, if it is."""
-    while inner := getattr(model, "_orig_mod", None) or (model.module if isinstance(model, _WRAPPERS) else None):
-        model = inner
+    while hasattr(model, "_orig_mod") or isinstance(model, _WRAPPERS):
+        model = model.module if isinstance(model, _WRAPPERS) else model._orig_mod
     to_hf = adapter.to_hf if adapter is not None else lambda tensors: _revert_conversion(model, tensors)
     fp8 = {plain_name(name) for name in _fp8_names(model)}
     found = False
