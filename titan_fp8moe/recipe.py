@@ -31,7 +31,8 @@ each rank that serves it.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +47,10 @@ STEP = 16  # D and H are multiples of it on every rank: TMA needs rows of 16 byt
 FP8_NAN = 0x7F
 MIN_EXPONENT = -126  # byte 1: bytes 0 (2**-127, an fp32 subnormal) and 255 (NaN) are never written
 TRANSPOSE_MODES = ("balanced", "scaling_aware")
+
+# Of sizes that are symbols, such as the number of tokens that a mask selects, a graph may not know which is larger.
+larger: Callable[[int, int], int] = cast(Any, torch.sym_max)
+smaller: Callable[[int, int], int] = cast(Any, torch.sym_min)
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
@@ -132,7 +137,7 @@ def padded(size: int) -> int:
 
 def group_rows(num_tokens: int) -> int:
     """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
-    return padded(torch.sym_max(num_tokens, 1))
+    return padded(larger(num_tokens, 1))
 
 
 def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -459,8 +464,7 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
 
     At least 128, so that no buffer is empty.
     """
-    # Of symbols, such as the number of tokens that a mask selects, a graph must not ask which is larger.
-    return torch.sym_max((num_rows + (TILE - 1) * torch.sym_min(num_rows, num_experts)) // TILE * TILE, TILE)
+    return larger((num_rows + (TILE - 1) * smaller(num_rows, num_experts)) // TILE * TILE, TILE)
 
 
 def expert_routing(
