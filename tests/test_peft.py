@@ -17,6 +17,7 @@ from transformers import GptOssConfig, GptOssForCausalLM  # noqa: E402
 
 from experiments.lora_qwen3_30b import run as experiment  # noqa: E402
 from tests.layer import CastCounter  # noqa: E402
+from tests.processes import run_checks  # noqa: E402
 from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, train  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.testing import relative_error  # noqa: E402
@@ -131,6 +132,10 @@ def test_trainer(tmp_path: Path):
         losses[implementation] = train(model, tmp_path, learning_rate=5e-3, max_steps=16)
     assert sum(losses["fp8_flow"][-4:]) < 0.92 * sum(losses["fp8_flow"][:4])  # batches differ by 10%
     assert losses["fp8_flow"] == pytest.approx(losses["eager"], rel=0.02)
+
+
+def test_two_processes(tmp_path: Path):
+    run_checks("peft_worker.py", 2, str(tmp_path), cpu_only=True)
 
 
 def test_transposed_weights_are_refused():

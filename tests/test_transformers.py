@@ -631,6 +631,21 @@ def test_save_and_load(tmp_path: Path):
     assert len(adapter.converted(auto.from_pretrained(tmp_path))) == 2
 
 
+def test_a_reference_model_that_is_loaded_anew(tmp_path: Path):
+    """As TRL does, from the policy's ``_name_or_path``: equal to the policy once its folder names the experts."""
+    model, tokens = make_model(experts_implementation="fp8_flow"), make_tokens()
+    for name, equal in (("silent", False), ("named", True)):
+        if equal:
+            model.config.experts_implementation = "fp8_flow"
+        model.save_pretrained(tmp_path / name)
+        policy = type(model).from_pretrained(tmp_path / name).to(DEVICE)
+        policy.set_experts_implementation("fp8_flow")
+        reference = type(policy).from_pretrained(policy.config._name_or_path).to(DEVICE)
+        with torch.no_grad():
+            assert torch.equal(policy(tokens).logits, reference(tokens).logits) == equal
+    assert adapter.converted(reference)
+
+
 def test_models_of_one_config_share_the_choice():
     first = make_model(num_hidden_layers=1)
     second = type(first)(first.config)

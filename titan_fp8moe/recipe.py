@@ -53,6 +53,17 @@ MIN_EXPONENT = -126  # byte 1: bytes 0 (2**-127, an fp32 subnormal) and 255 (NaN
 TRANSPOSE_MODES = ("balanced", "scaling_aware")
 
 
+def larger(a: int, b: int) -> int:
+    """``max`` of sizes. Python's would ask which one it is of a symbol, such as the number of tokens that a mask
+    selects. torch.compile takes Python's for torch's by itself."""
+    return cast(int, torch.sym_max(a, b)) if isinstance(a, torch.SymInt) else max(a, b)
+
+
+def smaller(a: int, b: int) -> int:
+    """``min`` of sizes, as :func:`larger`."""
+    return cast(int, torch.sym_min(a, b)) if isinstance(a, torch.SymInt) else min(a, b)
+
+
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
@@ -151,20 +162,9 @@ def padded(size: int) -> int:
     return size + -size % SCALE_TILE  # torch.export sees that this is not less than size
 
 
-def sym_max(a: int, b: int) -> int:
-    """The larger number. Of a symbol, as torch.export has them, Python's ``max`` would ask which it is; torch.compile
-    takes Python's for this one."""
-    return cast(int, torch.sym_max(a, b)) if isinstance(a, torch.SymInt) else max(a, b)
-
-
-def sym_min(a: int, b: int) -> int:
-    """As :func:`sym_max`, the smaller one."""
-    return cast(int, torch.sym_min(a, b)) if isinstance(a, torch.SymInt) else min(a, b)
-
-
 def group_rows(num_tokens: int) -> int:
     """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
-    rows = sym_max(num_tokens, 1)
+    rows = larger(num_tokens, 1)
     return rows + -rows % ROW_ALIGN
 
 
@@ -517,9 +517,8 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
 
     At least 128, so that no buffer is empty.
     """
-    # Of symbols, such as the number of tokens that a mask selects, a graph must not ask which is larger.
-    rows = (num_rows + (ROW_ALIGN - 1) * sym_min(num_rows, num_experts)) // ROW_ALIGN * ROW_ALIGN
-    return sym_max(rows, ROW_ALIGN)
+    rows = (num_rows + (ROW_ALIGN - 1) * smaller(num_rows, num_experts)) // ROW_ALIGN * ROW_ALIGN
+    return larger(rows, ROW_ALIGN)
 
 
 def expert_routing(

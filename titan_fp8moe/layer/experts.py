@@ -173,7 +173,8 @@ def routed_experts(
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
         b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32. With ``w3`` None one ``b1``
-            has all rows of w1, in their order. All or none.
+            has all rows of w1, in their order. All or none. Beside :class:`titan_fp8moe.Fp8Weight`, which pads H to a
+            multiple of 128, b1 and b3 are padded with zeros to that H; b2 keeps D.
         interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does.
         lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
         shared: shared experts, which read the rows that are quantized for the routed ones, in both directions, and add

@@ -32,6 +32,8 @@ class Adapter(NamedTuple):
         A: (E, r, K), bf16 or fp32; gradients come in its dtype, and so for B.
         B: (E, N, r), bf16 or fp32.
         scale: alpha / r.
+
+    N and K of a weight that is stored in FP8 are its padded sizes. Pad A and B with zeros to them.
     """
 
     A: Tensor

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from titan_fp8moe import patches
-from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE, row_capacity, sym_max, sym_min
+from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE, larger, row_capacity, smaller
 
 DISPATCH, COMBINE = range(2)
 """The two times per exchange at which ranks wait for each other."""
@@ -108,9 +108,9 @@ def capacities(tokens: int, top_k: int, num_ranks: int, num_local: int, factor: 
     """
     # Integers, so that a symbolic number of tokens stays one.
     share = 1 - (1 - 1 / num_ranks) ** top_k  # of all tokens, those with an expert on one rank
-    pairs = sym_min(-(-tokens * math.ceil(1000 * factor * top_k) // 1000), num_ranks * tokens * top_k)
-    dispatched = sym_min(-(-tokens * math.ceil(1000 * factor * num_ranks * share) // 1000), num_ranks * tokens)
-    return row_capacity(pairs, num_local), sym_max(dispatched, 1)
+    pairs = smaller(-(-tokens * math.ceil(1000 * factor * top_k) // 1000), num_ranks * tokens * top_k)
+    dispatched = smaller(-(-tokens * math.ceil(1000 * factor * num_ranks * share) // 1000), num_ranks * tokens)
+    return row_capacity(pairs, num_local), larger(dispatched, 1)
 
 
 class Workspace:
