@@ -46,7 +46,7 @@ class _Stated(dict[str, Any]):
 
     def number(self, keys: str) -> int | None:
         """The product of these keys; None unless all are stated."""
-        numbers = [self.get(key) for key in keys.split("*")]
+        numbers: list[Any] = [self.get(key) for key in keys.split("*")]
         if not all(isinstance(number, int) for number in numbers):
             return None
         self.compared |= dict.fromkeys(keys.split("*"))
