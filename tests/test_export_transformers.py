@@ -80,7 +80,7 @@ FAMILIES = {
     "Glm4Moe": dict(first_k_dense_replace=1),
     "MiniMaxM2": {},
     "Mixtral": {},
-    "NemotronH": dict(layers_block_type=["moe", "attention"], moe_shared_expert_intermediate_size=64),
+    "NemotronH": dict(layer_types=["moe", "attention"], moe_shared_expert_intermediate_size=64),
     "Olmoe": {},
     "Qwen2Moe": {},
     "Qwen3Moe": dict(tie_word_embeddings=True),

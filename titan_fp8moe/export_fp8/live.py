@@ -20,7 +20,7 @@ from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.plan import plain_name
 
-_WRAPPERS = DataParallel, DistributedDataParallel
+_DDP = DataParallel, DistributedDataParallel
 
 
 def fp8_tensors(
@@ -79,8 +79,8 @@ def _named_values(
     model: Any, adapter: Any, quantize: Sequence[str] | None, quantized_from: torch.dtype | None, gather: bool
 ) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
     """Hugging Face's name of each tensor, its value, and the precision that it is quantized from, if it is."""
-    while hasattr(model, "_orig_mod") or isinstance(model, _WRAPPERS):
-        model = model.module if isinstance(model, _WRAPPERS) else model._orig_mod
+    while (inner := model.module if isinstance(model, _DDP) else getattr(model, "_orig_mod", None)) is not None:
+        model = inner
     to_hf = adapter.to_hf if adapter is not None else lambda tensors: _revert_conversion(model, tensors)
     fp8 = {plain_name(name) for name in _fp8_names(model)}
     found = False
