@@ -235,8 +235,11 @@ def test_warnings(caplog: pytest.LogCaptureFixture, settings: dict, fsdp_shards:
         ("symmetric", 1, 1, "8", True),
     ],
 )
-def test_symmetric_dispatch_needs_one_node(caplog, dispatch, ranks, hidden_dim_shards, local_ranks, fits):
+def test_symmetric_dispatch_needs_one_node(caplog, monkeypatch, dispatch, ranks, hidden_dim_shards, local_ranks, fits):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local_ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
     layout = preflight.ExpertLayout(ranks, hidden_dim_shards, 1, 64)
     with refused(*[] if fits else ["16 ranks", "a node has 8", "lower parallelism.expert_parallel_degree"]):
-        preflight.check_dispatch(Fp8FlowMoEConfig(dispatch=dispatch), layout, local_ranks)
+        preflight.check_dispatch(Fp8FlowMoEConfig(dispatch=dispatch), layout)
     assert ("no effect without expert parallelism" in caplog.text) == (ranks == 1)
