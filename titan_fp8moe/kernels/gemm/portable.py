@@ -30,6 +30,7 @@ from titan_fp8moe.recipe import GEMM_TILE
 GROUP_SIZE_M = 8
 # sm_120 has 99 KiB of shared memory, of which a stage takes 32 and a result up to 64.
 STAGES, WGRAD_STAGES = 3, 2
+TILES = [GEMM_TILE, GEMM_TILE]
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def grouped_mm_wgrad_kernel(
 
 def _tiles(x: Tensor) -> TensorDescriptor:
     """TMA descriptor of a matrix that is read or written in 128x128 tiles; its rows may be strided."""
-    return TensorDescriptor.from_tensor(x, [GEMM_TILE, GEMM_TILE])
+    return TensorDescriptor.from_tensor(x, TILES)
 
 
 def _grid_size(num_tiles: int, device: torch.device) -> int:
@@ -184,9 +185,7 @@ def launch_wgrad(
     """As :func:`.wgrad.launch_wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
     grid = (_grid_size(E * (N // GEMM_TILE) * (K // GEMM_TILE), aT_NM.device),)
-    result = (
-        TensorDescriptor.from_tensor(out, [1, GEMM_TILE, GEMM_TILE]) if parts is None else _tiles(out.flatten(0, 1))
-    )
+    result = TensorDescriptor.from_tensor(out, [1, *TILES]) if parts is None else _tiles(out.view(-1, out.shape[2]))
     grouped_mm_wgrad_kernel[grid](
         _tiles(aT_NM), _tiles(bT_KM), result, aT_scale.view(torch.uint8), bT_scale.view(torch.uint8), offsets_E,
         *aT_scale.stride(), *bT_scale.stride(), N=N, K=K, E=E, PARTS=parts, TILE=GEMM_TILE, GROUP_SIZE_M=GROUP_SIZE_M,
