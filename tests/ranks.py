@@ -7,8 +7,7 @@ from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
-from titan_fp8moe.ops.permute import unpack_combine, unpack_dispatch
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import E8M0, FP8, TILE, unpack_combine, unpack_dispatch
 from titan_fp8moe.rows import RowBias
 
 
@@ -89,7 +88,7 @@ def exchange_all(
         token_scale = impl.pull_scales(at, plan, token_C)
         x, x_scale, token_q = impl.pull_rows(at, plan, token_C, row_CK, token_M, token_scale, offsets, True)
         bias = None if b2_ED is None else RowBias(b2_ED, score_M, offsets)
-        impl.push_sums(at, plan, stand_in(x, x_scale, dim)[0], None, row_CK, pair_CK, bias)
+        impl.push_sums(at, plan, stand_in(x, x_scale, dim)[0], None, row_CK, pair_CK, *(bias or ()))
         impl.arrive(at, COMBINE)
         end, count = int(offsets[-1]), int(plan[0, -1])
         kept = x[:end], x_scale[:end], token_q[:count], token_scale[:count]

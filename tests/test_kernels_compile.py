@@ -14,9 +14,7 @@ from titan_fp8moe.dispatch.symmetric import kernels
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capacities
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.ops.permute import unpack_dispatch
-from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES, num_samples
-from titan_fp8moe.rows import RowBias
+from titan_fp8moe.recipe import E8M0, FP8, TILE, TRANSPOSE_MODES, num_samples, unpack_dispatch
 from titan_fp8moe.spec import ExpertSpec, encode
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -78,7 +76,7 @@ def calls(M, D, H, E, T=12288):
             yield f"refresh_weight {len(weights)} {dtype}", quantize.refresh_weight, args
             args = weights, kept[0], None, kept[2], state, None, False
             yield f"refresh_weight forward {len(weights)} {dtype}", quantize.refresh_weight, args
-    quantized = [meta(E, H, D, dtype=FP8)] * 2, [meta(E, H // TILE, D // TILE, dtype=E8M0)] * 2
+    quantized = (meta(E, H, D, dtype=FP8), meta(E, H // TILE, D // TILE, dtype=E8M0)) * 2
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield f"join_weight {plain} {transposed}", quantize.join_weight, (*quantized, plain, transposed)
     for mode in TRANSPOSE_MODES:
@@ -90,34 +88,42 @@ def calls(M, D, H, E, T=12288):
     for spec in SPECS:
         of_spec = meta(M, spec.rows_per_unit * H, dtype=BF16)
         for keep_h in (False, True):
-            yield f"{encode(spec)} {keep_h}", swiglu.swiglu_quantize, (of_spec, score_M, offsets_E, spec, keep_h, flag)
+            yield (
+                f"{encode(spec)} {keep_h}",
+                swiglu.swiglu_quantize,
+                (of_spec, score_M, offsets_E, encode(spec), keep_h, flag),
+            )
         for kept in ((of_spec, None), rows(*of_spec.shape)):
             for again in (False, True):
-                args = (d, *kept, score_M, offsets_E, spec, again, flag)
+                args = (d, *kept, score_M, offsets_E, encode(spec), again, flag)
                 yield f"{encode(spec)} backward {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
     b2, rows_of_dy = meta(E, D, dtype=BF16), rows(M, D)
     for spec in SPECS:
         of_spec = meta(M, spec.rows_per_unit * H, dtype=BF16)
-        bias = swiglu.Bias(*[meta(E, H - 64, dtype=BF16)] * spec.rows_per_unit)
-        yield f"{encode(spec)} biased", swiglu.swiglu_quantize, (of_spec, score_M, offsets_E, spec, True, flag, bias)
+        bias = [*[meta(E, H - 64, dtype=BF16)] * spec.rows_per_unit, None][:2]
+        yield (
+            f"{encode(spec)} biased",
+            swiglu.swiglu_quantize,
+            (of_spec, score_M, offsets_E, encode(spec), True, flag, *bias),
+        )
         for kept in ((of_spec, None), rows(*of_spec.shape)):
             for with_gradients in (False, True):
-                output = swiglu.OutputBias(b2, *rows_of_dy, with_gradients)
-                args = (d, *kept, score_M, offsets_E, spec, True, flag, bias, output)
+                output = b2, *rows_of_dy, with_gradients
+                args = (d, *kept, score_M, offsets_E, encode(spec), True, flag, *bias, *output)
                 yield f"{encode(spec)} backward biased {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     paired = next(spec for spec in SPECS if spec.activation == "clamped_swiglu")._replace(interleaved=True)
-    pair_bias = swiglu.Bias(*meta(E, H, 2, dtype=BF16).unbind(2))
+    pair_bias = meta(E, H, 2, dtype=BF16).unbind(2)
     for kept in ((h, None), rows(M, 2 * H)):
-        for given in (None, pair_bias):
-            output = given and swiglu.OutputBias(b2, *rows_of_dy, True)
-            args = (d, *kept, score_M, offsets_E, paired, True, flag, given, output)
+        for given in ((), pair_bias):
+            output = given and (b2, *rows_of_dy, True)
+            args = (d, *kept, score_M, offsets_E, encode(paired), True, flag, *given, *output)
             yield f"interleaved backward {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
-    for given in (None, pair_bias):
-        yield "interleaved", swiglu.swiglu_quantize, (h, score_M, offsets_E, paired, True, flag, given)
+    for given in ((), pair_bias):
+        yield "interleaved", swiglu.swiglu_quantize, (h, score_M, offsets_E, encode(paired), True, flag, *given)
     for keep_h in (False, True):
-        yield f"no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], ExpertSpec(), keep_h)
+        yield f"no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], encode(ExpertSpec()), keep_h)
     for kept in ((h, None), rows(M, 2 * H)):
-        args = (d, *kept, None, offsets_E[:1], ExpertSpec(), True)
+        args = (d, *kept, None, offsets_E[:1], encode(ExpertSpec()), True)
         yield f"no router, backward {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     for ranks, experts in ((1, E), (32, E), (64, 4), (256, 1)):
         name = f"{ranks} x {experts}"
@@ -131,17 +137,16 @@ def calls(M, D, H, E, T=12288):
     for dtype in (BF16, FP32):
         yield f"unpermute {dtype}", permute.unpermute_sum, (y, map_TK, dtype)
     yield "unpermute with addend", permute.unpermute_sum, (y, map_TK, BF16, meta(M, D, dtype=BF16))
-    row_bias = RowBias(b2, score_M, offsets_E)
-    yield "unpermute with a bias", permute.unpermute_sum, (y, map_TK, BF16, None, row_bias)
-    yield "pack_combine with a bias", permute.pack_combine, (y, None, map_TK, 2 * D + 32, row_bias)
+    row_bias = b2, score_M, offsets_E
+    yield "unpermute with a bias", permute.unpermute_sum, (y, map_TK, BF16, None, *row_bias)
+    yield "pack_combine with a bias", permute.pack_combine, (y, None, map_TK, *row_bias)
     received = payload[:, : 2 * D].view(BF16)
     yield "unpermute payload", permute.unpermute_sum, (received, map_TK, BF16)
     for ids in (None, map_TK, ids_TK):
-        scores, top_k = (None, 0) if ids is None else (scores_TK, TOP_K)
-        args = (q, scale, index_M, map_TK, ids, scores, E, (D + 8 * top_k + D // TILE + 15) // 16 * 16)
+        args = (q, scale, index_M, map_TK, ids, None if ids is None else scores_TK, E)
         yield f"pack_dispatch {getattr(ids, 'dtype', None)}", permute.pack_dispatch, args
     for ds in (None, score_M):
-        yield f"pack_combine {ds is None}", permute.pack_combine, (y, ds, map_TK, 2 * D + 32)
+        yield f"pack_combine {ds is None}", permute.pack_combine, (y, ds, map_TK)
     yield "unpermute_gradients", permute.unpermute_gradients, (y, meta(M, 1, dtype=FP32), map_TK, BF16)
     args = (y, meta(M, 1, dtype=FP32), map_TK, BF16, meta(M, D, dtype=BF16))
     yield "unpermute_gradients with addend", permute.unpermute_gradients, args
@@ -170,8 +175,8 @@ def symmetric_calls(N, D, E, T):
     for keep in (True, False):
         args = at, plan, token_C, row_CK, token_M, meta(C, D // TILE, dtype=E8M0), offsets_E, keep
         yield f"pull_rows {keep}", kernels.pull_rows, args
-    bias = RowBias(meta(E, D, dtype=BF16), meta(M, dtype=FP32), offsets_E)
-    args = at, plan, meta(M, D, dtype=BF16), None, row_CK, meta(C, TOP_K, dtype=torch.uint8), bias
+    bias = meta(E, D, dtype=BF16), meta(M, dtype=FP32), offsets_E
+    args = at, plan, meta(M, D, dtype=BF16), None, row_CK, meta(C, TOP_K, dtype=torch.uint8), *bias
     yield "push_sums with a bias", kernels.push_sums, args
     for ds in (None, meta(M, dtype=FP32)):
         args = at, plan, meta(M, D, dtype=BF16), ds, row_CK, meta(C, TOP_K, dtype=torch.uint8)

@@ -282,8 +282,8 @@ def test_fused_gate_and_up(recompute, monkeypatch):
     dout, config = torch.randn_like(x), Fp8FlowMoEConfig(recompute=recompute)
     want = run(x, scores, chosen, (w1, w2, w3), dout, config)
     leaves = [t.clone().requires_grad_() for t in (x, scores, torch.cat([w1, w3], 1), w2)]
-    quantize, read = ops.quantize._quantize_weight, []
-    monkeypatch.setattr(ops.quantize, "_quantize_weight", lambda w, *args: read.extend(w) or quantize(w, *args))
+    quantize, read = ops.quantize._quantize_weight_op, []
+    monkeypatch.setattr(ops.quantize, "_quantize_weight_op", lambda w, *args: read.extend(w) or quantize(w, *args))
     with CastCounter() as counter:
         out = routed_experts(leaves[0], *leaves[2:], None, chosen, leaves[1], config=config)
     out.backward(dout)

@@ -9,13 +9,14 @@ import re
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.specs import SPECS
 from titan_fp8moe import dispatch, ops, recipe, routed_experts
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
+from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer.cache import WeightCache
 from titan_fp8moe.layer.lora import LoraSpec
 from titan_fp8moe.layer.saved import LayerSpec
@@ -25,6 +26,7 @@ from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
 NAMESPACE = torch.ops.titan_fp8moe
+CALLS = vars(ops) | {"quantize_weight": ops.quantize._quantize_weight_op, "join_weight": ops.quantize._join_weight_op}
 
 
 def rows(M, D):
@@ -181,6 +183,24 @@ def test_opcheck(name, args):
         # It compares inputs before and after through a product, which PyTorch does not have for float8.
         utilities.remove("test_schema")
     torch.library.opcheck(getattr(NAMESPACE, name), args, test_utils=utilities)
+
+
+OF_KERNELS = [pytest.param(*case, id=f"{i}-{case[0]}") for i, case in enumerate(cases()) if case[0] in CALLS]
+
+
+@pytest.mark.parametrize("name, args", OF_KERNELS)
+def test_kernels_return_what_fakes_do(name, args):
+    """Shapes, strides and dtypes, for which graphs are compiled. The kernels are not launched."""
+    args = tree_map_only(torch.Tensor, lambda t: t.to("meta"), args)
+    with launch.recording() as launches, torch.no_grad():
+        got = CALLS[name](*args)
+    assert launches
+
+    def layout(t):
+        return t.dtype, t.shape, [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1]
+
+    for g, w in zip(tree_leaves(got), tree_leaves(getattr(NAMESPACE, name)(*args)), strict=True):
+        assert layout(g) == layout(w)
 
 
 class Watcher(TorchDispatchMode):

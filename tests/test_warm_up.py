@@ -30,12 +30,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.offline_compile import record_launches
 from tests.processes import call, run_checks, time_limit
-from titan_fp8moe import recipe
+from titan_fp8moe import ops, recipe
 from titan_fp8moe import warm_up as command
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.base import Route
 from titan_fp8moe.dispatch.symmetric import kernels as symmetric
-from titan_fp8moe.kernels import launch, routing, swiglu, warm_up
+from titan_fp8moe.kernels import launch, swiglu, warm_up
 from titan_fp8moe.layer import experts, on_meta, statistics
 from titan_fp8moe.layer.experts import Layer, apply_experts
 from titan_fp8moe.layer.group import feed_forward
@@ -152,7 +152,7 @@ def swiglu_of_the_layer(count: int, device: str) -> list:
     rows = row_capacity(T * K, E)
     tensors = [((rows, 2 * H), torch.bfloat16), ((rows,), torch.float32), ((E + 1,), torch.int32)]
     h, score, offsets = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in tensors)
-    (launch,) = record_launches(swiglu.swiglu_quantize, h, score, offsets, SWIGLU, False)
+    (launch,) = record_launches(swiglu.swiglu_quantize, h, score, offsets, encode(SWIGLU), False)
     args = [launch.arguments[name] for name in launch.kernel.arg_names[:count]]
     return [torch.empty_like(arg, device=device) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
@@ -251,13 +251,13 @@ def real_launches(run: Callable[[], None]) -> set[str]:
         count(*args)
         return recipe.dispatch_routing(*args[:4])
 
-    count, routing.dispatch_routing = routing.dispatch_routing, dispatch_routing
+    count, ops.dispatch_routing = ops.dispatch_routing, cast(Any, dispatch_routing)
     symmetric.INTERPRETED_SPINS = 0
     for name, module in sys.modules.items():
         if name.startswith("titan_fp8moe") and "use_kernels" in vars(module):
             cast(Any, module).use_kernels = lambda x: True
     found = launched(warm_up.recorded(run))
-    routing.dispatch_routing = count
+    ops.dispatch_routing = count
     return found
 
 

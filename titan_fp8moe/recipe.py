@@ -41,7 +41,11 @@ from titan_fp8moe.spec import ExpertSpec
 
 FP8 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
-TILE = 128
+SCALE_TILE = 128  # values of a row that share a scale; D and H are padded to multiples of it
+BLOCK = 128  # rows and columns of a weight, or of a transpose, that share a scale
+ROW_ALIGN = 128  # a group of rows in expert order is padded to a multiple of it, so that a tile has one expert
+GEMM_TILE = 128  # rows, columns and contraction dim of the tiles of a GEMM, which reads one scale for each of them
+TILE = SCALE_TILE
 STEP = 16  # D and H are multiples of it on every rank: TMA needs rows of 16 bytes
 FP8_NAN = 0x7F
 MIN_EXPONENT = -126  # byte 1: bytes 0 (2**-127, an fp32 subnormal) and 255 (NaN) are never written
@@ -106,47 +110,61 @@ def quantize_tiles(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tenso
     return q, byte
 
 
+def note_nan(q: Tensor, nan_flag: Tensor | None) -> None:
+    """Stores 1 to ``nan_flag``, uint8, if a tile of the e4m3 values ``q`` is NaN. Nothing in a graph reads the flag, so
+    no op declares that it changes."""
+    if nan_flag is not None:  # .data: its version stays, as with kernels, since autograd has saved it
+        nan_flag.data.masked_fill_((q.view(torch.uint8) & 0x7F == FP8_NAN).any(), 1)
+
+
 # --- quantization -----------------------------------------------------------------------------------------------------
 
 
-def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+def check_values(x: Tensor) -> None:
+    """Raises ValueError for values that are not quantized."""
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"quantization: x must be bf16 or fp32, got {x.dtype}")
+
+
+def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """1x128 quantization. Columns are padded with zeros to a multiple of 128.
 
     Args:
-        x_TD: (T, D) bf16 or fp32.
+        x_TD: (T, D) bf16 or fp32; another dtype is a ValueError.
+        nan_flag: see :func:`note_nan`.
 
     Returns:
         q_TD (T, D) e4m3 and scale (T, D // 128) e8m0, with the padded D, both row-major.
     """
-    if x_TD.shape[1] % TILE:
-        x_TD = torch.nn.functional.pad(x_TD, (0, -x_TD.shape[1] % TILE))
+    check_values(x_TD)
+    if x_TD.shape[1] % SCALE_TILE:
+        x_TD = torch.nn.functional.pad(x_TD, (0, -x_TD.shape[1] % SCALE_TILE))
     T, D = x_TD.shape
-    q, byte = quantize_tiles(x_TD.float().contiguous().view(T, D // TILE, TILE), -1)
+    q, byte = quantize_tiles(x_TD.float().contiguous().view(T, D // SCALE_TILE, SCALE_TILE), -1)
+    note_nan(q, nan_flag)
     return q.view(T, D), byte.squeeze(-1).to(torch.uint8).view(E8M0)
 
 
 def padded(size: int) -> int:
-    """``size`` rounded up to a multiple of 128."""
-    return size + -size % TILE  # torch.export sees that this is not less than size
+    """``size``, of D or H, rounded up to a multiple of 128."""
+    return size + -size % SCALE_TILE  # torch.export sees that this is not less than size
 
 
 def group_rows(num_tokens: int) -> int:
     """R: ``num_tokens`` padded to a multiple of 128, and at least 128."""
-    return padded(max(num_tokens, 1))
+    rows = max(num_tokens, 1)
+    return rows + -rows % ROW_ALIGN
 
 
-def quantize_group(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`quantize_rows` for an FFN whose rows are one group: T is padded to R, a multiple of 128.
-
-    Args:
-        x_TD: (T, D) bf16 or fp32.
 
     Returns:
         q (R, D) e4m3, scale (R, D // 128) e8m0 row-major, the same scales column-major, and the group's end (1,) int32,
         which is R. Padding is zeros; a tile of padding has the smallest scale (byte 1). D is padded.
     """
     rows = group_rows(x_TD.shape[0])
-    q, scale = quantize_rows(torch.nn.functional.pad(x_TD, (0, 0, 0, rows - x_TD.shape[0])))
+    q, scale = quantize_rows(torch.nn.functional.pad(x_TD, (0, 0, 0, rows - x_TD.shape[0])), nan_flag)
     return q, scale, column_major(scale), torch.full((1,), q.shape[0], dtype=torch.int32, device=q.device)
 
 
@@ -161,11 +179,11 @@ def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         q_ENK (E, N, K) e4m3 and scale (E, N // 128, K // 128) e8m0, with the padded N and K.
     """
-    w_ENK = torch.nn.functional.pad(w_ENK.float(), (0, -w_ENK.shape[2] % TILE, 0, -w_ENK.shape[1] % TILE))
+    w_ENK = torch.nn.functional.pad(w_ENK.float(), (0, -w_ENK.shape[2] % BLOCK, 0, -w_ENK.shape[1] % BLOCK))
     E, N, K = w_ENK.shape
-    blocks = w_ENK.contiguous().view(E, N // TILE, TILE, K // TILE, TILE)
+    blocks = w_ENK.contiguous().view(E, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     q, byte = quantize_tiles(blocks, (2, 4))
-    return q.view(E, N, K), byte.reshape(E, N // TILE, K // TILE).to(torch.uint8).view(E8M0)
+    return q.view(E, N, K), byte.reshape(E, N // BLOCK, K // BLOCK).to(torch.uint8).view(E8M0)
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -174,6 +192,11 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     for d in range(q.ndim):
         factor = factor.repeat_interleave(q.shape[d] // factor.shape[d], d)
     return q.to(dtype) * factor
+
+
+def dequantize_rows(q_MK: Tensor, scale: Tensor, offsets_E: Tensor) -> Tensor:
+    """(M, K) bf16, exactly ``q * scale``, of rows in expert order."""
+    return dequantize(q_MK, scale, torch.bfloat16)
 
 
 # --- weights that are kept quantized ----------------------------------------------------------------------------------
@@ -244,8 +267,13 @@ def balance_exponent(x_scale: Tensor, dy_scale: Tensor) -> Tensor:
     e_x, e_dy = exponent(x_scale).amax(1), exponent(dy_scale).amax(1)
     difference = e_x - e_dy
     nonzero = (e_x > MIN_EXPONENT) & (e_dy > MIN_EXPONENT)
-    largest = torch.where(nonzero, difference, -1024).view(-1, TILE).amax(1)
-    return (difference - (largest & 1).repeat_interleave(TILE)) >> 1
+    largest = torch.where(nonzero, difference, -1024).view(-1, BLOCK).amax(1)
+    return (difference - (largest & 1).repeat_interleave(BLOCK)) >> 1
+
+
+def check_mode(mode: str) -> None:
+    if mode not in TRANSPOSE_MODES:
+        raise ValueError(f"transpose_pair: mode is {mode!r}; set it to one of {TRANSPOSE_MODES}")
 
 
 def transpose_pair(
@@ -275,8 +303,7 @@ def transpose_pair(
     Raises:
         ValueError: for another ``mode``.
     """
-    if mode not in TRANSPOSE_MODES:
-        raise ValueError(f"transpose_pair: mode is {mode!r}; set it to one of {TRANSPOSE_MODES}")
+    check_mode(mode)
     if token_M is not None:
         x_MD, x_scale = permute_rows(x_MD, x_scale, token_M)
     e_x, e_dy = exponent(x_scale), exponent(dy_scale)
@@ -289,9 +316,9 @@ def transpose_pair(
 def _transpose_shifted(q_MD: Tensor, e_MG: Tensor) -> tuple[Tensor, Tensor]:
     """Transposes rows with tile exponents ``e_MG`` to one exponent per 128x128 block, the largest of its 128 tiles."""
     M, D = q_MD.shape
-    e_block = e_MG.view(M // TILE, TILE, D // TILE).amax(1).clamp(min=MIN_EXPONENT)
-    shift = e_MG - e_block.repeat_interleave(TILE, 0)
-    q = shift_exponent(q_MD, shift.repeat_interleave(TILE, 1))
+    e_block = e_MG.view(M // BLOCK, BLOCK, D // SCALE_TILE).amax(1).clamp(min=MIN_EXPONENT)
+    shift = e_MG - e_block.repeat_interleave(BLOCK, 0)
+    q = shift_exponent(q_MD, shift.repeat_interleave(SCALE_TILE, 1))
     return q.view(torch.uint8).t().contiguous().view(FP8), to_scale(e_block.t().contiguous())
 
 
@@ -421,9 +448,8 @@ def _groups(offsets_E: Tensor) -> list[slice]:
 
 def expert_rows(bias_EN: Tensor, offsets_E: Tensor, M: int) -> Tensor:
     """(M, N) fp32, the bias of each row's expert; zeros past the last group."""
-    counts = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
-    rows = bias_EN.float().repeat_interleave(counts, 0)
-    return torch.nn.functional.pad(rows, (0, 0, 0, M - rows.shape[0]))
+    expert_M = torch.searchsorted(offsets_E, torch.arange(M, device=offsets_E.device), right=True)
+    return torch.nn.functional.pad(bias_EN.float(), (0, 0, 0, 1))[expert_M]
 
 
 def output_bias(b2_ED: Tensor, score_M: Tensor | None, offsets_E: Tensor, M: int) -> Tensor:
@@ -455,7 +481,8 @@ def row_capacity(num_rows: int, num_experts: int) -> int:
 
     At least 128, so that no buffer is empty.
     """
-    return max((num_rows + (TILE - 1) * min(num_rows, num_experts)) // TILE * TILE, TILE)
+    most = num_rows + (ROW_ALIGN - 1) * min(num_rows, num_experts)
+    return max(most // ROW_ALIGN * ROW_ALIGN, ROW_ALIGN)
 
 
 def expert_routing(
@@ -482,7 +509,7 @@ def expert_routing(
     pairs = pairs[ids[pairs].argsort(stable=True)]
     experts = ids[pairs]
     counts_E = torch.bincount(experts, minlength=num_experts)
-    padding_E = -counts_E % TILE
+    padding_E = -counts_E % ROW_ALIGN
     # Sorted pair i lies at row i, moved by the padding of the experts before its own.
     rows = torch.arange(pairs.shape[0], device=device) + (padding_E.cumsum(0) - padding_E)[experts]
     token_M = torch.full((capacity,), -1, dtype=torch.int32, device=device)
@@ -559,7 +586,9 @@ def unpermute_sum(
     row_TK: Tensor,
     out_dtype: torch.dtype,
     addend_RD: Tensor | None = None,
-    bias_MD: Tensor | None = None,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
 ) -> Tensor:
     """Sums each token's rows in fp32, in the order k = 0..K-1, then the token's row of ``addend_RD``, and rounds once.
 
@@ -570,11 +599,12 @@ def unpermute_sum(
         y_MD: (M, D) bf16 or fp32.
         row_TK: (T, K) int32. A negative row adds nothing.
         addend_RD: (R, D) bf16 or fp32, R >= T, the output of an FFN that serves every token; or None.
-        bias_MD: (M, D) fp32, added to each row; or None.
+        b2, score_M, offsets_E: :func:`output_bias` is added to each row, unless b2 (E, D) is None.
 
     Returns:
         (T, D) out_dtype.
     """
+    bias_MD = None if b2 is None or offsets_E is None else output_bias(b2, score_M, offsets_E, y_MD.shape[0])
     out = torch.zeros(row_TK.shape[0], y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
     for row_T in row_TK.unbind(1) if y_MD.shape[0] else ():
         index = row_T.long().clamp(min=0)
@@ -585,6 +615,130 @@ def unpermute_sum(
     if addend_RD is not None:
         out = out + addend_RD[: out.shape[0]].float()
     return out.to(out_dtype)
+
+
+def unpermute_gradients(
+    dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`unpermute_sum` of a backward, and the score gradients of the routed pairs.
+
+    Args:
+        dx_MD: (M, D) bf16 and ds: fp32, (M, 1) with the score gradient of each row or (M, K) with one for each k.
+        row_TK: (T, K) int32: ``row_TK`` of :func:`expert_routing` with (M, 1), ``sent_TK`` of :func:`dispatch_routing`
+            with (M, K). In the latter -2 - c stands for row c, whose score gradient counts although the sum has the
+            row already. The score gradient at -1 is zero.
+
+    Returns:
+        (T, D) out_dtype, (T, K) fp32.
+    """
+    row = torch.where(row_TK < -1, -2 - row_TK, row_TK).long()
+    column = torch.arange(row_TK.shape[1], device=ds.device) if ds.shape[1] > 1 else 0
+    ds_TK = torch.cat([ds, ds.new_zeros(1, ds.shape[1])])[row, column]  # row -1: the zeros
+    return unpermute_sum(dx_MD, row_TK, out_dtype, addend_RD), ds_TK
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
+#
+# A row of a dispatch payload: D value bytes; in a forward, K int32 local ids and K fp32 scores; D // 128 scale bytes. D
+# is padded to a multiple of 128.
+# A row of a combine payload: D bf16 values; in a backward, K fp32 score gradients.
+# Both rows are padded to 16 bytes.
+
+
+def dispatch_width(D: int, top_k: int) -> int:
+    """Bytes of a dispatched token; ``top_k`` is 0 in a backward."""
+    return (D + 8 * top_k + D // SCALE_TILE + 15) // 16 * 16
+
+
+def combine_width(D: int, top_k: int) -> int:
+    """Bytes of a token's sum; ``top_k`` is 0 in a forward."""
+    return (2 * D + 4 * top_k + 15) // 16 * 16
+
+
+def pack_dispatch(
+    q_TD: Tensor,
+    scale: Tensor,
+    token_C: Tensor,
+    sent_TK: Tensor,
+    topk_ids_TK: Tensor | None,
+    topk_scores_TK: Tensor | None,
+    num_local: int,
+) -> Tensor:
+    """Packs the dispatched tokens: values and scales; in a forward also each pair's local expert id and score.
+
+    A pair that the destination does not serve gets the id -1 and the score 0.
+
+    Args:
+        q_TD: (T, D) e4m3; scale: (T, D // 128) e8m0 row-major.
+        token_C, sent_TK: of :func:`dispatch_routing`; token_C cut to the C dispatched tokens, all that sent_TK names.
+        topk_ids_TK, topk_scores_TK: as in :func:`expert_routing`, with ids of all ranks' experts; None in a backward.
+        num_local: experts on each rank.
+
+    Returns:
+        (C, width) uint8; see :func:`unpack_dispatch`.
+    """
+    C, D, top_k = token_C.shape[0], q_TD.shape[1], 0 if topk_ids_TK is None else sent_TK.shape[1]
+    payload = torch.zeros(C, dispatch_width(D, top_k), dtype=torch.uint8, device=q_TD.device)
+    q, payload_scale, ids_CK, scores_CK = unpack_dispatch(payload, D, top_k)
+    token_C = token_C.long()
+    q.view(torch.uint8).copy_(q_TD.view(torch.uint8)[token_C])
+    payload_scale.view(torch.uint8).copy_(scale.view(torch.uint8)[token_C])
+    if topk_ids_TK is not None and topk_scores_TK is not None:
+        c, sent_CK = torch.arange(C, device=token_C.device).unsqueeze(1), sent_TK[token_C]
+        served = (sent_CK == c) | (sent_CK == -2 - c)
+        ids_CK.copy_((topk_ids_TK[token_C] % num_local).masked_fill(~served, -1))
+        scores_CK.copy_(topk_scores_TK[token_C].masked_fill(~served, 0))
+    return payload
+
+
+def unpack_dispatch(payload: Tensor, D: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Views of a dispatch payload (C, width) uint8; D is padded here, ``top_k`` is 0 in a backward.
+
+    Returns:
+        q (C, D) e4m3, scale (C, D // 128) e8m0, topk_ids_CK (C, top_k) int32, topk_scores_CK (C, top_k) fp32.
+    """
+    D = padded(D)
+    sizes = [D, 4 * top_k, 4 * top_k, D // SCALE_TILE]
+    values, ids, scores, scale, _ = payload.split([*sizes, payload.shape[1] - sum(sizes)], dim=1)
+    return values.view(FP8), scale.view(E8M0), ids.view(torch.int32), scores.view(torch.float32)
+
+
+def pack_combine(
+    y_MD: Tensor,
+    ds_M: Tensor | None,
+    row_CK: Tensor,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
+) -> Tensor:
+    """Packs what goes back for each dispatched token: its rows' sum, fp32 in the order of k, rounded to bf16 once.
+
+    With ``ds_M`` also the score gradient of each of its pairs, 0 for a pair that this rank does not serve.
+
+    Args:
+        y_MD: (M, D) bf16; ds_M: (M,) fp32, None in a forward.
+        row_CK: (C, K) int32, ``row_TK`` of :func:`expert_routing`.
+        b2, score_M, offsets_E: as in :func:`unpermute_sum`.
+
+    Returns:
+        (C, width) uint8; see :func:`unpack_combine`.
+    """
+    D, (C, K) = y_MD.shape[1], row_CK.shape
+    width = combine_width(D, 0 if ds_M is None else K)
+    payload = torch.zeros(C, width, dtype=torch.uint8, device=y_MD.device)
+    rows, ds_CK = unpack_combine(payload, D, K)
+    rows.copy_(unpermute_sum(y_MD, row_CK, torch.bfloat16, None, b2, score_M, offsets_E))
+    if ds_M is not None and ds_CK is not None:
+        ds_CK.copy_(ds_M[row_CK.long().clamp(min=0)].masked_fill(row_CK < 0, 0))
+    return payload
+
+
+def unpack_combine(payload: Tensor, D: int, K: int) -> tuple[Tensor, Tensor | None]:
+    """Views of a combine payload: rows (C, D) bf16, and in a backward score gradients (C, K) fp32, else None."""
+    rows = payload[:, : 2 * D].view(torch.bfloat16)
+    if payload.shape[1] == 2 * D:
+        return rows, None
+    return rows, payload[:, 2 * D : 2 * D + 4 * K].view(torch.float32)
 
 
 # --- GEMMs ------------------------------------------------------------------------------------------------------------
@@ -600,8 +754,8 @@ def _rows_mm(x_MK: Tensor, weights: Iterable[Tensor], N: int, offsets_E: Tensor,
     out = torch.zeros(x_MK.shape[0], N, dtype=out_dtype, device=x_MK.device)
     for group, w_NK in zip(_groups(offsets_E), weights, strict=True):
         # Always the same shape: a row's result must not depend on how many rows its expert got.
-        for m in range(group.start, group.stop, TILE):
-            out[m : m + TILE] = _fp32_matmul(x_MK[m : m + TILE], w_NK.t())
+        for m in range(group.start, group.stop, GEMM_TILE):
+            out[m : m + GEMM_TILE] = _fp32_matmul(x_MK[m : m + GEMM_TILE], w_NK.t())
     return out
 
 
@@ -619,16 +773,33 @@ def grouped_mm(
     Args:
         a_MK: (M, K) e4m3 in expert order; a_scale: (M, K // 128) e8m0.
         b_ENK: (E, N, K) e4m3; b_scale: (E, N // 128, K // 128) e8m0.
+        offsets_E: (E,) int32, the end of each expert's group. Rows past the last are undefined.
+        out_dtype: bf16 or fp32.
         columns: how many of the N columns to return, where the others are b's padding; by default all.
 
     Returns:
-        (M, N or columns) out_dtype.
+        (M, N or columns) out_dtype, contiguous.
     """
     weights = (dequantize(q, scale) for q, scale in zip(b_ENK, b_scale, strict=True))  # one at a time, for memory
-    return _rows_mm(dequantize(a_MK, a_scale), weights, b_ENK.shape[1], offsets_E, out_dtype)[:, :columns]
+    return _rows_mm(dequantize(a_MK, a_scale), weights, b_ENK.shape[1], offsets_E, out_dtype)[:, :columns].contiguous()
 
 
 WGRAD_LAYOUTS = ("apart", "joined", "transposed")
+
+
+def check_wgrad(
+    N: int, K: int, out_dtype: torch.dtype, parts: int, rows: int | None, columns: int | None
+) -> tuple[int, int]:
+    """The rows and columns of a matrix of :func:`grouped_mm_wgrad`, which raises the errors of this function."""
+    if N % (parts * BLOCK):
+        raise ValueError(f"grouped_mm_wgrad: N is {N}, but {parts} weights need a multiple of {parts * BLOCK}")
+    for name, size, most in (("rows", rows, N // parts), ("columns", columns, K)):
+        if size is not None and not (0 < size <= most and size * out_dtype.itemsize % 16 == 0):
+            raise ValueError(
+                f"grouped_mm_wgrad: {name} is {size}; it must be in 1..{most}, and as many values of {out_dtype} a "
+                "multiple of 16 bytes"
+            )
+    return rows or N // parts, columns or K
 
 
 def grouped_mm_wgrad(
@@ -654,26 +825,31 @@ def grouped_mm_wgrad(
         layout: how the matrices of an expert lie in the result.
 
     Returns:
-        Results of experts without rows are zero. By ``layout``:
+        Results of experts without rows are zero, all are contiguous. By ``layout``:
 
         * ``apart``: (parts * E, rows, columns) out_dtype, all experts' first matrices before their second.
         * ``joined``: (E, parts * rows, columns), one weight per expert.
         * ``transposed``: (E, columns, parts * rows), its transpose.
+
+    Raises:
+        ValueError: N is no multiple of 128 for each of ``parts``. Or ``rows`` or ``columns`` is too large, or as many
+            values of ``out_dtype`` take no multiple of 16 bytes.
     """
     E, N, K = offsets_E.shape[0], aT_NM.shape[0], bT_KM.shape[0]
+    rows, columns = check_wgrad(N, K, out_dtype, parts, rows, columns)
     out = torch.zeros(E, N, K, dtype=out_dtype, device=aT_NM.device)
     for e, group in enumerate(_groups(offsets_E)):
         acc = torch.zeros(N, K, dtype=torch.float32, device=aT_NM.device)
-        for m in range(group.start, group.stop, TILE):
-            step, block = slice(m, m + TILE), slice(m // TILE, m // TILE + 1)
+        for m in range(group.start, group.stop, BLOCK):
+            step, block = slice(m, m + BLOCK), slice(m // BLOCK, m // BLOCK + 1)
             a = dequantize(aT_NM[:, step], aT_scale[:, block])
             acc += _fp32_matmul(a, dequantize(bT_KM[:, step], bT_scale[:, block]).t())
         out[e] = acc
     matrices = out.unflatten(1, (parts, -1))[:, :, :rows, :columns]
     if layout == "apart":
-        return matrices.transpose(0, 1).flatten(0, 1)
+        return matrices.transpose(0, 1).flatten(0, 1).contiguous()
     joined = matrices.flatten(1, 2)
-    return joined if layout == "joined" else joined.transpose(1, 2)
+    return (joined if layout == "joined" else joined.transpose(1, 2)).contiguous()
 
 
 # --- low-rank adapters ------------------------------------------------------------------------------------------------
@@ -717,7 +893,7 @@ def low_rank_grads(
     x, dy = dequantize(x_MK, x_scale), dequantize(dy_MN, dy_scale)
     u = _low_rank_mm(x, a_ERK, offsets_E).float()
     du = _low_rank_mm(dy, b_ENR.transpose(1, 2), offsets_E).float()
-    da, db = torch.zeros_like(a_ERK), torch.zeros_like(b_ENR)
+    da, db = a_ERK.new_zeros(a_ERK.shape), b_ENR.new_zeros(b_ENR.shape)
     for e, rows in enumerate(_groups(offsets_E)):
         da[e] = _fp32_matmul(du[rows].t(), x[rows])
         db[e] = _fp32_matmul(dy[rows].t(), u[rows])

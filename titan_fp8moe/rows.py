@@ -49,7 +49,7 @@ class RowBias(NamedTuple):
     """The bias added to rows in expert order where a token's rows are summed: b2 of a row's expert, times its score.
 
     Attributes:
-        b2_ED: (E, D) bf16 or fp32, contiguous.
+        b2_ED: (E, D) bf16 or fp32.
         score_M: (M,) fp32, or None for scores of 1.
         offsets_E: (E,) int32, the end of each expert's group.
     """

@@ -12,7 +12,7 @@ from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.recipe import E8M0, TILE, TRANSPOSE_MODES
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, encode
 
 M, D = 2**20, 2176
 LAST = slice(-TILE, None)
@@ -88,7 +88,7 @@ def test_swiglu(interpreted_axes, generator, device):
     H, spec = 1152, ExpertSpec()
     rows, score = randn(generator, TILE, 2 * H).bfloat16(), randn(generator, TILE).sigmoid()
     h = ending_in(rows)
-    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, ending_in(score), all_rows(device), spec, True)
+    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, ending_in(score), all_rows(device), encode(spec), True)
     for (got, got_scale), (want, want_scale) in (
         ((q, scale), recipe.swiglu_quantize(rows, score, spec)),
         ((h_q, h_scale), recipe.quantize_rows(rows)),
@@ -98,7 +98,7 @@ def test_swiglu(interpreted_axes, generator, device):
         torch.testing.assert_close(got, want, rtol=0.13, atol=1e-2)
 
     d = randn(generator, TILE, H).bfloat16()
-    args = (ending_in(d), h, None, ending_in(score), all_rows(device), spec, True)
+    args = (ending_in(d), h, None, ending_in(score), all_rows(device), encode(spec), True)
     got = swiglu.swiglu_quantize_backward(*args)
     want = recipe.swiglu_quantize_backward(d, rows, score, spec)
     for i in (0, 2):
@@ -179,7 +179,7 @@ def test_strided_choices(interpreted_axes, generator, device):
     q, scale = fp8_rows(generator, tokens, 128), column_major_scale(generator, tokens, 128).contiguous()
     args = (q, scale, token_C, sent_TK, ids, scores, experts)
     want = ops.pack_dispatch(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
-    got = permute.pack_dispatch(*args[:4], far_ids, far_scores, experts, want.shape[1])
+    got = permute.pack_dispatch(*args[:4], far_ids, far_scores, experts)
     assert_same_bits(got.cpu(), want)
 
 
@@ -187,10 +187,9 @@ def test_payloads(interpreted_axes, generator, device):
     index = torch.arange(M, dtype=torch.int32, device=device)
     sent_TK, score = index.unsqueeze(1), randn(generator, M, 1)
     q, scale = fp8_rows(generator, TILE, D), column_major_scale(generator, TILE, D).contiguous()
-    width = ops.pack_dispatch(q, scale, index[:0], sent_TK, sent_TK, score, 2 * M).shape[1]
     tails, values = M // permute.PACK_ROWS, TILE // permute.TOKENS * -(-D // permute.COLUMNS)
     interpreted_axes[0] = [*range(tails - TILE // permute.PACK_ROWS, tails), *range(-values, 0)]
-    payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, sent_TK, sent_TK, score, 2 * M, width)
+    payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, sent_TK, sent_TK, score, 2 * M)
     want = q, scale, sent_TK[LAST], score[LAST]
     for got, w in zip(ops.unpack_dispatch(payload, D, 1), want, strict=True):
         assert_same_bits(got[LAST].contiguous(), w)
@@ -199,8 +198,7 @@ def test_payloads(interpreted_axes, generator, device):
     blocks = -(-D // permute.SUM_COLUMNS)
     interpreted_axes[0] = range(-4 * blocks, 0)
     y, ds = randn(generator, TILE, D).bfloat16(), randn(generator, M)
-    width = ops.pack_combine(y, ds, sent_TK[:0]).shape[1]
-    payload = permute.pack_combine(ending_in(y), ds, sent_TK, width)
+    payload = permute.pack_combine(ending_in(y), ds, sent_TK)
     rows, ds_C1 = ops.unpack_combine(payload, D, 1)
     assert_same_bits(rows[-4:].contiguous(), y[-4:])
     assert_same_bits(ds_C1[-4:, 0].contiguous(), ds[-4:])

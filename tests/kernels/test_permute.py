@@ -6,7 +6,6 @@ import torch
 from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows, randint, randn
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import permute, routing
-from titan_fp8moe.rows import RowBias
 
 COUNTS = {  # routed pairs of each expert
     "even": [9, 5, 7],
@@ -138,7 +137,7 @@ def test_dispatch_routing(generator, name, ctas):
 def pack_dispatch(*args):
     """The kernel's payload, which must be the reference's in every byte."""
     want = ops.pack_dispatch(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
-    payload = permute.pack_dispatch(*args, want.shape[1])
+    payload = permute.pack_dispatch(*args)
     assert_same_bits(payload.cpu(), want)
     return payload
 
@@ -241,14 +240,14 @@ def test_sums_with_a_bias(generator, E, with_score):
     score = randn(generator, M) if with_score else None
     row_TK = randint(generator, -1, M - 128, T, K).to(torch.int32)
     row_TK[0] = -1
-    bias = RowBias(b2, score, offsets_E)
-    want = recipe.unpermute_sum(y, row_TK, torch.float32, None, ops.permute.bias_rows(bias, M))
-    assert_same_bits(permute.unpermute_sum(y, row_TK, torch.float32, None, bias), want)
+    bias = b2, score, offsets_E
+    want = recipe.unpermute_sum(y, row_TK, torch.float32, None, *bias)
+    assert_same_bits(permute.unpermute_sum(y, row_TK, torch.float32, None, *bias), want)
     for row in (0, 127, M - 129):  # first rows and last ones of groups
-        one = permute.unpermute_sum(torch.zeros_like(y), row_TK.new_full((1, 1), row), torch.float32, None, bias)
+        one = permute.unpermute_sum(torch.zeros_like(y), row_TK.new_full((1, 1), row), torch.float32, None, *bias)
         expert = int((offsets_E <= row).sum())
         assert_same_bits(one[0], b2[expert] * (score[row] if with_score else 1.0))
-    payload = permute.pack_combine(y, None, row_TK, 2 * D, bias)
+    payload = permute.pack_combine(y, None, row_TK, *bias)
     assert_same_bits(payload.view(torch.bfloat16), want.bfloat16())
 
 
@@ -258,8 +257,7 @@ def test_pack_combine(generator, D, C, K, with_ds):
     M = 128
     y, ds = randn(generator, M, D).bfloat16(), randn(generator, M)
     row_CK = randint(generator, -1, M, C, K).to(torch.int32)
-    width = ops.pack_combine(y, ds if with_ds else None, row_CK).shape[1]
-    payload = permute.pack_combine(y, ds if with_ds else None, row_CK, width)
+    payload = permute.pack_combine(y, ds if with_ds else None, row_CK)
     got, got_ds = ops.unpack_combine(payload, D, K)
     assert_same_bits(got.contiguous(), recipe.unpermute_sum(y, row_CK, torch.bfloat16))
     if with_ds:

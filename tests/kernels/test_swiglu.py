@@ -62,8 +62,8 @@ def test_nan_flags(generator, special):
         put_non_finite(h, d)
     forward, backward = torch.zeros(2, 16, dtype=torch.uint8, device=h.device)
     offsets_E = offsets(0, end, device=h.device)
-    swiglu.swiglu_quantize(h, score, offsets_E, ExpertSpec(), True, forward)
-    swiglu.swiglu_quantize_backward(d, h, None, score, offsets_E, ExpertSpec(), True, backward)
+    swiglu.swiglu_quantize(h, score, offsets_E, encode(ExpertSpec()), True, forward)
+    swiglu.swiglu_quantize_backward(d, h, None, score, offsets_E, encode(ExpertSpec()), True, backward)
     for flag in (forward, backward):
         assert flag.tolist() == [int(special)] + [0] * 15
 
@@ -75,7 +75,7 @@ def test_forward(generator, spec, keep_h):
     h, d, score = inputs(generator, M, H, spec)
     put_non_finite(h, d)
     offsets_E = offsets(0, end, end, device=h.device)
-    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, keep_h)
+    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, encode(spec), keep_h)
     assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec), end)
     assert scale.stride() == (1, M)
     assert (q[end:].view(torch.uint8) == 0xA5).all(), "rows past the last group were written"
@@ -100,7 +100,7 @@ def test_backward(generator, spec, fp8_h):
     offsets_E = offsets(end, device=h.device)
 
     def run(recompute_a=True):
-        return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, spec, recompute_a)
+        return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, encode(spec), recompute_a)
 
     dh, dh_scale, q, q_scale, ds = run()
     *want, want_ds, _ = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], spec)
@@ -137,12 +137,12 @@ def test_interleaved_gate_and_up(generator, spec, hidden):
     if hidden > 65:
         put_non_finite(h[:, : 2 * hidden], d)
     offsets_E = offsets(0, end, device=h.device)
-    bias = swiglu.Bias(*randn(generator, 2, 2 * hidden).view(2, hidden, 2).unbind(2))
+    bias = randn(generator, 2, 2 * hidden).view(2, hidden, 2).unbind(2)
     b2, dy = randn(generator, 2, 128), recipe.quantize_rows(randn(generator, M, 128) * 1e-10)
     rows = torch.nn.functional.pad(torch.stack(bias, 2).flatten(1), (0, N - 2 * hidden))
     rows = recipe.expert_rows(rows, offsets_E, M)
-    for given, given_rows in ((None, None), (bias, rows[:end])):
-        q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, True, None, given)
+    for given, given_rows in (((), None), (bias, rows[:end])):
+        q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, encode(spec), True, None, *given)
         assert q.shape == (M, H) and h_q.shape == (M, N)
         assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec, given_rows), end)
         want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec, given_rows)
@@ -150,12 +150,12 @@ def test_interleaved_gate_and_up(generator, spec, hidden):
         assert_same_bits(h_scale[:end], want_h_scale)
         wide_h = recipe.dequantize(want_h, want_h_scale)
         for kept, wide in (((h, None), h[:end]), ((h_q, h_scale), wide_h)):
-            output = given and swiglu.OutputBias(b2, dy[0], recipe.column_major(dy[1]), True)
-            args = d, *kept, score, offsets_E, spec, True, None, given, output
+            output = given and (b2, dy[0], recipe.column_major(dy[1]), True)
+            args = d, *kept, score, offsets_E, encode(spec), True, None, *given, *output
             *got, ds, dbias = [*swiglu.swiglu_quantize_backward(*args), None][:6]
             *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(d[:end], wide, score[:end], spec, given_rows)
             assert_rows(got, want, end)
-            if given is None:
+            if not given:
                 finite = want_ds.isfinite()
                 assert torch.equal(ds[:end].isfinite(), finite)
                 torch.testing.assert_close(ds[:end][finite], want_ds[finite], rtol=1e-4, atol=1e-13)
@@ -174,8 +174,8 @@ def test_without_a_router(generator, fp8_h):
     h, d, _ = inputs(generator, M, H)
     ones, end = torch.ones(M, device=h.device), offsets(M, device=h.device)
     for a, b in zip(
-        swiglu.swiglu_quantize(h, None, end, ExpertSpec(), fp8_h),
-        swiglu.swiglu_quantize(h, ones, end, ExpertSpec(), fp8_h),
+        swiglu.swiglu_quantize(h, None, end, encode(ExpertSpec()), fp8_h),
+        swiglu.swiglu_quantize(h, ones, end, encode(ExpertSpec()), fp8_h),
         strict=True,
     ):
         assert_same_bits(a, b)
@@ -183,8 +183,8 @@ def test_without_a_router(generator, fp8_h):
     if fp8_h:
         q, scale = recipe.quantize_rows(h)
         kept = q, recipe.column_major(scale)
-    *got, ds = swiglu.swiglu_quantize_backward(d, *kept, None, end, ExpertSpec(), True)
-    *want, _ = swiglu.swiglu_quantize_backward(d, *kept, ones, end, ExpertSpec(), True)
+    *got, ds = swiglu.swiglu_quantize_backward(d, *kept, None, end, encode(ExpertSpec()), True)
+    *want, _ = swiglu.swiglu_quantize_backward(d, *kept, ones, end, encode(ExpertSpec()), True)
     assert ds.numel() == 0
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
@@ -205,11 +205,11 @@ def test_biases(generator, spec, fp8_h):
     put_non_finite(h[:, :hidden], d[:, :hidden])
     offsets_E = offsets(0, 128, end, end, device=h.device)
     b1, b2, b3 = randn(generator, 4, hidden), randn(generator, 4, dim).bfloat16(), randn(generator, 4, hidden)
-    bias = swiglu.Bias(*(b.bfloat16() for b in (b1, b3)[: spec.rows_per_unit]))
+    bias = [*(b.bfloat16() for b in (b1, b3)[: spec.rows_per_unit]), None][:2]
     rows = torch.cat([torch.nn.functional.pad(b.float(), (0, H - hidden)) for b in bias if b is not None], 1)
     rows = recipe.expert_rows(rows, offsets_E, M)
 
-    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, fp8_h, None, bias)
+    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, encode(spec), fp8_h, None, *bias)
     assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec, rows[:end]), end)
     kept, wide_h = (h, None), h
     if fp8_h:
@@ -220,8 +220,7 @@ def test_biases(generator, spec, fp8_h):
         kept, wide_h = (h_q, recipe.column_major(h_scale)), recipe.dequantize(h_q, h_scale)
 
     for with_gradients in (True, False):
-        output = swiglu.OutputBias(b2, dy_q, dy_scale, with_gradients)
-        args = d, *kept, score, offsets_E, spec, True, None, bias, output
+        args = d, *kept, score, offsets_E, encode(spec), True, None, *bias, b2, dy_q, dy_scale, with_gradients
         dh, dh_scale, q, q_scale, ds, *dbias = swiglu.swiglu_quantize_backward(*args)
         args = d[:end], wide_h[:end], score[:end], spec, rows[:end]
         *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(*args)

@@ -12,8 +12,7 @@ from torch import Tensor
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.routing import expert_of, row_stride
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
-from titan_fp8moe.recipe import E8M0, TILE
-from titan_fp8moe.rows import RowBias
+from titan_fp8moe.recipe import E8M0, ROW_ALIGN, SCALE_TILE, combine_width, dispatch_width
 
 TOKENS, COLUMNS = 16, 256  # tokens, and bytes of each, that a CTA reads once and keeps in registers
 WARPS = 8
@@ -80,18 +79,25 @@ def _permute_kernel(
         _place_values(cta - M // ROWS, q, q_stride, row_TK, out, T, K, D, D, TOKENS, COLUMNS)
 
 
+def check_tokens(q_TD: Tensor, row_TK: Tensor) -> None:
+    """Raises ValueError where the kernel would read past the end of row_TK, and write wherever that says."""
+    if q_TD.shape[0] != row_TK.shape[0]:
+        raise ValueError(f"q has {q_TD.shape[0]} tokens and row_TK {row_TK.shape[0]}; they must have the same")
+
+
 def permute_rows(
     q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.permute_rows`; rows from ``offsets_E[-1]`` on stay unwritten."""
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
+    check_tokens(q_TD, row_TK)
     q_stride, scale_stride = row_stride("q_TD", q_TD), row_stride("scale", scale)
     out = torch.empty(M, D, dtype=q_TD.dtype, device=q_TD.device)
-    out_scale = torch.empty_strided((M, D // TILE), (1, M), dtype=E8M0, device=q_TD.device)
-    _permute_kernel[(M // TILE + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
+    out_scale = torch.empty_strided((M, D // SCALE_TILE), (1, M), dtype=E8M0, device=q_TD.device)
+    _permute_kernel[(M // ROW_ALIGN + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
         q_TD, q_stride, scale, scale_stride, row_TK, token_M, offsets_E, out, out_scale, T, M, K=K, D=D,
-        E=offsets_E.shape[0], TOKENS=TOKENS, ROWS=TILE, COLUMNS=COLUMNS, PAD_TILES=next_power_of_2(D // TILE),
-        num_warps=WARPS,
+        E=offsets_E.shape[0], TOKENS=TOKENS, ROWS=ROW_ALIGN, COLUMNS=COLUMNS,
+        PAD_TILES=next_power_of_2(D // SCALE_TILE), num_warps=WARPS,
     )  # fmt: skip
     return out, out_scale
 
@@ -151,11 +157,11 @@ def pack_dispatch(
     topk_ids_TK: Tensor | None,
     topk_scores_TK: Tensor | None,
     num_local: int,
-    width: int,
 ) -> Tensor:
-    """Kernel of :func:`titan_fp8moe.ops.pack_dispatch`, into ``width`` bytes per token."""
+    """Kernel of :func:`titan_fp8moe.recipe.pack_dispatch`."""
     assert q_TD.is_contiguous() and scale.is_contiguous()
-    (T, D), C = q_TD.shape, token_C.shape[0]
+    (T, D), C, K = q_TD.shape, token_C.shape[0], sent_TK.shape[1]
+    width = dispatch_width(D, 0 if topk_ids_TK is None else K)
     ids_stride = scores_stride = 0
     if topk_ids_TK is not None and topk_scores_TK is not None:
         ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
@@ -164,7 +170,7 @@ def pack_dispatch(
     if C:
         _pack_dispatch_kernel[(cdiv(C, PACK_ROWS) + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
             q_TD, scale, token_C, sent_TK, topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, payload, T, C,
-            NUM_LOCAL=num_local, K=sent_TK.shape[1], D=D, WIDTH=width, TAIL=next_power_of_2(width - D), TOKENS=TOKENS,
+            NUM_LOCAL=num_local, K=K, D=D, WIDTH=width, TAIL=next_power_of_2(width - D), TOKENS=TOKENS,
             ROWS=PACK_ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return payload
@@ -243,8 +249,10 @@ def _unpermute_sum(
     addend_RD: Tensor | None,
     out: Tensor,
     out_ds: Tensor | None,
-    few: bool,
-    bias: RowBias | None = None,
+    few: bool = False,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
 ) -> None:
     """Launches the kernel. ``ds`` is (M, 1), or (M, K) with a column for each k; ``out_ds`` is (T, K) or wider, with
     zeros behind the K columns."""
@@ -254,8 +262,8 @@ def _unpermute_sum(
     out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride(0), out_ds.shape[1])
     if T:
         kernel, biases, constants = _sum, (), {}
-        if bias is not None:
-            kernel, biases, constants = _biased_sum, bias, dict(E=bias.b2_ED.shape[0])
+        if b2 is not None:
+            kernel, biases, constants = _biased_sum, (b2.contiguous(), score_M, offsets_E), dict(E=b2.shape[0])
         kernel[(cdiv(D, SUM_COLUMNS) * T,)](
             y_MD, row_TK, addend_RD, ds, out, out_ds, *biases, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride,
             DS_PER_PAIR=per_pair, OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
@@ -268,29 +276,38 @@ def unpermute_sum(
     row_TK: Tensor,
     out_dtype: torch.dtype,
     addend_RD: Tensor | None = None,
-    bias: RowBias | None = None,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
 ) -> Tensor:
-    """Kernel of :func:`titan_fp8moe.ops.unpermute_sum`. ``row_TK`` and ``addend_RD`` are contiguous."""
+    """Kernel of :func:`titan_fp8moe.recipe.unpermute_sum`. ``row_TK`` and ``addend_RD`` are contiguous."""
     out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
-    _unpermute_sum(y_MD, None, row_TK, addend_RD, out, None, few=False, bias=bias)
+    _unpermute_sum(y_MD, None, row_TK, addend_RD, out, None, False, b2, score_M, offsets_E)
     return out
 
 
 def unpermute_gradients(
     dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Kernel of :func:`titan_fp8moe.ops.unpermute_gradients`: the sum and the pairs' score gradients in one launch."""
+    """Kernel of :func:`titan_fp8moe.recipe.unpermute_gradients`: sum and score gradients in one launch."""
     out = torch.empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype, device=dx_MD.device)
     out_ds = torch.empty(row_TK.shape, dtype=torch.float32, device=dx_MD.device)
-    _unpermute_sum(dx_MD, ds, row_TK, addend_RD, out, out_ds, few=False)
+    _unpermute_sum(dx_MD, ds, row_TK, addend_RD, out, out_ds)
     return out, out_ds
 
 
-def pack_combine(y_MD: Tensor, ds_M: Tensor | None, row_CK: Tensor, width: int, bias: RowBias | None = None) -> Tensor:
-    """Kernel of :func:`titan_fp8moe.ops.pack_combine`, into ``width`` bytes per token."""
-    C, D = row_CK.shape[0], y_MD.shape[1]
-    payload = torch.empty(C, width, dtype=torch.uint8, device=y_MD.device)
+def pack_combine(
+    y_MD: Tensor,
+    ds_M: Tensor | None,
+    row_CK: Tensor,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
+) -> Tensor:
+    """Kernel of :func:`titan_fp8moe.recipe.pack_combine`."""
+    (C, K), D = row_CK.shape, y_MD.shape[1]
+    payload = torch.empty(C, combine_width(D, 0 if ds_M is None else K), dtype=torch.uint8, device=y_MD.device)
     ds, out_ds = (None, None) if ds_M is None else (ds_M.unsqueeze(1), payload.view(torch.float32)[:, D // 2 :])
     # This rank serves one or two of a dispatched token's top_k pairs.
-    _unpermute_sum(y_MD, ds, row_CK, None, payload.view(y_MD.dtype), out_ds, few=True, bias=bias)
+    _unpermute_sum(y_MD, ds, row_CK, None, payload.view(y_MD.dtype), out_ds, True, b2, score_M, offsets_E)
     return payload

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv
-from titan_fp8moe.recipe import E8M0, FP8, SAMPLES, TILE, group_rows, padded, sample_step
+from titan_fp8moe.recipe import (
+    BLOCK,
+    E8M0,
+    FP8,
+    SAMPLES,
+    SCALE_TILE,
+    TILE,
+    check_values,
+    group_rows,
+    padded,
+    sample_step,
+)
 
 # Chosen by a sweep on an H200; one configuration serves all shapes.
 TILES = 32  # per CTA: 32 x 128 bf16 are 8 KiB, four 16-byte loads in flight per thread
@@ -132,35 +143,37 @@ _group, _padded_group = Kernel(_quantize_group_kernel, COLUMNS=None), Kernel(_qu
 
 def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_rows`."""
+    check_values(x_TD)
     T, D = x_TD.shape
     kernel, constants = _rows, {}
-    if D % TILE:
+    if D % SCALE_TILE:
         kernel, constants, D = _padded_rows, dict(COLUMNS=D), padded(D)
     q = torch.empty(T, D, dtype=FP8, device=x_TD.device)
-    scale = torch.empty(T, D // TILE, dtype=E8M0, device=x_TD.device)
+    scale = torch.empty(T, D // SCALE_TILE, dtype=E8M0, device=x_TD.device)
     # Rows are contiguous, so the result is one list of tiles.
     num_tiles = scale.numel()
     if num_tiles:
         grid = (cdiv(num_tiles, TILES),)
         kernel[grid](
-            x_TD.contiguous(), q, scale, nan_flag, num_tiles, TILES=TILES, TILE=TILE, num_warps=WARPS, **constants
+            x_TD.contiguous(), q, scale, nan_flag, num_tiles, TILES=TILES, TILE=SCALE_TILE, num_warps=WARPS, **constants
         )
     return q, scale
 
 
 def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.recipe.quantize_group`."""
+    check_values(x_TD)
     (T, D), device = x_TD.shape, x_TD.device
     kernel, constants = _group, {}
-    if D % TILE:
+    if D % SCALE_TILE:
         kernel, constants, D = _padded_group, dict(COLUMNS=D), padded(D)
-    R, G = group_rows(T), D // TILE
+    R, G = group_rows(T), D // SCALE_TILE
     q = torch.empty(R, D, dtype=FP8, device=device)
     scale, scale_t = (torch.empty(shape, dtype=E8M0, device=device) for shape in ((R, G), (G, R)))
     end = torch.empty(1, dtype=torch.int32, device=device)
     kernel[(cdiv(R * G, TILES),)](
-        x_TD.contiguous(), q, scale, scale_t, end, nan_flag, T * G, R, G=G, TILES=TILES, TILE=TILE, num_warps=WARPS,
-        **constants,
+        x_TD.contiguous(), q, scale, scale_t, end, nan_flag, T * G, R, G=G, TILES=TILES, TILE=SCALE_TILE,
+        num_warps=WARPS, **constants,
     )  # fmt: skip
     return q, scale, scale_t.t(), end
 
@@ -182,13 +195,13 @@ def _dequantize_rows_kernel(
 
 
 def dequantize_rows(q_MK: Tensor, scale: Tensor, offsets_E: Tensor) -> Tensor:
-    """Kernel of :func:`titan_fp8moe.ops.dequantize_rows`; leaves rows at and past ``offsets_E[-1]`` unwritten."""
+    """Kernel of :func:`titan_fp8moe.recipe.dequantize_rows`; leaves rows at and past ``offsets_E[-1]`` unwritten."""
     (M, K), (stride_m, stride_k) = q_MK.shape, scale.stride()
     assert q_MK.is_contiguous()
     out = torch.empty(M, K, dtype=torch.bfloat16, device=q_MK.device)
-    _dequantize_rows_kernel[(K // TILE, M // DEQUANTIZED_ROWS)](
+    _dequantize_rows_kernel[(K // SCALE_TILE, M // DEQUANTIZED_ROWS)](
         q_MK, scale, stride_m, stride_k, offsets_E, out, K,
-        E=offsets_E.shape[0], ROWS=DEQUANTIZED_ROWS, TILE=TILE, num_warps=WARPS,
+        E=offsets_E.shape[0], ROWS=DEQUANTIZED_ROWS, TILE=SCALE_TILE, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -386,10 +399,10 @@ def _blocks(weights: list[Tensor], beside: bool) -> tuple[list[Any], tuple[int, 
     w, last_w = weights[0], weights[-1]
     w, last_w = w if w.stride(2) == 1 else _copied(w), last_w if last_w.stride(2) == 1 else _copied(last_w)
     (E, rows, columns), last_rows, first_N, K = w.shape, last_w.shape[1], padded(w.shape[1]), padded(w.shape[2])
-    whole = columns == K and rows == first_N and last_rows % TILE == 0
-    last_block, shape = first_N // TILE, (E, first_N + (padded(last_rows) if len(weights) > 1 else 0), K)
+    whole = columns == K and rows == first_N and last_rows % BLOCK == 0
+    last_block, shape = first_N // BLOCK, (E, first_N + (padded(last_rows) if len(weights) > 1 else 0), K)
     if beside:
-        last_block, shape = K // TILE, (E, first_N, 2 * K)
+        last_block, shape = K // BLOCK, (E, first_N, 2 * K)
     args = [w, *w.stride()[:2], rows, last_w, *last_w.stride()[:2], last_rows, last_block]
     return [*args, columns], shape, whole
 
@@ -416,10 +429,10 @@ def quantize_weight(
     device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
-    scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
-    (_quantize_beside if beside else _quantize)[(K // TILE, N // TILE, E)](
+    scale = torch.empty(E, N // BLOCK, K // BLOCK, dtype=E8M0, device=device)
+    (_quantize_beside if beside else _quantize)[(K // BLOCK, N // BLOCK, E)](
         *source, q if plain else None, q_t if transposed else None, scale, N, K,
-        WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS,
+        WHOLE=whole, TILE=BLOCK, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return q, q_t, scale
 
@@ -482,18 +495,19 @@ def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N
 
 
 def join_weight(
-    weights: list[Tensor], scales: list[Tensor], plain: bool, transposed: bool
+    w: Tensor, w_scale: Tensor, last_w: Tensor | None, last_scale: Tensor | None, plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`quantize_weight` for one or two weights that are quantized, with their ``scales``: moves bytes."""
-    E, _, K = weights[0].shape
+    """As :func:`quantize_weight` for one or two weights that are quantized: moves bytes."""
+    weights, scales = [w] if last_w is None else [w, last_w], [w_scale] if last_scale is None else [w_scale, last_scale]
+    E, _, K = w.shape
     N = sum(w.shape[1] for w in weights)
     device = weights[0].device
     q = torch.empty((E, N, K) if plain else 0, dtype=torch.uint8, device=device)
     q_t = torch.empty((E, K, N) if transposed else 0, dtype=torch.uint8, device=device)
-    scale = torch.empty(E, N // TILE, K // TILE, dtype=E8M0, device=device)
+    scale = torch.empty(E, N // BLOCK, K // BLOCK, dtype=E8M0, device=device)
     weights, scales = [w.contiguous().view(torch.uint8) for w in weights], [s.contiguous() for s in scales]
-    _join_weight_kernel[(K // TILE, N // TILE, E)](
-        weights[0], scales[0], weights[0].shape[1] // TILE, weights[-1], scales[-1],
-        q if plain else None, q_t if transposed else None, scale, N, K, TILE=TILE, num_warps=WEIGHT_WARPS,
+    _join_weight_kernel[(K // BLOCK, N // BLOCK, E)](
+        weights[0], scales[0], weights[0].shape[1] // BLOCK, weights[-1], scales[-1],
+        q if plain else None, q_t if transposed else None, scale, N, K, TILE=BLOCK, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return q.view(FP8), q_t.view(FP8), scale

@@ -5,7 +5,7 @@ Experts without biases run the same kernels, compiled without them.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,8 +17,8 @@ from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import quantize_tiles, round_both_ways, scale_tiles
 from titan_fp8moe.kernels.routing import expert_of
 from titan_fp8moe.kernels.sizes import cdiv
-from titan_fp8moe.recipe import E8M0, FP8, TILE, column_major, padded
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE, column_major, padded
+from titan_fp8moe.spec import ExpertSpec, decode
 
 # Rows per CTA. It divides 128, so no CTA straddles offsets_E[-1], and the scales of 32 rows are one 32-byte sector of a
 # column. (M is a multiple of 128, so a new M never specializes a kernel anew.)
@@ -33,32 +33,10 @@ BIAS_COLUMNS = 64  # of the biases' gradients that a CTA sums
 _NO_BIAS = dict(gate_bias=None, up_bias=None, BIAS_STRIDE_E=None, BIAS_STRIDE_H=None, HIDDEN=None)
 
 
-class Bias(NamedTuple):
-    """GEMM 1's biases: ``gate`` and ``up`` (E, H), bf16 or fp32, with equal strides; ``up`` None without a gate."""
-
-    gate: Tensor
-    up: Tensor | None = None
-
-
-class OutputBias(NamedTuple):
-    """GEMM 2's bias in a backward.
-
-    Attributes:
-        b2: (E, D) bf16 or fp32.
-        dy, dy_scale: (M, D) e4m3 and its scales, column-major, the quantized gradient of the output; D is padded.
-        with_gradients: whether to compute the biases' gradients.
-    """
-
-    b2: Tensor
-    dy: Tensor
-    dy_scale: Tensor
-    with_gradients: bool
-
-
 def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
     """Uninitialized (M, D) e4m3 and its (M, D // 128) e8m0 scales, column-major."""
     q = torch.empty(M, D, dtype=FP8, device=like.device)
-    return q, torch.empty_strided((M, D // TILE), (1, M), dtype=E8M0, device=like.device)
+    return q, torch.empty_strided((M, D // SCALE_TILE), (1, M), dtype=E8M0, device=like.device)
 
 
 @triton.jit
@@ -225,13 +203,13 @@ def _forward(activation: str, biased: bool, interleaved: bool) -> Kernel:
     return Kernel(_swiglu_kernel, GATED=entry.gated, **functions, **absent)
 
 
-def _bias_arguments(bias: Bias | None) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+def _bias_arguments(gate: Tensor | None, up: Tensor | None) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Positional and constexpr arguments of a kernel with biases."""
-    if bias is None:
+    if gate is None:
         return (), {}
-    assert bias.up is None or bias.gate.stride() == bias.up.stride()
-    stride_e, stride_h = bias.gate.stride()
-    return bias, dict(BIAS_STRIDE_E=stride_e, BIAS_STRIDE_H=stride_h, HIDDEN=bias.gate.shape[1])
+    assert up is None or gate.stride() == up.stride()
+    stride_e, stride_h = gate.stride()
+    return (gate, up), dict(BIAS_STRIDE_E=stride_e, BIAS_STRIDE_H=stride_h, HIDDEN=gate.shape[1])
 
 
 def _parameters(spec: ExpertSpec) -> tuple[float, ...]:
@@ -242,28 +220,29 @@ def swiglu_quantize(
     h_M2H: Tensor,
     score_M: Tensor | None,
     offsets_E: Tensor,
-    spec: ExpertSpec,
+    spec: str,
     keep_h: bool,
     nan_flag: Tensor | None = None,
-    bias: Bias | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
     M and H are multiples of 128, ``h_M2H`` is contiguous.
     """
     assert h_M2H.is_contiguous()
-    M, N = h_M2H.shape
-    H = padded(N // spec.rows_per_unit)
+    (M, N), expert = h_M2H.shape, decode(ExpertSpec, spec)
+    H = padded(N // expert.rows_per_unit)
     q, q_scale = _rows(h_M2H, M, H)
     h_q, h_scale = _rows(h_M2H, M, N) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
-    biases, constants = _bias_arguments(bias)
-    if spec.interleaved:
-        constants["PAIRED"] = N // TILE
-    warps = CLAMP_WARPS if keep_h and ACTIVATIONS[spec.activation].beyond is not None else WARPS
-    _forward(spec.activation, bias is not None, spec.interleaved)[(H // TILE, M // ROWS)](
+    biases, constants = _bias_arguments(gate_bias, up_bias)
+    if expert.interleaved:
+        constants["PAIRED"] = N // SCALE_TILE
+    warps = CLAMP_WARPS if keep_h and ACTIVATIONS[expert.activation].beyond is not None else WARPS
+    _forward(expert.activation, gate_bias is not None, expert.interleaved)[(H // SCALE_TILE, M // ROWS)](
         h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, nan_flag,
-        M, H, *_parameters(spec), *biases,
-        E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, ROWS=ROWS, TILE=TILE, num_warps=warps, **constants,
+        M, H, *_parameters(expert), *biases, E=offsets_E.shape[0],
+        SCORE_FIRST=expert.score_before_experts, ROWS=ROWS, TILE=SCALE_TILE, num_warps=warps, **constants,
     )  # fmt: skip
     return q, q_scale, h_q, h_scale
 
@@ -403,11 +382,15 @@ def swiglu_quantize_backward(
     h_scale: Tensor | None,
     score_M: Tensor | None,
     offsets_E: Tensor,
-    spec: ExpertSpec,
+    spec: str,
     recompute_a: bool,
     nan_flag: Tensor | None = None,
-    bias: Bias | None = None,
-    output: OutputBias | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    b2: Tensor | None = None,
+    dy: Tensor | None = None,
+    dy_scale: Tensor | None = None,
+    bias_gradients: bool = False,
 ) -> list[Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize_backward`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
@@ -415,32 +398,31 @@ def swiglu_quantize_backward(
     unless column-major: a saved tensor may return with other strides (``torch.autograd.graph.save_on_cpu``).
     """
     assert d_MH.is_contiguous() and h_M2H.is_contiguous()
-    (M, H), N = d_MH.shape, h_M2H.shape[1]
+    (M, H), N, expert = d_MH.shape, h_M2H.shape[1], decode(ExpertSpec, spec)
     dh, dh_scale = _rows(d_MH, M, N)
     q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
     partial, biases, constants = None, (), {}
-    if bias is not None and output is not None:
-        (gate_up, constants), D = _bias_arguments(bias), output.dy.shape[1]
-        if output.with_gradients:
+    if gate_bias is not None and b2 is not None and dy is not None:
+        (gate_up, constants), D = _bias_arguments(gate_bias, up_bias), dy.shape[1]
+        if bias_gradients:
             partial = torch.empty(M // BACKWARD_ROWS, N + D, dtype=torch.float32, device=d_MH.device)
-        reads_dy = output.with_gradients or not spec.score_before_experts
-        rows = (output.b2, output.dy, output.dy_scale) if reads_dy else (None, None, None)
-        biases, constants = (*gate_up, *rows, partial), constants | dict(D=D, DIM=output.b2.shape[1])
-    if spec.interleaved:
-        constants["PAIRED"] = N // TILE
-    _backward(spec.activation, bias is not None, spec.interleaved)[(M // BACKWARD_ROWS,)](
+        reads_dy = bias_gradients or not expert.score_before_experts
+        rows = (b2.contiguous(), dy, dy_scale) if reads_dy else (None, None, None)
+        biases, constants = (*gate_up, *rows, partial), constants | dict(D=D, DIM=b2.shape[1])
+    if expert.interleaved:
+        constants["PAIRED"] = N // SCALE_TILE
+    _backward(expert.activation, gate_bias is not None, expert.interleaved)[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, nan_flag, M,
-        *_parameters(spec), *biases, H=H,
-        E=offsets_E.shape[0], SCORE_FIRST=spec.score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
-        TILE=TILE, num_warps=BACKWARD_WARPS, **constants,
+        *_parameters(expert), *biases, H=H,
+        E=offsets_E.shape[0], SCORE_FIRST=expert.score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
+        TILE=SCALE_TILE, num_warps=BACKWARD_WARPS, **constants,
     )  # fmt: skip
     results = [dh, dh_scale, q, q_scale, ds]
-    if partial is None:
-        return results
-    assert bias is not None and output is not None
-    return [*results, _bias_gradient(partial, offsets_E, bias.gate, output.b2, N, spec)]
+    if partial is not None and gate_bias is not None and b2 is not None:
+        results.append(_bias_gradient(partial, offsets_E, gate_bias, b2, N, expert))
+    return results
 
 
 def _bias_gradient(

@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import join_four, load_four, store_words, transposed_words
 from titan_fp8moe.kernels.sizes import next_power_of_2
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import BLOCK, SCALE_TILE, check_mode
 
 WARPS = 4  # per 128x128 block; chosen by a sweep on an H200
 
@@ -149,25 +149,26 @@ def transpose_pair(
     Values have unit stride along their rows, and dy is contiguous. Scales may have any strides; column-major is fast.
     With ``token_M`` a token's row is read once for each of its experts.
     """
+    check_mode(mode)
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape
     assert (x_MD if token_M is None else token_M).shape[0] == M
     xT, dyT = x_MD.new_empty(D, M), dy_MN.new_empty(N, M)
-    xT_scale = x_scale.new_empty(D // TILE, M // TILE)
-    dyT_scale = dy_scale.new_empty(N // TILE, M // TILE)
+    xT_scale = x_scale.new_empty(D // BLOCK, M // BLOCK)
+    dyT_scale = dy_scale.new_empty(N // BLOCK, M // BLOCK)
 
     E, balance = offsets_E.shape[0], None
     if mode == "balanced":
         balance = torch.empty(M, dtype=torch.int32, device=x_MD.device)
-        _balance_exponent_kernel[(M // TILE,)](
+        _balance_exponent_kernel[(M // BLOCK,)](
             x_scale, token_M, dy_scale, balance, offsets_E, x_scale.stride(1), *dy_scale.stride(),
-            X_STRIDE_M=x_scale.stride(0), X_TILES=D // TILE, X_PAD=next_power_of_2(D // TILE),
-            DY_TILES=N // TILE, DY_PAD=next_power_of_2(N // TILE), E=E, TILE=TILE,
+            X_STRIDE_M=x_scale.stride(0), X_TILES=D // SCALE_TILE, X_PAD=next_power_of_2(D // SCALE_TILE),
+            DY_TILES=N // SCALE_TILE, DY_PAD=next_power_of_2(N // SCALE_TILE), E=E, TILE=BLOCK,
             # With 4 warps, gathered rows of 56 scales spill registers in Triton 3.6.
             num_warps=4 if token_M is None else 8,
         )  # fmt: skip
-    _shift_pair_kernel[(M // TILE, (D + N) // TILE)](
+    _shift_pair_kernel[(M // BLOCK, (D + N) // BLOCK)](
         x_MD, x_MD.stride(0), x_scale, *x_scale.stride(), token_M, dy_MN, dy_scale, *dy_scale.stride(), balance,
-        offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, TILE=TILE, num_warps=WARPS,
+        offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, TILE=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return xT, xT_scale, dyT, dyT_scale

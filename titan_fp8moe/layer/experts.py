@@ -392,9 +392,7 @@ def _routed_experts_finish(
 # results, so a recomputed block neither dispatches nor multiplies again. `recompute` decides what the backward
 # recomputes.
 _forward_op = custom_op(_routed_experts_forward)
-_forward_op.register_fake(_routed_experts_forward)
 _finish_op = custom_op(_routed_experts_finish)
-_finish_op.register_fake(_routed_experts_finish)
 
 SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
 """The ops that per-op activation checkpointing must keep; of the first two, both or neither."""

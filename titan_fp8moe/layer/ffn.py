@@ -117,7 +117,7 @@ class FFN(NamedTuple):
         if self.biases is None:
             return None
         score_M = None if self.expert.score_before_experts else self.routing.score_M
-        return RowBias(self.biases.b2.contiguous(), score_M, self.routing.offsets_E)
+        return RowBias(self.biases.b2, score_M, self.routing.offsets_E)
 
     def with_hidden(self, saved: SavedFFN, x: Rows | None, w13: Fp8Weight | None) -> SavedFFN:
         """``saved`` with h, which is computed again if the settings kept none. ``x``: as in :meth:`weight_grads`."""

@@ -27,7 +27,7 @@ from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import BackwardOperands, ExpertWeights, forward_operands, one_expert, without_expert_dim
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable
-from titan_fp8moe.recipe import STEP, TILE, group_rows, padded
+from titan_fp8moe.recipe import BLOCK, STEP, group_rows, padded
 from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
@@ -99,8 +99,6 @@ def _linear(
 
 # One op holds a whole forward, for per-op activation checkpointing, as in titan_fp8moe.layer.experts.
 _feed_forward_op, _linear_op = custom_op(_feed_forward), custom_op(_linear)
-_feed_forward_op.register_fake(_feed_forward)
-_linear_op.register_fake(_linear)
 
 FORWARD_OPS = (_feed_forward_op.op, _linear_op.op)
 
@@ -270,7 +268,7 @@ def linear(
         ValueError: for other shapes and dtypes, or more rows than the kernels take.
     """
     N, K = w.shape
-    if N % TILE or K % TILE:
+    if N % BLOCK or K % BLOCK:
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
     cache = cache if frozen or torch.is_grad_enabled() else None

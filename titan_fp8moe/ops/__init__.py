@@ -1,7 +1,8 @@
 """Custom ops of the FP8 data flow, one family per file, in the namespace ``torch.ops.titan_fp8moe``.
 
 The functions exported here run the op, or its implementation directly when nobody traces (:func:`backend.custom_op`).
-On a GPU an op runs its Triton kernel, elsewhere :mod:`titan_fp8moe.recipe`. Each op has a fake for torch.compile.
+On a GPU an op runs its Triton kernel, elsewhere its reference, most often of :mod:`titan_fp8moe.recipe`, which has the
+documentation: shapes, layouts, errors. torch.compile traces a fake.
 
 No op has a gradient, because autograd would cast the gradient of an FP8 tensor to FP8. The layer's autograd functions
 (:mod:`titan_fp8moe.layer.experts`) call them. DTensors never reach them: the modules pass local tensors.
@@ -17,8 +18,6 @@ from titan_fp8moe.ops.permute import (
     pack_combine,
     pack_dispatch,
     permute_rows,
-    unpack_combine,
-    unpack_dispatch,
     unpermute_gradients,
     unpermute_sum,
 )
@@ -35,6 +34,7 @@ from titan_fp8moe.ops.quantize import (
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
 from titan_fp8moe.ops.transpose import transpose_pair
+from titan_fp8moe.recipe import unpack_combine, unpack_dispatch
 
 __all__ = [
     "Fp8Weight",

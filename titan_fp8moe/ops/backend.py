@@ -22,7 +22,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensor types that a kernel can
 
 
 class CustomOp(Protocol[P, R_co]):
-    """The result of :func:`custom_op`: called like the function, with the op that PyTorch traces."""
+    """The result of :func:`custom_op`: called like the reference, with the op that PyTorch traces."""
 
     op: torch._ops.OpOverload
     register_fake: Callable[[Callable], Callable]
@@ -30,27 +30,35 @@ class CustomOp(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
-def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
-    """Defines a functional op without a gradient from ``function``.
-
-    The op is ``torch.ops.titan_fp8moe.<name>``, the function's name without a leading underscore.
+def custom_op(
+    reference: Callable[P, R_co], kernel: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None
+) -> CustomOp[P, R_co]:
+    """Defines a functional op without a gradient: ``torch.ops.titan_fp8moe.<the reference's name>``.
 
     The returned callable calls the op if PyTorch traces or intercepts (torch.compile, fake tensors, activation
-    checkpointing, other dispatch modes), and otherwise ``function`` itself. A layer makes about 25 calls, and the
-    dispatcher took a tenth of their host time (``torch.library.custom_op`` takes more). Small layers, and the forward
-    of large ones, are CPU-bound. Only autograd functions call the ops, so the dispatcher's autograd is not needed.
+    checkpointing, other dispatch modes), and otherwise the kernel or the reference itself. A layer makes about 25
+    calls, and the dispatcher took a tenth of their host time (``torch.library.custom_op`` takes more). Small layers,
+    and the forward of large ones, are CPU-bound. Only autograd functions call the ops, so the dispatcher's autograd is
+    not needed.
+
+    Args:
+        reference: the specification, whose name may have a leading underscore.
+        kernel: takes the same arguments and runs where :func:`use_kernels` holds for the first tensor.
+        fake: returns tensors of the same shapes, strides and dtypes; by default the reference, where that calls ops.
+            The recipe would do for most, but has up to a hundred operators: a layer traced ten times as long.
 
     Returns:
-        The callable, with the attributes ``op`` and ``register_fake``.
+        The callable, with the attributes ``op`` and ``register_fake``, which replaces the fake.
     """
-    name = function.__name__.removeprefix("_")
-    _library.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    op = getattr(torch.ops.titan_fp8moe, name).default
-    untyped: Callable[..., Any] = function
-    first_name = next(iter(inspect.signature(function).parameters))
+    name = reference.__name__.removeprefix("_")
+    on_gpu, elsewhere = cast(tuple[Callable[..., Any], ...], (kernel or reference, reference))
+    first_name = next(iter(inspect.signature(reference).parameters))
 
-    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        return (on_gpu if use_kernels(first) else elsewhere)(*args)
+
+    @functools.wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()):
             first = args[0] if args else kwargs[first_name]
@@ -58,11 +66,16 @@ def custom_op(function: Callable[P, R_co]) -> CustomOp[P, R_co]:
                 first = first[0]
             # DTensors and other subclasses must meet the op: they handle or refuse it.
             if type(first) in _ORDINARY and (not first.is_meta or is_recording()):
-                return untyped(*args, **kwargs)
+                return (on_gpu if use_kernels(first) else elsewhere)(*args, **kwargs)
         return op(*args, **kwargs)
 
+    _library.define(name + torch.library.infer_schema(reference, mutates_args=()))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    op = getattr(torch.ops.titan_fp8moe, name).default
+    torch.library.register_fake(op, fake or reference)
     defined = cast(CustomOp[P, R_co], call)
-    defined.op, defined.register_fake = op, functools.partial(torch.library.register_fake, op)
+    defined.op = op
+    defined.register_fake = functools.partial(torch.library.register_fake, op, allow_override=True)
     return defined
 
 
@@ -159,10 +172,3 @@ def check_caller(x: torch.Tensor) -> None:
             f"x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "
             "torch.cuda.set_device"
         )
-
-
-def note_nan(q: torch.Tensor, nan_flag: torch.Tensor | None) -> None:
-    """Stores 1 to ``nan_flag``, uint8, if a tile of the e4m3 values ``q`` is NaN, as kernels that quantize do. Nothing
-    in a graph reads the flag, so no op declares that it changes."""
-    if nan_flag is not None and (q.view(torch.uint8) & 0x7F == 0x7F).any():
-        nan_flag.data.fill_(1)  # its version stays, as with kernels: autograd has saved it

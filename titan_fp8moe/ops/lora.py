@@ -8,50 +8,34 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
-from titan_fp8moe.ops.backend import custom_op, use_kernels
+from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.ops.quantize import dequantize_rows
 
 RANK_STEP = 16
 
 
-@custom_op
-def low_rank(q_MK: Tensor, scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_E: Tensor) -> Tensor:
-    """:func:`titan_fp8moe.recipe.low_rank`; rows at and past ``offsets_E[-1]`` are undefined.
-
-    ``a_ERK`` and ``b_ENR`` are contiguous or transposed views of what is, R a multiple of :data:`RANK_STEP`.
-    """
-    if not use_kernels(q_MK):
-        return recipe.low_rank(q_MK, scale, a_ERK, b_ENR, offsets_E)
+def _low_rank(q_MK: Tensor, scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_E: Tensor) -> Tensor:
+    """``a_ERK`` and ``b_ENR`` are contiguous or transposed views of what is."""
     return _rows_mm(_rows_mm(dequantize_rows(q_MK, scale, offsets_E), a_ERK, offsets_E), b_ENR, offsets_E)
 
 
-@low_rank.register_fake
-def _(q_MK, scale, a_ERK, b_ENR, offsets_E):
-    return a_ERK.new_empty(q_MK.shape[0], b_ENR.shape[1])
-
-
-@custom_op
-def low_rank_grads(
-    x_MK: Tensor,
-    x_scale: Tensor,
-    dy_MN: Tensor,
-    dy_scale: Tensor,
-    a_ERK: Tensor,
-    b_ENR: Tensor,
-    offsets_E: Tensor,
+def _low_rank_grads(
+    x_MK: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """:func:`titan_fp8moe.recipe.low_rank_grads`, of operands as in :func:`low_rank`."""
-    if not use_kernels(x_MK):
-        return recipe.low_rank_grads(x_MK, x_scale, dy_MN, dy_scale, a_ERK, b_ENR, offsets_E)
     x, dy = dequantize_rows(x_MK, x_scale, offsets_E), dequantize_rows(dy_MN, dy_scale, offsets_E)
     u, du = _rows_mm(x, a_ERK, offsets_E), _rows_mm(dy, b_ENR.transpose(1, 2), offsets_E)
     return torch._grouped_mm(du.t(), x, offs=offsets_E), torch._grouped_mm(dy.t(), u, offs=offsets_E)
 
 
-@low_rank_grads.register_fake
-def _(x_MK, x_scale, dy_MN, dy_scale, a_ERK, b_ENR, offsets_E):
+def _rows_mm(x_MK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+    return torch._grouped_mm(x_MK, w_ENK.transpose(1, 2), offs=offsets_E)
+
+
+def _fake_grads(x_MK, x_scale, dy_MN, dy_scale, a_ERK, b_ENR, offsets_E):
     return a_ERK.new_empty(a_ERK.shape), b_ENR.new_empty(b_ENR.shape)
 
 
-def _rows_mm(x_MK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-    return torch._grouped_mm(x_MK, w_ENK.transpose(1, 2), offs=offsets_E)
+low_rank = custom_op(
+    recipe.low_rank, _low_rank, lambda q, scale, a_ERK, b_ENR, offsets_E: a_ERK.new_empty(q.shape[0], b_ENR.shape[1])
+)
+low_rank_grads = custom_op(recipe.low_rank_grads, _low_rank_grads, _fake_grads)

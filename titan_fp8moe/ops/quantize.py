@@ -7,68 +7,27 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
-from titan_fp8moe.ops.backend import custom_op, note_nan, use_kernels
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.ops.backend import custom_op, use_kernels
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_TILE
 
 
-@custom_op
-def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """:func:`titan_fp8moe.recipe.quantize_rows`. ``nan_flag``: see :func:`titan_fp8moe.ops.backend.note_nan`.
-
-    Raises:
-        ValueError: for a dtype that is not bf16 or fp32.
-    """
-    if x_TD.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"quantize_rows: x must be bf16 or fp32, got {x_TD.dtype}")
-    if use_kernels(x_TD):
-        return kernels.quantize_rows(x_TD, nan_flag)
-    results = recipe.quantize_rows(x_TD)
-    note_nan(results[0], nan_flag)
-    return results
-
-
-@quantize_rows.register_fake
-def _(x_TD, nan_flag=None):
+def _fake_rows(x_TD, nan_flag=None):
     T, D = x_TD.shape[0], recipe.padded(x_TD.shape[1])
-    return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // TILE, dtype=E8M0)
+    return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // SCALE_TILE, dtype=E8M0)
 
 
-@custom_op
-def dequantize_rows(q_MK: Tensor, scale: Tensor, offsets_E: Tensor) -> Tensor:
-    """(M, K) bf16, exactly ``q * scale``; see :func:`titan_fp8moe.recipe.dequantize`.
-
-    Args:
-        q_MK: (M, K) e4m3 in expert order, contiguous, M a multiple of 128; scale: (M, K // 128) e8m0.
-        offsets_E: (E,) int32; rows at and past the last end are undefined.
-    """
-    if use_kernels(q_MK):
-        return kernels.dequantize_rows(q_MK, scale, offsets_E)
-    return recipe.dequantize(q_MK, scale, torch.bfloat16)
+def _fake_group(x_TD, nan_flag=None):
+    q, scale = _fake_rows(x_TD.new_empty(recipe.group_rows(x_TD.shape[0]), x_TD.shape[1]))
+    return q, scale, scale.new_empty(scale.shape[1], scale.shape[0]).t(), x_TD.new_empty(1, dtype=torch.int32)
 
 
-@dequantize_rows.register_fake
-def _(q_MK, scale, offsets_E):
-    return q_MK.new_empty(q_MK.shape, dtype=torch.bfloat16)
-
-
-@custom_op
-def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`titan_fp8moe.recipe.quantize_group`; ``nan_flag`` and errors as in :func:`quantize_rows`."""
-    if x_TD.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"quantize_group: x must be bf16 or fp32, got {x_TD.dtype}")
-    if use_kernels(x_TD):
-        return kernels.quantize_group(x_TD, nan_flag)
-    results = recipe.quantize_group(x_TD)
-    note_nan(results[0], nan_flag)
-    return results
-
-
-@quantize_group.register_fake
-def _(x_TD, nan_flag=None):
-    R, G = recipe.group_rows(x_TD.shape[0]), recipe.padded(x_TD.shape[1]) // TILE
-    scale_t = x_TD.new_empty(G, R, dtype=E8M0).t()
-    q, scale = x_TD.new_empty(R, G * TILE, dtype=FP8), x_TD.new_empty(R, G, dtype=E8M0)
-    return q, scale, scale_t, x_TD.new_empty(1, dtype=torch.int32)
+quantize_rows = custom_op(recipe.quantize_rows, kernels.quantize_rows, _fake_rows)
+quantize_group = custom_op(recipe.quantize_group, kernels.quantize_group, _fake_group)
+dequantize_rows = custom_op(
+    recipe.dequantize_rows,
+    kernels.dequantize_rows,
+    lambda q, scale, offsets_E: q.new_empty(q.shape, dtype=torch.bfloat16),
+)
 
 
 class Fp8Weight(NamedTuple):
@@ -105,7 +64,7 @@ class Fp8Weight(NamedTuple):
             ValueError: for other shapes or dtypes, and for such scales unless ``round``.
         """
         sizes, kind = [recipe.padded(size) for size in q.shape[1:]], _kind(q)
-        if q.dtype != FP8 or q.dim() != 3 or scale.shape != (q.shape[0], *(size // TILE for size in sizes)):
+        if q.dtype != FP8 or q.dim() != 3 or scale.shape != (q.shape[0], *(size // BLOCK for size in sizes)):
             raise ValueError(
                 f"FP8 weights must be (E, N, K) e4m3 with one scale per 128x128 block; got {tuple(q.shape)} {q.dtype} "
                 f"and {tuple(scale.shape)}"
@@ -126,7 +85,7 @@ class Fp8Weight(NamedTuple):
             )
         rounded = kind(torch.empty_like(q, requires_grad=False), torch.empty_like(byte, dtype=E8M0))
         for e in range(q.shape[0]):  # one expert's fp32 values at a time
-            values = q[e].detach().float() * scale[e].detach().repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
+            values = q[e].detach().float() * scale[e].detach().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
             for kept, new in zip(rounded, cls.quantize(values.unsqueeze(0)), strict=True):
                 kept[e].view(torch.uint8).copy_(new[0].view(torch.uint8))
         return rounded
@@ -159,35 +118,20 @@ class PaddedAsOne(Fp8Weight):
 
 
 def _kind(w: Tensor) -> type[Fp8Weight]:
-    return PaddedAsOne if w.shape[1] % TILE else Fp8Weight
+    return PaddedAsOne if w.shape[1] % BLOCK else Fp8Weight
 
 
-@custom_op
 def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    if use_kernels(weights[0]):
-        return kernels.quantize_weight(weights, plain, transposed)
-    quantized = [recipe.quantize_weight(w) for w in weights]
-    q, scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in zip(*quantized, strict=True))
-    q, scale = q.view(FP8), scale.view(E8M0)
-    none = q.new_empty(0)
-    if kernels.stored_transposed(weights):  # strides as of the kernels
-        scale = scale.view(torch.uint8).transpose(1, 2).contiguous().transpose(1, 2).view(E8M0)
-    return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
+    """:func:`titan_fp8moe.recipe.quantize_weight` of one or two weights, which the results have side by side along N.
 
-
-@_quantize_weight.register_fake
-def _(weights, plain, transposed):
-    E, K = weights[0].shape[0], recipe.padded(weights[0].shape[2])
-    N = sum(recipe.padded(w.shape[1]) for w in weights)
-    none = weights[0].new_empty(0, dtype=FP8)
-    scale = weights[0].new_empty(E, N // TILE, K // TILE, dtype=E8M0)
+    Returns:
+        q (E, N, K), empty unless ``plain``; its transpose, empty unless ``transposed``; and the scales.
+    """
+    first, *others = map(recipe.quantize_weight, weights)
+    q, q_t, scale = _join_weight(*first, *(others[0] if others else (None, None)), plain, transposed)
     if kernels.stored_transposed(weights):
-        scale = weights[0].new_empty(E, K // TILE, N // TILE, dtype=E8M0).transpose(1, 2)
-    return (
-        weights[0].new_empty(E, N, K, dtype=FP8) if plain else none,
-        weights[0].new_empty(E, K, N, dtype=FP8) if transposed else none,
-        scale,
-    )
+        scale = scale.view(torch.uint8).transpose(1, 2).contiguous().transpose(1, 2).view(E8M0)
+    return q, q_t, scale
 
 
 @custom_op
@@ -246,40 +190,49 @@ def _check_weights(weights: list[Tensor]) -> None:
         )
 
 
-@custom_op
 def _join_weight(
     w: Tensor, w_scale: Tensor, last_w: Tensor | None, last_scale: Tensor | None, plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = [t for t in (w, last_w) if t is not None]
-    scales = [t for t in (w_scale, last_scale) if t is not None]
-    if use_kernels(w):
-        return kernels.join_weight(weights, scales, plain, transposed)
-    q, scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in (weights, scales))
-    q, scale = q.view(FP8), scale.view(E8M0)
-    none = q.new_empty(0)
+    """As :func:`_quantize_weight`, of weights that are quantized."""
+    q, scale = w.view(torch.uint8), w_scale.view(torch.uint8)
+    if last_w is not None and last_scale is not None:
+        q, scale = torch.cat([q, last_w.view(torch.uint8)], 1), torch.cat([scale, last_scale.view(torch.uint8)], 1)
+    q, scale, none = q.clone().view(FP8), scale.clone().view(E8M0), w.new_empty(0)
     return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
 
 
-@_join_weight.register_fake
-def _(w, w_scale, last_w, last_scale, plain, transposed):
+def _fake_weight(weights, plain, transposed):
+    w, K, N = weights[0], recipe.padded(weights[0].shape[2]), sum(recipe.padded(w.shape[1]) for w in weights)
+    scale = w.new_empty(w.shape[0], N // BLOCK, K // BLOCK, dtype=E8M0)
+    if kernels.stored_transposed(weights):
+        scale = scale.new_empty(w.shape[0], K // BLOCK, N // BLOCK).transpose(1, 2)
+    return _fake_layouts(w, N, K, plain, transposed, scale)
+
+
+def _fake_layouts(w, N, K, plain, transposed, scale):
+    E, none = w.shape[0], w.new_empty(0, dtype=FP8)
+    q = w.new_empty(E, N, K, dtype=FP8) if plain else none
+    return q, w.new_empty(E, K, N, dtype=FP8) if transposed else none, scale
+
+
+def _fake_join(w, w_scale, last_w, last_scale, plain, transposed):
     E, N, K = w.shape
     N += 0 if last_w is None else last_w.shape[1]
-    none = w.new_empty(0)
-    return (
-        w.new_empty(E, N, K) if plain else none,
-        w.new_empty(E, K, N) if transposed else none,
-        w_scale.new_empty(E, N // TILE, K // TILE),
-    )
+    return _fake_layouts(w, N, K, plain, transposed, w_scale.new_empty(E, N // BLOCK, K // BLOCK))
+
+
+_quantize_weight_op = custom_op(_quantize_weight, kernels.quantize_weight, _fake_weight)
+_join_weight_op = custom_op(_join_weight, kernels.join_weight, _fake_join)
 
 
 def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
     if isinstance(weights[0], Fp8Weight):
         first, *rest = cast(list[Fp8Weight], list(weights))
         ((last, last_scale),) = rest or [(None, None)]
-        return _join_weight(first.q, first.scale, last, last_scale, plain, transposed)
+        return _join_weight_op(first.q, first.scale, last, last_scale, plain, transposed)
     tensors: list[Any] = list(weights)
     _check_weights(tensors)
-    return _quantize_weight(tensors, plain, transposed)
+    return _quantize_weight_op(tensors, plain, transposed)
 
 
 def quantize_weight(*weights: Tensor | Fp8Weight) -> Fp8Weight:

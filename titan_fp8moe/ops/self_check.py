@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.ops import backend
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_TILE
 from titan_fp8moe.spec import ExpertSpec, encode
 
 logger = logging.getLogger(__name__)
@@ -133,10 +133,10 @@ def _cases() -> Iterator[Case]:
     for mode in recipe.TRANSPOSE_MODES:
         yield Case(f"transpose_pair {mode}", ops.transpose_pair, (*x, *dy, offsets_E, mode))
     for dtype in (torch.bfloat16, torch.float32):
-        a = integers(M, D), recipe.column_major(scales(M, D // TILE))
-        b = integers(E, H, D), scales(E, H // TILE, D // TILE)
+        a = integers(M, D), recipe.column_major(scales(M, D // SCALE_TILE))
+        b = integers(E, H, D), scales(E, H // BLOCK, D // BLOCK)
         yield Case(f"grouped_mm {dtype}", ops.grouped_mm, (*a, *b, offsets_E, dtype))
-        a_t, b_t = ((integers(N, M), scales(N // TILE, M // TILE)) for N in (H, D))
+        a_t, b_t = ((integers(N, M), scales(N // BLOCK, M // BLOCK)) for N in (H, D))
         yield Case(f"grouped_mm_wgrad {dtype}", ops.grouped_mm_wgrad, (*a_t, *b_t, offsets_E, dtype))
         padded = *a_t, *b_t, offsets_E, dtype, 1, H - 48, D - 64, "joined"
         yield Case(f"grouped_mm_wgrad of padded weights {dtype}", ops.grouped_mm_wgrad, padded)
@@ -146,7 +146,7 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
     x = randn(T, D) * 2.0 ** randn(T, 1).mul(8).round()
     x[3, 5], x[4, 200], x[6] = float("nan"), float("inf"), 0
     x[7, :4] = torch.tensor([448.0, 448.0000305, 1e-40, -3e38])
-    weights = [randn(E, H, D), randn(E, TILE, D)]
+    weights = [randn(E, H, D), randn(E, BLOCK, D)]
     for dtype in (torch.bfloat16, torch.float32):
         yield Case(f"quantize_rows {dtype}", ops.quantize_rows, (x.to(dtype),))
         padded = x[:, : D - 48].to(dtype)
@@ -158,7 +158,7 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
         yield Case(f"quantize_weight_transposed {dtype}", ops.quantize_weight_transposed, (*typed,))
     quantized = [ops.Fp8Weight(*recipe.quantize_weight(w)) for w in weights]
     args = tuple(t for pair in quantized for t in pair)
-    yield Case("join_weight", ops.quantize._join_weight, (*args, True, True))
+    yield Case("join_weight", ops.quantize._join_weight_op, (*args, True, True))
 
     def both(*weights: Tensor) -> tuple[Tensor, ...]:
         operand, transposed = ops.quantize_weight_both(*weights)

@@ -1,28 +1,16 @@
 """Biases, the activation, the router's score and quantization in one op, forward and backward."""
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu as kernels
-from titan_fp8moe.kernels.swiglu import Bias, OutputBias
-from titan_fp8moe.ops.backend import custom_op, note_nan, use_kernels
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.ops.backend import custom_op
+from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE, padded
 from titan_fp8moe.spec import ExpertSpec, decode
 
 
-def _fake_rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
-    return like.new_empty(M, D, dtype=FP8), like.new_empty(D // TILE, M, dtype=E8M0).t()
-
-
-def _no_rows(like: Tensor) -> tuple[Tensor, Tensor]:
-    return like.new_empty(0, dtype=FP8), like.new_empty(0, dtype=E8M0)
-
-
-@custom_op
-def swiglu_quantize(
+def _swiglu_quantize(
     h_M2H: Tensor,
     score_M: Tensor | None,
     offsets_E: Tensor,
@@ -39,43 +27,36 @@ def swiglu_quantize(
         h_M2H: bf16.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
         spec: an encoded :class:`titan_fp8moe.spec.ExpertSpec`.
-        nan_flag: see :func:`titan_fp8moe.ops.backend.note_nan`.
+        nan_flag: see :func:`titan_fp8moe.recipe.note_nan`.
         gate_bias, up_bias: (E, H') bf16 or fp32 with equal strides, H' at most H; or None. Without a gate the first.
 
     Returns:
         The operand and h, each with its column-major scales; h's two are empty unless ``keep_h``.
     """
     expert = decode(ExpertSpec, spec)
-    bias = None if gate_bias is None else Bias(gate_bias, up_bias)
-    if use_kernels(h_M2H):
-        return kernels.swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag, bias)
-    bias_M2H = _bias_rows(bias, offsets_E, h_M2H, expert)
+    bias_M2H = _bias_rows(gate_bias, up_bias, offsets_E, h_M2H, expert)
     q, scale = recipe.swiglu_quantize(h_M2H, score_M, expert, bias_M2H)
-    note_nan(q, nan_flag)
+    recipe.note_nan(q, nan_flag)
     if keep_h:
         h_q, h_scale = recipe.quantize_hidden(h_M2H, score_M, expert, bias_M2H)
         return q, scale, h_q, recipe.column_major(h_scale)
     return q, scale, q.new_empty(0), scale.new_empty(0)
 
 
-def _bias_rows(bias: Bias | None, offsets_E: Tensor, h_M2H: Tensor, expert: ExpertSpec) -> Tensor | None:
+def _bias_rows(
+    gate: Tensor | None, up: Tensor | None, offsets_E: Tensor, h_M2H: Tensor, expert: ExpertSpec
+) -> Tensor | None:
     """(M, 2H) fp32, the biases of each row's expert, padded as h is."""
-    if bias is None:
+    if gate is None:
         return None
     M, H = h_M2H.shape[0], h_M2H.shape[1] // expert.rows_per_unit
-    gate, up = (b if b is None else torch.nn.functional.pad(b.float(), (0, H - b.shape[1])) for b in bias)
-    return recipe.expert_rows(recipe.join_gate_up(cast(Tensor, gate), up, expert), offsets_E, M)
+    padding = 0, H - gate.shape[1]
+    gate = torch.nn.functional.pad(gate.float(), padding)
+    up = None if up is None else torch.nn.functional.pad(up.float(), padding)
+    return recipe.expert_rows(recipe.join_gate_up(gate, up, expert), offsets_E, M)
 
 
-@swiglu_quantize.register_fake
-def _(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
-    M, H2 = h_M2H.shape
-    h = _fake_rows(h_M2H, M, H2) if keep_h else _no_rows(h_M2H)
-    return *_fake_rows(h_M2H, M, recipe.padded(H2 // decode(ExpertSpec, spec).rows_per_unit)), *h
-
-
-@custom_op
-def swiglu_quantize_backward(
+def _swiglu_quantize_backward(
     d_MH: Tensor,
     h_M2H: Tensor,
     h_scale: Tensor | None,
@@ -106,46 +87,52 @@ def swiglu_quantize_backward(
         As the recipe, but the operand is empty unless ``recompute_a``, and ds without ``score_M``. The last are, with
         ``bias_gradients`` only, those of gate, up and down in one, (E, 2H' + D') in their dtype.
     """
-    expert, bias, output = decode(ExpertSpec, spec), None, None
-    if gate_bias is not None and b2 is not None and dy is not None and dy_scale is not None:
-        bias, output = Bias(gate_bias, up_bias), OutputBias(b2.contiguous(), dy, dy_scale, bias_gradients)
-    if use_kernels(d_MH):
-        return kernels.swiglu_quantize_backward(
-            d_MH, h_M2H, h_scale, score_M, offsets_E, expert, recompute_a, nan_flag, bias, output
-        )
-    h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
-    bias_M2H = _bias_rows(bias, offsets_E, h, expert)
+    expert, h = decode(ExpertSpec, spec), h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
+    bias_M2H = _bias_rows(gate_bias, up_bias, offsets_E, h, expert)
     dh, dh_scale, a, a_scale, ds, dbias_M2H = recipe.swiglu_quantize_backward(d_MH, h, score_M, expert, bias_M2H)
-    note_nan(dh, nan_flag)
+    recipe.note_nan(dh, nan_flag)
     if not recompute_a:
         a, a_scale = a.new_empty(0), a_scale.new_empty(0)
     if score_M is None:
         return [dh, dh_scale, a, a_scale, ds.new_empty(0)]
-    results = [dh, dh_scale, a, a_scale, ds]
-    if bias is None or output is None:
-        return results
-    hidden, dim = bias.gate.shape[1], output.b2.shape[1]
-    dy_MD = recipe.dequantize(output.dy, output.dy_scale)[:, :dim]
-    ds_of_b2, db2_MD = recipe.output_bias_backward(dy_MD, output.b2, score_M, offsets_E, expert)
-    results[4] = ds + ds_of_b2
+    if gate_bias is None or b2 is None or dy is None or dy_scale is None:
+        return [dh, dh_scale, a, a_scale, ds]
+    hidden, dim = gate_bias.shape[1], b2.shape[1]
+    dy_MD = recipe.dequantize(dy, dy_scale)[:, :dim]
+    ds_of_b2, db2_MD = recipe.output_bias_backward(dy_MD, b2, score_M, offsets_E, expert)
+    results = [dh, dh_scale, a, a_scale, ds + ds_of_b2]
     if not bias_gradients:
         return results
     dg, du = recipe.split_gate_up(dbias_M2H, expert)
     dg, du = dg[:, :hidden], None if du is None else du[:, :hidden]
     rows = torch.cat([recipe.join_gate_up(dg, du, expert), db2_MD], 1)
-    return [*results, recipe.bias_gradient(rows, offsets_E).to(output.b2.dtype)]
+    return [*results, recipe.bias_gradient(rows, offsets_E).to(b2.dtype)]
 
 
-@swiglu_quantize_backward.register_fake
-def _(
+def _fake_rows(like, M, D, there=True):
+    if not there:
+        return like.new_empty(0, dtype=FP8), like.new_empty(0, dtype=E8M0)
+    return like.new_empty(M, D, dtype=FP8), like.new_empty(D // SCALE_TILE, M, dtype=E8M0).t()
+
+
+def _fake_forward(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
+    M, N = h_M2H.shape
+    H = padded(N // decode(ExpertSpec, spec).rows_per_unit)
+    return *_fake_rows(h_M2H, M, H), *_fake_rows(h_M2H, M, N, keep_h)
+
+
+def _fake_backward(
     d_MH, h_M2H, h_scale, score_M, offsets_E, spec, recompute_a, nan_flag=None, gate_bias=None, up_bias=None, b2=None,
     dy=None, dy_scale=None, bias_gradients=False,
 ):  # fmt: skip
     M, H = d_MH.shape
-    a = _fake_rows(d_MH, M, H) if recompute_a else _no_rows(d_MH)
     ds = d_MH.new_empty(0 if score_M is None else M, dtype=torch.float32)
-    results = [*_fake_rows(d_MH, M, h_M2H.shape[1]), *a, ds]
-    if gate_bias is None or b2 is None or not bias_gradients:
-        return results
-    parts = decode(ExpertSpec, spec).rows_per_unit
-    return [*results, b2.new_empty(offsets_E.shape[0], parts * gate_bias.shape[1] + b2.shape[1])]
+    results = [*_fake_rows(d_MH, M, h_M2H.shape[1]), *_fake_rows(d_MH, M, H, recompute_a), ds]
+    if gate_bias is not None and b2 is not None and bias_gradients:
+        columns = decode(ExpertSpec, spec).rows_per_unit * gate_bias.shape[1] + b2.shape[1]
+        results.append(b2.new_empty(offsets_E.shape[0], columns))
+    return results
+
+
+swiglu_quantize = custom_op(_swiglu_quantize, kernels.swiglu_quantize, _fake_forward)
+swiglu_quantize_backward = custom_op(_swiglu_quantize_backward, kernels.swiglu_quantize_backward, _fake_backward)

@@ -4,12 +4,11 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import transpose as kernels
-from titan_fp8moe.ops.backend import custom_op, use_kernels
-from titan_fp8moe.recipe import E8M0, TILE, TRANSPOSE_MODES
+from titan_fp8moe.ops.backend import custom_op
+from titan_fp8moe.recipe import BLOCK
 
 
-@custom_op
-def transpose_pair(
+def _transpose_pair(
     x_MD: Tensor,
     x_scale: Tensor,
     dy_MN: Tensor,
@@ -24,19 +23,16 @@ def transpose_pair(
         offsets_E: (E,) int32; columns of the results at and past ``offsets_E[-1]`` are undefined.
         token_M: with it, rows of x and its scale may be strided, as in a dispatched payload.
     """
-    if mode not in TRANSPOSE_MODES:
-        raise ValueError(f"transpose_pair: mode is {mode!r}; set it to one of {TRANSPOSE_MODES}")
-    if use_kernels(x_MD):
-        return kernels.transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M)
     return recipe.transpose_pair(x_MD, x_scale, dy_MN, dy_scale, mode, token_M)
 
 
-@transpose_pair.register_fake
-def _(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
+def _fake(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
     M = dy_MN.shape[0]
+    pairs = (
+        (q.new_empty(q.shape[1], M), s.new_empty(s.shape[1], M // BLOCK))
+        for q, s in ((x_MD, x_scale), (dy_MN, dy_scale))
+    )
+    return tuple(t for pair in pairs for t in pair)
 
-    def transposed(q):
-        D = q.shape[1]
-        return q.new_empty(D, M), q.new_empty(D // TILE, M // TILE, dtype=E8M0)
 
-    return *transposed(x_MD), *transposed(dy_MN)
+transpose_pair = custom_op(_transpose_pair, kernels.transpose_pair, _fake)

@@ -27,9 +27,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, ROWS, TOKENS, UNLIKE, Workspace, raise_late
-from titan_fp8moe.ops.permute import bias_rows
-from titan_fp8moe.recipe import E8M0, FP8, TILE
-from titan_fp8moe.rows import RowBias
+from titan_fp8moe.recipe import E8M0, FP8, ROW_ALIGN, SCALE_TILE
 
 __all__ = ["COMBINE", "DISPATCH"]
 
@@ -93,7 +91,7 @@ def plan(workspace: Workspace) -> Tensor:
     N, report = workspace.sizes.num_ranks, workspace.report
     counts_NNE = torch.stack([workspace.view("counts", n) for n in range(N)])  # source, destination
     capacity_N2 = torch.stack([workspace.view("capacity", n) for n in range(N)])
-    rows_N = ((counts_NNE[:, :, 1:-2].sum(0) + TILE - 1) // TILE * TILE).sum(1)
+    rows_N = ((counts_NNE[:, :, 1:-2].sum(0) + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN).sum(1)
     needed_N2 = torch.stack([rows_N, counts_NNE[:, :, 0].sum(0)], 1)
     lacking = (needed_N2 > capacity_N2).any(1)
     if lacking.any():
@@ -145,7 +143,7 @@ def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tens
 
 def pull_scales(workspace: Workspace, plan: Tensor, token_C: Tensor) -> Tensor:
     """(C, D // 128) e8m0, the scales of the tokens that arrive, whose numbers are ``token_C``."""
-    scale = torch.ones(token_C.shape[0], workspace.sizes.dim // TILE, dtype=torch.uint8, device=plan.device)
+    scale = torch.ones(token_C.shape[0], workspace.sizes.dim // SCALE_TILE, dtype=torch.uint8, device=plan.device)
     for n, here, _ in _arrivals(workspace, plan):
         scale[here] = workspace.view("scale", n).view(torch.uint8)[token_C[here].long()]
     return scale.view(E8M0)
@@ -180,7 +178,9 @@ def push_sums(
     ds_M: Tensor | None,
     row_CK: Tensor,
     pair_CK: Tensor,
-    bias: RowBias | None = None,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
 ) -> None:
     """Writes each token's sum, fp32 in the order of k and rounded to bf16 once, where its rank will look for it.
 
@@ -188,12 +188,12 @@ def push_sums(
         y_MD: (M, D) bf16.
         ds_M: (M,) fp32, the gradients of the rows' scores, which go along; None in a forward.
         row_CK, pair_CK: of :func:`titan_fp8moe.recipe.expert_routing` and :func:`pull_pairs`.
-        bias: added to each row in a forward; or None.
+        b2, score_M, offsets_E: as in :func:`titan_fp8moe.recipe.unpermute_sum`.
     """
     if int(workspace.overflow):
         workspace.view("sums").fill_(torch.nan)
         workspace.view("score_gradients").fill_(torch.nan)
-    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16, None, bias_rows(bias, y_MD.shape[0]))
+    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16, None, b2, score_M, offsets_E)
     for n, here, there in _arrivals(workspace, plan):
         workspace.sums(y_MD.shape[1], n)[there] = sums_CD[here]
         if ds_M is not None:

@@ -33,8 +33,7 @@ from titan_fp8moe.dispatch.symmetric.workspace import LATE, ROWS, TOKENS, UNLIKE
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.permute import _place_scales, load_output_bias
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
-from titan_fp8moe.recipe import E8M0, FP8, TILE
-from titan_fp8moe.rows import RowBias
+from titan_fp8moe.recipe import E8M0, FP8, ROW_ALIGN, SCALE_TILE
 
 COPY_BYTES, COPY_CTAS = 16384, 256
 PAIR_BLOCK = 64  # tokens whose pairs or scales a CTA pulls
@@ -304,7 +303,7 @@ def _pull_scales_kernel(
 
 def pull_scales(workspace: Workspace, plan: Tensor, token_C: Tensor) -> Tensor:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_scales`."""
-    sizes, tiles = workspace.sizes, workspace.sizes.dim // TILE
+    sizes, tiles = workspace.sizes, workspace.sizes.dim // SCALE_TILE
     out = torch.empty(token_C.shape[0], tiles, dtype=E8M0, device=plan.device)
     _pull_scales_kernel[(sizes.num_ranks * cdiv(sizes.tokens, PAIR_BLOCK),)](
         workspace.addresses, workspace.offset("scale"), plan, workspace.overflow, token_C, out, workspace.rank,
@@ -396,11 +395,11 @@ def pull_rows(
     sizes, M, C, device = workspace.sizes, token_M.shape[0], token_C.shape[0], plan.device
     D = sizes.dim
     out = torch.empty(M, D, dtype=FP8, device=device)
-    out_scale = torch.empty(D // TILE, M, dtype=E8M0, device=device)
+    out_scale = torch.empty(D // SCALE_TILE, M, dtype=E8M0, device=device)
     kept = torch.empty(C, D, dtype=FP8, device=device) if keep else out.new_empty(0)
-    _place_scales_kernel[(M // TILE,)](
-        scale, token_M, offsets_E, out, out_scale, M, D=D, E=sizes.num_local, ROWS=TILE, COLUMNS=256,
-        PAD_TILES=next_power_of_2(D // TILE), num_warps=8,
+    _place_scales_kernel[(M // ROW_ALIGN,)](
+        scale, token_M, offsets_E, out, out_scale, M, D=D, E=sizes.num_local, ROWS=ROW_ALIGN, COLUMNS=256,
+        PAD_TILES=next_power_of_2(D // SCALE_TILE), num_warps=8,
     )  # fmt: skip
     ctas, constants = _work(workspace, PULL, D)
     _pull_rows_kernel[(ctas,)](
@@ -490,14 +489,16 @@ def push_sums(
     ds_M: Tensor | None,
     row_CK: Tensor,
     pair_CK: Tensor,
-    bias: RowBias | None = None,
+    b2: Tensor | None = None,
+    score_M: Tensor | None = None,
+    offsets_E: Tensor | None = None,
 ) -> None:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.push_sums`. Score gradients of pairs that this rank does not
     serve are not written, and not read by the token's rank."""
     ctas, constants = _work(workspace, PUSH, y_MD.shape[1])
     kernel, biases = _push, ()
-    if bias is not None:
-        kernel, biases, constants = _biased_push, bias, constants | dict(E=bias.b2_ED.shape[0])
+    if b2 is not None:
+        kernel, biases, constants = _biased_push, (b2.contiguous(), score_M, offsets_E), constants | dict(E=b2.shape[0])
     kernel[(ctas,)](
         workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,
         y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.rank, *biases, **constants,

@@ -14,8 +14,8 @@ from torch import Tensor
 from titan_fp8moe.dispatch.symmetric import exchange, kernels, workspace
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, capacities
 from titan_fp8moe.ops.backend import custom_op, use_kernels
-from titan_fp8moe.ops.permute import expert_routing, row_bias, unpermute_gradients, unpermute_sum
-from titan_fp8moe.recipe import FP8, TILE
+from titan_fp8moe.ops.permute import expert_routing, unpermute_gradients, unpermute_sum
+from titan_fp8moe.recipe import FP8, SCALE_TILE
 
 
 def _impl(x: Tensor) -> ModuleType:
@@ -78,8 +78,8 @@ def _(q_TD, scale, topk_ids_TK, topk_scores_TK, token_C, counts_N, capacity, gro
     def ints(*shape):
         return counts_N.new_empty(shape)
 
-    x_scale = scale.new_empty(D // TILE, M).t()
-    rows = q_TD.new_empty(M, D), x_scale, q_TD.new_empty(C, D), scale.new_empty(C, D // TILE)
+    x_scale = scale.new_empty(D // SCALE_TILE, M).t()
+    rows = q_TD.new_empty(M, D), x_scale, q_TD.new_empty(C, D), scale.new_empty(C, D // SCALE_TILE)
     routing = ints(columns - 3), ints(M), topk_scores_TK.new_empty(M), ints(C, K)
     return *rows, *routing, ints(2, N + 1), ints(C), ints(C, K).to(torch.uint8)
 
@@ -117,7 +117,7 @@ def symmetric_dispatch_gradients(
 @symmetric_dispatch_gradients.register_fake
 def _(q_TD, scale, plan, arrived_C, row_CK, token_M, offsets_E, group_name):
     M, D = token_M.shape[0], q_TD.shape[1]
-    return q_TD.new_empty(M, D, dtype=FP8), scale.new_empty(D // TILE, M).t()
+    return q_TD.new_empty(M, D, dtype=FP8), scale.new_empty(D // SCALE_TILE, M).t()
 
 
 @custom_op
@@ -143,7 +143,7 @@ def symmetric_start_combine(
         An argument for :func:`symmetric_finish_combine`, which orders the two and holds nothing.
     """
     at, impl = workspace.current(group_name), _impl(y_MD)
-    impl.push_sums(at, plan, y_MD, ds_M, row_CK, pair_CK, row_bias(b2, score_M, offsets_E))
+    impl.push_sums(at, plan, y_MD, ds_M, row_CK, pair_CK, b2, score_M, offsets_E)
     impl.arrive(at, COMBINE)
     return y_MD.new_empty(0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.gemm import forward, portable, wgrad
 from titan_fp8moe.kernels.gemm.launch import is_hopper
-from titan_fp8moe.recipe import WGRAD_LAYOUTS
+from titan_fp8moe.recipe import WGRAD_LAYOUTS, check_wgrad
 
 
 def grouped_mm(
@@ -56,7 +56,7 @@ def grouped_mm_wgrad(
     launch = (wgrad if is_hopper(aT_NM) else portable).launch_wgrad
     a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale
     N, K, E, device = a.shape[0], b.shape[0], offsets_E.shape[0], a.device
-    rows, columns = rows or N // parts, columns or K
+    rows, columns = check_wgrad(N, K, out_dtype, parts, rows, columns)
     if layout == "transposed" and parts == 1:
         (a, a_scale, b, b_scale), (N, rows, columns), layout = (b, b_scale, a, a_scale), (K, columns, rows), "joined"
     if rows * parts == N and (layout == "apart" or parts == 1):
