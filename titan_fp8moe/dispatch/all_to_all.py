@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch import base
 from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, in_expert_order
-from titan_fp8moe.recipe import TILE, row_capacity
+from titan_fp8moe.recipe import ROW_ALIGN, row_capacity
 from titan_fp8moe.rows import Routing, RowBias, Rows
 
 GRADIENTS_NEEDED = 1
@@ -176,4 +176,4 @@ def _arriving_rows(counts_N: list[list[int]]) -> tuple[int, int]:
     second is at least 128, so that no buffer is empty."""
     # In Python: torch's operators take longer on so few numbers.
     rows_E = [sum(rows) for rows in zip(*(counts[1:-2] for counts in counts_N), strict=True)]
-    return sum(rows_E), max(sum(-(-rows // TILE) for rows in rows_E) * TILE, TILE)
+    return sum(rows_E), max(sum(-(-rows // ROW_ALIGN) for rows in rows_E) * ROW_ALIGN, ROW_ALIGN)

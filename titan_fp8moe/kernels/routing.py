@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import ROW_ALIGN
 
 MAX_CTAS = 256  # each CTA reads the counts of all
 MAX_BLOCK = 64  # tokens that a CTA handles at a time
@@ -167,13 +167,13 @@ def row_stride(name: str, x_TK: Tensor) -> int:
 @triton.jit(do_not_specialize=["ids_stride", "scores_stride", "T", "blocks", "ctas"])
 def _place_rows_kernel(
     ids, ids_stride, scores, scores_stride, pair_counts, offsets_E, token_M, score_M, row_TK, T, blocks, ctas,
-    K: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Writes the row of each pair of ``blocks * BLOCK`` tokens over the padding that the first launch left there."""
     cta, e = tl.program_id(0), tl.arange(0, PAD)
     total, before = _sum_counts(pair_counts, cta, ctas, PAD)
     # Every CTA computes all groups' ends from the same counts, so none waits for another.
-    padded = (total + TILE - 1) // TILE * TILE
+    padded = tl.cdiv(total, ROW_ALIGN) * ROW_ALIGN
     end = tl.cumsum(padded, axis=0)
     tl.store(offsets_E + e, end, mask=(e < EXPERTS) & (cta == 0))
 
@@ -216,7 +216,7 @@ def expert_routing(
     )  # fmt: skip
     _place_rows_kernel[(ctas,)](
         topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, pair_counts, offsets_E, token_M, score_M, row_TK, T,
-        blocks, ctas, TILE=TILE, **constants,
+        blocks, ctas, ROW_ALIGN=ROW_ALIGN, **constants,
     )  # fmt: skip
     return offsets_E, token_M, score_M, row_TK
 

@@ -12,7 +12,7 @@ from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
 from titan_fp8moe.ops import Fp8Weight, PaddedAsOne
 from titan_fp8moe.ops.backend import check_caller
 from titan_fp8moe.ops.permute import SWAPPED
-from titan_fp8moe.recipe import E8M0, FP8, STEP, padded
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STEP, padded
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -91,7 +91,7 @@ def check_shared(shared: Any, x_TD: Tensor, expert: ExpertSpec) -> None:
         )
     H = w1.shape[0] // parts
     fits = w3 is None or (expert.gated and w3.shape == w1.shape)
-    fits = fits and w1.shape == (parts * H, D) and w2.shape == (D, H) and H % (128 if parts == 2 else 16) == 0
+    fits = fits and w1.shape == (parts * H, D) and w2.shape == (D, H) and H % (BLOCK if parts == 2 else STEP) == 0
     given = {name: w for name, w in zip(shared._fields[:3], shared, strict=False) if w is not None}
     kinds = {(w.dtype, w.device) for w in given.values()}
     if not fits or kinds not in ({(torch.bfloat16, device)}, {(torch.float32, device)}):
@@ -110,8 +110,8 @@ def _check_stored(weights: ExpertWeights[Any]) -> None:
     for name, w in zip(weights._fields, weights, strict=True):
         if w is None:
             continue
-        blocks = w.shape[0], *(size // 128 for size in w.shape[1:])
-        sizes = w.shape[1] % 128 == 0 and w.scale.shape == blocks and w.q.is_contiguous() and w.scale.is_contiguous()
+        blocks = w.shape[0], *(size // BLOCK for size in w.shape[1:])
+        sizes = w.shape[1] % BLOCK == 0 and w.scale.shape == blocks and w.q.is_contiguous() and w.scale.is_contiguous()
         if not sizes or (w.q.dtype, w.scale.dtype) != (FP8, E8M0):
             raise ValueError(
                 f"{name} must be contiguous e4m3 (E, N, K), N and K multiples of 128, with e8m0 scales (E, N // 128, "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.layer.weights import Weight
-from titan_fp8moe.recipe import FP8, FP8_NAN, TILE
+from titan_fp8moe.recipe import BLOCK, FP8, FP8_NAN
 from titan_fp8moe.rows import Rows
 
 KINDS = ("x", "a", "dy", "dh", "w")
@@ -28,8 +28,9 @@ SHIFTS = {"0": (0, 0), "1-3": (1, 3), "4-7": (4, 7), "8-14": (8, 14), "15+": (15
 
 _LIMIT = 20  # larger shifts count as this one, which already sends every value to zero
 _UNCOUNTED = _LIMIT + 1  # the shift of values that do not count: padding, tiles of zeros, NaN
+_CODES = 128  # of e4m3, without the sign
 # Values by shift and code, tiles by scale byte, rows by spread, NaN tiles, nonzero inputs (of weights).
-_SIZES = ((_UNCOUNTED + 1) * TILE, 256, 256, 1, 1)
+_SIZES = ((_UNCOUNTED + 1) * _CODES, 256, 256, 1, 1)
 _CHUNK = 1 << 25  # values processed at once, which bounds memory
 
 _collecting = False
@@ -121,14 +122,14 @@ def record(
         targets = [None, None] if wgrad == "bf16" else ops.transpose_pair(*rows[0], *rows[1], offsets_E, wgrad)[1::2]
         for operand, moved, target in zip(pair, balance, targets, strict=True):
             scale = operand.rows.scale
-            byte_BRG = scale.view(torch.uint8).int().unflatten(0, (-1, TILE))
+            byte_BRG = scale.view(torch.uint8).int().unflatten(0, (-1, BLOCK))
             shift_BRG = torch.zeros_like(byte_BRG)
             if target is not None:
-                source_BRG = (recipe.exponent(scale) + moved).unflatten(0, (-1, TILE))
+                source_BRG = (recipe.exponent(scale) + moved).unflatten(0, (-1, BLOCK))
                 shift_BRG = recipe.exponent(target).t().unsqueeze(1) - source_BRG
             column = torch.arange(operand.rows.q.shape[1], device=scale.device)
-            counts_GL = (column % (column.shape[0] // operand.parts) < operand.columns).view(-1, TILE)
-            _add(operand.kind, operand.rows.q, byte_BRG, live_M.view(-1, TILE), shift_BRG, counts_GL)
+            counts_GL = (column % (column.shape[0] // operand.parts) < operand.columns).view(-1, BLOCK)
+            _add(operand.kind, operand.rows.q, byte_BRG, live_M.view(-1, BLOCK), shift_BRG, counts_GL)
 
     for ws in weights:
         if isinstance(ws[0], ops.Fp8Weight):
@@ -143,7 +144,7 @@ def record(
             byte_BRG,
             live_BR,
             shift_BRG,
-            torch.ones(q.shape[2] // TILE, TILE, dtype=torch.bool, device=q.device),
+            torch.ones(q.shape[2] // BLOCK, BLOCK, dtype=torch.bool, device=q.device),
         )
         assert _counts is not None
         _counts[KINDS.index("w"), -1] += sum(torch.count_nonzero(cast(Tensor, w)) for w in ws)
@@ -162,9 +163,9 @@ def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Ten
     assert _counts is not None
     values, bytes_, spreads, nan_tiles, _ = _counts[KINDS.index(kind)].split(_SIZES)
     B, R, G = byte_BRG.shape
-    code_BMGL = q.view(torch.uint8).view(B, TILE, G, TILE)
+    code_BMGL = q.view(torch.uint8).view(B, BLOCK, G, BLOCK)
     live = live_BR.unsqueeze(2)
-    nan = live & (code_BMGL[:, :: TILE // R, :, 0] & 0x7F == FP8_NAN)
+    nan = live & (code_BMGL[:, :: BLOCK // R, :, 0] & 0x7F == FP8_NAN)
     nan_tiles += nan.sum()
     # Byte 1 is the scale of tiles of zeros and of NaN.
     held = live & (byte_BRG > 1)
@@ -172,13 +173,13 @@ def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Ten
     high, low = torch.where(held, byte_BRG, 0).amax(2), torch.where(held, byte_BRG, 255).amin(2)
     spreads += torch.bincount(torch.where(high > 0, high - low, 255).flatten(), minlength=256)
 
-    step = max(_CHUNK // (TILE * TILE * G), 1)
+    step = max(_CHUNK // (BLOCK * BLOCK * G), 1)
     for i in range(0, B, step):
         run = slice(i, i + step)
         shift = torch.where(held[run], shift_BRG[run].clamp(max=_LIMIT), _UNCOUNTED).to(torch.int16).unsqueeze(3)
         # Rows that do not count hold arbitrary bytes: zero their codes, so that counts are reproducible.
-        index = (code_BMGL[run] & 0x7F) * live[run].unsqueeze(3) + shift * TILE
-        index = torch.where(counts_GL, index, _UNCOUNTED * TILE)
+        index = (code_BMGL[run] & 0x7F) * live[run].unsqueeze(3) + shift * _CODES
+        index = torch.where(counts_GL, index, _UNCOUNTED * _CODES)
         values += torch.bincount(index.flatten(), minlength=values.shape[0])
 
 
@@ -200,7 +201,7 @@ def summarize(counts: Tensor) -> dict[str, float]:
         if not row.any():  # weights gathered in FP8
             continue
         values, bytes_, spreads, nan_tiles, inputs = (part.double() for part in row.split(_SIZES))
-        table = values.view(-1, TILE)
+        table = values.view(-1, _CODES)
         counted = table[:_UNCOUNTED].sum(0)
         figure = {
             "underflow": _share(inputs - table[:, 1:].sum(), inputs) if kind == "w" else _share(counted[0], counted),
@@ -229,7 +230,7 @@ def summarize(counts: Tensor) -> dict[str, float]:
 
 def _transpose_results() -> tuple[Tensor, Tensor]:
     """Whether each shift (row) flushes each code (column), or rounds it to a nonzero value; both (21, 128) bool."""
-    q = torch.arange(TILE, dtype=torch.uint8).view(FP8).unsqueeze(0)
+    q = torch.arange(_CODES, dtype=torch.uint8).view(FP8).unsqueeze(0)
     shift = torch.arange(_LIMIT + 1, dtype=torch.int32).unsqueeze(1)
     result = recipe.shift_exponent(q, -shift).float()
     flushed = (result == 0) & (q.float() != 0)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from titan_fp8moe.recipe import E8M0, FP8, TILE, row_capacity
+from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE, row_capacity
 
 DISPATCH, COMBINE = range(2)
 """The two times per exchange at which ranks wait for each other."""
@@ -80,7 +80,7 @@ class Sizes(NamedTuple):
             "token": ((self.sent,), torch.int32),
             "ids": ((T, K), torch.int32),
             "scores": ((T, K), torch.float32),
-            "scale": ((T, D // TILE), E8M0),
+            "scale": ((T, D // SCALE_TILE), E8M0),
             "q": ((T, D), FP8),
             "score_gradients": ((self.sent, K), torch.float32),
             "sums": ((self.sent, D), torch.bfloat16),

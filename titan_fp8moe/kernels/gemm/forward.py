@@ -15,7 +15,7 @@ from titan_fp8moe.kernels.gemm import hopper, launch
 from titan_fp8moe.kernels.gemm.compat import aggregate
 from titan_fp8moe.kernels.gemm.hopper import SLICE_LAYOUT, WORKER_REGISTERS, WORKER_WARPS, ScalePointers, WorkTile
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import GEMM_TILE
 
 GROUP_SIZE_M = gl.constexpr(12)  # 132 CTAs on 12 x 11 tiles share both operands
 
@@ -163,22 +163,10 @@ def launch_forward(
     """Fills ``out`` (M, N or fewer columns); see :func:`titan_fp8moe.kernels.gemm.grouped_mm.grouped_mm`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
-    grid = (launch.grid_size(M // TILE * (N // TILE), a_MK.device),)
+    grid = (launch.grid_size(M // GEMM_TILE * (N // GEMM_TILE), a_MK.device),)
     b_stride_e, b_stride_n, b_stride_k = b_scale.stride()
     grouped_mm_hopper_kernel[grid](
-        launch.operand(a_MK),
-        launch.operand(b_ENK),
-        launch.result(out),
-        a_scale,
-        b_scale,
-        offsets_E,
-        launch.tile_counter(a_MK.device),
-        *a_scale.stride(),
-        N=N,
-        K=K,
-        E=E,
-        b_scale_stride_e=b_stride_e,
-        b_scale_stride_n=b_stride_n,
-        b_scale_stride_k=b_stride_k,
-        **hopper.LAUNCH_OPTIONS,
-    )
+        launch.operand(a_MK), launch.operand(b_ENK), launch.result(out), a_scale, b_scale, offsets_E,
+        launch.tile_counter(a_MK.device), *a_scale.stride(), N=N, K=K, E=E, b_scale_stride_e=b_stride_e,
+        b_scale_stride_n=b_stride_n, b_scale_stride_k=b_stride_k, **hopper.LAUNCH_OPTIONS,
+    )  # fmt: skip

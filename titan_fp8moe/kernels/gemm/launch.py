@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_fp8moe.kernels.launch import is_recording
-from titan_fp8moe.recipe import FP8, TILE
+from titan_fp8moe.recipe import FP8, GEMM_TILE
 
 GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -45,7 +45,7 @@ def operand(x: Tensor) -> TensorDescriptor:
     Args:
         x: (rows, columns), whose rows may be strided, or contiguous (E, rows, columns), seen as (E * rows, columns).
     """
-    return _descriptor(x, TILE)
+    return _descriptor(x, GEMM_TILE)
 
 
 def result(x: Tensor) -> TensorDescriptor:

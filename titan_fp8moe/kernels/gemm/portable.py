@@ -23,13 +23,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import GEMM_TILE
 
 # Rows of tiles in a swizzle group. CTAs that run at the same time then share both operands in L2: 132 CTAs on 8 rows of
 # tiles read 8 + 17 strips.
 GROUP_SIZE_M = 8
 # sm_120 has 99 KiB of shared memory, of which a stage takes 32 and a result up to 64.
 STAGES, WGRAD_STAGES = 3, 2
+TILES = [GEMM_TILE, GEMM_TILE]
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def grouped_mm_wgrad_kernel(
 
 def _tiles(x: Tensor) -> TensorDescriptor:
     """TMA descriptor of a matrix that is read or written in 128x128 tiles; its rows may be strided."""
-    return TensorDescriptor.from_tensor(x, [TILE, TILE])
+    return TensorDescriptor.from_tensor(x, TILES)
 
 
 def _grid_size(num_tiles: int, device: torch.device) -> int:
@@ -169,26 +170,13 @@ def launch_forward(
     """As :func:`.forward.launch_forward`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
-    grid = (_grid_size(M // TILE * (N // TILE), a_MK.device),)
+    grid = (_grid_size(M // GEMM_TILE * (N // GEMM_TILE), a_MK.device),)
     grouped_mm_kernel[grid](
-        _tiles(a_MK),
-        _tiles(b_ENK.view(E * N, K)),
-        _tiles(out),
-        a_scale.view(torch.uint8),
-        b_scale.view(torch.uint8),
-        offsets_E,
-        *a_scale.stride(),
-        *b_scale.stride(),
-        N=N,
-        K=K,
-        E=E,
-        E_POW2=triton.next_power_of_2(E),
-        TILE=TILE,
-        GROUP_SIZE_M=GROUP_SIZE_M,
-        num_warps=8,
-        num_stages=STAGES,
+        _tiles(a_MK), _tiles(b_ENK.view(E * N, K)), _tiles(out), a_scale.view(torch.uint8), b_scale.view(torch.uint8),
+        offsets_E, *a_scale.stride(), *b_scale.stride(), N=N, K=K, E=E, E_POW2=triton.next_power_of_2(E),
+        TILE=GEMM_TILE, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=8, num_stages=STAGES,
         enable_fp_fusion=True,  # as launch.Kernel
-    )
+    )  # fmt: skip
 
 
 def launch_wgrad(
@@ -196,23 +184,10 @@ def launch_wgrad(
 ) -> None:
     """As :func:`.wgrad.launch_wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
-    grid = (_grid_size(E * (N // TILE) * (K // TILE), aT_NM.device),)
+    grid = (_grid_size(E * (N // GEMM_TILE) * (K // GEMM_TILE), aT_NM.device),)
+    result = TensorDescriptor.from_tensor(out, [1, *TILES]) if parts is None else _tiles(out.view(-1, out.shape[2]))
     grouped_mm_wgrad_kernel[grid](
-        _tiles(aT_NM),
-        _tiles(bT_KM),
-        TensorDescriptor.from_tensor(out, [1, TILE, TILE]) if parts is None else _tiles(out.view(-1, out.shape[2])),
-        aT_scale.view(torch.uint8),
-        bT_scale.view(torch.uint8),
-        offsets_E,
-        *aT_scale.stride(),
-        *bT_scale.stride(),
-        N=N,
-        K=K,
-        E=E,
-        PARTS=parts,
-        TILE=TILE,
-        GROUP_SIZE_M=GROUP_SIZE_M,
-        num_warps=8,
-        num_stages=WGRAD_STAGES,
-        enable_fp_fusion=True,
-    )
+        _tiles(aT_NM), _tiles(bT_KM), result, aT_scale.view(torch.uint8), bT_scale.view(torch.uint8), offsets_E,
+        *aT_scale.stride(), *bT_scale.stride(), N=N, K=K, E=E, PARTS=parts, TILE=GEMM_TILE, GROUP_SIZE_M=GROUP_SIZE_M,
+        num_warps=8, num_stages=WGRAD_STAGES, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from titan_fp8moe.kernels.gemm import hopper, launch
 from titan_fp8moe.kernels.gemm.compat import aggregate
 from titan_fp8moe.kernels.gemm.hopper import SLICE_LAYOUT, WORKER_REGISTERS, WORKER_WARPS, ScalePointers, WorkTile
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import GEMM_TILE
 
 GROUP_SIZE_M = gl.constexpr(16)  # at most; all groups of a weight are equally high, but for rounding
 
@@ -189,25 +189,13 @@ def launch_wgrad(
     None for ``parts`` (E, rows, columns) of any strides but 1 along the columns."""
     N, K, E, device = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0], aT_NM.device
     # Narrow tiles cost more than half of wide ones. Exchanging the operands avoids them where N has no odd tile either.
-    transposed = K % (2 * TILE) != 0 and N // (parts or 1) % (2 * TILE) == 0
+    transposed = K % (2 * GEMM_TILE) != 0 and N // (parts or 1) % (2 * GEMM_TILE) == 0
     a, a_scale, b, b_scale = aT_NM, aT_scale, bT_KM, bT_scale
     if transposed:
         a, a_scale, b, b_scale = b, b_scale, a, a_scale
-    grid = (launch.grid_size(E * (N // TILE) * (K // TILE), device),)
+    grid = (launch.grid_size(E * (N // GEMM_TILE) * (K // GEMM_TILE), device),)
     wgrad_hopper_kernel[grid](
-        launch.operand(a),
-        launch.operand(b),
-        launch.padded_result(out) if parts is None else launch.result(out),
-        a_scale,
-        b_scale,
-        offsets_E,
-        launch.tile_counter(device),
-        *a_scale.stride(),
-        *b_scale.stride(),
-        N=a.shape[0],
-        K=b.shape[0],
-        E=E,
-        PARTS=parts,
-        TRANSPOSED=transposed,
-        **hopper.LAUNCH_OPTIONS,
-    )
+        launch.operand(a), launch.operand(b), launch.padded_result(out) if parts is None else launch.result(out),
+        a_scale, b_scale, offsets_E, launch.tile_counter(device), *a_scale.stride(), *b_scale.stride(),
+        N=a.shape[0], K=b.shape[0], E=E, PARTS=parts, TRANSPOSED=transposed, **hopper.LAUNCH_OPTIONS,
+    )  # fmt: skip
