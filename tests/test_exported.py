@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from tests.layer import DEVICE, refused
@@ -43,5 +44,14 @@ def test_the_experts_of_a_pipeline():
 
 def test_frozen_layers_are_exported_as_they_are():
     """Nothing of theirs is lost, whatever the mode."""
-    block, x = Block().requires_grad_(False), torch.randn(16, 128, device=DEVICE)
-    assert torch.equal(torch.export.export(block, (x,)).module()(x), block(x))
+    for settings in ({}, dict(linear=True)):
+        block, x = Block(**settings).requires_grad_(False), torch.randn(16, 128, device=DEVICE)
+        for strict in (False, True):
+            assert torch.equal(torch.export.export(block, (x,), strict=strict).module()(x), block(x))
+
+
+def test_frozen_layers_in_fake_tensor_mode():
+    with FakeTensorMode():
+        block, x = Block(linear=True).requires_grad_(False), torch.randn(16, 128, device=DEVICE, requires_grad=True)
+        block(x).sum().backward()
+        assert x.grad.shape == x.shape and block.experts.cache.copies is None

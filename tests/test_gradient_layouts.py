@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE
 from titan_fp8moe import (
@@ -87,7 +88,14 @@ def test_of_a_module(group, spread, activation, experts, adapters):
     check(lambda: module(x, ids, scores), trained | dict(x=x, scores=scores))
 
 
-@pytest.mark.parametrize(("compiled", "stored"), [*((False, s) for s in STORED), (True, "rows"), (True, "swapped")])
+def compiled(stored: str):
+    """torch.compile of PyTorch 2.11 fails on these DTensors, before and after the layer."""
+    return pytest.param(
+        True, stored, marks=pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="needs torch 2.13")
+    )
+
+
+@pytest.mark.parametrize(("compiled", "stored"), [*((False, s) for s in STORED), compiled("rows"), compiled("swapped")])
 def test_of_spread_weights_however_they_are_stored(group, stored, compiled):
     """The gradients of w1 and w3 are made as rows. In a graph PyTorch lays those of wider rows as the parameter is."""
     module = RoutedExperts(4, D, H, bias=True, ep_group=group, device=DEVICE)

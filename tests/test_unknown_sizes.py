@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE
 from titan_fp8moe import RoutedExperts, SharedExperts, grouped_mm
@@ -57,6 +58,8 @@ def make_inputs(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("kind", [Routed, WithShared, Linear, Grouped], ids=lambda kind: kind.__name__)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_tokens_selected_by_a_mask(kind: type[nn.Module]):
+    if kind is WithShared and TorchVersion(torch.__version__) < (2, 13):
+        pytest.skip("torch.compile loses the symbols of the rows of shared experts")
     layer, inputs = kind(), make_inputs()
 
     def select(mask: Tensor, *tensors: Tensor) -> Tensor:

@@ -279,7 +279,11 @@ def _expert(experts: Any) -> ExpertSpec | None:
         act = type(act)
     traits = experts.has_gate, getattr(experts, "is_concatenated", True)
     numbers = _numbers(experts, _NUMBERS), _numbers(getattr(experts, "config", None), _NUMBERS_OF_CONFIG)
-    return _expert_of(type(experts), act, *traits, *numbers)
+    found = _expert_of(type(experts), act, *traits, *numbers)
+    if found is None or not torch.compiler.is_compiling():
+        return found
+    # Of a constant torch.compile before 2.13 knows attributes only.
+    return ExpertSpec(*(getattr(found, name) for name in ExpertSpec._fields))
 
 
 def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, float | None], ...]:

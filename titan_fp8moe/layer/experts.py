@@ -62,6 +62,7 @@ from titan_fp8moe.layer.operands import (
     held,
     held_by,
     pack,
+    usable,
 )
 from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
 from titan_fp8moe.layer.weights import (
@@ -236,10 +237,11 @@ def run_layer(
         backward = backward._replace(weights="frozen" if lora is None else "adapted")
     of_shared = "" if shared is None else "frozen" if shared.frozen else "trained"
     ffn = shared or _NO_SHARED
-    kept = ffn.scores is not None, cache is not None, ffn.cache is not None
+    cache, shared_cache = usable(cache, weights.w1), usable(ffn.cache, weights.w1)
+    kept = ffn.scores is not None, cache is not None, shared_cache is not None
     spec = LayerSpec(config.route(ep_group), expert, backward, of_shared, check_ids, factors, *kept)
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
-    call = _Call(spec, cache, ffn.cache, stored)
+    call = _Call(spec, cache, shared_cache, stored)
     given = weights if stored is None else NO_WEIGHTS
     pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
     inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)

@@ -35,6 +35,7 @@ from titan_fp8moe.layer.operands import (
     held_by,
     linear_operand,
     pack,
+    usable,
 )
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert, without_expert_dim
@@ -210,6 +211,7 @@ def feed_forward(
     _check_input(x, D)
     backward = config.backward._replace(weights="frozen") if frozen else config.backward
     refuse_export((x, *weights))
+    cache = usable(cache, weights.w1)
     out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, backward, cache, _result_dtype(x))
     return out.view(x.shape)
 
@@ -298,5 +300,6 @@ def linear(
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
     refuse_export((x, w))
+    cache = usable(cache, w)
     out = _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags, frozen)
     return out.view(*x.shape[:-1], N)

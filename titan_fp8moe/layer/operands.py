@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -320,6 +321,11 @@ _UNLOCKED = contextlib.nullcontext()
 
 def groups_of(weights: ExpertWeights[Any]) -> Groups:
     return weights.gate_up, (weights.w2,)
+
+
+def usable(cache: WeightCache | None, weight: Tensor) -> WeightCache | None:
+    """The cache, but none for fake weights, such as those of torch.export: buffers are real."""
+    return None if isinstance(weight, FakeTensor) else cache
 
 
 def buffers_of(cache: WeightCache | None, weights: ExpertWeights[Any]) -> Copies | None:
