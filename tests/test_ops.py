@@ -123,7 +123,7 @@ def cases():
     ops.refresh_weight([gate, up], *kept, None, False, None)  # what changes buffers does not declare it
     yield "refresh_weight", ([gate, up], *kept, None, False, None)
     yield "refresh_weight", ([gate, up], *kept, copies.steps, False, seen)
-    yield "refresh_copies", ([gate, up], copies.pack(True), [seen], None)
+    yield "refresh_copies", ([gate, up], copies.pack(True), [seen], gate)
     yield "after", (torch.randn(2, 3).t(), [seen])
     yield "linear", (torch.randn(T, D), [shared[0]], BF16)
     copies = WeightCache().buffers([[shared[0]]])

@@ -19,6 +19,7 @@ other optimizers, EMA swaps and merged adapters write so. Nothing tells of param
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -335,7 +336,9 @@ def buffers_of(cache: WeightCache | None, weights: ExpertWeights[Any]) -> Copies
 def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The tensors as they are now, for autograd to keep: a parameter would have its new ``.data`` in the backward.
     DeepSpeed's ZeRO-3 replaces ``.data`` to free and refill a parameter: there the parameter is kept."""
-    return [t if t is None or hasattr(t, "ds_tensor") else t.detach() for t in tensors]
+    if not torch.compiler.is_compiling() and "deepspeed" in sys.modules:
+        return [t if t is None or hasattr(t, "ds_tensor") else t.detach() for t in tensors]
+    return [t if t is None else t.detach() for t in tensors]
 
 
 def pack(weights: ExpertWeights[Any], copies: Copies | None, frozen: bool) -> list[Tensor | None]:
@@ -349,8 +352,8 @@ def forward_operands(packed: list[Tensor | None]) -> tuple[ForwardOperands, Gene
         weights = ExpertWeights.unpack(packed)
         return ForwardOperands(ops.quantize_weight(*weights.gate_up), ops.quantize_weight(weights.w2)), None
     weights, buffers = ExpertWeights(*cast(Any, packed[:_COUNT])), packed[_COUNT:]
-    generations = _refresh([*weights.gate_up, weights.w2], buffers, [], None)
-    w13, w2 = _operands(buffers)
+    w13, w2 = operands = _operands(buffers)
+    generations = _refreshed(groups_of(weights), operands, buffers[-1])
     return ForwardOperands(w13.plain, w2.plain), Generations(*generations)
 
 
@@ -359,8 +362,8 @@ def linear_operand(packed: list[Any]) -> tuple[Fp8Weight, list[Tensor]]:
     weight, *buffers = packed
     if not buffers:
         return ops.quantize_weight(weight), []
-    generations = _refresh([weight], buffers, [], None)
-    return _operands(buffers)[0].plain, generations
+    operands = _operands(buffers)
+    return operands[0].plain, _refreshed([[weight]], operands, buffers[-1])
 
 
 def _operands(buffers: list[Any]) -> list[KeptOperand]:
@@ -373,30 +376,36 @@ def held(packed: list[Tensor | None], weights: int = _COUNT) -> Any:
     """The context in which an op reads packed weights: the lock of the copies, if there are any."""
     if len(packed) <= 2 * weights:
         return _UNLOCKED
-    copies = _copies_of(_operands(packed[weights:])[0].state)
+    copies = _copies_of(cast(Tensor, packed[weights + KeptOperand._fields.index("state")]))
     return _UNLOCKED if copies is None else copies.lock
 
 
-def _refresh_copies(
-    weights: list[Tensor], buffers: list[Tensor | None], generations: list[Tensor], dout: Tensor | None
+def _refreshed(
+    groups: Groups, operands: list[KeptOperand], steps: Tensor | None, generations: Sequence[Tensor | None] = ()
 ) -> list[Tensor]:
     """Refreshes copies by :func:`titan_fp8moe.ops.refresh_weight`, for a forward, or for its backward if there are
-    ``generations``. Returns the generations afterwards.
+    ``generations``. Returns the generations afterwards."""
+    copies = _copies_of(operands[0].state)
+    force = copies is not None and copies.note(groups) and not generations
+    return [
+        ops.refresh_weight([*group], *operand, steps, force, generation)
+        for group, operand, generation in zip(groups, operands, generations or (None,) * len(operands), strict=True)
+    ]
+
+
+def _refresh_copies(
+    weights: list[Tensor], buffers: list[Tensor | None], generations: list[Tensor], dout: Tensor
+) -> list[Tensor]:
+    """:func:`_refreshed` for a backward.
 
     Args:
         weights: of one operand or two, of which the last is of one weight.
         buffers: of :meth:`Copies.pack`.
-        dout: in a backward the gradient of its output, so that a graph's partitioner cannot move this to the forward.
+        dout: any gradient that it is given, so that a graph's partitioner cannot move this to the forward.
     """
-    *_, steps = buffers
     operands = _operands(buffers)
     groups = [weights] if len(operands) == 1 else [weights[:-1], weights[-1:]]
-    copies = _copies_of(operands[0].state)
-    force = copies is not None and copies.note(groups) and not generations
-    return [
-        ops.refresh_weight(group, *operand, steps, force, generation)
-        for group, operand, generation in zip(groups, operands, generations or (None,) * len(operands), strict=True)
-    ]
+    return _refreshed(groups, operands, buffers[-1], generations)
 
 
 # An op of its own, since a compiled backward reaches the host's knowledge of copies through it alone.
