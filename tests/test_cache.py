@@ -133,7 +133,7 @@ def test_frozen_weights_do_not_count_steps():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_loading_a_state_dict_clears_a_modules_cache(make, frozen, monkeypatch):
     """Also where parameters have no versions, as under FSDP, and one value alone differs."""
-    monkeypatch.setattr(operands_module, "tensor_key", lambda weight: 0)
+    monkeypatch.setattr(operands_module, "_identity", lambda weight: 0)
     module = make(Fp8FlowMoEConfig(cache_weights=True)).requires_grad_(not frozen)
     inputs = [torch.randn(4, 128)]
     if isinstance(module, RoutedExperts):
@@ -183,6 +183,14 @@ def test_a_cache_tells_views_of_one_storage_apart():
     assert operands_module.tensor_key(storage[:2]) == keys[0]
     storage.add_(1)
     assert operands_module.tensor_key(storage[:2]) != keys[0]
+
+
+def test_no_other_tensor_has_the_identity_of_one_that_is_gone():
+    """Allocators use addresses again, of records too."""
+    copies = WeightCache().buffers([[torch.empty(1, 128, 128)]])
+    copies.note([[torch.randn(1, 128, 128)]])
+    ((address, *_),) = copies.key
+    assert all(torch.randn(1, 128, 128).untyped_storage()._cdata != address for _ in range(100))
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

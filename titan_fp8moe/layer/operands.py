@@ -80,6 +80,7 @@ class Copies:
     key: list[tuple] | None = None
     ticket: int = 0
     replayed: bool = False
+    _storages: list[StorageWeakRef] | None = None  # so that none of the key's addresses is used again
     _stream: "torch.cuda.Stream | None" = None
     _raw_stream: int = -1
 
@@ -115,8 +116,11 @@ class Copies:
                 if self._stream is not None:
                     stream.wait_stream(self._stream)
                 self._stream, self._raw_stream = stream, raw
-        key = [tensor_key(w) for group in groups for w in group]
-        changed, self.key = key != self.key, key
+        key = [_identity(w) for group in groups for w in group]
+        changed = key != self.key
+        if changed:
+            self.key = key
+            self._storages = [StorageWeakRef(w.untyped_storage()) for group in groups for w in group]
         self.ticket = self._seen.ticket = self.ticket + 1
         return changed
 
@@ -130,11 +134,16 @@ def _copies_of(state: Tensor) -> Copies | None:
     return _live.get(state.data_ptr()) if type(state) is Tensor and not state.is_meta else None
 
 
-def tensor_key(tensor: Tensor) -> tuple:
-    """Storage, view geometry, dtype, version. A reference to the storage, not its address, which can be reused."""
-    view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def _identity(tensor: Tensor) -> tuple:
+    """Address of the storage's record, view geometry, dtype, version."""
     version = 0 if tensor.is_inference() else tensor._version
-    return StorageWeakRef(tensor.untyped_storage()), view, version
+    storage = tensor.untyped_storage()._cdata
+    return storage, version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def tensor_key(tensor: Tensor) -> tuple:
+    """:func:`_identity` with a reference to the storage, whose address is then not used again."""
+    return StorageWeakRef(tensor.untyped_storage()), _identity(tensor)
 
 
 class _Sizes(NamedTuple):
