@@ -144,8 +144,17 @@ def test_loading_a_state_dict_clears_a_modules_cache(make, frozen, monkeypatch):
     module(*inputs)
     assert generations(module.cache) == before
     module.load_state_dict(state)
+    assert all(operand.state[0] == -1 for operand in module.cache.copies.operands)  # what a CUDA graph's replays read
     module(*inputs)
     assert generations(module.cache) == [count + 1 for count in before]
+
+
+def test_parameters_of_zero_3_are_kept_themselves():
+    """DeepSpeed frees and refills their ``.data``; an alias would hold the memory that it frees."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert operands_module.aliases([weight])[0] is not weight
+    weight.ds_tensor = weight.detach()
+    assert operands_module.aliases([weight])[0] is weight
 
 
 def test_other_shapes_get_other_buffers():
