@@ -434,6 +434,22 @@ def test_a_backward_has_the_weights_of_its_forward(kind, trained, between):
         assert torch.equal(module(*inputs), copy.deepcopy(module)(*inputs))
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("kind", ["both", "forward", "linear"])
+def test_a_student_and_a_teacher_go_backward(kind, order):
+    """After the forwards of both: a backward that makes its copies again takes those of the other away."""
+    module, inputs = _make(kind, trained=True)
+    weights = dict(module.named_parameters()), _teacher(module)
+
+    def forward(module, used):
+        return torch.func.functional_call(module, used, inputs).sum()
+
+    want = [torch.autograd.grad(forward(copy.deepcopy(module), used), inputs[0]) for used in weights]
+    outs = [forward(module, used) for used in weights]
+    for i in order:
+        assert_equal(torch.autograd.grad(outs[i], inputs[0]), want[i])
+
+
 @pytest.mark.parametrize("kind", ["swiglu", "stored"])
 def test_shared_and_stored_weights_of_a_forward(kind):
     """Shared experts' copies, and weights that are stored in FP8, whose memory a loader may replace."""
