@@ -144,8 +144,17 @@ def test_loading_a_state_dict_clears_a_modules_cache(make, frozen, monkeypatch):
     module(*inputs)
     assert generations(module.cache) == before
     module.load_state_dict(state)
+    assert all(operand.state[0] == -1 for operand in module.cache.copies.operands)  # what a CUDA graph's replays read
     module(*inputs)
     assert generations(module.cache) == [count + 1 for count in before]
+
+
+def test_parameters_of_zero_3_are_kept_themselves():
+    """DeepSpeed frees and refills their ``.data``; an alias would hold the memory that it frees."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert operands_module.aliases([weight])[0] is not weight
+    weight.ds_tensor = weight.detach()
+    assert operands_module.aliases([weight])[0] is weight
 
 
 def test_other_shapes_get_other_buffers():
@@ -433,6 +442,22 @@ def test_a_backward_has_the_weights_of_its_forward(kind, trained, between):
         assert torch.equal(module(*inputs), copy.deepcopy(module)(*inputs))
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("kind", ["both", "forward", "linear"])
+def test_a_student_and_a_teacher_go_backward(kind, order):
+    """After the forwards of both: a backward that makes its copies again takes those of the other away."""
+    module, inputs = _make(kind, trained=True)
+    weights = dict(module.named_parameters()), _teacher(module)
+
+    def forward(module, used):
+        return torch.func.functional_call(module, used, inputs).sum()
+
+    want = [torch.autograd.grad(forward(copy.deepcopy(module), used), inputs[0]) for used in weights]
+    outs = [forward(module, used) for used in weights]
+    for i in order:
+        assert_equal(torch.autograd.grad(outs[i], inputs[0]), want[i])
+
+
 @pytest.mark.parametrize("kind", ["swiglu", "stored"])
 def test_shared_and_stored_weights_of_a_forward(kind):
     """Shared experts' copies, and weights that are stored in FP8, whose memory a loader may replace."""
@@ -527,7 +552,13 @@ def test_one_graph_of_a_student_and_a_teacher():
 
 @pytest.mark.parametrize("change", ["first call", "step", "teacher"])
 def test_threads(change):
-    """That call a module at once: for the first time, after a step, or one with other weights."""
+    """That call a module at once: for the first time, after a step, or one with other weights; and their backwards."""
+
+    def run(module, weights, x, *others):
+        x = x.clone().requires_grad_()
+        out = torch.func.functional_call(module, weights, (x, *others))
+        return [out.detach(), *torch.autograd.grad(out.sum(), x)]
+
     wrong = 0
     for seed in range(10):
         module, inputs = _make("both", change == "step", seed)
@@ -541,19 +572,19 @@ def test_threads(change):
         if change == "teacher":
             weights = [weights[0], _teacher(module)] * 2
         fresh = copy.deepcopy(module)
-        want = [torch.func.functional_call(fresh, w, tuple(inputs)) for w in weights]
+        want = [run(fresh, w, *inputs) for w in weights]
         got, start = [None] * 4, threading.Barrier(4)
 
         def call(i, module=module, inputs=inputs, weights=weights, got=got, start=start):
             start.wait()
-            got[i] = torch.func.functional_call(module, weights[i], tuple(inputs))
+            got[i] = run(module, weights[i], *inputs)
 
         threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        wrong += sum(g is None or not torch.equal(g, w) for g, w in zip(got, want, strict=True))
+        wrong += sum(g is None or not all(map(torch.equal, g, w)) for g, w in zip(got, want, strict=True))
     assert wrong == 0
 
 

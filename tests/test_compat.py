@@ -96,3 +96,22 @@ def test_a_compiled_checkpoint_keeps_its_inputs_only():
         out = compiled(*inputs)
     out.sum().backward()
     assert not others and x.grad is not None
+
+
+class Doubling(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_compiled_modules_are_called_eagerly_for_a_while():
+    """Also where an error ends it; what has not been compiled stays so."""
+    calls, model, x = [], torch.nn.Sequential(Doubling(), Doubling()), torch.ones(2)
+    model[1].compile(backend=lambda graph, _: lambda *args: calls.append(graph) or graph(*args))
+    model(x)
+    with compat.uncompiled([model]):
+        model(x)
+    assert len(calls) == 1
+    with pytest.raises(KeyError), compat.uncompiled([model]):
+        raise KeyError
+    model(x)
+    assert len(calls) == 2 and model[0]._compiled_call_impl is None

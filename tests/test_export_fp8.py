@@ -244,6 +244,19 @@ def test_verify_finds_one_wrong_byte(hf, export, tmp_path, name, damage, message
         export(hf, tmp_path / "out", "--verify-only")
 
 
+def test_verify_finds_a_tensor_too_many(hf, export, tmp_path):
+    out = tmp_path / "out"
+    export(hf, out)
+    (file,) = out.glob("*.safetensors")
+    save_file(load_file(file) | {"model.extra": torch.ones(1)}, file)
+    path = out / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.extra"] = file.name
+    path.write_text(json.dumps(index))
+    with refused("has 1 tensors that the checkpoint lacks, such as model.extra", error=SystemExit):
+        export(hf, out, "--verify-only")
+
+
 def test_verify_reads_the_config(hf, export, tmp_path):
     assert "warning: 12 matrices such as model.layers.0.mlp.experts.0.down_proj" in export(hf, tmp_path / "out")
     assert "verified: 28 tensors" in export(hf, tmp_path / "out", "--verify-only")

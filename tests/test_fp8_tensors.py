@@ -15,7 +15,9 @@ from tests.layer import assert_equal, refused
 from tests.processes import forks, run_script
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
+from titan_fp8moe.export_fp8.format import exported
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, fp8_parameters
+from titan_fp8moe.testing import relative_error
 from titan_fp8moe.trainer.plan import plain_name
 
 
@@ -153,6 +155,17 @@ def test_tied_weights_of_other_models():
 
     got = _all(fp8_tensors(model, adapter=Both))
     assert [name for name in got if "experts" not in name] == ["output.weight"]
+    model.all_tied_weights_keys = {"output.weight": "embedding.weight"}  # Transformers' models say which is the copy
+    got = _all(fp8_tensors(model, adapter=Both))
+    assert [name for name in got if "experts" not in name] == ["embedding.weight"]
+
+
+def test_matrices_of_other_sizes_are_not_padded():
+    values = torch.randn(200, 144)
+    got = exported("w", values, torch.float32, recipe.quantize_weight)
+    assert got["w"].shape == values.shape and got["w_scale_inv"].shape == (2, 2)
+    scale = got["w_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :144]
+    assert relative_error(got["w"].float() * scale, values) < 0.05
 
 
 class Adapter:

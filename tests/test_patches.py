@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -86,6 +86,23 @@ def test_a_value_is_put_again(other):
     assert other.number == 3 and len(patches.listed()) == 1
     patches.undo_all()
     assert other.number == 1
+
+
+def test_two_modules_change_one_value(other):
+    """They are undone from the last to the first, and made again in their order."""
+    patches.put(other, "number", 2, **ON)
+    elsewhere = FunctionType(patch_number.__code__, globals() | {"__name__": "elsewhere"})
+    elsewhere(other, 3)
+    assert len(patches.listed()) == 2
+    with patches.undone():
+        assert other.number == 1
+    assert other.number == 3
+    patches.undo_all()
+    assert other.number == 1
+
+
+def patch_number(other, value):
+    patches.put(other, "number", value, **ON)
 
 
 def test_hooks_of_optimizers():

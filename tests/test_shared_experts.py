@@ -280,6 +280,19 @@ def test_gate_and_up_of_shared_experts_in_one():
     assert torch.equal(got, want)
 
 
+def test_beside_interleaved_routed_experts():
+    """How the routed w1 lies says nothing of the shared experts' rows: output, gradients of x and of their weights."""
+    (x, scores, *weights), ids = make_inputs()
+    (w1, w2, w3), shared = (w.detach() for w in weights[:3]), weights[3:]
+    interleaved = torch.stack([w1, w3], 2).flatten(1, 2)
+    results = []
+    for routed in ((w1, w2, w3), (interleaved, w2, None)):
+        options = dict(interleaved=routed[2] is None, shared=SharedExperts(*shared))
+        out = routed_experts(x, *routed, ids, scores, **options)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, *shared])])
+    assert all(relative_error(got, want) < 0.1 for want, got in zip(*results, strict=True))
+
+
 def test_scores_of_shared_experts_stay_fp32_under_fsdp(group, monkeypatch):
     seen = []
     monkeypatch.setattr(modules, "run_layer", lambda x, *args: seen.append(args[3]) or x)
