@@ -395,7 +395,7 @@ def _refreshed(
     """Refreshes copies by :func:`titan_fp8moe.ops.refresh_weight`, for a forward, or for its backward if there are
     ``generations``. Returns the generations afterwards."""
     copies = _copies_of(operands[0].state)
-    force = copies is not None and copies.note(groups) and not generations
+    force = copies is not None and copies.note(groups)
     return [
         ops.refresh_weight([*group], *operand, steps, force, generation)
         for group, operand, generation in zip(groups, operands, generations or (None,) * len(operands), strict=True)
