@@ -177,7 +177,8 @@ def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor
     """
     rows = group_rows(x_TD.shape[0])
     q, scale = quantize_rows(torch.nn.functional.pad(x_TD, (0, 0, 0, rows - x_TD.shape[0])), nan_flag)
-    return q, scale, column_major(scale), torch.full((1,), q.shape[0], dtype=torch.int32, device=q.device)
+    # A copy, also of one column, which lies both ways: no result of an op may be another's memory.
+    return q, scale, column_major(scale.clone()), torch.full((1,), q.shape[0], dtype=torch.int32, device=q.device)
 
 
 def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:

@@ -354,12 +354,11 @@ def _seen_weights_kernel(
 ):  # fmt: skip
     """One CTA of :func:`titan_fp8moe.recipe.seen_weights`. ``step`` lies between the samples of a weight, ``count`` of
     them, a multiple of BLOCK. ``result`` (2,) gets the copies' generation, and whether they must be made."""
-    seen, current, given = tl.load(state), tl.load(state + 1), tl.load(state + 2)
+    seen = tl.load(state)
     now = seen if steps is None else tl.load(steps)
-    stale, wanted, samples = (seen < 0) | (seen != now) | (force != 0), current, count
+    stale, samples = (seen < 0) | (seen != now) | (force != 0), count
     if generation is not None:
-        wanted = tl.load(generation)
-        stale = wanted != current
+        stale = tl.load(generation) != tl.load(state + 1)
         samples = tl.where(stale, count, 0)
     different = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, samples, BLOCK):
@@ -373,9 +372,12 @@ def _seen_weights_kernel(
             tl.store(state + HEADER + count + i, bits)
     if generation is None:
         stale |= tl.max((different != 0).to(tl.int32), 0) != 0
-        given += stale.to(tl.int32)
-        wanted = tl.where(stale, given, current)
+        given = tl.load(state + 2) + stale.to(tl.int32)
+        wanted = tl.where(stale, given, tl.load(state + 1))
         tl.store(state + 2, given)
+    else:
+        wanted = tl.load(generation)
+        tl.debug_barrier()  # no warp may find the new header and leave out its samples
     if stale:
         tl.store(state, tl.maximum(now, 0))
         tl.store(state + 1, wanted)
