@@ -10,7 +10,7 @@ from titan_fp8moe.dispatch.symmetric.workspace import ROWS, Sizes, Workspace
 
 
 class Event:
-    """Of a GPU that works when it is waited for. A capture makes external events nodes of a graph."""
+    """Stands for a GPU that works only when the host syncs. A capture makes external events nodes of a graph."""
 
     nodes: list["Event"] | None = None
     pending: Callable[[], None] | None = None

@@ -252,7 +252,7 @@ def _why_not(experts: Any) -> str | None:
 
 
 def _shape(weight: Tensor) -> torch.Size:
-    """Of the whole weight: between forwards DeepSpeed's ZeRO-3 leaves an empty tensor, with its shape beside."""
+    """The shape of the whole weight. Between forwards DeepSpeed's ZeRO-3 leaves an empty tensor, and ``ds_shape``."""
     return getattr(weight, "ds_shape", weight.shape)
 
 

@@ -53,7 +53,7 @@ class _Stated(dict[str, Any]):
         return math.prod(numbers)
 
     def kind(self, layer: int, num_layers: int) -> list[object]:
-        """What the lists with an entry per layer, such as ``layer_types``, state of this one."""
+        """The entries for this layer in lists that have one per layer, such as ``layer_types``."""
         return [v[layer] for v in self.values() if isinstance(v, list | str) and len(v) == num_layers]
 
 

@@ -308,7 +308,7 @@ def _after_optimizer_step(*_: Any) -> None:
 
 
 class Generations(NamedTuple):
-    """Of a layer's two operands: (2,) int32 each, which :func:`titan_fp8moe.ops.refresh_weight` returns."""
+    """The results of :func:`titan_fp8moe.ops.refresh_weight` for a layer's two operands, (2,) int32 each."""
 
     w13: Tensor
     w2: Tensor
@@ -376,7 +376,7 @@ def linear_operand(packed: list[Any]) -> tuple[Fp8Weight, list[Tensor]]:
 
 
 def _operands(buffers: list[Any]) -> list[KeptOperand]:
-    """Of :meth:`Copies.pack`."""
+    """The operands in a list of :meth:`Copies.pack`, which ends with the steps."""
     size = len(KeptOperand._fields)
     return [KeptOperand(*buffers[at : at + size]) for at in range(0, len(buffers) - 1, size)]
 

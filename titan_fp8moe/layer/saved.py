@@ -150,7 +150,7 @@ class Saved(NamedTuple):
 
     @property
     def stored_weights(self) -> ExpertWeights[Fp8Weight] | None:
-        """Of experts that are stored in FP8."""
+        """The weights of experts that are stored in FP8; None for others."""
         return None if self.scales is None else ExpertWeights.unpack([*self.weights, *self.scales])
 
     @property

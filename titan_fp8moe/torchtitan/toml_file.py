@@ -85,7 +85,7 @@ _KINDS = {
 
 
 def _alternatives(hint: Any) -> Iterator[tuple[Callable[[Any], bool], str]]:
-    """What a value of a TOML file may be in a field of this type: for each alternative a test, and words."""
+    """Yields a test and its words for each kind of TOML value that a field of this type takes."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         yield from _alternatives(args[0])

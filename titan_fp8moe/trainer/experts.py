@@ -10,7 +10,7 @@ from titan_fp8moe.spec import ExpertSpec
 
 
 class Placement(NamedTuple):
-    """What FSDP does with a layer's routed experts, as the job decides when it is converted.
+    """The part of FSDP in a layer's routed experts, as the job decides when it is converted.
 
     Attributes:
         in_fsdp: it manages them, or has hooks on them at least.
