@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8moe import routed_experts, testing
 from titan_fp8moe.layer import experts, group
-from titan_fp8moe.layer.experts import Experts, Shared, run_layer
 from titan_fp8moe.layer.operands import WeightCache
+from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.spec import ExpertSpec
 
 T, D, H, E, K = 300, 256, 128, 8, 3
@@ -65,7 +65,7 @@ def apply_layer(
     x, weights, ids, scores, *, config, score_before_experts=False, meanwhile=None, shared=None, shared_cache=None,
     shared_frozen=False, shared_scores=None, **experts,
 ):  # fmt: skip
-    """:func:`titan_fp8moe.layer.experts.run_layer`, which modules call; ``experts``: other fields of Experts."""
+    """:func:`titan_fp8moe.layer.run.run_layer`, which modules call; ``experts``: other fields of Experts."""
     expert = ExpertSpec(score_before_experts=score_before_experts)
     ffn = None if shared is None else Shared(shared, shared_cache, shared_frozen, shared_scores)
     return run_layer(x, ids, scores, Experts(weights, config, expert=expert, **experts), ffn, meanwhile)

@@ -78,18 +78,13 @@ def exchange_all(
     sent = [ops.dispatch_routing(t.ids, N, sizes.num_local) for t in tokens]
     for at, t, (_, token_C, counts_N) in zip(workspaces, tokens, sent, strict=True):
         impl.publish(at, t.q, t.scale, (t.ids, t.scores), (token_C, counts_N, (M, C)))
-        impl.arrive(at, DISPATCH)
     state = []
     for at in workspaces:
-        impl.wait(at, DISPATCH)
         plan = impl.plan(at)
-        ids_CK, scores_CK, pair_CK, token_C = impl.pull_pairs(at, plan, C)
-        offsets, token_M, score_M, row_CK = ops.expert_routing(ids_CK, scores_CK, sizes.num_local, M)
-        token_scale = impl.pull_scales(at, plan, token_C)
-        x, x_scale, token_q = impl.pull_rows(at, plan, token_C, row_CK, token_M, token_scale, offsets, True)
+        offsets, token_M, score_M, row_CK, token_C, pair_CK = impl.pull_routing(at, plan, M, C)
+        x, x_scale, token_q, token_scale = impl.pull_rows(at, plan, token_C, row_CK, token_M, offsets, True)
         bias = None if b2_ED is None else RowBias(b2_ED, score_M, offsets)
         impl.push_sums(at, plan, stand_in(x, x_scale, dim)[0], None, row_CK, pair_CK, *(bias or ()))
-        impl.arrive(at, COMBINE)
         end, count = int(offsets[-1]), int(plan[0, -1])
         kept = x[:end], x_scale[:end], token_q[:count], token_scale[:count]
         state.append((plan, token_C, pair_CK, kept, offsets, token_M, score_M, row_CK))
@@ -99,14 +94,11 @@ def exchange_all(
         outs.append(ops.unpermute_sum(at.sums(dim or sizes.dim), sent_TK, torch.float32))
     for at, t in zip(workspaces, tokens, strict=True):
         impl.publish(at, *gradient(t), None, None)
-        impl.arrive(at, DISPATCH)
     for n, at in enumerate(workspaces):
         impl.wait(at, DISPATCH)
         plan, token_C, pair_CK, _, offsets, token_M, _, row_CK = state[n]
-        scale = impl.pull_scales(at, plan, token_C)
-        dy = impl.pull_rows(at, plan, token_C, row_CK, token_M, scale, offsets, False)[:2]
+        dy = impl.pull_rows(at, plan, token_C, row_CK, token_M, offsets, False)[:2]
         impl.push_sums(at, plan, *stand_in(*dy, dim), row_CK, pair_CK)
-        impl.arrive(at, COMBINE)
     results = []
     for n in ranks:
         impl.wait(workspaces[n], COMBINE)

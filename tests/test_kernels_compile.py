@@ -28,8 +28,8 @@ TOP_K = 8
 # They compute indices, or move little.
 NO_ROWS = (
     *("_balance_exponent_kernel", "_count_kernel", "_place_rows_kernel", "_place_dispatched_kernel"),
-    *("_arrive_kernel", "_wait_kernel", "_plan_kernel", "_pull_pairs_kernel", "_pull_scales_kernel"),
-    *("_place_scales_kernel", "_seen_weights_kernel", "_bias_gradient_kernel"),
+    *("_wait_kernel", "_plan_kernel", "_pull_pairs_kernel"),
+    *("_seen_weights_kernel", "_bias_gradient_kernel"),
 )
 
 
@@ -167,13 +167,11 @@ def symmetric_calls(N, D, E, T):
         pairs = ids, meta(T, TOP_K, dtype=FP32)
         yield f"publish {ids.dtype}", kernels.publish, (at, q, scale, pairs, sent)
     yield "publish gradients", kernels.publish, (at, q, scale, None, None)
-    yield "arrive", kernels.arrive, (at, 1)
     yield "wait", kernels.wait, (at, 1)
     yield "plan", kernels.plan, (at,)
-    yield "pull_pairs", kernels.pull_pairs, (at, plan, C)
-    yield "pull_scales", kernels.pull_scales, (at, plan, token_C)
+    yield "pull_routing", kernels.pull_routing, (at, plan, M, C)
     for keep in (True, False):
-        args = at, plan, token_C, row_CK, token_M, meta(C, D // TILE, dtype=E8M0), offsets_E, keep
+        args = at, plan, token_C, row_CK, token_M, offsets_E, keep
         yield f"pull_rows {keep}", kernels.pull_rows, args
     bias = meta(E, D, dtype=BF16), meta(M, dtype=FP32), offsets_E
     args = at, plan, meta(M, D, dtype=BF16), None, row_CK, meta(C, TOP_K, dtype=torch.uint8), *bias

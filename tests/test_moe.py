@@ -19,6 +19,7 @@ from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import checks, experts, group
 from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.run import _warn_once
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn import grouped_mm
 from titan_fp8moe.ops import backend
@@ -299,7 +300,7 @@ def test_bf16_scores_warn_once():
     compiled = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
     module = RoutedExperts(E, D, H, device=DEVICE)
     for layer in (routed_experts, compiled, lambda x, w1, w2, w3, *pairs: module(x, *pairs)):
-        experts._warn_once.cache_clear()
+        _warn_once.cache_clear()
         with pytest.warns(UserWarning, match="compute them in fp32") as caught:
             got = [layer(x, *weights, chosen, scores.bfloat16()) for _ in range(2)]
         assert len(caught) == 1

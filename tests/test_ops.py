@@ -141,14 +141,16 @@ def symmetric_cases(group_name: str):
     sent_TK, token_C, counts_N = recipe.dispatch_routing(ids_TK, 1, E)
     dispatched = (*tokens, ids_TK, scores_TK, token_C, counts_N, 1.0, group_name)
     yield "symmetric_dispatch", dispatched
-    x, _, _, _, offsets_E, token_M, _, row_CK, plan, arrived_C, pair_CK = NAMESPACE.symmetric_dispatch(*dispatched)
+    x, x_scale, *arrived = NAMESPACE.symmetric_dispatch(*dispatched)
+    _, _, offsets_E, token_M, _, row_CK, arrived_C, pair_CK, plan = arrived
+    yield "symmetric_arrived", (x_scale, [x, *arrived], group_name)
     yield "symmetric_dispatch_gradients", (*tokens, plan, arrived_C, row_CK, token_M, offsets_E, group_name)
     for ds_M in (None, torch.rand(x.shape[0])):
         start = (torch.randn(x.shape, dtype=BF16), ds_M, row_CK, pair_CK, plan, group_name)
         yield "symmetric_start_combine", start
         for addend in (None, torch.randn(T, D, dtype=BF16)):
             started = NAMESPACE.symmetric_start_combine(*start)
-            yield "symmetric_finish_combine", (started, sent_TK, D, FP32, addend, ds_M is not None, group_name)
+            yield "symmetric_finish_combine", (started, sent_TK, D, FP32, addend, ds_M is not None, [x], group_name)
 
 
 @pytest.fixture

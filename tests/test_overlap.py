@@ -22,7 +22,7 @@ from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.all_to_all import GRADIENTS_NEEDED, AllToAllDispatch
-from titan_fp8moe.layer import experts
+from titan_fp8moe.layer import experts, run
 from titan_fp8moe.layer.experts import InFlight, Inputs
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -99,8 +99,8 @@ def in_flight(monkeypatch):
         carriers.add(carrier := InFlight(device))
         return carrier
 
-    monkeypatch.setattr(experts, "_in_flight", make)
-    return lambda: [c for c in carriers if c.pending is not None or c.shared_dx_RD is not None]
+    monkeypatch.setattr(run, "in_flight_eagerly", make)
+    return lambda: [c for c in carriers if c.started is not None]
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ def test_a_stream_that_meanwhile_leaves_behind_is_refused(layer, monkeypatch):
     """Both nodes of the layer must run on one stream; the streams here are made up."""
     current = ["a"]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device, name=current[0]))
-    monkeypatch.setattr(experts, "_in_flight", lambda device: InFlight(torch.device("cuda")))
+    monkeypatch.setattr(run, "in_flight_eagerly", lambda device: InFlight(torch.device("cuda")))
     layer(torch.randn(2, 8, 128))
     layer.shared_experts.register_forward_hook(lambda *_: current.insert(0, "b"))
     with pytest.raises(RuntimeError, match="let meanwhile.. restore the current stream"):

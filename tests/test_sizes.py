@@ -14,9 +14,9 @@ from tests.test_model_experts import GPT_OSS, NAMES, in_float64, make_biases
 from tests.test_weights import gathered
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, routed_experts
 from titan_fp8moe.kernels import launch
-from titan_fp8moe.layer.experts import Experts, Shared, run_layer
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import add_cache
 from titan_fp8moe.spec import ExpertSpec

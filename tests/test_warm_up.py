@@ -38,8 +38,8 @@ from titan_fp8moe.dispatch.base import Route
 from titan_fp8moe.dispatch.symmetric import kernels as symmetric
 from titan_fp8moe.kernels import launch, swiglu, warm_up
 from titan_fp8moe.layer import experts, on_meta, statistics
-from titan_fp8moe.layer.experts import Experts, Shared, run_layer
 from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.saved import LayerSpec, layout
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import E8M0, FP8, row_capacity
@@ -59,7 +59,7 @@ def layer_of(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = Fals
     x, ids = torch.empty(T, D, dtype=torch.bfloat16), torch.empty(T, K, dtype=torch.int64)
     nan_flags = torch.zeros(4, dtype=torch.uint8) if flags else None
     tensors = x, ids, nan_flags, weights, shared_weights
-    return functools.partial(on_meta.experts, run_layer, Experts, Shared, *tensors, layer)
+    return functools.partial(on_meta.experts, experts._on_meta, *tensors, layer)
 
 
 def names(launches) -> list[str]:
@@ -99,7 +99,7 @@ def test_weights_that_are_quantized_and_padded(fused):
     config = Fp8FlowMoEConfig()
     layer = LayerSpec(config.route(None), SWIGLU, config.backward._replace(weights="frozen"), "", True)
     x, ids = torch.empty(T, 192, dtype=torch.bfloat16), torch.empty(T, K, dtype=torch.int64)
-    run = functools.partial(on_meta.experts, run_layer, Experts, Shared, x, ids, None, weights, [], layer)
+    run = functools.partial(on_meta.experts, experts._on_meta, x, ids, None, weights, [], layer)
     found = names(warm_up.recorded(run))
     assert "grouped_mm_hopper_kernel" in found and "wgrad_hopper_kernel" not in found
 
@@ -231,7 +231,7 @@ def kernels_of_16b(T: int) -> set[str]:
     layer = LayerSpec(config.route(dist.group.WORLD), SWIGLU, config.backward, "trained", True)
     ids, shared = torch.empty(T, 6, dtype=torch.int64), matrices(1, 2 * 1408, torch.bfloat16)
     tensors = x, ids, flags, matrices(8, 1408, torch.float32), shared
-    launches = warm_up.recorded(functools.partial(on_meta.experts, run_layer, Experts, Shared, *tensors, layer))
+    launches = warm_up.recorded(functools.partial(on_meta.experts, experts._on_meta, *tensors, layer))
     weights = matrices(1, 10944, torch.bfloat16)
     launches += warm_up.recorded(
         functools.partial(on_meta.ffn, feed_forward, x, weights, flags, config.backward, x.dtype)
@@ -318,7 +318,7 @@ def compare_with_real_layers(tokens: int) -> None:
             continue
         in_time = [] if spec.dispatch.overlaps else shared
         ahead = warm_up.recorded(
-            functools.partial(on_meta.experts, run_layer, Experts, Shared, x, ids, flags, routed, in_time, spec)
+            functools.partial(on_meta.experts, experts._on_meta, x, ids, flags, routed, in_time, spec)
         )
         if spec.dispatch.overlaps and shared:
             scale, end = torch.empty(D // 128, 128, dtype=E8M0).T, torch.empty(1, dtype=torch.int32)

@@ -7,9 +7,10 @@ torchtitan's models, ``titan_fp8moe.transformers`` serves those of Transformers.
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.symmetric.workspace import check_room
-from titan_fp8moe.layer.experts import SAVED_OPS, routed_experts
+from titan_fp8moe.layer.experts import SAVED_OPS
 from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.layer.operands import WeightCache
+from titan_fp8moe.layer.run import routed_experts
 from titan_fp8moe.layer.weights import SharedExperts
 from titan_fp8moe.nn.grouped_mm import grouped_mm
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts

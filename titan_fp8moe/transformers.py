@@ -7,7 +7,7 @@
     # or, with a model at hand: model.set_experts_implementation("fp8_flow")
 
 The registry hands a function the module of a layer's experts, its tokens and the router's choice. The functions here
-pass them to :func:`titan_fp8moe.layer.experts.run_layer`. The fused ``gate_up_proj``, or ``up_proj`` of experts
+pass them to :func:`titan_fp8moe.layer.run.run_layer`. The fused ``gate_up_proj``, or ``up_proj`` of experts
 without a gate, is its ``w1`` as it lies.
 """
 
@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titan_fp8moe import patches, peft, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
-from titan_fp8moe.layer.experts import Experts, run_layer
 from titan_fp8moe.layer.operands import Layouts, add_cache, own_cache, tensor_key
+from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight, scale_exponents
 from titan_fp8moe.recipe import FP8, STEP, TILE, exp2, exponent

@@ -25,7 +25,7 @@ from experiments.records import add_trial, require_commit, require_gpu, script_p
 from experiments.timing import graphed, in_turn, medians
 from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts
 from titan_fp8moe.dispatch.symmetric import kernels, workspace
-from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, Sizes, Workspace, capacities
 from titan_fp8moe.kernels import permute
 from titan_fp8moe.recipe import FP8
 
@@ -93,7 +93,6 @@ class LocalRanks:
             self.sent.append(sent_TK)
             self.published = q, scale, (ids, torch.rand(shape.T, shape.K, device=DEVICE)), (token_C, counts_N, (M, C))
             kernels.publish(at, *self.published)
-            kernels.arrive(at, DISPATCH)
         self.at = self.ranks[0]
         self.route()
         self.pull()
@@ -101,15 +100,13 @@ class LocalRanks:
         assert not int(self.at.overflow)
 
     def route(self) -> None:
+        self.at.rounds.zero_()  # nobody arrives again
         self.plan = kernels.plan(self.at)
-        ids_CK, scores_CK, self.pair_CK, self.token_C = kernels.pull_pairs(self.at, self.plan, self.C)
-        self.offsets_E, self.token_M, _, self.row_CK = ops.expert_routing(ids_CK, scores_CK, self.shape.E, self.M)
+        routing = kernels.pull_routing(self.at, self.plan, self.M, self.C)
+        self.offsets_E, self.token_M, _, self.row_CK, self.token_C, self.pair_CK = routing
 
     def pull(self, keep: bool = True) -> None:
-        scale = kernels.pull_scales(self.at, self.plan, self.token_C)
-        kernels.pull_rows(
-            self.at, self.plan, self.token_C, self.row_CK, self.token_M, scale, self.offsets_E, keep
-        )  # fmt: skip
+        kernels.pull_rows(self.at, self.plan, self.token_C, self.row_CK, self.token_M, self.offsets_E, keep)
 
     def push(self) -> None:
         kernels.push_sums(self.at, self.plan, self.y, None, self.row_CK, self.pair_CK)
@@ -297,15 +294,10 @@ def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], None]
 
     def dispatch() -> None:
         kernels.publish(at, q, scale, (layer.ids, layer.scores.detach()), (token_C, counts_N, (M, C)))
-        kernels.arrive(at, DISPATCH)
-        kernels.wait(at, DISPATCH)
         plan = kernels.plan(at)
-        ids_CK, scores_CK, pair_CK, arrived_C = kernels.pull_pairs(at, plan, C)
-        offsets_E, token_M, _, row_CK = ops.expert_routing(ids_CK, scores_CK, shape.E, M)
-        token_scale = kernels.pull_scales(at, plan, arrived_C)
-        kernels.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, True)
-        kernels.arrive(at, COMBINE)  # ends the exchange: nobody publishes before all have pulled
-        kernels.wait(at, COMBINE)
+        offsets_E, token_M, _, row_CK, arrived_C, pair_CK = kernels.pull_routing(at, plan, M, C)
+        kernels.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, True)
+        at.mapped[1].barrier()  # nobody publishes before all have pulled
         state.update(plan=plan, pair_CK=pair_CK, row_CK=row_CK)
 
     dispatch()
@@ -313,7 +305,6 @@ def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], None]
 
     def combine() -> None:
         kernels.push_sums(at, state["plan"], y, None, state["row_CK"], state["pair_CK"])
-        kernels.arrive(at, COMBINE)
         kernels.wait(at, COMBINE)
         permute.unpermute_sum(at.view("sums"), sent_TK, torch.bfloat16)
 

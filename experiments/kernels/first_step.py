@@ -18,7 +18,7 @@ import torch
 import triton
 
 from experiments.records import begin, require_gpu, script_parser, write_records
-from titan_fp8moe.layer.experts import routed_experts
+from titan_fp8moe.layer.run import routed_experts
 
 LAYERS = {  # D model dim, H expert hidden dim, E experts, top_k, dtype of the weights
     "671B, 8 experts": (7168, 2048, 8, 8, torch.bfloat16),

@@ -11,7 +11,7 @@ import torch
 from experiments.records import require_gpu
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import routed_experts
+from titan_fp8moe.layer.run import routed_experts
 from titan_fp8moe.ops import Fp8Weight
 
 SHAPES = [  # N, K, rows of each group

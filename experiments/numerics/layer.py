@@ -19,7 +19,7 @@ from experiments.records import script_parser, write_records
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import routed_experts
+from titan_fp8moe.layer.run import routed_experts
 from titan_fp8moe.testing import make_layer, moe_layer, relative_error
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")

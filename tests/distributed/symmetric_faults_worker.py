@@ -39,22 +39,21 @@ def layer(device: str) -> torch.Tensor:
 
 
 def inject(how: str, device: str, timeout: int) -> None:
-    """Makes this rank fail instead of arriving for the combine of the next layer."""
+    """Makes this rank fail in the place of the combine of the next layer."""
     impl = kernels if device == "cuda" else exchange
-    arrive = impl.arrive
+    push_sums = impl.push_sums
 
-    def fault(workspace, channel):
-        if channel == exchange.COMBINE:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if how == "raises":
-                raise ValueError("of this rank alone")
-            if how == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1000 if how == "stalls" else timeout / 2)
-        arrive(workspace, channel)
+    def fault(*args):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if how == "raises":
+            raise ValueError("of this rank alone")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000 if how == "stalls" else timeout / 2)
+        push_sums(*args)
 
-    impl.arrive = fault
+    impl.push_sums = fault
 
 
 def lose_rank(how: str, rank: int, out: Path, device: str, timeout: int) -> None:

@@ -104,7 +104,7 @@ class AllToAllDispatch:
         payload = ops.pack_dispatch(*rows, token_C, sent_TK, ids_TK, scores_TK, num_local)
         return Pending(ops.start_all_to_all(payload, receive_splits, send_splits, self.group_name))
 
-    def receive(self, pending: Pending) -> Rows:
+    def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
         payload = ops.wait(cast(Tensor, pending.rows))
         if self.pairs is None:
             return in_expert_order(Rows(*ops.unpack_dispatch(payload, self.dim, 0)[:2]), self.routing)
@@ -156,7 +156,7 @@ class AllToAllDispatch:
         payload = ops.start_all_to_all(payload, send_splits, receive_splits, self.group_name)
         return Pending(payload, with_gradients=ds_M is not None)
 
-    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
         payload, sent_TK = ops.wait(cast(Tensor, pending.rows)), self.state.sent_TK
         rows, ds = ops.unpack_combine(payload, self.dim, sent_TK.shape[1] if pending.with_gradients else 0)
         if not pending.with_gradients:

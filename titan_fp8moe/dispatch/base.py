@@ -116,8 +116,9 @@ class Dispatch(Protocol):
         """Starts to bring quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""
         ...
 
-    def receive(self, pending: Pending) -> Rows:
-        """The rows of this rank's experts, (M, D) in expert order."""
+    def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
+        """The rows of this rank's experts, (M, D) in expert order. ``beside``: results of what has been computed since
+        :meth:`send`; a compiled graph then computes it before it waits."""
         ...
 
     @staticmethod
@@ -134,8 +135,9 @@ class Dispatch(Protocol):
         rows are summed in fp32, in a forward with ``bias``."""
         ...
 
-    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
-        """Each token's sum over its experts and its row of ``addend_RD``, in fp32 and rounded to ``dtype`` once."""
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
+        """Each token's sum over its experts and its row of ``addend_RD``, in fp32 and rounded to ``dtype`` once.
+        ``beside``: as in :meth:`receive`."""
         ...
 
 

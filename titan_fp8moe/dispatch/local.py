@@ -49,7 +49,7 @@ class LocalDispatch:
     def send(self, rows: Rows) -> Pending:
         return Pending(*rows)
 
-    def receive(self, pending: Pending) -> Rows:
+    def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
         rows = Rows(cast(Tensor, pending.rows), cast(Tensor, pending.extra))
         if self.pairs is not None:
             ids_TK, scores_TK, E = self.pairs
@@ -70,7 +70,7 @@ class LocalDispatch:
         self.bias = bias
         return Pending(y_MD, ds_M, with_gradients=ds_M is not None)
 
-    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
         rows_MD, ds_M, with_gradients = pending
         row_TK = self.routing.row_TK
         if not with_gradients:

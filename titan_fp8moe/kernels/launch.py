@@ -71,6 +71,7 @@ class Kernel:
         if _recordings and is_recording():  # nearly always without the call
             _recordings[threading.get_ident()].append((self, args, constants))
             return
+        side = _streams.get(threading.get_ident()) if _streams else None
         active = driver.active
         device = active.get_current_device()
         key, values = self._key(device, args, constants)
@@ -79,16 +80,18 @@ class Kernel:
             grid = (*grid, 1, 1)[:3]
             hooks = knobs.runtime
             if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
-                compiled[grid](*args, *values_of_constants)  # calls a profiler's hooks, of whatever type they are
+                with torch.cuda.stream(side):
+                    compiled[grid](*args, *values_of_constants)  # calls a profiler's hooks, of whatever type they are
                 return
-            stream = active.get_current_stream(device)
+            stream = active.get_current_stream(device) if side is None else side.cuda_stream
             # As compiled[grid] does, but without hooks and their metadata: the three None.
             compiled.run(*grid, stream, function, metadata, None, None, None, *values, *values_of_constants)
             return
         if len(args) != self._num_args:
             raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
         constants |= self._bound
-        compiled = self.kernel[grid](*map(_readable, args), **(_OPTIONS | constants))
+        with torch.cuda.stream(side):
+            compiled = self.kernel[grid](*map(_readable, args), **(_OPTIONS | constants))
         if compiled is not None:
             names = self._constants
             found = compiled, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names)
@@ -153,6 +156,23 @@ def is_recording() -> bool:
     return threading.get_ident() in _recordings
 
 
+_streams: dict[int, "torch.cuda.Stream | None"] = {}
+"""The stream of each thread's launches, where it is not PyTorch's current one."""
+
+
+@contextmanager
+def on_stream(stream: "torch.cuda.Stream | None") -> Iterator[None]:
+    """Launches of this thread in this context go to ``stream``, by default to PyTorch's current one, which in any case
+    stays the one that memory is allocated for."""
+    thread = threading.get_ident()
+    outer = _streams.get(thread)
+    _streams[thread] = stream
+    try:
+        yield
+    finally:
+        _streams[thread] = outer
+
+
 _fast: bool | None = None
 """Whether launches go past Triton's launcher; None until one has been compared with it."""
 
@@ -164,7 +184,8 @@ def _is_fast() -> bool:
         return bool(_fast)
     _fast = True  # also for the probe
     try:
-        by_triton, here = _probe(), _probe()
+        with on_stream(None):
+            by_triton, here = _probe(), _probe()
         _fast, error = by_triton == here, f"kernels get {here} instead of {by_triton}"
     except Exception as raised:
         _fast, error = False, repr(raised)

@@ -88,6 +88,16 @@ def _is_sent(
 # --- first launch: count ----------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def mark_padding(token_M, score_M, M, FILL_BLOCK: tl.constexpr):
+    """The CTAs together mark all rows as padding. The second launch writes the pairs' rows over these: kernels of a
+    stream run one after the other."""
+    for first in range(tl.program_id(0) * FILL_BLOCK, M, tl.num_programs(0) * FILL_BLOCK):
+        row = first + tl.arange(0, FILL_BLOCK)
+        tl.store(token_M + row, -1, mask=row < M)
+        tl.store(score_M + row, 0.0, mask=row < M)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["ids_stride", "T", "M", "blocks"])
 def _count_kernel(
@@ -113,11 +123,7 @@ def _count_kernel(
     if token_counts is not None:
         tl.store(token_counts + cta * PAD_N + n, dispatched)
     if token_M is not None:
-        # The second launch writes the pairs' rows over these: kernels of a stream run one after the other.
-        for first in range(cta * FILL_BLOCK, M, tl.num_programs(0) * FILL_BLOCK):
-            row = first + tl.arange(0, FILL_BLOCK)
-            tl.store(token_M + row, -1, mask=row < M)
-            tl.store(score_M + row, 0.0, mask=row < M)
+        mark_padding(token_M, score_M, M, FILL_BLOCK)
 
 
 @triton.jit
@@ -133,7 +139,7 @@ def _sum_counts(counts, cta, ctas, PAD: tl.constexpr):
     return total, before
 
 
-def _blocks_of_tokens(T: int, K: int, num_experts: int) -> tuple[int, int, dict[str, int]]:
+def blocks_of_tokens(T: int, K: int, num_experts: int) -> tuple[int, int, dict[str, int]]:
     """How T tokens are spread: blocks for each CTA, CTAs, and the constants that both launches must share."""
     pad = next_power_of_2(num_experts)
     block = max(min(BLOCK_ENTRIES // pad, MAX_BLOCK), 1)
@@ -203,22 +209,38 @@ def expert_routing(
     """Kernels of :func:`titan_fp8moe.ops.expert_routing`."""
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
-    scores_stride = row_stride("topk_scores_TK", topk_scores_TK)
-    blocks, ctas, constants = _blocks_of_tokens(T, K, num_experts)
+    blocks, ctas, constants = blocks_of_tokens(T, K, num_experts)
     pair_counts = torch.empty(ctas, constants["PAD"], dtype=torch.int32, device=device)
-    offsets_E = torch.empty(num_experts, dtype=torch.int32, device=device)
     token_M = torch.empty(capacity, dtype=torch.int32, device=device)
     score_M = torch.empty(capacity, dtype=torch.float32, device=device)
-    row_TK = torch.empty(T, K, dtype=torch.int32, device=device)
     _count_kernel[(ctas,)](
         topk_ids_TK, ids_stride, pair_counts, None, token_M, score_M, T, capacity, blocks, E=num_experts, PAD_N=1,
         **_counting(check_ids), **constants,
     )  # fmt: skip
+    offsets_E, row_TK = place_rows(topk_ids_TK, topk_scores_TK, pair_counts, token_M, score_M, num_experts)
+    return offsets_E, token_M, score_M, row_TK
+
+
+def place_rows(
+    topk_ids_TK: Tensor, topk_scores_TK: Tensor, pair_counts: Tensor, token_M: Tensor, score_M: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """The second launch of :func:`expert_routing`; offsets_E and row_TK.
+
+    Args:
+        pair_counts: (CTAs, experts, padded) int32, how many pairs of the tokens of each CTA, by
+            :func:`blocks_of_tokens`, each expert has.
+        token_M, score_M: marked as padding; written here.
+    """
+    (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
+    strides = row_stride("topk_ids_TK", topk_ids_TK), row_stride("topk_scores_TK", topk_scores_TK)
+    blocks, ctas, constants = blocks_of_tokens(T, K, num_experts)
+    offsets_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    row_TK = torch.empty(T, K, dtype=torch.int32, device=device)
     _place_rows_kernel[(ctas,)](
-        topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, pair_counts, offsets_E, token_M, score_M, row_TK, T,
+        topk_ids_TK, strides[0], topk_scores_TK, strides[1], pair_counts, offsets_E, token_M, score_M, row_TK, T,
         blocks, ctas, ROW_ALIGN=ROW_ALIGN, **constants,
     )  # fmt: skip
-    return offsets_E, token_M, score_M, row_TK
+    return offsets_E, row_TK
 
 
 # --- token exchange ---------------------------------------------------------------------------------------------------
@@ -266,7 +288,7 @@ def dispatch_routing(
     """Kernels of :func:`titan_fp8moe.ops.dispatch_routing`."""
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
-    blocks, ctas, constants = _blocks_of_tokens(T, K, num_ranks * num_local)
+    blocks, ctas, constants = blocks_of_tokens(T, K, num_ranks * num_local)
     ranks = dict(E=num_local, PAD_N=next_power_of_2(num_ranks))
     pair_counts = torch.empty(ctas, constants["PAD"], dtype=torch.int32, device=device)
     token_counts = torch.empty(ctas, ranks["PAD_N"], dtype=torch.int32, device=device)

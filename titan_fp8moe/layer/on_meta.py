@@ -14,10 +14,9 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.dispatch.base import Pending
-from titan_fp8moe.dispatch.symmetric.workspace import resolve
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.layer.saved import LayerSpec
-from titan_fp8moe.layer.weights import Biases, ExpertWeights
+from titan_fp8moe.layer.saved import Inputs, LayerSpec
+from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.rows import GroupRows, NanFlags
 from titan_fp8moe.spec import BackwardSpec
@@ -48,19 +47,13 @@ def _one_expert(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
     return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_() for w in _weights(packed, D)))
 
 
-def _config(backward: BackwardSpec, **transport: Any) -> Fp8FlowMoEConfig:
-    return Fp8FlowMoEConfig(**{name: getattr(backward, name) for name in RECIPE}, **transport)
-
-
 def _backward(out: Tensor) -> None:
     out.backward(torch.empty_like(out))
 
 
 @statistics.paused()
 def experts(
-    run_layer: Callable[..., Tensor],
-    make_experts: Callable[..., Any],
-    make_shared: Callable[..., Any],
+    run: Callable[[Inputs, LayerSpec], Tensor],
     x_TD: Tensor,
     topk_ids_TK: Tensor,
     nan_flags: Tensor | None,
@@ -68,31 +61,31 @@ def experts(
     shared_weights: list[Tensor | None],
     spec: LayerSpec,
 ) -> None:
-    """Runs ``run_layer`` with tensors like the op's, in the records that it takes."""
-    D = x_TD.shape[1]
-    routed, shared = _weights(weights, D), _one_expert(shared_weights, D) if shared_weights else None
-    backward, biases = spec.backward, None
+    """Calls ``run`` with tensors like the op's."""
+    D, fp32 = x_TD.shape[1], dict[str, Any](dtype=torch.float32, device="meta", requires_grad=True)
+    routed, biases, shared_scores = _weights(weights, D), None, None
     if spec.expert.biased:
-        E = routed.w2.shape[0]
-        b1, b2 = (
-            torch.empty(E, n, dtype=routed.w1.dtype, device="meta", requires_grad=True) for n in (routed.w1.shape[1], D)
-        )
+        (E, rows, _), dtype = routed.w1.shape, routed.w1.dtype
+        b1, b2 = (torch.empty(E, n, dtype=dtype, device="meta", requires_grad=True) for n in (rows, D))
         biases = Biases(b1, b2, None if routed.w3 is None else b1)
-    fp32: Any = dict(dtype=torch.float32, device="meta", requires_grad=True)
-    transport, group = {}, None
-    if spec.dispatch.travels:
-        transport = dict(dispatch=spec.route.backend, dispatch_capacity=spec.route.capacity)
-        group = resolve(spec.route.group_name)
-    frozen = backward.weights == "frozen"
-    config = _config(backward, **transport)
-    given = make_experts(routed, config, group, spec.expert, frozen=frozen, biases=biases, nan_flags=like(nan_flags))
-    if shared is not None:
-        scores_T = torch.empty(x_TD.shape[0], **fp32) if spec.shared_scored else None
-        shared = make_shared(shared, frozen=spec.shared == "frozen", scores=scores_T)
-    scores = torch.empty(topk_ids_TK.shape, **fp32)
     if spec.shared and not shared_weights:
         _rows_of_shared(x_TD, topk_ids_TK, nan_flags, spec)
-    _backward(run_layer(like(x_TD), like(topk_ids_TK), scores, given, shared))
+    elif spec.shared_scored:
+        shared_scores = torch.empty(x_TD.shape[0], **fp32)
+    shared = _one_expert(shared_weights, D) if shared_weights else NO_WEIGHTS
+    trained = spec.backward.weights == "adapted"
+    backward = spec.backward._replace(weights="trained") if trained else spec.backward
+    spec = spec._replace(
+        backward=backward,
+        shared=spec.shared if shared_weights else "",
+        lora=None,
+        shared_scored=shared_scores is not None,
+        kept=False,
+        shared_kept=False,
+    )
+    scores, flags = torch.empty(topk_ids_TK.shape, **fp32), like(nan_flags)
+    inputs = Inputs(like(x_TD), scores, like(topk_ids_TK), flags, shared_scores, routed, shared, biases)
+    _backward(run(inputs, spec))
 
 
 def _rows_of_shared(x_TD: Tensor, topk_ids_TK: Tensor, nan_flags: Tensor | None, spec: LayerSpec) -> None:
@@ -104,7 +97,7 @@ def _rows_of_shared(x_TD: Tensor, topk_ids_TK: Tensor, nan_flags: Tensor | None,
     rows_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16, device="meta")
     for ds_T in (None, rows_TD.new_empty(rows_TD.shape[0], dtype=torch.float32)):
         payload = ops.pack_combine(rows_TD, ds_T, sent_TK)
-        tokens.finish(Pending(payload, with_gradients=ds_T is not None), x_TD.dtype, rows_TD)
+        tokens.finish(Pending(payload, with_gradients=ds_T is not None), x_TD.dtype, rows_TD, [])
 
 
 @statistics.paused()
@@ -141,7 +134,7 @@ def ffn(
     if matrices.w3 is None:  # quantized ones have gate and up in one
         w1, w3 = (w.detach().requires_grad_() for w in matrices.w1.chunk(2))
         matrices = matrices._replace(w1=w1, w3=w3)
-    inputs = like(x_TD), matrices, _config(backward)
+    inputs = like(x_TD), matrices, Fp8FlowMoEConfig(**{name: getattr(backward, name) for name in RECIPE})
     with torch.autocast("cpu", dtype, enabled=dtype != x_TD.dtype):
         out = feed_forward(*inputs, nan_flags=like(nan_flags), frozen=frozen)
     _backward(out)

@@ -174,7 +174,7 @@ class Saved(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The first arguments of :class:`titan_fp8moe.layer.experts._RoutedExperts`, or one value for each: its gradient,
+    """The first arguments of :class:`titan_fp8moe.layer.experts.RoutedExperts`, or one value for each: its gradient,
     or whether it needs one."""
 
     x: Any = None
@@ -203,7 +203,7 @@ class Inputs(NamedTuple):
 
 
 class FinishInputs(NamedTuple):
-    """As :class:`Inputs`, of :class:`titan_fp8moe.layer.experts._Finish`."""
+    """As :class:`Inputs`, of :class:`titan_fp8moe.layer.experts.Finish`."""
 
     placeholder: Any = None
     payload: Any = None

@@ -16,11 +16,11 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.checks import check_stored_gate_up
-from titan_fp8moe.layer.experts import Experts, Shared, run_layer
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.operands import WeightCache, kind_of, own_cache
 from titan_fp8moe.layer.operands import add_cache as add_cache_to
+from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, spread, uniform_by_expert_
@@ -404,7 +404,7 @@ class Fp8FFN(nn.Module):
         return ExpertWeights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))
 
     def shared(self, scores: Tensor | None = None) -> Shared:
-        """As the shared experts of a layer, for :func:`titan_fp8moe.layer.experts.run_layer`."""
+        """As the shared experts of a layer, for :func:`titan_fp8moe.layer.run.run_layer`."""
         frozen = self.frozen
         return Shared(self.matrices(), cache_of(self, frozen), frozen, scores)
 

@@ -17,8 +17,8 @@ from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import Experts, run_layer
 from titan_fp8moe.layer.operands import WeightCache
+from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, KeepDtype, add_cache, cache_of
 from titan_fp8moe.spec import ExpertSpec

@@ -22,7 +22,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.protocols.sharding import LocalMapConfig
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.experts import Experts, run_layer
+from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache, cache_of
 from titan_fp8moe.spec import ExpertSpec

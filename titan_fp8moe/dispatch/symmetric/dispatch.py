@@ -1,7 +1,8 @@
 """The experts are spread over the ranks of one node, which read and write each other's memory.
 
 Tokens and sums are those of :mod:`titan_fp8moe.dispatch.all_to_all`, and so are the results, bit for bit. But a rank
-pulls its tokens straight to expert order, and the host neither waits nor learns how many come. All ranks have equally
+pulls its tokens straight to expert order, and the host neither waits nor learns how many come. Rows travel beside what
+the layer computes between two verbs. All ranks have equally
 many tokens, and buffers have room for ``dispatch_capacity`` times what uniform routing brings.
 :func:`titan_fp8moe.check_room` raises if that did not suffice. A layer's exchange ends within its forward, and within
 its backward.
@@ -15,6 +16,7 @@ from torch import Tensor
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, check_rows
 from titan_fp8moe.dispatch.symmetric.ops import (
+    symmetric_arrived,
     symmetric_dispatch,
     symmetric_dispatch_gradients,
     symmetric_finish_combine,
@@ -25,13 +27,13 @@ from titan_fp8moe.rows import Routing, RowBias, Rows
 
 
 class State(NamedTuple):
-    """``sent_TK`` of :func:`titan_fp8moe.recipe.dispatch_routing`; ``plan``, ``arrived_C`` and ``pair_CK`` of
+    """``sent_TK`` of :func:`titan_fp8moe.recipe.dispatch_routing`; ``arrived_C``, ``pair_CK`` and ``plan`` of
     :func:`titan_fp8moe.dispatch.symmetric.ops.symmetric_dispatch`."""
 
     sent_TK: Tensor
-    plan: Tensor
     arrived_C: Tensor
     pair_CK: Tensor
+    plan: Tensor
 
 
 class Sent(NamedTuple):
@@ -59,6 +61,7 @@ class SymmetricDispatch:
     routing: Routing
     kept: Rows
     dim: int
+    in_flight: list[Tensor]  # what a transfer reads and writes
     sent: Sent | None = None  # in a forward
 
     def __init__(self, route: Route):
@@ -81,25 +84,27 @@ class SymmetricDispatch:
     # --- to the experts ---
 
     def send(self, rows: Rows) -> Pending:
-        """Starts nothing yet: one op of :meth:`receive` is the whole exchange, up to its rows."""
-        return Pending(*rows)
-
-    def receive(self, pending: Pending) -> Rows:
-        q, scale, name = cast(Tensor, pending.rows), cast(Tensor, pending.extra), self.route.group_name
+        name = self.route.group_name
         if self.sent is None:
-            routing, (_, plan, arrived_C, _) = self.routing, self.state
-            args = plan, arrived_C, routing.row_TK, routing.token_M, routing.offsets_E, name
-            rows = symmetric_dispatch_gradients(q, scale, *args)
-            own(name, self)
-            return Rows(*rows)
-        (ids_TK, scores_TK, _), sent_TK, token_C, counts_N = self.sent
-        x, x_scale, token_q, token_scale, *routing, plan, arrived_C, pair_CK = symmetric_dispatch(
-            q, scale, ids_TK, scores_TK, token_C, counts_N, self.route.capacity, name
-        )
+            routing, state = self.routing, self.state
+            plan = state.plan, state.arrived_C, routing.row_TK, routing.token_M, routing.offsets_E
+            q, scale = symmetric_dispatch_gradients(*rows, *plan, name)
+            self.in_flight = [q, *plan]
+        else:
+            (ids_TK, scores_TK, _), sent_TK, token_C, counts_N = self.sent
+            pairs = ids_TK, scores_TK, token_C, counts_N
+            q, scale, *results = symmetric_dispatch(*rows, *pairs, self.route.capacity, name)
+            token_q, token_scale, offsets_E, token_M, score_M, row_CK, *state = results
+            self.in_flight = [q, *results]
+            self.state, self.kept = State(sent_TK, *state), Rows(token_q, token_scale)
+            self.routing = Routing(offsets_E, token_M, score_M, row_CK)
         own(name, self)
-        self.state = State(sent_TK, plan, arrived_C, pair_CK)
-        self.routing, self.kept = Routing(*routing), Rows(token_q, token_scale)
-        return Rows(x, x_scale)
+        return Pending(q, scale)
+
+    def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
+        q, scale = cast(Tensor, pending.rows), cast(Tensor, pending.extra)
+        scale = symmetric_arrived(scale, [*self.in_flight, *beside], self.route.group_name)
+        return Rows(q, scale)
 
     @staticmethod
     def kept_rows(kept: Rows, dim: int, top_k: int) -> Rows:
@@ -112,15 +117,23 @@ class SymmetricDispatch:
         return True
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
-        _, plan, _, pair_CK = self.state
-        args = self.routing.row_TK, pair_CK, plan, self.route.group_name, *(bias or ())
-        y_MD = cast(Tensor, y_MD)
+        y_MD, state = cast(Tensor, y_MD), self.state
         self.dim = y_MD.shape[1]
-        return Pending(symmetric_start_combine(y_MD, ds_M, *args), with_gradients=ds_M is not None)
+        tensors = y_MD, ds_M, self.routing.row_TK, state.pair_CK, state.plan
+        self.in_flight = [t for t in (*tensors, *(bias or ())) if t is not None]
+        started = symmetric_start_combine(*tensors, self.route.group_name, *(bias or ()))
+        return Pending(started, with_gradients=ds_M is not None)
 
-    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
         started, with_gradients = cast(Tensor, pending.rows), pending.with_gradients
         rows, ds = symmetric_finish_combine(
-            started, self.state.sent_TK, self.dim, dtype, addend_RD, with_gradients, self.route.group_name
+            started,
+            self.state.sent_TK,
+            self.dim,
+            dtype,
+            addend_RD,
+            with_gradients,
+            [*self.in_flight, *beside],
+            self.route.group_name,
         )
         return Returned(rows, ds if with_gradients else None)

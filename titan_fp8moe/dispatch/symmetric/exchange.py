@@ -2,19 +2,20 @@
 
 One exchange of a rank, which every rank runs, needs no counts on the host:
 
-1. :func:`publish` writes quantized tokens and, in a forward, their routing to the rank's own workspace.
-2. :func:`arrive`, then :func:`wait` for all ranks.
-3. :func:`plan` reads how many tokens come from where, and whether every rank has room.
-4. :func:`pull_pairs`, :func:`pull_scales` and :func:`pull_rows` copy what is for this rank's experts, rows straight to
-   expert order. A token is read once.
-5. The FFN runs.
-6. :func:`push_sums` adds each token's rows and writes the sum to the workspace of the token's rank.
-7. :func:`arrive`, :func:`wait`; then the token's rank adds up what its ranks have sent.
+1. :func:`publish` writes quantized tokens and, in a forward, their routing to the rank's own workspace, and arrives.
+2. In a forward, :func:`plan` waits for all ranks, and reads how many tokens come from where, and whether every rank has
+   room. :func:`pull_routing` copies the routed pairs that this rank's experts serve. In a backward, :func:`wait`.
+3. :func:`pull_rows` copies what is for this rank's experts straight to expert order. A token is read once.
+4. The FFN runs.
+5. :func:`push_sums` adds each token's rows, writes the sum to the workspace of the token's rank, and arrives.
+6. :func:`wait`; then the token's rank adds up what its ranks have sent.
+
+Steps 2 and 3 run beside what the layer computes meanwhile, and so does step 5 up to the wait.
 
 Tokens and sums are numbered as in the all-to-all path: :func:`titan_fp8moe.recipe.dispatch_routing` lists what a rank
 sends, and arrived tokens are sorted by source, then by token. The results therefore have that path's bits.
 
-One buffer of each kind suffices. A rank publishes again only after it has waited for step 7, which others reach after
+One buffer of each kind suffices. A rank publishes again only after it has waited for step 6, which others reach after
 their pulls. It pushes again only after the next step 2, which others reach after they have added up.
 
 Shapes: P tokens that a rank may dispatch, C that may arrive; other letters as in :mod:`titan_fp8moe.recipe`.
@@ -41,7 +42,7 @@ def publish(
     pairs: tuple[Tensor, Tensor] | None,
     sent: tuple[Tensor, Tensor, tuple[int, int]] | None,
 ) -> None:
-    """Copies a rank's tokens to its workspace.
+    """Copies a rank's tokens to its workspace, and arrives.
 
     Args:
         q_TD, scale: (T, D) e4m3 and (T, D // 128) e8m0.
@@ -59,6 +60,7 @@ def publish(
         workspace.view("token")[: token_C.shape[0]] = token_C
         workspace.view("counts").copy_(counts_N)
         workspace.view("capacity").copy_(torch.tensor(capacity, dtype=torch.int32, device="cpu"))
+    arrive(workspace, DISPATCH)
 
 
 def arrive(workspace: Workspace, channel: int) -> None:
@@ -79,7 +81,7 @@ def wait(workspace: Workspace, channel: int) -> None:
 
 
 def plan(workspace: Workspace) -> Tensor:
-    """Finds this rank's tokens from the published counts, and whether every rank has room for its own.
+    """Waits for all ranks. Finds this rank's tokens from the published counts, and whether every rank has room.
 
     Without room, or with different settings of two ranks, all ranks alike set
     :attr:`titan_fp8moe.dispatch.symmetric.workspace.Workspace.overflow`.
@@ -88,6 +90,7 @@ def plan(workspace: Workspace) -> Tensor:
         (2, N + 1) int32. First row: the number of the first token that comes from each rank, then of all. Second row:
         the place of that token in the source's ``token`` list.
     """
+    wait(workspace, DISPATCH)
     N, report = workspace.sizes.num_ranks, workspace.report
     counts_NNE = torch.stack([workspace.view("counts", n) for n in range(N)])  # source, destination
     capacity_N2 = torch.stack([workspace.view("capacity", n) for n in range(N)])
@@ -118,13 +121,16 @@ def _arrivals(workspace: Workspace, plan: Tensor):
         yield n, slice(first[n], first[n + 1]), slice(start[n], start[n] + count)
 
 
-def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The routed pairs of the tokens that arrive. The pairs that this rank serves come first, in the order of k.
+def pull_routing(
+    workspace: Workspace, plan: Tensor, M: int, C: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The routed pairs of the tokens that arrive, and the rows that they get. Of a token's pairs, those that this rank
+    serves come first, in the order of k.
 
     Returns:
-        topk_ids_CK: (C, K) int32, ids of local experts, -1 behind a token's last and for tokens past the last.
-        topk_scores_CK, pair_CK: (C, K) fp32 and uint8, the score and the k of each pair; undefined where the id is -1.
+        offsets_E, token_M, score_M, row_CK: of :func:`titan_fp8moe.recipe.expert_routing`, for M rows.
         token_C: (C,) int32, each token's number on its own rank.
+        pair_CK: (C, K) uint8, the k of each pair; undefined where there is none.
     """
     K, E = workspace.sizes.top_k, workspace.sizes.num_local
     ids_CK = torch.full((C, K), -1, dtype=torch.int32, device=plan.device)
@@ -139,37 +145,32 @@ def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tens
         ids_CK[here] = torch.where(served, local, -1).gather(1, k)
         scores_CK[here] = workspace.view("scores", n)[token.long()].gather(1, k)
         pair_CK[here], token_C[here] = k.to(torch.uint8), token
-    return ids_CK, scores_CK, pair_CK, token_C
-
-
-def pull_scales(workspace: Workspace, plan: Tensor, token_C: Tensor) -> Tensor:
-    """(C, D // 128) e8m0, the scales of the tokens that arrive, whose numbers are ``token_C``."""
-    scale = torch.ones(token_C.shape[0], workspace.sizes.dim // SCALE_TILE, dtype=torch.uint8, device=plan.device)
-    for n, here, _ in _arrivals(workspace, plan):
-        scale[here] = workspace.view("scale", n).view(torch.uint8)[token_C[here].long()]
-    return scale.view(E8M0)
+    return *recipe.expert_routing(ids_CK, scores_CK, E, M), token_C, pair_CK
 
 
 def pull_rows(
-    workspace: Workspace, plan: Tensor, token_C: Tensor, row_CK: Tensor, token_M: Tensor, scale: Tensor,
-    offsets_E: Tensor, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    workspace: Workspace, plan: Tensor, token_C: Tensor, row_CK: Tensor, token_M: Tensor, offsets_E: Tensor, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tokens that arrive, as rows in expert order.
 
     Args:
-        token_C, scale: of :func:`pull_pairs` and :func:`pull_scales`.
-        row_CK, token_M, offsets_E: of :func:`titan_fp8moe.recipe.expert_routing`.
+        token_C, row_CK, token_M, offsets_E: of :func:`pull_routing`.
         keep: whether the weight gradient needs the tokens themselves.
 
     Returns:
-        (M, D) e4m3, (M, D // 128) e8m0 column-major, as :func:`titan_fp8moe.recipe.permute_rows`; (C, D) e4m3, empty
-        unless ``keep``.
+        (M, D) e4m3, (M, D // 128) e8m0 column-major, as :func:`titan_fp8moe.recipe.permute_rows`; (C, D) e4m3 and
+        (C, D // 128) e8m0, empty unless ``keep``.
     """
-    kept = torch.zeros(token_C.shape[0], workspace.sizes.dim, dtype=torch.uint8, device=plan.device)
+    C, D, device = token_C.shape[0], workspace.sizes.dim, plan.device
+    kept = torch.zeros(C, D, dtype=torch.uint8, device=device)
+    kept_scale = torch.ones(C, D // SCALE_TILE, dtype=torch.uint8, device=device)
     for n, here, _ in _arrivals(workspace, plan):
-        kept[here] = workspace.view("q", n).view(torch.uint8)[token_C[here].long()]
-    q, q_scale = recipe.permute_rows(kept.view(FP8), scale, token_M)
-    return q, q_scale, kept.view(FP8) if keep else kept.new_empty(0).view(FP8)
+        token = token_C[here].long()
+        kept[here] = workspace.view("q", n).view(torch.uint8)[token]
+        kept_scale[here] = workspace.view("scale", n).view(torch.uint8)[token]
+    tokens = kept.view(FP8), kept_scale.view(E8M0)
+    rows = recipe.permute_rows(*tokens, token_M)
+    return *rows, *(tokens if keep else (t.view(-1)[:0] for t in tokens))
 
 
 def push_sums(
@@ -183,12 +184,13 @@ def push_sums(
     score_M: Tensor | None = None,
     offsets_E: Tensor | None = None,
 ) -> None:
-    """Writes each token's sum, fp32 in the order of k and rounded to bf16 once, where its rank will look for it.
+    """Writes each token's sum, fp32 in the order of k and rounded to bf16 once, where its rank will look for it; then
+    arrives.
 
     Args:
         y_MD: (M, D) bf16.
         ds_M: (M,) fp32, the gradients of the rows' scores, which go along; None in a forward.
-        row_CK, pair_CK: of :func:`titan_fp8moe.recipe.expert_routing` and :func:`pull_pairs`.
+        row_CK, pair_CK: of :func:`pull_routing`.
         b2, score_M, offsets_E: as in :func:`titan_fp8moe.recipe.unpermute_sum`.
     """
     if int(workspace.overflow):
@@ -201,3 +203,4 @@ def push_sums(
             c, j = (row_CK[here] >= 0).nonzero(as_tuple=True)
             gradients = workspace.view("score_gradients", n)[there]
             gradients[c, pair_CK[here][c, j].long()] = ds_M[row_CK[here][c, j].long()]
+    arrive(workspace, COMBINE)

@@ -5,23 +5,30 @@ Kernels reach another rank's memory by its address, which they read from ``addre
 destination rank. Ranks take the others in turn, each beginning with its successor, so that no rank serves all others
 at once.
 
-An exchange is these launches on one stream, on every rank. Only the one warp of ``wait`` ever waits for another rank::
+An exchange is these launches, on every rank. Only the one warp of ``wait`` or ``plan`` ever waits for another rank::
 
-    publish      own memory: rows, scales and, in a forward, pairs, lists and counts
-    arrive       + 1 to arrivals[DISPATCH, rank] of every rank; release at system scope
+    publish      own memory: rows, scales and, in a forward, pairs, lists and counts; arrives
     wait         until none of the own arrivals[DISPATCH, :] is less than rounds[DISPATCH] + 1; acquire at system scope
-    plan         forward only: reads all counts; where tokens come from, and whether every rank has room
+    plan         in a forward, in wait's place: then reads all counts; where tokens come from, and whether all have room
     pull_*       other ranks' memory -> own tensors, rows straight to their places in expert order
     ...          the FFN
-    push_sums    own tensors -> other ranks' memory
-    arrive, wait on COMBINE; the sums that have come are then added by :mod:`titan_fp8moe.kernels.permute`
+    push_sums    own tensors -> other ranks' memory; arrives
+    wait         on COMBINE; the sums that have come are then added by :mod:`titan_fp8moe.kernels.permute`
 
-A launch sees the writes of the launches before it in its stream. Release and acquire carry that over ranks. The release
-covers all writes of the stream's earlier kernels, since they have ended. The acquire precedes the launches after
-``wait``. So no other kernel needs a fence or an atomic.
+To arrive, a launch's last CTA adds 1 to arrivals[channel, rank] of every rank; release at system scope.
+
+From ``wait`` to the pulls, and from ``push_sums`` to ``wait``, they run on a stream of their own, beside GEMMs, whose
+CTAs fill an SM each. So few CTAs move the rows, with as many warps as an SM takes, in one launch: a second one would
+find the SMs taken.
+
+A launch sees the writes of the launches before it in its stream, and in one that its stream has waited for. Release and
+acquire carry that over ranks. The last CTA's release covers the writes of the others, which have counted themselves
+with a release before. The acquire precedes the launches after ``wait``.
 
 No kernel is specialized on the number of tokens.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -29,17 +36,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from titan_fp8moe.dispatch.symmetric.workspace import LATE, ROWS, TOKENS, UNLIKE, Workspace
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, LATE, ROWS, TOKENS, UNLIKE, Workspace
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.permute import _place_scales, load_output_bias
+from titan_fp8moe.kernels.permute import load_output_bias
+from titan_fp8moe.kernels.routing import FILL_BLOCK, blocks_of_tokens, mark_padding, place_rows
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
-from titan_fp8moe.recipe import E8M0, FP8, ROW_ALIGN, SCALE_TILE
+from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE
 
 COPY_BYTES, COPY_CTAS = 16384, 256
-PAIR_BLOCK = 64  # tokens whose pairs or scales a CTA pulls
-# A CTA moves COLUMNS columns of TOKENS tokens.
-PULL = dict(TOKENS=16, COLUMNS=1024, num_warps=8)
-PUSH = dict(TOKENS=4, COLUMNS=1024, num_warps=8)
+# A CTA moves COLUMNS columns of TOKENS tokens at a time.
+PULL = dict(CTAS=32, TOKENS=64, COLUMNS=1024, num_warps=32)
+PUSH = dict(CTAS=32, TOKENS=8, COLUMNS=1024, num_warps=32)
+BIASED_PUSH = dict(CTAS=512, TOKENS=4, COLUMNS=1024, num_warps=8)  # needs more registers than so many warps have
 
 INTERPRETED_SPINS = 1000  # the interpreter has no clock
 
@@ -62,11 +70,25 @@ def _copy(source, target, count, BLOCK: tl.constexpr):
         tl.store(target + at, value.to(target.dtype.element_ty), mask=at < count)
 
 
+@triton.jit
+def _arrive(addresses, arrivals, done, rank, CHANNEL: tl.constexpr, N: tl.constexpr):
+    """Counts this rank's arrival at every rank, once all CTAs of the launch have come here. A rank that acquires the
+    count sees all that they have written. ``done``: zero before and after the launch."""
+    tl.debug_barrier()
+    if tl.atomic_add(done, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
+        tl.store(done, 0)
+        for n in tl.static_range(N):
+            # A rank has a counter for each rank that arrives.
+            at = _peer(addresses, n, arrivals, tl.int32) + CHANNEL * N + rank
+            tl.atomic_add(at, 1, sem="release", scope="sys")
+
+
 @Kernel
-@triton.jit(do_not_specialize=["T", "P", "M", "C"])
+@triton.jit(do_not_specialize=["T", "P", "M", "C", "arrivals", "rank"])
 def _publish_kernel(
     q, scale, ids, scores, token_C, counts_N, to_q, to_scale, to_ids, to_scores, to_token, to_counts, to_capacity, T,
-    P, M, C, D: tl.constexpr, K: tl.constexpr, COUNTS: tl.constexpr, BYTES: tl.constexpr,
+    P, M, C, addresses, arrivals, done, rank, D: tl.constexpr, K: tl.constexpr, COUNTS: tl.constexpr,
+    BYTES: tl.constexpr, CHANNEL: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """q: (T, D) e4m3, scale: (T, D // 128) uint8, ids: (T, K) int32 or int64, scores: (T, K) fp32, token_C: (P,) int32,
     counts_N: (N, 3 + E) int32, COUNTS elements. ``Sizes.sections`` describes the targets ``to_*``."""
@@ -82,6 +104,7 @@ def _publish_kernel(
         if tl.program_id(0) == 0:
             tl.store(to_capacity, M)
             tl.store(to_capacity + 1, C)
+    _arrive(addresses, arrivals, done, rank, CHANNEL, N)
 
 
 def publish(
@@ -99,52 +122,32 @@ def publish(
     names = ("q", "scale", "ids", "scores", "token", "counts", "capacity")
     _publish_kernel[(max(min(cdiv(T * D, COPY_BYTES), COPY_CTAS), 1),)](
         q_TD, scale, ids, scores, token_C, counts_N, *(workspace.view(name) for name in names), T,
-        0 if token_C is None else token_C.shape[0], M, C, D=D, K=K, COUNTS=0 if counts_N is None else counts_N.numel(),
-        BYTES=COPY_BYTES, num_warps=8,
+        0 if token_C is None else token_C.shape[0], M, C, workspace.addresses, workspace.offset("arrivals"),
+        workspace.done, workspace.rank, D=D, K=K, COUNTS=0 if counts_N is None else counts_N.numel(), BYTES=COPY_BYTES,
+        CHANNEL=DISPATCH, N=workspace.sizes.num_ranks, num_warps=8,
     )  # fmt: skip
 
 
-# --- arrive, wait -----------------------------------------------------------------------------------------------------
-
-
-@Kernel
-@triton.jit(do_not_specialize=["arrivals", "channel", "rank"])
-def _arrive_kernel(addresses, arrivals, channel, rank, N: tl.constexpr, PAD_N: tl.constexpr):
-    """Counts this rank's arrival at every rank. A rank that acquires the count sees all writes of earlier kernels."""
-    n = tl.arange(0, PAD_N)
-    # This kernel starts after the stream's earlier ones, so it has observed their writes. A release at system scope
-    # publishes those too, not only its own. A rank has a counter for each rank that arrives.
-    address = tl.load(addresses + n, mask=n < N, other=0) + arrivals + (channel * N + rank) * 4
-    tl.atomic_add(address.to(tl.pointer_type(tl.int32)), 1, mask=n < N, sem="release", scope="sys")
-
-
-def arrive(workspace: Workspace, channel: int) -> None:
-    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.arrive`."""
-    N = workspace.sizes.num_ranks
-    _arrive_kernel[(1,)](
-        workspace.addresses, workspace.offset("arrivals"), channel, workspace.rank, N=N, PAD_N=next_power_of_2(N),
-        num_warps=1,
-    )  # fmt: skip
+# --- wait -------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _arrivals(at, wanted, in_group):
-    # Adds 0: Triton has acquire for atomics only. It pairs with _arrive_kernel's release. The stream's next kernels
+    # Adds 0: Triton has acquire for atomics only. It pairs with _arrive's release. The stream's next kernels
     # start after this one, so they read what the other ranks had written before they arrived.
     seen = tl.atomic_add(at, 0, mask=in_group, sem="acquire", scope="sys")
     # Negative while a rank is missing; 0 in the lanes past the last rank.
     return tl.where(in_group, seen - wanted, 0)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["channel", "timeout"])
-def _wait_kernel(
+@triton.jit
+def _wait_for_ranks(
     arrivals, rounds, addresses, channel, timeout, N: tl.constexpr, PAD_N: tl.constexpr, LATE: tl.constexpr,
     SPINS: tl.constexpr,
 ):  # fmt: skip
     """Spins until all ranks have arrived, or for ``timeout`` ns; then reports the late ranks to the host and traps.
 
-    With SPINS, for the interpreter, it spins that often instead, and does not trap.
+    With SPINS, for the interpreter, it spins that often instead, and does not trap. For a CTA of one warp.
     """
     n, wanted = tl.arange(0, PAD_N), tl.load(rounds + channel) + 1
     at = arrivals + channel * N + n
@@ -169,27 +172,40 @@ def _wait_kernel(
     tl.store(rounds + channel, wanted)  # on the device, so that a captured graph counts its replays
 
 
+@Kernel
+@triton.jit(do_not_specialize=["channel", "timeout"])
+def _wait_kernel(
+    arrivals, rounds, addresses, channel, timeout, N: tl.constexpr, PAD_N: tl.constexpr, LATE: tl.constexpr,
+    SPINS: tl.constexpr,
+):  # fmt: skip
+    _wait_for_ranks(arrivals, rounds, addresses, channel, timeout, N, PAD_N, LATE, SPINS)
+
+
+def _waiting(workspace: Workspace, channel: int) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """The first arguments and constants of a kernel that waits."""
+    N, interpreted = workspace.sizes.num_ranks, not workspace.memory.is_cuda and not workspace.memory.is_meta
+    tensors = workspace.view("arrivals"), workspace.rounds, workspace.addresses
+    constants = dict(N=N, PAD_N=next_power_of_2(N), LATE=LATE, SPINS=INTERPRETED_SPINS if interpreted else 0)
+    return (*tensors, channel, int(workspace.timeout_s() * 1e9)), constants
+
+
 def wait(workspace: Workspace, channel: int) -> None:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.wait`. After the timeout the kernel traps: the next CUDA
     call raises."""
-    N, interpreted = workspace.sizes.num_ranks, not workspace.memory.is_cuda and not workspace.memory.is_meta
-    _wait_kernel[(1,)](
-        workspace.view("arrivals"), workspace.rounds, workspace.addresses, channel, int(workspace.timeout_s() * 1e9),
-        N=N, PAD_N=next_power_of_2(N), LATE=LATE, SPINS=INTERPRETED_SPINS if interpreted else 0, num_warps=1,
-    )  # fmt: skip
+    args, constants = _waiting(workspace, channel)
+    _wait_kernel[(1,)](*args, **constants, num_warps=1)
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
-@Kernel
-@triton.jit(do_not_specialize=["counts", "capacity", "rank"])
-def _plan_kernel(
-    addresses, counts, capacity, plan, overflow, rank, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr,
+@triton.jit
+def _check_rank(
+    addresses, counts, capacity, plan, overflow, r, rank, N: tl.constexpr, E: tl.constexpr, PAD_N: tl.constexpr,
     PAD_E: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, UNLIKE: tl.constexpr,
 ):  # fmt: skip
-    """CTA r checks that rank r has room, and that all ranks have the same settings. This rank's CTA writes the plan."""
-    n, e, r = tl.arange(0, PAD_N), tl.arange(0, PAD_E), tl.program_id(0)
+    """Whether rank r has room, and all ranks have the same settings. This rank's plan, if it is r."""
+    n, e = tl.arange(0, PAD_N), tl.arange(0, PAD_E)
     WIDTH: tl.constexpr = 3 + E
     table = (tl.load(addresses + n, mask=n < N, other=0) + counts).to(tl.pointer_type(tl.int32))
     pairs = tl.load(table[:, None] + r * WIDTH + 1 + e[None, :], mask=(n < N)[:, None] & (e < E)[None, :], other=0)
@@ -199,7 +215,6 @@ def _plan_kernel(
     room = _peer(addresses, r, capacity, tl.int32)
     report = tl.load(addresses + N).to(tl.pointer_type(tl.int32))
     # Every rank computes all ranks' rows from the same counts. So all find the same overflow without another exchange.
-    # CTAs may store to `overflow` at once, but all store 1.
     if (rows > tl.load(room)) | (arriving > tl.load(room + 1)):
         tl.store(overflow, 1)
         tl.store(report + ROWS * N + r, rows)
@@ -220,14 +235,30 @@ def _plan_kernel(
         tl.store(plan + 2 * N + 1, 0)  # the second row's last entry, which nobody reads
 
 
+@Kernel
+@triton.jit(do_not_specialize=["channel", "timeout", "counts", "capacity", "rank"])
+def _plan_kernel(
+    arrivals, rounds, addresses, channel, timeout, counts, capacity, plan, overflow, rank, N: tl.constexpr,
+    PAD_N: tl.constexpr, LATE: tl.constexpr, SPINS: tl.constexpr, E: tl.constexpr, PAD_E: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, UNLIKE: tl.constexpr,
+):  # fmt: skip
+    """Waits, and checks all ranks."""
+    _wait_for_ranks(arrivals, rounds, addresses, channel, timeout, N, PAD_N, LATE, SPINS)
+    tl.debug_barrier()  # lanes of the warp read what another has acquired
+    for r in range(N):
+        _check_rank(
+            addresses, counts, capacity, plan, overflow, r, rank, N, E, PAD_N, PAD_E, ROWS, TOKENS, UNLIKE
+        )  # fmt: skip
+
+
 def plan(workspace: Workspace) -> Tensor:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.plan`."""
     N, E = workspace.sizes.num_ranks, workspace.sizes.num_local
     out = torch.empty(2, N + 1, dtype=torch.int32, device=workspace.memory.device)
-    _plan_kernel[(N,)](
-        workspace.addresses, workspace.offset("counts"), workspace.offset("capacity"), out, workspace.overflow,
-        workspace.rank, N=N, E=E, PAD_N=next_power_of_2(N), PAD_E=next_power_of_2(E), ROWS=ROWS, TOKENS=TOKENS,
-        UNLIKE=UNLIKE, num_warps=4,
+    args, constants = _waiting(workspace, DISPATCH)
+    _plan_kernel[(1,)](
+        *args, workspace.offset("counts"), workspace.offset("capacity"), out, workspace.overflow, workspace.rank,
+        **constants, E=E, PAD_E=next_power_of_2(E), ROWS=ROWS, TOKENS=TOKENS, UNLIKE=UNLIKE, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -243,114 +274,103 @@ def _arriving(plan, overflow, peer, N: tl.constexpr):
 # --- pull -------------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _source_of(plan, c, N: tl.constexpr):
+    """The rank that each arriving token comes from, and the token's place in that rank's list."""
+    peer = c * 0
+    for n in tl.static_range(1, N):
+        peer += (c >= tl.load(plan + n)).to(tl.int32)
+    return peer, c - tl.load(plan + peer) + tl.load(plan + N + 1 + peer)
+
+
 @Kernel
-@triton.jit(do_not_specialize=["list_at", "ids_at", "scores_at", "rank"])
+@triton.jit(do_not_specialize=["list_at", "ids_at", "scores_at", "rank", "C", "M", "blocks"])
 def _pull_pairs_kernel(
-    addresses, list_at, ids_at, scores_at, plan, overflow, ids_CK, scores_CK, pair_CK, token_C, rank, N: tl.constexpr,
-    E: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, list_at, ids_at, scores_at, plan, overflow, ids_CK, scores_CK, pair_CK, token_C, pair_counts, token_M,
+    score_M, rank, C, M, blocks, N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr,
+    PAD: tl.constexpr, BLOCK: tl.constexpr, FILL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A CTA pulls the routed pairs of BLOCK tokens from one rank. plan: (2, N + 1) int32. Results: ids_CK int32,
-    scores_CK fp32 and pair_CK uint8, all (C, K), and token_C (C,) int32."""
-    peer = (tl.program_id(0) + rank + 1) % N
-    first, start, count = _arriving(plan, overflow, peer, N)
-    i = tl.program_id(0) // N * BLOCK + tl.arange(0, BLOCK)
-    inside, k = i < count, tl.arange(0, PAD_K)[None, :]
-    token = tl.load(_peer(addresses, peer, list_at, tl.int32) + start + i, mask=inside, other=0)
-    tl.store(token_C + first + i, token, mask=inside)
-    pair, mask = token.to(tl.int64)[:, None] * K + k, inside[:, None] & (k < K)
-    local = tl.load(_peer(addresses, peer, ids_at, tl.int32) + pair, mask=mask, other=-1) - rank * E
-    score = tl.load(_peer(addresses, peer, scores_at, tl.float32) + pair, mask=mask, other=0.0)
-    # Pairs of other ranks' experts are left out. A cumulative sum moves the others to the front, in the order of k.
-    served = mask & (local >= 0) & (local < E)
-    to = (first + i).to(tl.int64)[:, None] * K + tl.cumsum(served.to(tl.int32), axis=1) - 1
-    tl.store(ids_CK + to, local, mask=served)
-    tl.store(scores_CK + to, score, mask=served)
-    tl.store(pair_CK + to, (k + tl.zeros_like(local)).to(tl.uint8), mask=served)
+    """Pulls the routed pairs of ``blocks * BLOCK`` arriving tokens, counts those of each expert, and marks all rows as
+    padding, as the first launch of :mod:`titan_fp8moe.kernels.routing` does. plan: (2, N + 1) int32. Results: ids_CK
+    int32, scores_CK fp32 and pair_CK uint8, all (C, K), token_C (C,) int32."""
+    cta, e, k = tl.program_id(0), tl.arange(0, PAD), tl.arange(0, PAD_K)[None, :]
+    arriving = tl.where(tl.load(overflow) > 0, 0, tl.load(plan + N))
+    counts = tl.zeros((PAD,), tl.int32)
+    for block in range(cta * blocks, (cta + 1) * blocks):
+        c = block * BLOCK + tl.arange(0, BLOCK)
+        inside = c < arriving
+        peer, place = _source_of(plan, c, N)
+        memory = tl.load(addresses + peer)
+        token = tl.load((memory + list_at).to(tl.pointer_type(tl.int32)) + place, mask=inside, other=0)
+        tl.store(token_C + c, token, mask=inside)
+        ids = (memory + ids_at).to(tl.pointer_type(tl.int32))[:, None]
+        scores = (memory + scores_at).to(tl.pointer_type(tl.float32))[:, None]
+        pair, mask = token.to(tl.int64)[:, None] * K + k, inside[:, None] & (k < K)
+        local = tl.load(ids + pair, mask=mask, other=-1) - rank * E
+        score = tl.load(scores + pair, mask=mask, other=0.0)
+        # Pairs of other ranks' experts are left out. A cumulative sum moves the others to the front, in the order of k.
+        served = mask & (local >= 0) & (local < E)
+        first = c.to(tl.int64)[:, None] * K
+        to = first + tl.cumsum(served.to(tl.int32), axis=1) - 1
+        tl.store(ids_CK + to, local, mask=served)
+        tl.store(scores_CK + to, score, mask=served)
+        tl.store(pair_CK + to, (k + tl.zeros_like(local)).to(tl.uint8), mask=served)
+        absent = (k >= tl.sum(served.to(tl.int32), axis=1)[:, None]) & (k < K) & (c < C)[:, None]
+        tl.store(ids_CK + first + k, -1, mask=absent)
+        for j in tl.static_range(K):
+            expert = tl.sum(tl.where((k == j) & served, local + 1, 0), axis=1) - 1
+            counts += tl.sum((expert[:, None] == e[None, :]).to(tl.int32), axis=0)
+    tl.store(pair_counts + cta * PAD + e, counts)
+    mark_padding(token_M, score_M, M, FILL_BLOCK)
 
 
-def pull_pairs(workspace: Workspace, plan: Tensor, C: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_pairs`."""
-    sizes, device = workspace.sizes, plan.device
-    ids_CK = torch.full((C, sizes.top_k), -1, dtype=torch.int32, device=device)
-    scores_CK = torch.empty(C, sizes.top_k, dtype=torch.float32, device=device)
-    pair_CK = torch.empty(C, sizes.top_k, dtype=torch.uint8, device=device)
-    token_C = torch.empty(C, dtype=torch.int32, device=device)
-    _pull_pairs_kernel[(sizes.num_ranks * cdiv(sizes.tokens, PAIR_BLOCK),)](
-        workspace.addresses, *(workspace.offset(name) for name in ("token", "ids", "scores")), plan,
-        workspace.overflow, ids_CK, scores_CK, pair_CK, token_C, workspace.rank, N=sizes.num_ranks, E=sizes.num_local,
-        K=sizes.top_k, PAD_K=next_power_of_2(sizes.top_k), BLOCK=PAIR_BLOCK, num_warps=4,
+def pull_routing(
+    workspace: Workspace, plan: Tensor, M: int, C: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_routing`."""
+    (N, _, _, K, E), device = workspace.sizes, plan.device
+    blocks, ctas, constants = blocks_of_tokens(C, K, E)
+    ids_CK, pair_counts, token_C, token_M = scratch = [
+        torch.empty(shape, dtype=torch.int32, device=device) for shape in ((C, K), (ctas, constants["PAD"]), (C,), (M,))
+    ]
+    scores_CK, score_M = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((C, K), (M,)))
+    pair_CK = torch.empty(C, K, dtype=torch.uint8, device=device)
+    workspace.scratch = [*scratch, scores_CK]
+    at = (workspace.offset(name) for name in ("token", "ids", "scores"))
+    _pull_pairs_kernel[(ctas,)](
+        workspace.addresses, *at, plan, workspace.overflow, ids_CK, scores_CK, pair_CK, token_C, pair_counts, token_M,
+        score_M, workspace.rank, C, M, blocks, N=N, E=E, K=K, PAD_K=next_power_of_2(K), PAD=constants["PAD"],
+        BLOCK=constants["BLOCK"], FILL_BLOCK=FILL_BLOCK, num_warps=4,
     )  # fmt: skip
-    return ids_CK, scores_CK, pair_CK, token_C
-
-
-@Kernel
-@triton.jit(do_not_specialize=["scale_at", "rank"])
-def _pull_scales_kernel(
-    addresses, scale_at, plan, overflow, token_C, out, rank, N: tl.constexpr, TILES: tl.constexpr, PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A CTA pulls the scales of BLOCK tokens from one rank. plan: (2, N + 1) int32, token_C: (C,) int32. Result: out
-    (C, TILES) uint8, the bytes of e8m0."""
-    peer = (tl.program_id(0) + rank + 1) % N
-    first, _, count = _arriving(plan, overflow, peer, N)
-    i = tl.program_id(0) // N * BLOCK + tl.arange(0, BLOCK)
-    inside, tile = i < count, tl.arange(0, PAD)[None, :]
-    token, mask = tl.load(token_C + first + i, mask=inside, other=0), inside[:, None] & (tile < TILES)
-    source = _peer(addresses, peer, scale_at, tl.uint8)
-    byte = tl.load(source + token.to(tl.int64)[:, None] * TILES + tile, mask=mask)
-    tl.store(out + (first + i).to(tl.int64)[:, None] * TILES + tile, byte, mask=mask)
-
-
-def pull_scales(workspace: Workspace, plan: Tensor, token_C: Tensor) -> Tensor:
-    """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_scales`."""
-    sizes, tiles = workspace.sizes, workspace.sizes.dim // SCALE_TILE
-    out = torch.empty(token_C.shape[0], tiles, dtype=E8M0, device=plan.device)
-    _pull_scales_kernel[(sizes.num_ranks * cdiv(sizes.tokens, PAIR_BLOCK),)](
-        workspace.addresses, workspace.offset("scale"), plan, workspace.overflow, token_C, out, workspace.rank,
-        N=sizes.num_ranks, TILES=tiles, PAD=next_power_of_2(tiles), BLOCK=PAIR_BLOCK, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-@Kernel
-@triton.jit(do_not_specialize=["M"])
-def _place_scales_kernel(
-    scale, token_M, offsets_E, out, out_scale, M, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PAD_TILES: tl.constexpr,
-):  # fmt: skip
-    """A CTA writes the scales of ROWS rows, and zeros to those that are padding. scale: (C, D // 128) uint8, token_M:
-    (M,) and offsets_E: (E,) int32. Results: out (M, D) e4m3, out_scale (D // 128, M) uint8."""
-    out, first = out.to(tl.pointer_type(tl.uint8)), tl.program_id(0) * ROWS
-    if first < tl.load(offsets_E + E - 1):
-        row = first + tl.arange(0, ROWS)
-        token = tl.load(token_M + row).to(tl.int64)
-        _place_scales(scale, D // 128, row, token, out, out_scale, M, D, ROWS, COLUMNS, PAD_TILES)
+    offsets_E, row_CK = place_rows(ids_CK, scores_CK, pair_counts, token_M, score_M, E)
+    return offsets_E, token_M, score_M, row_CK, token_C, pair_CK
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _work(workspace: Workspace, shape: dict[str, int], dim: int) -> tuple[int, dict[str, int]]:
-    """CTAs and constants of a launch whose CTAs each move some of ``dim`` columns of some tokens of one rank."""
+    """CTAs and constants of a launch. A CTA serves one other rank, and moves some of ``dim`` columns of some of its
+    tokens at a time."""
     sizes = workspace.sizes
-    ctas = sizes.num_ranks * cdiv(sizes.tokens, shape["TOKENS"]) * cdiv(dim, shape["COLUMNS"])
-    return ctas, dict(N=sizes.num_ranks, K=sizes.top_k, PAD_K=next_power_of_2(sizes.top_k), D=dim) | shape
+    parts = max(cdiv(sizes.tokens, shape["TOKENS"]) * cdiv(dim, shape["COLUMNS"]), 1)
+    constants = dict(N=sizes.num_ranks, K=sizes.top_k, D=dim) | shape
+    return sizes.num_ranks * max(min(parts, constants.pop("CTAS") // sizes.num_ranks), 1), constants
 
 
 @triton.jit
-def _item(rank, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The other rank, the first token and the first column of this CTA."""
+def _my_share(count, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This CTA's first item of ``count`` tokens' work, the end, and the step from one to the next."""
     PARTS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
-    item = tl.program_id(0)
-    return (item + rank + 1) % N, item // N // PARTS * TOKENS, item // N % PARTS * COLUMNS
+    return tl.program_id(0) // N, tl.cdiv(count, TOKENS) * PARTS, tl.num_programs(0) // N
 
 
 @triton.jit
-def _most_rows(row_CK, c, inside, K: tl.constexpr, PAD_K: tl.constexpr):
-    """How many rows a token has at most; a token's rows come before its -1."""
-    j = tl.arange(0, PAD_K)[None, :]
-    row = tl.load(row_CK + c[:, None] * K + j, mask=inside[:, None] & (j < K), other=-1)
-    return tl.max(tl.max(tl.where(row >= 0, j + 1, 0), axis=1), axis=0)
+def _item(item, count, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tokens of an item, which of them there are, and its columns."""
+    PARTS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    i = item // PARTS * TOKENS + tl.arange(0, TOKENS)
+    return i, i < count, item % PARTS * COLUMNS + tl.arange(0, COLUMNS)
 
 
 @triton.jit
@@ -358,55 +378,87 @@ def _row(row_CK, c, inside, j, K: tl.constexpr):
     return tl.load(row_CK + c * K + j, mask=inside & (j < K), other=-1).to(tl.int64)
 
 
+@triton.jit
+def _pull_scales(
+    addresses, scale_at, plan, token_C, token_M, end, out_scale, M, N: tl.constexpr, D: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """The scales of all rows, (D // 128, M) bytes. The CTAs share the rows."""
+    ROWS: tl.constexpr = 8192 // TILES
+    tile = tl.arange(0, TILES)[None, :]
+    for first in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        c = tl.load(token_M + row, mask=row < end, other=-1)
+        peer, _ = _source_of(plan, tl.maximum(c, 0), N)
+        token = tl.load(token_C + c, mask=c >= 0, other=0).to(tl.int64)[:, None]
+        source = (tl.load(addresses + peer) + scale_at).to(tl.pointer_type(tl.uint8))[:, None]
+        byte = tl.load(source + token * (D // 128) + tile, mask=(c >= 0)[:, None] & (tile < D // 128), other=1)
+        tl.store(out_scale + tile * M + row[:, None], byte, mask=(row < end)[:, None] & (tile < D // 128))
+
+
+@triton.jit
+def _clear_padding(token_M, offsets_E, out, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros for the rows that pad a group: they are among its last 128. The CTAs share the experts."""
+    zero = tl.zeros((128, COLUMNS), tl.uint8)
+    for e in range(tl.program_id(0), E, tl.num_programs(0)):
+        end = tl.load(offsets_E + e)
+        row = end - 128 + tl.arange(0, 128)
+        is_padding = tl.load(token_M + row, mask=row >= tl.load(offsets_E + e - 1, mask=e > 0, other=0), other=0) < 0
+        for first in range(0, D, COLUMNS):
+            column = (first + tl.arange(0, COLUMNS))[None, :]
+            tl.store(out + row.to(tl.int64)[:, None] * D + column, zero, mask=is_padding[:, None] & (column < D))
+
+
 @Kernel
-@triton.jit(do_not_specialize=["q_at", "rank"])
+@triton.jit(do_not_specialize=["q_at", "scale_at", "M", "rank"])
 def _pull_rows_kernel(
-    addresses, q_at, plan, overflow, token_C, row_CK, out, kept, rank, N: tl.constexpr, K: tl.constexpr,
-    PAD_K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    addresses, q_at, scale_at, plan, overflow, token_C, row_CK, token_M, offsets_E, out, out_scale, kept, kept_scale, M,
+    rank, N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Dispatch and permutation: tokens are read where they are, and written to all their rows and, unless it is None,
-    to ``kept``."""
-    out = out.to(tl.pointer_type(tl.uint8))
-    peer, begin, first_column = _item(rank, N, D, TOKENS, COLUMNS)
+    to ``kept``, (C, D) e4m3, with their scales."""
+    out, peer = out.to(tl.pointer_type(tl.uint8)), (tl.program_id(0) + rank + 1) % N
+    _pull_scales(addresses, scale_at, plan, token_C, token_M, tl.load(offsets_E + E - 1), out_scale, M, N, D, TILES)
+    _clear_padding(token_M, offsets_E, out, D, E, 128)
     first, _, count = _arriving(plan, overflow, peer, N)
-    if begin < count:
-        i = begin + tl.arange(0, TOKENS)
-        inside, c = i < count, (first + i).to(tl.int64)
-        token = tl.load(token_C + c, mask=inside, other=0).to(tl.int64)
-        source, column = _peer(addresses, peer, q_at, tl.uint8), first_column + tl.arange(0, COLUMNS)
-        in_row = (column < D)[None, :]
-        at = source + token[:, None] * D + column[None, :]
-        values = tl.load(at, mask=inside[:, None] & in_row, eviction_policy="evict_first")
-        most = _most_rows(row_CK, c, inside, K, PAD_K)
+    source, scales = _peer(addresses, peer, q_at, tl.uint8), _peer(addresses, peer, scale_at, tl.uint8)
+    begin, end, step = _my_share(count, N, D, TOKENS, COLUMNS)
+    for item in range(begin, end, step):
+        i, inside, column = _item(item, count, D, TOKENS, COLUMNS)
+        c, in_row = (first + i).to(tl.int64), (column < D)[None, :]
+        token = tl.load(token_C + c, mask=inside, other=0).to(tl.int64)[:, None]
+        mask = inside[:, None] & in_row
+        values = tl.load(source + token * D + column[None, :], mask=mask, eviction_policy="evict_first")
         if kept is not None:
-            to = kept.to(tl.pointer_type(tl.uint8)) + c[:, None] * D + column[None, :]
-            tl.store(to, values, mask=inside[:, None] & in_row)
-        for j in range(0, most):
+            tl.store(kept.to(tl.pointer_type(tl.uint8)) + c[:, None] * D + column[None, :], values, mask=mask)
+            tile = tl.arange(0, TILES)[None, :]
+            once = inside[:, None] & (tile < D // 128) & (item % ((D + COLUMNS - 1) // COLUMNS) == 0)
+            byte = tl.load(scales + token * (D // 128) + tile, mask=once)
+            tl.store(kept_scale + c[:, None] * (D // 128) + tile, byte, mask=once)
+        for j in tl.static_range(K):
             row = _row(row_CK, c, inside, j, K)[:, None]
             tl.store(out + row * D + column[None, :], values, mask=(row >= 0) & in_row)
 
 
 def pull_rows(
-    workspace: Workspace, plan: Tensor, token_C: Tensor, row_CK: Tensor, token_M: Tensor, scale: Tensor,
-    offsets_E: Tensor, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    workspace: Workspace, plan: Tensor, token_C: Tensor, row_CK: Tensor, token_M: Tensor, offsets_E: Tensor, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_rows`; leaves rows from ``offsets_E[-1]`` on
     unwritten."""
     sizes, M, C, device = workspace.sizes, token_M.shape[0], token_C.shape[0], plan.device
-    D = sizes.dim
+    D, tiles = sizes.dim, sizes.dim // SCALE_TILE
     out = torch.empty(M, D, dtype=FP8, device=device)
-    out_scale = torch.empty(D // SCALE_TILE, M, dtype=E8M0, device=device)
-    kept = torch.empty(C, D, dtype=FP8, device=device) if keep else out.new_empty(0)
-    _place_scales_kernel[(M // ROW_ALIGN,)](
-        scale, token_M, offsets_E, out, out_scale, M, D=D, E=sizes.num_local, ROWS=ROW_ALIGN, COLUMNS=256,
-        PAD_TILES=next_power_of_2(D // SCALE_TILE), num_warps=8,
-    )  # fmt: skip
+    out_scale = torch.empty(tiles, M, dtype=E8M0, device=device)
+    kept = torch.empty((C, D) if keep else 0, dtype=FP8, device=device)
+    kept_scale = torch.empty((C, tiles) if keep else 0, dtype=E8M0, device=device)
     ctas, constants = _work(workspace, PULL, D)
     _pull_rows_kernel[(ctas,)](
-        workspace.addresses, workspace.offset("q"), plan, workspace.overflow, token_C, row_CK, out,
-        kept if keep else None, workspace.rank, **constants,
+        workspace.addresses, workspace.offset("q"), workspace.offset("scale"), plan, workspace.overflow, token_C,
+        row_CK, token_M, offsets_E, out, out_scale, *((kept, kept_scale) if keep else (None, None)), M, workspace.rank,
+        E=sizes.num_local, TILES=next_power_of_2(tiles), **constants,
     )  # fmt: skip
-    return out, out_scale.t(), kept
+    return out, out_scale.t(), kept, kept_scale
 
 
 @triton.jit
@@ -418,64 +470,81 @@ def _fill_with_nan(to, count, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_row(y, row_CK, b2, score, offsets_E, c, inside, j, column, K: tl.constexpr, D: tl.constexpr,
-              E: tl.constexpr):  # fmt: skip
-    """The j-th row of each token, zeros for a token that has fewer."""
-    row = _row(row_CK, c, inside, j, K)[:, None]
-    value = tl.load(y + row * D + column[None, :], mask=(row >= 0) & (column < D)[None, :], other=0.0)
+def _load_row(y, row, b2, score, offsets_E, column, D: tl.constexpr, E: tl.constexpr):
+    """A row of each token, zeros for -1."""
+    row, in_row = row[:, None], (column < D)[None, :]
+    value = tl.load(y + row * D + column[None, :], mask=(row >= 0) & in_row, other=0.0)
     if b2 is not None:
-        in_row = (column < D)[None, :]
         value = value.to(tl.float32) + load_output_bias(b2, score, offsets_E, row, column[None, :], in_row, D, E)
-    return value
+    return value.to(tl.float32)
 
 
 @triton.jit
-def _sum_of_rows(
-    y, row_CK, b2, score, offsets_E, c, inside, most, column, K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, E: tl.constexpr,
+def _first_rows(row_CK, first, item, count, K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+                COLUMNS: tl.constexpr):  # fmt: skip
+    """The first four rows of each token of an item, -1 where there are fewer."""
+    i, inside, _ = _item(item, count, D, TOKENS, COLUMNS)
+    c = (first + i).to(tl.int64)
+    return (
+        _row(row_CK, c, inside, 0, K), _row(row_CK, c, inside, 1, K), _row(row_CK, c, inside, 2, K),
+        _row(row_CK, c, inside, 3, K),
+    )  # fmt: skip
+
+
+@triton.jit
+def _push_score_gradients(
+    to_ds, ds, row_CK, pair_CK, first, start, count, N: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """fp32 sums of the tokens' rows in the order of k. Four loads, independent of each other, precede their sum."""
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for j in range(0, most, 4):
-        first = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j, column, K, D, E)
-        second = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 1, column, K, D, E)
-        third = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 2, column, K, D, E)
-        fourth = _load_row(y, row_CK, b2, score, offsets_E, c, inside, j + 3, column, K, D, E)
-        total = total + first.to(tl.float32) + second.to(tl.float32) + third.to(tl.float32) + fourth.to(tl.float32)
-    return total
+    """The CTAs of a rank share its tokens."""
+    for block in range(tl.program_id(0) // N * BLOCK, count, tl.num_programs(0) // N * BLOCK):
+        i, j = block + tl.arange(0, BLOCK), tl.arange(0, PAD_K)[None, :]
+        at, mask = (first + i).to(tl.int64)[:, None] * K + j, (i < count)[:, None] & (j < K)
+        row = tl.load(row_CK + at, mask=mask, other=-1).to(tl.int64)
+        k = tl.load(pair_CK + at, mask=row >= 0, other=0)
+        to = (start + i).to(tl.int64)[:, None] * K + k
+        tl.store(to_ds + to, tl.load(ds + row, mask=row >= 0), mask=row >= 0)
 
 
-@triton.jit(do_not_specialize=["sums_at", "ds_at", "P", "rank"])
+@triton.jit(do_not_specialize=["sums_at", "ds_at", "P", "arrivals", "rank"])
 def _push_sums_kernel(
-    addresses, sums_at, ds_at, plan, overflow, y, ds, row_CK, pair_CK, P, rank, b2, score, offsets_E,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, D: tl.constexpr,
+    addresses, sums_at, ds_at, plan, overflow, y, ds, row_CK, pair_CK, P, arrivals, done, rank, b2, score, offsets_E,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, D: tl.constexpr, CHANNEL: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums tokens' rows and writes them to the tokens' ranks. After an overflow it fills this rank's own sums, and with
-    ``ds`` its score gradients, with NaN instead. b2: (E, D) or None; see ``load_output_bias``."""
+    """Sums tokens' rows, in fp32 and in the order of k, and writes them to the tokens' ranks. After an overflow it
+    fills this rank's own sums, and with ``ds`` its score gradients, with NaN instead. b2: (E, D) or None; see
+    ``load_output_bias``."""
     if tl.load(overflow) > 0:
-        count = tl.full((), P, tl.int64)
-        _fill_with_nan(_peer(addresses, rank, sums_at, tl.bfloat16), count * D, COLUMNS)
+        size = tl.full((), P, tl.int64)
+        _fill_with_nan(_peer(addresses, rank, sums_at, tl.bfloat16), size * D, COLUMNS)
         if ds is not None:
-            _fill_with_nan(_peer(addresses, rank, ds_at, tl.float32), count * K, COLUMNS)
-    peer, begin, first_column = _item(rank, N, D, TOKENS, COLUMNS)
+            _fill_with_nan(_peer(addresses, rank, ds_at, tl.float32), size * K, COLUMNS)
+    peer = (tl.program_id(0) + rank + 1) % N
     first, start, count = _arriving(plan, overflow, peer, N)
-    if begin < count:
-        i = begin + tl.arange(0, TOKENS)
-        inside, c, there = i < count, (first + i).to(tl.int64), (start + i).to(tl.int64)
-        most, column = _most_rows(row_CK, c, inside, K, PAD_K), first_column + tl.arange(0, COLUMNS)
-        total = _sum_of_rows(y, row_CK, b2, score, offsets_E, c, inside, most, column, K, D, TOKENS, COLUMNS, E)
-        to = _peer(addresses, peer, sums_at, tl.bfloat16) + there[:, None] * D + column[None, :]
-        # Plain stores to another rank's memory. The arrive that follows in this stream publishes them.
+    sums = _peer(addresses, peer, sums_at, tl.bfloat16)
+    begin, end, step = _my_share(count, N, D, TOKENS, COLUMNS)
+    row0, row1, row2, row3 = _first_rows(row_CK, first, begin, count, K, D, TOKENS, COLUMNS)
+    for item in range(begin, end, step):
+        i, inside, column = _item(item, count, D, TOKENS, COLUMNS)
+        # The next item's rows are looked up while this one's are read.
+        next_rows = _first_rows(row_CK, first, item + step, count, K, D, TOKENS, COLUMNS)
+        value0 = _load_row(y, row0, b2, score, offsets_E, column, D, E)
+        value1 = _load_row(y, row1, b2, score, offsets_E, column, D, E)
+        value2 = _load_row(y, row2, b2, score, offsets_E, column, D, E)
+        value3 = _load_row(y, row3, b2, score, offsets_E, column, D, E)
+        total = 0.0 + value0 + value1 + value2 + value3
+        for j in tl.static_range(4, K):
+            row = _row(row_CK, (first + i).to(tl.int64), inside, j, K)
+            total += _load_row(y, row, b2, score, offsets_E, column, D, E)
+        to = sums + (start + i).to(tl.int64)[:, None] * D + column[None, :]
+        # Plain stores to another rank's memory, which the arrival publishes.
         tl.store(to, total.to(tl.bfloat16), mask=inside[:, None] & (column < D)[None, :])
-        if ds is not None:  # noqa: SIM102  decided when the kernel is compiled
-            if first_column == 0:
-                j = tl.arange(0, PAD_K)[None, :]
-                at, mask = c[:, None] * K + j, inside[:, None] & (j < K)
-                row = tl.load(row_CK + at, mask=mask, other=-1).to(tl.int64)
-                k = tl.load(pair_CK + at, mask=row >= 0, other=0)
-                to_ds = _peer(addresses, peer, ds_at, tl.float32) + there[:, None] * K + k
-                tl.store(to_ds, tl.load(ds + row, mask=row >= 0), mask=row >= 0)
+        row0, row1, row2, row3 = next_rows
+    if ds is not None:
+        to_ds = _peer(addresses, peer, ds_at, tl.float32)
+        _push_score_gradients(to_ds, ds, row_CK, pair_CK, first, start, count, N, K, PAD_K, 128)
+    _arrive(addresses, arrivals, done, rank, CHANNEL, N)
 
 
 _push = Kernel(_push_sums_kernel, b2=None, score=None, offsets_E=None, E=None)
@@ -495,11 +564,13 @@ def push_sums(
 ) -> None:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.push_sums`. Score gradients of pairs that this rank does not
     serve are not written, and not read by the token's rank."""
-    ctas, constants = _work(workspace, PUSH, y_MD.shape[1])
-    kernel, biases = _push, ()
+    kernel, shape, biases, more = _push, PUSH, (), {}
     if b2 is not None:
-        kernel, biases, constants = _biased_push, (b2.contiguous(), score_M, offsets_E), constants | dict(E=b2.shape[0])
+        kernel, shape, more = _biased_push, BIASED_PUSH, dict(E=b2.shape[0])
+        biases = b2.contiguous(), score_M, offsets_E
+    ctas, constants = _work(workspace, shape, y_MD.shape[1])
     kernel[(ctas,)](
         workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,
-        y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.rank, *biases, **constants,
+        y_MD, ds_M, row_CK, pair_CK, workspace.sizes.sent, workspace.offset("arrivals"), workspace.done, workspace.rank,
+        *biases, PAD_K=next_power_of_2(workspace.sizes.top_k), CHANNEL=COMBINE, **more, **constants,
     )  # fmt: skip

@@ -1,9 +1,13 @@
 """Ops that move tokens through memory that ranks share; :mod:`titan_fp8moe.dispatch.symmetric.exchange` describes the
 steps.
 
-An exchange is a dispatch, a start and a finish of the combine, in this order on all ranks. To PyTorch the ops are
-functional: what they return is ordinary memory. A result of each is an argument of the next, so that nothing that
-reorders operators changes their order.
+An exchange is a dispatch and its end, a start and a finish of the combine, in this order on all ranks. To PyTorch the
+ops are functional: what they return is ordinary memory. A result of each is an argument of the next, so that nothing
+that reorders operators changes their order.
+
+On a GPU, rows travel beside the kernels that are launched between a dispatch and its end, and between a start and a
+finish. The end and the finish take what the transfer reads and writes, whose memory is then not used again before, and
+results of those kernels, which a compiled graph then launches before.
 """
 
 from types import ModuleType
@@ -14,7 +18,7 @@ from torch import Tensor
 from titan_fp8moe.dispatch.symmetric import exchange, kernels, workspace
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, capacities
 from titan_fp8moe.ops.backend import custom_op, use_kernels
-from titan_fp8moe.ops.permute import expert_routing, unpermute_gradients, unpermute_sum
+from titan_fp8moe.ops.permute import unpermute_gradients, unpermute_sum
 from titan_fp8moe.recipe import FP8, SCALE_TILE
 
 
@@ -47,8 +51,10 @@ def symmetric_dispatch(
         rows, scale: (M, D) e4m3 in expert order and (M, D // 128) e8m0, column-major. Without room, no row arrives.
         tokens, scale: (C, D) e4m3 and (C, D // 128) e8m0.
         offsets_E, token_M, score_M, row_CK: of :func:`titan_fp8moe.ops.expert_routing`; a token's rows precede its -1.
-        plan: (2, N + 1) int32, of :func:`titan_fp8moe.dispatch.symmetric.exchange.plan`.
-        arrived_C, pair_CK: ``token_C`` and ``pair_CK`` of its ``pull_pairs``.
+        arrived_C, pair_CK: of :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_routing`.
+        plan: (2, N + 1) int32, of its ``plan``.
+
+        All in flight, until :func:`symmetric_arrived`.
 
     Raises:
         ValueError: when the workspace is made, for ranks on several nodes or of unequal sizes.
@@ -60,15 +66,12 @@ def symmetric_dispatch(
     at = workspace.begin(group_name, Sizes(N, T, D, K, E), q_TD.device)
     try:
         impl.publish(at, q_TD, scale, (topk_ids_TK, topk_scores_TK), (token_C, counts_N, (M, C)))
-        impl.arrive(at, DISPATCH)
-        impl.wait(at, DISPATCH)
-        plan = impl.plan(at)
-        at.planned()
-        ids_CK, scores_CK, pair_CK, arrived_C = impl.pull_pairs(at, plan, C)
-        offsets_E, token_M, score_M, row_CK = expert_routing(ids_CK, scores_CK, E, M)
-        token_scale = impl.pull_scales(at, plan, arrived_C)
-        x, x_scale, token_q = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, True)
-        return x, x_scale, token_q, token_scale, offsets_E, token_M, score_M, row_CK, plan, arrived_C, pair_CK
+        with at.beside():
+            plan = impl.plan(at)
+            at.planned()
+            offsets_E, token_M, score_M, row_CK, arrived_C, pair_CK = impl.pull_routing(at, plan, M, C)
+            rows = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, True)
+        return *rows, offsets_E, token_M, score_M, row_CK, arrived_C, pair_CK, plan
     except BaseException:
         at.interrupted()
         raise
@@ -85,7 +88,7 @@ def _(q_TD, scale, topk_ids_TK, topk_scores_TK, token_C, counts_N, capacity, gro
     x_scale = scale.new_empty(D // SCALE_TILE, M).t()
     rows = q_TD.new_empty(M, D), x_scale, q_TD.new_empty(C, D), scale.new_empty(C, D // SCALE_TILE)
     routing = ints(columns - 3), ints(M), topk_scores_TK.new_empty(M), ints(C, K)
-    return *rows, *routing, ints(2, N + 1), ints(C), ints(C, K).to(torch.uint8)
+    return *rows, *routing, ints(C), ints(C, K).to(torch.uint8), ints(2, N + 1)
 
 
 @custom_op
@@ -106,17 +109,16 @@ def symmetric_dispatch_gradients(
         plan, arrived_C, row_CK, token_M, offsets_E: of :func:`symmetric_dispatch`.
 
     Returns:
-        (M, D) e4m3 in expert order, (M, D // 128) e8m0 column-major.
+        (M, D) e4m3 in expert order, (M, D // 128) e8m0 column-major; in flight, until :func:`symmetric_arrived`.
     """
     (T, D), impl = q_TD.shape, _impl(q_TD)
     sizes = Sizes(plan.shape[1] - 1, T, D, row_CK.shape[1], offsets_E.shape[0])
     at = workspace.begin(group_name, sizes, q_TD.device)
     try:
         impl.publish(at, q_TD, scale, None, None)
-        impl.arrive(at, DISPATCH)
-        impl.wait(at, DISPATCH)
-        token_scale = impl.pull_scales(at, plan, arrived_C)
-        return impl.pull_rows(at, plan, arrived_C, row_CK, token_M, token_scale, offsets_E, False)[:2]
+        with at.beside():
+            impl.wait(at, DISPATCH)
+            return impl.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, False)[:2]
     except BaseException:
         at.interrupted()
         raise
@@ -126,6 +128,26 @@ def symmetric_dispatch_gradients(
 def _(q_TD, scale, plan, arrived_C, row_CK, token_M, offsets_E, group_name):
     M, D = token_M.shape[0], q_TD.shape[1]
     return q_TD.new_empty(M, D, dtype=FP8), scale.new_empty(D // SCALE_TILE, M).t()
+
+
+@custom_op
+def symmetric_arrived(scale: Tensor, beside: list[Tensor], group_name: str) -> Tensor:
+    """Ends a dispatch: what is launched from here on finds its results.
+
+    Args:
+        scale: of the rows, in flight.
+        beside: the other results of the dispatch and its arguments, and results of what runs beside it.
+
+    Returns:
+        The scales: who reads the rows takes these.
+    """
+    workspace.current(group_name).join()
+    return scale.clone()
+
+
+@symmetric_arrived.register_fake
+def _(scale, beside, group_name):
+    return torch.empty_like(scale)
 
 
 @custom_op
@@ -140,7 +162,7 @@ def symmetric_start_combine(
     score_M: Tensor | None = None,
     offsets_E: Tensor | None = None,
 ) -> Tensor:
-    """Sums each token's rows here and sends the sums back.
+    """Sums each token's rows here, sends the sums back, and waits for those of all ranks.
 
     Args:
         y_MD: (M, D) bf16; ds_M: (M,) fp32, the gradients of the rows' scores, None in a forward.
@@ -151,8 +173,9 @@ def symmetric_start_combine(
         An argument for :func:`symmetric_finish_combine`, which orders the two and holds nothing.
     """
     at, impl = workspace.current(group_name), _impl(y_MD)
-    impl.push_sums(at, plan, y_MD, ds_M, row_CK, pair_CK, b2, score_M, offsets_E)
-    impl.arrive(at, COMBINE)
+    with at.beside():
+        impl.push_sums(at, plan, y_MD, ds_M, row_CK, pair_CK, b2, score_M, offsets_E)
+        impl.wait(at, COMBINE)
     return y_MD.new_empty(0)
 
 
@@ -169,32 +192,34 @@ def symmetric_finish_combine(
     out_dtype: torch.dtype,
     addend_RD: Tensor | None,
     with_gradients: bool,
+    beside: list[Tensor],
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Waits for all ranks' sums and adds them up, as :func:`titan_fp8moe.ops.unpermute_gradients`.
+    """Adds up all ranks' sums, once they have come, as :func:`titan_fp8moe.ops.unpermute_gradients`.
 
     Args:
         started: the result of :func:`symmetric_start_combine`.
         sent_TK: of :func:`titan_fp8moe.ops.dispatch_routing`.
         addend_RD: (R, D) bf16, R >= T; its row t is added to token t.
         with_gradients: whether score gradients have been sent.
+        beside: the arguments of the start, and results of what runs beside it.
 
     Returns:
         (T, D) out_dtype and (T, K) fp32, empty without gradients.
     """
-    at, impl = workspace.current(group_name), _impl(started)
-    impl.wait(at, COMBINE)
+    at = workspace.current(group_name)
+    at.join()
     sums, out_ds = at.sums(D), started.new_empty(0, dtype=torch.float32)
     if with_gradients:
         out, out_ds = unpermute_gradients(sums, at.view("score_gradients"), sent_TK, out_dtype, addend_RD)
     else:
         out = unpermute_sum(sums, sent_TK, out_dtype, addend_RD)
-    at.in_flight = False
+    at.end()
     return out, out_ds
 
 
 @symmetric_finish_combine.register_fake
-def _(started, sent_TK, D, out_dtype, addend_RD, with_gradients, group_name):
+def _(started, sent_TK, D, out_dtype, addend_RD, with_gradients, beside, group_name):
     T, K = sent_TK.shape
     ds_shape = (T, K) if with_gradients else (0,)
     return started.new_empty(T, D, dtype=out_dtype), started.new_empty(ds_shape, dtype=torch.float32)

@@ -10,6 +10,7 @@ checked with 2.13, symmetric memory with 2.11.
 """
 
 import atexit
+import contextlib
 import functools
 import itertools
 import math
@@ -18,7 +19,7 @@ import socket
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from titan_fp8moe import patches
+from titan_fp8moe.kernels import launch
 from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE, larger, row_capacity, smaller
 
 DISPATCH, COMBINE = range(2)
@@ -138,6 +140,9 @@ class Workspace:
         captured: whether a CUDA graph holds addresses of it.
         mapped: what keeps ``peers`` mapped.
         barrier: waits for all ranks.
+        stream: of the transfers; None on a CPU.
+        done: (1,) int32, how many CTAs of a kernel that arrives have ended.
+        scratch: memory that a transfer uses, until it ends.
     """
 
     _all: ClassVar[weakref.WeakSet] = weakref.WeakSet()
@@ -149,7 +154,11 @@ class Workspace:
         pointers = [memory.data_ptr() for memory in (*peers, self.report)]
         self.addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
         self.rounds = torch.zeros(2, dtype=torch.int32, device=device)
-        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self.overflow, self.done = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+        self.stream = _transfers(device) if device.type == "cuda" else None
+        self.scratch: list[Tensor] = []
+        if device.type == "cuda":
+            self._forked, self._moved = torch.cuda.Event(), torch.cuda.Event()
         self.in_flight = self.captured = False
         self.owner: Callable[[], object | None] | None = None
         self.mapped: Any = None
@@ -185,6 +194,28 @@ class Workspace:
         self.in_flight, self.owner = True, None
         self.captured |= _is_capturing(self.memory.device)
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Kernels that are launched in this context run after what the current stream has been given so far, and beside
+        what it is given until :meth:`join`. Their memory is the current stream's: who calls this keeps it until
+        then."""
+        if self.stream is None:
+            yield
+            return
+        self._forked.record()
+        self.stream.wait_event(self._forked)
+        try:
+            with launch.on_stream(self.stream):
+                yield
+        finally:
+            self._moved.record(self.stream)
+
+    def join(self) -> None:
+        """Lets the current stream wait for what :meth:`beside` has launched."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.memory.device).wait_event(self._moved)
+        self.scratch = []
+
     def _end_interrupted(self) -> None:
         """Ends the exchange in flight. All ranks do it together, where an error interrupted all of them. Raises
         RuntimeError if its owner is still at work."""
@@ -200,13 +231,23 @@ class Workspace:
         self.barrier()
         self.view("arrivals").zero_()
         self.rounds.zero_()
+        self.done.zero_()
         if self.memory.is_cuda:
             torch.cuda.synchronize()
         self.barrier()
 
     def interrupted(self) -> None:
         """An error ends the operator that began the exchange."""
+        self.join()
         self.owner = _nobody
+
+    def owned_by(self, owner: object) -> None:
+        """Names the object that has begun the exchange. If an error ends it, its transfer ends before its memory."""
+        self.owner = weakref.ref(owner, lambda _: self.join())
+
+    def end(self) -> None:
+        """After an exchange."""
+        self.in_flight, self.owner = False, None
 
     def planned(self) -> None:
         """After the device has been asked whether all ranks have room: :meth:`check_room` can wait for that."""
@@ -216,9 +257,9 @@ class Workspace:
             # An external event becomes a node of the graph: each launch of a replay records it anew. Each node has its
             # own, since CUDA does not say for which of several nodes an event stands.
             self._planned.append(torch.cuda.Event(external=True))
-            self._planned[-1].record()
+            self._planned[-1].record(self.stream)
         else:
-            self._planned[0].record()
+            self._planned[0].record(self.stream)
 
     def lateness(self) -> str | None:
         """A message about the ranks that have not arrived in time, or None."""
@@ -259,6 +300,13 @@ class Workspace:
                 "Continue from a checkpoint with a larger dispatch_capacity (the number of expert-parallel ranks "
                 'always suffices) or with dispatch = "all_to_all"'
             )
+
+
+@functools.cache
+def _transfers(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all workspaces' transfers. A GEMM has one CTA for each SM: those of a transfer go first, or it
+    would begin when the GEMM ends."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _nobody() -> None:
@@ -385,9 +433,9 @@ def _is_destroyed(group: dist.ProcessGroup) -> bool:
 
 
 def own(group_name: str, owner: object) -> None:
-    """Names the object that has begun the exchange in flight."""
+    """See :meth:`Workspace.owned_by`, for the exchange in flight."""
     if not torch.compiler.is_compiling() and (workspace := _current.get(group_name)) is not None:
-        workspace.owner = weakref.ref(owner)
+        workspace.owned_by(owner)
 
 
 def _create(group: Any, sizes: Sizes, device: torch.device) -> Workspace:

@@ -1,0 +1,225 @@
+"""The only entry of a MoE layer: :func:`run_layer`, for the modules of all adapters, and :func:`routed_experts`.
+
+A module gives its experts as one record, :class:`Experts`. What is computed of it, and how autograd sees it, is in
+:mod:`titan_fp8moe.layer.experts`.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
+from titan_fp8moe.layer.experts import Call, RoutedExperts, finish_eagerly, in_flight_eagerly, start_eagerly
+from titan_fp8moe.layer.lora import Lora, split_lora
+from titan_fp8moe.layer.operands import WeightCache, usable
+from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec
+from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, SharedExperts, are_frozen
+from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.ops.backend import refuse_export
+from titan_fp8moe.spec import ExpertSpec
+
+_DEFAULTS = Fp8FlowMoEConfig()  # made at import: torch.compile cannot trace its checks
+
+
+class Experts(NamedTuple):
+    """The experts of one MoE layer, as the modules of all adapters hand them over.
+
+    Attributes:
+        weights: this rank's, tensors, DTensors over ``ep_group`` or :class:`titan_fp8moe.Fp8Weight`.
+        ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
+        cache: keeps quantized copies of the weights; None where nothing is kept.
+        frozen: none of the weights is trained.
+        check_ids: refuse ids that are no expert's; else they count as -1.
+        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
+    """
+
+    weights: ExpertWeights[Any]
+    config: Fp8FlowMoEConfig
+    ep_group: dist.ProcessGroup | None = None
+    expert: ExpertSpec = ExpertSpec()
+    cache: WeightCache | None = None
+    frozen: bool = False
+    biases: Biases[Tensor] | None = None
+    lora: Lora | None = None
+    check_ids: bool = True
+    nan_flags: Tensor | None = None
+
+
+class Shared(NamedTuple):
+    """An FFN that serves every token, with the routed experts' activation. It reads the rows that are quantized for
+    them, in both directions, and adds to their sums.
+
+    Attributes:
+        weights: w1 and w3 (H, D), w2 (D, H), without a gate w3 None.
+        cache, frozen: as of :class:`Experts`.
+        scores: (T,) fp32, by which its output is multiplied; or None.
+    """
+
+    weights: ExpertWeights[Tensor]
+    cache: WeightCache | None = None
+    frozen: bool = False
+    scores: Tensor | None = None
+
+
+def routed_experts(
+    x: Tensor,
+    w1: Tensor | Fp8Weight,
+    w2: Tensor | Fp8Weight,
+    w3: Tensor | Fp8Weight | None,
+    topk_ids: Tensor,
+    topk_scores: Tensor,
+    *,
+    config: Fp8FlowMoEConfig | None = None,
+    ep_group: dist.ProcessGroup | None = None,
+    score_before_experts: bool = False,
+    meanwhile: Callable[[], Tensor] | None = None,
+    activation: str = "swiglu",
+    activation_parameters: dict[str, float] | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+    interleaved: bool = False,
+    lora: Lora | None = None,
+    shared: SharedExperts | None = None,
+) -> Tensor:
+    """Sum over a token's experts of score * (W2 activation(W1 x + b1, W3 x + b3) + b2), in FP8; by default
+    silu(W1 x) * (W3 x) without biases. Experts without a gate compute W2 activation(W1 x + b1) + b2.
+
+    Differentiable once in ``x``, ``topk_scores``, the weights, biases and adapters, and whatever ``meanwhile`` reads.
+
+    Args:
+        x: (T, D) bf16 or fp32.
+        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D) of this rank's E experts, all bf16 or all fp32.
+            D and H are multiples of 16; quantized rows and weights pad both to multiples of 128.
+
+            * Gate and up may be one ``w1`` (E, 2H, D), gate first, with ``w3`` None.
+            * An activation without a gate, such as ``"relu2"``, has one projection ``w1`` (E, H, D), and ``w3`` None.
+            * A ``w1`` with ``w3`` None and w2 may be transposes of contiguous (E, D, 2H) and (E, H, D). They are read
+              where they lie, and so lie their gradients.
+            * All may be :class:`titan_fp8moe.Fp8Weight`, frozen, which are padded themselves. A forward copies ``w1``
+              and ``w3`` into one, unless ``w1`` is fused.
+        topk_ids: (T, K) int32 or int64, the experts of each token among the experts of all ranks; -1 for none. Another
+            id raises ValueError on a CPU, and ends in a device-side assertion on a GPU.
+        topk_scores: (T, K) fp32, the router's score of each. bf16 is accepted with a warning.
+        config: the recipe's settings and the transport's, :data:`titan_fp8moe.config.RECIPE` and ``TRANSPORT``; by
+            default ``Fp8FlowMoEConfig()``.
+        ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
+        score_before_experts: multiply the experts' input, not their output, by the score.
+        meanwhile: computes a tensor (T, D) that is added to the result. It runs while tokens travel between ranks, and
+            so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
+        activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
+            name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
+        b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32. With ``w3`` None one ``b1``
+            has all rows of w1, in their order. All or none. Beside :class:`titan_fp8moe.Fp8Weight`, which pads H to a
+            multiple of 128, b1 and b3 are padded with zeros to that H; b2 keeps D.
+        interleaved: a ``w1`` (E, 2H, D) holds gate and up of a hidden unit side by side, as gpt-oss does.
+        lora: low-rank adapters, which run in bf16 beside the weights. Freeze the weights by ``requires_grad_(False)``.
+        shared: shared experts, which read the rows that are quantized for the routed ones, in both directions, and add
+            to their sums: no cast and no addition of their own.
+
+    Returns:
+        (T, D) in the dtype of ``x``.
+
+    Raises:
+        ValueError: for shapes, dtypes, devices or numbers of rows that the kernels cannot take.
+        RuntimeError: in torch.func's transforms and torch.jit.trace. With ``dispatch = "symmetric"``, if a rank is
+            later than the timeout of ``ep_group``, or if two layers are in flight. Too little room shows later:
+            :func:`titan_fp8moe.check_room`.
+
+    Example::
+
+        scores, ids = router(x).softmax(-1).topk(2)
+        y = routed_experts(x, w1, w2, w3, ids, scores, meanwhile=lambda: shared_expert(x))
+    """
+    expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
+    if config is not None:
+        require_config(config, "routed_experts", *RECIPE, *TRANSPORT)
+    if interleaved:
+        expert = expert._replace(interleaved=True)
+    biases = None if b1 is b2 is b3 is None else Biases(b1, b2, b3)
+    frozen = isinstance(w1, Fp8Weight) or are_frozen(cast(Any, (w1, w2, w3)))
+    weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
+    experts = Experts(
+        weights, config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases), lora=lora
+    )
+    return run_layer(x, topk_ids, topk_scores, experts, shared, meanwhile)
+
+
+def run_layer(
+    x_TD: Tensor,
+    topk_ids_TK: Tensor,
+    topk_scores_TK: Tensor,
+    experts: Experts,
+    shared: Shared | SharedExperts | None = None,
+    meanwhile: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Runs one MoE layer: the entry of :func:`routed_experts` and of every module. ``shared``: a module's, or as a
+    caller gives it, which is checked."""
+    if topk_scores_TK.dtype == torch.bfloat16:
+        _warn_of_bf16_scores()
+        topk_scores_TK = topk_scores_TK.float()
+    weights, config, ep_group, expert, cache, frozen, biases, lora, check_ids, nan_flags = experts
+    check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, expert)
+    if biases is not None:
+        check_biases(biases, weights, x_TD.shape[1])
+        expert = expert._replace(biased=True)
+    if shared is not None and not isinstance(shared, Shared):
+        check_shared(shared, x_TD, expert)
+        shared = Shared(shared.weights, None, are_frozen(shared.weights), shared.scores)
+    factors, adapters, backward = None, (), config.backward
+    if lora is not None:
+        factors, adapters = split_lora(lora, cast(Any, weights))
+    if frozen:
+        backward = backward._replace(weights="frozen" if lora is None else "adapted")
+    of_shared = "" if shared is None else "frozen" if shared.frozen else "trained"
+    ffn = shared or _NO_SHARED
+    cache, shared_cache = usable(cache, weights.w1), usable(ffn.cache, weights.w1)
+    kept = ffn.scores is not None, cache is not None, shared_cache is not None
+    spec = LayerSpec(config.route(ep_group), expert, backward, of_shared, check_ids, factors, *kept)
+    stored = weights if isinstance(weights.w1, Fp8Weight) else None
+    call = Call(spec, cache, shared_cache, stored)
+    given = weights if stored is None else NO_WEIGHTS
+    pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
+    inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)
+    refuse_export(inputs.flatten())
+    if not spec.dispatch.overlaps:
+        out = RoutedExperts.apply(*inputs.flatten(), call, None)
+        return out if meanwhile is None else _add(out, meanwhile())
+    in_flight = in_flight_eagerly(x_TD.device)
+    start = inputs._replace(shared=NO_WEIGHTS).flatten()
+    placeholder, payload, *handed = start_eagerly(*start, call, in_flight)
+    extra = None if meanwhile is None else meanwhile()
+    end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
+    out = finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
+    return out if meanwhile is None else _add(out, extra)
+
+
+_NO_SHARED = Shared(NO_WEIGHTS)
+
+
+def _add(out_TD: Tensor, extra_TD: Any) -> Tensor:
+    """The sum with the result of ``meanwhile``, which must not broadcast."""
+    if not isinstance(extra_TD, Tensor) or extra_TD.shape != out_TD.shape:
+        got = tuple(extra_TD.shape) if isinstance(extra_TD, Tensor) else extra_TD
+        raise ValueError(f"meanwhile must return a tensor of x's shape, {tuple(out_TD.shape)}, got {got}")
+    return out_TD + extra_TD
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it when it traces, where it could not trace the warning
+def _warn_of_bf16_scores() -> None:
+    _warn_once(
+        "topk_scores are bf16, which rounds the router's scores and their gradients; compute them in fp32, as in "
+        "router(x).float().softmax(-1). FSDP2's MixedPrecisionPolicy casts the arguments of modules that it wraps: "
+        "compute the scores in the module that calls titan_fp8moe.RoutedExperts or routed_experts"
+    )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
