@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from triton import knobs
 
 from tests.layer import refused
 from titan_fp8moe import doctor, ops, recipe
@@ -139,6 +140,7 @@ def test_without_a_gpu(capsys):
     assert doctor.main() == 0
     said = capsys.readouterr().out
     why = "for CUDA, but its driver finds no GPU" if torch.version.cuda else "without CUDA"
+    assert f"ptxas        {doctor._ptxas()}\n" in said
     assert f"torch {torch.__version__}" in said and f"kernels      not run: PyTorch is built {why}" in said
 
 
@@ -157,6 +159,16 @@ def test_what_the_doctor_says(gpu, monkeypatch, capsys, where, hip, wrong, code,
     assert doctor.main() == code
     printed = capsys.readouterr().out
     assert said in printed and ("NOT among" in printed) == (where != HOPPER)
+
+
+def test_the_ptxas_in_use(tmp_path, monkeypatch):
+    """Triton's own, or what the environment puts in its place."""
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    own = doctor._ptxas()
+    assert own.endswith(", of Triton")
+    (tmp_path / "ptxas").symlink_to(knobs.nvidia.ptxas.path)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
+    assert doctor._ptxas() == own.replace("of Triton", str(tmp_path / "ptxas"))
 
 
 def test_rates():
