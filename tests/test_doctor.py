@@ -107,6 +107,12 @@ def test_one_wrong_element_is_found(monkeypatch, case):
         assert not self_check._agrees(case, "cuda"), index
 
 
+def test_the_activation_that_a_backward_computes_again_is_compared():
+    """dh and a with their scales, and the scores' gradient."""
+    results = [self_check._run(case, "cpu") for case in self_check._cases() if "quantize_backward" in case.name]
+    assert results and all(len(found) >= 5 for found in results)
+
+
 @pytest.mark.parametrize(("value", "wrong", "near"), [
     (3.0, -3.0, False), (3.0, 3.25, True), (3.0, 3.5, False), (448.0, float("nan"), False), (0.0, -0.0, True),
 ])  # fmt: skip
