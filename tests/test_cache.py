@@ -42,6 +42,15 @@ class Layer:
         assert quantized is None or generations(self.cache) == [count + quantized for count in before]
 
 
+def test_weights_that_are_stored_transposed():
+    """Their copies' scales lie as they do."""
+    layer = Layer()
+    layer.weights = ExpertWeights(*(torch.nn.Parameter(w.detach().mT.contiguous().mT) for w in layer.weights))
+    layer.leaves[2:] = layer.weights
+    assert layer.weights.w1.stride(1) == 1 and min(layer.weights.w1.shape[2], 2 * layer.weights.w1.shape[1]) > 128
+    layer.check(quantized=True)
+
+
 @LAYOUTS
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 def test_microbatches_share_quantized_weights(layouts, recompute):

@@ -224,22 +224,29 @@ def test_warnings(caplog: pytest.LogCaptureFixture, settings: dict, fsdp_shards:
     assert len(warnings) == bool(warning) and (not warning or f"fp8_flow_moe.{warning}" in warnings[0])
 
 
+TOO_MANY = "16 ranks", "a node has 8", "lower parallelism.expert_parallel_degree"
+ALONE = 'dispatch = "symmetric"', "there are none", "raise parallelism.expert_parallel_degree"
+
+
 @pytest.mark.parametrize(
-    ("dispatch", "ranks", "hidden_dim_shards", "local_ranks", "fits"),
+    ("dispatch", "ranks", "hidden_dim_shards", "local_ranks", "error"),
     [
-        ("symmetric", 8, 1, "8", True),
-        ("symmetric", 16, 1, None, True),
-        ("auto", 16, 1, "8", True),
-        ("symmetric", 16, 1, "8", False),
-        ("symmetric", 8, 2, "8", False),
-        ("symmetric", 1, 1, "8", True),
+        ("symmetric", 8, 1, "8", ()),
+        ("symmetric", 16, 1, None, ()),
+        ("auto", 16, 1, "8", ()),
+        ("symmetric", 16, 1, "8", TOO_MANY),
+        ("symmetric", 8, 2, "8", TOO_MANY),
+        ("symmetric", 1, 1, "8", ALONE),
+        ("symmetric", 1, 2, None, ALONE),
+        ("auto", 1, 2, "8", ()),
     ],
 )
-def test_symmetric_dispatch_needs_one_node(caplog, monkeypatch, dispatch, ranks, hidden_dim_shards, local_ranks, fits):
+def test_symmetric_dispatch_needs_ranks_of_one_node(
+    monkeypatch, dispatch, ranks, hidden_dim_shards, local_ranks, error
+):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local_ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
     layout = preflight.ExpertLayout(ranks, hidden_dim_shards, 1, 64)
-    with refused(*[] if fits else ["16 ranks", "a node has 8", "lower parallelism.expert_parallel_degree"]):
+    with refused(*error):
         preflight.check_dispatch(Fp8FlowMoEConfig(dispatch=dispatch), layout)
-    assert ("no effect without expert parallelism" in caplog.text) == (ranks == 1)

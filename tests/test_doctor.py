@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from triton import knobs
 
 from tests.layer import refused
 from titan_fp8moe import doctor, ops, recipe
@@ -106,6 +107,12 @@ def test_one_wrong_element_is_found(monkeypatch, case):
         assert not self_check._agrees(case, "cuda"), index
 
 
+def test_the_activation_that_a_backward_computes_again_is_compared():
+    """dh and a with their scales, and the scores' gradient."""
+    results = [self_check._run(case, "cpu") for case in self_check._cases() if "quantize_backward" in case.name]
+    assert results and all(len(found) >= 5 for found in results)
+
+
 @pytest.mark.parametrize(("value", "wrong", "near"), [
     (3.0, -3.0, False), (3.0, 3.25, True), (3.0, 3.5, False), (448.0, float("nan"), False), (0.0, -0.0, True),
 ])  # fmt: skip
@@ -139,6 +146,7 @@ def test_without_a_gpu(capsys):
     assert doctor.main() == 0
     said = capsys.readouterr().out
     why = "for CUDA, but its driver finds no GPU" if torch.version.cuda else "without CUDA"
+    assert f"ptxas        {doctor._ptxas()}\n" in said
     assert f"torch {torch.__version__}" in said and f"kernels      not run: PyTorch is built {why}" in said
 
 
@@ -157,6 +165,16 @@ def test_what_the_doctor_says(gpu, monkeypatch, capsys, where, hip, wrong, code,
     assert doctor.main() == code
     printed = capsys.readouterr().out
     assert said in printed and ("NOT among" in printed) == (where != HOPPER)
+
+
+def test_the_ptxas_in_use(tmp_path, monkeypatch):
+    """Triton's own, or what the environment puts in its place."""
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    own = doctor._ptxas()
+    assert own.endswith(", of Triton")
+    (tmp_path / "ptxas").symlink_to(knobs.nvidia.ptxas.path)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
+    assert doctor._ptxas() == own.replace("of Triton", str(tmp_path / "ptxas"))
 
 
 def test_rates():

@@ -6,7 +6,9 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from tests.layer import DEVICE, refused
-from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, grouped_mm
+from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.weights import ExpertWeights
 
 
 class Block(torch.nn.Module):
@@ -33,6 +35,31 @@ def test_programs_run_and_do_not_train(settings, strict):
     assert torch.equal(program(x), want)
     with refused("exported without gradients", error=RuntimeError):
         program(x).square().sum().backward()
+
+
+class Call(torch.nn.Module):
+    def __init__(self, function, *shapes):
+        super().__init__()
+        self.function = function
+        self.weights = torch.nn.ParameterList(torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes)
+
+    def forward(self, x):
+        return self.function(x, *self.weights)
+
+
+CONFIG = Fp8FlowMoEConfig()
+OTHERS = {
+    "ffn": (lambda x, *w: feed_forward(x, ExpertWeights(*w), CONFIG), *[(128, 128)] * 3),
+    "linear": (lambda x, w: linear(x, w, CONFIG), (128, 128)),
+    "grouped_mm": (lambda x, w: grouped_mm(x, w, x.new_full((1,), 16, dtype=torch.int32)), (1, 128, 128)),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_layers_refuse_as_experts_do(other, strict):
+    with refused("lose the gradients", error=Exception):
+        torch.export.export(Call(*OTHERS[other]), (torch.randn(16, 128, device=DEVICE).bfloat16(),), strict=strict)
 
 
 def test_the_experts_of_a_pipeline():

@@ -97,7 +97,7 @@ def cosine(a, b):
     [
         (NAMES, 4, 128, False, torch.float32),
         (NAMES, 64, 144, True, torch.float32),
-        (("w1",), 8, 128, False, torch.float32),
+        (("w1",), 1, 128, False, torch.float32),
         (("w2", "w3"), 20, 144, False, torch.float32),
         ("gate and up in one", 16, 128, False, torch.float32),  # as in Transformers: both read one A
         ("gate and up in one", 16, 128, False, torch.bfloat16),
@@ -276,6 +276,10 @@ WRONG = {  # of a layer whose w1 has shape (8, 128, 256)
     ),
     "columns": (lambda lora: changed(lora, A=lora.w1.A[:, :, :128]), A_AND_B, "got (8, 8, 128) and (8, 128, 8)"),
     "rank": (lambda lora: changed(lora, B=lora.w1.B[:, :, :4]), "got (8, 8, 256) and (8, 128, 4)"),
+    "no rank": (
+        lambda lora: changed(lora, A=lora.w1.A[:, :0], B=lora.w1.B[:, :, :0]),
+        *(A_AND_B, "r at least 1; got (8, 0, 256) and (8, 128, 0)"),
+    ),
     "half": (
         lambda lora: changed(lora, A=lora.w1.A.half(), B=lora.w1.B.half()),
         *("must be bf16 or fp32", "use A.bfloat16()"),

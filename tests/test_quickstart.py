@@ -56,6 +56,22 @@ def test_torchrun_ends_with_the_error_of_a_rank(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "error: ValueError: set a to b"
 
 
+TORCHRUN_SAYS = "E1127 20:48:21 1 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) pid: 2"
+
+
+@pytest.mark.parametrize(("rank", "report", "shown", "error"), [
+    ("ValueError: a", "exitcode  : 1 (pid: 2)\n  ValueError: a", False, "ValueError: a"),
+    (BOX, "exitcode  : 2 (pid: 2)", False, "invalid choice 'foo' for argument '--wgrad'. Expected one of "),
+    ("KeyError: 1", "rank      : 1\n  ValueError: of a rank that is not shown", True, "ValueError: of a rank"),
+    ("KeyError: 1", "exitcode  : -9 (pid: 2)\ntraceback : Signal 9 (SIGKILL)", True, "KeyError: 1"),
+])  # fmt: skip
+def test_torchrun_repeats_no_error(tmp_path: Path, rank: str, report: str, shown: bool, error: str):
+    (tmp_path / "log").write_text(f"[rank0]:{rank}\n{TORCHRUN_SAYS}\nTraceback\n{report}\n====\n")
+    done = launched("sh", "-c", f"cat {tmp_path}/log; exit 1")
+    assert done.returncode == 1 and (TORCHRUN_SAYS in done.stdout) == ("====" in done.stdout) == shown
+    assert done.stdout.splitlines()[-1].startswith(f"error: {error}")
+
+
 def step(n: int) -> str:
     return (
         f"[rank0]:- INFO - step: {n:2}  loss:  {9 - n / 10:.5f}  grad_norm:  1.0  memory: 35.10GiB(25%)  tps: 9,000\n"
@@ -125,6 +141,24 @@ def test_a_wrong_config_file_is_found_before_imports(script: str):
     assert re.fullmatch(r".*CONFIG_FILE = train_configs/no_such.toml: no such file; .*\n", done.stderr)
 
 
+@pytest.mark.parametrize(("variables", "arguments", "said"), [
+    ({"STEPS": "abc"}, "", "STEPS = abc; set it to a whole number from 1"),
+    ({"STEPS": "0"}, "", "STEPS = 0; set it"),
+    ({"NGPU": "two"}, "--torchtitan03", "NGPU = two; set it"),
+    ({}, "--torchtitan3", "--torchtitan3 is no option; known are --torchtitan03"),
+    ({}, "--training.steps 2 --torchtitan03", "--torchtitan03 is no option; known are --torchtitan03, as the first"),
+])  # fmt: skip
+def test_the_quickstart_refuses_mistakes_before_any_work(tmp_path: Path, variables: dict, arguments: str, said: str):
+    """No baseline of an earlier run is removed, no corpus built."""
+    (tmp_path / "python3").write_text("#!/bin/sh\ntouch $(dirname $0)/worked")
+    (tmp_path / "python3").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables
+    command = ["bash", str(ROOT / "tools/quickstart.sh"), *arguments.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit(15))
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {said}"), done.stderr
+    assert not (tmp_path / "worked").exists()
+
+
 def test_help_is_the_scripts_header():
     command = ["bash", str(ROOT / "tools/quickstart.sh"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit(15))
@@ -154,6 +188,47 @@ def test_the_quickstart_names_files_that_exist(tmp_path: Path, draws: str):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit(15))
     assert done.returncode == 0, done.stderr
     assert f"table: {tmp_path}/table.txt" in done.stdout and ("curves:" in done.stdout) == bool(draws)
+    next_steps = done.stdout.partition("next, in ")[2]
+    for module in ("doctor", "torchtitan.dry_run"):
+        assert f"-m titan_fp8moe.{module} " in next_steps
+        assert (ROOT / f"titan_fp8moe/{module.replace('.', '/')}.py").exists()
+    assert "cp train_configs/debug.toml my_run.toml" in next_steps
+
+
+FAKE_PYTHON = """\
+#!/bin/sh
+case "$*" in
+"- 0.2.2 torchtitan") echo $TORCHTITAN ;;
+"- 0.2.2 "*) echo $LACKS ;;
+*venv*) mkdir -p .venv/bin && echo 'export LACKS=' >.venv/bin/activate ;;
+*progress.py*) cat ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("lacks", "torchtitan", "venv", "code", "said"), [
+    ("", "", None, 0, ""),
+    ("ruff", "", None, 2, "lacks ruff; run in it: pip install -e '.[torchtitan,dev]'"),
+    ("ruff", "", "export LACKS=", 0, ""),
+    ("torch", "torchtitan", "export LACKS=ruff", 2, "lacks ruff; run in it"),
+    ("torch", "torchtitan", None, 0, "Installing into .venv"),
+], ids=["complete", "without dev", "own .venv", "own .venv without dev", "nothing"])  # fmt: skip
+def test_one_environment_for_all_scripts(tmp_path: Path, lacks: str, torchtitan: str, venv: str, code: int, said: str):
+    """None is built beside one that has torchtitan."""
+    for name in ("python3", "python"):
+        (tmp_path / name).write_text(FAKE_PYTHON)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "tools").mkdir()
+    script = tmp_path / "tools/environment.sh"
+    script.write_text((ROOT / "tools/environment.sh").read_text())
+    if venv is not None:
+        (tmp_path / ".venv/bin").mkdir(parents=True)
+        (tmp_path / ".venv/bin/activate").write_text(venv)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LACKS": lacks, "TORCHTITAN": torchtitan}
+    command = ["bash", "-euc", f"set -o pipefail; . {script} ruff; [ -z $LACKS ]"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit(15))
+    assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
+    assert (tmp_path / ".venv").exists() == (venv is not None or said.startswith("Installing"))
 
 
 def test_a_package_index_is_not_asked_for_this_package():

@@ -124,9 +124,14 @@ def test_mistake_is_named(tmp_path: Path, line: str, broken: str, message: str):
         check_config(load(tmp_path / "broken.toml"))
 
 
-def test_deepep_is_refused_before_torchtitan_imports_it(dry_run):
-    with pytest.raises(SystemExit, match=r"^error: .*comm_backend = 'deepep'; set it to \"standard\""):
-        dry_run(ROOT / "train_configs/debug.toml", "--parallelism.expert_parallel_comm_backend=deepep")
+@pytest.mark.parametrize(("setting", "message"), [
+    ("--parallelism.expert_parallel_comm_backend=deepep", "comm_backend = 'deepep'; set it to \"standard\""),
+    ("--fp8_flow_moe.dispatch=symmetric", "there are none; raise parallelism.expert_parallel_degree"),
+])  # fmt: skip
+def test_a_dispatch_that_cannot_work_is_refused(dry_run, setting: str, message: str):
+    """DeepEP before torchtitan imports it."""
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        dry_run(ROOT / "train_configs/debug.toml", setting)
 
 
 def test_numbers_and_absent_values_in_toml(tmp_path: Path):

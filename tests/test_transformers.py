@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import re
+import runpy
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ transformers = pytest.importorskip("transformers", "5.17")
 from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
+import titan_fp8moe  # noqa: E402
 from experiments.transformers import run  # noqa: E402
 from tests.layer import DEVICE, CastCounter  # noqa: E402
 from tests.processes import run_checks, run_script  # noqa: E402
@@ -437,6 +439,15 @@ def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "titan_fp8moe.transformers")
     with pytest.raises(ImportError, match="needs Transformers 5, 5.17 or newer"):
         importlib.import_module("titan_fp8moe.transformers")
+
+
+@pytest.mark.parametrize("example", ["finetune_transformers", "fp8_weights", "grpo_step"])
+def test_examples_name_the_extra_that_they_need(monkeypatch: pytest.MonkeyPatch, example: str):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "titan_fp8moe.transformers")
+    monkeypatch.delattr(titan_fp8moe, "transformers")
+    with pytest.raises(ImportError, match=r"pip install -e '.\[transformers\]'"):
+        runpy.run_path(str(Path(__file__).parents[1] / f"examples/{example}.py"))
 
 
 def test_a_version_without_fp8_weights_is_served(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-import titan_fp8moe.torchtitan
 from titan_fp8moe import versions
 from titan_fp8moe.torchtitan import cpu
 from titan_fp8moe.trainer import cpu as trainer_cpu
@@ -124,8 +123,15 @@ def test_other_machines_without_a_gpu_do(monkeypatch, caplog, built_for, visible
     assert "torchtitan uses the CPU and gloo in this process" in caplog.text
 
 
-def test_the_other_release_is_refused(monkeypatch):
-    """Before the adapter changes anything, with the name of the one to use."""
-    monkeypatch.setattr(versions, "installed", lambda _: "0.3.0")
-    with pytest.raises(ImportError, match="use titan_fp8moe.torchtitan03"):
-        importlib.reload(titan_fp8moe.torchtitan)
+@pytest.mark.parametrize(("adapter", "release", "said"), [
+    ("torchtitan", "0.3.0", "use titan_fp8moe.torchtitan03"),
+    ("torchtitan", None, r"needs torchtitan 0.2.2: pip install -e '.\[torchtitan\]'"),
+    ("torchtitan03", "0.2.2", "use titan_fp8moe.torchtitan with 0.2.2"),
+    ("torchtitan03", None, r"needs torchtitan 0.3: pip install -e '.\[torchtitan03\]'"),
+])  # fmt: skip
+def test_another_release_is_refused(monkeypatch, adapter, release, said):
+    """Before the adapter changes anything, with the name of the one to use or of the extra."""
+    monkeypatch.setattr(versions, "installed", lambda _: release)
+    monkeypatch.delitem(sys.modules, f"titan_fp8moe.{adapter}", raising=False)
+    with pytest.raises(ImportError, match=said):
+        importlib.import_module(f"titan_fp8moe.{adapter}")

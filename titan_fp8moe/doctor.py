@@ -7,8 +7,10 @@ copy, a GEMM and a layer. A bug report needs this output. Exits with 1 if kernel
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from triton import knobs
 
 from titan_fp8moe import __version__, ops, recipe, routed_experts
 from titan_fp8moe.ops import self_check
@@ -23,6 +25,7 @@ def main() -> int:
     print(f"titan_fp8moe {__version__} (commit {env['commit'] or 'unknown'})")
     print(f"versions     {', '.join(f'{name} {version}' for name, version in _versions(env).items())}")
     print(f"hardware     {env['hardware']}")
+    print(f"ptxas        {_ptxas()}")
     settings = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS))
     print(f"environment  {' '.join(settings) or '-'}")
     if not torch.cuda.is_available():
@@ -50,6 +53,16 @@ def _versions(env: dict[str, object]) -> dict[str, object]:
     versions = env["versions"]
     assert isinstance(versions, dict)
     return {name: version for name, version in versions.items() if version is not None}
+
+
+def _ptxas() -> str:
+    """The assembler of Triton's kernels on GPUs before Blackwell. ``TRITON_PTXAS_PATH`` replaces Triton's own."""
+    try:
+        tool = knobs.nvidia.ptxas
+    except RuntimeError as error:  # there is none
+        return str(error)
+    own = Path(tool.path).is_relative_to(Path(knobs.__file__).parent)
+    return f"{tool.version}, {'of Triton' if own else tool.path}"
 
 
 def measure() -> dict[str, str]:

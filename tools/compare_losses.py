@@ -316,6 +316,10 @@ def report(runs: list[Run], args: argparse.Namespace) -> dict[str, Summary]:
     deviations = {run.name: compare(run, reference, args.smooth) for run in runs[1:]}
     summaries = {run.name: summarize(run, deviations.get(run.name), args.smooth, args.tolerance) for run in runs}
     print(format_table(summaries, reference.name))
+    print(
+        f"note: smoothed is the mean loss of {args.smooth} steps; deviation: from {reference.name}'s, at the last "
+        "common step; largest, mean: of all common steps, without sign"
+    )
     for name, deviation in deviations.items():
         last_steps = (summaries[name].last_step, summaries[reference.name].last_step)
         if deviation.steps[-1] < max(last_steps):

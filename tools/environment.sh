@@ -1,8 +1,9 @@
 # Sourced under `set -o pipefail` by the other scripts, with the modules that they need: leaves a Python that has these
 # modules, this package and its dependencies first on the PATH.
 #
-# That is the current environment if it has them all. Otherwise it is .venv, which this script creates (a minute or two)
-# and completes when modules are missing. A .venv that this script did not create is left untouched.
+# That is the current environment if it has them all, else .venv, one for all scripts: this script creates it (a minute or
+# two) and completes it. An environment of somebody's own that has torchtitan, or is .venv, it uses and leaves untouched;
+# if modules are missing there, it names them and the extras that bring them.
 #
 # With torchtitan=0.3.0 set, the environment is one with that release, and its folder .venv03: the releases exclude each
 # other.
@@ -39,11 +40,14 @@ EOF
 
 modules="torch triton torchtitan torchdata datasets tokenizers tyro wandb $own $*"
 if [ -n "$(lacking $modules)" ]; then
-    if [ -d $venv ] && [ ! -e $venv/begun ]; then
-        echo "This Python lacks $(lacking $modules), and tools/environment.sh did not create the $venv that exists." >&2
-        echo "Activate an environment and run: pip install -e '.[$extras]'" >&2
+    [ -e $venv/begun ] || [ ! -e $venv/bin/activate ] || . $venv/bin/activate
+    missing=$(lacking $modules)
+    if [ -n "$missing" ] && [ ! -e $venv/begun ] && { [ -d $venv ] || [ -z "$(lacking torchtitan)" ]; }; then
+        echo "error: $(command -v python3) lacks $missing; run in it: pip install -e '.[$extras]'" >&2
         exit 2
     fi
+fi
+if [ -n "$(lacking $modules)" ]; then
     if [ ! -e $venv/complete ]; then
         rm -rf $venv
         mkdir $venv

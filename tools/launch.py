@@ -1,5 +1,5 @@
-"""Runs a command and shows its output at once. If it fails, the last line is its error or that of a rank, and not
-torchrun's report.
+"""Runs a command and shows its output at once. If it fails, the last line is its error or that of a rank. torchrun's
+report of it is left out where it only repeats what a rank has said.
 
 python tools/launch.py torchrun --nproc_per_node=2 --tee=3 -m torchtitan.train --job.config_file=...
 """
@@ -14,6 +14,16 @@ from collections.abc import Iterable
 
 RANK = re.compile(r"^(\[\w+\]:\s*)+")  # what torchrun and torchtitan put before a rank's lines
 EXCEPTION = re.compile(r"^\s*(?:\w+\.)*(\w*(?:Error|Exception)|error): (.+)")
+
+REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/.*\] failed \(exitcode")
+
+
+def repeats(report: list[str], error: str | None) -> bool:
+    """Whether torchrun's report, which ends with the first failure, adds nothing to the last error of the ranks shown.
+    An exit status of 2 is that of a wrong command line, whose message is a rank's alone."""
+    if (told := last_error(report)) is not None:
+        return told == error
+    return error is not None and any(re.match(r"\s*exitcode\s*: 2\b", line) for line in report)
 
 
 def last_error(lines: Iterable[str]) -> str | None:
@@ -40,11 +50,16 @@ def main() -> int:
         # Both signals are the command's to handle: torchrun ends its ranks. A terminal interrupts the command too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        lines = deque[str](maxlen=1000)
+        lines, report = deque[str](maxlen=1000), list[str]()
         for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-    if process.returncode and (error := last_error(lines)):
+            if (report or REPORT.match(line)) and not RANK.match(line):
+                report.append(line)
+            else:
+                print(line, end="", flush=True)
+                lines.append(line)
+    if not repeats(report, last_error(lines)):
+        print(*report, sep="", end="", flush=True)
+    if process.returncode and (error := last_error([*lines, *report])):
         print(f"error: {error}", flush=True)
     return process.returncode
 

@@ -16,11 +16,23 @@ if [ "${1-}" = --torchtitan03 ]; then
     torchtitan=0.3.0 results=outputs/quickstart03
 fi
 case ${1-} in -h | --help) sed -n '2,11p' "$0" && exit ;; esac
+refuse() {  # message
+    echo "error: $1" >&2
+    exit 2
+}
+for argument in "$@"; do
+    case $argument in
+    --*[._]*) ;;  # torchtitan's settings have tables, or names of several words
+    --*) refuse "$argument is no option; known are --torchtitan03, as the first, --help and overrides such as --training.seq_len 512" ;;
+    esac
+done
+for name in STEPS NGPU; do
+    [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || refuse "$name = ${!name}; set it to a whole number from 1"
+done
 . "$(dirname "$0")/environment.sh" matplotlib tensorboard
 
 if [ $torchtitan = 0.2.2 ] && [ -n "${CONFIG_FILE-}" ] && [ ! -f "$CONFIG_FILE" ]; then
-    echo "CONFIG_FILE = $CONFIG_FILE: no such file; train_configs/ has some" >&2
-    exit 2
+    refuse "CONFIG_FILE = $CONFIG_FILE: no such file; train_configs/ has some"
 fi
 export NGPU=${NGPU:-1}
 OUT=${OUT:-$results}
@@ -36,10 +48,7 @@ case $torchtitan-$device in
 0.2.2-cpu) default=train_configs/debug.toml steps=140 ;;
 0.3.0-hopper) default=deepseek_v3_16b_short steps=100 ;;
 0.3.0-cpu) default=deepseek_v3_debugmodel steps=20 ;;
-*)
-    echo "The quickstart has settings for Hopper GPUs and CPUs, not for $device: CUDA_VISIBLE_DEVICES= $0 trains on the CPU." >&2
-    exit 2
-    ;;
+*) refuse "the quickstart has settings for Hopper GPUs and CPUs, not for $device; CUDA_VISIBLE_DEVICES= $0 trains on the CPU" ;;
 esac
 export CONFIG_FILE=${CONFIG_FILE:-$default}
 STEPS=${STEPS:-$steps}
@@ -101,4 +110,14 @@ cat "$OUT/table.txt"
 [ "$device" = cpu ] && echo "$note"
 [ -e "$OUT/curves.png" ] && echo "curves: $OUT/curves.png"
 echo "table: $OUT/table.txt"
+echo "next, in $(command -v python3):"
+echo "  python3 -m titan_fp8moe.doctor   # what works on this machine"
+if [ $torchtitan = 0.2.2 ]; then
+    echo "  cp $CONFIG_FILE my_run.toml   # then edit it: docs/configuration.md, docs/how-to.md"
+    echo "  python3 -m titan_fp8moe.torchtitan.dry_run my_run.toml   # checks it, without a GPU"
+    echo "  CONFIG_FILE=my_run.toml ./tools/run_train.sh"
+else
+    echo "  examples/torchtitan03_config.py has a config of your own; this checks it, without a GPU:"
+    echo "  python3 -m titan_fp8moe.torchtitan03.dry_run --module examples.torchtitan03_config --config my_run"
+fi
 exit $status

@@ -86,6 +86,7 @@ DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
     [
         ([*DEBUG, "--training.global_batch_size=7"], "error: global batch size must be multiple of local batch size"),
         ([*DEBUG, "--parallelism.expert_parallel_degree=3"], "error: layers.1.moe: 8 experts do not divide over 3"),
+        ([*DEBUG, "--fp8_flow_moe.dispatch=symmetric"], 'error: fp8_flow_moe.dispatch = "symmetric" sends tokens to'),
         ([*DEBUG, "--rank=1"], "error: --world-size 1 has no rank 1"),
         (["--config=no_such"], NO_SUCH),
         (["--module=deepseek_v3", *DEBUG], "error: deepseek_v3: its config is torchtitan's own; return with_fp8_flow("),
@@ -94,7 +95,7 @@ DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
             "error: an override of --override.imports has replaced layers.1.moe.shared_experts, which fp8_flow_moe had",
         ),
     ],
-    ids=["batch", "experts", "rank", "config", "bf16", "override"],
+    ids=["batch", "experts", "dispatch", "rank", "config", "bf16", "override"],
 )
 def test_mistakes_end_in_one_sentence(arguments, message):
     done = run(*arguments)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.ops.backend import check_caller, once_differentiable
+from titan_fp8moe.ops.backend import check_caller, once_differentiable, refuse_export
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.rows import Rows
 
@@ -41,13 +41,14 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         ValueError: for other shapes, dtypes or devices, DTensors, more rows than the kernels take, or if K or N is no
             multiple of 128. On a CPU also for ``offs`` that decrease or exceed M. A GPU does not check them, which
             would take kernels of its own.
-        RuntimeError: in torch.func's transforms and torch.jit.trace.
+        RuntimeError: in torch.func's transforms, torch.jit.trace, and torch.export with gradients.
 
     Example::
 
         h = grouped_mm(x, w13.transpose(1, 2), offs)  # w13 (E, 2H, D)
     """
     _check_inputs(x, w, offs)
+    refuse_export((x, w))
     return _GroupedMM.apply(x, w, offs)
 
 

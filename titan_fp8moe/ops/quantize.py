@@ -132,7 +132,7 @@ def scale_exponents(scale: Tensor) -> Tensor:
 
 
 def _are_powers_of_two(scale: Tensor) -> bool:
-    bits = scale.detach().float().contiguous().view(torch.int32)
+    bits = scale.detach().float().view(torch.int32)
     byte = bits >> 23
     return bool(((bits & 0x7FFFFF == 0) & (byte >= 1) & (byte <= 254)).all())
 

@@ -15,7 +15,9 @@ import torch
 
 from titan_fp8moe.versions import installed, warn_about_versions
 
-if (RELEASE := installed("torchtitan") or "").startswith("0.3"):
+if (RELEASE := installed("torchtitan")) is None:
+    raise ImportError("titan_fp8moe.torchtitan needs torchtitan 0.2.2: pip install -e '.[torchtitan]' in a checkout")
+if RELEASE.startswith("0.3"):
     raise ImportError(
         f"titan_fp8moe.torchtitan is for torchtitan 0.2.2, but {RELEASE} is installed; use titan_fp8moe.torchtitan03, "
         "or install '.[torchtitan]'"

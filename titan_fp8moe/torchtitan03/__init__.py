@@ -6,11 +6,12 @@ gpt-oss, Kimi-K2.7, and the MoE models of Qwen3 and Qwen3.5. Their trainer is
 model. Importing this package changes torchtitan on machines without a GPU only, where it trains on the CPU.
 """
 
-import importlib.metadata
-
 import torch
 
-RELEASE = importlib.metadata.version("torchtitan")
+from titan_fp8moe.versions import installed
+
+if (RELEASE := installed("torchtitan")) is None:
+    raise ImportError("titan_fp8moe.torchtitan03 needs torchtitan 0.3: pip install -e '.[torchtitan03]' in a checkout")
 if not RELEASE.startswith("0.3."):
     raise ImportError(
         f"titan_fp8moe.torchtitan03 is for torchtitan 0.3, but {RELEASE} is installed; install '.[torchtitan03]', or "

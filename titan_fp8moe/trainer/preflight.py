@@ -227,14 +227,17 @@ def check_hardware() -> str:
 
 
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
-    """A backend may need all ranks of a group on one node, whose number torchrun tells."""
+    """A backend may need all ranks of a group on one node, whose number torchrun tells; and it needs such a group."""
     if not config.backend.single_node:
         return
     local_ranks = None if _elsewhere else os.environ.get("LOCAL_WORLD_SIZE")
     ranks = layout.expert_shards * layout.hidden_dim_shards
     if layout.expert_shards == 1:
-        logger.warning(f'fp8_flow_moe.dispatch = "{config.dispatch}" has no effect without expert parallelism')
-    elif local_ranks is not None and ranks > int(local_ranks):
+        raise ValueError(
+            f'fp8_flow_moe.dispatch = "{config.dispatch}" sends tokens to other expert-parallel ranks, but there are '
+            'none; raise parallelism.expert_parallel_degree, or set fp8_flow_moe.dispatch = "auto"'
+        )
+    if local_ranks is not None and ranks > int(local_ranks):
         raise ValueError(
             f'fp8_flow_moe.dispatch = "{config.dispatch}" needs all expert-parallel ranks on one node, but {ranks} '
             f"ranks share the experts and a node has {local_ranks}; lower "
