@@ -19,13 +19,13 @@ from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
+from experiments.reference import relative_error
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from tests.layer import assert_equal, generations, refused
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import operands
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.job_checks import expert_layout

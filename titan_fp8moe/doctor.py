@@ -5,24 +5,30 @@ copy, a GEMM and a layer. A bug report needs this output. Exits with 1 if kernel
 """
 
 import os
+import platform
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from titan_fp8moe import __version__, ops, recipe, routed_experts
 from titan_fp8moe.ops import self_check
-from titan_fp8moe.testing import after_idling_ms, environment, make_layer
+from titan_fp8moe.versions import installed
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 4096, 2048, 1408, 64, 6  # of DeepSeek-V3 16B's layers
 SETTINGS = ("CUDA_", "NCCL_", "TORCH", "TRITON_", "PYTORCH_")
 
 
 def main() -> int:
-    env = environment()
-    print(f"titan_fp8moe {__version__} (commit {env['commit'] or 'unknown'})")
-    print(f"versions     {', '.join(f'{name} {version}' for name, version in _versions(env).items())}")
-    print(f"hardware     {env['hardware']}")
+    gpus = torch.cuda.device_count()
+    packages = {name: installed(name) for name in ("torch", "triton", "torchtitan", "torchao")}
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda} | packages
+    print(f"titan_fp8moe {__version__} (commit {_commit()})")
+    print(f"versions     {', '.join(f'{name} {version}' for name, version in versions.items() if version)}")
+    print(f"hardware     {f'{gpus} x {torch.cuda.get_device_name()}' if gpus else f'CPU ({platform.machine()})'}")
     settings = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS))
     print(f"environment  {' '.join(settings) or '-'}")
     if not torch.cuda.is_available():
@@ -46,16 +52,21 @@ def main() -> int:
     return 0
 
 
-def _versions(env: dict[str, object]) -> dict[str, object]:
-    versions = env["versions"]
-    assert isinstance(versions, dict)
-    return {name: version for name, version in versions.items() if version is not None}
+def _commit() -> str:
+    """The checkout's short commit, with "+" if files differ from it."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return "unknown"
+    describe = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
 
 
 def measure() -> dict[str, str]:
     """Milliseconds after idling, the best of ten, and the rates that follow."""
-    x, scores, ids, weights = make_layer(TOKENS, DIM, HIDDEN, EXPERTS, TOP_K, torch.bfloat16, "cuda")
-    leaves = [t.requires_grad_() for t in (x, scores, *(w.bfloat16() for w in weights))]
+    shapes = (TOKENS, DIM), (EXPERTS, HIDDEN, DIM), (EXPERTS, DIM, HIDDEN), (EXPERTS, HIDDEN, DIM)
+    leaves = [0.05 * torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+    scores, ids = torch.rand(TOKENS, EXPERTS, dtype=torch.float32, device="cuda").topk(TOP_K)
+    leaves = [t.requires_grad_() for t in (*leaves, scores)]
     rows = TOKENS * TOP_K // 128 * 128
     offsets_E = torch.full((1,), rows, dtype=torch.int32, device="cuda")
     a, a_scale = ops.quantize_rows(torch.randn(rows, DIM, dtype=torch.float32, device="cuda"))
@@ -63,7 +74,7 @@ def measure() -> dict[str, str]:
     source, target = torch.empty(2, 2**28, dtype=torch.uint8, device="cuda")
 
     def layer() -> None:
-        x, scores, w1, w2, w3 = leaves
+        x, w1, w2, w3, scores = leaves
         out = routed_experts(x, w1, w2, w3, ids, scores)
         torch.autograd.grad(out, leaves, out.detach())
 
@@ -86,7 +97,21 @@ def rates(copied_bytes: int, copy_ms: float, rows: int, gemm_ms: float, layer_ms
 
 def _best_ms(run: Callable[[], object]) -> float:
     run()
-    return min(after_idling_ms(run) for _ in range(10))
+    return min(_after_idling_ms(run) for _ in range(10))
+
+
+def _after_idling_ms(run: Callable[[], object]) -> float:
+    """Milliseconds of one run after the GPU has idled, with nothing of its operands in L2."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    time.sleep(0.04)
+    torch.empty(2**28, dtype=torch.uint8, device="cuda").zero_()
+    torch.cuda._sleep(2_000_000)  # longer than the host takes to launch
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 if __name__ == "__main__":
