@@ -158,13 +158,14 @@ def test_settings_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture,
     ("dims", "layout"),
     [
         ({}, (1, 1, 1, 1024)),
-        ({"tp": 2}, (1, 2, 1, 512)),
+        # Tensor-parallel ranks have all tokens; of expert parallelism without etp each sends a part of them.
+        ({"tp": 2}, (1, 2, 1, 1024)),
         # The ranks of context parallelism count for FSDP.
         ({"dp_shard": 2, "cp": 2}, (1, 1, 4, 512)),
         ({"dp_shard": 2, "cp": 2, "ep": 2}, (2, 1, 2, 512)),
         # Expert parallelism spans the tensor-parallel ranks. Without etp each of them holds whole experts.
-        ({"dp_shard": 4, "tp": 2, "ep": 4}, (4, 1, 2, 512)),
-        ({"dp_shard": 4, "tp": 2, "ep": 4, "etp": 2}, (4, 2, 1, 512)),
+        ({"dp_shard": 4, "tp": 2, "ep": 4}, (4, 1, 2, 1024)),
+        ({"dp_shard": 4, "tp": 2, "ep": 4, "etp": 2}, (4, 2, 1, 1024)),
         ({"pp": 2}, (1, 1, 1, 256)),
     ],
 )
@@ -176,7 +177,7 @@ def test_layout_of_the_experts(dims: dict[str, int], layout: tuple[int, ...]):
 def test_limits_of_torchtitan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     with refused("at least two ranks of FSDP", "raise parallelism.data_parallel_shard_degree"):
         Fp8FlowMoEConverter(make_config(), make_dims(tp=2, ep=2))
-    ranks = dict(dp_replicate=1, cp=1, pp_enabled=False)
+    ranks = dict(dp_replicate=1, cp=1, pp=1, pp_enabled=False)
     for dims in (dict(dp_shard=2, tp=1, ep=4, etp=1), dict(dp_shard=3, tp=2, ep=2, etp=2)):
         with refused(f"expert_parallel_degree = {dims['ep']} ", f"= {dims['dp_shard'] * dims['tp']}; choose degrees"):
             Fp8FlowMoEConverter(make_config(), SimpleNamespace(**ranks, **dims))
@@ -389,7 +390,7 @@ def test_other_models_train_as_in_fp32(model_name: str, flavor: str, experts_cla
 def test_the_activation_of_gpt_oss():
     config = make_config(model="gpt_oss", flavor="debugmodel")
     model = convert(config, make_model(config, n_layers=1, swiglu_limit=5.0))
-    spec = model.layers["0"].moe.experts.expert()
+    spec = model.layers["0"].moe.experts.expert
     gate, up = 8 * torch.randn(2, 64, 32)
     got = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
     torch.testing.assert_close(got, gpt_oss_moe.swiglu(torch.stack((gate, up), -1).flatten(1), limit=5.0))

@@ -82,21 +82,8 @@ def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:
 
 
 def expert_layout(job: JobConfig, dims: ParallelDims) -> ExpertLayout:
-    """How these degrees spread the experts. ValueError if the expert degrees do not divide the ranks they share."""
-    batch_size = job.training.local_batch_size
-    if dims.pp_enabled:
-        batch_size = job.parallelism.pipeline_parallel_microbatch_size
-    tokens = batch_size * job.training.seq_len // (dims.cp * dims.tp)
-    if dims.ep == 1:
-        return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
-    # Expert parallelism also spans the tensor-parallel ranks; only etp of them share an expert's hidden dim.
-    ranks = dims.dp_shard * dims.cp * dims.tp
-    if ranks % (dims.ep * dims.etp):
-        raise ValueError(
-            f"parallelism.expert_parallel_degree = {dims.ep} x expert_tensor_parallel_degree = {dims.etp} does not "
-            f"divide data_parallel_shard x context x tensor parallel degree = {ranks}; choose degrees that do"
-        )
-    return ExpertLayout(dims.ep, dims.etp, ranks // (dims.ep * dims.etp), tokens)
+    """See :func:`titan_fp8moe.trainer.preflight.expert_layout`. Each tensor-parallel rank has all tokens."""
+    return preflight.expert_layout(job, dims, expert_tensor_parallel=dims.etp)
 
 
 def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:

@@ -88,19 +88,8 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
 
 
 def expert_layout(job: Any, dims: ParallelDims) -> ExpertLayout:
-    """How these degrees spread the experts. ValueError if expert parallelism does not divide the ranks it borrows."""
-    batch_size = job.training.local_batch_size
-    if dims.pp > 1:
-        batch_size = job.parallelism.pipeline_parallel_microbatch_size
-    tokens, ranks = batch_size * job.training.seq_len // dims.cp, dims.dp_shard * dims.cp * dims.tp
-    if dims.ep == 1:
-        return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
-    if ranks % dims.ep:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree = {dims.ep} does not divide data_parallel_shard x context x tensor "
-            f"parallel degree = {ranks}; choose one that does"
-        )
-    return ExpertLayout(dims.ep, 1, ranks // dims.ep, tokens // dims.tp)
+    """See :func:`titan_fp8moe.trainer.preflight.expert_layout`. Expert parallelism splits sequences."""
+    return preflight.expert_layout(job, dims, token_shards=1 if dims.ep == 1 else dims.tp)
 
 
 def check_classes(name: str, layer: MoE.Config) -> None:

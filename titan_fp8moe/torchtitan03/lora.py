@@ -99,9 +99,6 @@ def _draw(A: torch.Tensor) -> None:
     nn.init.uniform_(A, -bound, bound)
 
 
-def lora_of(experts: Any) -> Lora | None:
-    """The adapters of an ``Fp8FlowGroupedExperts``."""
-    if experts.lora_scale is None:
-        return None
-    A, B = experts.lora_a, experts.lora_b
-    return Lora(**{name: Adapter(A[name], B[name], experts.lora_scale) for name in Lora._fields})
+def joined(A: Factors, B: Factors, scale: float) -> Lora:
+    """The adapters of these factors."""
+    return Lora(**{name: Adapter(A[name], B[name], scale) for name in Lora._fields})

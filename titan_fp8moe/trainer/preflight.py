@@ -40,6 +40,33 @@ class ExpertLayout(NamedTuple):
     tokens: int
 
 
+def expert_layout(job: Any, dims: Any, *, expert_tensor_parallel: int = 1, token_shards: int = 1) -> ExpertLayout:
+    """How the degrees of torchtitan's ``ParallelDims`` spread the experts.
+
+    Args:
+        expert_tensor_parallel: ranks that share an expert's hidden dim under expert parallelism.
+        token_shards: ranks that share a sequence's tokens, besides those of context parallelism.
+
+    Raises:
+        ValueError: the expert degrees do not divide the ranks that they share.
+    """
+    batch_size = job.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else job.training.local_batch_size
+    tokens = batch_size * job.training.seq_len // (dims.cp * token_shards)
+    if dims.ep == 1:
+        return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
+    # Expert parallelism also spans the tensor-parallel ranks.
+    ranks, shards = dims.dp_shard * dims.cp * dims.tp, dims.ep * expert_tensor_parallel
+    if ranks % shards:
+        degrees = f"parallelism.expert_parallel_degree = {dims.ep}"
+        if expert_tensor_parallel > 1:
+            degrees += f" x expert_tensor_parallel_degree = {expert_tensor_parallel}"
+        raise ValueError(
+            f"{degrees} does not divide data_parallel_shard x context x tensor parallel degree = {ranks}; choose "
+            "degrees that do"
+        )
+    return ExpertLayout(dims.ep, expert_tensor_parallel, ranks // shards, tokens)
+
+
 # --- One layer --------------------------------------------------------------------------------------------------------
 
 
