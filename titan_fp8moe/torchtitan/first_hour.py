@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -50,19 +51,7 @@ def _is_known(path: Path) -> bool:
 
 def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
     remedy = f"remove {path} to resume from the one before, or set checkpoint.load_step"
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:
-        raise ValueError(
-            f"{path / '.metadata'} cannot be read ({error!r}): the checkpoint is damaged; {remedy}"
-        ) from error
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        size = (path / name).stat().st_size if (path / name).is_file() else 0
-        if size < end:
-            raise ValueError(f"{path / name} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
+    metadata, _ = read_whole(path, remedy)
     saved = {key for key in metadata.state_dict_metadata if key.startswith("dataloader.dp_rank_")}
     ranks = dims.dp_replicate * dims.dp_shard
     # Of step 0, a seed checkpoint that one rank has made, torchtitan loads the model only.
@@ -73,6 +62,27 @@ def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
             "the data where it was; set checkpoint.exclude_from_loading = ['dataloader'] to begin the corpus anew. A "
             "dry run has the fewest ranks that the degrees allow, unless --world-size says otherwise"
         )
+
+
+def read_whole(folder: Path, remedy: str) -> tuple[Metadata, list[Path]]:
+    """The metadata of a checkpoint and its files, each as long as the metadata say.
+
+    Raises:
+        ValueError: the checkpoint is damaged. The message ends with ``remedy``.
+    """
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # unpickling half a file raises many kinds
+        path = folder / ".metadata"
+        raise ValueError(f"{path} cannot be read ({error!r}): the checkpoint is damaged; {remedy}") from error
+    ends: dict[Path, int] = {}
+    for part in (metadata.storage_data or {}).values():
+        path = folder / part.relative_path
+        ends[path] = max(ends.get(path, 0), part.offset + part.length)
+    for path, end in ends.items():
+        if (size := path.stat().st_size if path.is_file() else 0) < end:
+            raise ValueError(f"{path} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
+    return metadata, sorted(ends)
 
 
 def check_tokenizer(job: JobConfig) -> None:
