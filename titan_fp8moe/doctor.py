@@ -8,11 +8,11 @@ import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
+import triton.testing
 
 from titan_fp8moe import __version__, ops, recipe, routed_experts
 from titan_fp8moe.ops import self_check
@@ -62,7 +62,7 @@ def _commit() -> str:
 
 
 def measure() -> dict[str, str]:
-    """Milliseconds after idling, the best of ten, and the rates that follow."""
+    """The rates of the best run of each, with nothing of its operands in L2."""
     shapes = (TOKENS, DIM), (EXPERTS, HIDDEN, DIM), (EXPERTS, DIM, HIDDEN), (EXPERTS, HIDDEN, DIM)
     leaves = [0.05 * torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
     scores, ids = torch.rand(TOKENS, EXPERTS, dtype=torch.float32, device="cuda").topk(TOP_K)
@@ -79,9 +79,13 @@ def measure() -> dict[str, str]:
         torch.autograd.grad(out, leaves, out.detach())
 
     a_scale = recipe.column_major(a_scale)
-    copy = _best_ms(lambda: target.copy_(source))
-    gemm = _best_ms(lambda: ops.grouped_mm(a, a_scale, *b, offsets_E, torch.bfloat16))
-    return rates(source.numel(), copy, rows, gemm, _best_ms(layer))
+    runs = (
+        lambda: target.copy_(source),
+        lambda: ops.grouped_mm(a, a_scale, *b, offsets_E, torch.bfloat16),
+        layer,
+    )
+    copy, gemm, whole = (cast(float, triton.testing.do_bench(run, return_mode="min")) for run in runs)
+    return rates(source.numel(), copy, rows, gemm, whole)
 
 
 def rates(copied_bytes: int, copy_ms: float, rows: int, gemm_ms: float, layer_ms: float) -> dict[str, str]:
@@ -93,25 +97,6 @@ def rates(copied_bytes: int, copy_ms: float, rows: int, gemm_ms: float, layer_ms
         "GEMM": f"{flops / gemm_ms / 1e9:,.0f} TFLOPS ({rows} x {2 * HIDDEN} x {DIM})",
         "layer": f"{layer_ms:.2f} ms forward and backward ({shape})",
     }
-
-
-def _best_ms(run: Callable[[], object]) -> float:
-    run()
-    return min(_after_idling_ms(run) for _ in range(10))
-
-
-def _after_idling_ms(run: Callable[[], object]) -> float:
-    """Milliseconds of one run after the GPU has idled, with nothing of its operands in L2."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    time.sleep(0.04)
-    torch.empty(2**28, dtype=torch.uint8, device="cuda").zero_()
-    torch.cuda._sleep(2_000_000)  # longer than the host takes to launch
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
 
 
 if __name__ == "__main__":
