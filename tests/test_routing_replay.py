@@ -346,7 +346,7 @@ def test_tokens_without_ids_are_routed_by_the_router():
         (choose(B, S), "has 24 layers"),
         (torch.rand(B, S, 1, TOP_K), "must be ids"),
         (choose(B, S, 3), "has 3 layers, but the model 1"),
-        (choose(B, S, 1) + EXPERTS, "but a layer has 6 experts"),
+        (choose(B, S, 1) + EXPERTS, "but the router of experts chooses among 6"),
         (choose(B, S, 1, top_k=3), "has 3 experts per token"),
         (choose(B, S - 1, 1), "got 48 tokens, but routed_experts has 46"),
         (choose(B, S, 1).clamp(min=EXPERTS - 1) + 1, "has the id 6, but the router of experts chooses among 6"),

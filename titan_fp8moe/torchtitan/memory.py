@@ -36,6 +36,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
 from titan_fp8moe.layer.ffn import saved_fields
 from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE, down_projection
@@ -186,7 +187,7 @@ def _weights(*modules: nn.Module) -> Weights:
 
 
 def _weight(module: Any, param: nn.Parameter) -> Weights:
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = local_of(param)
     shards = _fsdp_shards(param)
     count, config = local.numel() * (shards or 1), None if module is None else cast(Fp8FlowMoEConfig, module.config)
     gathered = backward = unreduced = cached = 0

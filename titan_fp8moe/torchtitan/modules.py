@@ -21,6 +21,7 @@ from titan_fp8moe.layer.experts import run_layer
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.nn.modules import Fp8FFN, KeepDtype, add_cache
+from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
@@ -90,10 +91,10 @@ class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):  # pyrefly: ig
     matrix_names = "mlp1_weight", "mlp2_weight"
 
     def biases(self) -> Biases[Tensor]:
-        b1, b2 = (b.to_local() if isinstance(b, DTensor) else b for b in (self.mlp1_bias, self.mlp2_bias))
-        if self.tp_mesh is None:
-            return Biases(b1, b2)
-        return Biases(b1, ScaleBiasForward.apply(b2, self.tp_mesh.size()))  # ranks add up their outputs
+        b1, b2 = local_of(self.mlp1_bias), local_of(self.mlp2_bias)
+        if self.tp_mesh is not None:
+            b2 = ScaleBiasForward.apply(b2, self.tp_mesh.size())  # ranks add up their outputs
+        return Biases(b1, b2)
 
 
 EXPERTS: dict[type[nn.Module], type[nn.Module]] = {

@@ -14,7 +14,6 @@ from typing import Any
 import spmd_types as spmd
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.lora import LoRAConverter as LinearLoRAConverter
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.moe_sharding import expert_param_placement_dense, expert_param_placement_sparse
@@ -22,6 +21,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.nn.parallel import local_of
 
 EXPERTS = "inner_experts"
 
@@ -71,8 +71,7 @@ class Factors(Module):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """This rank's."""
-        factor = getattr(self, name)
-        return factor.to_local() if isinstance(factor, DTensor) else factor
+        return local_of(getattr(self, name))
 
 
 def make_factors(experts: Any) -> tuple[Factors, Factors]:

@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torchtitan.config import Configurable
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
@@ -26,6 +25,7 @@ from titan_fp8moe.layer.experts import run_layer
 from titan_fp8moe.layer.lora import Lora
 from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache
+from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.torchtitan03.lora import joined, make_factors
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 
@@ -73,12 +73,11 @@ class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):
         self.expert = gpt_oss_expert(config.swiglu_limit)
 
     def biases(self) -> Biases[Tensor]:
-        b1, b2, tp = self.mlp1_bias_EG, self.mlp2_bias_ED, 1
-        if isinstance(b2, DTensor):
-            names = b2.device_mesh.mesh_dim_names or ()
-            tp = b2.device_mesh.size(names.index("tp")) if "tp" in names else 1
-            b1, b2 = cast(DTensor, b1).to_local(), b2.to_local()
-        return Biases(b1, ScaleBiasForward.apply(b2, tp, b2.dtype) if tp > 1 else b2)  # ranks add up their outputs
+        b1, b2 = local_of(self.mlp1_bias_EG), local_of(self.mlp2_bias_ED)
+        mesh = getattr(self.mlp2_bias_ED, "device_mesh", None)
+        if mesh is not None and "tp" in (names := mesh.mesh_dim_names):
+            b2 = ScaleBiasForward.apply(b2, mesh.size(names.index("tp")), b2.dtype)  # ranks add up their outputs
+        return Biases(b1, b2)
 
 
 class Fp8FlowDispatcher(Configurable):
