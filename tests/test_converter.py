@@ -80,7 +80,7 @@ def test_converted_layers_can_be_pickled():
 
 FILTER, LINEARS, GATHER = (f"--fp8_flow_moe.{name}" for name in ("filter_fqns", "linear_fqns", "fp8_all_gather"))
 TOKENS = [f"--training.seq_len={MAX_ROWS // 3}", "--training.local_batch_size=2"]  # of top-3 experts
-TENSOR_SHARDS = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and set"
+TENSOR_SHARDS = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
 ONE_SHARD = "parallelism.expert_tensor_parallel_degree = 1"
 
 
@@ -94,14 +94,15 @@ ONE_SHARD = "parallelism.expert_tensor_parallel_degree = 1"
         ([], {}, {"dim": 200}, ["layers.1.moe: model dim 200"]),
         ([], {}, {"moe_inter_dim": 200}, ["layers.1.moe: expert hidden dim 200"]),
         # 1408 = 88 * 16, which 16 ranks cannot share
-        ([], {"tp": 16}, {"moe_inter_dim": 1408}, ["88 per rank", f"{TENSOR_SHARDS} {ONE_SHARD}"]),
+        ([], {"tp": 16}, {"moe_inter_dim": 1408}, ["88 per rank", TENSOR_SHARDS]),
         ([], {"dp_shard": 2, "tp": 16, "ep": 2, "etp": 16}, {"moe_inter_dim": 1408}, [f"16; set {ONE_SHARD}"]),
         ([], {"dp_shard": 2, "tp": 16, "ep": 2, "etp": 1}, {"moe_inter_dim": 1408}, []),
         ([], {"dp_shard": 3, "ep": 3}, {}, ["8 experts do not divide over 3"]),
         ([GATHER], {"dp_shard": 6, "ep": 2}, {}, ["8 experts do not divide over 2 expert-parallel x 3 FSDP ranks"]),
         ([GATHER], {"dp_shard": 2, "tp": 2, "ep": 2}, {}, []),
         (TOKENS, {}, {}, ["lower training.local_batch_size"]),
-        (TOKENS, {"dp_shard": 2, "tp": 2}, {}, []),
+        (TOKENS, {"dp_shard": 2, "cp": 2}, {}, []),
+        (TOKENS, {"dp_shard": 2, "tp": 2}, {}, ["lower training.local_batch_size"]),  # each rank has all tokens
         # The layers of a pipeline see microbatches.
         ([*TOKENS, "--parallelism.pipeline_parallel_microbatch_size=2"], {"pp": 2}, {}, ["lower training.local_batch"]),
         ([*TOKENS, "--parallelism.pipeline_parallel_microbatch_size=1"], {"pp": 2}, {}, []),

@@ -5,9 +5,7 @@ The converter checks the checkpoint that the job would resume from, and the dry 
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -98,39 +96,32 @@ def check_tokenizer(job: JobConfig) -> None:
         raise ValueError(f"model.hf_assets_path = {str(folder)!r} has no tokenizer.json; {_TOKENIZER}")
 
 
-def warn_of_missing_corpus(job: JobConfig) -> None:
-    """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a
-    minute."""
-    for section, settings, path in _corpora(job):
-        given = settings.dataset_path
-        is_local = settings.dataset == "c4_test" or (
-            given is not None and (path.is_absolute() or given.startswith("."))
-        )
-        if is_local and not path.exists():
-            logger.warning(f"{section}.dataset_path = {given!r}: there is no {path} on this machine; {_CORPUS}")
+def check_corpora(job: JobConfig) -> None:
+    """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a minute.
 
-
-def check_text(job: JobConfig) -> None:
-    """Raises ValueError for a local corpus without text, which torchtitan notices when it trains."""
-    for _, settings, path in _corpora(job):
-        if DATASETS[settings.dataset.lower()].sample_processor is not DATASETS["c4"].sample_processor:
-            continue  # a dataset of one's own can have other fields
-        for file in [path] if path.suffix == ".jsonl" else sorted(path.glob("*.jsonl"))[:1]:
-            if file.is_file() and not _has_text(first := _first_line(file)):
-                raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_CORPUS}')
-
-
-def _corpora(job: JobConfig) -> Iterator[tuple[str, Any, Path]]:
-    """The section, its settings and the path of each corpus that torchtitan's own loader reads."""
+    Raises:
+        ValueError: a local corpus has no text, which torchtitan notices when it trains.
+    """
     for section in ("training", *["validation"] * job.validation.enable):
         settings = getattr(job, section)
-        if (dataset := DATASETS.get(settings.dataset.lower())) is not None:
-            yield section, settings, Path(settings.dataset_path or dataset.path).expanduser()
+        if (dataset := DATASETS.get(settings.dataset.lower())) is None:
+            continue
+        given, path = settings.dataset_path, Path(settings.dataset_path or dataset.path).expanduser()
+        names_folder = given is not None and (path.is_absolute() or given.startswith("."))
+        if (names_folder or settings.dataset == "c4_test") and not path.exists():
+            logger.warning(f"{section}.dataset_path = {given!r}: there is no {path} on this machine; {_CORPUS}")
+        if dataset.sample_processor is DATASETS["c4"].sample_processor:  # datasets of one's own can have other fields
+            _check_text(path)
 
 
-def _first_line(file: Path) -> str:
-    with file.open(errors="replace") as lines:
-        return lines.readline()
+def _check_text(corpus: Path) -> None:
+    for file in [corpus] if corpus.suffix == ".jsonl" else sorted(corpus.glob("*.jsonl"))[:1]:
+        if not file.is_file():
+            continue
+        with file.open(errors="replace") as lines:
+            first = lines.readline()
+        if not _has_text(first):
+            raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_CORPUS}')
 
 
 def _has_text(line: str) -> bool:

@@ -94,12 +94,9 @@ class LayerSizes(NamedTuple):
     top_k: int
 
 
-def check_layer(
-    name: str, sizes: LayerSizes, config: Fp8FlowMoEConfig, layout: ExpertLayout, *, sharding_remedy: str
-) -> None:
-    """The sizes of one MoE layer, on ranks of this layout. ``sharding_remedy`` is for a hidden dim that only tensor
-    parallelism breaks."""
-    _check_dims(name, sizes.dim, sizes.hidden_dim, layout.hidden_dim_shards, sharding_remedy)
+def check_layer(name: str, sizes: LayerSizes, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+    """The sizes of one MoE layer, on ranks of this layout."""
+    _check_dims(name, sizes, layout)
     if sizes.num_experts % layout.expert_shards:
         raise ValueError(
             f"{name}: {sizes.num_experts} experts do not divide over {layout.expert_shards} expert-parallel ranks; "
@@ -125,18 +122,21 @@ def _check_fp8_all_gather(layer: str, sizes: LayerSizes, layout: ExpertLayout) -
         )
 
 
-def _check_dims(layer: str, dim: int, hidden_dim: int, hidden_dim_shards: int, remedy: str) -> None:
+def _check_dims(layer: str, sizes: LayerSizes, layout: ExpertLayout) -> None:
     """Both dims are padded, the hidden dim on every rank."""
-    for name, size in (("model", dim), ("expert hidden", hidden_dim)):
+    for name, size in (("model", sizes.dim), ("expert hidden", sizes.hidden_dim)):
         if size % STEP:
             raise ValueError(
                 f"{layer}: {name} dim {size} is not a multiple of {STEP}; choose one, or leave the layer in bf16 with "
                 "fp8_flow_moe.filter_fqns"
             )
-    if hidden_dim % (STEP * hidden_dim_shards):
+    if sizes.hidden_dim % (STEP * layout.hidden_dim_shards):
+        remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
+        if layout.expert_shards > 1:
+            remedy = "set parallelism.expert_tensor_parallel_degree = 1"
         raise ValueError(
-            f"{layer}: expert hidden dim {hidden_dim} over {hidden_dim_shards} tensor-parallel ranks is "
-            f"{hidden_dim / hidden_dim_shards:g} per rank, not a multiple of {STEP}; {remedy}"
+            f"{layer}: expert hidden dim {sizes.hidden_dim} over {layout.hidden_dim_shards} tensor-parallel ranks is "
+            f"{sizes.hidden_dim / layout.hidden_dim_shards:g} per rank, not a multiple of {STEP}; {remedy}"
         )
 
 
@@ -158,6 +158,10 @@ def check_linear(name: str, out_features: int, in_features: int, shards: int) ->
 
 
 # --- The job ----------------------------------------------------------------------------------------------------------
+
+
+def compiles_model(job: Any) -> bool:
+    return job.compile.enable and "model" in job.compile.components
 
 
 def _check_numbers(job: Any) -> None:
