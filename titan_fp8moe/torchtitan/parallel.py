@@ -23,7 +23,7 @@ from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
 from titan_fp8moe import patches
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
-from titan_fp8moe.trainer.compat import remove_fsdp_hooks
+from titan_fp8moe.trainer.compat import put_fully_shard, remove_fsdp_hooks
 
 _CHECKED_ON = "torchtitan 0.2.2"
 # Over which meshes a style spreads experts, and each expert.
@@ -91,12 +91,7 @@ def install() -> None:
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
     """
-    if llama4_parallelize.fully_shard not in (fsdp.fully_shard, fully_shard):  # by another name, or another package's
-        raise RuntimeError(
-            "torchtitan.models.llama4.infra.parallelize.fully_shard is not PyTorch's, so FSDP cannot be told of FP8 "
-            "experts; install torchtitan 0.2.2"
-        )
+    put_fully_shard(llama4_parallelize, fully_shard, _CHECKED_ON)
     for style in _MESHES:
         patches.wrap(style, "_apply", functools.partial(_without_hooks, style), checked_on=_CHECKED_ON)
     patches.wrap(expert_parallel.ReordererSequenceParallel, "_apply", _recording_mesh, checked_on=_CHECKED_ON)
-    patches.put(llama4_parallelize, "fully_shard", fully_shard, checked_on=_CHECKED_ON)

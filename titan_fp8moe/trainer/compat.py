@@ -7,10 +7,12 @@ RuntimeError when it is installed, and changes nothing. Installed again it does 
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, patches
@@ -161,6 +163,20 @@ def uncompiled(model_parts: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for m, call in zip(modules, calls, strict=True):
             m._compiled_call_impl = call
+
+
+def put_fully_shard(module: ModuleType, replacement: Callable[..., Any], checked_on: str) -> None:
+    """Gives one of torchtitan's modules another ``fully_shard``.
+
+    Raises:
+        RuntimeError: it calls another one than PyTorch's. Nothing is changed then.
+    """
+    if module.fully_shard not in (fully_shard, replacement):  # by another name, or another package's
+        raise RuntimeError(
+            f"{module.__name__}.fully_shard is not PyTorch's, so FSDP cannot be told of FP8 experts; install "
+            f"{checked_on}"
+        )
+    patches.put(module, "fully_shard", replacement, checked_on=checked_on)
 
 
 def remove_fsdp_hooks(module: nn.Module) -> None:
