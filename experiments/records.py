@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from titan_fp8moe.testing import commit, environment
+from experiments.provenance import commit, environment
 
 T = TypeVar("T")
 

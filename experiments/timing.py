@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.testing import after_idling_ms, elapsed_ms
 
 BACK_TO_BACK = "back to back"
 AFTER_IDLING = "after idling"
@@ -39,6 +38,25 @@ def group_ends(rows: int, experts: int, skewed: bool = False, device: str = "cud
         tiles[experts // 2] += rows // TILE - tiles.sum()
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
     return (tiles[order] * TILE).cumsum(0).to(torch.int32).to(device)
+
+
+def elapsed_ms(run: Callable[[], object]) -> float:
+    """Milliseconds between the GPU's arrival at ``run`` and its end."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def after_idling_ms(run: Callable[[], object], idle_s: float = 0.04) -> float:
+    """Milliseconds of one run after the GPU has idled, with nothing of its operands in L2."""
+    torch.cuda.synchronize()
+    time.sleep(idle_s)
+    torch.empty(2**28, dtype=torch.uint8, device="cuda").zero_()
+    torch.cuda._sleep(2_000_000)  # longer than the host takes to launch
+    return elapsed_ms(run)
 
 
 def launched(rep_ms: int) -> Callable[[Callable[[], object]], Callable[[], float]]:

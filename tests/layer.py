@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_fp8moe import routed_experts, testing
+from experiments import reference
+from titan_fp8moe import routed_experts
 from titan_fp8moe.layer import experts, group
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
@@ -39,7 +40,7 @@ def refused(*said: str, error: type[BaseException] = ValueError) -> Iterator[Non
 
 
 def make_layer(tokens=T, experts=E, dtype=torch.float32):
-    return testing.make_layer(tokens, D, H, experts, K, dtype, DEVICE)
+    return reference.make_layer(tokens, D, H, experts, K, dtype, DEVICE)
 
 
 def results(leaves, out, dout):

@@ -80,7 +80,7 @@ def test_naive_blockwise():
 import torch
 from torchtitan.models.moe import moe
 import experiments.throughput.setting as setting
-from titan_fp8moe.testing import relative_error
+from experiments.reference import relative_error
 weights = [torch.randn(4, n, k) * 0.1 for n, k in ((128, 256), (256, 128), (128, 256))]
 x, counts = torch.randn(96, 256), torch.tensor([32, 0, 40, 24])
 want = moe._run_experts_for_loop(*weights, x, counts)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.reference import relative_error
 from tests.layer import DEVICE, D, E, H, T, apply_layer, make_layer
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts
 from titan_fp8moe.layer.group import linear
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.testing import relative_error
 
 CONFIG = Fp8FlowMoEConfig()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -101,7 +101,7 @@ def test_linears_are_whole_tiles(shape: tuple[int, int], shards: int, fits: bool
 
 NO_EXPERTS = ["experts do not divide", "choose a parallelism.expert_parallel_degree"]
 NO_DIM = ["not a multiple of 16", "fp8_flow_moe.filter_fqns"]
-NO_SHARD = ["tensor-parallel ranks", "not a multiple of 16; set TP"]
+NO_SHARD = ["tensor-parallel ranks", "not a multiple of 16; lower parallelism.tensor_parallel_degree"]
 NOT_WHOLE = ["fp8_flow_moe.fp8_all_gather needs whole experts", "raise parallelism.data_parallel_replicate_degree"]
 TOO_MANY = ["rows for their top-4 experts", "lower training.local_batch_size or training.seq_len"]
 
@@ -125,9 +125,7 @@ TOO_MANY = ["rows for their top-4 experts", "lower training.local_batch_size or 
 def test_layers(sizes: tuple[int, ...], layout: tuple[int, ...], said: list[str]):
     layout = preflight.ExpertLayout(*(*layout, 64)[:4])
     with refused(*said):
-        preflight.check_layer(
-            "moe", preflight.LayerSizes(*sizes, top_k=4), Fp8FlowMoEConfig(), layout, sharding_remedy="set TP"
-        )
+        preflight.check_layer("moe", preflight.LayerSizes(*sizes, top_k=4), Fp8FlowMoEConfig(), layout)
 
 
 @pytest.mark.parametrize(("shards", "fsdp", "fits"), [(2, 4, True), (1, 8, True), (4, 3, False), (2, 8, False)])
@@ -136,7 +134,7 @@ def test_whole_experts_are_gathered(shards: int, fsdp: int, fits: bool):
     for gathers in (False, True):
         with refused(*NOT_WHOLE if gathers and not fits else []):
             config = Fp8FlowMoEConfig(fp8_all_gather=gathers)
-            preflight.check_layer("moe", sizes, config, layout, sharding_remedy="set TP")
+            preflight.check_layer("moe", sizes, config, layout)
 
 
 def make_job(**changes) -> SimpleNamespace:

@@ -14,9 +14,9 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from experiments.convergence import analyse, clamped, train
 from experiments.convergence.data import ShuffledWindows
+from experiments.reference import relative_error
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 

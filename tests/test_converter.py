@@ -19,13 +19,13 @@ from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
+from experiments.reference import relative_error
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from tests.layer import assert_equal, generations, refused
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import operands
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.job_checks import expert_layout
@@ -80,7 +80,7 @@ def test_converted_layers_can_be_pickled():
 
 FILTER, LINEARS, GATHER = (f"--fp8_flow_moe.{name}" for name in ("filter_fqns", "linear_fqns", "fp8_all_gather"))
 TOKENS = [f"--training.seq_len={MAX_ROWS // 3}", "--training.local_batch_size=2"]  # of top-3 experts
-TENSOR_SHARDS = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and set"
+TENSOR_SHARDS = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
 ONE_SHARD = "parallelism.expert_tensor_parallel_degree = 1"
 
 
@@ -94,14 +94,15 @@ ONE_SHARD = "parallelism.expert_tensor_parallel_degree = 1"
         ([], {}, {"dim": 200}, ["layers.1.moe: model dim 200"]),
         ([], {}, {"moe_inter_dim": 200}, ["layers.1.moe: expert hidden dim 200"]),
         # 1408 = 88 * 16, which 16 ranks cannot share
-        ([], {"tp": 16}, {"moe_inter_dim": 1408}, ["88 per rank", f"{TENSOR_SHARDS} {ONE_SHARD}"]),
+        ([], {"tp": 16}, {"moe_inter_dim": 1408}, ["88 per rank", TENSOR_SHARDS]),
         ([], {"dp_shard": 2, "tp": 16, "ep": 2, "etp": 16}, {"moe_inter_dim": 1408}, [f"16; set {ONE_SHARD}"]),
         ([], {"dp_shard": 2, "tp": 16, "ep": 2, "etp": 1}, {"moe_inter_dim": 1408}, []),
         ([], {"dp_shard": 3, "ep": 3}, {}, ["8 experts do not divide over 3"]),
         ([GATHER], {"dp_shard": 6, "ep": 2}, {}, ["8 experts do not divide over 2 expert-parallel x 3 FSDP ranks"]),
         ([GATHER], {"dp_shard": 2, "tp": 2, "ep": 2}, {}, []),
         (TOKENS, {}, {}, ["lower training.local_batch_size"]),
-        (TOKENS, {"dp_shard": 2, "tp": 2}, {}, []),
+        (TOKENS, {"dp_shard": 2, "cp": 2}, {}, []),
+        (TOKENS, {"dp_shard": 2, "tp": 2}, {}, ["lower training.local_batch_size"]),  # each rank has all tokens
         # The layers of a pipeline see microbatches.
         ([*TOKENS, "--parallelism.pipeline_parallel_microbatch_size=2"], {"pp": 2}, {}, ["lower training.local_batch"]),
         ([*TOKENS, "--parallelism.pipeline_parallel_microbatch_size=1"], {"pp": 2}, {}, []),
@@ -158,13 +159,14 @@ def test_settings_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture,
     ("dims", "layout"),
     [
         ({}, (1, 1, 1, 1024)),
-        ({"tp": 2}, (1, 2, 1, 512)),
+        # Tensor-parallel ranks have all tokens; of expert parallelism without etp each sends a part of them.
+        ({"tp": 2}, (1, 2, 1, 1024)),
         # The ranks of context parallelism count for FSDP.
         ({"dp_shard": 2, "cp": 2}, (1, 1, 4, 512)),
         ({"dp_shard": 2, "cp": 2, "ep": 2}, (2, 1, 2, 512)),
         # Expert parallelism spans the tensor-parallel ranks. Without etp each of them holds whole experts.
-        ({"dp_shard": 4, "tp": 2, "ep": 4}, (4, 1, 2, 512)),
-        ({"dp_shard": 4, "tp": 2, "ep": 4, "etp": 2}, (4, 2, 1, 512)),
+        ({"dp_shard": 4, "tp": 2, "ep": 4}, (4, 1, 2, 1024)),
+        ({"dp_shard": 4, "tp": 2, "ep": 4, "etp": 2}, (4, 2, 1, 1024)),
         ({"pp": 2}, (1, 1, 1, 256)),
     ],
 )
@@ -176,7 +178,7 @@ def test_layout_of_the_experts(dims: dict[str, int], layout: tuple[int, ...]):
 def test_limits_of_torchtitan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     with refused("at least two ranks of FSDP", "raise parallelism.data_parallel_shard_degree"):
         Fp8FlowMoEConverter(make_config(), make_dims(tp=2, ep=2))
-    ranks = dict(dp_replicate=1, cp=1, pp_enabled=False)
+    ranks = dict(dp_replicate=1, cp=1, pp=1, pp_enabled=False)
     for dims in (dict(dp_shard=2, tp=1, ep=4, etp=1), dict(dp_shard=3, tp=2, ep=2, etp=2)):
         with refused(f"expert_parallel_degree = {dims['ep']} ", f"= {dims['dp_shard'] * dims['tp']}; choose degrees"):
             Fp8FlowMoEConverter(make_config(), SimpleNamespace(**ranks, **dims))
@@ -389,7 +391,7 @@ def test_other_models_train_as_in_fp32(model_name: str, flavor: str, experts_cla
 def test_the_activation_of_gpt_oss():
     config = make_config(model="gpt_oss", flavor="debugmodel")
     model = convert(config, make_model(config, n_layers=1, swiglu_limit=5.0))
-    spec = model.layers["0"].moe.experts.expert()
+    spec = model.layers["0"].moe.experts.expert
     gate, up = 8 * torch.randn(2, 64, 32)
     got = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
     torch.testing.assert_close(got, gpt_oss_moe.swiglu(torch.stack((gate, up), -1).flatten(1), limit=5.0))

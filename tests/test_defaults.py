@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_fp8moe import RoutedExperts, recipe, testing
+from experiments import reference
+from titan_fp8moe import RoutedExperts, recipe
 from titan_fp8moe.dispatch.symmetric import exchange
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace
 from titan_fp8moe.kernels import launch
@@ -65,7 +66,7 @@ def step(experts: nn.Module, x, ids, scores) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("options", [{}, dict(activation="relu2"), dict(bias=True)])
 def test_a_layer(state: str, options: dict):
-    x, scores, ids, _ = testing.make_layer(40, 128, 64, 4, 2)
+    x, scores, ids, _ = reference.make_layer(40, 128, 64, 4, 2)
     experts = RoutedExperts(4, 128, 64, **options, device="cpu", dtype=torch.float32)
     statistics.collect()
     want, counts = step(experts, x, ids, scores), statistics.take("cpu")
@@ -91,7 +92,7 @@ def test_the_specification_of_no_score(state: str):
 
 def test_a_symmetric_exchange(state: str):
     """One rank that sends its tokens to itself: scores stay fp32, and the host can read the report."""
-    x, scores, ids, _ = testing.make_layer(40, 128, 64, 4, 2)
+    x, scores, ids, _ = reference.make_layer(40, 128, 64, 4, 2)
     sent = recipe.dispatch_routing(ids, 1, 4)
     sizes, q = Sizes(1, 40, 128, 2, 4), recipe.quantize_rows(x)
     memory = torch.zeros(sizes.nbytes, dtype=torch.uint8)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from experiments.reference import relative_error
 from tests.layer import (
     DEVICE,
     CastCounter,
@@ -29,7 +30,6 @@ from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import group_rows, padded
-from titan_fp8moe.testing import relative_error
 
 D, H = 256, 176  # H is padded to 256
 DEFAULTS = Fp8FlowMoEConfig()

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.reference import LayerInputs, make_layer, moe_layer, relative_error
 from titan_fp8moe import recipe, routed_experts
-from titan_fp8moe.testing import LayerInputs, make_layer, moe_layer, relative_error
 
 T, D, H, E, K = 256, 512, 256, 8, 2
 

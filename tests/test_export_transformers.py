@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
+from experiments.reference import relative_error  # noqa: E402
 from titan_fp8moe.export_fp8 import __main__ as export_fp8  # noqa: E402
-from titan_fp8moe.testing import relative_error  # noqa: E402
 
 COMMON = dict(
     vocab_size=256,

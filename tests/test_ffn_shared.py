@@ -6,7 +6,7 @@ import torch
 
 from experiments.kernels import ffn_shared
 from experiments.kernels.ffn_shared import OURS, REFERENCE, WITH_CASTS
-from titan_fp8moe.testing import relative_error
+from experiments.reference import relative_error
 
 
 def test_candidates_compute_the_same_ffn(monkeypatch):

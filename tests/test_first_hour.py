@@ -13,7 +13,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from tests.jobs import CUSTOM_MODULE, cpu_only, make_config  # noqa: F401
 from tests.layer import refused
 from titan_fp8moe.torchtitan.dry_run import check_config
-from titan_fp8moe.torchtitan.first_hour import check_resumption, check_text, check_tokenizer, warn_of_missing_corpus
+from titan_fp8moe.torchtitan.first_hour import check_corpora, check_resumption, check_tokenizer
 
 DIMS = SimpleNamespace(dp_replicate=1, dp_shard=2)
 
@@ -102,14 +102,14 @@ def test_corpus_without_text(tmp_path, line, fits):
         options = [CUSTOM_MODULE, "--training.dataset=c4_test", f"--training.dataset_path={path}"]
         job = ConfigManager().parse_args([*options, "--model.converters=fp8_flow_moe"])
         with refused(*[] if fits else ['part.jsonl: its first line is no {"text"', "tools/build_corpus.py"]):
-            check_text(job)
+            check_corpora(job)
 
 
 @pytest.mark.parametrize("dataset", ["mine", "unknown"])
 def test_corpus_of_ones_own_has_any_fields(tmp_path, monkeypatch, dataset):
     monkeypatch.setitem(DATASETS, "mine", dataclasses.replace(DATASETS["c4_test"], sample_processor=lambda sample: ""))
     (tmp_path / "part.jsonl").write_text('{"content": "a"}\n')
-    check_text(ConfigManager().parse_args([f"--training.dataset={dataset}", f"--training.dataset_path={tmp_path}"]))
+    check_corpora(ConfigManager().parse_args([f"--training.dataset={dataset}", f"--training.dataset_path={tmp_path}"]))
 
 
 @pytest.mark.parametrize("validates", [True, False])
@@ -118,7 +118,7 @@ def test_validation_corpus_without_text(tmp_path, validates):
     job = ConfigManager().parse_args(["--validation.dataset=c4_test", f"--validation.dataset_path={tmp_path}"])
     job.validation.enable = validates
     with refused(*["its first line is no"] * validates):
-        check_text(job)
+        check_corpora(job)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json", "vocab.txt", "config.json", None])
@@ -148,7 +148,7 @@ def test_folder_without_a_tokenizer(tmp_path, caplog, file):
 )
 def test_missing_corpus(caplog, options, warned):
     with caplog.at_level(logging.WARNING):
-        warn_of_missing_corpus(ConfigManager().parse_args(options))
+        check_corpora(ConfigManager().parse_args(options))
     assert ("on this machine; tools/build_corpus.py" in caplog.text) == warned
 
 

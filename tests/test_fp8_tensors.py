@@ -11,13 +11,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from experiments.reference import relative_error
 from tests.layer import assert_equal, refused
 from tests.processes import forks, run_script
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.export_fp8.format import exported
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, fp8_parameters
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.trainer.plan import plain_name
 
 

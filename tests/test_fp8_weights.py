@@ -6,8 +6,9 @@ import io
 import pytest
 import torch
 
+from experiments import reference
 from tests.layer import DEVICE, assert_equal, make_layer, refused
-from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, recipe, routed_experts, testing
+from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, recipe, routed_experts
 
 
 def make_inputs():
@@ -101,7 +102,7 @@ def test_the_dtype_of_scales_decides():
 def test_biases_and_adapters_padded_with_zeros():
     """Stored weights of D 192 and H 144 are padded to 256; beside them b2 alone keeps its size."""
     E, D, H, R = 4, 192, 144, 16
-    x, scores, ids, weights = testing.make_layer(50, D, H, E, 2, device=DEVICE)
+    x, scores, ids, weights = reference.make_layer(50, D, H, E, 2, device=DEVICE)
     stored = [Fp8Weight.quantize(w) for w in weights]
     plain = [q.dequantize()[:, : w.shape[1], : w.shape[2]].contiguous() for q, w in zip(stored, weights, strict=True)]
 
@@ -139,7 +140,7 @@ def test_misuse_is_named():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gate_and_up_padded_as_one_are_refused(hidden, compiled):
     """Two padded halves have as many rows as the padded whole, so no shape would tell them from each other."""
-    inputs = testing.make_layer(64, 256, hidden, 4, 2, torch.bfloat16, DEVICE)
+    inputs = reference.make_layer(64, 256, hidden, 4, 2, torch.bfloat16, DEVICE)
     x, scores, ids, (w1, w2, w3) = inputs._replace(weights=[w.bfloat16() for w in inputs.weights])
     whole, stored = torch.cat((w1, w3), 1), [Fp8Weight.quantize(w) for w in (w1, w2, w3)]
     as_one = Fp8Weight.quantize(whole)
@@ -158,4 +159,4 @@ def test_gate_and_up_padded_as_one_are_refused(hidden, compiled):
     assert torch.equal(call(x, *stored), want)
     interleaved = Fp8Weight.quantize(torch.stack((w1, w3), 2).flatten(1, 2))
     got = call(x, interleaved, stored[1], None, interleaved=True)
-    assert testing.relative_error(got, want) < 0.1
+    assert reference.relative_error(got, want) < 0.1

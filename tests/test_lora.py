@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from experiments import reference
 from tests.layer import DEVICE, CastCounter, assert_equal, gradients, refused
 from tests.processes import run_script
 from titan_fp8moe import (
@@ -22,7 +23,6 @@ from titan_fp8moe import (
     ops,
     recipe,
     routed_experts,
-    testing,
 )
 from titan_fp8moe.layer.lora import lora_operands, split_lora
 from titan_fp8moe.spec import ExpertSpec
@@ -34,7 +34,7 @@ NAMES = Lora._fields
 
 def make_layer(tokens=T, hidden=H):
     """x, scores, ids and the frozen weights by name."""
-    x, scores, ids, weights = testing.make_layer(tokens, D, hidden, E, K, device=DEVICE)
+    x, scores, ids, weights = reference.make_layer(tokens, D, hidden, E, K, device=DEVICE)
     return x, scores, ids, dict(zip(NAMES, weights, strict=True))
 
 
@@ -77,10 +77,10 @@ def step(x, scores, ids, weights, lora, dout, **options):
     return gradients(layer, [x, scores, *parts(lora)], dout)
 
 
-def reference(x, scores, ids, weights, lora, dout, score_before_experts=False):
+def want_of(x, scores, ids, weights, lora, dout, score_before_experts=False):
     def layer(x, scores, *tensors):
         values = merged(weights, with_tensors(lora, tensors))
-        return testing.moe_layer(x, scores, ids, *values, score_before_experts)
+        return reference.moe_layer(x, scores, ids, *values, score_before_experts)
 
     return gradients(layer, [x, scores, *parts(lora)], dout)
 
@@ -109,7 +109,7 @@ def test_output_and_gradients(names, rank, hidden, score_before_experts, dtype):
         names = "w1", "w2"
         weights = dict(w1=torch.cat([weights["w1"], weights["w3"]], 1), w2=weights["w2"], w3=None)
     lora, dout = make_lora(weights, rank, names, dtype=dtype), torch.randn_like(x)
-    want = reference(x, scores, ids, weights, lora, dout, score_before_experts)
+    want = want_of(x, scores, ids, weights, lora, dout, score_before_experts)
     got = step(x, scores, ids, weights, lora, dout, score_before_experts=score_before_experts)
     assert min(map(cosine, got, want)) > 0.995, list(map(cosine, got, want))
     assert all(a.dtype == b.dtype and 0.95 < a.norm() / b.norm() < 1.05 for a, b in zip(got, want, strict=True))
@@ -129,7 +129,7 @@ def test_the_adapters_own_products():
             got = got.chunk(2, 1)[name == "w3"]
         adapter = getattr(lora, name)
         want = torch.cat([r @ (SCALE * b @ a).T for r, a, b in zip(rows.split(128), *adapter[:2], strict=True)])
-        assert cosine(got, want) > 0.999 and testing.relative_error(got, want) < 0.04
+        assert cosine(got, want) > 0.999 and reference.relative_error(got, want) < 0.04
 
 
 def test_effect_on_4096_tokens():
@@ -139,17 +139,17 @@ def test_effect_on_4096_tokens():
 
     def change(lora):
         values = merged(weights, lora)
-        true = testing.moe_layer(x, scores, ids, *values, False) - plain
+        true = reference.moe_layer(x, scores, ids, *values, False) - plain
         beside = routed_experts(x, *weights.values(), ids, scores, lora=lora) - base
         return true, beside, routed_experts(x, *values, ids, scores) - base
 
     with torch.no_grad():
-        plain = testing.moe_layer(x, scores, ids, *weights.values(), False)
+        plain = reference.moe_layer(x, scores, ids, *weights.values(), False)
         base = routed_experts(x, *weights.values(), ids, scores)
         for names, error_merged in (("w2",), 8), (NAMES, 1.5):
             true, beside, requantized = change(make_lora(weights, 16, names, size=0.01))
             assert abs(float((beside * true).sum() / true.square().sum()) - 1) < 0.03
-            errors = [testing.relative_error(got, true) for got in (requantized, beside)]
+            errors = [reference.relative_error(got, true) for got in (requantized, beside)]
             assert errors[0] > error_merged * errors[1], errors
 
 
@@ -193,7 +193,7 @@ def test_trained_weights_get_their_gradients_too():
     got = gradients(lambda *w: routed_experts(x, *w, ids, scores, lora=lora), weights.values(), dout)
 
     def layer(*w):
-        return testing.moe_layer(x, scores, ids, *merged(dict(zip(NAMES, w, strict=True)), lora), False)
+        return reference.moe_layer(x, scores, ids, *merged(dict(zip(NAMES, w, strict=True)), lora), False)
 
     assert min(map(cosine, got, gradients(layer, weights.values(), dout))) > 0.995
 
@@ -229,7 +229,7 @@ def test_every_dispatch(group, dispatch):
     config = Fp8FlowMoEConfig(dispatch=dispatch)
     want = step(x, scores, ids, weights, lora, dout)
     got = step(x, scores, ids, weights, lora, dout, config=config, ep_group=group)
-    assert all(testing.relative_error(a, b) < 5e-3 for a, b in zip(got, want, strict=True))
+    assert all(reference.relative_error(a, b) < 5e-3 for a, b in zip(got, want, strict=True))
     assert_equal(got[3:], want[3:])  # gradients of scores and adapters meet no bf16 sum
 
 
@@ -417,7 +417,7 @@ def test_adapters_of_spread_experts(group):
         module(x, ids, scores).square().sum().backward()
     for n, B in plain.lora_B.items():
         grad = spread.lora_B[n].grad
-        assert grad.placements == spread.w1.placements and testing.relative_error(grad.to_local(), B.grad) < 0.05
+        assert grad.placements == spread.w1.placements and reference.relative_error(grad.to_local(), B.grad) < 0.05
     for module in modules:
         module.merge_lora()
     assert torch.equal(spread.w1.to_local(), plain.w1)
@@ -467,9 +467,9 @@ def test_adapters_under_fsdp(group, policy):
     outs = [module(x.to(policy or x.dtype), ids, scores) for module in (plain, sharded)]
     for out in outs:
         out.square().sum().backward()
-    assert testing.relative_error(outs[1].detach(), outs[0].detach()) < 0.05
+    assert reference.relative_error(outs[1].detach(), outs[0].detach()) < 0.05
     for n, B in plain.lora_B.items():
-        assert testing.relative_error(sharded.lora_B[n].grad.to_local(), B.grad) < 0.1
+        assert reference.relative_error(sharded.lora_B[n].grad.to_local(), B.grad) < 0.1
     assert sharded.w1.grad is None
     sharded(x.to(policy or x.dtype), ids, scores)  # leaves whole copies of the weights
     for module in (plain, sharded):

@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 
+from experiments.reference import relative_error
 from tests.layer import DEVICE
 from titan_fp8moe import grouped_mm, recipe
 from titan_fp8moe.nn.grouped_mm import _GroupedMM
-from titan_fp8moe.testing import relative_error
 
 K, N = 256, 128
 BF16 = torch.bfloat16

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from experiments.reference import make_layer, relative_error
 from tests.layer import DEVICE, gradients
 from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.testing import make_layer, relative_error
 
 T, D, H, E, K = 300, 256, 128, 8, 3
 # Few values reach the limit: one that FP8 moves across it has another gradient.

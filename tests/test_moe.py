@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from experiments.reference import moe_layer, relative_error
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, gradients, make_layer, run
 from tests.specs import SPECS
 from titan_fp8moe import RoutedExperts, dispatch, ops, routed_experts
@@ -24,7 +25,6 @@ from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn import grouped_mm
 from titan_fp8moe.ops import backend
 from titan_fp8moe.recipe import TRANSPOSE_MODES, row_capacity
-from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 
 ALL_MODES = [

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
+from experiments.reference import relative_error
 from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import Route
@@ -26,7 +27,6 @@ from titan_fp8moe.layer import experts, run
 from titan_fp8moe.layer.experts import InFlight, Inputs
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers

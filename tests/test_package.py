@@ -127,4 +127,4 @@ def test_wheel_needs_torch_and_triton_only(wheel: Path, torch_and_triton: Path, 
     path = os.pathsep.join(map(str, (target, torch_and_triton)))
     # -S leaves out the environment's own packages.
     imported = run([sys.executable, "-S", "-c", LAYER, str(target), *ADAPTERS], tmp_path, PYTHONPATH=path).split()
-    assert {"titan_fp8moe.kernels.gemm.hopper", "titan_fp8moe.ops.quantize", "titan_fp8moe.testing"} <= set(imported)
+    assert {"titan_fp8moe.kernels.gemm.hopper", "titan_fp8moe.ops.quantize", "titan_fp8moe.doctor"} <= set(imported)

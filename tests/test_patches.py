@@ -131,7 +131,7 @@ def test_what_is_gone_is_named(other):
         lambda: patches.put("other", "gone", 1, **ON),
         lambda: patches.hook("other:gone", twice, **ON),
     ):
-        with refused("other.gone, which titan_fp8moe changes", "checked on: other 1.0", error=RuntimeError):
+        with refused("other.gone, which titan_fp8moe needs", "checked on: other 1.0", error=RuntimeError):
             change()
     assert not patches.listed()
 

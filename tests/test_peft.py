@@ -16,11 +16,11 @@ from torch.nn.functional import cosine_similarity  # noqa: E402
 from transformers import GptOssConfig, GptOssForCausalLM  # noqa: E402
 
 from experiments.lora_qwen3_30b import run as experiment  # noqa: E402
+from experiments.reference import relative_error  # noqa: E402
 from tests.layer import CastCounter  # noqa: E402
 from tests.processes import run_checks  # noqa: E402
 from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, train  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
-from titan_fp8moe.testing import relative_error  # noqa: E402
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from experiments import reference
 from tests.layer import DEVICE, D, E, H, K, T, make_layer
 from tests.processes import ROOT, run_script, run_workers
 from titan_fp8moe import (
@@ -21,7 +22,6 @@ from titan_fp8moe import (
     grouped_mm,
     recipe,
     routed_experts,
-    testing,
 )
 from titan_fp8moe.layer import experts
 from titan_fp8moe.layer.group import feed_forward
@@ -59,7 +59,7 @@ def test_gradients_of_the_example():
     for model in models:
         model(x).square().mean().backward()
     for want, got in zip(*(model.parameters() for model in models), strict=True):
-        assert testing.relative_error(got.grad, want.grad) < 0.15
+        assert reference.relative_error(got.grad, want.grad) < 0.15
 
 
 def test_example_on_two_processes():
@@ -112,7 +112,7 @@ def test_linear_refuses():
 )
 @pytest.mark.parametrize("spread", [False, True])
 def test_function_refuses(mesh, options, message, spread):
-    x, scores, ids, weights = testing.make_layer(T, D, H, E, K, torch.float32, "cpu")
+    x, scores, ids, weights = reference.make_layer(T, D, H, E, K, torch.float32, "cpu")
     given = (dict(ep_group=mesh.get_group()) if spread else {}) | options
     with pytest.raises(ValueError, match=message):
         routed_experts(x, *weights, ids, scores, **given)

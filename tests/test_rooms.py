@@ -23,7 +23,7 @@ LAYERS = [
     {"layer"},
     {"nn"},
     {""},
-    {"doctor", "testing", "trainer"},
+    {"doctor", "trainer"},
     set(ADAPTERS) | {"warm_up"},
 ]
 CHANGES_ELSEWHERE = [

@@ -15,13 +15,13 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 pytest.importorskip("transformers", "5.17")
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
+from experiments.reference import relative_error
 from tests.layer import DEVICE, D, E, H, K
 from tests.processes import run_checks, run_script
 from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
 from titan_fp8moe.nn.routing_replay import _by_layer, _layers
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 B, S = 2, 24
@@ -346,7 +346,7 @@ def test_tokens_without_ids_are_routed_by_the_router():
         (choose(B, S), "has 24 layers"),
         (torch.rand(B, S, 1, TOP_K), "must be ids"),
         (choose(B, S, 3), "has 3 layers, but the model 1"),
-        (choose(B, S, 1) + EXPERTS, "but a layer has 6 experts"),
+        (choose(B, S, 1) + EXPERTS, "but the router of experts chooses among 6"),
         (choose(B, S, 1, top_k=3), "has 3 experts per token"),
         (choose(B, S - 1, 1), "got 48 tokens, but routed_experts has 46"),
         (choose(B, S, 1).clamp(min=EXPERTS - 1) + 1, "has the id 6, but the router of experts chooses among 6"),

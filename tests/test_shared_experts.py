@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.moe.moe import FeedForward
 
+from experiments.reference import moe_layer, relative_error
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, generations, make_layer, results, saved_bytes
 from tests.specs import SETTINGS
 from titan_fp8moe import RoutedExperts, SharedExperts, routed_experts
@@ -20,7 +21,6 @@ from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn import modules
 from titan_fp8moe.recipe import group_rows, row_capacity
-from titan_fp8moe.testing import moe_layer, relative_error
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.modules import why_not_fp8
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from experiments.reference import make_layer, relative_error
 from tests.layer import DEVICE, gradients
 from tests.test_model_experts import GPT_OSS, NAMES, in_float64, make_biases
 from tests.test_weights import gathered
@@ -20,7 +21,6 @@ from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import add_cache
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.testing import make_layer, relative_error
 
 T, E, K = 100, 4, 2
 SIZES = [(64, 16), (192, 80), (320, 144)]  # D, H; gpt-oss's 2880 is 64 modulo 128, as are 192 and 320

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
+from experiments.reference import make_layer
 from tests import test_cpu_training
 from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.rows import Rows
-from titan_fp8moe.testing import make_layer
 from titan_fp8moe.torchtitan import metrics
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE

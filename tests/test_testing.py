@@ -10,15 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import timing
+from experiments import provenance, timing
 from experiments.gemm_range import run as gemm_range
 from experiments.kernels import gemm
+from experiments.provenance import environment
 from experiments.records import write_records
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, group_ends, median_ms
 from tests.processes import run_script
-from titan_fp8moe import testing
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.testing import environment
 
 
 @pytest.mark.parametrize("skewed", [False, True])
@@ -52,7 +51,7 @@ def test_medians_by_state(monkeypatch, capsys):
 
 @pytest.mark.gpu
 def test_times_on_a_gpu():
-    busy = testing.elapsed_ms(lambda: timing.occupy(1, 2.0))
+    busy = timing.elapsed_ms(lambda: timing.occupy(1, 2.0))
     assert 1.9 < busy < 100
     found = median_ms({"ours": lambda: timing.occupy(1, 1.0)}, 2, timing.launched(20), rounds_with_busy_sms=2)
     assert len(found) == 3 and all(0.9 < ms["ours"] < 100 for ms in found.values())  # others may use the GPU
@@ -90,8 +89,8 @@ def test_records_say_how_they_were_made(monkeypatch, tmp_path):
 def checkout(tmp_path: Path, monkeypatch) -> Path:
     """A checkout that seems to hold this package; its commit is asked for anew."""
     (tmp_path / "package").mkdir()
-    monkeypatch.setattr(testing, "__file__", str(tmp_path / "package/testing.py"))
-    monkeypatch.setattr(testing, "commit", testing.commit.__wrapped__)
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "package/provenance.py"))
+    monkeypatch.setattr(provenance, "commit", provenance.commit.__wrapped__)
     return tmp_path
 
 

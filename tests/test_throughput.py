@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 import titan_fp8moe
 from experiments import ablations, records
+from experiments.reference import relative_error
 from experiments.throughput import first_step, fused_bf16, layer, profile_step, sweep, train, variants
 from experiments.throughput.kernel_trace import (
     Kernel,
@@ -35,7 +36,6 @@ from experiments.throughput.train import Run
 from tests.processes import run_script
 from tests.test_rooms import ADAPTERS
 from titan_fp8moe.kernels import launch
-from titan_fp8moe.testing import relative_error
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,7 +71,7 @@ def kernels_of_the_package() -> dict[str, str]:
     """Module by name, of every kernel that any module of the package defines; adapters define none."""
     found = {}
     for info in pkgutil.walk_packages(titan_fp8moe.__path__, "titan_fp8moe."):
-        if info.name.split(".")[1] in (*ADAPTERS, "activations", "testing"):  # kernels inline the activations
+        if info.name.split(".")[1] in (*ADAPTERS, "activations"):  # kernels inline the activations
             continue
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():

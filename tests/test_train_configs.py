@@ -108,8 +108,8 @@ MISTAKES = [  # a line of debug.toml, what replaces it, the message
     ('flavor = "tiny"', "flavor = 16", "model.flavor = 16; set it to a string"),
     ("decay_ratio = 0.8", "decay_ratio = []", "lr_scheduler.decay_ratio = []; set it to a number"),
     ('save_h = "bf16"', 'filter_fqns = "layers.1."', "fp8_flow_moe.filter_fqns = 'layers.1.'; set it to a list"),
-    ('"titan_fp8moe.torchtitan"', '"titan_fp8moe"', 'custom_config_module = "titan_fp8moe" has no JobConfig'),
-    ('"titan_fp8moe.torchtitan"', '"titan_fp8"', 'custom_config_module = "titan_fp8" cannot be imported'),
+    ('"titan_fp8moe.torchtitan"', '"titan_fp8moe"', "(module 'titan_fp8moe' has no attribute 'JobConfig')"),
+    ('"titan_fp8moe.torchtitan"', '"titan_fp8"', "custom_config_module cannot be used (No module named 'titan_fp8')"),
     ('custom_config_module = "titan_fp8moe.torchtitan"', "", "set job.custom_config_module ="),
 ]
 

@@ -27,13 +27,13 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
 import titan_fp8moe  # noqa: E402
+from experiments.reference import relative_error  # noqa: E402
 from experiments.transformers import run  # noqa: E402
 from tests.layer import DEVICE, CastCounter  # noqa: E402
 from tests.processes import run_checks, run_script  # noqa: E402
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.export_fp8 import fp8_tensors  # noqa: E402
-from titan_fp8moe.testing import relative_error  # noqa: E402
 
 T, D, H, E, K = 96, 256, 128, 6, 2
 VOCABULARY = 128

@@ -5,26 +5,31 @@ copy, a GEMM and a layer. A bug report needs this output. Exits with 1 if kernel
 """
 
 import os
+import platform
+import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
+import triton.testing
 from triton import knobs
 
 from titan_fp8moe import __version__, ops, recipe, routed_experts
 from titan_fp8moe.ops import self_check
-from titan_fp8moe.testing import after_idling_ms, environment, make_layer
+from titan_fp8moe.versions import installed
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 4096, 2048, 1408, 64, 6  # of DeepSeek-V3 16B's layers
 SETTINGS = ("CUDA_", "NCCL_", "TORCH", "TRITON_", "PYTORCH_")
 
 
 def main() -> int:
-    env = environment()
-    print(f"titan_fp8moe {__version__} (commit {env['commit'] or 'unknown'})")
-    print(f"versions     {', '.join(f'{name} {version}' for name, version in _versions(env).items())}")
-    print(f"hardware     {env['hardware']}")
+    gpus = torch.cuda.device_count()
+    packages = {name: installed(name) for name in ("torch", "triton", "torchtitan", "torchao")}
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda} | packages
+    print(f"titan_fp8moe {__version__} (commit {_commit()})")
+    print(f"versions     {', '.join(f'{name} {version}' for name, version in versions.items() if version)}")
+    print(f"hardware     {f'{gpus} x {torch.cuda.get_device_name()}' if gpus else f'CPU ({platform.machine()})'}")
     print(f"ptxas        {_ptxas()}")
     settings = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS))
     print(f"environment  {' '.join(settings) or '-'}")
@@ -49,10 +54,13 @@ def main() -> int:
     return 0
 
 
-def _versions(env: dict[str, object]) -> dict[str, object]:
-    versions = env["versions"]
-    assert isinstance(versions, dict)
-    return {name: version for name, version in versions.items() if version is not None}
+def _commit() -> str:
+    """The checkout's short commit, with "+" if files differ from it."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return "unknown"
+    describe = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
 
 
 def _ptxas() -> str:
@@ -66,9 +74,11 @@ def _ptxas() -> str:
 
 
 def measure() -> dict[str, str]:
-    """Milliseconds after idling, the best of ten, and the rates that follow."""
-    x, scores, ids, weights = make_layer(TOKENS, DIM, HIDDEN, EXPERTS, TOP_K, torch.bfloat16, "cuda")
-    leaves = [t.requires_grad_() for t in (x, scores, *(w.bfloat16() for w in weights))]
+    """The rates of the best run of each, with nothing of its operands in L2."""
+    shapes = (TOKENS, DIM), (EXPERTS, HIDDEN, DIM), (EXPERTS, DIM, HIDDEN), (EXPERTS, HIDDEN, DIM)
+    leaves = [0.05 * torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+    scores, ids = torch.rand(TOKENS, EXPERTS, dtype=torch.float32, device="cuda").topk(TOP_K)
+    leaves = [t.requires_grad_() for t in (*leaves, scores)]
     rows = TOKENS * TOP_K // 128 * 128
     offsets_E = torch.full((1,), rows, dtype=torch.int32, device="cuda")
     a, a_scale = ops.quantize_rows(torch.randn(rows, DIM, dtype=torch.float32, device="cuda"))
@@ -76,14 +86,18 @@ def measure() -> dict[str, str]:
     source, target = torch.empty(2, 2**28, dtype=torch.uint8, device="cuda")
 
     def layer() -> None:
-        x, scores, w1, w2, w3 = leaves
+        x, w1, w2, w3, scores = leaves
         out = routed_experts(x, w1, w2, w3, ids, scores)
         torch.autograd.grad(out, leaves, out.detach())
 
     a_scale = recipe.column_major(a_scale)
-    copy = _best_ms(lambda: target.copy_(source))
-    gemm = _best_ms(lambda: ops.grouped_mm(a, a_scale, *b, offsets_E, torch.bfloat16))
-    return rates(source.numel(), copy, rows, gemm, _best_ms(layer))
+    runs = (
+        lambda: target.copy_(source),
+        lambda: ops.grouped_mm(a, a_scale, *b, offsets_E, torch.bfloat16),
+        layer,
+    )
+    copy, gemm, whole = (cast(float, triton.testing.do_bench(run, return_mode="min")) for run in runs)
+    return rates(source.numel(), copy, rows, gemm, whole)
 
 
 def rates(copied_bytes: int, copy_ms: float, rows: int, gemm_ms: float, layer_ms: float) -> dict[str, str]:
@@ -95,11 +109,6 @@ def rates(copied_bytes: int, copy_ms: float, rows: int, gemm_ms: float, layer_ms
         "GEMM": f"{flops / gemm_ms / 1e9:,.0f} TFLOPS ({rows} x {2 * HIDDEN} x {DIM})",
         "layer": f"{layer_ms:.2f} ms forward and backward ({shape})",
     }
-
-
-def _best_ms(run: Callable[[], object]) -> float:
-    run()
-    return min(after_idling_ms(run) for _ in range(10))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def hook(register: str, function: Callable[..., Any], *, checked_on: str) -> Non
     key = what, _caller()
     if key in _changes:
         return
-    registering = _resolve(register, checked_on)
+    registering = resolve(register, checked_on)
 
     def make() -> None:
         handles.append(registering(function))
@@ -123,7 +123,7 @@ class _Target(NamedTuple):
 
     @classmethod
     def of(cls, owner: Any, name: Any, checked_on: str) -> "_Target":
-        found = _resolve(owner, checked_on) if isinstance(owner, str) else owner
+        found = resolve(owner, checked_on) if isinstance(owner, str) else owner
         where = owner if isinstance(found, MutableMapping) else _name_of(found)
         if isinstance(found, MutableMapping):
             return cls(found, name, f"{where}[{getattr(name, '__name__', name)}]")
@@ -171,7 +171,8 @@ def _name_of(owner: Any) -> str:
     return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}:{owner.__qualname__}"
 
 
-def _resolve(name: str, checked_on: str) -> Any:
+def resolve(name: str, checked_on: str) -> Any:
+    """What ``module:attribute`` names. RuntimeError if there is no such thing."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
@@ -180,6 +181,6 @@ def _resolve(name: str, checked_on: str) -> Any:
 
 def _gone(what: str, checked_on: str) -> RuntimeError:
     return RuntimeError(
-        f"{what.replace(':', '.')}, which titan_fp8moe changes, does not exist here; install a version that it was "
+        f"{what.replace(':', '.')}, which titan_fp8moe needs, does not exist here; install a version that it was "
         f"checked on: {checked_on}"
     )

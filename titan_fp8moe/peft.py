@@ -8,7 +8,6 @@ switching adapters on and off.
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -19,7 +18,7 @@ from torch import nn
 from titan_fp8moe import patches
 from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.recipe import FP8
-from titan_fp8moe.versions import installed, warn_about_versions
+from titan_fp8moe.versions import warn_about_versions
 
 # Parameters of Transformers' experts, and the weights of a layer.
 _PARAMETERS = {"gate_up_proj": "w1", "up_proj": "w1", "down_proj": "w2"}
@@ -34,13 +33,8 @@ def run_beside(serves: Callable[[nn.Module], bool]) -> None:
     if importlib.util.find_spec("peft") is None:
         return
     warn_about_versions("peft")
-    wrapper: Any = getattr(importlib.import_module("peft.tuners.lora"), "ParamWrapper", None)
-    if wrapper is None or not hasattr(wrapper, "_activate_lora"):
-        raise RuntimeError(
-            f"PEFT {installed('peft')} has no lora.ParamWrapper with _activate_lora, by which its adapters reach FP8 "
-            "experts; install peft 0.21"
-        )
-    patches.wrap(wrapper, "_activate_lora", functools.partial(_activating, serves), checked_on="PEFT 0.21.2")
+    activating, wrapper = functools.partial(_activating, serves), "peft.tuners.lora:ParamWrapper"
+    patches.wrap(wrapper, "_activate_lora", activating, checked_on="PEFT 0.21.2")
     patches.wrap(wrapper, "merge", _merging, checked_on="PEFT 0.21.2")
 
 

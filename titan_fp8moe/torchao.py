@@ -14,7 +14,7 @@ It converts the experts of Transformers 5, and with :func:`linears` chosen linea
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torchao.core.config import AOBaseConfig
@@ -75,9 +75,18 @@ def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
     for name in (*config.filter_fqns, *config.linear_fqns):
         raise ValueError(f"the config names {name!r}, but quantize_ shows it no names; select modules with filter_fn")
     require_config(config, "modules of quantize_", *RECIPE, *TRANSPORT, *CACHE, "fp8_all_gather")
-    convert = _conversion(module)
     preflight.check_hardware()
-    convert(module, config)
+    if isinstance(module, RoutedExperts):
+        module.configure(config)
+    elif _is_transformers(module):
+        _convert_transformers(module, config)
+    elif module in _chosen:
+        Fp8FlowLinear.convert(cast(nn.Linear, module), config)
+    else:
+        raise ValueError(
+            f"Fp8FlowMoEConfig cannot convert {type(module).__name__}; call quantize_ with filter_fn = is_moe, or "
+            "linears(...) for linear layers, of titan_fp8moe.torchao"
+        )
     return module
 
 
@@ -85,20 +94,6 @@ _HANDLERS = "torchao.quantization.transform_module:_QUANTIZE_CONFIG_HANDLER"
 patches.put(_HANDLERS, Fp8FlowMoEConfig, _convert, checked_on="torchao 0.18")
 # The config stays free of torchao: it becomes an AOBaseConfig here, which quantize_ asks for.
 AOBaseConfig.register(Fp8FlowMoEConfig)
-
-
-def _conversion(module: nn.Module) -> Callable[[Any, Fp8FlowMoEConfig], None]:
-    """How to convert a module in place."""
-    if isinstance(module, RoutedExperts):
-        return RoutedExperts.configure
-    if _is_transformers(module):
-        return _convert_transformers
-    if module in _chosen:
-        return Fp8FlowLinear.convert
-    raise ValueError(
-        f"Fp8FlowMoEConfig cannot convert {type(module).__name__}; call quantize_ with filter_fn = is_moe, or "
-        "linears(...) for linear layers, of titan_fp8moe.torchao"
-    )
 
 
 def _is_transformers(module: Any) -> bool:

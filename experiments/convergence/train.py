@@ -46,9 +46,9 @@ from torchtitan.train import Trainer
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from experiments.convergence.clamped import adds_shares_to, clamp
 from experiments.convergence.data import ShuffledWindows, as_batch, windows
+from experiments.provenance import environment
 from experiments.records import script_parser
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.testing import environment
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
 
 LEFT_IN_BF16 = {"balanced": [], "experts_only": ["shared_experts", "feed_forward"]}  # fp8_flow_moe.filter_fqns

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from experiments.kernels.ffn import bf16, by_autograd, compiled, torchao
 from experiments.records import begin, script_parser, write_records
+from experiments.reference import relative_error
 from experiments.timing import BACK_TO_BACK, group_ends, launched, median_ms, ms_records, show
 from titan_fp8moe import grouped_mm, routed_experts
-from titan_fp8moe.testing import relative_error
 
 BF16 = torch.bfloat16
 SHAPES = [  # name, M rows, E experts, D model dim, H expert hidden dim, top-k

@@ -22,13 +22,13 @@ from torchtitan.models.moe.utils import indices_padding_wrapper
 
 from experiments.kernels.sonicmoe import BF16, UNIT, Sizes, Step
 from experiments.records import add_trial, begin, require_commit, script_parser, within, write_records
+from experiments.reference import relative_error
 from experiments.throughput.fused_bf16 import fused_experts
 from experiments.throughput.variants import compile_whole
 from experiments.timing import BACK_TO_BACK, launched, median_ms, ms_records, show
 from titan_fp8moe import SharedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.testing import relative_error
 
 OURS, SWIGLU, WHOLE, FUSED = "ours", "ours with SwiGLU", "bf16 whole", "bf16 fused"
 

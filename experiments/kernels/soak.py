@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from experiments.records import require_gpu, script_parser
+from experiments.reference import make_layer, relative_error
 from titan_fp8moe import Fp8FlowMoEConfig, ops
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.gemm import forward, wgrad
@@ -22,7 +23,6 @@ from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.layer import experts as moe
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.testing import make_layer, relative_error
 
 # bf16 rounding of the GEMMs' results and the codes that it moves: 0.0035 on average. Few rows vary more.
 LIMIT, LIMIT_OF_FEW = 0.01, 0.03

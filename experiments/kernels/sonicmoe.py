@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from experiments.records import begin, script_parser, within, write_records
+from experiments.reference import relative_error
 from experiments.throughput.variants import MODELS
 from experiments.timing import launched, median_ms, ms_records, show
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, WeightCache
-from titan_fp8moe.testing import relative_error
 
 BF16 = torch.bfloat16
 SHAPES, TOKENS = ("16B", "Qwen3-30B", "GLM-4.5-Air", "Kimi-K2"), (8192, 16384)

@@ -16,11 +16,11 @@ import torch
 
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
 from experiments.records import script_parser, write_records
+from experiments.reference import make_layer, moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
-from titan_fp8moe.testing import make_layer, moe_layer, relative_error
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 

@@ -19,9 +19,9 @@ import sys
 import time
 from pathlib import Path
 
+from experiments.provenance import environment
 from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_records, write_text
 from experiments.throughput.train import OUT_OF_MEMORY, STEP, Run, finish, parser, record_model
-from titan_fp8moe.testing import environment
 
 CURVES = [
     *(f"bf16_fused:checkpointing={mode}" for mode in ("saved", "none", "full")),

@@ -33,13 +33,13 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
 from experiments.ablations import permute_then_copy, requantized_pair
+from experiments.reference import in_model
 from experiments.throughput.fused_bf16 import FusedMoE
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.operands import WeightCache, buffers_of, forward_operands, pack
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.testing import in_model
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 

@@ -37,9 +37,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from experiments.records import require_gpu, script_parser, write_records
-from experiments.timing import in_turn, medians
+from experiments.timing import elapsed_ms, in_turn, medians
 from titan_fp8moe import Fp8FlowMoEConfig
-from titan_fp8moe.testing import elapsed_ms
 from titan_fp8moe.transformers import NAME, converted, register
 
 CUDA = torch.cuda.is_available()

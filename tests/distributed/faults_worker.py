@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
+from experiments.reference import in_model, relative_error
 from tests.distributed.runner import check, end, start
 from tests.distributed.symmetric_faults_worker import report_ends
 from tests.processes import time_limit
 from titan_fp8moe import ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import base
-from titan_fp8moe.testing import in_model, relative_error
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments.reference import relative_error
 from tests.distributed import runner
 from tests.distributed.transformers_worker import CONFIG, TOLERANCE, load
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.transformers import converted, register
 
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

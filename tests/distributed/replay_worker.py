@@ -18,10 +18,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
+from experiments.reference import relative_error
 from tests.distributed import runner
 from tests.distributed.transformers_worker import CONFIG, expert_parallel, load, shard
 from titan_fp8moe import Fp8FlowMoEConfig, replay_routing
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.transformers import register
 

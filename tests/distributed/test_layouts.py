@@ -8,9 +8,9 @@ a fraction of a percent. A missing or doubled reduction is off by 30% and more.
 import pytest
 import torch
 
+from experiments.reference import relative_error
 from tests.distributed import cases
 from tests.distributed.conftest import WorkerResults
-from titan_fp8moe.testing import relative_error
 
 # Tensor parallelism sums partial products in another order, so more values cross a boundary; in the weight gradients
 # the 128-token blocks differ as well. Measured: at most 5e-3.

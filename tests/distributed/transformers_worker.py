@@ -16,9 +16,9 @@ import transformers
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.distributed import DistributedConfig
 
+from experiments.reference import relative_error
 from tests.distributed import runner
 from titan_fp8moe.export_fp8 import fp8_tensors
-from titan_fp8moe.testing import relative_error
 from titan_fp8moe.transformers import converted, register
 
 CONFIG = dict(

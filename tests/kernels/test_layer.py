@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from experiments.reference import relative_error
 from tests import test_sizes
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import grouped_mm, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
-from titan_fp8moe.testing import relative_error
 
 T, D, H, E, K = 70, 256, 128, 4, 2
 

@@ -28,10 +28,10 @@ from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.trainer import Trainer
 
+from experiments.reference import make_layer
 from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.testing import make_layer
 from titan_fp8moe.torchtitan03 import parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.conversion import conversion_of

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from experiments.reference import relative_error
 from tests.distributed.conftest import WorkerResults
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, OTHERS
-from titan_fp8moe.testing import relative_error
 
 TOLERANCE = 1e-2
 # FP8 linears round more values.

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.layer.lora import Adapter, Lora
-from titan_fp8moe.nn.parallel import spread, uniform_by_expert_
+from titan_fp8moe.nn.parallel import local_of, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
 
 _WEIGHTS = Lora._fields
@@ -61,7 +61,7 @@ class AddsLora(nn.Module):
         for name in (name for name in present if name in weights):
             weight = present[name]
             mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-            (E, N, K), device = _local(weight).shape, weight.device
+            (E, N, K), device = local_of(weight).shape, weight.device
             self.lora_A[name] = _parameter(torch.empty(E, rank, K, dtype=dtype, device=device), mesh)
             self.lora_B[name] = _parameter(torch.empty(E, N, rank, dtype=dtype, device=device), mesh)
         self.lora_scale = alpha / rank
@@ -117,7 +117,7 @@ class AddsLora(nn.Module):
         if isinstance(self, FSDPModule):
             self.reshard()  # a forward may have left whole copies, of which FSDP would forget the change
         for name, A in self.lora_A.items():
-            weight, A, B = (_local(t) for t in (getattr(self, name), A, self.lora_B[name]))
+            weight, A, B = (local_of(t) for t in (getattr(self, name), A, self.lora_B[name]))
             for w, a, b in zip(weight, A, B, strict=True):  # an expert at a time, for memory
                 w.copy_(torch.addmm(w.float(), b.float(), a.float(), alpha=self.lora_scale))
         del self.lora_A, self.lora_B
@@ -127,12 +127,8 @@ class AddsLora(nn.Module):
         """The adapters of this rank's experts."""
         if self.lora_scale is None:
             return None
-        pairs = {name: (_local(A), _local(self.lora_B[name])) for name, A in self.lora_A.items()}
+        pairs = {name: (local_of(A), local_of(self.lora_B[name])) for name, A in self.lora_A.items()}
         return Lora(**{name: Adapter(*pair, self.lora_scale) for name, pair in pairs.items()})
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _parameter(local: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:

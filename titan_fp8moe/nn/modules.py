@@ -23,7 +23,7 @@ from titan_fp8moe.layer.operands import add_cache as add_cache_to
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
-from titan_fp8moe.nn.parallel import follow_device, group_of, mesh_of, spread, uniform_by_expert_
+from titan_fp8moe.nn.parallel import follow_device, group_of, local_of, mesh_of, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import E8M0, FP8, STEP
 from titan_fp8moe.spec import ExpertSpec
@@ -59,7 +59,30 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"the weights would be {dtype}; make the module with dtype=torch.bfloat16 or torch.float32")
 
 
-class RoutedExperts(Fp8AllGather, AddsLora):
+class _RunsLayer(AddsLora):
+    """Mixin of experts whose call is a layer without its router."""
+
+    def for_layer(self) -> Experts:
+        """The record that a layer takes."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_scores: Tensor,
+        *,
+        meanwhile: Callable[[], Tensor] | None = None,
+        shared: SharedExperts | None = None,
+    ) -> Tensor:
+        """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
+        topk_scores (T, K)."""
+        if isinstance(shared, SharedExperts) and isinstance(shared.scores, KeepDtype):
+            shared = shared._replace(scores=shared.scores.tensor)
+        return run_layer(x, topk_ids, topk_scores, self.for_layer(), shared, meanwhile)
+
+
+class RoutedExperts(Fp8AllGather, _RunsLayer):
     """The experts of one MoE layer in FP8; the router and shared experts are the caller's. :meth:`add_lora` freezes
     them and trains adapters.
 
@@ -221,19 +244,9 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             super().register_forward_pre_hook(_unwrap_scores)
         return super().register_forward_pre_hook(hook, **options)
 
-    def forward(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_scores: Tensor,
-        *,
-        meanwhile: Callable[[], Tensor] | None = None,
-        shared: SharedExperts | None = None,
-    ) -> Tensor:
-        """See :func:`titan_fp8moe.routed_experts` for arguments, result and errors: x (T, D), topk_ids (T, K),
-        topk_scores (T, K)."""
+    def for_layer(self) -> Experts:
         frozen = are_frozen((self.w1, self.w2, self.w3))
-        experts = Experts(
+        return Experts(
             self._weights(),
             self.config,
             self.ep_group,
@@ -243,9 +256,6 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             self._biases(),
             self.lora(),
         )
-        if isinstance(shared, SharedExperts) and isinstance(shared.scores, KeepDtype):
-            shared = shared._replace(scores=shared.scores.tensor)
-        return run_layer(x, topk_ids, topk_scores, experts, shared, meanwhile)
 
     def _weights(self) -> ExpertWeights[Tensor]:
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
@@ -258,7 +268,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
             return None
         biases = cast(list[Any], [self.b1, self.b2, self.b3])
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
-            return Biases(*(b.to_local() if isinstance(b, DTensor) else b for b in biases))
+            return Biases(*map(local_of, biases))
         return Biases(*biases)
 
     def fp8_matrices(self) -> list[str]:
@@ -271,7 +281,7 @@ class RoutedExperts(Fp8AllGather, AddsLora):
         return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {bias}{self.config.describe()}"
 
 
-class Fp8RoutedExperts(AddsLora):
+class Fp8RoutedExperts(_RunsLayer):
     """The experts of one MoE layer, frozen and stored in FP8. Made by :meth:`RoutedExperts.from_fp8`. :meth:`add_lora`
     takes w1, gate and up in one, and w2.
 
@@ -324,19 +334,9 @@ class Fp8RoutedExperts(AddsLora):
             Fp8Weight(self.w2.detach().view(FP8), self.w2_scale.detach().view(E8M0)),
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_scores: Tensor,
-        *,
-        meanwhile: Callable[[], Tensor] | None = None,
-        shared: SharedExperts | None = None,
-    ) -> Tensor:
-        """As :meth:`RoutedExperts.forward`."""
+    def for_layer(self) -> Experts:
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
-        experts = Experts(weights, self.config, self.ep_group, self.expert, frozen=True, lora=self.lora())
-        return run_layer(x, topk_ids, topk_scores, experts, shared, meanwhile)
+        return Experts(weights, self.config, self.ep_group, self.expert, frozen=True, lora=self.lora())
 
     def extra_repr(self) -> str:
         experts, dim, hidden_dim = self.w2.shape
@@ -400,8 +400,7 @@ class Fp8FFN(nn.Module):
 
     def matrices(self) -> ExpertWeights[Tensor]:
         """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
-        weights = (linear.weight for linear in (self.w1, self.w2, self.w3))
-        return ExpertWeights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))
+        return ExpertWeights(*(local_of(linear.weight) for linear in (self.w1, self.w2, self.w3)))
 
     def shared(self, scores: Tensor | None = None) -> Shared:
         """As the shared experts of a layer, for :func:`titan_fp8moe.layer.run.run_layer`."""

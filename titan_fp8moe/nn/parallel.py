@@ -139,11 +139,16 @@ def spread(local: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, _BY_EXPERTS, run_check=False)
 
 
+def local_of(tensor: Any) -> Any:
+    """This rank's part of a DTensor; another tensor, or None, as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def uniform_by_expert_(weights: Sequence[Tensor], bounds: Sequence[float], spread: bool) -> None:
     """Fills weights (E, N, K) uniformly within their ± ``bounds``. One seed draws the same experts whether they are
     ``spread`` over ranks or not, for any number of ranks."""
     first, local = weights[0], [w.detach() for w in weights]
-    if isinstance(first.to_local() if isinstance(first, DTensor) else first, FakeTensor):  # without values
+    if isinstance(local_of(first), FakeTensor):  # without values
         return
     if not spread and isinstance(first, DTensor):  # FSDP's, sharded along any dim
         for weight, bound in zip(weights, bounds, strict=True):

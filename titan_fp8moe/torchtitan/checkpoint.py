@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
@@ -20,6 +20,7 @@ from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
+from titan_fp8moe.torchtitan.first_hour import read_whole
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, down_projection
 from titan_fp8moe.trainer import preflight
@@ -155,7 +156,7 @@ class DcpSource:
 
     def __init__(self, folder: Path, job: Job):
         self.folder, self.job = folder, job
-        metadata = _read_metadata(folder)
+        metadata, files = read_whole(folder, "copy the checkpoint again, with the files of all ranks")
         stored = {
             key: TensorInfo(tuple(meta.size), meta.properties.dtype)
             for key, meta in metadata.state_dict_metadata.items()
@@ -169,7 +170,7 @@ class DcpSource:
             for name, shape in job.hf_shapes(key).items():
                 self.keys[name], self.tensors[name] = key, TensorInfo(shape, stored[key].dtype)
         self.stored, self.loaded_key, self.loaded = stored, "", {}
-        self.identity = file_identity([folder / ".metadata", *_data_files(folder, metadata)])
+        self.identity = file_identity([folder / ".metadata", *files])
 
     def read(self, name: str) -> Tensor:
         if (key := self.keys[name]) != self.loaded_key:
@@ -179,27 +180,6 @@ class DcpSource:
                 dcp.load({key: value}, storage_reader=FileSystemReader(self.folder), no_dist=True)
             self.loaded_key, self.loaded = key, self.job.adapter.to_hf({key: value})
         return self.loaded[name]
-
-
-def _read_metadata(folder: Path) -> Metadata:
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except Exception as error:  # unpickling half a file raises many kinds
-        raise ValueError(f"{folder}/.metadata cannot be read ({error}); copy the checkpoint again") from None
-
-
-def _data_files(folder: Path, metadata: Metadata) -> list[Path]:
-    """The ranks' files, each as long as the metadata say."""
-    ends: dict[str, int] = {}
-    for part in metadata.storage_data.values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for name, end in sorted(ends.items()):
-        path = folder / name
-        if (size := path.stat().st_size if path.exists() else 0) < end:
-            raise ValueError(
-                f"{path} has {size} of {end} bytes; copy the checkpoint again, with the files of all ranks"
-            )
-    return [folder / name for name in sorted(ends)]
 
 
 def _check_model(folder: Path, stored: dict[str, _Shape], want: dict[str, _Shape], name: str) -> None:

@@ -29,7 +29,7 @@ from torchtitan.tools import utils
 
 from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan import toml_file
-from titan_fp8moe.torchtitan.first_hour import check_text, check_tokenizer, warn_of_missing_corpus
+from titan_fp8moe.torchtitan.first_hour import check_corpora, check_tokenizer
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.memory import estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
@@ -62,8 +62,7 @@ def check_config(config: JobConfig) -> None:
         if (dataset := getattr(config, section).dataset) not in DATASETS:
             raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
     check_tokenizer(config)
-    warn_of_missing_corpus(config)
-    check_text(config)
+    check_corpora(config)
 
 
 def make_parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:

@@ -5,11 +5,10 @@ The converter checks the checkpoint that the job would resume from, and the dry 
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -50,19 +49,7 @@ def _is_known(path: Path) -> bool:
 
 def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
     remedy = f"remove {path} to resume from the one before, or set checkpoint.load_step"
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:
-        raise ValueError(
-            f"{path / '.metadata'} cannot be read ({error!r}): the checkpoint is damaged; {remedy}"
-        ) from error
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        size = (path / name).stat().st_size if (path / name).is_file() else 0
-        if size < end:
-            raise ValueError(f"{path / name} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
+    metadata, _ = read_whole(path, remedy)
     saved = {key for key in metadata.state_dict_metadata if key.startswith("dataloader.dp_rank_")}
     ranks = dims.dp_replicate * dims.dp_shard
     # Of step 0, a seed checkpoint that one rank has made, torchtitan loads the model only.
@@ -73,6 +60,27 @@ def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
             "the data where it was; set checkpoint.exclude_from_loading = ['dataloader'] to begin the corpus anew. A "
             "dry run has the fewest ranks that the degrees allow, unless --world-size says otherwise"
         )
+
+
+def read_whole(folder: Path, remedy: str) -> tuple[Metadata, list[Path]]:
+    """The metadata of a checkpoint and its files, each as long as the metadata say.
+
+    Raises:
+        ValueError: the checkpoint is damaged. The message ends with ``remedy``.
+    """
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # unpickling half a file raises many kinds
+        path = folder / ".metadata"
+        raise ValueError(f"{path} cannot be read ({error!r}): the checkpoint is damaged; {remedy}") from error
+    ends: dict[Path, int] = {}
+    for part in (metadata.storage_data or {}).values():
+        path = folder / part.relative_path
+        ends[path] = max(ends.get(path, 0), part.offset + part.length)
+    for path, end in ends.items():
+        if (size := path.stat().st_size if path.is_file() else 0) < end:
+            raise ValueError(f"{path} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
+    return metadata, sorted(ends)
 
 
 def check_tokenizer(job: JobConfig) -> None:
@@ -88,39 +96,32 @@ def check_tokenizer(job: JobConfig) -> None:
         raise ValueError(f"model.hf_assets_path = {str(folder)!r} has no tokenizer.json; {_TOKENIZER}")
 
 
-def warn_of_missing_corpus(job: JobConfig) -> None:
-    """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a
-    minute."""
-    for section, settings, path in _corpora(job):
-        given = settings.dataset_path
-        is_local = settings.dataset == "c4_test" or (
-            given is not None and (path.is_absolute() or given.startswith("."))
-        )
-        if is_local and not path.exists():
-            logger.warning(f"{section}.dataset_path = {given!r}: there is no {path} on this machine; {_CORPUS}")
+def check_corpora(job: JobConfig) -> None:
+    """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a minute.
 
-
-def check_text(job: JobConfig) -> None:
-    """Raises ValueError for a local corpus without text, which torchtitan notices when it trains."""
-    for _, settings, path in _corpora(job):
-        if DATASETS[settings.dataset.lower()].sample_processor is not DATASETS["c4"].sample_processor:
-            continue  # a dataset of one's own can have other fields
-        for file in [path] if path.suffix == ".jsonl" else sorted(path.glob("*.jsonl"))[:1]:
-            if file.is_file() and not _has_text(first := _first_line(file)):
-                raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_CORPUS}')
-
-
-def _corpora(job: JobConfig) -> Iterator[tuple[str, Any, Path]]:
-    """The section, its settings and the path of each corpus that torchtitan's own loader reads."""
+    Raises:
+        ValueError: a local corpus has no text, which torchtitan notices when it trains.
+    """
     for section in ("training", *["validation"] * job.validation.enable):
         settings = getattr(job, section)
-        if (dataset := DATASETS.get(settings.dataset.lower())) is not None:
-            yield section, settings, Path(settings.dataset_path or dataset.path).expanduser()
+        if (dataset := DATASETS.get(settings.dataset.lower())) is None:
+            continue
+        given, path = settings.dataset_path, Path(settings.dataset_path or dataset.path).expanduser()
+        names_folder = given is not None and (path.is_absolute() or given.startswith("."))
+        if (names_folder or settings.dataset == "c4_test") and not path.exists():
+            logger.warning(f"{section}.dataset_path = {given!r}: there is no {path} on this machine; {_CORPUS}")
+        if dataset.sample_processor is DATASETS["c4"].sample_processor:  # datasets of one's own can have other fields
+            _check_text(path)
 
 
-def _first_line(file: Path) -> str:
-    with file.open(errors="replace") as lines:
-        return lines.readline()
+def _check_text(corpus: Path) -> None:
+    for file in [corpus] if corpus.suffix == ".jsonl" else sorted(corpus.glob("*.jsonl"))[:1]:
+        if not file.is_file():
+            continue
+        with file.open(errors="replace") as lines:
+            first = lines.readline()
+        if not _has_text(first):
+            raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_CORPUS}')
 
 
 def _has_text(line: str) -> bool:

@@ -7,8 +7,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torchtitan.components.validate import Validator
 from torchtitan.models import deepseek_v3, llama4
-from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
-from torchtitan.models.moe import MoEArgs
+from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.protocols.train_spec import TrainSpec
 
 from titan_fp8moe import check_room, patches
@@ -20,28 +19,19 @@ _CHECKED_ON = "torchtitan 0.2.2"
 def register_flavors() -> None:
     """Add flavors ``tiny`` and ``16B_short`` to ``deepseek_v3``, and a validator to it and ``llama4``."""
     # 6M parameters with DeepSeek-V3's routing: trains on a laptop CPU. MoE dims are multiples of 128 for the FP8 tiles.
-    tiny = DeepSeekV3ModelArgs(
-        vocab_size=2048,
-        dim=256,
+    debug = deepseekv3_args["debugmodel"]
+    moe = replace(debug.moe_args, num_shared_experts=1, score_func="sigmoid", route_norm=True, route_scale=2.5)
+    tiny = replace(
+        debug,
         inter_dim=512,
-        moe_inter_dim=256,
         n_layers=3,
-        n_dense_layers=1,
         n_heads=4,
-        moe_args=MoEArgs(
-            num_experts=8,
-            num_shared_experts=1,
-            top_k=3,
-            score_func="sigmoid",
-            route_norm=True,
-            route_scale=2.5,
-            score_before_experts=False,
-        ),
-        q_lora_rank=0,
+        moe_args=moe,
         kv_lora_rank=128,
         qk_nope_head_dim=64,
         qk_rope_head_dim=32,
         v_head_dim=64,
+        mscale=1.0,
     )
     # Four of the 16B model's layers, which fit one GPU. SDPA needs no compilation, unlike flex attention.
     base = deepseekv3_args["16B"]

@@ -37,8 +37,7 @@ def check_job(job: JobConfig) -> None:
             "optimizer.early_step_in_backward each microbatch changes the weights; set one of the two to false"
         )
     _check_converters(job.model.converters)
-    compiles = job.compile.enable and "model" in job.compile.components
-    if config.linear_fqns and compiles and config.statistics_every:
+    if config.linear_fqns and preflight.compiles_model(job) and config.statistics_every:
         raise ValueError(
             "fp8_flow_moe.statistics_every works outside of graphs, but compile takes the linears of "
             "fp8_flow_moe.linear_fqns into one; leave out one of the three"
@@ -56,8 +55,6 @@ def _check_converters(names: list[str]) -> None:
         raise ValueError(
             f"fp8_flow_moe and {', '.join(others)} convert the same experts; keep one of them in model.converters"
         )
-    if names.count("fp8_flow_moe") > 1:
-        raise ValueError("model.converters names fp8_flow_moe twice; once is enough")
 
 
 def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:
@@ -67,8 +64,7 @@ def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:
             "torchtitan 0.2.2 combines expert and tensor parallelism only with at least two ranks of FSDP or context "
             "parallelism; raise parallelism.data_parallel_shard_degree"
         )
-    compiles = job.compile.enable and "model" in job.compile.components
-    if dims.tp > 1 and compiles and torch.__version__ >= "2.12":
+    if dims.tp > 1 and preflight.compiles_model(job) and torch.__version__ >= "2.12":
         raise ValueError(
             f"tensor parallelism with compile fails in torchtitan 0.2.2 with PyTorch {torch.__version__}; set "
             "compile.enable = false, or use PyTorch 2.11"
@@ -82,21 +78,8 @@ def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:
 
 
 def expert_layout(job: JobConfig, dims: ParallelDims) -> ExpertLayout:
-    """How these degrees spread the experts. ValueError if the expert degrees do not divide the ranks they share."""
-    batch_size = job.training.local_batch_size
-    if dims.pp_enabled:
-        batch_size = job.parallelism.pipeline_parallel_microbatch_size
-    tokens = batch_size * job.training.seq_len // (dims.cp * dims.tp)
-    if dims.ep == 1:
-        return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
-    # Expert parallelism also spans the tensor-parallel ranks; only etp of them share an expert's hidden dim.
-    ranks = dims.dp_shard * dims.cp * dims.tp
-    if ranks % (dims.ep * dims.etp):
-        raise ValueError(
-            f"parallelism.expert_parallel_degree = {dims.ep} x expert_tensor_parallel_degree = {dims.etp} does not "
-            f"divide data_parallel_shard x context x tensor parallel degree = {ranks}; choose degrees that do"
-        )
-    return ExpertLayout(dims.ep, dims.etp, ranks // (dims.ep * dims.etp), tokens)
+    """See :func:`titan_fp8moe.trainer.preflight.expert_layout`. Each tensor-parallel rank has all tokens."""
+    return preflight.expert_layout(job, dims, expert_tensor_parallel=dims.etp)
 
 
 def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
@@ -114,8 +97,4 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
             "would not call; leave the layer in bf16 with fp8_flow_moe.filter_fqns"
         )
     num_experts, dim, hidden_dim = down_projection(layer.experts).shape
-    remedy = "set parallelism.expert_tensor_parallel_degree = 1"
-    if layout.expert_shards == 1:
-        remedy = f"lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree and {remedy}"
-    sizes = LayerSizes(num_experts, dim, hidden_dim, layer.router.top_k)
-    preflight.check_layer(name, sizes, config, layout, sharding_remedy=remedy)
+    preflight.check_layer(name, LayerSizes(num_experts, dim, hidden_dim, layer.router.top_k), config, layout)

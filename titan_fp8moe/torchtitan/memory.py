@@ -22,7 +22,7 @@ counted allocations (tests/test_memory.py). The limits:
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -36,10 +36,12 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
 from titan_fp8moe.layer.ffn import saved_fields
 from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE, down_projection
 
+T = TypeVar("T", "Part", "Weights")
 BF16, FP32 = torch.bfloat16.itemsize, torch.float32.itemsize
 
 LOGITS = {True: 2 * BF16, False: 3 * FP32}
@@ -123,11 +125,12 @@ def estimate(config: JobConfig, dims: ParallelDims, parts: list[nn.Module]) -> E
         return None
     counted = _Activations(config, dims)
     steps, logits = counted.steps(parts)
-    total = Weights(*(sum(values) for values in zip(*(step.weights for _, step in steps), strict=True)))
+    total = _sum([step.weights for _, step in steps])
     constant = 3 * total.sharded + total.cached + counted.workspace
     batches = _in_flight(config, dims, len(parts))
     activations = batches * sum(step.kept for _, step in steps)
-    accumulates = dims.pp_enabled or _accumulation_steps(config, dims) > 1
+    step_of_ranks = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    accumulates = dims.pp_enabled or config.training.global_batch_size > step_of_ranks
     held = constant + activations + (total.sharded if accumulates else total.reduced)
     if dims.pp_enabled:  # until the last microbatch FSDP neither frees what it has gathered nor reduces gradients
         held += total.gathered + total.unreduced
@@ -149,11 +152,6 @@ def _walk(steps: list[tuple[str, Step]], held: float, accumulates: bool) -> Iter
         yield held + now, f"in the backward of {name}"
         held -= step.kept
         reducing = weights.unreduced
-
-
-def _accumulation_steps(config: JobConfig, dims: ParallelDims) -> int:
-    training = config.training
-    return training.global_batch_size // (training.local_batch_size * dims.dp_replicate * dims.dp_shard)
 
 
 def _in_flight(config: JobConfig, dims: ParallelDims, num_parts: int) -> float:
@@ -181,22 +179,15 @@ def _weights(*modules: nn.Module) -> Weights:
     a copy is freed before its gradient, which comes in bf16, becomes fp32. FP8 modules quantize weights as they are,
     and write gradients as they are.
     """
-    found = [_weight(module, param) for param, module in _parameters(modules)]
-    return Weights(*(sum(values) for values in zip(*found, strict=True))) if found else Weights()
-
-
-def _parameters(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Parameter, nn.Module | None]]:
-    """Each parameter with the FP8 module that it is part of, if it is."""
-    for root in modules:
-        fp8 = {}
-        for module in root.modules():
-            if isinstance(module, Fp8FlowExperts | Fp8FlowFeedForward | Fp8FlowLinear):
-                fp8 |= dict.fromkeys(module.parameters(), module)
-        yield from ((param, fp8.get(param)) for param in root.parameters())
+    fp8 = {}
+    for module in [m for root in modules for m in root.modules()]:
+        if isinstance(module, Fp8FlowExperts | Fp8FlowFeedForward | Fp8FlowLinear):
+            fp8 |= dict.fromkeys(module.parameters(), module)
+    return _sum([Weights(), *(_weight(fp8.get(param), param) for root in modules for param in root.parameters())])
 
 
 def _weight(module: Any, param: nn.Parameter) -> Weights:
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = local_of(param)
     shards = _fsdp_shards(param)
     count, config = local.numel() * (shards or 1), None if module is None else cast(Fp8FlowMoEConfig, module.config)
     gathered = backward = unreduced = cached = 0
@@ -290,14 +281,17 @@ class _Activations:
         """Whether per-op checkpointing sees matrix products. A graph inside of a checkpoint hides them; one around it
         does not."""
         moe = getattr(block, "moe_enabled", False)
-        if not self.compiles or not hasattr(block, "moe_enabled") or not (moe or _is_fp8(block.feed_forward)):
+        if not self.compiles or not hasattr(block, "moe_enabled"):
+            return True
+        if not moe and not isinstance(block.feed_forward, Fp8FlowFeedForward):
             return True
         return why_submodules(block) is None and why_eager(block) is None
 
     def _saved_products(self, name: str, block: Any) -> set[nn.Module]:
         """torchtitan's per-op checkpointing saves every second matrix product, but none whose shape
         ``per_op_sac_force_recompute_mm_shapes_by_fqns`` names."""
-        linears = [(key, m) for key, m in block.named_modules() if type(m) is nn.Linear and not _in_fp8(block, m)]
+        fp8 = {m for ffn in block.modules() if isinstance(ffn, Fp8FlowFeedForward) for m in ffn.children()}
+        linears = [(key, m) for key, m in block.named_modules() if type(m) is nn.Linear and m not in fp8]
         for i, pair in enumerate(linears[:-1]):  # an FFN multiplies by w3 before w2
             if pair[0].endswith(".w2") and linears[i + 1][0].endswith(".w3"):
                 linears[i : i + 2] = linears[i + 1], pair
@@ -335,7 +329,7 @@ class _Activations:
     def _dense(self, ffn: Any, products: set[nn.Module]) -> Part:
         """W2 (silu(W1 x) * (W3 x))."""
         hidden, D = ffn.w1.weight.shape
-        if _is_fp8(ffn):
+        if isinstance(ffn, Fp8FlowFeedForward):
             return self._group(ffn.config, D, hidden, with_rows=True, with_result=True)
         size = self.itemsize * self.tokens
         kept = sum(m.weight.shape[0] for m in (ffn.w1, ffn.w3, ffn.w2) if m in products)
@@ -347,9 +341,8 @@ class _Activations:
         rows = group_rows(self.tokens)
         kept = rows * (with_rows * _quantized(D) + _saved_h(config, hidden))
         kept += self.tokens * BF16 * D * with_result
-        backward = _Backward.of(config, D, hidden)
-        at_weights = backward.operands + backward.transposes + backward.dx
-        return Part(kept, kept, rows * max(at_weights, backward.activation))
+        operands, transposes, activation = _backward(config, D, hidden)
+        return Part(kept, kept, rows * max(operands + transposes + D * BF16, activation))  # dx is there before
 
     def _moe(self, moe: Any, products: set[nn.Module]) -> Part:
         """torchtitan's bf16 layer. Per-op checkpointing keeps what the two all-to-alls return."""
@@ -358,7 +351,7 @@ class _Activations:
         exchanged = 2 * size * pairs * D if self.ep > 1 else 0
         everything = size * pairs * (ROUTED_COPIES * D + 4 * hidden) + exchanged
         routed = Part(everything, exchanged, everything)
-        return routed if moe.shared_experts is None else _add(routed, self._dense(moe.shared_experts, products))
+        return routed if moe.shared_experts is None else _sum([routed, self._dense(moe.shared_experts, products)])
 
     def _fp8_moe(self, moe: Any, products: set[nn.Module]) -> Part:
         """The op of :mod:`titan_fp8moe.layer.experts` and what it saves: dispatched tokens, GEMM 1's result, row
@@ -378,16 +371,16 @@ class _Activations:
         kept += (self.tokens * 4 + dispatched * 8) * top_k if self.ep > 1 else 0
         kept += rows * _saved_h(config, hidden) + dispatched * _quantized(D)
         kept += self.tokens * BF16 * D
-        step, summed = _Backward.of(config, D, hidden), self.tokens if self.ep == 1 else dispatched
-        at_weights = rows * (step.operands + max(step.transposes, step.dx)) + summed * BF16 * D  # dx is summed before
-        backward = max(at_weights, rows * step.activation)
-        routed = Part(kept, kept, backward)
+        operands, transposes, activation = _backward(config, D, hidden)
+        # dx is summed before the weight gradients.
+        at_weights = rows * (operands + max(transposes, D * BF16)) + dispatched * BF16 * D
+        routed = Part(kept, kept, max(at_weights, rows * activation))
         if moe.shared_experts is None:
             return routed
         if not moe.fp8_shared:
-            return _add(routed, self._dense(moe.shared_experts, products))
+            return _sum([routed, self._dense(moe.shared_experts, products)])
         hidden = moe.shared_experts.w1.weight.shape[0]
-        return _add(routed, self._group(config, D, hidden, with_rows=self.ep > 1, with_result=False))
+        return _sum([routed, self._group(config, D, hidden, with_rows=self.ep > 1, with_result=False)])
 
 
 def _is_known(block: Any) -> bool:
@@ -402,16 +395,9 @@ def _is_known(block: Any) -> bool:
     return all(hasattr(ffn, name) for name in ("w1", "w2", "w3"))
 
 
-def _add(*parts: Part) -> Part:
-    return Part(*(sum(values) for values in zip(*parts, strict=True)))
-
-
-def _is_fp8(ffn: Any) -> bool:
-    return isinstance(ffn, Fp8FlowFeedForward)
-
-
-def _in_fp8(block: nn.Module, linear: nn.Module) -> bool:
-    return any(linear in ffn.children() for ffn in block.modules() if _is_fp8(ffn))
+def _sum(records: list[T]) -> T:
+    """Parts or weights, added up field by field."""
+    return type(records[0])(*(sum(values) for values in zip(*cast(Any, records), strict=True)))
 
 
 def _quantized(width: int) -> float:
@@ -428,24 +414,12 @@ def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
     return sum(sizes[name] for name in fields)
 
 
-class _Backward(NamedTuple):
-    """Bytes per row that an FP8 FFN's backward holds. Dense FFNs hold dx while they compute weight gradients.
+def _backward(config: Fp8FlowMoEConfig, D: int, hidden: int) -> tuple[float, float, float]:
+    """Bytes per row that an FP8 FFN's backward holds: operands, and transposes for GEMM 1's weight gradient.
 
-    Attributes:
-        operands: dy, dh and GEMM 2's operand in FP8; not the last where the forward has kept it.
-        transposes: of x and dh in FP8, for the weight gradient of GEMM 1.
-        dx: in bf16.
-        activation: at the activation's backward with a recomputed h: the operands, da and h in bf16; else 0.
+    Operands are dy, dh and GEMM 2's, unless the forward has kept that. The third number counts the operands, da and a
+    recomputed h at the activation's backward; 0 where h was kept.
     """
-
-    operands: float
-    transposes: float
-    dx: float
-    activation: float
-
-    @classmethod
-    def of(cls, config: Fp8FlowMoEConfig, D: int, hidden: int) -> "_Backward":
-        H = padded(hidden)
-        operands = D + 2 * H + (H if config.recompute != "none" else 0)
-        activation = operands + H * BF16 + 2 * H * BF16 if config.recompute == "experts" else 0
-        return cls(operands, D + 2 * H, D * BF16, activation)
+    H = padded(hidden)
+    operands = D + 2 * H + (H if config.recompute != "none" else 0)
+    return operands, D + 2 * H, operands + 3 * H * BF16 if config.recompute == "experts" else 0

@@ -18,9 +18,10 @@ from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.operands import WeightCache
-from titan_fp8moe.layer.run import Experts, run_layer
-from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
-from titan_fp8moe.nn.modules import Fp8FFN, KeepDtype, add_cache, cache_of
+from titan_fp8moe.layer.run import run_layer
+from titan_fp8moe.layer.weights import Biases
+from titan_fp8moe.nn.modules import Fp8FFN, KeepDtype, add_cache
+from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
@@ -37,20 +38,18 @@ class Fp8FlowExperts(TitanExperts):
 
     config: Fp8FlowMoEConfig
     cache: WeightCache
-    score_before_experts: bool = False
     ep_mesh: DeviceMesh | None = None
     tp_mesh: DeviceMesh | None = None
     nan_flags: Tensor | None = None
 
     @staticmethod
-    def convert(experts: Any, config: Fp8FlowMoEConfig, placement: Placement) -> None:
+    def convert(experts: Any, config: Fp8FlowMoEConfig, placement: Placement, score_before_experts: bool) -> None:
         experts.__class__ = EXPERTS[type(experts)]
-        experts.config, experts.placement = config, placement
+        experts.config, experts.placement, experts.fp8_all_gather = config, placement, config.fp8_all_gather
+        experts.expert = ExpertSpec(score_before_experts=score_before_experts)
+        if isinstance(experts, Fp8FlowGptOssExperts):
+            experts.expert = gpt_oss_expert(experts.swiglu_limit, score_before_experts)
         add_cache(experts)
-
-    def expert(self) -> ExpertSpec:
-        """The activation, and how the weights are stored."""
-        return ExpertSpec(score_before_experts=self.score_before_experts)
 
     def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
         """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
@@ -67,24 +66,12 @@ class Fp8FlowExperts(TitanExperts):
     ) -> Tensor:
         """Sums each token's experts with their scores, (T, D) -> (T, D), and adds the result of ``meanwhile`` or of the
         ``shared`` experts. With ``tp_mesh`` the experts' part is a partial sum over it."""
-        weights = self.matrices()
-        if isinstance(weights.w1, DTensor) and self.ep_mesh is None and self.tp_mesh is None:
+        if isinstance(self.matrices().w1, DTensor) and self.ep_mesh is None and self.tp_mesh is None:
             raise RuntimeError(
                 "these experts have been sharded by a parallel style that fp8_flow_moe does not know; use torchtitan's "
                 "TensorParallel, ExpertParallel or ExpertTensorParallel (torchtitan.distributed.expert_parallel)"
             )
-        frozen = are_frozen(weights)
-        experts = Experts(
-            ExpertWeights(*self.local_weights(*weights)),
-            self.config,
-            None if self.ep_mesh is None else self.ep_mesh.get_group(),
-            self.expert(),
-            cache_of(self, frozen),
-            frozen,
-            self.biases(),
-            nan_flags=self.nan_flags,
-        )
-        ffn = None if shared is None else shared.shared()
+        experts, ffn = self.for_layer(self, self.ep_mesh), None if shared is None else shared.shared()
         return run_layer(x_TD, topk_ids_TK, topk_scores_TK.tensor, experts, ffn, meanwhile)
 
     def extra_repr(self) -> str:
@@ -103,14 +90,11 @@ class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):  # pyrefly: ig
 
     matrix_names = "mlp1_weight", "mlp2_weight"
 
-    def expert(self) -> ExpertSpec:
-        return gpt_oss_expert(self.swiglu_limit, self.score_before_experts)
-
     def biases(self) -> Biases[Tensor]:
-        b1, b2 = (b.to_local() if isinstance(b, DTensor) else b for b in (self.mlp1_bias, self.mlp2_bias))
-        if self.tp_mesh is None:
-            return Biases(b1, b2)
-        return Biases(b1, ScaleBiasForward.apply(b2, self.tp_mesh.size()))  # ranks add up their outputs
+        b1, b2 = local_of(self.mlp1_bias), local_of(self.mlp2_bias)
+        if self.tp_mesh is not None:
+            b2 = ScaleBiasForward.apply(b2, self.tp_mesh.size())  # ranks add up their outputs
+        return Biases(b1, b2)
 
 
 EXPERTS: dict[type[nn.Module], type[nn.Module]] = {
@@ -179,8 +163,7 @@ class Fp8FlowMoE(MoE):
         moe.fp8_shared = fp8_shared
         if fp8_shared:
             Fp8FlowFeedForward.convert(moe.shared_experts, config)
-        Fp8FlowExperts.convert(moe.experts, config, placement)
-        moe.experts.score_before_experts = moe.score_before_experts
+        Fp8FlowExperts.convert(moe.experts, config, placement, moe.score_before_experts)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)."""

@@ -23,7 +23,7 @@ from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
 from titan_fp8moe import patches
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
-from titan_fp8moe.trainer.compat import remove_fsdp_hooks
+from titan_fp8moe.trainer.compat import put_fully_shard, remove_fsdp_hooks
 
 _CHECKED_ON = "torchtitan 0.2.2"
 # Over which meshes a style spreads experts, and each expert.
@@ -62,8 +62,7 @@ def _recording_mesh(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]
 
 
 def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwargs: Any) -> Any:
-    """FSDP's ``fully_shard``, for converted experts. It leaves alone parameters that it would shard over one rank, and
-    gathers those that it shards in FP8 if ``fp8_all_gather`` says so.
+    """FSDP's ``fully_shard``, for converted experts. It leaves alone parameters that it would shard over one rank.
 
     One rank is what remains where expert parallelism takes all ranks that FSDP has. There is nothing to gather or
     reduce then, but FSDP would cast the parameters to bf16 and copy them twice a step, and copy the gradients twice.
@@ -80,18 +79,9 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     )
     if left_alone:
         kwargs["ignored_params"] = set(cast(nn.Module, module).parameters())
-    # Without expert parallelism the experts are sharded with their block. The last dim of a mesh is that of shards, the
-    # one before it of replicas; over one rank FSDP copies, and gathers nothing.
-    inside = [m for part in (module if isinstance(module, list) else [module]) for m in part.modules()]
-    gathers = mesh.size(mesh.ndim - 1) > 1
-    experts = [m for m in inside if gathers and isinstance(m, Fp8FlowExperts) and m.config.fp8_all_gather]
-    before = [m.matrices().w1 for m in experts]
     sharded = fsdp.fully_shard(module, mesh=mesh, **kwargs)
     if left_alone and not cast(Fp8FlowExperts, module).config.backend.syncs_host:
         remove_fsdp_hooks(cast(nn.Module, module))  # they have nothing to do, and would break a compiled block
-    for m, w1 in zip(experts, before, strict=True):
-        if m.matrices().w1 is not w1:
-            m.gather_in_fp8()
     return sharded
 
 
@@ -101,12 +91,7 @@ def install() -> None:
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
     """
-    if llama4_parallelize.fully_shard not in (fsdp.fully_shard, fully_shard):  # by another name, or another package's
-        raise RuntimeError(
-            "torchtitan.models.llama4.infra.parallelize.fully_shard is not PyTorch's, so FSDP cannot be told of FP8 "
-            "experts; install torchtitan 0.2.2"
-        )
+    put_fully_shard(llama4_parallelize, fully_shard, _CHECKED_ON)
     for style in _MESHES:
         patches.wrap(style, "_apply", functools.partial(_without_hooks, style), checked_on=_CHECKED_ON)
     patches.wrap(expert_parallel.ReordererSequenceParallel, "_apply", _recording_mesh, checked_on=_CHECKED_ON)
-    patches.put(llama4_parallelize, "fully_shard", fully_shard, checked_on=_CHECKED_ON)

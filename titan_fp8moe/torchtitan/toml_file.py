@@ -6,7 +6,6 @@ name or type. This module compares the file with torchtitan's ``JobConfig`` firs
 
 import dataclasses
 import difflib
-import importlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -28,31 +27,21 @@ def load(path: str, overrides: Sequence[str] = ()) -> JobConfig:
             raise ValueError(f"{path} is no TOML file: {error}") from error
     args, manager = [f"--job.config_file={path}", *overrides], ConfigManager()
     try:
-        _check_module(values)
-        check_table(manager._maybe_add_custom_config(args, values), values)
+        check_table(_config_class(manager, args, values), values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return manager.parse_args(args)
 
 
-def _check_module(values: dict[str, Any]) -> None:
-    """The config module can be imported and has torchtitan's extension point."""
-    job = values.get("job")
-    name = job.get("custom_config_module") if isinstance(job, dict) else None
-    if not name or not isinstance(name, str):
-        return
+def _config_class(manager: ConfigManager, args: list[str], values: dict[str, Any]) -> type[JobConfig]:
+    """torchtitan's ``JobConfig``, extended by that of the config module."""
     try:
-        module = importlib.import_module(name)
-    except ImportError as error:
+        return manager._maybe_add_custom_config(args, values)
+    except (AttributeError, ImportError) as error:
         raise ValueError(
-            f'job.custom_config_module = "{name}" cannot be imported ({error}); correct the name, or run from a folder '
-            "in which Python finds it"
+            f"job.custom_config_module cannot be used ({error}); set it to titan_fp8moe.torchtitan, or to a module of "
+            "your own, with a dataclass JobConfig, in a folder where Python finds it"
         ) from error
-    if not hasattr(module, "JobConfig"):
-        raise ValueError(
-            f'job.custom_config_module = "{name}" has no JobConfig; set it to "titan_fp8moe.torchtitan", or give your '
-            "module a dataclass JobConfig"
-        )
 
 
 def check_table(config_class: type, values: dict[str, Any], table: str = "") -> None:

@@ -28,10 +28,6 @@ _KNOWN = (
 _DISPATCHERS = (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config)
 
 
-def compiles_model(job: Any) -> bool:
-    return job.compile.enable and "model" in job.compile.components
-
-
 def bf16_layers(job: Any) -> list[str]:
     """The MoE layers that ``filter_fqns`` leaves to torchtitan. Names that match no layer are an error later."""
     names = [name for name, *_ in job.model_spec.model.traverse(MoE.Config)] if job.model_spec else []
@@ -68,7 +64,7 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
             "fp8_flow_moe.statistics_every works outside of CUDA graphs; set training.disable_cuda_graphs = true, or "
             "leave statistics_every out"
         )
-    if not compiles_model(job):
+    if not preflight.compiles_model(job):
         return
     if config.fp8_all_gather:
         raise ValueError(
@@ -88,19 +84,8 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
 
 
 def expert_layout(job: Any, dims: ParallelDims) -> ExpertLayout:
-    """How these degrees spread the experts. ValueError if expert parallelism does not divide the ranks it borrows."""
-    batch_size = job.training.local_batch_size
-    if dims.pp > 1:
-        batch_size = job.parallelism.pipeline_parallel_microbatch_size
-    tokens, ranks = batch_size * job.training.seq_len // dims.cp, dims.dp_shard * dims.cp * dims.tp
-    if dims.ep == 1:
-        return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
-    if ranks % dims.ep:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree = {dims.ep} does not divide data_parallel_shard x context x tensor "
-            f"parallel degree = {ranks}; choose one that does"
-        )
-    return ExpertLayout(dims.ep, 1, ranks // dims.ep, tokens // dims.tp)
+    """See :func:`titan_fp8moe.trainer.preflight.expert_layout`. Expert parallelism splits sequences."""
+    return preflight.expert_layout(job, dims, token_shards=1 if dims.ep == 1 else dims.tp)
 
 
 def check_classes(name: str, layer: MoE.Config) -> None:
@@ -130,5 +115,4 @@ def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: 
             f"{name} has adapters of routed experts, whose hidden dim tensor parallelism would split; set "
             "parallelism.expert_parallel_degree > 1, or leave inner_experts out of LoRAConverter's target_modules"
         )
-    remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
-    preflight.check_layer(name, sizes, config, layout, sharding_remedy=remedy)
+    preflight.check_layer(name, sizes, config, layout)

@@ -14,7 +14,6 @@ from typing import Any
 import spmd_types as spmd
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.lora import LoRAConverter as LinearLoRAConverter
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.moe_sharding import expert_param_placement_dense, expert_param_placement_sparse
@@ -22,6 +21,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.nn.parallel import local_of
 
 EXPERTS = "inner_experts"
 
@@ -71,8 +71,7 @@ class Factors(Module):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """This rank's."""
-        factor = getattr(self, name)
-        return factor.to_local() if isinstance(factor, DTensor) else factor
+        return local_of(getattr(self, name))
 
 
 def make_factors(experts: Any) -> tuple[Factors, Factors]:
@@ -99,9 +98,6 @@ def _draw(A: torch.Tensor) -> None:
     nn.init.uniform_(A, -bound, bound)
 
 
-def lora_of(experts: Any) -> Lora | None:
-    """The adapters of an ``Fp8FlowGroupedExperts``."""
-    if experts.lora_scale is None:
-        return None
-    A, B = experts.lora_a, experts.lora_b
-    return Lora(**{name: Adapter(A[name], B[name], experts.lora_scale) for name in Lora._fields})
+def joined(A: Factors, B: Factors, scale: float) -> Lora:
+    """The adapters of these factors."""
+    return Lora(**{name: Adapter(A[name], B[name], scale) for name in Lora._fields})

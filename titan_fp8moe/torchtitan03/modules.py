@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torchtitan.config import Configurable
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
@@ -22,34 +21,18 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.protocols.sharding import LocalMapConfig
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.run import Experts, run_layer
-from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
-from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache, cache_of
-from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.torchtitan03.lora import lora_of, make_factors
+from titan_fp8moe.layer.lora import Lora
+from titan_fp8moe.layer.run import run_layer
+from titan_fp8moe.layer.weights import Biases
+from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache
+from titan_fp8moe.nn.parallel import local_of
+from titan_fp8moe.torchtitan03.lora import joined, make_factors
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
-
-# Mesh dims over which FSDP does not gather, but may shard a parameter too.
-_NOT_FSDP = {"ep", "tp", "pp", "dp_replicate"}
 
 
 class Fp8FlowExperts(TitanExperts):
     """Mixin that holds the parameters of routed experts, and of any adapters, which :class:`Fp8FlowRoutedExperts`
-    reads and configures.
-
-    Attributes:
-        expert: the activation, and how the weights are stored.
-    """
-
-    fp8_all_gather: bool = False
-    expert: ExpertSpec = ExpertSpec()
-    lora_scale: float | None = None
-
-    def _apply(self, *args: Any, **kwargs: Any) -> "Fp8FlowExperts":
-        # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
-        self.gathers_fp8 = self.fp8_all_gather and _fsdp_gathers(self.matrices().w1)
-        super()._apply(*args, **kwargs)
-        return self
+    reads and configures."""
 
     def forward(self, *_: Any) -> Tensor:
         raise RuntimeError("the experts' GEMMs are a part of Fp8FlowRoutedExperts; call that")
@@ -64,12 +47,16 @@ class Fp8FlowGroupedExperts(Fp8FlowExperts, GroupedExperts):
         lora_alpha: float = 1.0
 
     matrix_names = "w1_EFD", "w2_EDF", "w3_EFD"
+    lora_scale: float | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
         if config.lora_rank:
             self.lora_a, self.lora_b = make_factors(config)
             self.lora_scale = config.lora_alpha / config.lora_rank
+
+    def lora(self) -> Lora | None:
+        return None if self.lora_scale is None else joined(self.lora_a, self.lora_b, self.lora_scale)
 
 
 class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):
@@ -86,23 +73,11 @@ class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):
         self.expert = gpt_oss_expert(config.swiglu_limit)
 
     def biases(self) -> Biases[Tensor]:
-        b1, b2, tp = self.mlp1_bias_EG, self.mlp2_bias_ED, 1
-        if isinstance(b2, DTensor):
-            names = b2.device_mesh.mesh_dim_names or ()
-            tp = b2.device_mesh.size(names.index("tp")) if "tp" in names else 1
-            b1, b2 = cast(DTensor, b1).to_local(), b2.to_local()
-        return Biases(b1, ScaleBiasForward.apply(b2, tp, b2.dtype) if tp > 1 else b2)  # ranks add up their outputs
-
-
-def _fsdp_gathers(param: Tensor) -> bool:
-    if not isinstance(param, DTensor):
-        return False
-    mesh = param.device_mesh
-    names = mesh.mesh_dim_names or ()
-    return any(
-        name not in _NOT_FSDP and mesh.size(dim) > 1 and param.placements[dim].is_shard()
-        for dim, name in enumerate(names)
-    )
+        b1, b2 = local_of(self.mlp1_bias_EG), local_of(self.mlp2_bias_ED)
+        mesh = getattr(self.mlp2_bias_ED, "device_mesh", None)
+        if mesh is not None and "tp" in (names := mesh.mesh_dim_names):
+            b2 = ScaleBiasForward.apply(b2, mesh.size(names.index("tp")), b2.dtype)  # ranks add up their outputs
+        return Biases(b1, b2)
 
 
 class Fp8FlowDispatcher(Configurable):
@@ -151,20 +126,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         The counts are not used, since the experts sort routed pairs themselves."""
         B, _, D = x_BLD.shape
         K = topk_scores_BLK.shape[-1]
-        experts, mesh = cast(Fp8FlowExperts, self.inner_experts), self.token_dispatcher.ep_mesh
-        weights = experts.matrices()
-        frozen = are_frozen(weights)
-        given = Experts(
-            ExpertWeights(*experts.local_weights(*weights)),
-            self.config,
-            None if mesh is None else mesh.get_group(),
-            experts.expert,
-            cache_of(self, frozen),
-            frozen,
-            experts.biases(),
-            lora_of(experts),
-            nan_flags=self.nan_flags,
-        )
+        given = cast(Fp8FlowExperts, self.inner_experts).for_layer(self, self.token_dispatcher.ep_mesh)
         ffn = None if shared is None else shared.shared(shared.scores(x_BLD))
         scores_TK = topk_scores_BLK.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
         out = run_layer(x_BLD.reshape(-1, D), topk_expert_ids_BLK.reshape(-1, K), scores_TK, given, ffn, meanwhile)

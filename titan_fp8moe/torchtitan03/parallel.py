@@ -21,7 +21,7 @@ from torchtitan.protocols.module import Module
 from titan_fp8moe import patches
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts
 from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
-from titan_fp8moe.trainer.compat import leave_fsdp
+from titan_fp8moe.trainer.compat import leave_fsdp, put_fully_shard
 from titan_fp8moe.trainer.experts import Placement
 
 
@@ -53,12 +53,7 @@ def install() -> None:
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
     """
-    if fsdp.fully_shard not in (torch_fully_shard, fully_shard):
-        raise RuntimeError(
-            "torchtitan.distributed.fsdp.fully_shard is not PyTorch's, so FP8 experts cannot leave FSDP; install "
-            "torchtitan 0.3.0"
-        )
-    patches.put(fsdp, "fully_shard", fully_shard, checked_on="torchtitan 0.3.0")
+    put_fully_shard(fsdp, fully_shard, "torchtitan 0.3.0")
     patches.wrap(Module, "_spmd_distribute_state", _keeping_frozen, checked_on="torchtitan 0.3.0")
     patches.wrap(nn.Module, "compile", _up_to_the_experts, checked_on="torch 2.14.1")
 

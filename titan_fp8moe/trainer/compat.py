@@ -5,13 +5,14 @@ RuntimeError when it is installed, and changes nothing. Installed again it does 
 """
 
 import functools
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, patches
@@ -44,18 +45,11 @@ _METADATA_INFERENCE = (
 _SHAPE_INFERENCE = ("torch.distributed.pipelining:PipelineStage._shape_inference",)
 # Of the state of an FSDP module, torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState.
 _HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
-_COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
 _GROUPS = "_fsdp_param_groups"  # of 2.14.1 and 2.15.0; a group has fsdp_params, each with a sharded_param
 
 
 def _resolve(interface: str) -> Any:
-    try:
-        return pkgutil.resolve_name(interface)
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"PyTorch {torch.__version__} has no {interface.replace(':', '.')}, which titan_fp8moe.trainer.compat "
-            "needs; install PyTorch 2.11 to 2.15"
-        ) from error
+    return patches.resolve(interface, _CHECKED_ON)
 
 
 def _wrap(methods: tuple[str, ...], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -160,7 +154,6 @@ def fix_shape_inference() -> None:
 @contextmanager
 def uncompiled(model_parts: Iterable[nn.Module]) -> Iterator[None]:
     """Calls modules eagerly that ``Module.compile`` has compiled."""
-    _resolve(_COMPILED_CALL)
     modules: list[Any] = [m for part in model_parts for m in part.modules() if m._compiled_call_impl is not None]
     calls = [m._compiled_call_impl for m in modules]
     for m in modules:
@@ -172,20 +165,30 @@ def uncompiled(model_parts: Iterable[nn.Module]) -> Iterator[None]:
             m._compiled_call_impl = call
 
 
+def put_fully_shard(module: ModuleType, replacement: Callable[..., Any], checked_on: str) -> None:
+    """Gives one of torchtitan's modules another ``fully_shard``.
+
+    Raises:
+        RuntimeError: it calls another one than PyTorch's. Nothing is changed then.
+    """
+    if module.fully_shard not in (fully_shard, replacement):  # by another name, or another package's
+        raise RuntimeError(
+            f"{module.__name__}.fully_shard is not PyTorch's, so FSDP cannot be told of FP8 experts; install "
+            f"{checked_on}"
+        )
+    patches.put(module, "fully_shard", replacement, checked_on=checked_on)
+
+
 def remove_fsdp_hooks(module: nn.Module) -> None:
     """Ends FSDP's work around the calls of a module none of whose parameters it manages.
 
     Raises:
         RuntimeError: FSDP manages parameters of the module, or a private interface is gone.
     """
-    get_state: Any = getattr(module, "_get_fsdp_state", lambda: None)
-    state = get_state()
+    state = _fsdp_state(module)
     handles: list[Any] = [getattr(state, name, None) for name in _HOOK_HANDLES]
     if None in handles or state._fsdp_param_group is not None:
-        raise RuntimeError(
-            f"PyTorch {torch.__version__} has other hooks for FSDP than titan_fp8moe.trainer.compat knows; install "
-            "PyTorch 2.11 to 2.15"
-        )
+        raise _other_fsdp("2.11")
     for handle in handles:
         handle.remove()
 
@@ -196,16 +199,25 @@ def leave_fsdp(module: nn.Module, params: list[nn.Parameter]) -> None:
     Raises:
         RuntimeError: FSDP does not manage all of them, or a private interface is gone.
     """
-    get_state: Any = getattr(module, "_get_fsdp_state", lambda: None)
-    groups: list[Any] = getattr(get_state(), _GROUPS, [])
+    groups: list[Any] = getattr(_fsdp_state(module), _GROUPS, [])
     leaving, left = {id(param) for param in params}, 0
     for group in groups:
         stay = [p for p in group.fsdp_params if id(p.sharded_param) not in leaving]
         left += len(group.fsdp_params) - len(stay)
         group.fsdp_params = stay
     if left != len(leaving):
-        raise RuntimeError(
-            f"PyTorch {torch.__version__} keeps FSDP's parameters elsewhere than titan_fp8moe.trainer.compat knows; "
-            "install PyTorch 2.14 or 2.15"
-        )
+        raise _other_fsdp("2.14")
     groups[:] = [group for group in groups if group.fsdp_params]
+
+
+def _fsdp_state(module: nn.Module) -> Any:
+    """None for a module that FSDP does not manage."""
+    get_state: Any = getattr(module, "_get_fsdp_state", lambda: None)
+    return get_state()
+
+
+def _other_fsdp(first: str) -> RuntimeError:
+    return RuntimeError(
+        f"PyTorch {torch.__version__} has other hooks and parameters in FSDP's state than titan_fp8moe.trainer.compat "
+        f"knows; install PyTorch {first} to 2.15"
+    )

@@ -7,6 +7,7 @@ what their release needs besides.
 import functools
 import logging
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -109,16 +110,8 @@ def disable_gradient_division(disable_division: Callable[[torch.nn.Module], None
 
 def _has_nvidia_gpu() -> bool:
     """Whether there is the driver's device, or an NVIDIA display controller on the PCI bus."""
-    if list(Path("/dev").glob("nvidia[0-9]*")):
-        return True
-    for device in Path("/sys/bus/pci/devices").glob("*"):
-        try:
-            vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
-        except OSError:
-            continue
-        if vendor.strip() == "0x10de" and kind.startswith("0x03"):
-            return True
-    return False
+    on_bus = [path.read_text() for path in Path("/sys/bus/pci/devices").glob("*/modalias")]
+    return any(Path("/dev").glob("nvidia[0-9]*")) or any(re.match("pci:v000010DE.*bc03", alias) for alias in on_bus)
 
 
 def _cpu_device_module() -> SimpleNamespace:

@@ -13,9 +13,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear
+from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.meta_layers import Tokens, watch
 from titan_fp8moe.trainer.preflight import ExpertLayout
@@ -93,7 +93,7 @@ def report(built: Built, *, ends: Sequence[str], experts: str, memory: str | Non
     """
     dims, layout, training, parts = built.dims, built.layout, built.config.training, built.parts
     sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
-    shards = [_local(param) for part in parts for param in part.parameters()]
+    shards = [local_of(param) for part in parts for param in part.parameters()]
     gib = _TENSORS_PER_PARAMETER * sum(shard.nbytes for shard in shards) / 2**30
     lines = [
         f"model     {built.model}",
@@ -116,12 +116,8 @@ def report(built: Built, *, ends: Sequence[str], experts: str, memory: str | Non
         module = attrgetter(experts)(block)
         lines.append(f"experts   of layer {name}, {type(module).__name__}:")
         for key, param in module.named_parameters():
-            lines.append(f"          {key} {tuple(param.shape)}, on this rank {tuple(_local(param).shape)}")
+            lines.append(f"          {key} {tuple(param.shape)}, on this rank {tuple(local_of(param).shape)}")
     return "\n".join(lines)
-
-
-def _local(param: nn.Parameter) -> Any:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 class MetaMoE(NamedTuple):

@@ -1,12 +1,20 @@
 """What the routed experts of both torchtitan adapters have in common: parameters by torchtitan's names, and a place."""
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
-from titan_fp8moe.layer.weights import Biases, ExpertWeights
+from titan_fp8moe.layer.lora import Lora
+from titan_fp8moe.layer.run import Experts
+from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
+from titan_fp8moe.nn.modules import cache_of
 from titan_fp8moe.spec import ExpertSpec
+
+# Mesh dims over which FSDP does not gather, but may shard a parameter too.
+_NOT_FSDP = {"ep", "tp", "etp", "pp", "dp_replicate"}
 
 
 class Placement(NamedTuple):
@@ -26,10 +34,20 @@ class TitanExperts(Fp8AllGather):
 
     Attributes:
         matrix_names: of the parameters that are w1, w2 and, unless w1 has both, w3.
+        expert: the activation, and how the weights are stored.
+        fp8_all_gather: whether FSDP gathers the weights in FP8, if it gathers them.
     """
 
     matrix_names: ClassVar[tuple[str, ...]]
+    expert: ExpertSpec = ExpertSpec()
     placement: Placement = Placement()
+    fp8_all_gather: bool = False
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "TitanExperts":
+        # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
+        self.gathers_fp8 = self.fp8_all_gather and _fsdp_gathers(self.matrices().w1)
+        super()._apply(*args, **kwargs)
+        return self
 
     def matrices(self) -> ExpertWeights[nn.Parameter]:
         return ExpertWeights(*(getattr(self, name) for name in self.matrix_names))
@@ -39,6 +57,33 @@ class TitanExperts(Fp8AllGather):
 
     def biases(self) -> Biases[Tensor] | None:
         return None
+
+    def lora(self) -> Lora | None:
+        return None
+
+    def for_layer(self, owner: Any, ep_mesh: DeviceMesh | None) -> Experts:
+        """The record that a layer takes. ``owner`` is the module that has the settings, the cache and the NaN flags."""
+        weights = self.matrices()
+        frozen = are_frozen(weights)
+        return Experts(
+            ExpertWeights(*self.local_weights(*weights)),
+            owner.config,
+            None if ep_mesh is None else ep_mesh.get_group(),
+            self.expert,
+            cache_of(owner, frozen),
+            frozen,
+            self.biases(),
+            self.lora(),
+            nan_flags=owner.nan_flags,
+        )
+
+
+def _fsdp_gathers(param: Tensor) -> bool:
+    if not isinstance(param, DTensor):
+        return False
+    mesh = param.device_mesh
+    dims = zip(mesh.mesh_dim_names or (), mesh.shape, param.placements, strict=True)
+    return any(name not in _NOT_FSDP and size > 1 and placement.is_shard() for name, size, placement in dims)
 
 
 def gpt_oss_expert(limit: float, score_before_experts: bool = False) -> ExpertSpec:

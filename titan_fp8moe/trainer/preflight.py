@@ -40,6 +40,33 @@ class ExpertLayout(NamedTuple):
     tokens: int
 
 
+def expert_layout(job: Any, dims: Any, *, expert_tensor_parallel: int = 1, token_shards: int = 1) -> ExpertLayout:
+    """How the degrees of torchtitan's ``ParallelDims`` spread the experts.
+
+    Args:
+        expert_tensor_parallel: ranks that share an expert's hidden dim under expert parallelism.
+        token_shards: ranks that share a sequence's tokens, besides those of context parallelism.
+
+    Raises:
+        ValueError: the expert degrees do not divide the ranks that they share.
+    """
+    batch_size = job.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else job.training.local_batch_size
+    tokens = batch_size * job.training.seq_len // (dims.cp * token_shards)
+    if dims.ep == 1:
+        return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
+    # Expert parallelism also spans the tensor-parallel ranks.
+    ranks, shards = dims.dp_shard * dims.cp * dims.tp, dims.ep * expert_tensor_parallel
+    if ranks % shards:
+        degrees = f"parallelism.expert_parallel_degree = {dims.ep}"
+        if expert_tensor_parallel > 1:
+            degrees += f" x expert_tensor_parallel_degree = {expert_tensor_parallel}"
+        raise ValueError(
+            f"{degrees} does not divide data_parallel_shard x context x tensor parallel degree = {ranks}; choose "
+            "degrees that do"
+        )
+    return ExpertLayout(dims.ep, expert_tensor_parallel, ranks // shards, tokens)
+
+
 # --- One layer --------------------------------------------------------------------------------------------------------
 
 
@@ -67,12 +94,9 @@ class LayerSizes(NamedTuple):
     top_k: int
 
 
-def check_layer(
-    name: str, sizes: LayerSizes, config: Fp8FlowMoEConfig, layout: ExpertLayout, *, sharding_remedy: str
-) -> None:
-    """The sizes of one MoE layer, on ranks of this layout. ``sharding_remedy`` is for a hidden dim that only tensor
-    parallelism breaks."""
-    _check_dims(name, sizes.dim, sizes.hidden_dim, layout.hidden_dim_shards, sharding_remedy)
+def check_layer(name: str, sizes: LayerSizes, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+    """The sizes of one MoE layer, on ranks of this layout."""
+    _check_dims(name, sizes, layout)
     if sizes.num_experts % layout.expert_shards:
         raise ValueError(
             f"{name}: {sizes.num_experts} experts do not divide over {layout.expert_shards} expert-parallel ranks; "
@@ -98,18 +122,21 @@ def _check_fp8_all_gather(layer: str, sizes: LayerSizes, layout: ExpertLayout) -
         )
 
 
-def _check_dims(layer: str, dim: int, hidden_dim: int, hidden_dim_shards: int, remedy: str) -> None:
+def _check_dims(layer: str, sizes: LayerSizes, layout: ExpertLayout) -> None:
     """Both dims are padded, the hidden dim on every rank."""
-    for name, size in (("model", dim), ("expert hidden", hidden_dim)):
+    for name, size in (("model", sizes.dim), ("expert hidden", sizes.hidden_dim)):
         if size % STEP:
             raise ValueError(
                 f"{layer}: {name} dim {size} is not a multiple of {STEP}; choose one, or leave the layer in bf16 with "
                 "fp8_flow_moe.filter_fqns"
             )
-    if hidden_dim % (STEP * hidden_dim_shards):
+    if sizes.hidden_dim % (STEP * layout.hidden_dim_shards):
+        remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
+        if layout.expert_shards > 1:
+            remedy = "set parallelism.expert_tensor_parallel_degree = 1"
         raise ValueError(
-            f"{layer}: expert hidden dim {hidden_dim} over {hidden_dim_shards} tensor-parallel ranks is "
-            f"{hidden_dim / hidden_dim_shards:g} per rank, not a multiple of {STEP}; {remedy}"
+            f"{layer}: expert hidden dim {sizes.hidden_dim} over {layout.hidden_dim_shards} tensor-parallel ranks is "
+            f"{sizes.hidden_dim / layout.hidden_dim_shards:g} per rank, not a multiple of {STEP}; {remedy}"
         )
 
 
@@ -131,6 +158,10 @@ def check_linear(name: str, out_features: int, in_features: int, shards: int) ->
 
 
 # --- The job ----------------------------------------------------------------------------------------------------------
+
+
+def compiles_model(job: Any) -> bool:
+    return job.compile.enable and "model" in job.compile.components
 
 
 def _check_numbers(job: Any) -> None:

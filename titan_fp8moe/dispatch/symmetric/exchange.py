@@ -169,8 +169,9 @@ def pull_rows(
         kept[here] = workspace.view("q", n).view(torch.uint8)[token]
         kept_scale[here] = workspace.view("scale", n).view(torch.uint8)[token]
     tokens = kept.view(FP8), kept_scale.view(E8M0)
-    rows = recipe.permute_rows(*tokens, token_M)
-    return *rows, *(tokens if keep else (t.view(-1)[:0] for t in tokens))
+    q, scale = recipe.permute_rows(*tokens, token_M)
+    token_q, token_scale = tokens if keep else (t.new_empty(0) for t in tokens)
+    return q, scale, token_q, token_scale
 
 
 def push_sums(
