@@ -1,5 +1,6 @@
 """Kernels remember what Triton compiled, for exactly the arguments that Triton would find it for."""
 
+import contextlib
 import os
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -125,6 +126,22 @@ def test_what_was_compiled_is_launched_with_all_arguments_in_order(recorded):
     assert len(recorded.jit_calls) == 2  # the second names its options in another order
     addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in again]
     assert recorded.launched == [(7, 2, 1, "stream 0", "function", "metadata", None, None, None, *addresses, 1, True)]
+
+
+def test_a_stream_for_launches_alone(recorded, monkeypatch):
+    """Triton's own launches are made with it as PyTorch's current stream."""
+    entered, side = [], SimpleNamespace(cuda_stream="side")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(entered.append(stream)))
+    for stream in (side, None):
+        with launch.on_stream(stream):
+            for _ in range(2):
+                three[(5,)](*args(), SIZE=1 if stream is None else 2, FLAG=True)
+    three[(5,)](*args(), SIZE=1, FLAG=True)
+    assert entered == [side, None] and [launched[3] for launched in recorded.launched] == [
+        "side",
+        "stream 0",
+        "stream 0",
+    ]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])

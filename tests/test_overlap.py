@@ -4,12 +4,15 @@ import functools
 import gc
 import time
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch._C._distributed_c10d import _get_work_registry_size
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +22,7 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from experiments.reference import relative_error
-from titan_fp8moe import ops, recipe, routed_experts
+from titan_fp8moe import SharedExperts, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.all_to_all import GRADIENTS_NEEDED, AllToAllDispatch
@@ -334,6 +337,47 @@ def test_a_stream_that_meanwhile_leaves_behind_is_refused(layer, monkeypatch):
     layer.shared_experts.register_forward_hook(lambda *_: current.insert(0, "b"))
     with pytest.raises(RuntimeError, match="let meanwhile.. restore the current stream"):
         layer(torch.randn(2, 8, 128))
+
+
+def needs(graph: torch.fx.GraphModule) -> list[tuple[str, Counter[str]]]:
+    """The name of each op, and how many of each other it needs."""
+
+    def name(node: torch.fx.Node) -> str:
+        return getattr(node.target, "_opname", "")
+
+    before: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+    for node in graph.graph.nodes:
+        before[node] = set().union(*({n, *before[n]} for n in node.all_input_nodes))
+    return [(name(node), Counter(map(name, nodes))) for node, nodes in before.items()]
+
+
+def test_a_compiled_graph_computes_beside_symmetric_transfers(group):
+    """Whatever reorders operators: shared experts' backward begins after the gradients are sent and ends before they
+    are waited for, and weight gradients are made before the sums are."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(needs(graph))
+        return make_boxed_func(graph.forward)
+
+    weights = [torch.randn(4, 128, 128).requires_grad_() for _ in range(3)]
+    shared = SharedExperts(*(torch.randn(128, 128).requires_grad_() for _ in range(3)))
+    config = Fp8FlowMoEConfig(dispatch="symmetric")
+
+    def layer(x, ids, scores):
+        return routed_experts(x, *weights, ids, scores, config=config, ep_group=group, shared=shared)
+
+    pairs = torch.rand(64, 4).topk(2)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    x = torch.randn(64, 128).requires_grad_()
+    torch.compile(layer, backend=backend)(x, pairs.indices, pairs.values).sum().backward()
+    backward = dict(graphs[1])
+    assert backward["symmetric_arrived"]["swiglu_quantize_backward"] == 1
+    assert backward["symmetric_finish_combine"]["grouped_mm_wgrad"] == 4
+    assert [before["symmetric_dispatch_gradients"] for op, before in graphs[1] if op == "swiglu_quantize_backward"] == [
+        1,
+        1,
+    ]
 
 
 @pytest.mark.gpu
