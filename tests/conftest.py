@@ -9,7 +9,10 @@ from titan_fp8moe.kernels import warm_up
 
 warm_up.MAX_PROCESSES = 0  # a test compiles its kernels itself: on a GPU each worker of pytest would start sixteen
 EVERY_S = 10
-LONGEST = "tests/distributed/test_layouts", "tests/test_transformers", "tests/test_checkpoint", "tests/test_compiling"
+LONGEST = (
+    *("tests/distributed/test_layouts", "tests/test_kernels_compile", "tests/test_transformers"),
+    *("tests/test_checkpoint", "tests/test_compiling"),
+)
 
 
 def pytest_addoption(parser):
