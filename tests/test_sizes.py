@@ -105,7 +105,8 @@ def test_other_settings(recompute):
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(got, want, strict=True))
 
 
-def test_padding_is_zeros():
+@pytest.mark.parametrize("wgrad", ["balanced", "bf16"])
+def test_padding_is_zeros(wgrad):
     """With zeros behind x, weights and biases, as a user could pad a model, results are the same to the last bit."""
     args, _ = make(192, 80)
     x, scores, ids, weights, biases, dout = args
@@ -113,8 +114,9 @@ def test_padding_is_zeros():
     pad = torch.nn.functional.pad
     wide = [pad(w, (0, 128 - 80 if w is weights[1] else 64, 0, 64 if w is weights[1] else 128 - 80)) for w in weights]
     wide_b = [pad(b, (0, 64 if b is biases[1] else 128 - 80)) for b in biases]
-    got, _ = run("apart", x, scores, ids, weights, biases, dout)
-    want, _ = run("apart", pad(x, (0, 64)), scores, ids, wide, wide_b, pad(dout, (0, 64)))
+    config = Fp8FlowMoEConfig(wgrad=wgrad)
+    got, _ = run("apart", x, scores, ids, weights, biases, dout, config=config)
+    want, _ = run("apart", pad(x, (0, 64)), scores, ids, wide, wide_b, pad(dout, (0, 64)), config=config)
     for name, a, b in zip(NAMES, got, want, strict=True):
         cut = b[(..., *(slice(n) for n in a.shape[-2:]))] if a.dim() > 1 else b
         assert torch.equal(a, cut), name
