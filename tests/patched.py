@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from titan_fp8moe import patches
 
 PACKAGES = ("torch", "triton", "torchtitan", "torchao", "transformers", "peft")
-OPTIMIZER = "torch.optim.optimizer:"
 NOT_OURS = {"torch.utils.hooks:RemovableHandle.next_id"}
 
 

@@ -1,7 +1,7 @@
 """A token's row depends on the token alone: the reference, bit for bit, and what does not hold.
 
-RL scores a token in another batch than it was sampled in. The kernels' test is tests/kernels/test_batch_invariance.py,
-the ranks' tests/distributed/test_rows.py.
+RL scores a token in another batch than it was sampled in. tests/kernels/test_layer.py has the kernels' test,
+tests/distributed/test_rows.py the ranks'.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,6 @@
 """tools/build_corpus.py: the split, the deduplication and what torchtitan reads of the result."""
 
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -77,12 +76,6 @@ def test_splits_share_no_package(tmp_path, tree):
     for split, members in records.items():
         assert manifest["documents"][split] == len(members)
         assert manifest["bytes"][split] == sum(len(record["text"].encode()) for record in members)
-
-
-def test_held_out_packages_that_exceed_the_fraction_are_the_smallest():
-    rng = random.Random(0)
-    assert build_corpus.choose_held_out({"a": 50, "b": 30, "c": 40}, 0.05, rng) == {"b"}
-    assert build_corpus.choose_held_out({"a": 50, "b": 30, "c": 40}, 0, rng) == set()
 
 
 def test_duplicates_and_unusable_files_are_left_out(tmp_path, tree):
@@ -175,39 +168,6 @@ def test_foreign_folders_are_not_touched(tmp_path, tree, capsys, force):
     assert build_tree(out, tree, *force) == 2
     assert "not built by this tool" in capsys.readouterr().err
     assert contents(out) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--vocab-size", "257"], "--vocab-size must be at least 258"),
-        (["--held-out-fraction", "1"], "--held-out-fraction"),
-        (["--max-bytes", "10"], "--max-bytes"),
-        (["--packages", "no-such-distribution"], "no distribution 'no-such-distribution'"),
-        (["--input", "no/such/folder"], "is not a directory"),
-        (["--no-stdlib"], "add --packages or --input"),
-        (["--no-stdlib", "--input", "{tmp}"], "would read its own output"),
-        (["--no-stdlib", "--input", "{tmp}/one"], "at least two packages"),
-    ],
-)
-def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, capsys, arguments, message):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "only.txt").write_text("words and more words\n" * 50)
-    assert build(tmp_path / "corpus", *(argument.format(tmp=tmp_path) for argument in arguments)) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "corpus").exists()
-
-
-def test_installed_distributions_are_packages(tmp_path):
-    out = tmp_path / "corpus"
-    assert build(out, "--no-stdlib", "--packages", "torchtitan", "Typing_Extensions") == 0
-    manifest = read_manifest(out)
-    assert manifest["held_out_packages"] == ["distribution/typing-extensions"]
-    assert manifest["train_packages"] == ["distribution/torchtitan"]
-    assert set(manifest["versions"]["packages"]) == {"torchtitan", "typing-extensions"}
-    paths = [record["path"] for record in read_records(out / "train")]
-    assert "torchtitan/train.py" in paths
-    assert all(path.endswith(".py") for path in paths)
 
 
 @pytest.mark.slow

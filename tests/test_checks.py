@@ -23,12 +23,17 @@ def test_torchtitan_is_not_imported():
     ("wrong", "remedy"),
     [
         ({"wgrad": "requantize"}, "one of 'balanced', 'scaling_aware', 'bf16'"),
+        ({"save_h": "fp16"}, "one of 'bf16', 'fp8'"),
+        ({"recompute": "all"}, "one of 'none', 'activation', 'experts'"),
         ({"cache_weights": 1}, "true or false"),
+        ({"cache_weights": "yes"}, "true or false"),
+        ({"statistics_every": 2.5}, "a number of steps, or 0 for never"),
         ({"statistics_every": -1}, "a number of steps, or 0 for never"),
         ({"statistics_every": True}, "a number of steps, or 0 for never"),
         ({"filter_fqns": "layers.1."}, "a list of non-empty strings"),
         ({"filter_fqns": [""]}, "a list of non-empty strings"),
         ({"dispatch_capacity": 0.5}, "a number of at least 1"),
+        ({"dispatch_capacity": float("inf")}, "a number of at least 1"),
     ],
 )
 def test_wrong_values(wrong: dict, remedy: str):

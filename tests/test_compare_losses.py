@@ -194,22 +194,3 @@ def test_runs_that_cannot_be_compared(tmp_path, compare_fails):
         "outputs": "holds 2 runs that start at step 1, in bf16, fp8; give the folder of one",
     }.items():
         assert message in compare_fails(f"--run=odd={tmp_path / 'odd'}", f"--run={second}={tmp_path / second}")
-
-
-TWO = ["--run=a=x", "--run=b=y"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (TWO[:1], "at least two"),
-        (["--run=a=x", "--run=a=y"], "a name of its own"),
-        ([*TWO, "--smooth=0"], "--smooth must be at least 1"),
-        ([*TWO, "--tolerance=-1"], "--tolerance must not be negative"),
-        ([*TWO, "--tolerance=nan"], "--tolerance must not be negative"),
-        ([*TWO, "--out=no/such/folder/curves.png"], "there is no folder"),
-        ([*TWO, "--out=curves.txt"], "must end in .png, .pdf or .svg"),
-    ],
-)
-def test_bad_arguments(compare_fails, argv, message):
-    assert message in compare_fails(*argv)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -198,23 +196,3 @@ def test_routed_experts_alone_are_clamped(fp8):
     assert shares.tolist() == pytest.approx([0.16, 0.32], abs=0.05)
     out.sum().backward()
     assert all(param.grad is not None for param in moe.parameters())
-
-
-@pytest.mark.slow
-def test_both_recipes_train_with_the_clamp(tmp_path):
-    """run.sh's stage: a trunk, a branch of each recipe from it, and records that name the clamp."""
-    (tmp_path / "corpus").mkdir()
-    for split in "train", "validation":
-        np.save(tmp_path / "corpus" / f"{split}.npy", np.random.default_rng(0).integers(0, 8192, 1025, np.uint16))
-    variants = "bf16-s1-resume balanced-s1-resume bf16-s1-resume1"
-    env = os.environ | dict(WORK=str(tmp_path), OUT=str(tmp_path), GPUS="0", STEPS="6", VARIANTS=variants)
-    tiny = ["--model.flavor=tiny", "--training.seq_len=64", "--training.local_batch_size=2", "--eval-windows=4"]
-    command = ["bash", "experiments/convergence/run.sh", "clamped", *tiny]
-    subprocess.run(command, env=env | dict(CUDA_VISIBLE_DEVICES=""), check=True, timeout=600)
-    assert (tmp_path / "clamped.png").exists()
-    records = {record["name"]: record for record in json.loads((tmp_path / "results.json").read_text())}
-    final = records["balanced: final held-out loss"]
-    assert final["shape"].startswith("tiny clamped at 1, ") and final["half_width"] > 0
-    for run in "bf16-s1-trunk", "bf16-s1-resume", "balanced-s1-resume":
-        assert records[f"{run} clamped_gates"]["value"] > 0
-    assert abs(records["balanced-s1-resume held_out_deviation"]["value"]) < 0.005

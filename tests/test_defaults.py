@@ -12,13 +12,7 @@ from experiments import reference
 from titan_fp8moe import RoutedExperts, recipe
 from titan_fp8moe.dispatch.symmetric import exchange
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace
-from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.nn.modules import Fp8FlowLinear
-from titan_fp8moe.nn.routing_replay import _by_layer, _layers
-from titan_fp8moe.ops import self_check
-from titan_fp8moe.trainer import nan_watch
-from titan_fp8moe.trainer.meta_layers import Tokens
 
 PACKAGE = Path(__file__).parents[1] / "titan_fp8moe"
 OF_FLOATS = {"empty", "empty_strided", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
@@ -77,19 +71,6 @@ def test_a_layer(state: str, options: dict):
     assert str(figures) == str(statistics.summarize(counts))  # as strings, in which NaN equals NaN
 
 
-def test_a_linear(state: str):
-    linear, x = Fp8FlowLinear(128, 128, device="cpu", dtype=torch.float32), torch.randn(40, 128)
-    want = linear(x)
-    with defaults(state):
-        assert torch.equal(linear(x), want)
-
-
-def test_the_specification_of_no_score(state: str):
-    with defaults(state):
-        ones = recipe._scores(None, torch.zeros(3, 5, dtype=torch.bfloat16, device="cpu"))
-    assert ones.dtype == torch.float32 and ones.device.type == "cpu"
-
-
 def test_a_symmetric_exchange(state: str):
     """One rank that sends its tokens to itself: scores stay fp32, and the host can read the report."""
     x, scores, ids, _ = reference.make_layer(40, 128, 64, 4, 2)
@@ -103,35 +84,3 @@ def test_a_symmetric_exchange(state: str):
         at.check_room()
     assert torch.equal(score_M[row_CK], scores) and score_M.dtype == torch.float32
     assert at.report.device.type == "cpu"
-
-
-def test_launches_ahead(state: str):
-    """The probe and a trainer's layers, as kernels that are compiled ahead get them."""
-    with defaults(state):
-        assert Tokens(8, torch.bfloat16, torch.bfloat16).routing(2)[1].dtype == torch.float32
-        with launch.recording() as launches:
-            launch.launch_probe("meta")
-    assert [arg.dtype for arg in launches[0][1][:2]] == [torch.float32, torch.float8_e8m0fnu]
-
-
-def test_the_nan_watch_and_the_self_check(state: str):
-    watch, layer = None, nn.Linear(1, 1)
-    with defaults(state):
-        watch = nan_watch.NanWatch(["a"], {"a": layer}, "cpu", None)
-        assert int(watch._first_here([layer])) == nan_watch.NOBODY
-        for case in self_check._cases():
-            tensors = [t for t in case.args if isinstance(t, torch.Tensor)]
-            assert all(t.device.type == "cpu" and t.dtype != torch.float64 for t in tensors)
-    assert layer.nan_flags.device.type == "cpu"
-
-
-def test_replayed_ids(state: str):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = RoutedExperts(4, 128, 64)
-
-    layers = _layers(Block())
-    ids = torch.randint(4, (6, 1, 2))
-    with defaults(state):
-        assert torch.equal(_by_layer(ids.numpy(), layers)[0], ids[:, 0])

@@ -82,38 +82,27 @@ def test_an_index_that_names_less(export, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("lost", "said"),
+    ("lost", "changes", "said"),
     [
-        ((EXPERT,), f"num_experts = 3, but the checkpoint lacks {EXPERT}"),
-        (("experts.2.",), "lacks model.layers.0.mlp.experts.2."),
-        (("layers.0.mlp.gate.weight",), "lacks layers.0.mlp.gate.weight, which layer 1 has"),
-        (("layers.1.self_attn.q_proj",), "lacks layers.1.self_attn.q_proj.weight, which layer 0 has"),
-        (("layers.1.mlp.",), "lacks layers.1.mlp.experts.*.down_proj.weight, which layer 0 has"),
-        (("layers.1.",), "num_hidden_layers = 2, but the checkpoint lacks layers.1."),
-        ((EMBEDDING,), "vocab_size = 64, but the checkpoint lacks the embedding"),
-        ((HEAD,), "tie_word_embeddings = false, but the checkpoint lacks lm_head.weight"),
+        ((EXPERT,), {}, f"num_experts = 3, but the checkpoint lacks {EXPERT}"),
+        (("experts.2.",), {}, "lacks model.layers.0.mlp.experts.2."),
+        (("layers.0.mlp.gate.weight",), {}, "lacks layers.0.mlp.gate.weight, which layer 1 has"),
+        (("layers.1.self_attn.q_proj",), {}, "lacks layers.1.self_attn.q_proj.weight, which layer 0 has"),
+        (("layers.1.mlp.",), {}, "lacks layers.1.mlp.experts.*.down_proj.weight, which layer 0 has"),
+        (("layers.1.",), {}, "num_hidden_layers = 2, but the checkpoint lacks layers.1."),
+        ((EMBEDDING,), {}, "vocab_size = 64, but the checkpoint lacks the embedding"),
+        ((HEAD,), {}, "tie_word_embeddings = false, but the checkpoint lacks lm_head.weight"),
+        ((), dict(num_experts=2), "num_experts = 2, but the checkpoint has model.layers.0.mlp.experts.2."),
+        ((), dict(num_hidden_layers=1), "num_hidden_layers = 1, but the checkpoint has model.layers.1."),
+        ((), dict(hidden_size=64), "hidden_size = 64, but "),
+        ((), dict(moe_intermediate_size=64), "moe_intermediate_size = 64, but model.layers.0.mlp.experts.0."),
+        ((), dict(tie_word_embeddings=True), "tie_word_embeddings = true, but the checkpoint has lm_head.weight"),
+        ((), dict(num_hidden_layers=None), "states no num_hidden_layers; pass the model's own config with --assets"),
     ],
 )
-def test_what_config_states_is_there(export, tmp_path, lost, said):  # noqa: F811
-    folder = write(tmp_path / "hf", without(model(), *lost))
-    with refused(said, "Complete the checkpoint, or pass", error=SystemExit):
-        export(folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (dict(num_experts=2), "num_experts = 2, but the checkpoint has model.layers.0.mlp.experts.2."),
-        (dict(num_hidden_layers=1), "num_hidden_layers = 1, but the checkpoint has model.layers.1."),
-        (dict(hidden_size=64), "hidden_size = 64, but "),
-        (dict(moe_intermediate_size=64), "moe_intermediate_size = 64, but model.layers.0.mlp.experts.0."),
-        (dict(tie_word_embeddings=True), "tie_word_embeddings = true, but the checkpoint has lm_head.weight"),
-        (dict(num_hidden_layers=None), "states no num_hidden_layers; pass the model's own config with --assets"),
-    ],
-)
-def test_what_is_there_is_stated(export, tmp_path, changes, said):  # noqa: F811
-    folder = write(tmp_path / "hf", model(), CONFIG | changes)
-    with refused(said, error=SystemExit):
+def test_config_and_tensors_agree(export, tmp_path, lost, changes, said):  # noqa: F811
+    folder = write(tmp_path / "hf", without(model(), *lost), CONFIG | changes)
+    with refused(said, *["Complete the checkpoint, or pass"] * bool(lost), error=SystemExit):
         export(folder, tmp_path / "out")
 
 
@@ -208,21 +197,6 @@ def test_numbered_files_without_an_index(export, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.self_attn.q_proj.lora_A.default.weight",
-        "model.layers.0.self_attn.q_proj.base_layer.weight",
-        "model.layers.0.mlp.gate.modules_to_save.default.weight",
-        "model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight",
-    ],
-)
-def test_adapters_that_nobody_merged(export, tmp_path, name):  # noqa: F811
-    folder = write(tmp_path / "hf", model() | {name: tensor(D, D)})
-    with refused(f"{name} is an adapter", "merge it first", error=SystemExit):
-        export(folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
     ("layer", "root"),
     [
         ("", "_orig_mod."),
@@ -240,15 +214,26 @@ def test_names_of_wrapped_models(export, tmp_path, layer, root):  # noqa: F811
     assert names(tmp_path / "out") == model().keys()
 
 
-@pytest.mark.parametrize("root", ["_forward_module.", "policy.", "model.module."])
-def test_names_of_unknown_wrappers(export, tmp_path, root):  # noqa: F811
-    folder = write(tmp_path / "hf", {root + name: value for name, value in model().items()})
-    with refused(f"{root}lm_head.weight", "of no decoder", "state dict of the model inside", error=SystemExit):
+ADAPTERS = (
+    "self_attn.q_proj.lora_A.default", "self_attn.q_proj.base_layer", "mlp.gate.modules_to_save.default",
+    "self_attn.q_proj.lora_magnitude_vector.default",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [f"model.layers.0.{name}.weight" for name in ADAPTERS])
+def test_adapters_that_nobody_merged(export, tmp_path, name):  # noqa: F811
+    folder = write(tmp_path / "hf", model() | {name: tensor(D, D)})
+    with refused(f"{name} is an adapter", "merge it first", error=SystemExit):
         export(folder, tmp_path / "out")
 
 
-def test_a_tensor_under_two_names(export, tmp_path):  # noqa: F811
-    folder = write(tmp_path / "hf", model() | {f"module.{NORM}": tensor(D)})
+@pytest.mark.parametrize("root", ["_forward_module.", "policy.", "model.module."])
+def test_names_of_unknown_wrappers(export, tmp_path, root):  # noqa: F811
+    """And a tensor under two names."""
+    folder = write(tmp_path / "hf", {root + name: value for name, value in model().items()})
+    with refused(f"{root}lm_head.weight", "of no decoder", "state dict of the model inside", error=SystemExit):
+        export(folder, tmp_path / "out")
+    write(folder, model() | {f"module.{NORM}": tensor(D)})
     with refused(f"has {NORM} twice", error=SystemExit):
         export(folder, tmp_path / "out")
 

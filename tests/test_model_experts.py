@@ -175,22 +175,6 @@ def test_a_module_with_biases():
 # --- storage ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wgrad", ["balanced", "bf16"])
-def test_transposed_weights(wgrad):
-    """Stored as (E, D, 2H) and (E, H, D): the same bits, gradients in the parameters' layout."""
-    x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
-    dout, config = torch.randn(T, D, device=DEVICE), Fp8FlowMoEConfig(wgrad=wgrad)
-    plain = [torch.cat([w1, w3], 1).requires_grad_(), w2.clone().requires_grad_()]
-    stored = [w.detach().transpose(1, 2).contiguous().requires_grad_() for w in plain]
-    want = routed_experts(x, *plain, None, ids, scores, config=config)
-    want.backward(dout)
-    got = routed_experts(x, *(w.transpose(1, 2) for w in stored), None, ids, scores, config=config)
-    assert torch.equal(got, want)
-    got.backward(dout)
-    for a, b in zip(stored, plain, strict=True):
-        assert a.grad.is_contiguous() and relative_error(a.grad.transpose(1, 2), b.grad) < 1e-6
-
-
 def test_interleaved_gate_and_up_are_one_weight():
     x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
     with pytest.raises(ValueError, match="give it with w3 None"):

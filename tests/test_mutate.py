@@ -20,20 +20,6 @@ def test_mutations_are_valid_and_repeatable():
         assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source)), mutation
 
 
-def test_what_changes():
-    source = 'def f(x: int = 1) -> int:\n    """1 < 2"""\n    g(x)\n    return x.contiguous() if not x < 2 else x + 1\n'
-    path = ROOT / "outputs" / "example.py"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(source)
-    try:
-        found = {mutation.apply(source) for mutation in mutate.mutations(path)}
-    finally:
-        path.unlink()
-    changed = {"pass", "return (x) if", "not (x <= 2)", "if (x < 2)", "(x - 1)", "else x + (2)", "x < (3)", "= (2))"}
-    assert all(any(part in text for text in found) for part in changed), found
-    assert all('"""1 < 2"""' in text and "x: int" in text for text in found)
-
-
 def test_every_file_has_tests():
     for path in mutate.PACKAGE.rglob("*.py"):
         below = str(path.relative_to(mutate.PACKAGE))

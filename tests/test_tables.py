@@ -60,18 +60,6 @@ def test_the_picture(tmp_path, monkeypatch):
     assert lines == [((4, 8), (80.0, 90.0)), ((4,), (60.0,))] and (tmp_path / "headline.png").stat().st_size > 0
 
 
-def test_a_caption_names_shown_records_only():
-    records = tables.Records(
-        [
-            record("train_16b save_h=fp8", SHAPE, 99.0, "fp8_flow", 98.0),
-            record("train_16b dispatch=symmetric", "16B, 4 GPUs", 99.0, "bf16", 50.0, hardware="4 x NVIDIA H200"),
-            record("train_16b dispatch=symmetric", "16B, 4 GPUs", 99.0, "fp8_flow", 90.0, "2026-01-01"),
-        ]
-    )
-    assert len(tables.variants(records).splitlines()) == 3
-    assert [r["name"] for r in records.used] == ["train_16b save_h=fp8"]
-
-
 def test_a_row_of_training_is_of_one_invocation():
     """Other checkpointing and other FP8 experts ran in calls of their own, with figures of ours of their own. The table
     of checkpointing also has rows for each commit."""

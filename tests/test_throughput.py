@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -374,13 +375,11 @@ def point(variant: str, batch: int, speed: float | None, error: str | None = Non
     return dict(variant=variant, local_batch=batch, tokens_per_second=speed, memory_gib=10.0 * batch, error=error)
 
 
-def test_what_a_sweep_has_left_and_says():
-    """Curves go on where they ended; one that failed does not. The fastest point and the largest batch differ."""
+def test_records_of_a_sweep():
+    """The fastest point and the largest batch differ."""
     points = [point("bf16_fused:a", 4, 50.0), point("bf16_fused:b", 4, 40.0), point("bf16_fused:b", 8, 45.0)]
     points += [point("bf16_fused:a", 8, None, train.OUT_OF_MEMORY), point("fp8_flow", 4, 90.0)]
     points += [point("fp8_flow", 6, 80.0), point("fp8_flow:c", 4, None, "ended with exit code 1")]
-    left = sweep.todo(points, ["bf16_fused:a", "bf16_fused:b", "fp8_flow", "fp8_flow:c", "fp8_flow:d"], 4)
-    assert left == [("bf16_fused:a", 6), ("bf16_fused:b", 16), ("fp8_flow", 12), ("fp8_flow:d", 4)]
     found = sweep.records(points, "16b", "shape")
     assert [(r["name"], r["value"], r["reference_value"], r["speedup"]) for r in found] == [
         ("train_16b fastest", 90.0, 50.0, 1.8), ("train_16b largest local batch", 6, 8, 0.75),
@@ -415,13 +414,6 @@ def test_checkpointing_of_a_variant():
     for variant in ("bf17", "bf16:checkpointing=some"):
         with pytest.raises(SystemExit, match=f"no variant {variant}"):
             train.overrides(variant, args, 0)
-
-
-def test_blocks_as_one_graph_take_one_gpu():
-    train.require_fit(["bf16_fused:checkpointing=saved", "bf16"], 1)
-    train.require_fit(["fp8_flow:dispatch=symmetric", "bf16"], 2)
-    with pytest.raises(SystemExit, match="bf16_fused:checkpointing=saved compile blocks as one graph.* --gpus 1"):
-        train.require_fit(["bf16_fused:checkpointing=saved", "bf16"], 2)
 
 
 def test_a_variant_under_torchtitan_0_3(tmp_path: Path, monkeypatch):
@@ -474,7 +466,7 @@ def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
 
 
 def test_first_steps(tmp_path: Path, monkeypatch):
-    """Each run has empty caches of its own, its step lasts between two lines of rank 0, and less time is better."""
+    """Each run has empty caches of its own, and its step lasts between two lines of rank 0."""
     line = "[rank{}]:[titan] 2026-11-27 23:59:{} - root - INFO - {}\n".format
     log = line(0, "58,500", "Training starts at step 1") + line(1, "59,900", "step:  1  loss: 1")
     with pytest.raises(ValueError, match="no time of 'step:  1 '"):
@@ -497,16 +489,12 @@ def test_first_steps(tmp_path: Path, monkeypatch):
             self.log.write_text(log + line(0, "59,750", until))
 
         def end(self):
-            assert all(folder.is_dir() for folder in self.caches.values())
+            pass
 
     monkeypatch.setattr(first_step, "Run", Started)
-    args = train.parser("").parse_args(["--out", "o"])
-    results = [first_step.measure(variant, args, 0) for variant in ("bf16", "fp8_flow")]
+    results = [first_step.measure(variant, SimpleNamespace(timeout=1), 0) for variant in ("bf16", "fp8_flow")]
     assert {*caches[0]} == {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} and caches[0] != caches[1]
     assert [r["first_step"] for r in results] == [1.25, 1.25] and results[0]["from_launch"] < 1
-    results[1] |= {"first_step": 2.5, "from_launch": None}
-    (record,) = train.records(results, "16b", "shape", first_step.MEASURED)
-    assert (record["name"], record["value"], record["speedup"]) == ("train_16b first step", 2.5, 0.5)
 
 
 def test_flavors_of_the_setting():

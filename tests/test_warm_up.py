@@ -411,24 +411,15 @@ def test_a_layer_that_does_not_run_on_meta_tensors(monkeypatch, caplog):
     assert "one after the other" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
-def test_compiled_autograd_leaves_a_layer_on_meta_tensors_alone():
-    """It would wait for the lock of Dynamo, which waits for the layer where it traces."""
+def test_what_leaves_a_layer_on_meta_tensors_alone():
+    """Statistics, and compiled autograd: it would wait for the lock of Dynamo, which waits where it traces."""
     alone = launched(warm_up.recorded(layer_of()))
     with compiled_autograd._enable(None):  # as a compiler this fails
         assert launched(warm_up.recorded(layer_of())) == alone
         assert compiled_autograd.compiled_autograd_enabled
-
-
-def test_statistics_leave_a_layer_on_meta_tensors_alone():
-    alone = launched(warm_up.recorded(layer_of()))
     statistics.collect()
     assert launched(warm_up.recorded(layer_of())) == alone
     assert statistics.collecting() and statistics.take("cpu").device.type == "cpu"
-
-
-def test_other_threads_launch_while_one_records():
-    with launch.recording(), ThreadPoolExecutor(1) as thread:
-        assert launch.is_recording() and not thread.submit(launch.is_recording).result()
 
 
 def test_threads_record_apart():
@@ -441,6 +432,7 @@ def test_threads_record_apart():
 
     with launch.recording() as mine, ThreadPoolExecutor(1) as thread:
         launch.launch_probe("meta")
+        assert not thread.submit(launch.is_recording).result()
         assert thread.submit(record).result() == 1 and launch.is_recording()
         launch.launch_probe("meta")
     assert len(mine) == 2 and not launch.is_recording()
@@ -520,17 +512,18 @@ class Compiling:
         return [*range(len(shares))]
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.detach, torch.nn.Parameter], ids=["tensor", "parameter"])
 @pytest.mark.parametrize(
     "how", [dict(rank="1"), dict(cpus=1), dict(hopper=False), dict()], ids=lambda how: "".join(how)
 )
-def test_who_compiles(monkeypatch, how):
-    """One rank of a node, with CPUs for it and a Hopper GPU."""
+def test_who_compiles(monkeypatch, how, make):
+    """One rank of a node, with CPUs for it and a Hopper GPU. A parameter is no trace."""
     compiling = Compiling(monkeypatch)
     monkeypatch.setattr(warm_up, "is_hopper", lambda x: how.get("hopper", True))
     monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda _: range(how.get("cpus", 5)))
     monkeypatch.setenv("LOCAL_RANK", how.get("rank", "0"))
-    warm_up.compile_ahead("kind", [torch.empty(1)], layer_of())
-    assert compiling.waited == ([] if how else [*range(5)]) and warm_up.seen == {"kind"}
+    warm_up.compile_ahead("kind", [make(torch.empty(1))], layer_of())
+    assert compiling.waited == ([] if how else [*range(5)]) and warm_up.seen == {"kind"} and not warm_up._begun
     launches = [launch for share in compiling.begun for launch in share]
     assert len(compiling.begun) == len(compiling.waited) and len({*map(id, launches)}) == len(launches)
 
@@ -590,12 +583,6 @@ def test_a_fake_layer_on_a_gpu_that_is_not_there(monkeypatch):
         x = torch.empty(1, device=f"cuda:{torch.cuda.device_count()}")
     warm_up.compile_ahead("kind", [x], layer_of())
     assert warm_up._begun == {"kind": None}
-
-
-def test_a_parameter_is_no_trace(monkeypatch):
-    compiling = Compiling(monkeypatch)
-    warm_up.compile_ahead("kind", [torch.nn.Parameter(torch.empty(1))], layer_of())
-    assert len(compiling.begun) == len(compiling.waited) == 5 and warm_up.seen == {"kind"} and not warm_up._begun
 
 
 def test_what_is_due(monkeypatch):

@@ -1,17 +1,22 @@
-"""A converted MoE layer with experts on two ranks, when something is wrong.
+"""Experts on two ranks, when something is wrong.
 
     torchrun --nproc_per_node 2 faults_worker.py      # routing at its extremes, and NaN
-    faults_worker.py OUT BACKEND                      # a rank dies, or stalls, during dispatch
+    faults_worker.py OUT gloo|nccl                    # a rank dies, or stalls, during the all-to-all
+    faults_worker.py OUT symmetric                    # a rank is lost or late while tokens travel in shared memory
 
-torchtitan's own function parallelizes the experts. Every token's experts are given; the router only decides the scores.
+torchtitan's own function parallelizes a converted layer. Every token's experts are given; the router only decides the
+scores. All faults of a command run at the same time, with two ranks each: on a CPU, on a GPU each, or on one that they
+share. What rank 0 says, its libraries included, goes to ``OUT/<fault>.err``.
 """
 
+import faulthandler
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +26,19 @@ from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
 from experiments.reference import in_model, relative_error
 from tests.distributed.runner import check, end, start
-from tests.distributed.symmetric_faults_worker import report_ends
 from tests.processes import time_limit
 from titan_fp8moe import ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import base
+from titan_fp8moe.dispatch.symmetric import exchange, kernels
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 D, H, EXPERTS, TOP_K = 256, 128, 4, 2
 TIMEOUT = 5  # seconds a collective may wait for a lost rank
-SETUP = time_limit(60)  # and before
+LATE = round(time_limit(2.5))  # and a symmetric exchange, 5 where nothing else runs
+SETUP = time_limit(60)  # and both before
+SYMMETRIC_FAULTS = ("dies", "raises", "stalls", "late")
 WEIGHTS = ("w1", "w2", "w3")
 
 
@@ -168,52 +175,125 @@ def check_agreement(device: str, rank: int) -> None:
     check("the layer after that", layer().isfinite().all())
 
 
-def lose_rank(how: str, rank: int, out: Path, backend: str) -> None:
-    """Rank 1 dies or stalls when it is to send its rows. What rank 0 says, its libraries included, goes to a file."""
+def join(how: str, rank: int, out: Path, backend: str, cuda: bool) -> None:
+    """Begins a process of the fault ``how``."""
     if rank == 0:
         os.dup2(os.open(out / f"{how}.err", os.O_WRONLY | os.O_CREAT), 2)
-    device = "cuda" if backend == "nccl" else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+    faulthandler.dump_traceback_later(SETUP, exit=False)  # says where a rank hangs
+    if cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     # In a fork PyTorch 2.11 may fail where autograd's threads are the first to set theirs, all at once.
     torch.set_num_threads(1)
-    parallel.install()
     store = dist.FileStore(str(out / f"{how}.store"), 2)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=SETUP))
+
+
+def shorten_timeout(how: str, rank: int, out: Path, seconds: int) -> None:
+    """Kernels are compiled by now, on one rank earlier than on the other."""
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    if rank == 0:
+        (out / f"{how}.begin").touch()
+
+
+def lose_rank(how: str, rank: int, out: Path, backend: str) -> None:
+    """Rank 1 dies or stalls when it is to send its rows."""
+    device = "cuda" if backend == "nccl" else "cpu"
+    join(how, rank, out, backend, device == "cuda")
+    parallel.install()
     moe = make_layer(device, spread=True)
     x, experts, dout = torch.randn(8, D), torch.tensor([[0, 3]]).repeat(8, 1), torch.randn(8, D)
     batch = x.to(device), experts.to(device), dout.to(device)
     run(moe, *batch)
     if rank == 1:
-        exchange = ops.start_all_to_all
+        exchange_rows = ops.start_all_to_all
 
         def fault(rows: Tensor, *args):
             if rows.ndim == 2 and rows.shape[1] >= D:  # rows of tokens, not counts
                 if how == "stalls":
                     time.sleep(1000)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return exchange(rows, *args)
+            return exchange_rows(rows, *args)
 
         ops.start_all_to_all = fault
-    dist.barrier()
-    # Kernels are compiled by now, on one rank earlier than on the other.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
-    if rank == 0:
-        (out / f"{how}.begin").touch()
+    shorten_timeout(how, rank, out, TIMEOUT)
     run(moe, *batch)
     if device == "cuda":
         torch.cuda.synchronize()
 
 
+def symmetric_layer(device: str) -> Tensor:
+    torch.manual_seed(0)
+    x, dout = torch.randn(8, 128, device=device), torch.randn(8, 128, device=device)
+    weights = [torch.randn(2, 128, 128, device=device).requires_grad_() for _ in range(3)]
+    ids, scores = torch.tensor([[0, 3]], device=device).repeat(8, 1), torch.rand(8, 2, device=device)
+    config = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2)
+    out = routed_experts(x, *weights, ids, scores, config=config, ep_group=dist.group.WORLD)
+    out.backward(dout)
+    return torch.cat([out, *[w.grad.flatten(0, 1) for w in weights]])
+
+
+def inject(how: str, device: str) -> None:
+    """Makes this rank fail in the place of the combine of the next layer."""
+    impl = kernels if device == "cuda" else exchange
+    push_sums = impl.push_sums
+
+    def fault(*args):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if how == "raises":
+            raise ValueError("of this rank alone")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000 if how == "stalls" else LATE / 2)
+        push_sums(*args)
+
+    impl.push_sums = fault
+
+
+def lose_symmetric_rank(how: str, rank: int, out: Path, device: str) -> None:
+    join(how, rank, out, "gloo", device == "cuda")
+    want = symmetric_layer(device).cpu()
+    if rank == 1:
+        inject(how, device)
+    shorten_timeout(how, rank, out, LATE)
+    got = symmetric_layer(device).cpu()
+    assert how == "late" and torch.equal(got, want)
+    print("the result is right", file=sys.stderr, flush=True)
+    os._exit(0)
+
+
 def lose_ranks(out: Path, backend: str) -> None:
-    """Both ways at the same time; with gloo in forks of this process, since imports take longer than the test."""
-    context = torch.multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
+    """On a CPU in forks of this process, since imports take longer than the test."""
+    symmetric, cuda = backend == "symmetric", torch.cuda.is_available()
+    target, last = (lose_symmetric_rank, "cuda" if cuda else "cpu") if symmetric else (lose_rank, backend)
+    context = torch.multiprocessing.get_context("spawn" if cuda else "fork")
     processes = {
-        (how, rank): context.Process(target=lose_rank, args=(how, rank, out, backend), daemon=True)
-        for how in ("dies", "stalls")
+        (how, rank): context.Process(target=target, args=(how, rank, out, last), daemon=True)
+        for how in (SYMMETRIC_FAULTS if symmetric else ("dies", "stalls"))
         for rank in range(2)
     }
-    report_ends(processes, out, SETUP + 20 * TIMEOUT)
+    report_ends(processes, out, SETUP + (4 * LATE if symmetric else 20 * TIMEOUT))
+
+
+def report_ends(processes: dict[tuple[str, int], Any], out: Path, limit: float) -> None:
+    """Runs processes by fault and rank, and says how each rank 0 has ended, and how long after ``<fault>.begin``."""
+    for process in processes.values():
+        process.start()
+    faults = {how for how, _ in processes}
+    begun, ended, deadline = {}, {}, time.monotonic() + limit
+    while len(ended) < len(faults) and time.monotonic() < deadline:
+        now = time.monotonic()
+        for how in faults:
+            if how not in begun and (out / f"{how}.begin").exists():
+                begun[how] = now
+            if how not in ended and processes[how, 0].exitcode is not None:
+                ended[how] = now
+                seconds = now - begun.get(how, float("nan"))
+                print(f"{how}: rank 0 ended with {processes[how, 0].exitcode} after {seconds:.1f} s", flush=True)
+        time.sleep(0.05)
+    for process in processes.values():
+        process.kill()
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import faulthandler
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,21 @@ def wrong_fp8_tensors(model: nn.Module, adapter: Any, precision: torch.dtype = t
 
     held = {name for names in gather_list(list(own)) for name in names}
     return sorted(wrong(gathered) | wrong(own) | (want.keys() ^ gathered.keys()) | (want.keys() ^ held))
+
+
+def batches(
+    dims: Any, global_batch: int, length: int, size: int, vocabulary: int
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Inputs and labels of this rank's microbatches of ``size`` sequences. Each rank has contiguous rows of the global
+    batch. Tokens are skewed, so that experts are unequal. ``dims``: torchtitan's ParallelDims."""
+    generator, rank, ranks = torch.Generator().manual_seed(0), 0, 1
+    if dims.dp_enabled:
+        mesh = dims.get_mesh("batch")
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+    while True:
+        tokens = (torch.rand(global_batch, length + 1, generator=generator) ** 3 * vocabulary).long()
+        for micro in tokens.chunk(ranks)[rank].split(size):
+            yield micro[:, :-1].contiguous(), micro[:, 1:].contiguous()
 
 
 def start() -> str:

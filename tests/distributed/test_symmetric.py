@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.symmetric_faults_worker import FAULTS
+from tests.distributed.faults_worker import SYMMETRIC_FAULTS
 from tests.processes import assert_ends, run_checks, run_script
 
 ROUTINGS = {"cpu": 10, "cuda": 230}
@@ -30,7 +30,7 @@ def test_layers_on_one_gpu(on_one_gpu, connections, monkeypatch):
 
 
 # Rank 0's exit code and last words. On a GPU the kernel traps, and the message follows CUDA's error.
-ENDS = {how: (1, r"for ranks \[1\]. They have died, raised an error") for how in FAULTS} | {
+ENDS = {how: (1, r"for ranks \[1\]. They have died, raised an error") for how in SYMMETRIC_FAULTS} | {
     "late": (0, "the result is right")
 }
 
@@ -39,7 +39,8 @@ ENDS = {how: (1, r"for ranks \[1\]. They have died, raised an error") for how in
 def test_lost_and_late_ranks(tmp_path, device, on_one_gpu):
     if device == "cuda" and torch.cuda.device_count() == 1:
         pytest.skip("needs two GPUs: on one that ranks share, the survivor's kernel has hung, past its own timeout")
-    done = run_script("tests/distributed/symmetric_faults_worker.py", tmp_path, gpu=device == "cuda", seconds=150)
+    command = "tests/distributed/faults_worker.py", tmp_path, "symmetric"
+    done = run_script(*command, gpu=device == "cuda", seconds=150)
     for how, (code, message) in ENDS.items():
         codes = "(?:1|-6)" if code and device == "cuda" else code  # CUDA may abort the process in its last moments
         assert_ends(done, tmp_path, how, codes, message)

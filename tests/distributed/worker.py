@@ -32,7 +32,7 @@ from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_paral
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
 from tests.distributed.cases import BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, STEPS
-from tests.distributed.runner import gather, gather_list, run_all, start, whole, wrong_fp8_tensors
+from tests.distributed.runner import batches, gather, gather_list, run_all, start, whole, wrong_fp8_tensors
 from titan_fp8moe.torchtitan.cpu import _dense_attention
 from titan_fp8moe.trainer.plan import plain_name
 
@@ -43,20 +43,10 @@ class RecordingTrainer(torchtitan.train.Trainer):
     """Feeds fixed random tokens and keeps the gradients of the first step."""
 
     def batch_generator(self, data_iterable):
-        generator = torch.Generator().manual_seed(0)
-        dims = self.parallel_dims
-        rank, ranks = (0, 1)
-        if dims.dp_enabled:
-            mesh = dims.get_mesh("batch")
-            rank, ranks = mesh.get_local_rank(), mesh.size()
-        local_batch, length = self.job_config.training.local_batch_size, self.job_config.training.seq_len
-        while True:
-            # A skewed distribution, so that experts and tokens are unequal.
-            tokens = (torch.rand(GLOBAL_BATCH, length + 1, generator=generator) ** 3 * VOCAB).long()
-            # Token (microbatch, rank) order: each rank's rows are contiguous in the global batch.
-            mine = tokens.chunk(ranks)[rank]
-            for micro in mine.split(local_batch):
-                yield {"input": micro[:, :-1]}, micro[:, 1:]
+        training = self.job_config.training
+        sizes = GLOBAL_BATCH, training.seq_len, training.local_batch_size, VOCAB
+        for inputs, labels in batches(self.parallel_dims, *sizes):
+            yield {"input": inputs}, labels
 
     def named_parameters(self):
         for part in self.model_parts:

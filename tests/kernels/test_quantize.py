@@ -109,10 +109,15 @@ def test_dequantize_rows(generator, M, K, end):
         assert (out[end:].view(torch.uint8) == 0xA5).all()
 
 
-def check_operands(weights, make):
+def joined(weights):
+    """The recipe's codes and scales of the weights, one after the other."""
     quantized = [recipe.quantize_weight(w) for w in weights]
-    want, want_scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in zip(*quantized, strict=True))
-    want, want_scale = want.view(recipe.FP8), want_scale.view(recipe.E8M0)
+    q, scale = (torch.cat([t.view(torch.uint8) for t in ts], 1) for ts in zip(*quantized, strict=True))
+    return q.view(recipe.FP8), scale.view(recipe.E8M0)
+
+
+def check_operands(weights, make):
+    want, want_scale = joined(weights)
     for plain, transposed in ((True, True), (True, False), (False, True)):
         q, q_t, scale = make(plain, transposed)
         assert_same_bits(scale, want_scale)
@@ -191,8 +196,7 @@ def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
     if turned:
         as_stored = [w.transpose(1, 2).contiguous() for w in weights]
         weights = [w.transpose(1, 2) for w in as_stored]
-    q, q_t, scale = quantize.quantize_weight(weights, True, True)
-    q, q_t, scale = (torch.empty_like(t) for t in (q, q_t, scale))
+    q, q_t, scale = map(torch.empty_like, quantize.quantize_weight(weights, True, True))
     state = torch.zeros(recipe.STATE_HEADER + len(weights) * recipe.num_samples(weights[0]), dtype=torch.int32)
     state[0] = -1
     state = state.to(q.device)
@@ -203,7 +207,8 @@ def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
     def refresh(steps, force, want, transposed=q_t, generation=None):
         nonlocal operands, kept
         if want:
-            operands = quantize.quantize_weight(weights, True, True)
+            codes, scales = joined(weights)
+            operands = codes, codes.view(torch.uint8).mT, scales
         number, made = quantize.refresh_weight(weights, q, transposed, scale, state, steps, force, generation).tolist()
         changed, kept = recipe.seen_weights(as_stored, kept, steps, force, generation)
         assert made == changed == want and number == kept[1]

@@ -34,7 +34,7 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-from tests.distributed.runner import gather, gather_list, run_all, whole, wrong_fp8_tensors
+from tests.distributed.runner import batches, gather, gather_list, run_all, whole, wrong_fp8_tensors
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import metrics, parallel
@@ -156,26 +156,16 @@ CONVERTED = {
 }
 
 
-def batches(trainer: torchtitan.trainer.Trainer):
-    """Microbatches of this rank, in the order of the global batch; skewed tokens, so that experts are unequal."""
-    generator, dims = torch.Generator().manual_seed(0), trainer.parallel_dims
-    rank, ranks = 0, 1
-    if dims.dp_enabled:
-        mesh = dims.get_mesh("batch")
-        rank, ranks = mesh.get_local_rank(), mesh.size()
-    config = trainer.config
-    length = config.training.seq_len
-    size = config.training.local_batch_size
+def data_of(trainer: torchtitan.trainer.Trainer):
+    config, dims = trainer.config, trainer.parallel_dims
+    length, size = config.training.seq_len, config.training.local_batch_size
     if dims.pp_enabled:
         size = config.parallelism.pipeline_parallel_microbatch_size
-    while True:
-        tokens = (torch.rand(GLOBAL_BATCH, length + 1, generator=generator) ** 3 * VOCAB).long()
-        for micro in tokens.chunk(ranks)[rank].split(size):
-            positions = torch.arange(length).expand(micro.shape[0], -1)
-            batch = {"input": micro[:, :-1].contiguous(), "positions": positions}
-            if config.model_spec.name == "qwen3_5":
-                batch["special_tokens"] = dict.fromkeys(("image_id", "video_id"), VOCAB)  # none
-            yield batch, micro[:, 1:].contiguous()
+    for inputs, labels in batches(dims, GLOBAL_BATCH, length, size, VOCAB):
+        batch = {"input": inputs, "positions": torch.arange(length).expand(inputs.shape[0], -1)}
+        if config.model_spec.name == "qwen3_5":
+            batch["special_tokens"] = dict.fromkeys(("image_id", "video_id"), VOCAB)  # none
+        yield batch, labels
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +208,7 @@ def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
     torchtitan.trainer.dist_utils.clip_grad_norm_ = clip_and_record
     trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
     try:
-        data = batches(trainer)
+        data = data_of(trainer)
         for trainer.step in range(1, steps + 1):
             trainer.train_step(data)
             if trainer.step == 1:
