@@ -1,6 +1,7 @@
 """What the routed experts of both torchtitan adapters have in common: parameters by torchtitan's names, and a place."""
 
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,8 @@ from titan_fp8moe.spec import ExpertSpec
 _NOT_FSDP = {"ep", "tp", "etp", "pp", "dp_replicate"}
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True)
+class Placement:
     """The part of FSDP in a layer's routed experts, as the job decides when it is converted.
 
     Attributes:
