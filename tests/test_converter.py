@@ -10,8 +10,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 from torchtitan.models.gpt_oss.model import moe as gpt_oss_moe
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE, TokenReorderer
@@ -240,29 +244,28 @@ class Mesh(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "setting", "as_list", "shards", "gathers"),
+    ("sizes", "setting", "shards", "gathers"),
     [
-        ((1,), True, False, True, False),
-        ((2,), True, False, True, True),
-        ((2, 1), True, False, True, False),  # over replicas alone FSDP gathers nothing
-        ((1, 2), True, True, True, True),
-        ((2,), False, False, True, False),
-        ((2,), True, False, False, False),  # FSDP leaves them alone
+        ((1,), True, True, False),
+        ((2,), True, True, True),
+        ((2, 1), True, True, False),  # over replicas alone FSDP gathers nothing
+        ((1, 2), True, True, True),
+        ((2,), False, True, False),
+        ((2,), True, False, False),  # FSDP leaves them alone
     ],
 )
-def test_experts_are_gathered_in_fp8_where_fsdp_shards_them(monkeypatch, sizes, setting, as_list, shards, gathers):
-    config = make_config(*[GATHER] * setting)
-    model = convert(config, make_model(config))
-    block, gathered = model.layers["1"], []
-    monkeypatch.setattr(Fp8FlowGroupedExperts, "gather_in_fp8", lambda self: gathered.append(self))
-
-    def shard(module, **kwargs):
+def test_experts_are_gathered_in_fp8_where_fsdp_shards_them(sizes, setting, shards, gathers):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
+    try:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp")[-len(sizes) :])
+        config = make_config(*[GATHER] * setting)
+        experts = convert(config, make_model(config)).layers["1"].moe.experts
         if shards:
-            block.moe.experts.w1 = nn.Parameter(block.moe.experts.w1)  # FSDP replaces what it shards
-
-    monkeypatch.setattr(parallel.fsdp, "fully_shard", shard)
-    parallel.fully_shard([model.norm, block] if as_list else block, mesh=Mesh(sizes))
-    assert gathered == [block.moe.experts] * gathers
+            fully_shard(experts, mesh=mesh)
+        experts.to_empty(device="cpu")
+        assert experts.gathers_fp8 == gathers
+    finally:
+        dist.destroy_process_group()
 
 
 def test_train_spec_can_be_ones_own(monkeypatch: pytest.MonkeyPatch):
