@@ -132,6 +132,8 @@ def test_other_machines_without_a_gpu_do(monkeypatch, caplog, built_for, visible
 def test_another_release_is_refused(monkeypatch, adapter, release, said):
     """Before the adapter changes anything, with the name of the one to use or of the extra."""
     monkeypatch.setattr(versions, "installed", lambda _: release)
+    if release is None:
+        monkeypatch.setitem(sys.modules, "torchtitan", None)
     monkeypatch.delitem(sys.modules, f"titan_fp8moe.{adapter}", raising=False)
     with pytest.raises(ImportError, match=said):
         importlib.import_module(f"titan_fp8moe.{adapter}")

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 
 RANK = re.compile(r"^(\[\w+\]:\s*)+")  # what torchrun and torchtitan put before a rank's lines
 EXCEPTION = re.compile(r"^\s*(?:\w+\.)*(\w*(?:Error|Exception)|error): (.+)")
-
 REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/.*\] failed \(exitcode")
 
 

@@ -8,6 +8,7 @@
 All other changes to torchtitan and PyTorch wait for a converter that converts something.
 """
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,9 +16,9 @@ import torch
 
 from titan_fp8moe.versions import installed, warn_about_versions
 
-if (RELEASE := installed("torchtitan")) is None:
+if importlib.util.find_spec("torchtitan") is None:
     raise ImportError("titan_fp8moe.torchtitan needs torchtitan 0.2.2: pip install -e '.[torchtitan]' in a checkout")
-if RELEASE.startswith("0.3"):
+if (RELEASE := installed("torchtitan") or "").startswith("0.3"):  # none of a checkout that is not installed
     raise ImportError(
         f"titan_fp8moe.torchtitan is for torchtitan 0.2.2, but {RELEASE} is installed; use titan_fp8moe.torchtitan03, "
         "or install '.[torchtitan]'"
