@@ -155,3 +155,19 @@ def test_one_exchange_at_a_time():
     at.begin()
     with pytest.raises(RuntimeError, match="two layers are in flight"):
         at.begin()
+
+
+def test_a_transfer_ends_before_the_memory_of_an_interrupted_layer(monkeypatch):
+    class Owner:
+        pass
+
+    (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
+    joined = []
+    monkeypatch.setattr(at, "join", lambda: joined.append(at.in_flight))
+    for ended in (True, False):
+        at.begin()
+        at.owned_by(owner := Owner())
+        if ended:
+            at.end()
+        del owner
+    assert joined == [True]
