@@ -259,6 +259,23 @@ def test_rows_are_for_what_arrives(mesh, monkeypatch, counts, rows):
     assert same(*outs)
 
 
+def test_rows_from_shared_memory_are_freed(mesh, monkeypatch):
+    """Rows in expert order after GEMM 1, as with an all-to-all: nothing holds them until the sums travel."""
+    rows, alive, gemm = [], [], ops.grouped_mm
+
+    def watched(q, *args):
+        alive.append([not ref.expired() for ref in rows])
+        rows.append(StorageWeakRef(q.untyped_storage()))
+        return gemm(q, *args)
+
+    monkeypatch.setattr(ops, "grouped_mm", watched)
+    scores, ids = torch.rand(8, 4).topk(2)
+    weights = [torch.randn(4, 128, 128) for _ in range(3)]
+    config = Fp8FlowMoEConfig(dispatch="symmetric")
+    routed_experts(torch.randn(8, 128), *weights, ids, scores, config=config, ep_group=mesh.get_group())
+    assert alive == [[], [False]]
+
+
 @pytest.mark.parametrize(("recompute", "exchanged"), [("activation", True), ("experts", True), ("experts", False)])
 def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchanged):
     """Rows in expert order after GEMM 1, in the forward and where the backward repeats it; arrived gradients before the

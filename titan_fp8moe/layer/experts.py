@@ -137,7 +137,7 @@ def _routed_experts_forward(
         rows = tokens.receive(pending or tokens.send(Rows(q[:T], scale[:T])), [])
         # Shared experts read the same rows, of which there are R, if tokens stay.
         kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
-        del q, scale
+        del q, scale, pending
         biases = Biases(b1, b2, b3) if spec.expert.biased else None
         lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters, spec.expert)
         ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora, x_TD.shape[1])
