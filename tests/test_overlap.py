@@ -22,7 +22,8 @@ from experiments.reference import relative_error
 from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import Route
-from titan_fp8moe.dispatch.all_to_all import GRADIENTS_NEEDED, AllToAllDispatch
+from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
+from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED
 from titan_fp8moe.layer import experts, run
 from titan_fp8moe.layer.experts import InFlight, Inputs
 from titan_fp8moe.layer.saved import LayerSpec

@@ -26,7 +26,9 @@ the routed experts, and their results join the same sums.
 
 A dispatch that overlaps ends its forward in a second function, which begins its backward. The shared experts run there,
 and ``meanwhile`` runs between the two functions, in both directions. The weight gradients run while the backward's
-``send_back`` travels. :class:`InFlight` carries tensors from the second function's backward to the first's.
+``send_back`` travels. :class:`InFlight` carries tensors from the second function's backward to the first's. The second
+function frees the forward's payload as soon as it is summed, since checkpointing may keep the tensor. In a backward the
+payloads go with their last reference.
 """
 
 import functools
@@ -41,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.dispatch import Pairs
-from titan_fp8moe.dispatch.base import Pending, Returned
+from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Pending, Returned
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
@@ -219,10 +221,11 @@ def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
 
 
 def _signature(spec: LayerSpec, inputs: Inputs, needs: Inputs) -> int:
-    """31 bits: a checksum of all that a group's ranks must have in common, and whether this one needs gradients."""
+    """31 bits: a checksum of the settings that a group's ranks must have in common, and whether this one needs
+    gradients. Signatures travel with the dispatch counts, which already need one backend and equally many experts."""
     x, top_k, shared = inputs.x, inputs.topk_ids.shape[1], spec.shared
     common = _checksum(x.shape[1], x.dtype, top_k, *spec.backward, *spec.expert, shared) >> 2
-    return common << 1 | bool(needs.x or needs.topk_scores)  # GRADIENTS_NEEDED
+    return common << 1 | (GRADIENTS_NEEDED if needs.x or needs.topk_scores else 0)
 
 
 @torch.compiler.assume_constant_result
