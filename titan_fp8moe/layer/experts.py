@@ -395,15 +395,9 @@ class _Backward:
         self.ffn = FFN(spec.expert, spec.backward, routing, nans, self.biases, lora, dim)
 
     def start(self, dout_TD: Tensor, shared_read: Read | None) -> None:
-        spec, nans = self.spec, self.nans
-        rows, group_dy = _cast_gradient(dout_TD, spec.shared, nans)
-        self.started = Started(pending := self.tokens.send(rows))
-        if group_dy is not None:
-            if torch.compiler.is_compiling() and pending.extra is not None:
-                group_dy = group_dy._replace(scale=ops.after(group_dy.scale, [pending.extra]))
-            T, with_dx = dout_TD.shape[0], self.needs.x
-            self.shared = shared = _shared_backward(self.saved, spec, shared_read, group_dy, with_dx, nans, T)
-            self.started = self.started._replace(shared_dx_RD=shared.dx_RD, shared_ds_T=shared.ds_T)
+        self.started, self.shared = _start(
+            self.tokens, dout_TD, self.spec, self.saved, shared_read, self.needs.x, self.nans
+        )
 
     def hidden(self, read: Read | None, dout: Tensor) -> None:
         spec, ffn, tokens = self.spec, self.ffn, self.tokens
@@ -459,13 +453,25 @@ def _local(inputs: Inputs) -> tuple[Inputs, tuple[Any, Any] | None]:
     return local, ((w1._spec, w2._spec, w3_spec), of_biases)
 
 
-def _cast_gradient(dout_TD: Tensor, shared: str, nans: NanFlags) -> tuple[Rows, Rows | None]:
-    """The layer's second cast: the rows to send, and for shared experts the same as one group."""
-    if not shared:
-        return Rows(*ops.quantize_rows(dout_TD, nans.dy)), None
-    q, scale, scale_t, _ = ops.quantize_group(dout_TD, nans.dy)
+def _start(
+    tokens: dispatch.Dispatch,
+    dout_TD: Tensor,
+    spec: LayerSpec,
+    saved: Saved,
+    read: Read | None,
+    with_dx: bool,
+    nans: NanFlags,
+) -> tuple[Started, "_SharedBackward | None"]:
+    """The layer's second cast; sends the rows, beside which the shared experts' backward runs."""
+    if not spec.shared:
+        return Started(tokens.send(Rows(*ops.quantize_rows(dout_TD, nans.dy)))), None
     T = dout_TD.shape[0]
-    return Rows(q[:T], scale[:T]), Rows(q, scale_t)
+    q, scale, scale_t, _ = ops.quantize_group(dout_TD, nans.dy)
+    pending = tokens.send(Rows(q[:T], scale[:T]))
+    if torch.compiler.is_compiling() and pending.extra is not None:
+        scale_t = ops.after(scale_t, [pending.extra])
+    shared = _shared_backward(saved, spec, read, Rows(q, scale_t), with_dx, nans, T)
+    return Started(pending, shared.dx_RD, shared.ds_T), shared
 
 
 class _SharedBackward(NamedTuple):
@@ -543,14 +549,9 @@ class Finish(torch.autograd.Function):
         experts_node, _ = ctx.next_functions[0]
         saved = Saved.unpack(layout(spec, "shared_weights", *_HANDED, *_FINISHED), ctx.saved_tensors)
         tokens = spec.dispatch.resume(saved.state, None, spec.route, ctx.dim)
-        dout_rows, group_dy = _cast_gradient(dout_TD, spec.shared, nans)
-        in_flight.started = Started(tokens.send(dout_rows))
-        shared_dw = NO_WEIGHTS
-        if group_dy is not None:
-            shared = _shared_backward(saved, spec, ctx.read, group_dy, in_flight.needs_dx, nans, dout_TD.shape[0])
-            del saved
-            in_flight.started = in_flight.started._replace(shared_dx_RD=shared.dx_RD, shared_ds_T=shared.ds_T)
-            shared_dw = shared.weight_grads(needs.shared)
+        in_flight.started, shared = _start(tokens, dout_TD, spec, saved, ctx.read, in_flight.needs_dx, nans)
+        del saved
+        shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
         # needs_input_grad is no answer: torch.autograd.grad may ask for the shared experts' gradients only.
         if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
             ops.wait(cast(Tensor, in_flight.take().pending.rows))  # other ranks may need the gradients
