@@ -25,7 +25,8 @@ from experiments.reference import relative_error
 from titan_fp8moe import SharedExperts, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import Route
-from titan_fp8moe.dispatch.all_to_all import GRADIENTS_NEEDED, AllToAllDispatch
+from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
+from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED
 from titan_fp8moe.layer import experts, run
 from titan_fp8moe.layer.experts import InFlight, Inputs
 from titan_fp8moe.layer.saved import LayerSpec
@@ -260,6 +261,23 @@ def test_rows_are_for_what_arrives(mesh, monkeypatch, counts, rows):
         outs.append((out.detach(), leaf.grad))
     assert sizes[:2] == [rows, rows]
     assert same(*outs)
+
+
+def test_rows_from_shared_memory_are_freed(mesh, monkeypatch):
+    """Rows in expert order after GEMM 1, as with an all-to-all: nothing holds them until the sums travel."""
+    rows, alive, gemm = [], [], ops.grouped_mm
+
+    def watched(q, *args):
+        alive.append([not ref.expired() for ref in rows])
+        rows.append(StorageWeakRef(q.untyped_storage()))
+        return gemm(q, *args)
+
+    monkeypatch.setattr(ops, "grouped_mm", watched)
+    scores, ids = torch.rand(8, 4).topk(2)
+    weights = [torch.randn(4, 128, 128) for _ in range(3)]
+    config = Fp8FlowMoEConfig(dispatch="symmetric")
+    routed_experts(torch.randn(8, 128), *weights, ids, scores, config=config, ep_group=mesh.get_group())
+    assert alive == [[], [False]]
 
 
 @pytest.mark.parametrize(("recompute", "exchanged"), [("activation", True), ("experts", True), ("experts", False)])

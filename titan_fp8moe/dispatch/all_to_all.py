@@ -13,12 +13,9 @@ from torch import Tensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch import base
-from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, in_expert_order
+from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Pairs, Pending, Returned, Route, in_expert_order
 from titan_fp8moe.recipe import ROW_ALIGN, row_capacity
 from titan_fp8moe.rows import Routing, RowBias, Rows
-
-GRADIENTS_NEEDED = 1
-"""The bit of the signature in which ranks may differ: the rank needs gradients of the layer's input or scores."""
 
 
 class State(NamedTuple):

@@ -20,6 +20,9 @@ from titan_fp8moe import ops
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.rows import Routing, RowBias, Rows
 
+GRADIENTS_NEEDED = 1
+"""The bit of a signature in which ranks may differ: the rank needs gradients of the layer's input or scores."""
+
 
 class Route(NamedTuple):
     """Over which ranks a layer's tokens travel, and how; by default they stay.
@@ -50,7 +53,8 @@ class Pending(NamedTuple):
     """A transfer that has been started, or the tensors themselves where they stay.
 
     Attributes:
-        rows: the payload in flight, or rows that stay; None for gradients of tokens that nobody needs.
+        rows: the payload in flight, which :func:`titan_fp8moe.ops.wait` waits for, or rows that stay; None for
+            gradients of tokens that nobody needs. The layer drops it after ``receive`` or ``finish``.
         extra: what goes with rows that stay: scales of quantized rows, or gradients of scores.
         with_gradients: whether gradients of scores come back too.
     """
@@ -76,11 +80,17 @@ class Dispatch(Protocol):
         Tokens: the record of one row per token that arrived, of which the weight gradients are made.
         description: for logs.
         travels: whether tokens leave the rank. If not, nothing is in flight, and arriving tokens are the rank's own.
-        overlaps: whether a forward ends in an autograd node of its own, so that the caller's work runs meanwhile.
-        syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs.
+        overlaps: whether a forward ends in an autograd node of its own, so that the caller's work runs meanwhile. See
+            below for what this asks of a backend.
+        syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs. The
+            adapters ask for this only, so a backend that overlaps says so too: its two nodes run eagerly.
         single_node: whether all ranks must be on one node.
         bounded: whether buffers have a fixed size; :func:`titan_fp8moe.check_room` then raises if it did not suffice.
         state, routing, kept: of the experts of this rank; in a forward, after :meth:`receive`.
+
+    With ``overlaps`` the second node of a forward gets ``rows`` of :meth:`send_back`'s result alone. It resumes a
+    dispatch without a routing, calls :meth:`finish`, and frees the memory of ``rows``, which nothing else may need.
+    In a backward the second node sends, and the first receives from another instance.
     """
 
     State: ClassVar[type]
@@ -101,7 +111,7 @@ class Dispatch(Protocol):
         """Starts a forward's dispatch.
 
         Args:
-            signature: 31 bits that differ between ranks if their settings do.
+            signature: 31 bits that differ between ranks if their settings do, apart from :data:`GRADIENTS_NEEDED`.
             check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
         """
         ...

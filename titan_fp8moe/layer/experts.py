@@ -26,7 +26,9 @@ the routed experts, and their results join the same sums.
 
 A dispatch that overlaps ends its forward in a second function, which begins its backward. The shared experts run there,
 and ``meanwhile`` runs between the two functions, in both directions. The weight gradients run while the backward's
-``send_back`` travels. :class:`InFlight` carries tensors from the second function's backward to the first's.
+``send_back`` travels. :class:`InFlight` carries tensors from the second function's backward to the first's. The second
+function frees the forward's payload as soon as it is summed, since checkpointing may keep the tensor. In a backward the
+payloads go with their last reference.
 """
 
 import functools
@@ -41,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.dispatch import Pairs
-from titan_fp8moe.dispatch.base import Pending, Returned
+from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Pending, Returned
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
@@ -137,7 +139,7 @@ def _routed_experts_forward(
         rows = tokens.receive(pending or tokens.send(Rows(q[:T], scale[:T])), [])
         # Shared experts read the same rows, of which there are R, if tokens stay.
         kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
-        del q, scale
+        del q, scale, pending
         biases = Biases(b1, b2, b3) if spec.expert.biased else None
         lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters, spec.expert)
         ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora, x_TD.shape[1])
@@ -219,10 +221,11 @@ def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
 
 
 def _signature(spec: LayerSpec, inputs: Inputs, needs: Inputs) -> int:
-    """31 bits: a checksum of all that a group's ranks must have in common, and whether this one needs gradients."""
+    """31 bits: a checksum of the settings that a group's ranks must have in common, and whether this one needs
+    gradients. Signatures travel with the dispatch counts, which already need one backend and equally many experts."""
     x, top_k, shared = inputs.x, inputs.topk_ids.shape[1], spec.shared
     common = _checksum(x.shape[1], x.dtype, top_k, *spec.backward, *spec.expert, shared) >> 2
-    return common << 1 | bool(needs.x or needs.topk_scores)  # GRADIENTS_NEEDED
+    return common << 1 | (GRADIENTS_NEEDED if needs.x or needs.topk_scores else 0)
 
 
 @torch.compiler.assume_constant_result
@@ -392,15 +395,9 @@ class _Backward:
         self.ffn = FFN(spec.expert, spec.backward, routing, nans, self.biases, lora, dim)
 
     def start(self, dout_TD: Tensor, shared_read: Read | None) -> None:
-        spec, nans = self.spec, self.nans
-        rows, group_dy = _cast_gradient(dout_TD, spec.shared, nans)
-        self.started = Started(pending := self.tokens.send(rows))
-        if group_dy is not None:
-            if torch.compiler.is_compiling() and pending.extra is not None:
-                group_dy = group_dy._replace(scale=ops.after(group_dy.scale, [pending.extra]))
-            T, with_dx = dout_TD.shape[0], self.needs.x
-            self.shared = shared = _shared_backward(self.saved, spec, shared_read, group_dy, with_dx, nans, T)
-            self.started = self.started._replace(shared_dx_RD=shared.dx_RD, shared_ds_T=shared.ds_T)
+        self.started, self.shared = _start(
+            self.tokens, dout_TD, self.spec, self.saved, shared_read, self.needs.x, self.nans
+        )
 
     def hidden(self, read: Read | None, dout: Tensor) -> None:
         spec, ffn, tokens = self.spec, self.ffn, self.tokens
@@ -456,13 +453,25 @@ def _local(inputs: Inputs) -> tuple[Inputs, tuple[Any, Any] | None]:
     return local, ((w1._spec, w2._spec, w3_spec), of_biases)
 
 
-def _cast_gradient(dout_TD: Tensor, shared: str, nans: NanFlags) -> tuple[Rows, Rows | None]:
-    """The layer's second cast: the rows to send, and for shared experts the same as one group."""
-    if not shared:
-        return Rows(*ops.quantize_rows(dout_TD, nans.dy)), None
-    q, scale, scale_t, _ = ops.quantize_group(dout_TD, nans.dy)
+def _start(
+    tokens: dispatch.Dispatch,
+    dout_TD: Tensor,
+    spec: LayerSpec,
+    saved: Saved,
+    read: Read | None,
+    with_dx: bool,
+    nans: NanFlags,
+) -> tuple[Started, "_SharedBackward | None"]:
+    """The layer's second cast; sends the rows, beside which the shared experts' backward runs."""
+    if not spec.shared:
+        return Started(tokens.send(Rows(*ops.quantize_rows(dout_TD, nans.dy)))), None
     T = dout_TD.shape[0]
-    return Rows(q[:T], scale[:T]), Rows(q, scale_t)
+    q, scale, scale_t, _ = ops.quantize_group(dout_TD, nans.dy)
+    pending = tokens.send(Rows(q[:T], scale[:T]))
+    if torch.compiler.is_compiling() and pending.extra is not None:
+        scale_t = ops.after(scale_t, [pending.extra])
+    shared = _shared_backward(saved, spec, read, Rows(q, scale_t), with_dx, nans, T)
+    return Started(pending, shared.dx_RD, shared.ds_T), shared
 
 
 class _SharedBackward(NamedTuple):
@@ -540,14 +549,9 @@ class Finish(torch.autograd.Function):
         experts_node, _ = ctx.next_functions[0]
         saved = Saved.unpack(layout(spec, "shared_weights", *_HANDED, *_FINISHED), ctx.saved_tensors)
         tokens = spec.dispatch.resume(saved.state, None, spec.route, ctx.dim)
-        dout_rows, group_dy = _cast_gradient(dout_TD, spec.shared, nans)
-        in_flight.started = Started(tokens.send(dout_rows))
-        shared_dw = NO_WEIGHTS
-        if group_dy is not None:
-            shared = _shared_backward(saved, spec, ctx.read, group_dy, in_flight.needs_dx, nans, dout_TD.shape[0])
-            del saved
-            in_flight.started = in_flight.started._replace(shared_dx_RD=shared.dx_RD, shared_ds_T=shared.ds_T)
-            shared_dw = shared.weight_grads(needs.shared)
+        in_flight.started, shared = _start(tokens, dout_TD, spec, saved, ctx.read, in_flight.needs_dx, nans)
+        del saved
+        shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
         # needs_input_grad is no answer: torch.autograd.grad may ask for the shared experts' gradients only.
         if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
             ops.wait(cast(Tensor, in_flight.take().pending.rows))  # other ranks may need the gradients

@@ -1,8 +1,10 @@
 """The GEMM operands that are made of weights, and the quantized copies of weights that a module keeps.
 
-A weight is quantized in each direction, from the tensor that FSDP has just gathered. A module with a
-:class:`WeightCache` keeps the copies, for the microbatches of a step, or for good where weights are frozen. The buffers
-are made once and refreshed in place, so that graphs find them where they were.
+:func:`forward_operands` and :func:`backward_operands` quantize a weight, from the tensor that FSDP has just gathered.
+With ``fp8_all_gather`` each rank has quantized its shard before (:mod:`titan_fp8moe.layer.fp8_gather`). A module with a
+:class:`WeightCache` (:func:`titan_fp8moe.nn.modules.cache_of`) keeps the copies, for the microbatches of a step, or for
+good where weights are frozen. The buffers are made once and refreshed in place, so that graphs find them where they
+were.
 
 **Copies have an identity.** Each time that copies are made, they get a new generation. A forward returns the number of
 those that it read, and autograd keeps it with an alias of the weights. A backward that finds another number makes the

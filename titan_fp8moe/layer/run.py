@@ -35,6 +35,7 @@ class Experts(NamedTuple):
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
         cache: keeps quantized copies of the weights; None where nothing is kept.
         frozen: none of the weights is trained.
+        biases, lora: None for experts that have none. :func:`run_layer` notes biases in ``expert``.
         check_ids: refuse ids that are no expert's; else they count as -1.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
     """
@@ -188,15 +189,16 @@ def run_layer(
     pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
     inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)
     refuse_export(inputs.flatten())
-    if not spec.dispatch.overlaps:
+    if spec.dispatch.overlaps:
+        in_flight = in_flight_eagerly(x_TD.device)
+        start = inputs._replace(shared=NO_WEIGHTS).flatten()
+        placeholder, payload, *handed = start_eagerly(*start, call, in_flight)
+        extra = None if meanwhile is None else meanwhile()
+        end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
+        out = finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
+    else:
         out = RoutedExperts.apply(*inputs.flatten(), call, None)
-        return out if meanwhile is None else _add(out, meanwhile())
-    in_flight = in_flight_eagerly(x_TD.device)
-    start = inputs._replace(shared=NO_WEIGHTS).flatten()
-    placeholder, payload, *handed = start_eagerly(*start, call, in_flight)
-    extra = None if meanwhile is None else meanwhile()
-    end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
-    out = finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
+        extra = None if meanwhile is None else meanwhile()
     return out if meanwhile is None else _add(out, extra)
 
 

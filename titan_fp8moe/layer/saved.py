@@ -10,8 +10,10 @@ so a new field is a new field of a record, and nothing else::
     lora                      the adapters' tensors, of a layer that has them
     state                     the dispatch's, from which its backward is resumed
     routing                   offsets_E, token_M, score_M, row_TK
-    tokens                    one quantized row per token that arrived, or its payload; none where weights are frozen
-    ffn                       h [h_scale] [a_q a_scale], nothing with recompute = "experts", no a of frozen weights
+    tokens                    one quantized row per token that arrived, or its payload, for GEMM 1 again and dW1; none
+                              where weights are frozen, unless recompute = "experts"
+    ffn                       h [h_scale]; with recompute = "none" and trained weights also a_q a_scale; nothing with
+                              recompute = "experts"
     copies, shared_copies     generations of the quantized weights that a module keeps
     shared_rows               this rank's tokens as one group; without expert parallelism they share q with ``tokens``;
                               with a gate of the shared experts also its scores

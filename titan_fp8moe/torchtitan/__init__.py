@@ -1,11 +1,13 @@
 """torchtitan 0.2.2 adapter. Set ``job.custom_config_module = "titan_fp8moe.torchtitan"``; importing this module
 
 * adds the ``[fp8_flow_moe]`` table to torchtitan's configuration (:class:`JobConfig`),
-* registers the model converter ``fp8_flow_moe`` and the flavors of :mod:`~titan_fp8moe.torchtitan.flavors`,
+* registers the model converter ``fp8_flow_moe``, and lets the container of converters warn of unused settings,
+* adds the flavors of :mod:`~titan_fp8moe.torchtitan.flavors`, and a validator to ``deepseek_v3`` and ``llama4``,
 * and, on a machine without a GPU, lets torchtitan train on the CPU (:mod:`~titan_fp8moe.torchtitan.cpu`), because its
   trainer asks for the device before it converts.
 
-All other changes to torchtitan and PyTorch wait for a converter that converts something.
+All other changes to torchtitan and PyTorch wait for a converter that converts something: see ``prepare_torchtitan`` in
+:mod:`~titan_fp8moe.torchtitan.converter`. :mod:`titan_fp8moe.patches` lists the changes of a process and undoes them.
 """
 
 import importlib.util

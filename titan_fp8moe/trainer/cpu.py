@@ -31,7 +31,8 @@ create_block_mask_on_cpu = functools.partial(create_block_mask, device="cpu")
 
 
 def use_cpu() -> None:
-    """Make torchtitan use the CPU and gloo in this process.
+    """Make torchtitan use the CPU and gloo in this process. The filter of the log stays where
+    :func:`titan_fp8moe.patches.undo_all` undoes the rest.
 
     Raises:
         RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.

@@ -1,11 +1,13 @@
 """The experts are spread over the ranks of one node, which read and write each other's memory.
 
 Tokens and sums are those of :mod:`titan_fp8moe.dispatch.all_to_all`, and so are the results, bit for bit. But a rank
-pulls its tokens straight to expert order, and the host neither waits nor learns how many come. Rows travel beside what
-the layer computes between two verbs. All ranks have equally
-many tokens, and buffers have room for ``dispatch_capacity`` times what uniform routing brings.
-:func:`titan_fp8moe.check_room` raises if that did not suffice. A layer's exchange ends within its forward, and within
-its backward.
+pulls its tokens straight to expert order, and the host neither waits nor learns how many come. All ranks have equally
+many tokens, and buffers have room for ``dispatch_capacity`` times the rows of uniform routing.
+:func:`titan_fp8moe.check_room` raises if that did not suffice.
+
+Rows travel on a stream of their own (:meth:`~titan_fp8moe.dispatch.symmetric.workspace.Workspace.beside`), in
+parallel with the layer's computation between two verbs. The dispatch keeps the transfer's tensors until the second
+verb, which lets the layer's stream wait. An exchange ends within a layer's forward, and within its backward.
 """
 
 from typing import ClassVar, NamedTuple, cast
@@ -61,7 +63,7 @@ class SymmetricDispatch:
     routing: Routing
     kept: Rows
     dim: int
-    in_flight: list[Tensor]  # what a transfer reads and writes
+    transfer: list[Tensor]  # tensors that the transfer in flight reads and writes, kept until it has ended
     sent: Sent | None = None  # in a forward
 
     def __init__(self, route: Route):
@@ -89,13 +91,13 @@ class SymmetricDispatch:
             routing, state = self.routing, self.state
             plan = state.plan, state.arrived_C, routing.row_TK, routing.token_M, routing.offsets_E
             q, scale = symmetric_dispatch_gradients(*rows, *plan, name)
-            self.in_flight = [q, *plan]
+            self.transfer = [q, *plan]
         else:
             (ids_TK, scores_TK, _), sent_TK, token_C, counts_N = self.sent
             pairs = ids_TK, scores_TK, token_C, counts_N
             q, scale, *results = symmetric_dispatch(*rows, *pairs, self.route.capacity, name)
             token_q, token_scale, offsets_E, token_M, score_M, row_CK, *state = results
-            self.in_flight = [q, *results]
+            self.transfer = [q, *results]
             self.state, self.kept = State(sent_TK, *state), Rows(token_q, token_scale)
             self.routing = Routing(offsets_E, token_M, score_M, row_CK)
         own(name, self)
@@ -103,7 +105,8 @@ class SymmetricDispatch:
 
     def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
         q, scale = cast(Tensor, pending.rows), cast(Tensor, pending.extra)
-        scale = symmetric_arrived(scale, [*self.in_flight, *beside], self.route.group_name)
+        transfer, self.transfer = self.transfer, []
+        scale = symmetric_arrived(scale, [*transfer, *beside], self.route.group_name)
         return Rows(q, scale)
 
     @staticmethod
@@ -120,7 +123,7 @@ class SymmetricDispatch:
         y_MD, state = cast(Tensor, y_MD), self.state
         self.dim = y_MD.shape[1]
         tensors = y_MD, ds_M, self.routing.row_TK, state.pair_CK, state.plan
-        self.in_flight = [t for t in (*tensors, *(bias or ())) if t is not None]
+        self.transfer = [t for t in (*tensors, *(bias or ())) if t is not None]
         started = symmetric_start_combine(*tensors, self.route.group_name, *(bias or ()))
         return Pending(started, with_gradients=ds_M is not None)
 
@@ -133,7 +136,7 @@ class SymmetricDispatch:
             dtype,
             addend_RD,
             with_gradients,
-            [*self.in_flight, *beside],
+            [*self.transfer, *beside],
             self.route.group_name,
         )
         return Returned(rows, ds if with_gradients else None)

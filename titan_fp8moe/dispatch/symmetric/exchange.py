@@ -30,8 +30,6 @@ from titan_fp8moe import recipe
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, ROWS, TOKENS, UNLIKE, Workspace, raise_late
 from titan_fp8moe.recipe import E8M0, FP8, ROW_ALIGN, SCALE_TILE
 
-__all__ = ["COMBINE", "DISPATCH"]
-
 _POLL_S = 2e-5
 
 
