@@ -6,12 +6,14 @@ import logging
 import math
 import pickle
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 from torchtitan.models.gpt_oss.model import moe as gpt_oss_moe
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE, TokenReorderer
@@ -22,6 +24,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from experiments.reference import relative_error
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from tests.layer import assert_equal, generations, refused
+from tests.processes import call
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
@@ -222,21 +225,8 @@ def test_fsdp_leaves_experts_alone_where_it_has_no_work(monkeypatch, replicas, s
         parallel.fsdp, "fully_shard", lambda *_, ignored_params=(), **__: ignored.append(ignored_params)
     )
     for m in experts:
-        parallel.fully_shard(m, mesh=Mesh((1,)))
+        parallel.fully_shard(m, mesh=SimpleNamespace(size=lambda: 1))
     assert [len(params) for params in ignored] == [0 if kept else 3] * len(experts) != []
-
-
-class Mesh(NamedTuple):
-    """The sizes of a DeviceMesh: replicas, then shards."""
-
-    sizes: tuple[int, ...]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.sizes)
-
-    def size(self, dim: int | None = None) -> int:
-        return math.prod(self.sizes) if dim is None else self.sizes[dim]
 
 
 @pytest.mark.parametrize(
@@ -250,19 +240,22 @@ class Mesh(NamedTuple):
         ((2,), True, False, False, False),  # FSDP leaves them alone
     ],
 )
-def test_experts_are_gathered_in_fp8_where_fsdp_shards_them(monkeypatch, sizes, setting, as_list, shards, gathers):
+def test_experts_are_gathered_in_fp8_where_fsdp_shards_them(sizes, setting, as_list, shards, gathers):
+    assert call(_gathered, sizes, setting, as_list, shards) == (gathers, gathers)
+
+
+def _gathered(sizes: tuple[int, ...], setting: bool, as_list: bool, shards: bool) -> tuple[bool, bool]:
+    """Whether a block's experts, and FSDP, know of the gathering once the parameters have memory, as in a trainer."""
+    dist.init_process_group("fake", rank=0, world_size=math.prod(sizes), store=FakeStore())
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "fsdp")[-len(sizes) :])
     config = make_config(*[GATHER] * setting)
     model = convert(config, make_model(config))
-    block, gathered = model.layers["1"], []
-    monkeypatch.setattr(Fp8FlowGroupedExperts, "gather_in_fp8", lambda self: gathered.append(self))
-
-    def shard(module, **kwargs):
-        if shards:
-            block.moe.experts.w1 = nn.Parameter(block.moe.experts.w1)  # FSDP replaces what it shards
-
-    monkeypatch.setattr(parallel.fsdp, "fully_shard", shard)
-    parallel.fully_shard([model.norm, block] if as_list else block, mesh=Mesh(sizes))
-    assert gathered == [block.moe.experts] * gathers
+    block = model.layers["1"].to("meta")
+    if shards:
+        parallel.fully_shard([model.norm, block] if as_list else block, mesh=mesh)
+    block.to_empty(device="cpu")
+    experts = block.moe.experts
+    return experts.gathers_fp8, hasattr(getattr(experts.w1, "_local_tensor", None), "fsdp_pre_all_gather")
 
 
 def test_train_spec_can_be_ones_own(monkeypatch: pytest.MonkeyPatch):
