@@ -6,7 +6,6 @@ import logging
 import math
 import pickle
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 from torchtitan.models.gpt_oss.model import moe as gpt_oss_moe
@@ -26,6 +24,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from experiments.reference import relative_error
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from tests.layer import assert_equal, generations, refused
+from tests.processes import call
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
@@ -226,46 +225,37 @@ def test_fsdp_leaves_experts_alone_where_it_has_no_work(monkeypatch, replicas, s
         parallel.fsdp, "fully_shard", lambda *_, ignored_params=(), **__: ignored.append(ignored_params)
     )
     for m in experts:
-        parallel.fully_shard(m, mesh=Mesh((1,)))
+        parallel.fully_shard(m, mesh=SimpleNamespace(size=lambda: 1))
     assert [len(params) for params in ignored] == [0 if kept else 3] * len(experts) != []
 
 
-class Mesh(NamedTuple):
-    """The sizes of a DeviceMesh: replicas, then shards."""
-
-    sizes: tuple[int, ...]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.sizes)
-
-    def size(self, dim: int | None = None) -> int:
-        return math.prod(self.sizes) if dim is None else self.sizes[dim]
-
-
 @pytest.mark.parametrize(
-    ("sizes", "setting", "shards", "gathers"),
+    ("sizes", "setting", "as_list", "shards", "gathers"),
     [
-        ((1,), True, True, False),
-        ((2,), True, True, True),
-        ((2, 1), True, True, False),  # over replicas alone FSDP gathers nothing
-        ((1, 2), True, True, True),
-        ((2,), False, True, False),
-        ((2,), True, False, False),  # FSDP leaves them alone
+        ((1,), True, False, True, False),
+        ((2,), True, False, True, True),
+        ((2, 1), True, False, True, False),  # over replicas alone FSDP gathers nothing
+        ((1, 2), True, True, True, True),
+        ((2,), False, False, True, False),
+        ((2,), True, False, False, False),  # FSDP leaves them alone
     ],
 )
-def test_experts_are_gathered_in_fp8_where_fsdp_shards_them(sizes, setting, shards, gathers):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
-    try:
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp")[-len(sizes) :])
-        config = make_config(*[GATHER] * setting)
-        experts = convert(config, make_model(config)).layers["1"].moe.experts
-        if shards:
-            fully_shard(experts, mesh=mesh)
-        experts.to_empty(device="cpu")
-        assert experts.gathers_fp8 == gathers
-    finally:
-        dist.destroy_process_group()
+def test_experts_are_gathered_in_fp8_where_fsdp_shards_them(sizes, setting, as_list, shards, gathers):
+    assert call(_gathered, sizes, setting, as_list, shards) == (gathers, gathers)
+
+
+def _gathered(sizes: tuple[int, ...], setting: bool, as_list: bool, shards: bool) -> tuple[bool, bool]:
+    """Whether a block's experts, and FSDP, know of the gathering once the parameters have memory, as in a trainer."""
+    dist.init_process_group("fake", rank=0, world_size=math.prod(sizes), store=FakeStore())
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "fsdp")[-len(sizes) :])
+    config = make_config(*[GATHER] * setting)
+    model = convert(config, make_model(config))
+    block = model.layers["1"].to("meta")
+    if shards:
+        parallel.fully_shard([model.norm, block] if as_list else block, mesh=mesh)
+    block.to_empty(device="cpu")
+    experts = block.moe.experts
+    return experts.gathers_fp8, hasattr(getattr(experts.w1, "_local_tensor", None), "fsdp_pre_all_gather")
 
 
 def test_train_spec_can_be_ones_own(monkeypatch: pytest.MonkeyPatch):
