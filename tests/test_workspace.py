@@ -18,7 +18,7 @@ class Event:
     def __init__(self, external: bool = False):
         self.external = external
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         if Event.nodes is not None:
             assert self.external, "CUDA could not wait for it after the capture"
             assert self not in Event.nodes, "CUDA does not say for which node of a graph an event stands"
