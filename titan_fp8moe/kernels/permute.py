@@ -11,8 +11,8 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.routing import expert_of, row_stride
-from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
-from titan_fp8moe.recipe import E8M0, ROW_ALIGN, SCALE_TILE, combine_width, dispatch_width
+from titan_fp8moe.kernels.sizes import cdiv, empty_rows, next_power_of_2
+from titan_fp8moe.recipe import ROW_ALIGN, SCALE_TILE, combine_width, dispatch_width
 
 TOKENS, COLUMNS = 16, 256  # tokens, and bytes of each, that a CTA reads once and keeps in registers
 WARPS = 8
@@ -79,21 +79,14 @@ def _permute_kernel(
         _place_values(cta - M // ROWS, q, q_stride, row_TK, out, T, K, D, D, TOKENS, COLUMNS)
 
 
-def check_tokens(q_TD: Tensor, row_TK: Tensor) -> None:
-    """Raises ValueError where the kernel would read past the end of row_TK, and write wherever that says."""
-    if q_TD.shape[0] != row_TK.shape[0]:
-        raise ValueError(f"q has {q_TD.shape[0]} tokens and row_TK {row_TK.shape[0]}; they must have the same")
-
-
 def permute_rows(
     q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Kernel of :func:`titan_fp8moe.ops.permute_rows`; rows from ``offsets_E[-1]`` on stay unwritten."""
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
-    check_tokens(q_TD, row_TK)
+    assert row_TK.shape[0] == T
     q_stride, scale_stride = row_stride("q_TD", q_TD), row_stride("scale", scale)
-    out = torch.empty(M, D, dtype=q_TD.dtype, device=q_TD.device)
-    out_scale = torch.empty_strided((M, D // SCALE_TILE), (1, M), dtype=E8M0, device=q_TD.device)
+    out, out_scale = empty_rows(q_TD, M, D)
     _permute_kernel[(M // ROW_ALIGN + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
         q_TD, q_stride, scale, scale_stride, row_TK, token_M, offsets_E, out, out_scale, T, M, K=K, D=D,
         E=offsets_E.shape[0], TOKENS=TOKENS, ROWS=ROW_ALIGN, COLUMNS=COLUMNS,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.sizes import cdiv
+from titan_fp8moe.kernels.sizes import cdiv, empty_weight
 from titan_fp8moe.recipe import (
     BLOCK,
     E8M0,
@@ -440,10 +440,7 @@ def quantize_weight(
         q_t, q, scale = quantize_weight([w.transpose(1, 2) for w in weights], transposed, plain, len(weights) > 1)
         return q, q_t, scale.transpose(1, 2)
     source, (E, N, K), whole = _blocks(weights, beside)
-    device = weights[0].device
-    q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
-    q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
-    scale = torch.empty(E, N // BLOCK, K // BLOCK, dtype=E8M0, device=device)
+    q, q_t, scale = empty_weight(weights[0], E, N, K, plain, transposed)
     (_quantize_beside if beside else _quantize)[(K // BLOCK, N // BLOCK, E)](
         *source, q if plain else None, q_t if transposed else None, scale, N, K,
         WHOLE=whole, TILE=BLOCK, num_warps=WEIGHT_WARPS,
@@ -517,13 +514,11 @@ def join_weight(
     weights, scales = [w] if last_w is None else [w, last_w], [w_scale] if last_scale is None else [w_scale, last_scale]
     E, _, K = w.shape
     N = sum(w.shape[1] for w in weights)
-    device = weights[0].device
-    q = torch.empty((E, N, K) if plain else 0, dtype=torch.uint8, device=device)
-    q_t = torch.empty((E, K, N) if transposed else 0, dtype=torch.uint8, device=device)
-    scale = torch.empty(E, N // BLOCK, K // BLOCK, dtype=E8M0, device=device)
+    q, q_t, scale = empty_weight(w, E, N, K, plain, transposed)
     weights, scales = [w.contiguous().view(torch.uint8) for w in weights], [s.contiguous() for s in scales]
     _join_weight_kernel[(K // BLOCK, N // BLOCK, E)](
         weights[0], scales[0], weights[0].shape[1] // BLOCK, weights[-1], scales[-1],
-        q if plain else None, q_t if transposed else None, scale, N, K, TILE=BLOCK, num_warps=WEIGHT_WARPS,
+        q.view(torch.uint8) if plain else None, q_t.view(torch.uint8) if transposed else None, scale, N, K, TILE=BLOCK,
+        num_warps=WEIGHT_WARPS,
     )  # fmt: skip
-    return q.view(FP8), q_t.view(FP8), scale
+    return q, q_t, scale

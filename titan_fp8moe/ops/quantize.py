@@ -7,6 +7,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
+from titan_fp8moe.kernels.sizes import empty_weight
 from titan_fp8moe.ops.backend import custom_op, use_kernels
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_TILE
 
@@ -234,23 +235,17 @@ def _join_weight(
 
 
 def _fake_weight(weights, plain, transposed):
-    w, K, N = weights[0], recipe.padded(weights[0].shape[2]), sum(recipe.padded(w.shape[1]) for w in weights)
-    scale = w.new_empty(w.shape[0], N // BLOCK, K // BLOCK, dtype=E8M0)
+    (E, _, K), N = weights[0].shape, sum(recipe.padded(w.shape[1]) for w in weights)
     if kernels.stored_transposed(weights):
-        scale = scale.new_empty(w.shape[0], K // BLOCK, N // BLOCK).transpose(1, 2)
-    return _fake_layouts(w, N, K, plain, transposed, scale)
-
-
-def _fake_layouts(w, N, K, plain, transposed, scale):
-    E, none = w.shape[0], w.new_empty(0, dtype=FP8)
-    q = w.new_empty(E, N, K, dtype=FP8) if plain else none
-    return q, w.new_empty(E, K, N, dtype=FP8) if transposed else none, scale
+        q_t, q, scale = empty_weight(weights[0], E, recipe.padded(K), N, transposed, plain)
+        return q, q_t, scale.transpose(1, 2)
+    return empty_weight(weights[0], E, N, recipe.padded(K), plain, transposed)
 
 
 def _fake_join(w, w_scale, last_w, last_scale, plain, transposed):
     E, N, K = w.shape
     N += 0 if last_w is None else last_w.shape[1]
-    return _fake_layouts(w, N, K, plain, transposed, w_scale.new_empty(E, N // BLOCK, K // BLOCK))
+    return empty_weight(w, E, N, K, plain, transposed)
 
 
 _quantize_weight_op = custom_op(_quantize_weight, kernels.quantize_weight, _fake_weight)
