@@ -18,8 +18,9 @@ from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer.lora import LoraSpec
-from titan_fp8moe.layer.operands import ForwardOperands, WeightCache
+from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.saved import LayerSpec
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -110,7 +111,7 @@ def cases():
         yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, encode(spec), D, FP32)
     spec = spec._replace(shared="")
     yield "routed_experts_finish", (payload, [*state], [], None, encode(spec), D, FP32)
-    quantized = ForwardOperands(
+    quantized = ExpertWeights(
         *(ops.Fp8Weight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
     )
     expert = encode(ExpertSpec())

@@ -169,7 +169,7 @@ class FFN(NamedTuple):
             rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
             matrices = 1 if weights.apart(self.expert) is weights else 2
             dw = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, weights.gate_up, matrices)
-            result = result._replace(**dict(zip(weights.gate_up_fields, dw, strict=True)))
+            result = result._replace(**dict(zip(("w1", "w3"), dw, strict=False)))
         if needed.w2:
             operands = Operands(grads.dy, grads.a, None, offsets_E)
             (dw2,) = weight_grads(operands, mode, dtype, (weights.w2,))
@@ -243,26 +243,20 @@ def weight_grads(
     if count == 1 and first.stride(2) != 1 and first.stride(1) == 1:
         layout = "transposed"
     _, rows, columns = first.shape
-    product = _bf16_product if mode == "bf16" else _fp8_product
-    grads = product(operands, mode, dtype, count * matrices, rows // matrices, columns, layout)
+    result = dtype, count * matrices, rows // matrices, columns, layout
+    if mode == "bf16":
+        grads = _bf16_product(operands, *result)
+    else:
+        dy, x, token_M, offsets_E = operands
+        x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
+        grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, *result)
     if layout == "transposed":
         return [grads.transpose(1, 2)]
     return list(grads.chunk(count)) if count > 1 else [grads]
 
 
-def _fp8_product(
-    operands: Operands, mode: str, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
-) -> Tensor:
-    """dy^T x; arguments and result as of :func:`titan_fp8moe.ops.grouped_mm_wgrad`."""
-    dy, x, token_M, offsets_E = operands
-    x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
-    return ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts, rows, columns, layout)
-
-
-def _bf16_product(
-    operands: Operands, _: str, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
-) -> Tensor:
-    """As :func:`_fp8_product`, in bf16."""
+def _bf16_product(operands: Operands, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str) -> Tensor:
+    """dy^T x in bf16; arguments and result as of :func:`titan_fp8moe.ops.grouped_mm_wgrad`."""
     dy, x, _token_M, offsets_E = operands
     dy_MN, x_MK = ops.dequantize_rows(*dy, offsets_E), ops.dequantize_rows(*x, offsets_E)
     grads = []

@@ -97,12 +97,7 @@ def _feed_forward(
     return [y[: x_TD.shape[0]].to(dtype), *(copies or ()), *kept, *fields]
 
 
-def _linear(
-    x_TK: Tensor,
-    w: list[Tensor | None],
-    dtype: torch.dtype,
-    nan_flags: Tensor | None = None,
-) -> list[Tensor]:
+def _linear(x_TK: Tensor, w: list[Tensor | None], dtype: torch.dtype, nan_flags: Tensor | None = None) -> list[Tensor]:
     """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of copies. ``w`` (1, N, K) may be followed
     by copies."""
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
