@@ -79,9 +79,7 @@ def _permute_kernel(
         _place_values(cta - M // ROWS, q, q_stride, row_TK, out, T, K, D, D, TOKENS, COLUMNS)
 
 
-def permute_rows(
-    q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
-) -> tuple[Tensor, Tensor]:
+def permute_rows(q_TD, scale, row_TK, token_M, offsets_E):
     """Kernel of :func:`titan_fp8moe.ops.permute_rows`; rows from ``offsets_E[-1]`` on stay unwritten."""
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
     assert row_TK.shape[0] == T
@@ -142,21 +140,13 @@ def _pack_dispatch_kernel(
     tl.store(to + tail, byte.to(tl.uint8), mask=inside & (tail < WIDTH - D))
 
 
-def pack_dispatch(
-    q_TD: Tensor,
-    scale: Tensor,
-    token_C: Tensor,
-    sent_TK: Tensor,
-    topk_ids_TK: Tensor | None,
-    topk_scores_TK: Tensor | None,
-    num_local: int,
-) -> Tensor:
+def pack_dispatch(q_TD, scale, token_C, sent_TK, topk_ids_TK, topk_scores_TK, num_local):
     """Kernel of :func:`titan_fp8moe.recipe.pack_dispatch`."""
     assert q_TD.is_contiguous() and scale.is_contiguous()
     (T, D), C, K = q_TD.shape, token_C.shape[0], sent_TK.shape[1]
     width = dispatch_width(D, 0 if topk_ids_TK is None else K)
     ids_stride = scores_stride = 0
-    if topk_ids_TK is not None and topk_scores_TK is not None:
+    if topk_ids_TK is not None:
         ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
         scores_stride = row_stride("topk_scores_TK", topk_scores_TK)
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
@@ -264,24 +254,14 @@ def _unpermute_sum(
         )  # fmt: skip
 
 
-def unpermute_sum(
-    y_MD: Tensor,
-    row_TK: Tensor,
-    out_dtype: torch.dtype,
-    addend_RD: Tensor | None = None,
-    b2: Tensor | None = None,
-    score_M: Tensor | None = None,
-    offsets_E: Tensor | None = None,
-) -> Tensor:
+def unpermute_sum(y_MD, row_TK, out_dtype, addend_RD=None, b2=None, score_M=None, offsets_E=None):
     """Kernel of :func:`titan_fp8moe.recipe.unpermute_sum`. ``row_TK`` and ``addend_RD`` are contiguous."""
     out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
     _unpermute_sum(y_MD, None, row_TK, addend_RD, out, None, False, b2, score_M, offsets_E)
     return out
 
 
-def unpermute_gradients(
-    dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def unpermute_gradients(dx_MD, ds, row_TK, out_dtype, addend_RD=None):
     """Kernel of :func:`titan_fp8moe.recipe.unpermute_gradients`: sum and score gradients in one launch."""
     out = torch.empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype, device=dx_MD.device)
     out_ds = torch.empty(row_TK.shape, dtype=torch.float32, device=dx_MD.device)
@@ -289,14 +269,7 @@ def unpermute_gradients(
     return out, out_ds
 
 
-def pack_combine(
-    y_MD: Tensor,
-    ds_M: Tensor | None,
-    row_CK: Tensor,
-    b2: Tensor | None = None,
-    score_M: Tensor | None = None,
-    offsets_E: Tensor | None = None,
-) -> Tensor:
+def pack_combine(y_MD, ds_M, row_CK, b2=None, score_M=None, offsets_E=None):
     """Kernel of :func:`titan_fp8moe.recipe.pack_combine`."""
     (C, K), D = row_CK.shape, y_MD.shape[1]
     payload = torch.empty(C, combine_width(D, 0 if ds_M is None else K), dtype=torch.uint8, device=y_MD.device)

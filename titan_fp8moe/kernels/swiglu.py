@@ -210,16 +210,7 @@ def _parameters(spec: ExpertSpec) -> tuple[float, ...]:
     return (*spec.parameters, *(0.0,) * (MAX_PARAMETERS - len(spec.parameters)))
 
 
-def swiglu_quantize(
-    h_M2H: Tensor,
-    score_M: Tensor | None,
-    offsets_E: Tensor,
-    spec: str,
-    keep_h: bool,
-    nan_flag: Tensor | None = None,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def swiglu_quantize(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
     M and H are multiples of 128, ``h_M2H`` is contiguous.
@@ -371,21 +362,9 @@ def _backward(activation: str, biased: bool, interleaved: bool) -> Kernel:
 
 
 def swiglu_quantize_backward(
-    d_MH: Tensor,
-    h_M2H: Tensor,
-    h_scale: Tensor | None,
-    score_M: Tensor | None,
-    offsets_E: Tensor,
-    spec: str,
-    recompute_a: bool,
-    nan_flag: Tensor | None = None,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    b2: Tensor | None = None,
-    dy: Tensor | None = None,
-    dy_scale: Tensor | None = None,
-    bias_gradients: bool = False,
-) -> list[Tensor]:
+    d_MH, h_M2H, h_scale, score_M, offsets_E, spec, recompute_a, nan_flag=None, gate_bias=None, up_bias=None, b2=None,
+    dy=None, dy_scale=None, bias_gradients=False,
+):  # fmt: skip
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize_backward`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
     M and H are multiples of 128, ``d_MH`` and ``h_M2H`` are contiguous. ``h_scale`` may have any strides and is copied

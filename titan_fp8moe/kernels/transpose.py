@@ -144,15 +144,7 @@ def empty_results(
     return x_MD.new_empty(D, M), xT_scale, dy_MN.new_empty(N, M), dyT_scale
 
 
-def transpose_pair(
-    x_MD: Tensor,
-    x_scale: Tensor,
-    dy_MN: Tensor,
-    dy_scale: Tensor,
-    offsets_E: Tensor,
-    mode: str,
-    token_M: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
     """Kernels of :func:`titan_fp8moe.ops.transpose_pair`; columns at and past ``offsets_E[-1]`` stay unwritten.
 
     Values have unit stride along their rows, and dy is contiguous. Scales may have any strides; column-major is fast.
