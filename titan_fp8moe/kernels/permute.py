@@ -7,7 +7,6 @@ return. No kernel is specialized on the number of tokens, since it changes from 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.routing import expert_of, row_stride
@@ -225,18 +224,7 @@ _sum = Kernel(_unpermute_sum_kernel, b2=None, score=None, offsets_E=None, E=None
 _biased_sum = Kernel(_unpermute_sum_kernel, enable_fp_fusion=False)  # score * bias is rounded, as the specification's
 
 
-def _unpermute_sum(
-    y_MD: Tensor,
-    ds: Tensor | None,
-    row_TK: Tensor,
-    addend_RD: Tensor | None,
-    out: Tensor,
-    out_ds: Tensor | None,
-    few: bool = False,
-    b2: Tensor | None = None,
-    score_M: Tensor | None = None,
-    offsets_E: Tensor | None = None,
-) -> None:
+def _unpermute_sum(y_MD, ds, row_TK, addend_RD, out, out_ds, few=False, b2=None, score_M=None, offsets_E=None):
     """Launches the kernel. ``ds`` is (M, 1), or (M, K) with a column for each k; ``out_ds`` is (T, K) or wider, with
     zeros behind the K columns."""
     assert y_MD.stride(1) == 1 and row_TK.is_contiguous() and (addend_RD is None or addend_RD.is_contiguous())

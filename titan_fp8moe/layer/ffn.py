@@ -129,20 +129,13 @@ class FFN(NamedTuple):
     def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: Fp8Weight, of_biases: bool = False) -> HiddenGradients:
         """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients."""
         d_MH = self.product(dy, w2_t, self.lora.w2_t)
-        biases: dict[str, Any] = {}
+        h, offsets_E, score_M = cast(Tensor, saved.h), self.routing.offsets_E, self.routing.score_M
+        recompute_a = saved.a_q is None and self.backward.weights != "frozen"
+        biases: list[Any] = []
         if self.biases is not None:
-            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert)
-            biases |= dict(b2=self.biases.b2, dy=dy.q, dy_scale=dy.scale, bias_gradients=of_biases)
+            biases += [*self.biases.gate_up(self.expert), self.biases.b2, *dy, of_biases]
         dh, dh_scale, a_q, a_scale, ds_M, *dbias = ops.swiglu_quantize_backward(
-            d_MH,
-            cast(Tensor, saved.h),
-            saved.h_scale,
-            self.routing.score_M,
-            self.routing.offsets_E,
-            encode(self.expert),
-            recompute_a=saved.a_q is None and self.backward.weights != "frozen",
-            nan_flag=self.nans.dh,
-            **biases,
+            d_MH, h, saved.h_scale, score_M, offsets_E, encode(self.expert), recompute_a, self.nans.dh, *biases
         )
         a = Rows(a_q, a_scale) if saved.a_q is None or saved.a_scale is None else Rows(saved.a_q, saved.a_scale)
         return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M, *dbias)

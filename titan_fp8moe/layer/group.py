@@ -148,13 +148,10 @@ class _FeedForward(torch.autograd.Function):
         w1, w2, w3, *tensors = ctx.saved_tensors
         copies: Any = None
         if ctx.read is not None:
-            w13_copies, w2_copies, *tensors = tensors
-            copies = Generations(w13_copies, w2_copies)
-        q: Any = None
-        scale: Any = None
-        if backward.keeps_rows:
-            q, scale, *tensors = tensors
-        end, *tensors = tensors
+            copies, tensors = Generations(*tensors[:2]), tensors[2:]
+        if not backward.keeps_rows:
+            tensors = cast(Any, [None, None, *tensors])
+        q, scale, end, *tensors = tensors
         rows = GroupRows(q, scale, end)
         weights: ExpertWeights[Any] = one_expert(ExpertWeights(w1, w2, w3))
         ffn, x = group_of(rows, ExpertSpec(), backward, nans, w2.shape[0]), Rows(q, scale)
