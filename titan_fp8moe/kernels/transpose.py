@@ -9,7 +9,6 @@ nor permutes a row for each of a token's experts.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import join_four, load_four, store_words, transposed_words
@@ -135,9 +134,7 @@ def _shift_pair_kernel(
         _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, balance, 1, dyT, dyT_scale, m_block, g, M, TILE)
 
 
-def empty_results(
-    x_MD: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_results(x_MD, x_scale, dy_MN, dy_scale):
     """Uninitialized results of :func:`transpose_pair`."""
     D, (M, N) = x_MD.shape[1], dy_MN.shape
     xT_scale, dyT_scale = x_scale.new_empty(D // BLOCK, M // BLOCK), dy_scale.new_empty(N // BLOCK, M // BLOCK)
