@@ -8,7 +8,7 @@ from torch import Tensor
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
 from titan_fp8moe.kernels.sizes import empty_weight
-from titan_fp8moe.ops.backend import custom_op, use_kernels
+from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_TILE
 
 
@@ -155,8 +155,7 @@ def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tu
     return q, q_t, scale
 
 
-@custom_op
-def refresh_weight(
+def _refresh_weight(
     weights: list[Tensor],
     q: Tensor,
     q_t: Tensor | None,
@@ -179,8 +178,6 @@ def refresh_weight(
     Returns:
         (2,) int32, the copies' generation, and 1 if they were made.
     """
-    if use_kernels(weights[0]):
-        return kernels.refresh_weight(weights, q, q_t, scale, state, steps, force, generation)
     made, after = recipe.seen_weights(weights, state, steps, force, generation)
     if made:
         # .data: without a new version, as kernels write.
@@ -193,21 +190,11 @@ def refresh_weight(
     return state.new_tensor([after[1], made])
 
 
-@refresh_weight.register_fake
-def _(weights, q, q_t, scale, state, steps, force, generation):
-    return state.new_empty(2)
-
-
 @custom_op
 def after(tensor: Tensor, tokens: list[Tensor]) -> Tensor:
     """A copy of ``tensor``, which a graph orders after the ops that made ``tokens``: those that read what
     :func:`refresh_weight` writes, which no schema tells, take the copy."""
     return tensor.clone()
-
-
-@after.register_fake
-def _(tensor, tokens):
-    return torch.empty_like(tensor)
 
 
 def _check_weights(weights: list[Tensor]) -> None:
@@ -250,6 +237,9 @@ def _fake_join(w, w_scale, last_w, last_scale, plain, transposed):
 
 _quantize_weight_op = custom_op(_quantize_weight, kernels.quantize_weight, _fake_weight)
 _join_weight_op = custom_op(_join_weight, kernels.join_weight, _fake_join)
+refresh_weight = custom_op(
+    _refresh_weight, kernels.refresh_weight, lambda weights, q, q_t, scale, state, *_: state.new_empty(2)
+)
 
 
 def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
