@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -16,10 +17,12 @@ from tests.specs import SPECS
 from titan_fp8moe import dispatch, ops, recipe, routed_experts
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import exchange, workspace
-from titan_fp8moe.kernels import launch
+from titan_fp8moe.kernels import launch, permute, quantize, routing, swiglu, transpose
+from titan_fp8moe.kernels.gemm import grouped_mm
 from titan_fp8moe.layer.lora import LoraSpec
-from titan_fp8moe.layer.operands import ForwardOperands, WeightCache
+from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.saved import LayerSpec
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -110,7 +113,7 @@ def cases():
         yield "routed_experts_finish", (payload, [*state, q, scale, end], shared, None, encode(spec), D, FP32)
     spec = spec._replace(shared="")
     yield "routed_experts_finish", (payload, [*state], [], None, encode(spec), D, FP32)
-    quantized = ForwardOperands(
+    quantized = ExpertWeights(
         *(ops.Fp8Weight(*recipe.quantize_weight(w)) for w in (torch.cat((gate, up), 1)[:1], down[:1]))
     )
     expert = encode(ExpertSpec())
@@ -303,6 +306,19 @@ def test_errors_say_what_to_do():
             message = f"{name} is {size}; it must be in 1..{most}"
             refused(message, ops.grouped_mm_wgrad, *operands, one_group, BF16, **{name: size})
     refused("balanced", ops.transpose_pair, *rows(128, 128), *rows(128, 128), one_group, "rowwise")
+
+
+def test_kernels_take_the_references_parameters():
+    """Their types stand at the reference alone; names, order and defaults are the same. ``beside`` is the kernels'."""
+    checked = 0
+    for module in (grouped_mm, permute, quantize, routing, swiglu, transpose):
+        for name, kernel in vars(module).items():
+            if inspect.isfunction(kernel) and kernel.__module__ == module.__name__ and name in CALLS:
+                got, want = (inspect.signature(f).parameters.values() for f in (kernel, CALLS[name]))
+                got = [(p.name, p.default) for p in got if p.name != "beside"]
+                assert got == [(p.name, p.default) for p in want], name
+                checked += 1
+    assert checked == 18
 
 
 def test_the_layer_has_shapes_without_memory():

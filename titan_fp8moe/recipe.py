@@ -409,11 +409,9 @@ def _activation_input(
 
 def _scores(score_M: Tensor | None, like: Tensor) -> Tensor:
     """(M, 1) fp32 scores; ones where there is no router."""
-    return (
-        torch.ones(like.shape[0], 1, dtype=torch.float32, device=like.device)
-        if score_M is None
-        else score_M.unsqueeze(1)
-    )
+    if score_M is None:
+        return torch.ones(like.shape[0], 1, dtype=torch.float32, device=like.device)
+    return score_M.unsqueeze(1)
 
 
 def quantize_hidden(
@@ -911,13 +909,7 @@ def low_rank(q_MK: Tensor, scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_
 
 
 def low_rank_grads(
-    x_MK: Tensor,
-    x_scale: Tensor,
-    dy_MN: Tensor,
-    dy_scale: Tensor,
-    a_ERK: Tensor,
-    b_ENR: Tensor,
-    offsets_E: Tensor,
+    x_MK: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`low_rank`: dA = (dy B)^T x and dB = dy^T (x A^T).
 

@@ -37,10 +37,7 @@ warn_about_versions("transformers")
 
 try:
     import transformers
-    from transformers.integrations.moe import (
-        ALL_EXPERTS_FUNCTIONS,
-        use_experts_implementation,
-    )
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 except ImportError as error:
     raise ImportError(
         "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install -e '.[transformers]' in a checkout"
@@ -238,7 +235,8 @@ def _why_not(experts: Any) -> str | None:
     if _expert(experts) is None:
         of_kind = (name for name, entry in ACTIVATIONS.items() if entry.gated == experts.has_gate)
         return f"its {'gate' if experts.has_gate else 'activation'} is none of {', '.join(of_kind)}"
-    shape = _shape(experts.down_proj)
+    # Between forwards DeepSpeed's ZeRO-3 leaves an empty tensor, and the whole weight's ds_shape.
+    shape = getattr(experts.down_proj, "ds_shape", experts.down_proj.shape)
     if len(shape) != 3:
         return f"its down_proj has the shape {tuple(shape)}; ask before FSDP1 or another wrapper flattens parameters"
     _, D, H = shape
@@ -249,11 +247,6 @@ def _why_not(experts: Any) -> str | None:
     if D % STEP or H % STEP:
         return f"its dims {D} and {H} are not both multiples of {STEP}"
     return None
-
-
-def _shape(weight: Tensor) -> torch.Size:
-    """The shape of the whole weight. Between forwards DeepSpeed's ZeRO-3 leaves an empty tensor, and ``ds_shape``."""
-    return getattr(weight, "ds_shape", weight.shape)
 
 
 def _why_no_adapters(experts: Any) -> str | None:
@@ -336,15 +329,14 @@ def _compare_activation(experts: Any) -> ExpertSpec | None:
 
 
 def _compare_gate(kind: Any, experts: Any) -> ExpertSpec | None:
-    def number(*names: str, default: float, of: Any = experts) -> float:
-        found = [value for name in names if isinstance(value := getattr(of, name, None), int | float)]
+    def number(*names: str, default: float) -> float:
+        found = [value for name in names if (value := getattr(experts, name)) is not None]
         return float(found[0]) if found else default
 
     limit, alpha = number("limit", "swiglu_limit", default=10.0), number("alpha", "swiglu_alpha", default=1.0)
     candidates = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if entry.gated and not entry.parameters]
-    names = dict(gate_cap="mlp_gate_softcap", up_cap="mlp_up_softcap")  # Inkling 2's
-    caps = {parameter: number(name, default=0.0, of=experts.config) for parameter, name in names.items()}
-    if min(caps.values()) > 0:
+    caps = dict(gate_cap=experts.config.mlp_gate_softcap or 0.0, up_cap=experts.config.mlp_up_softcap or 0.0)
+    if min(caps.values()) > 0:  # Inkling 2's
         candidates.append(ExpertSpec.of("softcapped_swiglu", caps))
     if limit > 0:
         parameters = [dict(limit=limit, alpha=alpha, offset=offset) for offset in (0.0, 1.0)]

@@ -75,9 +75,7 @@ class AllToAllDispatch:
     @classmethod
     def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "AllToAllDispatch":
         self = cls(state, route.group_name)
-        self.dim = dim
-        if routing is not None:
-            self.routing = routing
+        self.dim, self.routing = dim, cast(Routing, routing)
         return self
 
     @functools.cached_property

@@ -114,41 +114,33 @@ class Dispatch(Protocol):
             signature: 31 bits that differ between ranks if their settings do, apart from :data:`GRADIENTS_NEEDED`.
             check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
         """
-        ...
 
     @classmethod
     def resume(cls, state: Any, routing: Routing | None, route: Route, dim: int) -> "Dispatch":
         """Continues a forward's dispatch from its ``state``: in its backward with the forward's ``routing``, or to
         finish the forward without one. ``dim`` is D."""
-        ...
 
     def send(self, rows: Rows) -> Pending:
         """Starts to bring quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""
-        ...
 
     def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
         """The rows of this rank's experts, (M, D) in expert order. ``beside``: results of what has been computed since
         :meth:`send`; a compiled graph then computes it before it waits."""
-        ...
 
     @staticmethod
     def kept_rows(kept: Any, dim: int, top_k: int) -> Rows:
         """One quantized row per token that arrived in the forward, from its ``kept``."""
-        ...
 
     def returns_gradients(self, needs_dx: bool) -> bool:
         """Whether a backward must compute gradients of tokens, which this rank does or does not need."""
-        ...
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
         """Starts to return rows (M, D) bf16, and in a backward the gradients of their scores (M,) fp32. Each token's
         rows are summed in fp32, in a forward with ``bias``."""
-        ...
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
         """Each token's sum over its experts and its row of ``addend_RD``, in fp32 and rounded to ``dtype`` once.
         ``beside``: as in :meth:`receive`."""
-        ...
 
 
 def in_expert_order(rows: Rows, routing: Routing) -> Rows:

@@ -28,23 +28,19 @@ class LocalDispatch:
     bounded: ClassVar = False
 
     state: State = State()
-    routing: Routing
     kept: Rows
-    pairs: Pairs | None = None  # in a forward, as is the next
-    check_ids: bool
     bias: RowBias | None = None
+
+    def __init__(self, pairs: Pairs | None, check_ids: bool, routing: Routing | None):
+        self.pairs, self.check_ids, self.routing = pairs, check_ids, cast(Routing, routing)
 
     @classmethod
     def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "LocalDispatch":
-        self = cls()
-        self.pairs, self.check_ids = pairs, check_ids
-        return self
+        return cls(pairs, check_ids, None)
 
     @classmethod
     def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "LocalDispatch":
-        self = cls()
-        self.routing = cast(Routing, routing)
-        return self
+        return cls(None, False, routing)
 
     def send(self, rows: Rows) -> Pending:
         return Pending(*rows)

@@ -150,7 +150,8 @@ def write_shards(plan: Plan, out: Path, device: torch.device, report: Callable[[
             tensors = {key: t for name in plan.shards[shard] for key, t in convert(plan, name, quantize).items()}
             new = path.with_suffix(".new")
             save_file(tensors, new, {"format": "pt", _METADATA: plan.fingerprint})
-            new.chmod(0o666 & ~_umask())  # safetensors lets nobody else read it
+            os.umask(mask := os.umask(0))
+            new.chmod(0o666 & ~mask)  # safetensors lets nobody else read it
             os.replace(new, path)
             del tensors
         with open_safetensors(path) as opened:
@@ -164,11 +165,6 @@ def write_shards(plan: Plan, out: Path, device: torch.device, report: Callable[[
 def _fingerprint(path: Path) -> str | None:
     with open_safetensors(path) as file:
         return (file.metadata() or {}).get(_METADATA)
-
-
-def _umask() -> int:
-    os.umask(mask := os.umask(0))
-    return mask
 
 
 def write_config(plan: Plan, assets: Path, out: Path) -> None:

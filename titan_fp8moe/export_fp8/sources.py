@@ -45,7 +45,6 @@ class Source(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU."""
-        ...
 
 
 class HuggingFaceSource:

@@ -7,12 +7,11 @@ return. No kernel is specialized on the number of tokens, since it changes from 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.routing import expert_of, row_stride
-from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
-from titan_fp8moe.recipe import E8M0, ROW_ALIGN, SCALE_TILE, combine_width, dispatch_width
+from titan_fp8moe.kernels.sizes import cdiv, empty_rows, next_power_of_2
+from titan_fp8moe.recipe import ROW_ALIGN, SCALE_TILE, combine_width, dispatch_width
 
 TOKENS, COLUMNS = 16, 256  # tokens, and bytes of each, that a CTA reads once and keeps in registers
 WARPS = 8
@@ -79,21 +78,12 @@ def _permute_kernel(
         _place_values(cta - M // ROWS, q, q_stride, row_TK, out, T, K, D, D, TOKENS, COLUMNS)
 
 
-def check_tokens(q_TD: Tensor, row_TK: Tensor) -> None:
-    """Raises ValueError where the kernel would read past the end of row_TK, and write wherever that says."""
-    if q_TD.shape[0] != row_TK.shape[0]:
-        raise ValueError(f"q has {q_TD.shape[0]} tokens and row_TK {row_TK.shape[0]}; they must have the same")
-
-
-def permute_rows(
-    q_TD: Tensor, scale: Tensor, row_TK: Tensor, token_M: Tensor, offsets_E: Tensor
-) -> tuple[Tensor, Tensor]:
+def permute_rows(q_TD, scale, row_TK, token_M, offsets_E):
     """Kernel of :func:`titan_fp8moe.ops.permute_rows`; rows from ``offsets_E[-1]`` on stay unwritten."""
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
-    check_tokens(q_TD, row_TK)
+    assert row_TK.shape[0] == T
     q_stride, scale_stride = row_stride("q_TD", q_TD), row_stride("scale", scale)
-    out = torch.empty(M, D, dtype=q_TD.dtype, device=q_TD.device)
-    out_scale = torch.empty_strided((M, D // SCALE_TILE), (1, M), dtype=E8M0, device=q_TD.device)
+    out, out_scale = empty_rows(q_TD, M, D)
     _permute_kernel[(M // ROW_ALIGN + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
         q_TD, q_stride, scale, scale_stride, row_TK, token_M, offsets_E, out, out_scale, T, M, K=K, D=D,
         E=offsets_E.shape[0], TOKENS=TOKENS, ROWS=ROW_ALIGN, COLUMNS=COLUMNS,
@@ -149,21 +139,13 @@ def _pack_dispatch_kernel(
     tl.store(to + tail, byte.to(tl.uint8), mask=inside & (tail < WIDTH - D))
 
 
-def pack_dispatch(
-    q_TD: Tensor,
-    scale: Tensor,
-    token_C: Tensor,
-    sent_TK: Tensor,
-    topk_ids_TK: Tensor | None,
-    topk_scores_TK: Tensor | None,
-    num_local: int,
-) -> Tensor:
+def pack_dispatch(q_TD, scale, token_C, sent_TK, topk_ids_TK, topk_scores_TK, num_local):
     """Kernel of :func:`titan_fp8moe.recipe.pack_dispatch`."""
     assert q_TD.is_contiguous() and scale.is_contiguous()
     (T, D), C, K = q_TD.shape, token_C.shape[0], sent_TK.shape[1]
     width = dispatch_width(D, 0 if topk_ids_TK is None else K)
     ids_stride = scores_stride = 0
-    if topk_ids_TK is not None and topk_scores_TK is not None:
+    if topk_ids_TK is not None:
         ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
         scores_stride = row_stride("topk_scores_TK", topk_scores_TK)
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
@@ -242,18 +224,7 @@ _sum = Kernel(_unpermute_sum_kernel, b2=None, score=None, offsets_E=None, E=None
 _biased_sum = Kernel(_unpermute_sum_kernel, enable_fp_fusion=False)  # score * bias is rounded, as the specification's
 
 
-def _unpermute_sum(
-    y_MD: Tensor,
-    ds: Tensor | None,
-    row_TK: Tensor,
-    addend_RD: Tensor | None,
-    out: Tensor,
-    out_ds: Tensor | None,
-    few: bool = False,
-    b2: Tensor | None = None,
-    score_M: Tensor | None = None,
-    offsets_E: Tensor | None = None,
-) -> None:
+def _unpermute_sum(y_MD, ds, row_TK, addend_RD, out, out_ds, few=False, b2=None, score_M=None, offsets_E=None):
     """Launches the kernel. ``ds`` is (M, 1), or (M, K) with a column for each k; ``out_ds`` is (T, K) or wider, with
     zeros behind the K columns."""
     assert y_MD.stride(1) == 1 and row_TK.is_contiguous() and (addend_RD is None or addend_RD.is_contiguous())
@@ -271,24 +242,14 @@ def _unpermute_sum(
         )  # fmt: skip
 
 
-def unpermute_sum(
-    y_MD: Tensor,
-    row_TK: Tensor,
-    out_dtype: torch.dtype,
-    addend_RD: Tensor | None = None,
-    b2: Tensor | None = None,
-    score_M: Tensor | None = None,
-    offsets_E: Tensor | None = None,
-) -> Tensor:
+def unpermute_sum(y_MD, row_TK, out_dtype, addend_RD=None, b2=None, score_M=None, offsets_E=None):
     """Kernel of :func:`titan_fp8moe.recipe.unpermute_sum`. ``row_TK`` and ``addend_RD`` are contiguous."""
     out = torch.empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype, device=y_MD.device)
     _unpermute_sum(y_MD, None, row_TK, addend_RD, out, None, False, b2, score_M, offsets_E)
     return out
 
 
-def unpermute_gradients(
-    dx_MD: Tensor, ds: Tensor, row_TK: Tensor, out_dtype: torch.dtype, addend_RD: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def unpermute_gradients(dx_MD, ds, row_TK, out_dtype, addend_RD=None):
     """Kernel of :func:`titan_fp8moe.recipe.unpermute_gradients`: sum and score gradients in one launch."""
     out = torch.empty(row_TK.shape[0], dx_MD.shape[1], dtype=out_dtype, device=dx_MD.device)
     out_ds = torch.empty(row_TK.shape, dtype=torch.float32, device=dx_MD.device)
@@ -296,14 +257,7 @@ def unpermute_gradients(
     return out, out_ds
 
 
-def pack_combine(
-    y_MD: Tensor,
-    ds_M: Tensor | None,
-    row_CK: Tensor,
-    b2: Tensor | None = None,
-    score_M: Tensor | None = None,
-    offsets_E: Tensor | None = None,
-) -> Tensor:
+def pack_combine(y_MD, ds_M, row_CK, b2=None, score_M=None, offsets_E=None):
     """Kernel of :func:`titan_fp8moe.recipe.pack_combine`."""
     (C, K), D = row_CK.shape, y_MD.shape[1]
     payload = torch.empty(C, combine_width(D, 0 if ds_M is None else K), dtype=torch.uint8, device=y_MD.device)

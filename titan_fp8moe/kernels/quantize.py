@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.sizes import cdiv
+from titan_fp8moe.kernels.sizes import cdiv, empty_weight
 from titan_fp8moe.recipe import (
     BLOCK,
     E8M0,
@@ -142,7 +142,7 @@ _rows, _padded_rows = Kernel(_quantize_rows_kernel, COLUMNS=None), Kernel(_quant
 _group, _padded_group = Kernel(_quantize_group_kernel, COLUMNS=None), Kernel(_quantize_group_kernel)
 
 
-def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_TD, nan_flag=None):
     """Kernel of :func:`titan_fp8moe.recipe.quantize_rows`."""
     check_values(x_TD)
     T, D = x_TD.shape
@@ -161,7 +161,7 @@ def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor,
     return q, scale
 
 
-def quantize_group(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_group(x_TD, nan_flag=None):
     """Kernel of :func:`titan_fp8moe.recipe.quantize_group`."""
     check_values(x_TD)
     (T, D), device = x_TD.shape, x_TD.device
@@ -195,7 +195,7 @@ def _dequantize_rows_kernel(
     tl.store(out + at, (tl.load(q + at).to(tl.float32) * factor[:, None]).to(tl.bfloat16))
 
 
-def dequantize_rows(q_MK: Tensor, scale: Tensor, offsets_E: Tensor) -> Tensor:
+def dequantize_rows(q_MK, scale, offsets_E):
     """Kernel of :func:`titan_fp8moe.recipe.dequantize_rows`; leaves rows at and past ``offsets_E[-1]`` unwritten."""
     (M, K), (stride_m, stride_k) = q_MK.shape, scale.stride()
     assert q_MK.is_contiguous()
@@ -421,9 +421,7 @@ def _blocks(weights: list[Tensor], beside: bool) -> tuple[list[Any], tuple[int, 
     return [*args, columns], shape, whole
 
 
-def quantize_weight(
-    weights: list[Tensor], plain: bool, transposed: bool, beside: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_weight(weights, plain, transposed, beside=False):
     """Kernel of :func:`titan_fp8moe.recipe.quantize_weight` for one or two weights, concatenated along N.
 
     Args:
@@ -440,10 +438,7 @@ def quantize_weight(
         q_t, q, scale = quantize_weight([w.transpose(1, 2) for w in weights], transposed, plain, len(weights) > 1)
         return q, q_t, scale.transpose(1, 2)
     source, (E, N, K), whole = _blocks(weights, beside)
-    device = weights[0].device
-    q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=device)
-    q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=device)
-    scale = torch.empty(E, N // BLOCK, K // BLOCK, dtype=E8M0, device=device)
+    q, q_t, scale = empty_weight(weights[0], E, N, K, plain, transposed)
     (_quantize_beside if beside else _quantize)[(K // BLOCK, N // BLOCK, E)](
         *source, q if plain else None, q_t if transposed else None, scale, N, K,
         WHOLE=whole, TILE=BLOCK, num_warps=WEIGHT_WARPS,
@@ -451,17 +446,7 @@ def quantize_weight(
     return q, q_t, scale
 
 
-def refresh_weight(
-    weights: list[Tensor],
-    q: Tensor | None,
-    q_t: Tensor | None,
-    scale: Tensor,
-    state: Tensor,
-    steps: Tensor | None,
-    force: bool,
-    generation: Tensor | None,
-    beside: bool = False,
-) -> Tensor:
+def refresh_weight(weights, q, q_t, scale, state, steps, force, generation, beside=False):
     """Kernels of :func:`titan_fp8moe.ops.refresh_weight`: one decides, the other quantizes if it must."""
     if stored_transposed(weights):
         matrices, scale = [w.transpose(1, 2) for w in weights], scale.transpose(1, 2)
@@ -510,20 +495,16 @@ def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N
     tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte)
 
 
-def join_weight(
-    w: Tensor, w_scale: Tensor, last_w: Tensor | None, last_scale: Tensor | None, plain: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def join_weight(w, w_scale, last_w, last_scale, plain, transposed):
     """As :func:`quantize_weight` for one or two weights that are quantized: moves bytes."""
     weights, scales = [w] if last_w is None else [w, last_w], [w_scale] if last_scale is None else [w_scale, last_scale]
     E, _, K = w.shape
     N = sum(w.shape[1] for w in weights)
-    device = weights[0].device
-    q = torch.empty((E, N, K) if plain else 0, dtype=torch.uint8, device=device)
-    q_t = torch.empty((E, K, N) if transposed else 0, dtype=torch.uint8, device=device)
-    scale = torch.empty(E, N // BLOCK, K // BLOCK, dtype=E8M0, device=device)
+    q, q_t, scale = empty_weight(w, E, N, K, plain, transposed)
     weights, scales = [w.contiguous().view(torch.uint8) for w in weights], [s.contiguous() for s in scales]
     _join_weight_kernel[(K // BLOCK, N // BLOCK, E)](
         weights[0], scales[0], weights[0].shape[1] // BLOCK, weights[-1], scales[-1],
-        q if plain else None, q_t if transposed else None, scale, N, K, TILE=BLOCK, num_warps=WEIGHT_WARPS,
+        q.view(torch.uint8) if plain else None, q_t.view(torch.uint8) if transposed else None, scale, N, K, TILE=BLOCK,
+        num_warps=WEIGHT_WARPS,
     )  # fmt: skip
-    return q.view(FP8), q_t.view(FP8), scale
+    return q, q_t, scale

@@ -203,9 +203,7 @@ def _place_rows_kernel(
             tl.store(score_M + row, score, mask=served)
 
 
-def expert_routing(
-    topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int, capacity: int, check_ids: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids=False):
     """Kernels of :func:`titan_fp8moe.ops.expert_routing`."""
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
@@ -282,9 +280,7 @@ def _place_dispatched_kernel(
             tl.store(token_C + sent, token, mask=served & (sent >= 0))  # once, by the first pair on that rank
 
 
-def dispatch_routing(
-    topk_ids_TK: Tensor, num_ranks: int, num_local: int, signature: int = 0, check_ids: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_routing(topk_ids_TK, num_ranks, num_local, signature=0, check_ids=False):
     """Kernels of :func:`titan_fp8moe.ops.dispatch_routing`."""
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     ids_stride = row_stride("topk_ids_TK", topk_ids_TK)

@@ -1,7 +1,12 @@
-"""Sizes for launches: the limit on rows, and integer arithmetic.
+"""Sizes for launches: the limit on rows, integer arithmetic, and results that ops and their fakes allocate alike.
 
 A layer's Python calls these functions 20 times. Triton's ``cdiv`` and ``next_power_of_2`` took 6% of its time.
 """
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_TILE
 
 MAX_ROWS = 2**21 - 128
 """The most rows that a rank may have in a layer, padding included. A CUDA grid has at most 65535 blocks along y, which
@@ -14,3 +19,18 @@ def cdiv(x: int, y: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def empty_rows(like: Tensor, M: int, D: int, there: bool = True) -> tuple[Tensor, Tensor]:
+    """Uninitialized (M, D) e4m3 and its (M, D // 128) e8m0 scales, column-major. Both are empty unless ``there``."""
+    q = torch.empty((M, D) if there else 0, dtype=FP8, device=like.device)
+    if not there:
+        return q, torch.empty(0, dtype=E8M0, device=like.device)
+    return q, torch.empty_strided((M, D // SCALE_TILE), (1, M), dtype=E8M0, device=like.device)
+
+
+def empty_weight(like: Tensor, E: int, N: int, K: int, plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized results of :func:`titan_fp8moe.kernels.quantize.quantize_weight`."""
+    q = torch.empty((E, N, K) if plain else 0, dtype=FP8, device=like.device)
+    q_t = torch.empty((E, K, N) if transposed else 0, dtype=FP8, device=like.device)
+    return q, q_t, torch.empty(E, N // BLOCK, K // BLOCK, dtype=E8M0, device=like.device)

@@ -16,8 +16,8 @@ from titan_fp8moe.activations import ACTIVATIONS, MAX_PARAMETERS
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import quantize_tiles, round_both_ways, scale_tiles
 from titan_fp8moe.kernels.routing import expert_of
-from titan_fp8moe.kernels.sizes import cdiv
-from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE, column_major, padded
+from titan_fp8moe.kernels.sizes import cdiv, empty_rows
+from titan_fp8moe.recipe import SCALE_TILE, column_major, padded
 from titan_fp8moe.spec import ExpertSpec, decode
 
 # Rows per CTA. It divides 128, so no CTA straddles offsets_E[-1], and the scales of 32 rows are one 32-byte sector of a
@@ -31,12 +31,6 @@ WARPS = BACKWARD_WARPS = 4
 CLAMP_WARPS = 8  # where h is rounded both ways; 4 spill registers
 BIAS_COLUMNS = 64  # of the biases' gradients that a CTA sums
 _NO_BIAS = dict(gate_bias=None, up_bias=None, BIAS_STRIDE_E=None, BIAS_STRIDE_H=None, HIDDEN=None)
-
-
-def _rows(like: Tensor, M: int, D: int) -> tuple[Tensor, Tensor]:
-    """Uninitialized (M, D) e4m3 and its (M, D // 128) e8m0 scales, column-major."""
-    q = torch.empty(M, D, dtype=FP8, device=like.device)
-    return q, torch.empty_strided((M, D // SCALE_TILE), (1, M), dtype=E8M0, device=like.device)
 
 
 @triton.jit
@@ -216,16 +210,7 @@ def _parameters(spec: ExpertSpec) -> tuple[float, ...]:
     return (*spec.parameters, *(0.0,) * (MAX_PARAMETERS - len(spec.parameters)))
 
 
-def swiglu_quantize(
-    h_M2H: Tensor,
-    score_M: Tensor | None,
-    offsets_E: Tensor,
-    spec: str,
-    keep_h: bool,
-    nan_flag: Tensor | None = None,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def swiglu_quantize(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
     M and H are multiples of 128, ``h_M2H`` is contiguous.
@@ -233,8 +218,8 @@ def swiglu_quantize(
     assert h_M2H.is_contiguous()
     (M, N), expert = h_M2H.shape, decode(ExpertSpec, spec)
     H = padded(N // expert.rows_per_unit)
-    q, q_scale = _rows(h_M2H, M, H)
-    h_q, h_scale = _rows(h_M2H, M, N) if keep_h else (q.new_empty(0), q_scale.new_empty(0))
+    q, q_scale = empty_rows(h_M2H, M, H)
+    h_q, h_scale = empty_rows(h_M2H, M, N, keep_h)
     biases, constants = _bias_arguments(gate_bias, up_bias)
     if expert.interleaved:
         constants["PAIRED"] = N // SCALE_TILE
@@ -377,21 +362,9 @@ def _backward(activation: str, biased: bool, interleaved: bool) -> Kernel:
 
 
 def swiglu_quantize_backward(
-    d_MH: Tensor,
-    h_M2H: Tensor,
-    h_scale: Tensor | None,
-    score_M: Tensor | None,
-    offsets_E: Tensor,
-    spec: str,
-    recompute_a: bool,
-    nan_flag: Tensor | None = None,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    b2: Tensor | None = None,
-    dy: Tensor | None = None,
-    dy_scale: Tensor | None = None,
-    bias_gradients: bool = False,
-) -> list[Tensor]:
+    d_MH, h_M2H, h_scale, score_M, offsets_E, spec, recompute_a, nan_flag=None, gate_bias=None, up_bias=None, b2=None,
+    dy=None, dy_scale=None, bias_gradients=False,
+):  # fmt: skip
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize_backward`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
     M and H are multiples of 128, ``d_MH`` and ``h_M2H`` are contiguous. ``h_scale`` may have any strides and is copied
@@ -399,8 +372,8 @@ def swiglu_quantize_backward(
     """
     assert d_MH.is_contiguous() and h_M2H.is_contiguous()
     (M, H), N, expert = d_MH.shape, h_M2H.shape[1], decode(ExpertSpec, spec)
-    dh, dh_scale = _rows(d_MH, M, N)
-    q, q_scale = _rows(d_MH, M, H) if recompute_a else (dh.new_empty(0), dh_scale.new_empty(0))
+    dh, dh_scale = empty_rows(d_MH, M, N)
+    q, q_scale = empty_rows(d_MH, M, H, recompute_a)
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
     partial, biases, constants = None, (), {}
     if gate_bias is not None and b2 is not None and dy is not None:

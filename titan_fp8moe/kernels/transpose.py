@@ -9,7 +9,6 @@ nor permutes a row for each of a token's experts.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.quantize import join_four, load_four, store_words, transposed_words
@@ -135,15 +134,14 @@ def _shift_pair_kernel(
         _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, balance, 1, dyT, dyT_scale, m_block, g, M, TILE)
 
 
-def transpose_pair(
-    x_MD: Tensor,
-    x_scale: Tensor,
-    dy_MN: Tensor,
-    dy_scale: Tensor,
-    offsets_E: Tensor,
-    mode: str,
-    token_M: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_results(x_MD, x_scale, dy_MN, dy_scale):
+    """Uninitialized results of :func:`transpose_pair`."""
+    D, (M, N) = x_MD.shape[1], dy_MN.shape
+    xT_scale, dyT_scale = x_scale.new_empty(D // BLOCK, M // BLOCK), dy_scale.new_empty(N // BLOCK, M // BLOCK)
+    return x_MD.new_empty(D, M), xT_scale, dy_MN.new_empty(N, M), dyT_scale
+
+
+def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
     """Kernels of :func:`titan_fp8moe.ops.transpose_pair`; columns at and past ``offsets_E[-1]`` stay unwritten.
 
     Values have unit stride along their rows, and dy is contiguous. Scales may have any strides; column-major is fast.
@@ -153,10 +151,7 @@ def transpose_pair(
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape
     assert (x_MD if token_M is None else token_M).shape[0] == M
-    xT, dyT = x_MD.new_empty(D, M), dy_MN.new_empty(N, M)
-    xT_scale = x_scale.new_empty(D // BLOCK, M // BLOCK)
-    dyT_scale = dy_scale.new_empty(N // BLOCK, M // BLOCK)
-
+    xT, xT_scale, dyT, dyT_scale = results = empty_results(x_MD, x_scale, dy_MN, dy_scale)
     E, balance = offsets_E.shape[0], None
     if mode == "balanced":
         balance = torch.empty(M, dtype=torch.int32, device=x_MD.device)
@@ -171,4 +166,4 @@ def transpose_pair(
         x_MD, x_MD.stride(0), x_scale, *x_scale.stride(), token_M, dy_MN, dy_scale, *dy_scale.stride(), balance,
         offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, TILE=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-    return xT, xT_scale, dyT, dyT_scale
+    return results

@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -76,7 +76,7 @@ def compile_ahead(kind: Hashable, tensors: Sequence[Tensor | None], on_meta: Cal
     """
     x = cast(Tensor, tensors[0])
     traced = isinstance(x, FakeTensor)
-    if traced and _has_symbols(tensors):
+    if traced and any(type(size) is not int for tensor in tensors if tensor is not None for size in tensor.shape):
         return
     with _lock:
         if kind in seen:
@@ -93,10 +93,6 @@ def compile_ahead(kind: Hashable, tensors: Sequence[Tensor | None], on_meta: Cal
             waiting.join()
     seen.add(kind)
     _begun.pop(kind, None)
-
-
-def _has_symbols(tensors: Iterable[Tensor | None]) -> bool:
-    return any(type(size) is not int for tensor in tensors if tensor is not None for size in tensor.shape)
 
 
 def _begin(x: Tensor, on_meta: Callable[[], None]) -> threading.Thread | None:

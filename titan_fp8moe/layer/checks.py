@@ -71,14 +71,23 @@ def check_biases(biases: Biases[Any], weights: ExpertWeights[Any], dim: int) -> 
     E, rows, _ = weights.w1.shape
     shapes = dict(b1=(E, rows), b2=(E, dim)) | ({} if weights.w3 is None else dict(b3=(E, rows)))
     given = {name: b for name, b in zip(Biases._fields, biases, strict=True) if b is not None}
-    if {name: tuple(b.shape) for name, b in given.items()} != shapes:
-        got = ", ".join(f"{name} {tuple(b.shape)}" for name, b in given.items())
+    fit = {name: tuple(b.shape) for name, b in given.items()} == shapes
+    if not fit or not _of_one_kind(given, weights.w1.device):
         wanted = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"with these weights the biases must be {wanted}; got {got}")
-    kinds = {(b.dtype, b.device) for b in given.values()}
-    if kinds not in ({(torch.bfloat16, weights.w1.device)}, {(torch.float32, weights.w1.device)}):
-        got = ", ".join(f"{name} {b.dtype} on {b.device}" for name, b in given.items())
-        raise ValueError(f"b1, b2 and b3 must be all bf16 or all fp32, on the weights' device; got {got}")
+        raise ValueError(
+            f"with these weights, and all bf16 or all fp32 on {weights.w1.device}, the biases must be {wanted}; got "
+            f"{_described(given)}"
+        )
+
+
+def _of_one_kind(tensors: dict[str, Tensor], device: torch.device) -> bool:
+    """Whether they are all bf16 or all fp32, on the device."""
+    kinds = {(t.dtype, t.device) for t in tensors.values()}
+    return kinds in ({(torch.bfloat16, device)}, {(torch.float32, device)})
+
+
+def _described(tensors: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(t.shape)} {t.dtype} on {t.device}" for name, t in tensors.items())
 
 
 def check_shared(shared: Any, x_TD: Tensor, expert: ExpertSpec) -> None:
@@ -96,13 +105,13 @@ def check_shared(shared: Any, x_TD: Tensor, expert: ExpertSpec) -> None:
     fits = w3 is None or (expert.gated and w3.shape == w1.shape)
     fits = fits and w1.shape == (parts * H, D) and w2.shape == (D, H) and H % (BLOCK if parts == 2 else STEP) == 0
     given = {name: w for name, w in zip(shared._fields[:3], shared, strict=False) if w is not None}
-    kinds = {(w.dtype, w.device) for w in given.values()}
-    if not fits or kinds not in ({(torch.bfloat16, device)}, {(torch.float32, device)}):
-        got = ", ".join(f"{name} {tuple(w.shape)} {w.dtype} on {w.device}" for name, w in given.items())
+    if not fits or not _of_one_kind(given, device):
         shapes = f"w1 and w3 (H, {D}), H a multiple of 16, or w1 (2H, {D}) with w3 None, H a multiple of 128"
         if not expert.gated:
             shapes = f"w1 (H, {D}), H a multiple of 16, with w3 None, as {expert.activation!r} has no gate"
-        raise ValueError(f"shared must have {shapes}, and w2 ({D}, H), all bf16 or all fp32 on {device}; got {got}")
+        raise ValueError(
+            f"shared must have {shapes}, and w2 ({D}, H), all bf16 or all fp32 on {device}; got {_described(given)}"
+        )
     if scores is not None and (scores.shape, scores.dtype, scores.device) != ((T,), torch.float32, device):
         got = f"{tuple(scores.shape)} {scores.dtype} on {scores.device}"
         raise ValueError(f"shared.scores must be ({T},) fp32 on {device}; use scores.float() of one dim; got {got}")

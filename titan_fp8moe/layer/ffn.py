@@ -129,20 +129,13 @@ class FFN(NamedTuple):
     def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: Fp8Weight, of_biases: bool = False) -> HiddenGradients:
         """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients."""
         d_MH = self.product(dy, w2_t, self.lora.w2_t)
-        biases: dict[str, Any] = {}
+        h, offsets_E, score_M = cast(Tensor, saved.h), self.routing.offsets_E, self.routing.score_M
+        recompute_a = saved.a_q is None and self.backward.weights != "frozen"
+        biases: list[Any] = []
         if self.biases is not None:
-            biases["gate_bias"], biases["up_bias"] = self.biases.gate_up(self.expert)
-            biases |= dict(b2=self.biases.b2, dy=dy.q, dy_scale=dy.scale, bias_gradients=of_biases)
+            biases += [*self.biases.gate_up(self.expert), self.biases.b2, *dy, of_biases]
         dh, dh_scale, a_q, a_scale, ds_M, *dbias = ops.swiglu_quantize_backward(
-            d_MH,
-            cast(Tensor, saved.h),
-            saved.h_scale,
-            self.routing.score_M,
-            self.routing.offsets_E,
-            encode(self.expert),
-            recompute_a=saved.a_q is None and self.backward.weights != "frozen",
-            nan_flag=self.nans.dh,
-            **biases,
+            d_MH, h, saved.h_scale, score_M, offsets_E, encode(self.expert), recompute_a, self.nans.dh, *biases
         )
         a = Rows(a_q, a_scale) if saved.a_q is None or saved.a_scale is None else Rows(saved.a_q, saved.a_scale)
         return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M, *dbias)
@@ -169,7 +162,7 @@ class FFN(NamedTuple):
             rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
             matrices = 1 if weights.apart(self.expert) is weights else 2
             dw = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, weights.gate_up, matrices)
-            result = result._replace(**dict(zip(weights.gate_up_fields, dw, strict=True)))
+            result = result._replace(**dict(zip(("w1", "w3"), dw, strict=False)))
         if needed.w2:
             operands = Operands(grads.dy, grads.a, None, offsets_E)
             (dw2,) = weight_grads(operands, mode, dtype, (weights.w2,))
@@ -243,26 +236,20 @@ def weight_grads(
     if count == 1 and first.stride(2) != 1 and first.stride(1) == 1:
         layout = "transposed"
     _, rows, columns = first.shape
-    product = _bf16_product if mode == "bf16" else _fp8_product
-    grads = product(operands, mode, dtype, count * matrices, rows // matrices, columns, layout)
+    result = dtype, count * matrices, rows // matrices, columns, layout
+    if mode == "bf16":
+        grads = _bf16_product(operands, *result)
+    else:
+        dy, x, token_M, offsets_E = operands
+        x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
+        grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, *result)
     if layout == "transposed":
         return [grads.transpose(1, 2)]
     return list(grads.chunk(count)) if count > 1 else [grads]
 
 
-def _fp8_product(
-    operands: Operands, mode: str, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
-) -> Tensor:
-    """dy^T x; arguments and result as of :func:`titan_fp8moe.ops.grouped_mm_wgrad`."""
-    dy, x, token_M, offsets_E = operands
-    x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
-    return ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, dtype, parts, rows, columns, layout)
-
-
-def _bf16_product(
-    operands: Operands, _: str, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
-) -> Tensor:
-    """As :func:`_fp8_product`, in bf16."""
+def _bf16_product(operands: Operands, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str) -> Tensor:
+    """dy^T x in bf16; arguments and result as of :func:`titan_fp8moe.ops.grouped_mm_wgrad`."""
     dy, x, _token_M, offsets_E = operands
     dy_MN, x_MK = ops.dequantize_rows(*dy, offsets_E), ops.dequantize_rows(*x, offsets_E)
     grads = []

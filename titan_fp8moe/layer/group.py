@@ -97,12 +97,7 @@ def _feed_forward(
     return [y[: x_TD.shape[0]].to(dtype), *(copies or ()), *kept, *fields]
 
 
-def _linear(
-    x_TK: Tensor,
-    w: list[Tensor | None],
-    dtype: torch.dtype,
-    nan_flags: Tensor | None = None,
-) -> list[Tensor]:
+def _linear(x_TK: Tensor, w: list[Tensor | None], dtype: torch.dtype, nan_flags: Tensor | None = None) -> list[Tensor]:
     """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of copies. ``w`` (1, N, K) may be followed
     by copies."""
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
@@ -153,13 +148,10 @@ class _FeedForward(torch.autograd.Function):
         w1, w2, w3, *tensors = ctx.saved_tensors
         copies: Any = None
         if ctx.read is not None:
-            w13_copies, w2_copies, *tensors = tensors
-            copies = Generations(w13_copies, w2_copies)
-        q: Any = None
-        scale: Any = None
-        if backward.keeps_rows:
-            q, scale, *tensors = tensors
-        end, *tensors = tensors
+            copies, tensors = Generations(*tensors[:2]), tensors[2:]
+        if not backward.keeps_rows:
+            tensors = cast(Any, [None, None, *tensors])
+        q, scale, end, *tensors = tensors
         rows = GroupRows(q, scale, end)
         weights: ExpertWeights[Any] = one_expert(ExpertWeights(w1, w2, w3))
         ffn, x = group_of(rows, ExpertSpec(), backward, nans, w2.shape[0]), Rows(q, scale)

@@ -148,32 +148,25 @@ def tensor_key(tensor: Tensor) -> tuple:
     return StorageWeakRef(tensor.untyped_storage()), _identity(tensor)
 
 
-class _Sizes(NamedTuple):
-    """The sizes of an operand's buffers: shape (E, N, K), number of samples, strides of the scales. Scales lie as the
-    weight does, so that one which is stored transposed is quantized from where it lies."""
-
-    shape: tuple[int, int, int]
-    samples: int
-    scale_strides: tuple[int, int, int]
-
-
-def _sizes(group: Sequence[Tensor]) -> _Sizes:
+def _sizes(group: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The sizes of an operand's buffers: E, N, K, number of samples, strides of the scales. Scales lie as the weight
+    does, so that one which is stored transposed is quantized from where it lies."""
     E, _, K = group[0].shape
     N, K = sum(padded(w.shape[1]) for w in group), padded(K)
     n, k = N // TILE, K // TILE
     strides = (n * k, 1, n) if stored_transposed(group) else (n * k, k, 1)
-    return _Sizes((E, N, K), num_samples(group[0]) * len(group), strides)
+    return E, N, K, num_samples(group[0]) * len(group), strides
 
 
-def _empty_operand(sizes: _Sizes, layouts: Layouts, device: torch.device) -> KeptOperand:
-    E, N, K = sizes.shape
+def _empty_operand(sizes: tuple[Any, ...], layouts: Layouts, device: torch.device) -> KeptOperand:
+    E, N, K, samples, scale_strides = sizes
     blocks = E, N // TILE, K // TILE
-    state = torch.zeros(STATE_HEADER + sizes.samples, dtype=torch.int32, device=device)
+    state = torch.zeros(STATE_HEADER + samples, dtype=torch.int32, device=device)
     state[0] = -1
     return KeptOperand(
         torch.empty(E, N, K, dtype=FP8, device=device),
         torch.empty(E, K, N, dtype=FP8, device=device) if layouts == "both" else None,
-        torch.empty_strided(blocks, sizes.scale_strides, dtype=E8M0, device=device),
+        torch.empty_strided(blocks, scale_strides, dtype=E8M0, device=device),
         state,
     )
 
@@ -200,7 +193,7 @@ class WeightCache:
 
     _all: ClassVar["weakref.WeakSet[WeightCache]"] = weakref.WeakSet()
     copies: Copies | None = None
-    _sizes: list[_Sizes] | None = None
+    _sizes: list[tuple] | None = None
     _fits: list[tuple] | None = None
 
     def __init__(self, layouts: Layouts = "both", kind: str = "", owner: nn.Module | None = None):
@@ -246,7 +239,7 @@ class WeightCache:
                     self._fits = fits
         return cast(Copies, self.copies)
 
-    def _allocate(self, sizes: list[_Sizes], device: torch.device) -> None:
+    def _allocate(self, sizes: list[tuple], device: torch.device) -> None:
         """Makes the buffers, unless they are there. Those of before live as long as a backward may read them."""
         if self.copies is not None and self._sizes == sizes and self.copies.steps.device == device:
             return
@@ -316,17 +309,6 @@ class Generations(NamedTuple):
     w2: Tensor
 
 
-class ForwardOperands(NamedTuple):
-    """``w13`` (E, 2H, D), gate and up in one, or up alone without a gate; ``w2`` (E, D, H)."""
-
-    w13: Fp8Weight
-    w2: Fp8Weight
-
-    def pack(self) -> list[Tensor | None]:
-        """As fused weights that are quantized already; see :meth:`ExpertWeights.pack`."""
-        return ExpertWeights(self.w13, self.w2).pack()
-
-
 _COUNT = len(ExpertWeights._fields)
 _UNLOCKED = contextlib.nullcontext()
 
@@ -357,15 +339,18 @@ def pack(weights: ExpertWeights[Any], copies: Copies | None, frozen: bool) -> li
     return readable(weights).pack() if copies is None else [*weights, *copies.pack(frozen)]
 
 
-def forward_operands(packed: list[Tensor | None]) -> tuple[ForwardOperands, Generations | None]:
-    """The operands, and the generations of copies if there are any. Call it in :func:`held`."""
+def forward_operands(packed: list[Tensor | None]) -> tuple[tuple[Fp8Weight, Fp8Weight], Generations | None]:
+    """The operands, and the generations of copies if there are any. Call it in :func:`held`.
+
+    The operands are w13 (E, 2H, D), gate and up in one, or up alone without a gate, and w2 (E, D, H).
+    """
     if len(packed) <= 2 * _COUNT:
         weights = ExpertWeights.unpack(packed)
-        return ForwardOperands(ops.quantize_weight(*weights.gate_up), ops.quantize_weight(weights.w2)), None
+        return (ops.quantize_weight(*weights.gate_up), ops.quantize_weight(weights.w2)), None
     weights, buffers = ExpertWeights(*cast(Any, packed[:_COUNT])), packed[_COUNT:]
     w13, w2 = operands = _operands(buffers)
     generations = _refreshed(groups_of(weights), operands, buffers[-1])
-    return ForwardOperands(w13.plain, w2.plain), Generations(*generations)
+    return (w13.plain, w2.plain), Generations(*generations)
 
 
 def linear_operand(packed: list[Any]) -> tuple[Fp8Weight, list[Tensor]]:

@@ -195,12 +195,9 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[Any], biased: bool) -> "Inputs":
         """The inverse of :meth:`flatten`."""
-        x, scores, ids, flags, shared_scores, w1, w2, w3, s1, s2, s3, *adapters = values
-        biases = None
-        if biased:
-            b1, b2, b3, *adapters = adapters
-            biases = Biases(b1, b2, b3)
-        weights, shared = ExpertWeights(w1, w2, w3), ExpertWeights(s1, s2, s3)
+        x, scores, ids, flags, shared_scores, *rest = values
+        weights, shared, rest = ExpertWeights(*rest[:3]), ExpertWeights(*rest[3:6]), rest[6:]
+        biases, adapters = (Biases(*rest[:3]), rest[3:]) if biased else (None, rest)
         return cls(x, scores, ids, flags, shared_scores, weights, shared, biases, adapters)
 
 
@@ -217,5 +214,5 @@ class FinishInputs(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "FinishInputs":
-        placeholder, payload, flags, s1, s2, s3, *_ = values
-        return cls(placeholder, payload, flags, ExpertWeights(s1, s2, s3))
+        placeholder, payload, flags, *rest = values
+        return cls(placeholder, payload, flags, ExpertWeights(*rest[:3]))

@@ -138,14 +138,8 @@ def record(
         byte_BRG = scale.view(torch.uint8).int().flatten(0, 1).unsqueeze(1)
         live_BR, shift_BRG = torch.ones_like(byte_BRG[:, :, 0], dtype=torch.bool), torch.zeros_like(byte_BRG)
         # Padding counts as zeros: underflow is the nonzero inputs without a nonzero code.
-        _add(
-            "w",
-            q,
-            byte_BRG,
-            live_BR,
-            shift_BRG,
-            torch.ones(q.shape[2] // BLOCK, BLOCK, dtype=torch.bool, device=q.device),
-        )
+        counts_GL = torch.ones(q.shape[2] // BLOCK, BLOCK, dtype=torch.bool, device=q.device)
+        _add("w", q, byte_BRG, live_BR, shift_BRG, counts_GL)
         assert _counts is not None
         _counts[KINDS.index("w"), -1] += sum(torch.count_nonzero(cast(Tensor, w)) for w in ws)
 

@@ -34,10 +34,6 @@ class ExpertWeights(NamedTuple, Generic[W]):
     w3: W | None = None
 
     @property
-    def gate_up_fields(self) -> tuple[str, ...]:
-        return ("w1",) if self.w3 is None else ("w1", "w3")
-
-    @property
     def gate_up(self) -> tuple[W, ...]:
         """The weights that GEMM 1's operand is made of."""
         return (self.w1,) if self.w3 is None else (self.w1, self.w3)

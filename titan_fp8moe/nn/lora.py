@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -60,10 +59,12 @@ class AddsLora(nn.Module):
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         for name in (name for name in present if name in weights):
             weight = present[name]
-            mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-            (E, N, K), device = local_of(weight).shape, weight.device
-            self.lora_A[name] = _parameter(torch.empty(E, rank, K, dtype=dtype, device=device), mesh)
-            self.lora_B[name] = _parameter(torch.empty(E, N, rank, dtype=dtype, device=device), mesh)
+            E, N, K = local_of(weight).shape
+            for factors, shape in ((self.lora_A, (E, rank, K)), (self.lora_B, (E, N, rank))):
+                factor = torch.empty(shape, dtype=dtype, device=weight.device)
+                if isinstance(weight, DTensor):
+                    factor = spread(factor, weight.device_mesh)
+                factors[name] = nn.Parameter(factor)
         self.lora_scale = alpha / rank
         self.reset_lora_parameters()
 
@@ -129,7 +130,3 @@ class AddsLora(nn.Module):
             return None
         pairs = {name: (local_of(A), local_of(self.lora_B[name])) for name, A in self.lora_A.items()}
         return Lora(**{name: Adapter(*pair, self.lora_scale) for name, pair in pairs.items()})
-
-
-def _parameter(local: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
-    return nn.Parameter(local if mesh is None else spread(local, mesh))

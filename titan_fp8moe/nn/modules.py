@@ -245,31 +245,15 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         return super().register_forward_pre_hook(hook, **options)
 
     def for_layer(self) -> Experts:
-        frozen = are_frozen((self.w1, self.w2, self.w3))
-        return Experts(
-            self._weights(),
-            self.config,
-            self.ep_group,
-            self.expert,
-            cache_of(self, frozen),
-            frozen,
-            self._biases(),
-            self.lora(),
-        )
-
-    def _weights(self) -> ExpertWeights[Tensor]:
+        weights: Any = self.w1, self.w2, self.w3
+        biases: Any = self.b1, self.b2, self.b3
+        frozen = are_frozen(weights)
+        # Elsewhere the layer reads DTensors, faster than to_local() does.
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
-            return ExpertWeights(*self.local_weights(self.w1, self.w2, self.w3))
-        # The layer reads DTensors faster than to_local() does.
-        return ExpertWeights(self.w1, self.w2, cast(Any, self.w3))
-
-    def _biases(self) -> Biases[Tensor] | None:
-        if self.b1 is None:
-            return None
-        biases = cast(list[Any], [self.b1, self.b2, self.b3])
-        if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
-            return Biases(*map(local_of, biases))
-        return Biases(*biases)
+            weights, biases = self.local_weights(*weights), [local_of(bias) for bias in biases]
+        biases = None if self.b1 is None else Biases(*biases)
+        cache, given = cache_of(self, frozen), ExpertWeights(*weights)
+        return Experts(given, self.config, self.ep_group, self.expert, cache, frozen, biases, self.lora())
 
     def fp8_matrices(self) -> list[str]:
         return [name for name in ("w1", "w2", "w3") if getattr(self, name) is not None]

@@ -122,20 +122,20 @@ class _Replay(TorchFunctionMode):
         (T, K), columns = self.ids_TK.shape, scores.shape[-1]
         if scores.shape[:-1].numel() != T:
             return out
-        if (columns >= self.num_experts and out.indices.shape[-1] == K) or self.num_experts % columns == 0:
-            self._check(max(columns, self.num_experts))
+        chooses = columns >= self.num_experts and out.indices.shape[-1] == K
+        if not chooses and (columns >= self.num_experts or self.num_experts % columns):
+            return out
+        self._check(max(columns, self.num_experts))
         ids = self.ids_TK.view(*scores.shape[:-1], K)
         live = (ids < 0).any(-1, keepdim=True)
-        if columns >= self.num_experts and out.indices.shape[-1] == K:
+        if chooses:
             self.replayed = True
             # In place: a record around this replay has kept the tensor.
             ids = out.indices.copy_(torch.where(live, out.indices, ids))
-        elif columns < self.num_experts and self.num_experts % columns == 0:
+        else:
             # A mask of groups is made of these. Without it, scores read from masked ones would be zeros.
             groups = ids // (self.num_experts // columns)
             ids = torch.cat([out.indices, torch.where(live, out.indices[..., :1], groups)], -1)
-        else:
-            return out
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def _check(self, columns: int) -> None:
@@ -286,11 +286,8 @@ def _seen(module: nn.Module) -> Iterator[list[Any]]:
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments[:] = [*args, *kwargs.values()]
 
-    handle = module.register_forward_pre_hook(see, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(see, with_kwargs=True):
         yield arguments
-    finally:
-        handle.remove()
 
 
 def _ids_of(layer: _Layer, arguments: list[Any]) -> Tensor:

@@ -37,36 +37,3 @@ from titan_fp8moe.ops.quantize import (
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward
 from titan_fp8moe.ops.transpose import transpose_pair
 from titan_fp8moe.recipe import unpack_combine, unpack_dispatch
-
-__all__ = [
-    "Fp8Weight",
-    "PaddedAsOne",
-    "after",
-    "dequantize_rows",
-    "dispatch_routing",
-    "emulate",
-    "expert_routing",
-    "grouped_mm",
-    "grouped_mm_wgrad",
-    "low_rank",
-    "low_rank_grads",
-    "pack_combine",
-    "pack_dispatch",
-    "permute_rows",
-    "quantize_group",
-    "quantize_rows",
-    "quantize_weight",
-    "quantize_weight_both",
-    "quantize_weight_transposed",
-    "refresh_weight",
-    "scale_exponents",
-    "start_all_to_all",
-    "swiglu_quantize",
-    "swiglu_quantize_backward",
-    "transpose_pair",
-    "unpack_combine",
-    "unpack_dispatch",
-    "unpermute_gradients",
-    "unpermute_sum",
-    "wait",
-]

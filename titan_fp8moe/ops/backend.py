@@ -43,7 +43,8 @@ def custom_op(
 
     Args:
         reference: the specification, whose name may have a leading underscore.
-        kernel: takes the same arguments and runs where :func:`use_kernels` holds for the first tensor.
+        kernel: takes the same arguments, whose types stand at the reference, and runs where :func:`use_kernels` holds
+            for the first tensor.
         fake: returns tensors of the same shapes, strides and dtypes; by default the reference, where that calls ops.
             The recipe would do for most, but has up to a hundred operators: a layer traced ten times as long.
 

@@ -14,14 +14,12 @@ from titan_fp8moe.ops.quantize import dequantize_rows
 RANK_STEP = 16
 
 
-def _low_rank(q_MK: Tensor, scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_E: Tensor) -> Tensor:
+def _low_rank(q_MK, scale, a_ERK, b_ENR, offsets_E):
     """``a_ERK`` and ``b_ENR`` are contiguous or transposed views of what is."""
     return _rows_mm(_rows_mm(dequantize_rows(q_MK, scale, offsets_E), a_ERK, offsets_E), b_ENR, offsets_E)
 
 
-def _low_rank_grads(
-    x_MK: Tensor, x_scale: Tensor, dy_MN: Tensor, dy_scale: Tensor, a_ERK: Tensor, b_ENR: Tensor, offsets_E: Tensor
-) -> tuple[Tensor, Tensor]:
+def _low_rank_grads(x_MK, x_scale, dy_MN, dy_scale, a_ERK, b_ENR, offsets_E):
     x, dy = dequantize_rows(x_MK, x_scale, offsets_E), dequantize_rows(dy_MN, dy_scale, offsets_E)
     u, du = _rows_mm(x, a_ERK, offsets_E), _rows_mm(dy, b_ENR.transpose(1, 2), offsets_E)
     return torch._grouped_mm(du.t(), x, offs=offsets_E), torch._grouped_mm(dy.t(), u, offs=offsets_E)

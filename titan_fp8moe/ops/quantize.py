@@ -7,7 +7,8 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
-from titan_fp8moe.ops.backend import custom_op, use_kernels
+from titan_fp8moe.kernels.sizes import empty_weight
+from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_TILE
 
 
@@ -154,8 +155,7 @@ def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tu
     return q, q_t, scale
 
 
-@custom_op
-def refresh_weight(
+def _refresh_weight(
     weights: list[Tensor],
     q: Tensor,
     q_t: Tensor | None,
@@ -178,8 +178,6 @@ def refresh_weight(
     Returns:
         (2,) int32, the copies' generation, and 1 if they were made.
     """
-    if use_kernels(weights[0]):
-        return kernels.refresh_weight(weights, q, q_t, scale, state, steps, force, generation)
     made, after = recipe.seen_weights(weights, state, steps, force, generation)
     if made:
         # .data: without a new version, as kernels write.
@@ -192,21 +190,11 @@ def refresh_weight(
     return state.new_tensor([after[1], made])
 
 
-@refresh_weight.register_fake
-def _(weights, q, q_t, scale, state, steps, force, generation):
-    return state.new_empty(2)
-
-
 @custom_op
 def after(tensor: Tensor, tokens: list[Tensor]) -> Tensor:
     """A copy of ``tensor``, which a graph orders after the ops that made ``tokens``: those that read what
     :func:`refresh_weight` writes, which no schema tells, take the copy."""
     return tensor.clone()
-
-
-@after.register_fake
-def _(tensor, tokens):
-    return torch.empty_like(tensor)
 
 
 def _check_weights(weights: list[Tensor]) -> None:
@@ -234,27 +222,24 @@ def _join_weight(
 
 
 def _fake_weight(weights, plain, transposed):
-    w, K, N = weights[0], recipe.padded(weights[0].shape[2]), sum(recipe.padded(w.shape[1]) for w in weights)
-    scale = w.new_empty(w.shape[0], N // BLOCK, K // BLOCK, dtype=E8M0)
+    (E, _, K), N = weights[0].shape, sum(recipe.padded(w.shape[1]) for w in weights)
     if kernels.stored_transposed(weights):
-        scale = scale.new_empty(w.shape[0], K // BLOCK, N // BLOCK).transpose(1, 2)
-    return _fake_layouts(w, N, K, plain, transposed, scale)
-
-
-def _fake_layouts(w, N, K, plain, transposed, scale):
-    E, none = w.shape[0], w.new_empty(0, dtype=FP8)
-    q = w.new_empty(E, N, K, dtype=FP8) if plain else none
-    return q, w.new_empty(E, K, N, dtype=FP8) if transposed else none, scale
+        q_t, q, scale = empty_weight(weights[0], E, recipe.padded(K), N, transposed, plain)
+        return q, q_t, scale.transpose(1, 2)
+    return empty_weight(weights[0], E, N, recipe.padded(K), plain, transposed)
 
 
 def _fake_join(w, w_scale, last_w, last_scale, plain, transposed):
     E, N, K = w.shape
     N += 0 if last_w is None else last_w.shape[1]
-    return _fake_layouts(w, N, K, plain, transposed, w_scale.new_empty(E, N // BLOCK, K // BLOCK))
+    return empty_weight(w, E, N, K, plain, transposed)
 
 
 _quantize_weight_op = custom_op(_quantize_weight, kernels.quantize_weight, _fake_weight)
 _join_weight_op = custom_op(_join_weight, kernels.join_weight, _fake_join)
+refresh_weight = custom_op(
+    _refresh_weight, kernels.refresh_weight, lambda weights, q, q_t, scale, state, *_: state.new_empty(2)
+)
 
 
 def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:

@@ -220,21 +220,8 @@ def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator
     args = h, score_M, offsets_E, spec, False, None, *biases
     yield Case("swiglu_quantize with biases", ops.swiglu_quantize, args, nearly=True)
     dy, dy_scale = recipe.quantize_rows(randn(M, D))
-    args = (
-        d,
-        h,
-        None,
-        score_M,
-        offsets_E,
-        spec,
-        True,
-        None,
-        *biases,
-        randn(E, D),
-        dy,
-        recipe.column_major(dy_scale),
-        True,
-    )
+    of_output = randn(E, D), dy, recipe.column_major(dy_scale)
+    args = d, h, None, score_M, offsets_E, spec, True, None, *biases, *of_output, True
     yield Case("swiglu_quantize_backward with biases", ops.swiglu_quantize_backward, args, nearly=True)
 
 

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu as kernels
+from titan_fp8moe.kernels.sizes import empty_rows
 from titan_fp8moe.ops.backend import custom_op
-from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE, padded
+from titan_fp8moe.recipe import padded
 from titan_fp8moe.spec import ExpertSpec, decode
 
 
@@ -109,16 +110,10 @@ def _swiglu_quantize_backward(
     return [*results, recipe.bias_gradient(rows, offsets_E).to(b2.dtype)]
 
 
-def _fake_rows(like, M, D, there=True):
-    if not there:
-        return like.new_empty(0, dtype=FP8), like.new_empty(0, dtype=E8M0)
-    return like.new_empty(M, D, dtype=FP8), like.new_empty(D // SCALE_TILE, M, dtype=E8M0).t()
-
-
 def _fake_forward(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
     M, N = h_M2H.shape
     H = padded(N // decode(ExpertSpec, spec).rows_per_unit)
-    return *_fake_rows(h_M2H, M, H), *_fake_rows(h_M2H, M, N, keep_h)
+    return *empty_rows(h_M2H, M, H), *empty_rows(h_M2H, M, N, keep_h)
 
 
 def _fake_backward(
@@ -127,7 +122,7 @@ def _fake_backward(
 ):  # fmt: skip
     M, H = d_MH.shape
     ds = d_MH.new_empty(0 if score_M is None else M, dtype=torch.float32)
-    results = [*_fake_rows(d_MH, M, h_M2H.shape[1]), *_fake_rows(d_MH, M, H, recompute_a), ds]
+    results = [*empty_rows(d_MH, M, h_M2H.shape[1]), *empty_rows(d_MH, M, H, recompute_a), ds]
     if gate_bias is not None and b2 is not None and bias_gradients:
         columns = decode(ExpertSpec, spec).rows_per_unit * gate_bias.shape[1] + b2.shape[1]
         results.append(b2.new_empty(offsets_E.shape[0], columns))

@@ -5,7 +5,6 @@ from torch import Tensor
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import transpose as kernels
 from titan_fp8moe.ops.backend import custom_op
-from titan_fp8moe.recipe import BLOCK
 
 
 def _transpose_pair(
@@ -27,12 +26,7 @@ def _transpose_pair(
 
 
 def _fake(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
-    M = dy_MN.shape[0]
-    pairs = (
-        (q.new_empty(q.shape[1], M), s.new_empty(s.shape[1], M // BLOCK))
-        for q, s in ((x_MD, x_scale), (dy_MN, dy_scale))
-    )
-    return tuple(t for pair in pairs for t in pair)
+    return kernels.empty_results(x_MD, x_scale, dy_MN, dy_scale)
 
 
 transpose_pair = custom_op(_transpose_pair, kernels.transpose_pair, _fake)

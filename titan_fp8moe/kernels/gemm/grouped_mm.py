@@ -12,22 +12,13 @@ allocate results, and the modules launch kernels that fill them.
 """
 
 import torch
-from torch import Tensor
 
 from titan_fp8moe.kernels.gemm import forward, portable, wgrad
 from titan_fp8moe.kernels.gemm.launch import is_hopper
 from titan_fp8moe.recipe import WGRAD_LAYOUTS, check_wgrad
 
 
-def grouped_mm(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_ENK: Tensor,
-    b_scale: Tensor,
-    offsets_E: Tensor,
-    out_dtype: torch.dtype,
-    columns: int | None = None,
-) -> Tensor:
+def grouped_mm(a_MK, a_scale, b_ENK, b_scale, offsets_E, out_dtype, columns=None):
     """Kernel of :func:`titan_fp8moe.ops.grouped_mm`. Rows of a may be strided, b is contiguous; scales may have any
     strides, and those of a are fast when column-major. TMA drops columns at and past ``columns``."""
     out = torch.empty(a_MK.shape[0], columns or b_ENK.shape[1], dtype=out_dtype, device=a_MK.device)
@@ -37,17 +28,8 @@ def grouped_mm(
 
 
 def grouped_mm_wgrad(
-    aT_NM: Tensor,
-    aT_scale: Tensor,
-    bT_KM: Tensor,
-    bT_scale: Tensor,
-    offsets_E: Tensor,
-    out_dtype: torch.dtype,
-    parts: int = 1,
-    rows: int | None = None,
-    columns: int | None = None,
-    layout: str = "apart",
-) -> Tensor:
+    aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out_dtype, parts=1, rows=None, columns=None, layout="apart"
+):
     """Kernel of :func:`titan_fp8moe.ops.grouped_mm_wgrad`. Rows of both operands, and scales, may be strided.
 
     One launch fills the matrices of all parts if none of their rows is padding. Otherwise each part has a launch, which

@@ -164,9 +164,7 @@ def _grid_size(num_tiles: int, device: torch.device) -> int:
     return min(num_tiles, limit)
 
 
-def launch_forward(
-    a_MK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, out: Tensor
-) -> None:
+def launch_forward(a_MK, a_scale, b_ENK, b_scale, offsets_E, out):
     """As :func:`.forward.launch_forward`."""
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
@@ -179,9 +177,7 @@ def launch_forward(
     )  # fmt: skip
 
 
-def launch_wgrad(
-    aT_NM: Tensor, aT_scale: Tensor, bT_KM: Tensor, bT_scale: Tensor, offsets_E: Tensor, out: Tensor, parts: int | None
-) -> None:
+def launch_wgrad(aT_NM, aT_scale, bT_KM, bT_scale, offsets_E, out, parts):
     """As :func:`.wgrad.launch_wgrad`."""
     N, K, E = aT_NM.shape[0], bT_KM.shape[0], offsets_E.shape[0]
     grid = (_grid_size(E * (N // GEMM_TILE) * (K // GEMM_TILE), aT_NM.device),)
