@@ -14,6 +14,7 @@ from tests.layer import DEVICE, CastCounter, apply_layer, assert_equal, generati
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, WeightCache, ops, recipe, routed_experts
 from titan_fp8moe.layer import operands as operands_module
 from titan_fp8moe.layer.experts import SAVED_OPS
+from titan_fp8moe.layer.run import run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
 
 LAYOUTS = pytest.mark.parametrize("layouts", ["both", "forward"])
@@ -565,9 +566,9 @@ def test_one_graph_of_a_student_and_a_teacher():
 def test_threads(change):
     """That call a module at once: for the first time, after a step, or one with other weights; and their backwards."""
 
-    def run(module, weights, x, *others):
+    def run(experts, x, ids, scores):
         x = x.clone().requires_grad_()
-        out = torch.func.functional_call(module, weights, (x, *others))
+        out = run_layer(x, ids, scores, experts)
         return [out.detach(), *torch.autograd.grad(out.sum(), x)]
 
     wrong = 0
@@ -579,16 +580,15 @@ def test_threads(change):
             for p in module.parameters():
                 p.grad = torch.randn_like(p)
             torch.optim.SGD(module.parameters(), lr=0.1).step()
-        weights = [dict(module.named_parameters())] * 4
-        if change == "teacher":
-            weights = [weights[0], _teacher(module)] * 2
-        fresh = copy.deepcopy(module)
-        want = [run(fresh, w, *inputs) for w in weights]
+        experts = [module.for_layer()] * 4
+        if change == "teacher":  # functional_call would give the module itself other weights meanwhile
+            experts = [experts[0], experts[0]._replace(weights=ExpertWeights(**_teacher(module)))] * 2
+        want = [run(given._replace(cache=None), *inputs) for given in experts]
         got, start = [None] * 4, threading.Barrier(4)
 
-        def call(i, module=module, inputs=inputs, weights=weights, got=got, start=start):
+        def call(i, inputs=inputs, experts=experts, got=got, start=start):
             start.wait()
-            got[i] = run(module, weights[i], *inputs)
+            got[i] = run(experts[i], *inputs)
 
         threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
         for thread in threads:
