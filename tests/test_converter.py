@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 from torchtitan.models.gpt_oss.model import moe as gpt_oss_moe
@@ -256,6 +257,23 @@ def _gathered(sizes: tuple[int, ...], setting: bool, as_list: bool, shards: bool
     block.to_empty(device="cpu")
     experts = block.moe.experts
     return experts.gathers_fp8, hasattr(getattr(experts.w1, "_local_tensor", None), "fsdp_pre_all_gather")
+
+
+def test_experts_of_several_ranks_are_gathered_in_fp8():
+    assert call(_gathered_over_ep) == (True, True)
+
+
+def _gathered_over_ep() -> tuple[bool, bool]:
+    """As :func:`_gathered`, of experts that expert parallelism has sharded before along the same dim."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    config = make_config(GATHER)
+    experts = convert(config, make_model(config)).layers["1"].to("meta").moe.experts
+    for name, param in [*experts.named_parameters()]:
+        experts.register_parameter(name, nn.Parameter(distribute_tensor(param, mesh["ep"], [Shard(0)])))
+    parallel.fully_shard(experts, mesh=mesh["efsdp"])
+    experts.to_empty(device="cpu")
+    return experts.gathers_fp8, hasattr(experts.w1._local_tensor, "fsdp_pre_all_gather")
 
 
 def test_train_spec_can_be_ones_own(monkeypatch: pytest.MonkeyPatch):

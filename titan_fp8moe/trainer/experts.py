@@ -85,7 +85,8 @@ def _fsdp_gathers(param: Tensor) -> bool:
         return False
     mesh = param.device_mesh
     dims = zip(mesh.mesh_dim_names or (), mesh.shape, param.placements, strict=True)
-    return any(name not in _NOT_FSDP and size > 1 and placement.is_shard() for name, size, placement in dims)
+    # FSDP's shards of experts that expert parallelism has sharded are a _StridedShard, which is_shard() denies.
+    return any(name not in _NOT_FSDP and size > 1 and not placement.is_replicate() for name, size, placement in dims)
 
 
 def gpt_oss_expert(limit: float, score_before_experts: bool = False) -> ExpertSpec:
