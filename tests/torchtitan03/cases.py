@@ -106,6 +106,8 @@ TWO_RANKS = {
 FOUR_RANKS = {
     "hsdp2_ep2": Case({}, HSDP2 | EP2),
     "hsdp2_fp8_gather": Case({"fp8_all_gather": True}, HSDP2),
+    "fsdp2_ep2": Case({}, EP2),
+    "fsdp2_ep2_fp8_gather": Case({"fp8_all_gather": True}, EP2),
     "pp2_tp2": Case({}, PP2 | TP2 | PARTIAL_DTENSOR),
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
