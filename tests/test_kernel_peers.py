@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments import tables
-from experiments.kernels import liger_cute, sonicmoe, transformer_engine
+from experiments.kernels import sonicmoe, transformer_engine
 from experiments.kernels.transformer_engine import KEPT, OURS, PEERS
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, covered
 
@@ -59,24 +59,6 @@ def test_the_native_path_takes_64_weights(experts, native, monkeypatch):
     found = transformer_engine.candidates(problem)
     names = [OURS, *(peer for peer in PEERS if native or peer != "TransformerEngine, native")]
     assert sorted(found) == sorted(names + [name + KEPT for name in names])
-
-
-def test_records_and_table_of_liger_cute():
-    times = {"LigerCute": (8.0, 2.0), "ours, all_to_all": (4.0, 4.0), "ours, symmetric": (2.0, 1.0)}
-    lines = [dict(candidate=name, ms=ms, forward_ms=forward) for name, (ms, forward) in times.items()]
-    found = liger_cute.records("16B, 32 experts per GPU, 8 tokens, 2 GPUs", lines)
-    assert [r["name"] for r in found] == ["routed_experts_ep_liger", "routed_experts_ep_liger dispatch=symmetric"]
-    assert [(r["value"], r["reference_value"], r["speedup"]) for r in found] == [(4, 8, 2), (2, 8, 4)]
-    assert [(r["forward"], r["reference_forward"]) for r in found] == [(4, 2), (1, 2)]
-    table = tables.liger_cute(tables.Records([ENV | r for r in found]))
-    cells = "8 / 2 | 4 (**2.00x**) / 4 (**0.50x**) | 2 (**4.00x**) / 1 (**2.00x**)"
-    assert table.splitlines()[2] == f"| 16B, 32 experts, 8 tokens, 2 GPUs | {cells} |"
-
-
-def test_a_ranks_share_of_a_problem():
-    torch.manual_seed(0)
-    problem = sonicmoe.Problem(sonicmoe.Sizes(128, 128, 4, 2), 64, "cpu", ranks=2)
-    assert problem.experts.w1.shape[0] == 2 and problem.ids.max() == 3
 
 
 def test_rows_of_gate_and_up_alternate_and_return():

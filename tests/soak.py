@@ -1,6 +1,6 @@
 """Layers of random shapes, routings and settings on a GPU, each compared with the specification, for as long as asked.
 
-    python -m experiments.kernels.soak --seconds 300 --first 0       # prints the seed to go on with
+    python -m tests.soak --seconds 300 --first 0       # prints the seed to go on with
 
 A seed is one layer. It runs twice with its number of tokens, which must give the same bits, and once with another
 number, which must compile nothing. Output and gradients are compared with the reference (``ops.emulate``) on the same
