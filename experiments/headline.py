@@ -70,7 +70,9 @@ def draw_curves(axis: Axes, points: list[dict]) -> None:
         label = variant.replace("fp8_flow", "FP8").replace("bf16_fused", "bf16, fused").replace(":", ", ")
         label = label.replace("checkpointing=", "checkpointing ")
         color = OURS if variant.startswith("fp8") else OTHERS
-        memory, speed, batches = ([p[key] for p in line] for key in ("memory_gib", "tokens_per_second", "local_batch"))
+        memory, speed, batches = (
+            tuple(p[key] for p in line) for key in ("memory_gib", "tokens_per_second", "local_batch")
+        )
         axis.plot(memory, speed, "-o", color=color, markersize=4, label=label)
         for x, y, batch in zip(memory, speed, batches, strict=True):
             axis.annotate(batch, (x, y), (0, 4), textcoords="offset points", fontsize=6, ha="center")

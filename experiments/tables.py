@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments import check
 from experiments.records import script_parser, write_list
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
@@ -41,6 +42,8 @@ CITED = (
     r"train_16b( memory| (dispatch=all_to_all|cache_weights=true cache_layouts=forward)( memory)?)?",
 )
 """Names of records that no table shows, but a page's text or tables of its own."""
+CHECKED = ("README.md", "docs/results.md")
+"""Pages whose text is checked too, by :mod:`experiments.check`."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
 COPIES = ("copy", "copy of as many bytes")
@@ -188,7 +191,7 @@ def source(used: list[Record]) -> str:
         return ", ".join(sorted({key(record) for record in used}))
 
     hardware = unique(lambda r: r["hardware"].replace("1 x ", "one "))
-    commits = unique(lambda r: f"`{r['commit']}`")
+    commits = ", ".join(f"`{name}`" for name in sorted(set().union(*map(check.commits_of, used))))
     commands = unique(lambda r: f"`{script(r['command'])}`")
     return f"Measured on {hardware}; {unique(lambda r: r['date'])}; commit {commits}; {commands}."
 
@@ -642,19 +645,25 @@ def page(text: str, records: Records) -> str:
         records.used = []
         body = TABLES[name](records)
         content = f"{body}\n\n{source(records.used)}" if records.used else "Not measured in this state."
-        return f"{begin}\n{content}\n{end}"
+        return f"{begin}{content}\n{end}"
 
     return MARKED.sub(table, text)
+
+
+def shown(text: str, records: Records) -> list[Record]:
+    """The records of a page's tables."""
+    records.used = []
+    for _, name, _ in MARKED.findall(text):
+        TABLES[name](records)
+    return records.used
 
 
 def prune() -> None:
     """Rewrites the files of records without those that no page cites."""
     files = {path: json.loads(path.read_text()) for path in record_files()}
     records = Records([record for found in files.values() for record in found])
-    for name in PAGES:
-        for table in MARKED.findall((ROOT / name).read_text()):
-            TABLES[table[1]](records)
-    used, cited = {*map(id, records.used)}, re.compile("|".join(CITED))
+    used = {id(record) for name in PAGES for record in shown((ROOT / name).read_text(), records)}
+    cited = re.compile("|".join(CITED))
     for path, found in files.items():
         kept = [r for r in found if id(r) in used or cited.fullmatch(r["name"])]
         print(f"{path.relative_to(ROOT)}: {len(kept)} of {len(found)} records")
@@ -668,16 +677,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.prune:
         prune()
-    records, stale = read(), []
+    records, errors = read(), []
+    folders = {path.parent.name: json.loads(path.read_text()) for path in record_files()}
+    changed = check.changed_in(ROOT)
     for name in PAGES:
         text = (ROOT / name).read_text()
         new = page(text, records)
-        if new != text:
-            stale.append(name)
-            if not args.check:
-                (ROOT / name).write_text(new)
-    if args.check and stale:
-        sys.exit(f"{', '.join(stale)}: tables differ from the records; run python -m experiments.tables")
+        checked = check.Page(new, shown(new, records), folders) if name in CHECKED else None
+        if args.check:
+            errors += [f"{name}: tables differ from the records; run python -m experiments.tables"] * (new != text)
+            errors += [f"{name}: {error}" for error in (checked.errors(changed) if checked else ())]
+        else:
+            (ROOT / name).write_text(check.STATE.sub(rf"\1{checked.state(changed)}\2", new) if checked else new)
+    if errors:
+        sys.exit("\n".join(errors))
 
 
 if __name__ == "__main__":
