@@ -3,8 +3,8 @@
 * A number before x, %, ms, s, GiB or tokens/s needs a record. It is one of the page's tables, or lies in a folder of
   experiments that the paragraph, list item or row links to.
 * Without one, its sentence or cell ends with ``<!-- from WHERE: WHY -->``.
-* The page has one line ``<!-- state -->...<!-- end state -->``, which names the commits of all these records, and what
-  has changed in ``titan_fp8moe/`` between them and HEAD. ``python -m experiments.tables`` writes it.
+* The page has one line that ends with ``<!-- state -->``. It names the commits of all these records, and what has
+  changed in ``titan_fp8moe/`` between them and HEAD. ``python -m experiments.tables`` writes it.
 """
 
 import re
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 Record = dict
 
-GENERATED = re.compile(r"```.*?```|<!-- table: .*?<!-- end -->|<!-- state -->.*?<!-- end state -->", re.DOTALL)
-STATE = re.compile(r"(<!-- state -->).*?(<!-- end state -->)", re.DOTALL)
+STATE = re.compile(r"^.*<!-- state -->$", re.MULTILINE)
+GENERATED = re.compile(r"```.*?```|<!-- table: .*?<!-- end -->", re.DOTALL)
 BLOCKS = re.compile(r"\n\s*\n|\n(?=\s*(?:[|*#]|\d+\. ))")
 PARTS = re.compile(r"(<!-- from [^>]+?: [^>]+ -->)|(?<=[.|])\s+")
 FIGURE = re.compile(r"(?<![\w.,])(\d+(?:,\d{3})*(?:\.(\d+))?)(x|%| ?(?:tokens/s|GiB|ms|s))(?!\w)")
@@ -36,7 +36,7 @@ class Figure(NamedTuple):
 
 def figures(text: str) -> Iterator[Figure]:
     """Those without a mark, outside of code and of generated tables."""
-    for block in BLOCKS.split(GENERATED.sub("", text)):
+    for block in BLOCKS.split(GENERATED.sub("", STATE.sub("", text))):
         folders = frozenset(FOLDER.findall(block))
         parts = [part for part in PARTS.split(" ".join(block.split())) if part]
         for part, after in pairwise([*parts, ""]):
@@ -98,14 +98,14 @@ class Page(NamedTuple):
     def state(self, changed: Callable[[set[str]], list[str]]) -> str:
         names = self.cited()
         commits, areas = (", ".join(f"`{name}`" for name in found) for found in (sorted(names), changed(names)))
-        return f"Measured at commits {commits}. Since then titan_fp8moe/ has changed in: {areas or 'nothing'}."
+        return f"Measured at {commits}. Since then `titan_fp8moe/` has changed in: {areas or 'nothing'}. <!-- state -->"
 
     def errors(self, changed: Callable[[set[str]], list[str]]) -> Iterator[str]:
         for figure, records in self.found():
             if not records:
                 yield f"no record gives {figure.text}; link its experiments/FOLDER or end with <!-- from WHERE: WHY -->"
         line = STATE.search(self.text)
-        commits, _, areas = line[0].partition("Since then") if line else ("", "", "")
+        commits, _, areas = line[0].partition("changed in:") if line else ("", "", "")
         for what, want, have in (
             ("commit", self.cited(), re.findall(r"`(\w+\+?)`", commits)),
             ("change of titan_fp8moe", {*changed(self.cited())}, re.findall(r"`([\w ]+)`", areas)),

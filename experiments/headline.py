@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.pictures import save
-from experiments.records import script_parser
+from experiments.records import script_parser, write_list
 from experiments.tables import BF16, PEERS, Records, best, card, first
 
 TITLE, MODEL = "DeepSeek-V3 16B, 6 layers", "16B, 6 layers"
@@ -82,8 +82,8 @@ def draw_curves(axis: Axes, points: list[dict]) -> None:
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
-def draw(records: Records, points: list[dict], path: Path) -> None:
-    """Writes the picture."""
+def draw(records: Records, points: list[dict], path: Path) -> list[dict]:
+    """Writes the picture; returns the points of its curves."""
     found, strongest, run = bars(records)
     points = shown([p for p in points if p["hardware"] == run["hardware"]])
     size = (13 if points else 6, max(0.55 * len(found) + 0.9, 3.5 if points else 0))
@@ -95,18 +95,22 @@ def draw(records: Records, points: list[dict], path: Path) -> None:
         title(axes[0, 1], "tokens/s as the local batch (at each point) grows until memory is full", *points)
     figure.suptitle(TITLE, fontsize=11)
     save(figure, path, dpi=150)
+    return points
 
 
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="of results.json and sweep.json")
     parser.add_argument("picture", type=Path, help="the file to write")
+    parser.add_argument("--prune", action="store_true", help="leave only the points of the curves in sweep.json")
     args = parser.parse_args()
     records, points = (
         json.loads(path.read_text()) if path.exists() else []
         for path in (args.folder / "results.json", args.folder / "sweep.json")
     )
-    draw(Records(records), [p for p in points if p["shape"].startswith(MODEL)], args.picture)
+    drawn = draw(Records(records), [p for p in points if p["shape"].startswith(MODEL)], args.picture)
+    if args.prune:
+        write_list(args.folder / "sweep.json", drawn)
 
 
 if __name__ == "__main__":

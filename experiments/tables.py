@@ -688,7 +688,7 @@ def main() -> None:
             errors += [f"{name}: tables differ from the records; run python -m experiments.tables"] * (new != text)
             errors += [f"{name}: {error}" for error in (checked.errors(changed) if checked else ())]
         else:
-            (ROOT / name).write_text(check.STATE.sub(rf"\1{checked.state(changed)}\2", new) if checked else new)
+            (ROOT / name).write_text(check.STATE.sub(checked.state(changed), new) if checked else new)
     if errors:
         sys.exit("\n".join(errors))
 

@@ -1,5 +1,6 @@
 """Tables, pictures and texts of pages are what the records say."""
 
+import re
 import subprocess
 
 import pytest
@@ -123,7 +124,7 @@ def errors(text: str, changed: tuple[str, ...] = ()) -> list[str]:
     return [*page.errors(lambda commits: [*changed])]
 
 
-STATE = "<!-- state -->Measured at commits `c2`. Since then titan_fp8moe/ has changed in: nothing.<!-- end state -->"
+STATE = "Measured at `c2`. Since then `titan_fp8moe/` has changed in: nothing. <!-- state -->"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_the_state_names_each_commit_and_change():
     written = check.Page(f"{STATE} 1.58x experiments/kernels", RECORDS, {"kernels": [LINKED]}).state(
         lambda _: ["layer"]
     )
-    assert "commits `c2`, `c9`" in written and "changed in: `layer`." in written
+    assert written == STATE.replace("`c2`", "`c2`, `c9`").replace("nothing", "`layer`")
     points = {"points": {who: {"commit": commit} for who, commit in (("ours", "c3"), ("reference", "c4"))}}
     assert check.Page("", [RECORDS[0] | points], {}).cited() == {"c3", "c4"}
 
@@ -194,3 +195,13 @@ def test_unused_records_go(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "CITED", ("ep_routed_experts .*",))
     tables.prune()
     assert tables.read().all == [RECORDS[0], rows[2], rows[3]]
+
+
+def test_parts_of_a_run():
+    """Each says its GPUs, and ends within ten minutes."""
+    command = ["bash", str(tables.ROOT / "experiments/run_all.sh"), "--list"]
+    parts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    found = [re.fullmatch(r"(\w+) +(\d) GPUs +(\d+) s  (done)?", part).groups() for part in parts]
+    assert len({name for name, *_ in found}) == len(found) > 40
+    assert {gpus for _, gpus, *_ in found} == {"0", "1", "2", "4"}
+    assert all(0 < int(seconds) < 600 for *_, seconds, _ in found)
