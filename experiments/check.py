@@ -40,7 +40,7 @@ def figures(text: str) -> Iterator[Figure]:
         folders = frozenset(FOLDER.findall(block))
         parts = [part for part in PARTS.split(" ".join(block.split())) if part]
         for part, after in pairwise([*parts, ""]):
-            if not part.startswith("<!--") and not after.startswith("<!--"):
+            if not part.startswith("<!-- from ") and not after.startswith("<!-- from "):
                 for number, decimals, unit in FIGURE.findall(part):
                     yield Figure(number + unit, number.replace(",", ""), len(decimals), unit.strip(), folders)
 
