@@ -97,7 +97,12 @@ def write_records(path: Path, records: list[dict]) -> None:
     new = {key(record): record for record in (env | record for record in records)}
     old = json.loads(path.read_text()) if path.exists() else []
     kept = [record for record in old if key(record) not in new]
-    lines = ",\n".join(json.dumps(record) for record in kept + list(new.values()))
+    write_list(path, kept + list(new.values()))
+
+
+def write_list(path: Path, records: list[dict]) -> None:
+    """Writes ``records`` as a list, one per line."""
+    lines = ",\n".join(map(json.dumps, records))
     write_text(path, f"[\n{lines}\n]\n")
 
 

@@ -1,7 +1,8 @@
 """Writes the tables of the pages from the records, so that no figure is copied by hand.
 
     python -m experiments.tables            # of the README, docs/results.md and pages of experiments
-    python -m experiments.tables --check    # fails if a table is not what the records say
+    python -m experiments.tables --check    # fails if a table or another figure is not what the records say
+    python -m experiments.tables --prune    # drops the records and points that no page cites
 
 On a page ``<!-- table: NAME -->`` and ``<!-- end -->`` stand around each table; NAME is a function of ``TABLES``. Below
 it are hardware, dates, commits and commands of its records. What was not measured is an empty cell or no row.
@@ -9,13 +10,13 @@ it are hardware, dates, commits and commands of its records. What was not measur
 
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.records import script_parser
+from experiments import check
+from experiments.records import script_parser, write_list
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ PAGES = (
     *("README.md", "docs/results.md"),
     *("experiments/throughput/README.md", "experiments/kernels/README.md", "experiments/expert_parallel/README.md"),
     *("experiments/transformers/README.md", "experiments/numerics/README.md"),
-    *("experiments/gemm_range/README.md", "experiments/lora_qwen3_30b/README.md"),
+    *("experiments/lora_qwen3_30b/README.md",),
 )
 PEERS = {  # titles of columns, and the references of which each shows the best
     "bf16 as torchtitan compiles it": ("bf16",),
@@ -33,6 +34,16 @@ PEERS = {  # titles of columns, and the references of which each shows the best
     "FP8, a cast around each GEMM": ("naive_blockwise", "naive_whole"),
 }
 BF16 = [*PEERS.values()][:3]
+CITED = (
+    r"(bf16|balanced|experts_only|ffns_only)\S* (held_out_loss|held_out_deviation)|\w+: final .*|expert_parallel .*",
+    r"\w+-s1(-again|-(highlr|outliers|outliers1e5|tiny)(-again)?)? (median_grad_norm|final_deviation)",
+    r"\w+-s1-resume (clamped_\w+|tokens_per_second|max_violation)",
+    r"(layer|wgrad)_error .*|ep_routed_experts .*",
+    r"train_16b( memory| (dispatch=all_to_all|cache_weights=true cache_layouts=forward)( memory)?)?",
+)
+"""Names of records that no table shows, but a page's text or tables of its own."""
+CHECKED = ("README.md", "docs/results.md")
+"""Pages whose text is checked too, by :mod:`experiments.check`."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
 COPIES = ("copy", "copy of as many bytes")
@@ -90,8 +101,11 @@ class Records:
 
 
 def read() -> Records:
-    paths = sorted((ROOT / "experiments").glob("*/results.json"))
-    return Records([record for path in paths for record in json.loads(path.read_text())])
+    return Records([record for path in record_files() for record in json.loads(path.read_text())])
+
+
+def record_files() -> list[Path]:
+    return sorted((ROOT / "experiments").glob("*/results.json"))
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -137,12 +151,6 @@ def spread(found: Found) -> str:
     return f"{max(spreads):.1%}" if spreads else ""
 
 
-def geometric(speedups: list[float], digits: int) -> list[str]:
-    """The geometric mean and the range."""
-    low, mean, high = (f"{s:.{digits}f}x" for s in (min(speedups), statistics.geometric_mean(speedups), max(speedups)))
-    return [mean, f"{low} to {high}"]
-
-
 def joined(*cells: str) -> str:
     return ", ".join(filter(None, cells))
 
@@ -183,7 +191,7 @@ def source(used: list[Record]) -> str:
         return ", ".join(sorted({key(record) for record in used}))
 
     hardware = unique(lambda r: r["hardware"].replace("1 x ", "one "))
-    commits = unique(lambda r: f"`{r['commit']}`")
+    commits = ", ".join(f"`{name}`" for name in sorted(set().union(*map(check.commits_of, used))))
     commands = unique(lambda r: f"`{script(r['command'])}`")
     return f"Measured on {hardware}; {unique(lambda r: r['date'])}; commit {commits}; {commands}."
 
@@ -191,7 +199,7 @@ def source(used: list[Record]) -> str:
 # --- tables of shapes by the GPU's state ------------------------------------------------------------------------------
 
 _MS, _QUANTIZED = "ms, forward and backward", "with quantizing the weights"
-_OURS, _IDLE = "titan_fp8moe", f"ms, {BACK_TO_BACK} / {AFTER_IDLING}"
+_OURS = "titan_fp8moe"
 
 
 def by_state(records: Records, *patterns: str, states: int = 1) -> Iterator[tuple[str, str, Callable[..., str]]]:
@@ -248,16 +256,6 @@ def transformer_engine(records: Records) -> str:
     return markdown([f"{_MS}, {BACK_TO_BACK} / GPU busy", *peers, _OURS], rows)
 
 
-def liger_cute(records: Records) -> str:
-    """Routed experts over several GPUs against LigerCute's bf16 kernels."""
-    peer, rows = "LigerCute", []
-    for name, base, show in by_state(records, "routed_experts_ep_liger"):
-        cells = [show(twice(ours, "forward"), peer, of=name + way) for way in ("", " dispatch=symmetric")]
-        rows.append([layer(base), show(twice(cell, "forward"), peer), *cells])
-    paths = (f"{_OURS}, {path}" for path in ("all-to-all", "symmetric memory"))
-    return markdown([f"{_MS} / forward alone", "LigerCute, bf16", *paths], rows)
-
-
 def routed_vs_fused_bf16(records: Records) -> str:
     """Routed experts against the strongest bf16: weights quantized in each direction, once for four microbatches, and
     beforehand."""
@@ -279,39 +277,14 @@ def model_layers(records: Records) -> str:
     return markdown([_MS, "bf16, one graph", "bf16, fused", _OURS, "the same with SwiGLU"], rows)
 
 
-def ffns(records: Records) -> str:
-    """FFNs that see every token, with weights and rows quantized in them."""
-    bf16, rows = "bf16, compiled", []
-    for _, base, show in by_state(records, "ffn_shared_with_casts"):
-        rows.append([base, show(cell, bf16), show(ours, bf16)])
-    return markdown(["ms, back to back", bf16, _OURS], rows)
-
-
-def expert_ffn(records: Records) -> str:
-    peers, rows = ("bf16, compiled", "torchao rowwise, compiled"), []
-    for _, base, show in by_state(records, "expert_ffn", states=2):
-        cells = [show(cell, peer) for peer in peers]
-        rows.append([base, show(ours), show(field, "with_weight_quantization"), *cells])
-    return markdown([_IDLE, _OURS, _QUANTIZED, *peers], rows)
-
-
-def products(records: Records) -> str:
-    """One product next to its peers, and an FFN of three of them next to :func:`titan_fp8moe.routed_experts`."""
-    whole, rows = "grouped_mm, layer", []
-    for _, base, show in by_state(records, "grouped_mm, product", states=2):
-        row = [base, show(ours), show(cell, "bf16"), show(cell, "torchao rowwise"), show(ours, of=whole)]
-        rows.append([*row, show(cell, "ours, FFN of products", of=whole)])
-    return markdown([_IDLE, _OURS, "bf16", "torchao FP8 rowwise", "`routed_experts`", "an FFN of products"], rows)
-
-
 def gemms(records: Records) -> str:
     """TFLOP/s by state of the GPU."""
     references, rows = ("", "bf16", "torchao rowwise", "deepgemm"), []
-    for name, base, show in by_state(records, "grouped_mm", "grouped_mm_wgrad", "grouped_mm_wgrad_fp32", states=3):
-        title = base + ", fp32 output" * name.endswith("fp32")
-        rows.append([title, *(show(tflops, reference) for reference in references)])
+    for name, base, show in by_state(records, "grouped_mm", "grouped_mm_wgrad", states=3):
+        fp32 = show(tflops, of=f"{name}_fp32") if name.endswith("wgrad") else ""
+        rows.append([base, *(show(tflops, reference) for reference in references), fp32])
     head = [f"TFLOP/s {' / '.join(STATES)}", _OURS, "bf16 `_grouped_mm`", "rowwise `_scaled_grouped_mm`", "DeepGEMM"]
-    return markdown(head, rows)
+    return markdown([*head, "ours to fp32"], rows)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -457,21 +430,6 @@ def sweep(records: Records) -> str:
     return markdown(["highest tokens/s, GiB reserved", "bf16, fused", "titan_fp8moe", "speedup"], rows)
 
 
-def step(records: Records) -> str:
-    """Milliseconds of a step by class of kernel."""
-    tables = []
-    for shape in records.shapes("host_bound_share"):
-        found = records.of("host_bound_share", shape)
-        columns = [(r.get("classes", {}).get("reference", {}), r["reference_value"]) for r in found.values()]
-        columns.append((first(found).get("classes", {}).get("ours", {}), first(found)["value"]))
-        kinds = dict.fromkeys(kind for classes, _ in columns for kind in classes)
-        rows = [[kind, *(f"{classes.get(kind, 0):.1f}" for classes, _ in columns)] for kind in kinds]
-        rows.append(["host-bound share", *(f"{share:.1%}" for _, share in columns)])
-        title = f"ms: {setting(shape.partition(': ')[2])}"
-        tables.append(markdown([title, *(name.replace("_", " ") for name in found), "titan_fp8moe"], rows))
-    return "\n\n".join(tables)
-
-
 # --- one layer --------------------------------------------------------------------------------------------------------
 
 
@@ -492,20 +450,16 @@ def by_model(shapes: list[str]) -> list[str]:
 
 def layers(records: Records, main: bool = True) -> str:
     """Those of 8,192 tokens next to fused bf16, or all others."""
-    rows = []
-    for kind in ("", " as a CUDA graph"):
-        references = [f"bf16{peer}{kind}" for peer in ("", " whole", " fused")]
-        for shape in by_model(records.shapes(f"moe_layer{kind}", references[1])):
-            used = len(records.used)
-            time = records.of(f"moe_layer{kind}", shape)
-            if ("bf16 fused" in time and layer(shape).endswith("8192 tokens")) != main:
-                del records.used[used:]
-                continue
-            weights, saved = ({} if kind else records.of(f"moe_layer{k}", shape) for k in ("_with_weights", " saved"))
-            bytes_saved = [saved["bf16"]["reference_value"], first(saved)["value"]] if saved else []
-            row = [layer(shape) + kind.replace("a CUDA graph", "CUDA graphs")]
-            row += [joined(*(cell(time, reference) for reference in references)), ours(time, *references)]
-            rows.append([*row, ours(weights, *references), joined(*(f"{bytes / 1024:.0f}" for bytes in bytes_saved))])
+    references, rows = ("bf16", "bf16 whole", "bf16 fused"), []
+    for shape in by_model(records.shapes("moe_layer", references[1])):
+        used = len(records.used)
+        time, weights, saved = (records.of(f"moe_layer{kind}", shape) for kind in ("", "_with_weights", " saved"))
+        if ("bf16 fused" in time and layer(shape).endswith("8192 tokens")) != main:
+            del records.used[used:]
+            continue
+        bytes_saved = [saved["bf16"]["reference_value"], first(saved)["value"]] if saved else []
+        row = [layer(shape), joined(*(cell(time, reference) for reference in references)), ours(time, *references)]
+        rows.append([*row, ours(weights, *references), joined(*(f"{bytes / 1024:.0f}" for bytes in bytes_saved))])
     head = [_MS, "bf16: torchtitan's, whole, fused", "titan_fp8moe", _QUANTIZED, "KiB saved per token: bf16, ours"]
     return markdown(head, rows)
 
@@ -583,36 +537,6 @@ def lora(records: Records) -> str:
 
 # --- kernels and expert parallelism -----------------------------------------------------------------------------------
 
-EQUAL_WORK = {
-    "grouped_mm": "forward",
-    "grouped_mm_wgrad": "weight gradient to bf16, DeepGEMM's added to fp32",
-    "grouped_mm_wgrad_fp32": "weight gradient to fp32, DeepGEMM's added to it",
-    "grouped_mm_wgrad_added": "weight gradient added to fp32 by both",
-}
-
-
-def deepgemm(records: Records) -> str:
-    """Geometric means of our speed over DeepGEMM's, and the range. Its kernels are compiled for all SMs: the state with
-    busy ones is left out."""
-    rows = []
-    for name, title in EQUAL_WORK.items():
-        for state in STATES[:2]:
-            found = [records.of(name, shape).get("deepgemm") for shape in records.shapes(name, contains=f", {state}")]
-            if speedups := [r["speedup"] for r in found if r]:
-                least = f"{sum(s >= 1 for s in speedups)} of {len(speedups)}"
-                rows.append([title, state, *geometric(speedups, 3), least])
-    return markdown(["GEMM", "GPU", "over DeepGEMM, geometric mean", "range", "shapes at or above 1"], rows)
-
-
-def gemm_range(records: Records) -> str:
-    """Over all numbers of rows and groups."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for name, shape in records.named("grouped_mm.* range"):
-        for reference, r in records.of(name, shape).items():
-            found.setdefault((name.removesuffix(" range"), reference), []).append(r["speedup"])
-    rows = [[*key, str(len(speedups)), *geometric(speedups, 2)] for key, speedups in found.items()]
-    return markdown(["GEMM", "over", "measurements", "geometric mean", "range"], rows)
-
 
 def data_movement(records: Records) -> str:
     """Share of a device copy by kernel and layer, with few rows also of a copy of as many bytes. Kernels that compute
@@ -620,21 +544,19 @@ def data_movement(records: Records) -> str:
     found: dict[str, dict[str, Found]] = {}
     columns: dict[str, None] = {}
     for r in records.all:
-        if r["reference"] in COPIES and "rows" in r and not r["routing"].startswith("skewed"):
+        if r["reference"] in COPIES and "rows" in r:
             column = f"{r['layer']}, {r['rows']:,} rows, E {r['E']}"
             kernel = r["name"] + r["routing"].removeprefix("balanced")
             found.setdefault(kernel, {}).setdefault(column, {})[r["reference"]] = r
             columns[column] = None
     rows = []
     for kernel, by_column in found.items():
-        cells = [by_column.get(column, {}) for column in columns]
-        records.used += [r for cell in cells for r in cell.values()]
-        if kernel.endswith("_routing"):
-            shares = [f"{cell[COPIES[0]]['microseconds']:.0f} µs" if cell else "" for cell in cells]
-        else:
-            shown = [[r for r in cell.values() if r["reference"] == COPIES[0] or r["rows"] < 8192] for cell in cells]
-            shares = [", ".join(f"{r['speedup']:.0%}" for r in cell) for cell in shown]
-        rows.append([kernel, *shares])
+        few = 0 if kernel.endswith("_routing") else 8192
+        cells = [by_column.get(column, {}).values() for column in columns]
+        cells = [[r for r in cell if r["reference"] == COPIES[0] or r["rows"] < few] for cell in cells]
+        records.used += [r for cell in cells for r in cell]
+        shown = (lambda r: f"{r['speedup']:.0%}") if few else (lambda r: f"{r['microseconds']:.0f} µs")
+        rows.append([kernel, *(", ".join(map(shown, cell)) for cell in cells)])
     return markdown(["share of a device copy", *columns], rows)
 
 
@@ -706,13 +628,11 @@ TABLES: dict[str, Callable[[Records], str]] = {
             variants,
             sweep,
             largest_batch,
-            step,
             first_steps,
         ),
-        *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, ffns),
-        *(transformer_engine, liger_cute),
+        *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
         *(routed_vs_fused_bf16, model_layers, activations, transformers, transformers_token, lora),
-        *(gemms, deepgemm, gemm_range, expert_ffn, products, data_movement, exchange),
+        *(gemms, data_movement, exchange),
     )
 }
 
@@ -725,25 +645,52 @@ def page(text: str, records: Records) -> str:
         records.used = []
         body = TABLES[name](records)
         content = f"{body}\n\n{source(records.used)}" if records.used else "Not measured in this state."
-        return f"{begin}\n{content}\n{end}"
+        return f"{begin}{content}\n{end}"
 
     return MARKED.sub(table, text)
+
+
+def shown(text: str, records: Records) -> list[Record]:
+    """The records of a page's tables."""
+    records.used = []
+    for _, name, _ in MARKED.findall(text):
+        TABLES[name](records)
+    return records.used
+
+
+def prune() -> None:
+    """Rewrites the files of records without those that no page cites."""
+    files = {path: json.loads(path.read_text()) for path in record_files()}
+    records = Records([record for found in files.values() for record in found])
+    used = {id(record) for name in PAGES for record in shown((ROOT / name).read_text(), records)}
+    cited = re.compile("|".join(CITED))
+    for path, found in files.items():
+        kept = [r for r in found if id(r) in used or cited.fullmatch(r["name"])]
+        print(f"{path.relative_to(ROOT)}: {len(kept)} of {len(found)} records")
+        write_list(path, kept)
 
 
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--prune", action="store_true", help="drop what no page cites")
     args = parser.parse_args()
-    records, stale = read(), []
+    if args.prune:
+        prune()
+    records, errors = read(), []
+    folders = {path.parent.name: json.loads(path.read_text()) for path in record_files()}
+    changed = check.changed_in(ROOT)
     for name in PAGES:
         text = (ROOT / name).read_text()
         new = page(text, records)
-        if new != text:
-            stale.append(name)
-            if not args.check:
-                (ROOT / name).write_text(new)
-    if args.check and stale:
-        sys.exit(f"{', '.join(stale)}: tables differ from the records; run python -m experiments.tables")
+        checked = check.Page(new, shown(new, records), folders) if name in CHECKED else None
+        if args.check:
+            errors += [f"{name}: tables differ from the records; run python -m experiments.tables"] * (new != text)
+            errors += [f"{name}: {error}" for error in (checked.errors(changed) if checked else ())]
+        else:
+            (ROOT / name).write_text(check.STATE.sub(checked.state(changed), new) if checked else new)
+    if errors:
+        sys.exit("\n".join(errors))
 
 
 if __name__ == "__main__":

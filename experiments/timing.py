@@ -23,19 +23,13 @@ WITH_BUSY_SMS = "with 16 busy SMs"
 BUSY_SMS = 16
 
 
-def group_ends(rows: int, experts: int, skewed: bool = False, device: str = "cuda") -> Tensor:
+def group_ends(rows: int, experts: int, device: str = "cuda") -> Tensor:
     """(experts,) int32 ends of row groups, multiples of 128 that end at ``rows``, the same in every run.
 
-    Groups have 0.7 to 1.3 times the average number of rows. Skewed, one has half of the rows, a quarter of the groups
-    has none and the others are equal.
+    Groups have 0.7 to 1.3 times the average number of rows.
     """
-    if skewed:
-        tiles = torch.full((experts,), rows // 2 // TILE // (experts - experts // 4 - 1))
-        tiles[: experts // 4] = 0
-        tiles[-1] += rows // TILE - tiles.sum()
-    else:
-        tiles = (torch.linspace(0.7, 1.3, experts) * (rows / experts / TILE)).round().long()
-        tiles[experts // 2] += rows // TILE - tiles.sum()
+    tiles = (torch.linspace(0.7, 1.3, experts) * (rows / experts / TILE)).round().long()
+    tiles[experts // 2] += rows // TILE - tiles.sum()
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
     return (tiles[order] * TILE).cumsum(0).to(torch.int32).to(device)
 
@@ -68,25 +62,6 @@ def launched(rep_ms: int) -> Callable[[Callable[[], object]], Callable[[], float
     return timer
 
 
-def graphed(run: Callable[[], object], pool: Any = None, graph_ms: float = 3.0) -> Callable[[], float]:
-    """A back-to-back timer for what the GPU runs faster than Python launches it, with a warm L2.
-
-    A CUDA graph repeats ``run`` for ``graph_ms``; the timer returns milliseconds per run. Graphs of which none runs
-    while another does may share the memory ``pool``, of ``torch.cuda.graph_pool_handle()``.
-    """
-    runs = max(1, round(graph_ms / after_idling_ms(run, 0)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        for _ in range(runs):
-            run()
-
-    def timer() -> float:
-        graph.replay()
-        return elapsed_ms(graph.replay) / runs
-
-    return timer
-
-
 @triton.jit(do_not_specialize=["nanoseconds"])
 def _occupy_kernel(nanoseconds):
     start = globaltimer()
@@ -112,16 +87,6 @@ def with_busy_sms_ms(run: Callable[[], object], busy_ms: float) -> float:
         occupy(BUSY_SMS, busy_ms)
     torch.cuda._sleep(30_000)
     return elapsed_ms(run)
-
-
-def host_ms(run: Callable[[], object], runs: int = 20) -> float:
-    """Milliseconds that the host takes to launch ``run``."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)
-    start = time.perf_counter()
-    for _ in range(runs):
-        run()
-    return (time.perf_counter() - start) / runs * 1e3
 
 
 def busy_ms(run: Callable[[], object]) -> float:
@@ -173,7 +138,7 @@ def median_ms(
 
     Args:
         candidates: functions that launch; names of this package's begin with "ours".
-        back_to_back: makes a timer, see :func:`launched` and :func:`graphed`.
+        back_to_back: makes a timer, as :func:`launched` does.
 
     Raises:
         Exception: what one of this package's candidates raises. Another candidate that fails is left out and its error

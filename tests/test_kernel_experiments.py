@@ -1,4 +1,4 @@
-"""What experiments/kernels compares, and what its records mean, with times that are known."""
+"""The parts of experiments/kernels' peers that decide what their records mean, with times that are known."""
 
 import functools
 import json
@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 
-from experiments.kernels import ffn_shared, liger_cute, model_layers, sonicmoe, transformer_engine
+from experiments import tables
+from experiments.kernels import model_layers, sonicmoe, transformer_engine
 from experiments.kernels.transformer_engine import KEPT, OURS, PEERS
-from experiments.reference import relative_error
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, covered
+
+ENV = dict(hardware="1 x NVIDIA H200", commit="c", date="2026-01-02", command="python a.py --out b.json")
 
 
 def test_covered_counts_overlaps_once_and_gaps_never():
@@ -39,19 +41,28 @@ def test_records_of_transformer_engine():
     assert (kept["gpu_busy"], kept["reference_gpu_busy"]) == (0.75, 3)
 
 
-def test_records_of_liger_cute():
-    times = {"LigerCute": (8.0, 2.0), "ours, all_to_all": (4.0, 4.0), "ours, symmetric": (2.0, 1.0)}
-    lines = [dict(candidate=name, ms=ms, forward_ms=forward) for name, (ms, forward) in times.items()]
-    found = liger_cute.records("16B, 32 experts per GPU, 8 tokens, 2 GPUs", lines)
-    assert [r["name"] for r in found] == ["routed_experts_ep_liger", "routed_experts_ep_liger dispatch=symmetric"]
-    assert [(r["value"], r["reference_value"], r["speedup"]) for r in found] == [(4, 8, 2), (2, 8, 4)]
-    assert [(r["forward"], r["reference_forward"]) for r in found] == [(4, 2), (1, 2)]
+def test_table_of_transformer_engine():
+    """A way that did not run leaves its cells empty."""
+    lines = [line for line in te_lines() if "native" not in line["candidate"]]
+    records = transformer_engine.records("16B, 64 experts per GPU, 8 tokens", lines)
+    rows = tables.transformer_engine(tables.Records([ENV | r for r in records])).splitlines()[2:]
+    ours = "2 (**2.00x**, 4.00x) / 1 (**2.00x**, 4.00x)"
+    assert rows[0] == f"| 16B, 64 experts, 8 tokens | 4 / 2 | 8 / 4 | {ours} |"
+    assert rows[1].startswith("| 16B, 64 experts, 8 tokens, weights kept for 4 microbatches | 3 / 1.5 | 6 / 3 | 1.5 ")
 
 
-def test_a_ranks_share_of_a_problem():
-    torch.manual_seed(0)
-    problem = sonicmoe.Problem(sonicmoe.Sizes(128, 128, 4, 2), 64, "cpu", ranks=2)
-    assert problem.experts.w1.shape[0] == 2 and problem.ids.max() == 3
+@pytest.mark.parametrize("experts,native", [(64, True), (128, False)])
+def test_the_native_path_takes_64_weights(experts, native, monkeypatch):
+    class Layer:
+        def __init__(self, problem, **options):
+            self.step = self.microbatches = self.results = None
+
+    monkeypatch.setattr(transformer_engine, "Layer", Layer)
+    monkeypatch.setattr(transformer_engine, "check", lambda *_: 0.1)
+    problem = sonicmoe.Problem(sonicmoe.Sizes(128, 128, experts, 2), 4, "cpu")
+    found = transformer_engine.candidates(problem)
+    names = [OURS, *(peer for peer in PEERS if native or peer != "TransformerEngine, native")]
+    assert sorted(found) == sorted(names + [name + KEPT for name in names])
 
 
 def test_rows_of_gate_and_up_alternate_and_return():
@@ -62,23 +73,16 @@ def test_rows_of_gate_and_up_alternate_and_return():
     assert torch.equal(dw13, w13) and torch.equal(out, w13[0]) and torch.equal(dw2, w13[1])
 
 
-def test_candidates_compute_the_same_ffn(monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch.manual_seed(0)
-    results = {name: run() for name, run in ffn_shared.candidates(256, 256, 384, "cpu").items()}
-    names = ffn_shared.OURS, ffn_shared.WITH_CASTS, ffn_shared.REFERENCE
-    for ours, cast, bf16 in zip(*(results[name] for name in names), strict=True):
-        assert torch.equal(ours, cast)
-        assert 0.01 < relative_error(ours.detach().view_as(bf16), bf16.detach()) < 0.1
-
-
-def test_records_of_an_ffn():
-    times = {"back to back": {ffn_shared.OURS: 2.0, ffn_shared.WITH_CASTS: 2.5, ffn_shared.REFERENCE: 3.0}}
-    found = ffn_shared.records("16B shared, 4096 tokens", times, {"back to back": 2.0})
-    assert [(r["name"], r["shape"], r["speedup"], r["share_of_roofline"]) for r in found] == [
-        ("ffn_shared", "16B shared, 4096 tokens, back to back", 1.5, 0.75),
-        ("ffn_shared_with_casts", "16B shared, 4096 tokens, back to back", 1.2, 0.6),
-    ]
+@pytest.mark.parametrize(
+    "command,script",
+    [
+        ("python -m experiments.a.b --out c", "python -m experiments.a.b"),
+        ("torchrun --nproc-per-node 2 a.py --out b.py", "torchrun --nproc-per-node 2 a.py"),
+        ("bash experiments/a/run.sh long", "bash experiments/a/run.sh"),
+    ],
+)
+def test_a_command_without_its_scripts_options(command, script):
+    assert tables.script(command) == script
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120B", "Nemotron-3-Nano", "Qwen3-Next"])

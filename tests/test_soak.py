@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.kernels import soak
+from tests import soak
 from titan_fp8moe import ops
 
 

@@ -1,11 +1,8 @@
 """The parts of experiments/throughput that decide what its numbers mean, and what is left when something fails."""
 
 import functools
-import gzip
-import importlib
 import json
 import math
-import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -18,25 +15,13 @@ import torch
 from torch import Tensor
 from torchtitan.models.moe import kernels as torchtitan_kernels
 from torchtitan.models.moe.moe import MoE
-from triton.runtime.jit import JITFunction
 
-import titan_fp8moe
 from experiments import ablations, records
 from experiments.reference import relative_error
-from experiments.throughput import first_step, fused_bf16, layer, profile_step, sweep, train, variants
-from experiments.throughput.kernel_trace import (
-    Kernel,
-    by_class,
-    host_bound_share,
-    load,
-    own_kernels,
-    timeline,
-)
+from experiments.throughput import first_step, fused_bf16, layer, sweep, train, variants
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
 from tests.processes import run_script
-from tests.test_rooms import ADAPTERS
-from titan_fp8moe.kernels import launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,160 +41,17 @@ def test_balanced_random_experts_spread_like_uniform_ones():
     assert float(touched) == pytest.approx(4 * (1 - math.comb(48, 6) / math.comb(64, 6)), abs=0.03)
 
 
-def test_timeline():
-    kernels = [
-        Kernel("a", 0, 10, -5, 7),
-        Kernel("ncclDevKernel_SendRecv", 5, 20, 0, 8),
-        Kernel("b", 30, 40, 25, 7),  # launched 5 us after the GPU fell idle
-        Kernel("c", 45, 50, 1, 7),  # launched long before: not the host's fault
-    ]
-    expected = {"span": 50, "communication": 15, "exposed communication": 10, "idle": 15, "host-bound": 5}
-    expected |= {"idle, launch unknown": 0}
-    assert timeline(kernels) == pytest.approx({key: us / 1e3 for key, us in expected.items()})
-
-
-def kernels_of_the_package() -> dict[str, str]:
-    """Module by name, of every kernel that any module of the package defines; adapters define none."""
-    found = {}
-    for info in pkgutil.walk_packages(titan_fp8moe.__path__, "titan_fp8moe."):
-        if info.name.split(".")[1] in (*ADAPTERS, "activations"):  # kernels inline the activations
-            continue
-        module = importlib.import_module(info.name)
-        for name, value in vars(module).items():
-            value = value.kernel if isinstance(value, launch.Kernel) else value
-            if isinstance(value, JITFunction) and value.__module__ == info.name:
-                found[name] = info.name
-    return found
-
-
-def test_every_kernel_of_the_package_has_its_class():
-    """A file that moves must change the classes: a kernel without one would count as another library's."""
-    own, found = own_kernels(), kernels_of_the_package()
-    assert own.keys() == found.keys()
-    parts = {
-        "dispatch.symmetric": "communication",
-        "kernels.gemm": "grouped GEMM",
-        "kernels.launch": "other pointwise",
-        "kernels.permute": "permute, pack, unpermute",
-        "kernels.quantize": "quantize",
-        "kernels.routing": "permute, pack, unpermute",
-        "kernels.swiglu": "SwiGLU",
-        "kernels.transpose": "transpose",
-    }
-    by_module = {name: next(part for part in parts if f"{part}." in f"{module}.") for name, module in found.items()}
-    assert set(by_module.values()) == parts.keys()
-    assert own == {name: parts[part] for name, part in by_module.items()}
-
-
-@pytest.mark.parametrize(
-    "label,names",
-    {
-        "communication": ["ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"],
-        "attention": ["triton_tem_fused_flex_attention_backward_zeros_3", "void pytorch_flash::flash_fwd_kernel<...>"],
-        "grouped GEMM": [
-            "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>",
-            "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>(...)",
-        ],
-        "fp32 matmul": [
-            "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>",
-            "void gemvNSP_kernel<...>",
-        ],
-        "dense GEMM": ["nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n"],
-        "SwiGLU": ["triton_poi_fused__to_copy_mul_silu_silu_backward_2", "triton_poi_fused__grouped_mm_mul_silu_1"],
-        "sort and count": [
-            "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>",
-            "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(...)",
-            "_fill_indices_kernel",
-        ],
-        "gather and scatter": [
-            "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<...>>",
-            "triton_poi_fused_index_put_new_zeros_1",
-        ],
-        "optimizer": ["void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<...>>"],
-        "copy, fill, cast, cat": [
-            "Memcpy DtoH (Device -> Pinned)",
-            "Memset (Device)",
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>>",
-            "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<...>",
-            "triton_poi_fused__to_copy_4",
-            "triton_poi_fused_clone_transpose_11",
-        ],
-        "compiled pointwise": ["triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "triton_per_fused__softmax_1"],
-        "other pointwise": ["void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"],
-    }.items(),
-)
-def test_classes(label, names):
-    """Names as an H200's traces have them."""
-    kernels = [Kernel(name, 0, 1000, 0, 7) for name in names]
-    assert by_class(kernels, own_kernels()) == {label: (len(names), len(names))}
-
-
-def test_load_of_a_trace(tmp_path: Path):
-    """PyTorch's and Triton's launches, on two host threads: backward's kernels are launched by autograd's."""
-
-    def launch(category: str, tid: int, start: float, correlation: int) -> dict:
-        return dict(ph="X", cat=category, name="launch", tid=tid, ts=start, dur=2.0, args=dict(correlation=correlation))
-
-    def kernel(category: str, name: str, start: float, correlation: int, stream: int = 7) -> dict:
-        args = dict(correlation=correlation, stream=stream)
-        return dict(ph="X", cat=category, name=name, ts=start, dur=10.0, args=args)
-
-    events = [
-        dict(ph="M", name="process_name"),
-        dict(ph="X", cat="cpu_op", name="aten::mm", ts=0.0, dur=9.0, args={}),
-        launch("cuda_runtime", 1, 1.0, 11),
-        launch("cuda_driver", 2, 30.0, 12),
-        dict(ph="s", cat="ac2g", name="ac2g", id=11, ts=1.0),
-        kernel("kernel", "second", 40.0, 12),
-        kernel("kernel", "first", 5.0, 11),
-        kernel("gpu_memcpy", "Memcpy DtoH", 50.0, 13, stream=8),
-    ]
-    path = tmp_path / "trace.json.gz"
-    with gzip.open(path, "wt") as file:
-        json.dump({"traceEvents": events}, file)
-    kernels = load(path)
-    assert [(k.name, k.start, k.end, k.stream) for k in kernels] == [
-        ("first", 5, 15, 7), ("second", 40, 50, 7), ("Memcpy DtoH", 50, 60, 8),
-    ]  # fmt: skip
-    assert [k.launched for k in kernels[:2]] == [1, 30] and math.isnan(kernels[2].launched)
-    assert timeline(kernels)["host-bound"] == pytest.approx(0.015)
-    after_unknown = timeline([kernels[0], kernels[2]])
-    assert (after_unknown["host-bound"], after_unknown["idle, launch unknown"]) == (0, pytest.approx(0.035))
-
-
-def test_host_bound_share():
-    """FP8-Flow's against each reference; an idle GPU whose next launch is unknown counts."""
-    line = timeline([Kernel("a", 0, 10, -5, 7), Kernel("b", 30, 40, 25, 7), Kernel("c", 45, 50, math.nan, 7)])
-    shares = {"bf16": 0.1, "bf16_whole": 0.2, "fp8_flow": host_bound_share(line)}
-    classes = {variant: {"span": 2.0, "grouped GEMM": i} for i, variant in enumerate(shares)}
-    found = profile_step.records(shares, classes, "train_16b: shape")
-    parts = [[r["classes"][who]["grouped GEMM"] for who in ("reference", "ours")] for r in found]
-    assert parts == [[0, 2], [1, 2]]
-    assert [(r["reference"], r["reference_value"], r["value"]) for r in found] == [
-        ("bf16", 0.1, pytest.approx(20 / 50)), ("bf16_whole", 0.2, pytest.approx(20 / 50)),
-    ]  # fmt: skip
-    assert profile_step.records({"bf16": 0.1}, {}, "") == []
-
-
 def test_times_of_several_processes():
     """The medians of each process's rounds, for variants that ran in all; all else is the first process's."""
-    first, second = ({"ms": {"fp8": [1.0 * n, 9.0, 2.0 * n]}, "classes": n} for n in (1, 2))
+    first, second = ({"ms": {"fp8": [1.0 * n, 9.0, 2.0 * n]}, "saved": n} for n in (1, 2))
     second["ms"]["bf16"] = [5.0]
     assert layer.median_of([first]) is first
     found = layer.median_of([first, second])
-    assert found == {"ms": {"fp8": [2.0, 4.0]}, "classes": 1, "processes": 2}
+    assert found == {"ms": {"fp8": [2.0, 4.0]}, "saved": 1, "processes": 2}
 
 
 TINY = variants.Shape("tiny", 6, 64)
 KEPT = "fp8 with weights kept for 4 microbatches"
-
-
-@pytest.mark.gpu
-def test_layers_as_graphs():
-    bench = variants.Bench(TINY, 1, {name: variants.VARIANTS[name] for name in variants.CAPTURED})
-    failed = layer.warm_up(bench)
-    times = layer.times_of_graphs(bench, [*variants.CAPTURED], failed, 1, 1.0)
-    assert not failed and list(times) == [name + variants.GRAPH for name in variants.CAPTURED]
 
 
 @torch.library.custom_op("titan_fp8moe_tests::fill_indices", mutates_args=())
@@ -229,14 +71,14 @@ def test_variants_of_a_layer(monkeypatch):
     monkeypatch.setattr(ablations, "requantize", ablations.requantize.__wrapped__)  # here eager, for speed
     names = ["bf16 eager", "bf16 whole", "bf16 fused", "fp8 with weight quantization", "fp8"]
     names += [KEPT, "fp8 with bf16 shared experts", *variants.ABLATIONS]
-    chosen, _, missing = layer.choose(TINY, 1, names)
+    chosen, missing = layer.choose(TINY, 1, names)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     bench = variants.Bench(TINY, 1, chosen)
     assert not missing and not layer.warm_up(bench)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 8
-    result = next(layer.measure(bench, [], {}, 1, 1e-3))
+    result = layer.measure(bench, {}, 1, 1e-3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 8
     outs = {name: bench.forwards[name]().detach() for name in names}
     errors = {name: relative_error(out, outs["bf16 eager"]) for name, out in outs.items()}
@@ -288,28 +130,26 @@ def test_variants_of_a_shape():
     """Nothing compiles whole under expert parallelism, and a layer without shared experts has one variant less."""
     shape = variants.Shape("Qwen3-30B", 128, 4096)
     names = ["bf16", "bf16 whole", "bf16 fp32 bmm", "fp8", "fp8 with bf16 shared experts"]
-    chosen, captured, missing = layer.choose(shape, 2, names)
+    chosen, missing = layer.choose(shape, 2, names)
     assert {name: v.compiled for name, v in chosen.items()} == {"bf16": "parts", "fp8": "parts"}
-    assert not captured and missing.keys() == {*names} - {"bf16", "fp8"}
-    chosen, captured, _ = layer.choose(shape, 1, ["fp8 as a CUDA graph", "bf16"])
+    assert missing.keys() == {*names} - {"bf16", "fp8"}
+    chosen, _ = layer.choose(shape, 1, ["fp8", "bf16"])
     assert {name: v.compiled for name, v in chosen.items()} == {"fp8": "whole", "bf16": "parts"}
-    assert captured == ["fp8"] and shape.moe_args(2).num_experts == 256
+    assert shape.moe_args(2).num_experts == 256
 
 
-def profiled_result(gpus: int) -> dict:
-    classes = {name: {"grouped GEMM": (6.0, 9), "copy": (3.0, 4)} for name in ("bf16", "bf16 whole")}
-    classes["fp8"] = {"grouped GEMM": (4.0, 7)}
+def result_of(gpus: int) -> dict:
     ms = {"bf16": [10.0, 30.0, 8.0], "bf16 whole": [9.0], "fp8": [4.0, 5.0, 6.0], "fp8 with weight quantization": [8.0]}
-    ms |= {"fp8 requantize": [4.0], "bf16 as a CUDA graph": [7.0], "fp8 as a CUDA graph": [2.0]}
+    ms["fp8 requantize"] = [4.0]
     saved = {"bf16": 8.0, "fp8": 4.0, "fp8 requantize": 6.0}
     shape = variants.Shape("671B", 8, 4096)._asdict()
-    return dict(shape=shape, gpus=gpus, failed={}, ms=ms, classes=classes, saved_bytes_per_token=saved)
+    return dict(shape=shape, gpus=gpus, failed={}, ms=ms, saved_bytes_per_token=saved)
 
 
 @pytest.mark.parametrize("release,named", [("2.11.0+cu130", ""), ("2.14.1", ", torch 2.14.1")])
 def test_names_of_layer_records(release, named, monkeypatch):
     monkeypatch.setattr(torch, "__version__", release)
-    found = layer.records(profiled_result(2))
+    found = layer.records(result_of(2))
     assert {r["shape"] for r in found} == {f"671B, 8 experts per GPU, 4096 tokens{named}, 2 GPUs"}
     assert {(r["name"], r["reference"]): r["speedup"] for r in found} == {
         ("moe_layer", "bf16"): 2.0,
@@ -319,12 +159,10 @@ def test_names_of_layer_records(release, named, monkeypatch):
         ("moe_layer requantize", "bf16"): 2.5,
         ("moe_layer requantize", "bf16 whole"): 2.25,
         ("moe_layer requantize", "fp8"): 1.25,
-        ("moe_layer as a CUDA graph", "bf16 as a CUDA graph"): 3.5,
         ("moe_layer saved", "bf16"): 2.0,
         ("moe_layer saved requantize", "bf16"): pytest.approx(4 / 3),
         ("moe_layer saved requantize", "fp8"): pytest.approx(2 / 3),
     }
-    assert [r["reference"] for r in found if "classes" in r] == ["bf16", "bf16 whole"]
 
 
 def stub_run(folder: Path, log: str, program: str = "import time; time.sleep(60)") -> Run:

@@ -1,8 +1,7 @@
-"""Table, pictures and records of the runs in a folder, as far as they came.
+"""Tables, curves and records of the runs in a folder, as far as they came.
 
     python -m experiments.convergence.analyse RUNS            # prints the tables
-    python -m experiments.convergence.analyse RUNS --out DIR  # also adds to DIR/results.json and draws DIR/*.png
-    python -m experiments.convergence.analyse --out DIR       # draws DIR/finals.png from DIR/results.json
+    python -m experiments.convergence.analyse RUNS --out DIR  # also adds to DIR/results.json and draws DIR/STAGE.png
 
 RUNS has the logs that train.py writes. A run is compared with the bf16 run of its seed and change, at the last
 evaluation that both have; bf16 with perturbed weights with bf16 without.
@@ -282,34 +281,6 @@ def draw(runs: list[Run], path: Path) -> None:
     save(figure, path, dpi=90)
 
 
-def draw_finals(records: list[dict], path: Path) -> None:
-    """What the records say of the end: each recipe's deviation after a branch, and balanced's under stress."""
-    figure, (branch, stress) = plt.subplots(1, 2, figsize=(11, 3.6), constrained_layout=True)
-    finals = [r for r in records if r["name"].endswith(": final held-out loss")]
-    labels = []
-    for at, r in enumerate(finals):
-        recipe, (flavor, *_, runs) = r["name"].split(":")[0], r["shape"].split(", ")
-        branch.errorbar(at, 100 * r["value"], 100 * r["half_width"], fmt="o", color=COLOURS[recipe], capsize=5)
-        labels.append(f"{recipe}\n{flavor}\n{runs}")
-    branch.set_xticks(range(len(finals)), labels, fontsize=8)
-    branch.axhspan(-100 * MARGIN, 100 * MARGIN, color="green", alpha=0.15)
-    branch.set_title("branch: % from bf16 of the checkpoint, 95% intervals", fontsize=10)
-    pattern = re.compile(r"balanced-s\d+-(?!resume|again)(\w+) held_out_(deviation|error)")
-    stressed: dict[str, dict[str, float]] = defaultdict(dict)
-    for r in records:
-        if match := pattern.fullmatch(r["name"]):
-            stressed[match[1]][match[2]] = 100 * r["value"]
-    for at, values in enumerate(stressed.values()):
-        stress.errorbar(at, values["deviation"], values["error"], fmt="o", color=COLOURS["balanced"], capsize=5)
-    stress.set_xticks(range(len(stressed)), stressed, fontsize=8)
-    stress.set_title("stress: balanced, % from bf16; error over held-out windows", fontsize=10)
-    for axis in (branch, stress):
-        axis.axhline(0, color="black", lw=0.8)
-        axis.set_ylabel("held-out loss")
-        axis.grid(alpha=0.3)
-    save(figure, path, dpi=90)
-
-
 def records(runs: list[Run], rows: list[dict]) -> list[dict]:
     units = {
         "held_out_loss": "nats per token",
@@ -365,15 +336,10 @@ def command(run: Run) -> str:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("runs", type=Path, nargs="?", help="folder of the runs' logs")
-    parser.add_argument("--out", type=Path, help="folder of results.json and the pictures")
+    parser.add_argument("runs", type=Path, help="folder of the runs' logs")
+    parser.add_argument("--out", type=Path, help="folder of results.json and the curves")
     args = parser.parse_args()
-    if args.runs is None and args.out is None:
-        parser.error("give RUNS, the folder of the runs' logs, or --out DIR to draw DIR/results.json")
-    if args.runs is not None:
-        analyse([run for run in read_runs(args.runs) if run.evaluations and len(run.steps)], args)
-    if args.out is not None:
-        draw_finals(json.loads((args.out / "results.json").read_text()), args.out / "finals.png")
+    analyse([run for run in read_runs(args.runs) if run.evaluations and len(run.steps)], args)
 
 
 def analyse(runs: list[Run], args: argparse.Namespace) -> None:

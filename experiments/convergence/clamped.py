@@ -12,7 +12,7 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.models.moe.utils import indices_padding_wrapper
 
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.torchtitan.modules import Fp8FlowGroupedExperts, Fp8FlowMoE
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 ALPHA, OFFSET = 1.702, 1.0  # gpt-oss's
 SAMPLE = 256  # tokens of a batch whose gates and ups are counted
@@ -42,22 +42,14 @@ class ClampedExperts(GroupedExperts):
         return product(a, w2).type_as(x)
 
 
-class ClampedFp8Experts(Fp8FlowGroupedExperts):
-    """The converted experts with the activation replaced."""
-
-    limit: float
-
-    def expert(self) -> ExpertSpec:
-        parameters = dict(limit=self.limit, alpha=ALPHA, offset=OFFSET)
-        return ExpertSpec.of("clamped_swiglu", parameters, self.score_before_experts)
-
-
 def clamp(moe: MoE, limit: float) -> None:
     """Replaces the activation of a layer's routed experts, converted or not."""
-    moe.experts.__class__ = ClampedFp8Experts if isinstance(moe, Fp8FlowMoE) else ClampedExperts
-    moe.experts.limit = limit
     if isinstance(moe, Fp8FlowMoE):
+        parameters = dict(limit=limit, alpha=ALPHA, offset=OFFSET)
+        moe.experts.expert = ExpertSpec.of("clamped_swiglu", parameters, moe.score_before_experts)
         moe.fp8_shared = False  # shared experts in the routed ones' flow would have their activation
+    else:
+        moe.experts.__class__, moe.experts.limit = ClampedExperts, limit
 
 
 def adds_shares_to(shares: Tensor, moe: MoE, limit: float) -> Callable:

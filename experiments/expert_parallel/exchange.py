@@ -1,10 +1,8 @@
-"""Dispatch over symmetric memory: what its kernels reach, whether the host waits, and how it compares.
+"""Dispatch over symmetric memory, next to the all-to-all path in FP8 and to bf16 rows as torchtitan moves them.
 
     python -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
 
-One GPU: four ranks' memory on it, kernel by kernel (``local``), then four processes that share it (``processes``). Both
-take less than two minutes. Several GPUs: a process on each (``processes``) also measures NVLink, next to the all-to-all
-path in FP8 and to bf16 rows as torchtitan moves them, in less than nine minutes. Every part has a time limit.
+It takes two GPUs or more of a node, a process on each, and less than nine minutes.
 """
 
 import functools
@@ -12,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.records import add_trial, require_commit, require_gpu, script_parser, write_records
-from experiments.timing import graphed, in_turn, medians
-from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts
+from experiments.timing import in_turn, medians
+from titan_fp8moe import Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import kernels, workspace
-from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, Sizes, Workspace, capacities
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, Sizes, capacities
 from titan_fp8moe.kernels import permute
-from titan_fp8moe.recipe import FP8
 
-LIMITS = {"local": 50, "processes": 60}  # seconds on one GPU
-LIMITS_SEVERAL = {"local": 50, "processes": 480}
+LIMIT = 530  # seconds
 FACTOR, DEVICE = 1.5, "cuda"
 
 
@@ -56,13 +51,10 @@ SHAPES = (
 )
 
 
-def record(
-    name: str, shape: str, ms: float, reference: str = "none", reference_ms: float | None = None, **more: Any
-) -> dict[str, Any]:
-    """One record of results.json; more are facts next to the time."""
-    speedup = None if reference_ms is None else reference_ms / ms
+def record(name: str, shape: str, ms: float, reference: str, reference_ms: float) -> dict[str, Any]:
+    """One record of results.json."""
     names = dict(name=name, shape=shape, value=ms, unit="ms", reference=reference)
-    return names | dict(reference_value=reference_ms, speedup=speedup) | more
+    return names | dict(reference_value=reference_ms, speedup=reference_ms / ms)
 
 
 def choose(shape: Shape, num_ranks: int, skewed: bool) -> Tensor:
@@ -71,67 +63,6 @@ def choose(shape: Shape, num_ranks: int, skewed: bool) -> Tensor:
     if skewed:
         keys[:, : shape.E] /= 2
     return keys.topk(shape.K).indices.int()
-
-
-# --- one process: four ranks' memory on one GPU -----------------------------------------------------------------------
-
-
-class LocalRanks:
-    """N ranks of this process, all of which have published; rank 0 has also pulled."""
-
-    def __init__(self, shape: Shape, num_ranks: int):
-        sizes = Sizes(num_ranks, shape.T, shape.D, shape.K, shape.E)
-        memory = [torch.zeros(sizes.nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_ranks)]
-        self.ranks = [Workspace(sizes, n, memory, lambda: 10.0) for n in range(num_ranks)]
-        self.shape, (M, C) = shape, capacities(shape.T, shape.K, num_ranks, shape.E, FACTOR)
-        self.M, self.C, self.sent = M, C, []
-        for at in self.ranks:
-            ids = choose(shape, num_ranks, False)
-            q = torch.randint(0, 255, (shape.T, shape.D), dtype=torch.uint8, device=DEVICE).view(FP8)
-            scale = torch.full((shape.T, shape.D // 128), 127, dtype=torch.uint8, device=DEVICE).view(recipe.E8M0)
-            sent_TK, token_C, counts_N = ops.dispatch_routing(ids, num_ranks, shape.E)
-            self.sent.append(sent_TK)
-            self.published = q, scale, (ids, torch.rand(shape.T, shape.K, device=DEVICE)), (token_C, counts_N, (M, C))
-            kernels.publish(at, *self.published)
-        self.at = self.ranks[0]
-        self.route()
-        self.pull()
-        self.y = torch.randn(M, shape.D, device=DEVICE, dtype=torch.bfloat16)
-        assert not int(self.at.overflow)
-
-    def route(self) -> None:
-        self.at.rounds.zero_()  # nobody arrives again
-        self.plan = kernels.plan(self.at)
-        routing = kernels.pull_routing(self.at, self.plan, self.M, self.C)
-        self.offsets_E, self.token_M, _, self.row_CK, self.token_C, self.pair_CK = routing
-
-    def pull(self, keep: bool = True) -> None:
-        kernels.pull_rows(self.at, self.plan, self.token_C, self.row_CK, self.token_M, self.offsets_E, keep)
-
-    def push(self) -> None:
-        kernels.push_sums(self.at, self.plan, self.y, None, self.row_CK, self.pair_CK)
-
-    def sum(self) -> None:
-        permute.unpermute_sum(self.at.view("sums"), self.sent[0], torch.bfloat16)
-
-    def publish(self) -> None:
-        kernels.publish(self.at, *self.published)
-
-
-def local() -> Iterator[dict[str, Any]]:
-    """Milliseconds of each kernel in local memory."""
-    num_ranks = 4
-    for shape in (SHAPES[0], SHAPES[3]):
-        ranks = LocalRanks(shape, num_ranks)
-        arrived, rows = int(ranks.plan[0, -1]), int(ranks.offsets_E[-1])
-        moved = dict(tokens=arrived, rows=rows)
-        where = f"{shape}, {num_ranks} ranks of one process, 1 GPU"
-        for name in ("publish", "route", "pull", "push", "sum"):
-            yield record(f"ep_kernel {name}", where, graphed(getattr(ranks, name))(), **moved)
-        del ranks
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
 
 
 class Layer:
@@ -155,71 +86,6 @@ class Layer:
     def step(self) -> list[Tensor]:
         out = self.forward()
         return [out, *torch.autograd.grad(out, [self.x, self.scores, *self.weights], self.dout)]
-
-
-def host_waits(run: Callable[[], object]) -> int:
-    """Calls of the CUDA runtime for which the host waits, in one run."""
-    return _waits(run) - _waits(lambda: None)  # the profiler waits too
-
-
-def _waits(run: Callable[[], object]) -> int:
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        run()
-    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    return sum(event.count for event in profile.key_averages() if event.key in waits)
-
-
-def in_one_graph(layer: Layer, others: list[Layer], layers: int) -> bool:
-    """Captures ``layers`` forwards and backwards, replays them with each of ``others``' inputs, compares every bit."""
-    graph, inputs = torch.cuda.CUDAGraph(), (layer.x, layer.scores, layer.ids, layer.dout)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(layers):
-            results = layer.step()
-    equal = True
-    for other in others:
-        with torch.no_grad():
-            for mine, new in zip(inputs, (other.x, other.scores, other.ids, other.dout), strict=True):
-                mine.copy_(new)
-        together()
-        graph.replay()
-        torch.cuda.synchronize()
-        replayed = [t.clone() for t in results]
-        equal &= all(torch.equal(a, b) for a, b in zip(replayed, layer.step(), strict=True))
-    return equal
-
-
-def without_a_wait() -> Iterator[dict[str, Any]]:
-    """On any number of GPUs: layers launched without a wait, CUDA graphs, a training step."""
-    shape = Shape("small", 1024, 2048, 6, 8, 512)
-    layer, others = Layer(shape, dispatch="symmetric"), [Layer(shape, dispatch="symmetric") for _ in range(3)]
-    optimizer = torch.optim.SGD(layer.weights, lr=1e-3)
-
-    def training_step() -> None:
-        optimizer.zero_grad()
-        layer.forward().backward(layer.dout)
-        optimizer.step()
-
-    for _ in range(2):
-        layer.step(), training_step()
-    together()
-    began, layers = time.perf_counter(), 30
-    with torch.no_grad():
-        for _ in range(layers):
-            layer.forward()
-    launched = time.perf_counter() - began
-    torch.cuda.synchronize()
-    found = dict(layers=layers, seconds=time.perf_counter() - began)
-    together()
-    found["host_waits_of_a_layer"] = host_waits(layer.step)
-    together()
-    found["host_waits_of_a_training_step"] = host_waits(training_step)
-    together()
-    found["graph_of_12_layers_equal"] = in_one_graph(layer, others, 12)
-    workspace.check_room()
-    ranks, gpus = dist.get_world_size(), torch.cuda.device_count()
-    where = f"{shape}, {ranks} ranks, {min(ranks, gpus)} GPU{'s' * (gpus > 1)}"
-    yield record("ep_launches", where, launched * 1e3, **found)
 
 
 def together() -> None:
@@ -308,9 +174,7 @@ def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], None]
         kernels.wait(at, COMBINE)
         permute.unpermute_sum(at.view("sums"), sent_TK, torch.bfloat16)
 
-    remote = state["plan"][0].diff()
-    remote[dist.get_rank()] = 0
-    return {"dispatch": dispatch, "combine": combine, "remote": lambda: int(remote.sum())}
+    return {"dispatch": dispatch, "combine": combine}
 
 
 def all_to_all_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], object]]:
@@ -354,18 +218,17 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
             others = {"all_to_all": all_to_all_phases(layer, shape)}
             bf16 = Bf16Rows(layer, shape.E)
             others["bf16"] = {"dispatch": bf16.dispatch, "combine": bf16.combine}
-            runs = {f"{phase} symmetric": phases[phase] for phase in ("dispatch", "combine")}
-            for name, functions in others.items():
+            runs = {}
+            for name, functions in ({"symmetric": phases} | others).items():
                 runs |= {f"{phase} {name}": function for phase, function in functions.items()}
             ms = phases_in_turn(runs)
             where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
-            remote = dict(remote_tokens=phases["remote"]())
             for phase in ("dispatch", "combine"):
                 mine, theirs = ms[f"{phase} symmetric"], ms[f"{phase} all_to_all"]
-                yield record(f"ep_{phase}", where, theirs, "bf16", ms[f"{phase} bf16"], **remote)
+                yield record(f"ep_{phase}", where, theirs, "bf16", ms[f"{phase} bf16"])
                 for reference in ("all_to_all", "bf16"):
                     name = f"ep_{phase} dispatch=symmetric"
-                    yield record(name, where, mine, reference, ms[f"{phase} {reference}"], **remote)
+                    yield record(name, where, mine, reference, ms[f"{phase} {reference}"])
             del layer, phases, others, bf16, runs
             torch.cuda.empty_cache()
     for shape in SHAPES:
@@ -375,54 +238,34 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
             yield record("ep_routed_experts dispatch=symmetric", where, ms["symmetric"], "all_to_all", ms["all_to_all"])
 
 
-def processes(out: Path) -> None:
-    rank, gpus = int(os.environ["RANK"]), torch.cuda.device_count()
-    shared = gpus < int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank % gpus)
-    dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
+def measure(out: Path) -> None:
+    """One rank's part; the first writes the records."""
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.manual_seed(rank)
-    parts = [without_a_wait()] if shared else [without_a_wait(), over_nvlink()]
-    for part in parts:
-        for record in part:
-            if rank == 0:
-                print(record, flush=True)
-                write_records(out, [record])
+    for record in over_nvlink():
+        if rank == 0:
+            print(record, flush=True)
+            write_records(out, [record])
     together()
     os._exit(0)  # symmetric memory is left to the driver
 
 
 def main() -> None:
     parser = script_parser(__doc__, out="add the records to this JSON file")
-    parser.add_argument("--part", choices=[*LIMITS], help="one part only, in this process")
     add_trial(parser)
     args = parser.parse_args()
-    if args.part == "processes" and "RANK" in os.environ:
-        return processes(args.out)
-    if args.part == "local":
-        for record in local():
-            print(record, flush=True)
-            write_records(args.out, [record])
-        return None
+    if "RANK" in os.environ:
+        measure(args.out)
     require_gpu()
     require_commit(args.trial)
-    gpus, failed = torch.cuda.device_count(), []
-    ranks, limits = (4, LIMITS) if gpus == 1 else (min(gpus, 8), LIMITS_SEVERAL)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    env = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if gpus < ranks else dict(os.environ)
-    for part in [args.part] if args.part else LIMITS:
-        command = [sys.executable, *(launcher if part == "processes" else []), "-m"]
-        command += ["experiments.expert_parallel.exchange", "--part", part, "--out", str(args.out)]
-        began = time.monotonic()
-        try:
-            code = subprocess.run(command, env=env, timeout=limits[part]).returncode
-        except subprocess.TimeoutExpired:
-            code = "out of time"
-        print(f"{part}: exit {code} after {time.monotonic() - began:.0f} s", flush=True)
-        if code:
-            failed.append(part)
-    if failed:
-        sys.exit(f"error: failed parts: {', '.join(failed)}")
-    return None
+    ranks = min(torch.cuda.device_count(), 8)
+    if ranks < 2:
+        sys.exit("error: ranks exchange tokens over NVLink, and this machine has one GPU")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "experiments.expert_parallel.exchange", "--out", str(args.out)]
+    sys.exit(subprocess.run(command, timeout=LIMIT).returncode)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B and 16B, next to other implementations.
+"""Bandwidth of the data-movement kernels at the shapes of DeepSeek-V3 671B and 16B.
 
     python -m experiments.kernels.data_movement --out experiments/kernels/results.json
 
 A figure is the fewest bytes that the kernel must move, each input read once and each output written once, divided by
 the median time of ``triton.testing.do_bench``. The upper limit is a device-to-device copy of 1 GiB in the same run; a
-copy that moves as many bytes as the kernel shows what a kernel of that size can reach. Peers do the same work with
-their own layouts and precisions; their figure is the same bytes over their time.
+copy that moves as many bytes as the kernel shows what a kernel of that size can reach.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -16,9 +14,6 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torchao.prototype.blockwise_fp8_training import kernels as torchao
-from torchtitan.models.moe import utils as torchtitan
-from torchtitan.models.moe.kernels import generate_permute_indices
 
 from experiments.records import begin, script_parser, write_records
 from titan_fp8moe import recipe
@@ -46,21 +41,17 @@ class Layer(NamedTuple):
 
 LAYERS = [
     Layer("671B", 32768, 7168, 2048, 8, 8, 32),
-    Layer("671B", 32768, 7168, 2048, 32, 8, 1),
-    Layer("16B", 98304, 2048, 1408, 16, 6, 4),
     Layer("16B", 98304, 2048, 1408, 64, 6, 1),
-    Layer("671B", 4096, 7168, 2048, 8, 8, 32),
     Layer("16B", 4096, 2048, 1408, 64, 8, 1),
 ]
 
 
 class Case(NamedTuple):
-    """``run`` moves at least ``bytes``; ``references`` do the same work."""
+    """``run`` moves at least ``bytes``."""
 
     name: str
     bytes: int
     run: Callable[[], object]
-    references: dict[str, Callable[[], object]] = {}  # noqa: RUF012  never changed
 
 
 def size(*tensors: Tensor) -> int:
@@ -71,37 +62,16 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16)
 
 
-def compiled(function: Callable, *args) -> Callable[[], object]:
-    """PyTorch's compiler on the recipe: what a user gets without kernels."""
-    function = torch.compile(function, dynamic=False)
-    return lambda: function(*args)
-
-
 def quantize_cases(layer: Layer) -> Iterator[Case]:
     """Rows in groups, with the flag that training has for NaNs; one group as a shared expert or dense FFN has it, with
-    the scales in both layouts; both layouts of gate and up, which torchao takes as one tensor in two passes."""
+    the scales in both layouts; both layouts of gate and up."""
     x, flag = randn(layer.R, layer.D), torch.zeros(16, dtype=torch.uint8, device="cuda")
-    references = {"torchao": partial(torchao.triton_fp8_blockwise_act_quant_lhs, x)}
-    references["compiled PyTorch"] = compiled(recipe.quantize_rows, x)
-    moved = size(x, *quantize.quantize_rows(x))
-    yield Case("quantize", moved, partial(quantize.quantize_rows, x, flag), references)
+    yield Case("quantize", size(x, *quantize.quantize_rows(x)), partial(quantize.quantize_rows, x, flag))
     run = partial(quantize.quantize_group, x)
-    yield Case("quantize_group", size(x, *run()), run, {"compiled PyTorch": compiled(recipe.quantize_group, x)})
+    yield Case("quantize_group", size(x, *run()), run)
     w13 = [randn(layer.E, layer.H, layer.D) for _ in range(2)]
-    fused = torch.cat(w13, 1)
-    flat = fused.view(-1, layer.D)
-
-    def both_layouts(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, scale = recipe.quantize_weight(w)
-        return q, q.transpose(1, 2).contiguous(), scale
-
-    def torchao_both() -> None:
-        torchao.triton_fp8_blockwise_weight_quant_transposed_rhs(flat)
-        torchao.triton_fp8_blockwise_weight_quant_rhs(flat)
-
     run = partial(quantize.quantize_weight, w13, True, True)
-    references = {"torchao": torchao_both, "compiled PyTorch": compiled(both_layouts, fused)}
-    yield Case("weight_quantize", size(*w13, *run()), run, references)
+    yield Case("weight_quantize", size(*w13, *run()), run)
 
 
 class Routing(NamedTuple):
@@ -109,38 +79,25 @@ class Routing(NamedTuple):
 
     ids_TK: Tensor
     scores_TK: Tensor
-    counts_SE: Tensor
-    pair_R: Tensor
+    R: int  # routed pairs
     offsets_E: Tensor
     token_M: Tensor
     row_TK: Tensor
     rows: int  # in expert order, padding included
 
 
-def route(layer: Layer, skewed: bool) -> Routing:
-    """Random routing of the tokens of all ranks to this rank's experts, the first E; skewed, expert i of them is chosen
-    with a probability like 1 / (i + 1)**1.5."""
-    E, top_k, ranks, device = layer.E, layer.top_k, layer.ranks, "cuda"
-    log_weight = torch.zeros(E * ranks, device=device)
-    if skewed:
-        log_weight[:E] = -1.5 * torch.arange(1, E + 1, device=device).log()
-        log_weight[:E] += math.log(E) - log_weight[:E].logsumexp(0)
-    tokens = layer.R * ranks // top_k
-    gumbel = -torch.empty(tokens, E * ranks, device=device).exponential_().log()
-    topk_ids_TK = (gumbel + log_weight).topk(top_k).indices
+def route(layer: Layer) -> Routing:
+    """Random routing of the tokens of all ranks to this rank's experts, the first E."""
+    E, top_k, ranks = layer.E, layer.top_k, layer.ranks
+    topk_ids_TK = torch.rand(layer.R * ranks // top_k, E * ranks, device="cuda").topk(top_k).indices
     served = topk_ids_TK < E
     dispatched_T = served.any(1)  # whether the token comes to this rank
-    source_C = torch.arange(tokens, device=device)[dispatched_T] * ranks // tokens
-    pairs = served[dispatched_T].flatten().nonzero().squeeze(1)
-    run = source_C[pairs // top_k] * E + topk_ids_TK[dispatched_T].flatten()[pairs]
-    pair_R = pairs[run.argsort(stable=True)]  # as torchtitan sorts them: by expert, tokens ascending
-    counts_SE = torch.bincount(run, minlength=ranks * E).view(ranks, E)
-    R, C = pair_R.shape[0], source_C.shape[0]
-    ids_TK, scores_TK = topk_ids_TK.where(served, -1)[dispatched_T], torch.rand(C, top_k, device=device)
+    ids_TK = topk_ids_TK.where(served, -1)[dispatched_T]
+    scores_TK, R = torch.rand(ids_TK.shape, device="cuda"), int(served.sum())
     if ranks > 1:
         ids_TK = ids_TK.int()  # as a payload has them
     offsets_E, token_M, _, row_TK = routing_kernels.expert_routing(ids_TK, scores_TK, E, recipe.row_capacity(R, E))
-    return Routing(ids_TK, scores_TK, counts_SE, pair_R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
+    return Routing(ids_TK, scores_TK, R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
 
 
 def live(routing: Routing, *tensors: Tensor) -> int:
@@ -157,14 +114,13 @@ def expert_rows(routing: Routing, width: int) -> tuple[Tensor, Tensor]:
 def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]]:
     """Cases with x in expert order, and with x in the order of dispatched tokens."""
     x, dy = expert_rows(routing, layer.D), expert_rows(routing, 2 * layer.H)
-    tokens, offsets_E = dispatched(layer, routing)[0], routing.offsets_E
+    tokens, offsets_E = dispatched(layer, routing), routing.offsets_E
     scales = (layer.D + 2 * layer.H) // TILE * routing.rows // TILE
     written = live(routing, x[0], dy[0]) + scales
     gathered = size(*tokens) + live(routing, *dy, routing.token_M) + written
     for mode in ("balanced", "scaling_aware"):
         in_order = partial(transpose.transpose_pair, *x, *dy, offsets_E, mode)
-        references = {"compiled PyTorch": compiled(recipe.transpose_pair, *x, *dy, mode)}
-        yield "", Case(f"transpose_{mode}", live(routing, *x, *dy) + written, in_order, references)
+        yield "", Case(f"transpose_{mode}", live(routing, *x, *dy) + written, in_order)
         by_token = partial(transpose.transpose_pair, *tokens, *dy, offsets_E, mode, routing.token_M)
         yield ", x by token", Case(f"transpose_{mode}", gathered, by_token)
 
@@ -173,25 +129,20 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     """SwiGLU and its backward; with ``save_h = "fp8"`` the forward also quantizes h, and the backward reads that."""
     M, offsets_E = routing.token_M.shape[0], routing.offsets_E
     h, d, score = randn(M, 2 * layer.H), randn(M, layer.H), torch.rand(M, device="cuda")
-    references = [
-        {"compiled PyTorch": compiled(recipe.swiglu_quantize, h, score, SWIGLU)},
-        {"compiled PyTorch": compiled(recipe.swiglu_quantize_backward, d, h, score, SWIGLU)},
-    ]
-    for kind, save_h, (ahead, behind) in (("", False, references), (" save_h=fp8", True, ({}, {}))):
+    for kind, save_h in (("", False), (" save_h=fp8", True)):
         forward = partial(swiglu.swiglu_quantize, h, score, offsets_E, encode(SWIGLU), save_h)
         outputs = forward() if save_h else forward()[:2]
-        yield Case(f"swiglu{kind}", live(routing, h, score, *outputs), forward, ahead)
+        yield Case(f"swiglu{kind}", live(routing, h, score, *outputs), forward)
         saved = outputs[2:] if save_h else (h, None)
         backward = partial(swiglu.swiglu_quantize_backward, d, *saved, score, offsets_E, encode(SWIGLU), True)
         moved = live(routing, d, *(t for t in saved if t is not None), score, *backward())
-        yield Case(f"swiglu_backward{kind}", moved, backward, behind)
+        yield Case(f"swiglu_backward{kind}", moved, backward)
 
 
-def dispatched(layer: Layer, routing: Routing) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Quantized tokens, in a payload if they come from other ranks, and the bf16 tokens."""
+def dispatched(layer: Layer, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Quantized tokens, in a payload if they come from other ranks."""
     D, (T, top_k) = layer.D, routing.row_TK.shape
-    x = randn(T, D)
-    q, scale = quantize.quantize_rows(x)
+    q, scale = quantize.quantize_rows(randn(T, D))
     if layer.ranks > 1:
         payload = torch.empty(T, D + 8 * top_k + D // TILE + 16, device="cuda", dtype=torch.uint8)
         payload = payload[:, : payload.shape[1] // 16 * 16].contiguous()
@@ -199,26 +150,14 @@ def dispatched(layer: Layer, routing: Routing) -> tuple[tuple[Tensor, Tensor], T
         views[0].copy_(q)
         views[1].view(torch.uint8).copy_(scale.view(torch.uint8))
         q, scale = views[:2]
-    return (q, scale), x
+    return q, scale
 
 
 def routing_case(layer: Layer, routing: Routing) -> Case:
-    """Index maps from choices; without kernels these are a histogram, a sort and torchtitan's kernel for padding."""
-    ids, scores, E = routing.ids_TK, routing.scores_TK, layer.E
-    capacity = routing.token_M.shape[0]
-    run = partial(routing_kernels.expert_routing, ids, scores, E, capacity)
-    offsets_E, token_M, score_M, row_TK = run()
-    references = {}
-    if layer.ranks == 1:
-
-        def torchtitan_routing() -> None:
-            counts = torch.histc(ids.view(-1), bins=E, min=0, max=E)
-            order = torch.argsort(ids.view(-1), stable=True)
-            scores.view(-1)[order]
-            generate_permute_indices(counts, E, 1, capacity, TILE)
-
-        references["torchtitan"] = torchtitan_routing
-    return Case("expert_routing", size(ids, scores, offsets_E, token_M, score_M, row_TK), run, references)
+    """Index maps from choices."""
+    ids, scores = routing.ids_TK, routing.scores_TK
+    run = partial(routing_kernels.expert_routing, ids, scores, layer.E, routing.token_M.shape[0])
+    return Case("expert_routing", size(ids, scores, *run()), run)
 
 
 def dispatch_cases(layer: Layer) -> Iterator[Case]:
@@ -237,44 +176,20 @@ def dispatch_cases(layer: Layer) -> Iterator[Case]:
 
 
 def permute_case(layer: Layer, routing: Routing) -> Case:
-    D, top_k = layer.D, layer.top_k
-    (q, scale), x = dispatched(layer, routing)
+    q, scale = dispatched(layer, routing)
     args = (q, scale, routing.row_TK, routing.token_M, routing.offsets_E)
     moved = size(q, scale, routing.row_TK) + live(routing, routing.token_M, *permute.permute_rows(*args))
-    arrived = x if layer.ranks == 1 else randn(routing.pair_R.shape[0], D)
-
-    def torchtitan_permute() -> None:
-        """In bf16: gathers the routed rows of this rank's own tokens, then pads groups to 8 rows."""
-        rows = arrived[routing.pair_R // top_k] if layer.ranks == 1 else arrived
-        torchtitan._permute(rows, routing.counts_SE.flatten(), layer.ranks, layer.E)
-
-    references = {
-        "torchtitan": torchtitan_permute,
-        "compiled PyTorch": compiled(recipe.permute_rows, q, scale, routing.token_M),
-    }
-    return Case("permute", moved, lambda: permute.permute_rows(*args), references)
+    return Case("permute", moved, partial(permute.permute_rows, *args))
 
 
 def unpermute_case(layer: Layer, routing: Routing) -> Case:
     """Sums in bf16: the layer's output for own tokens, the combine payload for those of other ranks."""
-    y = randn(routing.token_M.shape[0], layer.D)
-    row_TK, R = routing.row_TK, routing.pair_R.shape[0]
+    y, row_TK = randn(routing.token_M.shape[0], layer.D), routing.row_TK
     out = permute.unpermute_sum(y, row_TK, BF16)
-    routed = y[:R]
-    references = {"compiled PyTorch": compiled(recipe.unpermute_sum, y, row_TK, BF16)}
-    if layer.ranks == 1:
-        score = torch.rand(row_TK.shape[0], 1, layer.top_k, device="cuda")
-
-        def torchtitan_combine() -> None:
-            unsorted = torch.zeros_like(routed)
-            unsorted[routing.pair_R] = routed
-            torch.bmm(score, unsorted.view(-1, layer.top_k, layer.D).float()).to(BF16)
-
-        references["torchtitan"] = torchtitan_combine
     run = partial(permute.unpermute_sum, y, row_TK, BF16)
     if layer.ranks > 1:
         run = partial(pack_combine, y, None, row_TK)
-    return Case("unpermute", size(routed, row_TK, out), run, references)
+    return Case("unpermute", size(y[: routing.R], row_TK, out), run)
 
 
 def gradient_case(layer: Layer, routing: Routing) -> Case:
@@ -287,7 +202,7 @@ def gradient_case(layer: Layer, routing: Routing) -> Case:
     else:
         run = partial(pack_combine, y, ds_M, row_TK)
         out = [run()]
-    R = routing.pair_R.shape[0]
+    R = routing.R
     return Case("unpermute_gradients", size(y[:R], ds_M[:R], row_TK, *out), run)
 
 
@@ -296,13 +211,11 @@ def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
     yield from (("", case) for case in quantize_cases(layer))
     if layer.ranks > 1:
         yield from (("", case) for case in dispatch_cases(layer))
-    for skewed in (False, True):
-        routing = route(layer, skewed)
-        name = "skewed" if skewed else "balanced"
-        yield from ((name + source, case) for source, case in transpose_cases(layer, routing))
-        yield from ((name, case) for case in swiglu_cases(layer, routing))
-        for make in (routing_case, permute_case, unpermute_case, gradient_case):
-            yield name, make(layer, routing)
+    routing = route(layer)
+    yield from (("balanced" + source, case) for source, case in transpose_cases(layer, routing))
+    yield from (("balanced", case) for case in swiglu_cases(layer, routing))
+    for make in (routing_case, permute_case, unpermute_case, gradient_case):
+        yield "balanced", make(layer, routing)
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:
@@ -332,20 +245,14 @@ def records(layer: Layer, routing: str, case: Case, speeds: dict[str, float]) ->
 def main() -> None:
     args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
     begin()
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # or a peer goes on in eager
     copy = device_copy()
-    print(f"copy {copy:.0f} GB/s; peers as speedup over them\n{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
+    print(f"copy {copy:.0f} GB/s\n{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
     for layer in LAYERS:
-        torch.compiler.reset()
         for routing, case in cases(layer):
             value = gb_per_s(case.bytes, case.run)
-            speeds = {"ours": value, "copy": copy, "copy of as many bytes": device_copy(case.bytes)}
-            if not routing.startswith("skewed"):
-                speeds |= {name: gb_per_s(case.bytes, run) for name, run in case.references.items()}
             title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {routing}"
-            row = f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}"
-            peers = [f"  {name} {value / speed:.2f}" for name, speed in [*speeds.items()][2:]]
-            print(row + "".join(peers), flush=True)
+            print(f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}", flush=True)
+            speeds = {"ours": value, "copy": copy, "copy of as many bytes": device_copy(case.bytes)}
             write_records(args.out, records(layer, routing, case, speeds))
 
 

@@ -1,12 +1,12 @@
 """DeepGEMM's grouped GEMMs as candidates of :mod:`experiments.kernels.gemm`, from a folder of compiled kernels.
 
 The folder has, next to ``cubins/``, two modules. ``dg_config`` lists the configurations for a shape, and ``COMMIT``,
-DeepGEMM's. ``dg_driver`` launches them (``is_built``, ``forward_launch``, ``wgrad_launch``). The configuration that is
+DeepGEMM's. ``dg_driver`` launches them (``is_built``, ``forward_launch``). The configuration that is
 fastest back to back competes. Its TMA descriptors are made in advance.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from titan_fp8moe import recipe
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-"""As those of :func:`titan_fp8moe.kernels.gemm.grouped_mm` or ``grouped_mm_wgrad``: a, its scale, b, its scale."""
+"""As those of :func:`titan_fp8moe.kernels.gemm.grouped_mm`: a, its scale, b, its scale."""
 
 
 def load(folder: Path) -> str:
@@ -50,37 +50,8 @@ def forward(operands: Operands, offsets_E: Tensor, ours: Callable[[], Tensor]) -
         torch.repeat_interleave(torch.arange(E, device="cuda", dtype=torch.int32), rows),
     ]
     addresses = [tensor.data_ptr() for tensor in inputs]
-    launches = _built(dg_config.forward_configs(M, E, N, K), lambda c: dg_driver.forward_launch(c, *addresses, 0))
-    return _fastest(launches, inputs, inputs[4], ours)
-
-
-def wgrad(operands: Operands, offsets_E: Tensor, ours: Callable[[], Tensor]) -> Callable[[], None]:
-    """The fastest of its k-grouped contiguous GEMMs, which add to an fp32 output."""
-    import dg_config
-    import dg_driver
-
-    (a, a_scale, b, b_scale), (N, M), (K, _) = operands, operands[0].shape, operands[2].shape
-    E, ends = offsets_E.shape[0], offsets_E.tolist()
-    groups = list(zip([0, *ends], ends, strict=False))
-    rows = [end - start for start, end in groups]
-
-    def by_group(q: Tensor) -> Tensor:
-        return torch.cat([q.view(torch.uint8)[:, start:end].flatten() for start, end in groups])
-
-    def by_row(scale: Tensor) -> Tensor:  # (N // 128, M // 128) -> (M // 128, N)
-        return _fp32(scale).t().repeat_interleave(recipe.TILE, 1).contiguous()
-
-    inputs = [
-        *(by_group(a), by_row(a_scale), by_group(b), by_row(b_scale)),
-        torch.zeros(E, N, K, device="cuda"),
-        torch.tensor(rows, device="cuda", dtype=torch.int32),
-        torch.empty(dg_config.NUM_SMS * 4 * 128, device="cuda", dtype=torch.uint8),
-    ]
-    *addresses, maps = (tensor.data_ptr() for tensor in inputs)
-    launches = _built(
-        dg_config.wgrad_configs(M, E, N, K, max(rows)),
-        lambda c: dg_driver.wgrad_launch(c, *addresses, rows[0], maps, 0),
-    )
+    configs = filter(dg_driver.is_built, dg_config.forward_configs(M, E, N, K))
+    launches = [dg_driver.forward_launch(config, *addresses, 0) for config in configs]
     return _fastest(launches, inputs, inputs[4], ours)
 
 
@@ -88,13 +59,7 @@ def _fp32(scale: Tensor) -> Tensor:
     return recipe.exp2(recipe.exponent(scale))
 
 
-def _built(configs: list, launch: Callable) -> Iterator:
-    import dg_driver
-
-    return (launch(config) for config in configs if dg_driver.is_built(config))
-
-
-def _fastest(launches: Iterator, inputs: list[Tensor], out: Tensor, ours: Callable[[], Tensor]) -> Callable[[], None]:
+def _fastest(launches: list, inputs: list[Tensor], out: Tensor, ours: Callable[[], Tensor]) -> Callable[[], None]:
     """Of ``launches``, in bursts; each must write ``out`` as ``ours`` returns it. ``inputs`` are kept alive.
 
     Raises:

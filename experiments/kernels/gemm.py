@@ -5,14 +5,12 @@
 A figure is TFLOP/s of the median time, back to back (where power limits the clocks), after idling, and after idling
 while another kernel occupies 16 SMs, as communication does. PyTorch's GEMMs then also run with PyTorch's SM carveout of
 16, and the faster of both counts. All runs start with a cold L2. Groups have 0.7 to 1.3 times
-the average number of rows. :mod:`experiments.gemm_range` measures other numbers of rows and groups. References:
+the average number of rows. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
-* ``cublas dense fp8``: ``torch._scaled_mm``, one scale per tensor, fast accumulation; one GEMM of the same size.
-* ``deepgemm``: with ``--deepgemm DIR``, see :mod:`experiments.kernels.deepgemm`; not for the two dgrads, and not with
-  busy SMs, since its kernels are compiled for all of them. It adds weight gradients to fp32, so it is compared with
-  ours to fp32 and a second launch that adds them.
+* ``deepgemm``: with ``--deepgemm DIR``, see :mod:`experiments.kernels.deepgemm`; forwards only, whose work is equal.
+  Not with busy SMs: its kernels are compiled for all of them.
 
 Records are written after each GEMM.
 """
@@ -32,15 +30,13 @@ from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 
 BF16 = torch.bfloat16
 LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden dim
-    ("671B, 32 ranks", 32768, 8, 7168, 2048),
     ("671B, 8 ranks", 32768, 32, 7168, 2048),
     ("16B, 1 rank", 98304, 64, 2048, 1408),
-    ("16B, 8 ranks", 98304, 8, 2048, 1408),
 ]
-CARVED_OUT, CARVEOUT = ("bf16", "torchao rowwise", "cublas dense fp8"), ", carveout"
+CARVED_OUT, CARVEOUT = ("bf16", "torchao rowwise"), ", carveout"
 REFERENCES = (*CARVED_OUT, "deepgemm")
-FP32, ADDED = "ours, fp32 out", "ours, added to fp32"
-COLUMNS = ("ours", FP32, ADDED, *REFERENCES)
+FP32 = "ours, fp32 out"
+COLUMNS = ("ours", FP32, *REFERENCES)
 
 
 @dataclass
@@ -56,7 +52,7 @@ def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
     x, w = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(E, N, K, device="cuda", dtype=BF16)
     (a, a_scale), (b, b_scale) = ops.quantize_rows(x), ops.quantize_weight(w)
     a_scale = recipe.column_major(a_scale)
-    ones_M, ones_EN, one = (torch.ones(shape, device="cuda") for shape in ((M,), (E, N), ()))
+    ones_M, ones_EN = (torch.ones(shape, device="cuda") for shape in ((M,), (E, N)))
     wT, bT = w.transpose(1, 2), b.transpose(1, 2)
     candidates = {
         "ours": lambda: kernels.grouped_mm(a, a_scale, b, b_scale, offsets_E, BF16),
@@ -64,7 +60,6 @@ def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
         "torchao rowwise": lambda: torch._scaled_grouped_mm(
             a, bT, ones_M, ones_EN, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
-        "cublas dense fp8": lambda: torch._scaled_mm(a, bT[0], one, one, out_dtype=BF16, use_fast_accum=True),
     }
     return Gemm((a, a_scale, b, b_scale), candidates)
 
@@ -74,7 +69,7 @@ def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
     x, dy = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(M, N, device="cuda", dtype=BF16)
     rows = [(q, recipe.column_major(scale)) for q, scale in (ops.quantize_rows(x), ops.quantize_rows(dy))]
     b, b_scale, a, a_scale = ops.transpose_pair(*rows[0], *rows[1], offsets_E, "balanced")
-    ones_EN, ones_EK, one = (torch.ones(shape, device="cuda") for shape in ((E * N,), (E * K,), ()))
+    ones_EN, ones_EK = (torch.ones(shape, device="cuda") for shape in ((E * N,), (E * K,)))
     candidates = {
         "ours": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, BF16),
         FP32: lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, torch.float32),
@@ -82,7 +77,6 @@ def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
         "torchao rowwise": lambda: torch._scaled_grouped_mm(
             a, b.t(), ones_EN, ones_EK, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
-        "cublas dense fp8": lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=BF16, use_fast_accum=True),
     }
     return Gemm((a, a_scale, b, b_scale), candidates)
 
@@ -161,23 +155,13 @@ def cells(names: tuple[str, ...], flop: int, times: dict[str, dict[str, float]],
     return "".join(f"{' / '.join(f'{speed:.0f}' for speed in row):>{width}}" for row in speeds)
 
 
-def add_deepgemm(gemm: Gemm, make: Callable, offsets_E: Tensor) -> None:
-    ours = gemm.candidates["ours"]
-    rival = deepgemm.wgrad if make is wgrad_gemm else deepgemm.forward
-    gemm.candidates["deepgemm"] = rival(gemm.operands, offsets_E, ours)
-    if make is wgrad_gemm:
-        fp32 = gemm.candidates[FP32]
-        total = torch.zeros_like(fp32())
-        gemm.candidates[ADDED] = lambda: total.add_(fp32())
-
-
 def measure(case: tuple, with_deepgemm: bool) -> list[dict]:
     """The records of one of :func:`cases`."""
     layer, M, E, title, make, N, K = case
     offsets_E = group_ends(M, E)
     gemm = make(M, N, K, offsets_E)
-    if with_deepgemm and not title.startswith("dgrad"):
-        add_deepgemm(gemm, make, offsets_E)
+    if with_deepgemm and title.startswith("forward"):
+        gemm.candidates["deepgemm"] = deepgemm.forward(gemm.operands, offsets_E, gemm.candidates["ours"])
     add_carveouts(gemm.candidates)
     times = fastest(median_ms(gemm.candidates, 5, launched(60), rounds_with_busy_sms=5))
     flop, shape = 2 * M * N * K, ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
@@ -185,8 +169,7 @@ def measure(case: tuple, with_deepgemm: bool) -> list[dict]:
     if make is forward_gemm:
         return speed_records("grouped_mm", shape, flop, times)
     found = speed_records("grouped_mm_wgrad", shape, flop, times, references=CARVED_OUT)
-    found += speed_records("grouped_mm_wgrad_fp32", shape, flop, times, FP32, CARVED_OUT)
-    return found + speed_records("grouped_mm_wgrad_added", shape, flop, times, ADDED, ("deepgemm",))
+    return found + speed_records("grouped_mm_wgrad_fp32", shape, flop, times, FP32, ("bf16",))
 
 
 def cases(layers: list[int]) -> Iterator[tuple]:

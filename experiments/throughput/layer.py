@@ -13,8 +13,7 @@ GPU FP8-Flow's layer is one graph too, as in training.
 
 Variants take turns in blocks of back-to-back steps, in an order drawn anew for each round. The record ``moe_layer``
 leaves FSDP and the quantization of weights out; ``moe_layer_with_weights`` quantizes them in every forward and
-backward. Where they are kept for four microbatches, each bears a fourth of the time. On one GPU some variants are
-measured a second time as CUDA graphs, which are never CPU-bound.
+backward. Where they are kept for four microbatches, each bears a fourth of the time.
 
 A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Records are
 written after each to ``results.json``, every round's times to ``outputs/throughput``. A variant that fails, as when
@@ -24,7 +23,6 @@ memory runs out, is named with its error and left out. After ``--budget`` second
 import argparse
 import functools
 import gc
-import itertools
 import json
 import math
 import os
@@ -36,7 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -52,11 +50,8 @@ from experiments.records import (
     write_records,
     write_text,
 )
-from experiments.throughput import kernel_trace
 from experiments.throughput.variants import (
     ABLATIONS,
-    CAPTURED,
-    GRAPH,
     MODELS,
     VARIANTS,
     Bench,
@@ -69,11 +64,8 @@ from titan_fp8moe.torchtitan import parallel
 
 WORK = Path("outputs/throughput")
 CUDA = torch.cuda.is_available()
-PROFILED = ("bf16", "bf16 whole", "bf16 fused", "fp8")
-PROFILED_STEPS = 3
 ROUNDS, BLOCK_MS = 4, 80.0  # turns of a variant and their length
 MIN_STEPS = 5  # of a variant's turn
-KINDS = (" eager", GRAPH)  # whose references are of the same kind
 REFERENCES = ("bf16", "bf16 whole", "bf16 fused", "bf16 fp32 bmm")
 
 
@@ -130,44 +122,6 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
 
 
-def capture(bench: Bench, name: str) -> Callable[[], None]:
-    """A variant's step as a CUDA graph, which keeps the memory that the step allocates.
-
-    Raises:
-        RuntimeError: if the step cannot be captured, or if the graph's gradient of the input is another.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # autograd remembers on which stream a parameter's gradient was last added
-        bench.step(name)
-    expected = bench.x.grad
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        bench.step(name)
-    graph.replay()
-    error = float((bench.x.grad - expected).float().norm() / expected.float().norm())
-    if not error < 1e-2:  # torchtitan's layer adds in another order each time
-        raise RuntimeError(f"the graph's gradient of the input differs by {error:.2g}")
-    return graph.replay
-
-
-def times_of_graphs(
-    bench: Bench, captured: list[str], failed: dict[str, str], rounds: int, block_ms: float
-) -> dict[str, list[float]]:
-    """Milliseconds per replay; what cannot be captured is added to ``failed``."""
-    replays = {}
-    for variant in captured:
-        if variant in bench.forwards:
-            name = variant + GRAPH
-            try:
-                replays[name] = capture(bench, variant)
-            except Exception as e:
-                traceback.print_exc()
-                failed[name] = _first_line(e)
-    return times_in_turn(replays, rounds, block_ms)
-
-
 def times_in_turn(steps: dict[str, Callable[[], None]], rounds: int, block_ms: float) -> dict[str, list[float]]:
     """Milliseconds per step of each variant in each round."""
     repeats = {}
@@ -181,52 +135,26 @@ def times_in_turn(steps: dict[str, Callable[[], None]], rounds: int, block_ms: f
     return in_turn(turns, rounds, random.Random(0))  # the same order on all ranks
 
 
-def profile(run: Callable[[], None], own: dict[str, str]) -> dict[str, tuple[float, float]]:
-    """Milliseconds and launches of a step by class of kernel. Without a GPU there are none."""
-    run()
-    synchronize()
-    with kernel_trace.light_profiler() as profiler:
-        for _ in range(PROFILED_STEPS):
-            run()
-        synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        classes = kernel_trace.by_class(kernel_trace.load(path), own)
-    return {name: (ms / PROFILED_STEPS, n / PROFILED_STEPS) for name, (ms, n) in classes.items()}
-
-
-def measure(bench: Bench, captured: list[str], failed: dict[str, str], rounds: int, block_ms: float) -> Iterator[dict]:
-    """What is known of a shape, first without profiles, then with them, then with the times of the ``captured``."""
-    own = kernel_trace.own_kernels()
-    result = {"shape": bench.shape._asdict(), "gpus": bench.gpus, "failed": failed}
+def measure(bench: Bench, failed: dict[str, str], rounds: int, block_ms: float) -> dict:
+    """Each round's milliseconds of the variants, and the bytes that they save."""
     steps = {name: functools.partial(bench.step, name) for name in bench.forwards}
     microbatches = {name: bench.chosen[name].microbatches for name in steps}
     with torch._dynamo.config.patch(error_on_recompile=True):  # or compilation would be inside the times
         times = times_in_turn(steps, rounds, block_ms)
-    result["ms"] = {name: [ms / microbatches[name] for ms in times[name]] for name in times}
+    ms = {name: [ms / microbatches[name] for ms in times[name]] for name in times}
     saved = [name for name in bench.forwards if not bench.chosen[name].quantizes_weights]
-    result["saved_bytes_per_token"] = {name: bench.saved_bytes(name) / bench.shape.tokens for name in saved}
-    yield result
-    profiled = [name for name in PROFILED if name in bench.forwards]
-    result["classes"] = {name: profile(functools.partial(bench.step, name), own) for name in profiled}
-    yield result
-    if captured:
-        result["ms"] |= times_of_graphs(bench, captured, failed, rounds, block_ms)
-        yield result
+    saved_bytes = {name: bench.saved_bytes(name) / bench.shape.tokens for name in saved}
+    result = {"shape": bench.shape._asdict(), "gpus": bench.gpus, "failed": failed}
+    return result | {"ms": ms, "saved_bytes_per_token": saved_bytes}
 
 
-def choose(shape: Shape, gpus: int, names: list[str] | None) -> tuple[dict[str, Variant], list[str], dict[str, str]]:
-    """What ``names``, None for all, mean for a shape: its variants, those also captured as CUDA graphs, and the reasons
-    why others are missing."""
+def choose(shape: Shape, gpus: int, names: list[str] | None) -> tuple[dict[str, Variant], dict[str, str]]:
+    """What ``names``, None for all, mean for a shape: its variants, and the reasons why others are missing."""
     there = variants(shape, gpus)
     if names is None:
-        there = {name: variant for name, variant in there.items() if name not in ABLATIONS}
-        return there, [*CAPTURED] if CUDA and gpus == 1 else [], {}
-    captured = [name.removesuffix(GRAPH) for name in names if name.endswith(GRAPH)]
-    names = list(dict.fromkeys(name.removesuffix(GRAPH) for name in names))
+        return {name: variant for name, variant in there.items() if name not in ABLATIONS}, {}
     missing = {name: f"not a variant of this layer on {gpus} GPU(s)" for name in names if name not in there}
-    return {name: there[name] for name in names if name in there}, captured, missing
+    return {name: there[name] for name in names if name in there}, missing
 
 
 def child(shape: Shape, args: argparse.Namespace) -> None:
@@ -238,7 +166,7 @@ def child(shape: Shape, args: argparse.Namespace) -> None:
     if gpus > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
     parallel.install()
-    chosen, captured, missing = choose(shape, gpus, args.variants)
+    chosen, missing = choose(shape, gpus, args.variants)
     bench = Bench(shape, gpus, chosen)
     failed = missing | warm_up(bench)
     gc.collect()
@@ -247,9 +175,9 @@ def child(shape: Shape, args: argparse.Namespace) -> None:
     (args.child / f"{rank}.ready").touch()
     if not sys.stdin.readline():
         return
-    for result in measure(bench, captured, failed, ROUNDS, BLOCK_MS):
-        if rank == 0:
-            write_text(args.child / "result.json", json.dumps(result))
+    result = measure(bench, failed, ROUNDS, BLOCK_MS)
+    if rank == 0:
+        write_text(args.child / "result.json", json.dumps(result))
     (args.child / f"{rank}.done").touch()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -321,9 +249,8 @@ def median_of(results: list[dict]) -> dict:
 
 def references(name: str) -> list[str]:
     """The variants that a variant is compared with."""
-    kind = next((kind for kind in KINDS if name.endswith(kind)), "")
     of_defaults = name in (*ABLATIONS, "fp8 with bf16 shared experts")
-    return [f"{reference}{kind}" for reference in REFERENCES] + ["fp8"] * of_defaults
+    return [*REFERENCES] + ["fp8"] * of_defaults
 
 
 def record_name(name: str, title: str = "") -> str:
@@ -337,7 +264,7 @@ def record_name(name: str, title: str = "") -> str:
 def records(result: dict) -> list[dict]:
     shape, ms = Shape(**result["shape"]), medians(result["ms"])
     label = ", ".join([str(shape), *other_torch(), f"{result['gpus']} GPU{'s' * (result['gpus'] > 1)}"])
-    classes, out = result.get("classes", {}), []
+    out = []
     for values, unit, title in (
         (ms, "ms forward + backward", ""),
         (result.get("saved_bytes_per_token", {}), "bytes per token", "saved"),
@@ -347,11 +274,6 @@ def records(result: dict) -> list[dict]:
                 r = {"name": record_name(name, title), "shape": label, "value": values[name], "unit": unit}
                 r |= {"reference": reference, "reference_value": values[reference]}
                 r["speedup"] = values[reference] / values[name]
-                if values is ms and name == "fp8" and reference in classes:
-                    r["classes"] = {
-                        who: {kind: round(time, 4) for kind, (time, _) in classes[variant].items()}
-                        for who, variant in (("ours", "fp8"), ("reference", reference))
-                    }
                 out.append(r)
     return out
 
@@ -370,12 +292,6 @@ def show(result: dict) -> None:
         )
     for name, error in result["failed"].items():
         print(f"{name:42} {error}")
-    if "classes" not in result:
-        return
-    print(f"  {'kernels of a step':26}" + "".join(f"{name:>19}" for name in result["classes"]))
-    for label in dict.fromkeys(itertools.chain(*result["classes"].values())):
-        cells = [classes.get(label, (0, 0)) for classes in result["classes"].values()]
-        print(f"  {label:26}" + "".join(f"{t:10.3f} ms {n:5.0f}x" for t, n in cells))
 
 
 def save(result: dict, out: Path, work: Path = WORK) -> None:
@@ -423,9 +339,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, nargs="+", help="per GPU; default: what each model lists")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 8192, 4096], help="per GPU")
     parser.add_argument("--fp32", action="store_true", help="parameters in fp32, not bf16")
-    choices = [*VARIANTS, *(name + GRAPH for name in CAPTURED)]
-    what = f"of {', '.join(map(repr, choices))}; default: all, without ablations"
-    parser.add_argument("--variants", nargs="+", choices=choices, metavar="VARIANT", help=what)
+    what = f"of {', '.join(map(repr, VARIANTS))}; default: all, without ablations"
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=what)
     add_trial(parser)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -13,11 +13,9 @@
   in 1x128 tiles and 128x128 blocks,
 * the model converters ``requantize`` and ``unfused_permute``, before ``fp8_flow_moe``: experiments/ablations.py.
 
-A process that has come this far has imported everything; it waits for the file that ``$THROUGHPUT_GATE`` names, so that
-the next run can start while the last one has the GPUs. Where ``$THROUGHPUT_TRACE`` is set, rank 0 leaves a trace there.
+A process that has come this far has imported everything, and waits for its turn.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -37,8 +35,8 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 
 from experiments.ablations import permute_then_copy, requantized_pair
-from experiments.throughput import kernel_trace
 from experiments.throughput.fused_bf16 import FusedMoE
+from experiments.throughput.gate import wait_for_turn
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import grouped_mm, ops
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
@@ -144,4 +142,4 @@ def whole_blocks(model: nn.Module) -> None:
     deepseek_v3_parallelize.apply_compile = qwen3_parallelize.apply_compile = apply_compile
 
 
-kernel_trace.wait_for_turn(lambda: sys.modules["__main__"].Trainer)
+wait_for_turn()

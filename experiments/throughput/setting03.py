@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan import trainer
 from torchtitan.components.quantization.float8 import Float8GroupedExpertsConverter
 from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive
@@ -24,7 +23,7 @@ from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
 from torchtitan.models.qwen3 import config_registry as qwen3
 from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
 
-from experiments.throughput import kernel_trace
+from experiments.throughput.gate import wait_for_turn
 from titan_fp8moe.torchtitan03 import parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.trainer.experts import Placement
@@ -116,4 +115,4 @@ def __getattr__(name: str) -> Callable[[], Any]:
     return config
 
 
-kernel_trace.wait_for_turn(lambda: trainer.Trainer)
+wait_for_turn()

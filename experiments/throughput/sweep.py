@@ -6,7 +6,8 @@
 A point is a training run of ``STEPS`` steps, whose logs after step ``WARM`` count. Along a curve, a precision with its
 checkpointing, the local batch doubles from ``--first`` until memory runs out; then bisection finds the largest batch to
 within an eighth. Curves take turns in an order drawn anew. Points go to ``sweep.json`` one by one, and what it has of
-this card is not run again: call the script until it prints "complete". Each call ends within a run of its budget.
+this card and commit is not run again: call the script until it prints "complete". Each call ends within a run of its
+budget. Points of other commits go, so that no figure is of two states.
 
 ``results.json`` gets two records, the fastest point and the largest batch of FP8-Flow against those of bf16.
 """
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 
 from experiments.provenance import environment
-from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_records, write_text
+from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_list, write_records
 from experiments.throughput.train import OUT_OF_MEMORY, STEP, Run, finish, parser, record_model
 
 CURVES = [
@@ -114,7 +115,8 @@ def main() -> None:
     shape = f"{finish(args, 'sweep')}, {setting['hardware'].removeprefix('1 x ')}"
     path: Path = args.out / "sweep.json"
     every = json.loads(path.read_text()) if path.exists() else []
-    points = [point for point in every if point["shape"] == shape]
+    points = [point for point in every if (point["shape"], point["commit"]) == (shape, setting["commit"])]
+    every = [point for point in every if point["shape"] != shape] + points
     prepared: list[tuple[Run, int]] = []  # one measured, one that imports meanwhile
     try:
         while True:
@@ -129,7 +131,7 @@ def main() -> None:
             print(json.dumps(point), flush=True)
             for found in (points, every):
                 found.append(point | {"shape": shape} | setting)
-            write_text(path, "[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
+            write_list(path, every)
     finally:
         for run, _ in prepared:
             run.end()

@@ -62,13 +62,12 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "671B": Model(7168, 2048, 8, 1, (32, 8, 64), _V3),
+    "671B": Model(7168, 2048, 8, 1, (64,), _V3),
     "16B": Model(2048, 1408, 6, 2, (64,), _V2),
     "Kimi-K2": Model(7168, 2048, 8, 1, (48,), _V3),
     "GLM-4.5-Air": Model(4096, 1408, 8, 1, (128,), _V3),
     "Qwen3-235B": Model(4096, 1536, 8, 0, (32,), _QWEN3),
     "Qwen3-30B": Model(2048, 768, 8, 0, (128,), _QWEN3),
-    "DeepSeek-V2": Model(5120, 1536, 6, 2, (40,), _V2),
     "tiny": Model(256, 128, 3, 1, (6,), _V3),  # runs on a CPU
 }
 
@@ -112,7 +111,6 @@ class Variant(NamedTuple):
 
 FP8 = Variant(Fp8FlowMoEConfig())
 KEPT = Variant(Fp8FlowMoEConfig(cache_weights=True), quantizes_weights=True, microbatches=4)
-GRAPH = " as a CUDA graph"
 VARIANTS = {
     "bf16": Variant(compiled="parts"),
     "bf16 whole": Variant(),
@@ -125,12 +123,9 @@ VARIANTS = {
     "fp8 requantize": FP8._replace(replaced={"transpose_pair": requantized_pair}),
     "fp8 unfused permute": FP8._replace(replaced={"permute_rows": permute_then_copy}),
     "bf16 eager": Variant(compiled="eager"),
-    "fp8 eager": FP8._replace(compiled="eager"),
 }
 ABLATIONS = tuple(name for name, variant in VARIANTS.items() if variant.replaced)
 """What is measured when asked for, against the default too."""
-CAPTURED = ("bf16", "bf16 whole", "bf16 fused", "fp8", "fp8 with weight quantization")
-"""What is also measured as a CUDA graph, on one GPU."""
 
 
 def variants(shape: Shape, gpus: int) -> dict[str, Variant]:

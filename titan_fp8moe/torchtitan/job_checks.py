@@ -55,6 +55,8 @@ def _check_converters(names: list[str]) -> None:
         raise ValueError(
             f"fp8_flow_moe and {', '.join(others)} convert the same experts; keep one of them in model.converters"
         )
+    if names.count("fp8_flow_moe") > 1:
+        raise ValueError("model.converters names fp8_flow_moe twice; once is enough")
 
 
 def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:

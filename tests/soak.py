@@ -1,6 +1,6 @@
 """Layers of random shapes, routings and settings on a GPU, each compared with the specification, for as long as asked.
 
-    python -m experiments.kernels.soak --seconds 300 --first 0       # prints the seed to go on with
+    python -m tests.soak --seconds 300 --first 0       # prints the seed to go on with
 
 A seed is one layer. It runs twice with its number of tokens, which must give the same bits, and once with another
 number, which must compile nothing. Output and gradients are compared with the reference (``ops.emulate``) on the same
@@ -20,7 +20,7 @@ from titan_fp8moe import Fp8FlowMoEConfig, ops
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.gemm import forward, wgrad
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.layer import experts as moe
+from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.spec import ExpertSpec
 
@@ -86,9 +86,9 @@ def step(layer: Layer, leaves: list[Tensor], ids: Tensor, dout: Tensor) -> list[
     """Output and gradients."""
     x, scores, *weights = leaves
     spec = ExpertSpec(score_before_experts=layer.score_before)
-    experts = moe.Experts(ExpertWeights(*weights[:3]), layer.config, expert=spec)
-    shared = moe.Shared(ExpertWeights(*weights[3:])) if layer.shared else None
-    out = moe.run_layer(x, ids, scores, experts, shared)
+    experts = Experts(ExpertWeights(*weights[:3]), layer.config, expert=spec)
+    shared = Shared(ExpertWeights(*weights[3:])) if layer.shared else None
+    out = run_layer(x, ids, scores, experts, shared)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

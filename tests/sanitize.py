@@ -1,6 +1,6 @@
 """Hopper's kernels on small shapes, for compute-sanitizer: the GEMMs, a layer, and what surrounds all-to-alls.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m experiments.kernels.sanitize
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.sanitize
 
 Without the variable tensors share PyTorch's large allocations, and an access past the end of one goes unnoticed.
 CONTRIBUTING.md says what the tools report of healthy kernels.
