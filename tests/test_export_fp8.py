@@ -424,6 +424,7 @@ def _precisions_of_a_run(world_size: int, overrides: list[str]) -> tuple[str, se
     arguments = [f"--job.config_file={TOML}", *overrides]
     told = Job(TOML, overrides, world_size).quantized_from
     _, _, (model,) = dry_run.build(ConfigManager().parse_args(arguments), 0, world_size)
+    model.to_empty(device="meta")  # a trainer gives it memory
     handed = {name: "fp32" for name in fp8_parameters(model)}  # what FSDP does not manage stays as it is
     names = {id(param): name for name, param in model.named_parameters()}
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
