@@ -470,6 +470,16 @@ def test_processes_that_die_or_hang_are_told_of(monkeypatch, caplog):
     assert warm_up.seen == {"kind"} and not warm_up._begun
 
 
+def test_a_process_that_hangs_before_it_watches_itself_is_killed():
+    """As in the destructor of a gloo group, whose threads a fork does not have."""
+    if (pid := os.fork()) == 0:
+        while True:
+            time.sleep(1)
+    assert warm_up.wait([pid], 0.1) == 1
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
 def test_a_layer_that_is_traced_and_never_called_leaves_no_zombies(monkeypatch):
     ahead_of(monkeypatch, Dying(), Dying())
     fork, pids = os.fork, []

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -173,12 +174,17 @@ def begin(shares: Sequence[list[Launch]], deadline: float = DEADLINE) -> list[in
     return processes
 
 
-def wait(processes: list[int]) -> int:
-    """Waits until all have ended, and returns how many are known to have failed."""
-    failed = 0
+def wait(processes: list[int], seconds: float = 2 * DEADLINE) -> int:
+    """Waits until all have ended, and returns how many are known to have failed. After ``seconds`` it kills those that
+    have not: a fork of a process with a gloo group may hang before it can watch itself."""
+    failed, deadline = 0, time.monotonic() + seconds
     for pid in processes:
         with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored, nobody learns how a process ended
-            failed += os.waitpid(pid, 0)[1] != 0
+            while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                if time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.02)
+            failed += ended[1] != 0
     return failed
 
 
