@@ -43,8 +43,7 @@ class DeviceWork(TorchDispatchMode):
 @pytest.fixture
 def on_kernels(monkeypatch):
     """Runs the kernels also where they are interpreted; the interpreter's own tensor operations do not show."""
-    for module in (ops.backend, ops.quantize):
-        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    monkeypatch.setattr(ops.backend, "use_kernels", lambda x: True)
     if INTERPRETED:
         from triton.runtime.interpreter import GridExecutor
 
