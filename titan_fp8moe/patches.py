@@ -172,7 +172,7 @@ def _name_of(owner: Any) -> str:
 
 
 def resolve(name: str, checked_on: str) -> Any:
-    """What ``module:attribute`` names. RuntimeError if there is no such thing."""
+    """The object that ``module:attribute`` names. RuntimeError if there is no such thing."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:

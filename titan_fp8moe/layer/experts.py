@@ -9,10 +9,10 @@ the backward its gradient is the same for all its experts, so it is quantized on
 **Why one function.** Autograd casts the gradient of an fp8 tensor to fp8, so no fp8 tensor may cross an autograd edge.
 And FSDP frees and refills the weights around the module that owns them, so all that reads them happens in its call.
 
-**How PyTorch sees it.** Autograd sees :class:`RoutedExperts`, and with a dispatch that overlaps also :class:`Finish`.
-FSDP sees the module's call; the parameters are saved, never a quantized copy. Per-op checkpointing sees one op per
-function (:data:`SAVED_OPS`), keeps its results, and so repeats no transfer and no GEMM. A compiled graph holds both
-directions, unless the dispatch syncs with the host.
+**How PyTorch sees it.** Autograd sees :class:`ExpertsFunction`, and with a dispatch that overlaps also
+:class:`FinishFunction`. FSDP sees the module's call; the parameters are saved, never a quantized copy. Per-op
+checkpointing sees one op per function (:data:`SAVED_OPS`), keeps its results, and so repeats no transfer and no GEMM. A
+compiled graph holds both directions, unless the dispatch syncs with the host.
 
 **What is saved**, by name (:mod:`titan_fp8moe.layer.saved`)::
 
@@ -175,7 +175,7 @@ def _routed_experts_finish(
 ) -> list[Tensor]:
     """The layer's output (T, D), once the payload in flight has arrived, and :data:`_FINISHED`. Any shared experts run
     meanwhile. ``handed``: :data:`_HANDED` of the forward."""
-    if payload.numel() and not payload.untyped_storage().size():  # Finish has freed it
+    if payload.numel() and not payload.untyped_storage().size():  # it was freed
         raise RuntimeError(
             "activation checkpointing kept the result of routed_experts_forward, but not of routed_experts_finish; let "
             "the policy save all of titan_fp8moe.SAVED_OPS, or neither of the two"
@@ -298,7 +298,7 @@ class InFlight:
         return started
 
 
-class RoutedExperts(torch.autograd.Function):
+class ExpertsFunction(torch.autograd.Function):
     """A layer; with a dispatch that overlaps, up to ``send_back`` and from there."""
 
     @staticmethod
@@ -378,7 +378,6 @@ class _Backward:
     started: Started
     shared: "_SharedBackward | None" = None
     grads: HiddenGradients
-    returned: Returned
     pending: Pending | None = None
 
     def __init__(self, spec: LayerSpec, needs: Inputs, nans: NanFlags, saved: Saved, dim: int):
@@ -516,7 +515,7 @@ def _run_shared(
         backward.weight_grads(ExpertWeights(True, True, True))
 
 
-class Finish(torch.autograd.Function):
+class FinishFunction(torch.autograd.Function):
     """The end of a forward whose dispatch overlaps; in the backward, the start of the dispatch of the output's
     gradient. The shared experts run here in both directions, while tokens travel."""
 
@@ -561,8 +560,8 @@ class Finish(torch.autograd.Function):
 
 
 # Under torch.compile the two would lie in graphs that know nothing of each other, and the split sizes are data.
-start_eagerly = torch.compiler.disable(RoutedExperts.apply)
-finish_eagerly = torch.compiler.disable(Finish.apply)
+start_eagerly = torch.compiler.disable(ExpertsFunction.apply)
+finish_eagerly = torch.compiler.disable(FinishFunction.apply)
 in_flight_eagerly = torch.compiler.disable(InFlight)
 
 
@@ -570,9 +569,11 @@ def _on_meta(inputs: Inputs, spec: LayerSpec) -> Tensor:
     """A layer's output, as :func:`titan_fp8moe.layer.run.run_layer` computes it, for its kernels alone."""
     call = Call(spec, None, None, None)
     if not spec.dispatch.overlaps:
-        return cast(Tensor, RoutedExperts.apply(*inputs.flatten(), call, None))
+        return cast(Tensor, ExpertsFunction.apply(*inputs.flatten(), call, None))
     in_flight = InFlight(inputs.x.device)
     start = inputs._replace(shared=NO_WEIGHTS).flatten()
-    placeholder, payload, *handed = RoutedExperts.apply(*start, call, in_flight)
+    placeholder, payload, *handed = ExpertsFunction.apply(*start, call, in_flight)
     end = FinishInputs(placeholder, payload, inputs.nan_flags, inputs.shared)
-    return cast(Tensor, Finish.apply(*end.flatten(), *handed, call, in_flight, inputs.x.shape[1], inputs.x.dtype))
+    return cast(
+        Tensor, FinishFunction.apply(*end.flatten(), *handed, call, in_flight, inputs.x.shape[1], inputs.x.dtype)
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
-from titan_fp8moe.layer.experts import Call, RoutedExperts, finish_eagerly, in_flight_eagerly, start_eagerly
+from titan_fp8moe.layer.experts import Call, ExpertsFunction, finish_eagerly, in_flight_eagerly, start_eagerly
 from titan_fp8moe.layer.lora import Lora, split_lora
 from titan_fp8moe.layer.operands import WeightCache, usable
 from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec
@@ -197,7 +197,7 @@ def run_layer(
         end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
         out = finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
     else:
-        out = RoutedExperts.apply(*inputs.flatten(), call, None)
+        out = ExpertsFunction.apply(*inputs.flatten(), call, None)
         extra = None if meanwhile is None else meanwhile()
     return out if meanwhile is None else _add(out, extra)
 

@@ -176,7 +176,7 @@ class Saved(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The first arguments of :class:`titan_fp8moe.layer.experts.RoutedExperts`, or one value for each: its gradient,
+    """The first arguments of :class:`titan_fp8moe.layer.experts.ExpertsFunction`, or one value for each: its gradient,
     or whether it needs one."""
 
     x: Any = None
@@ -202,7 +202,7 @@ class Inputs(NamedTuple):
 
 
 class FinishInputs(NamedTuple):
-    """As :class:`Inputs`, of :class:`titan_fp8moe.layer.experts.Finish`."""
+    """As :class:`Inputs`, of :class:`titan_fp8moe.layer.experts.FinishFunction`."""
 
     placeholder: Any = None
     payload: Any = None

@@ -91,13 +91,13 @@ class SymmetricDispatch:
             routing, state = self.routing, self.state
             plan = state.plan, state.arrived_C, routing.row_TK, routing.token_M, routing.offsets_E
             q, scale = symmetric_dispatch_gradients(*rows, *plan, name)
-            self.transfer = [q, *plan]
+            self.transfer = [q, scale, *plan]
         else:
             (ids_TK, scores_TK, _), sent_TK, token_C, counts_N = self.sent
             pairs = ids_TK, scores_TK, token_C, counts_N
             q, scale, *results = symmetric_dispatch(*rows, *pairs, self.route.capacity, name)
             token_q, token_scale, offsets_E, token_M, score_M, row_CK, *state = results
-            self.transfer = [q, *results]
+            self.transfer = [q, scale, *results]
             self.state, self.kept = State(sent_TK, *state), Rows(token_q, token_scale)
             self.routing = Routing(offsets_E, token_M, score_M, row_CK)
         own(name, self)
