@@ -249,6 +249,12 @@ def test_checkpointing_of_a_variant():
     assert [flag for flag in found["full"] if "check" in flag] == ["--activation_checkpoint.mode=full"]
     ours = train.overrides("fp8_flow:checkpointing=none,save_h=fp8", args, 0)
     assert "--fp8_flow_moe.save_h=fp8" in ours and not any("fp8_flow_moe.checkpointing" in flag for flag in ours)
+    args.gpus = 4
+    assert "--parallelism.expert_parallel_degree=4" in train.overrides("bf16", args, 0)
+    assert "--parallelism.expert_parallel_degree=1" in train.overrides("bf16_fused:ep=1", args, 0)
+    train.require_fit(["bf16_fused:ep=1", "fp8_flow"], 4)
+    with pytest.raises(SystemExit, match="bf16_fused compile blocks as one graph.*add ep=1"):
+        train.require_fit(["bf16_fused:ep=1", "bf16_fused"], 4)
     for variant in ("bf17", "bf16:checkpointing=some"):
         with pytest.raises(SystemExit, match=f"no variant {variant}"):
             train.overrides(variant, args, 0)

@@ -11,8 +11,9 @@ written after each to ``results.json``; logs and the figures of the last invocat
 
 A variant may set the converter's options, ``fp8_flow:recompute=experts,save_h=fp8``, and ``checkpointing``:
 ``bf16_fused:checkpointing=saved``. That is torchtitan's per op unless it is ``saved`` (per op, and ``_grouped_mm`` kept
-too), ``none`` or ``full``. Overrides of torchtitan's after ``--`` hold for every run; the records carry them in their
-shape. How much fits is :mod:`experiments.throughput.sweep`'s question.
+too), ``none`` or ``full``. Experts are spread over all GPUs, or over ``ep`` of them: ``bf16_fused:ep=1``. Overrides of
+torchtitan's after ``--`` hold for every run; the records carry them in their shape. How much fits is
+:mod:`experiments.throughput.sweep`'s question.
 
 ``--torchtitan 0.3.0`` measures torchtitan 0.3, installed in its place: other variants, flex attention and forced
 routing only, without or with ``--cuda-graphs``.
@@ -113,9 +114,14 @@ def parse(
 
 def require_fit(variants: list[str], gpus: int) -> None:
     """Ends the program where a variant of torchtitan 0.2.2 does not run with experts spread over these GPUs."""
-    alone = [variant for variant in variants if "whole_blocks" in CONVERTERS[parse(variant)[0]]]
-    if gpus > 1 and alone:
-        sys.exit(f"error: {', '.join(alone)} compile blocks as one graph, with all experts on one GPU; pass --gpus 1")
+    parsed = {variant: parse(variant) for variant in variants}
+    alone = [
+        variant
+        for variant, (name, options) in parsed.items()
+        if "whole_blocks" in CONVERTERS[name] and int(options.get("ep", gpus)) > 1
+    ]
+    if alone:
+        sys.exit(f"error: {', '.join(alone)} compile blocks as one graph, with all experts on one GPU; add ep=1")
 
 
 def converter_options(options: dict[str, str]) -> list[str]:
@@ -132,7 +138,7 @@ def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
         f"--model.name={MODELS[args.model].name}",
         f"--model.flavor={MODELS[args.model].flavor}_{args.layers}_layers_{args.attention}",
         f"--training.local_batch_size={args.local_batch}",
-        f"--parallelism.expert_parallel_degree={args.gpus}",
+        f"--parallelism.expert_parallel_degree={options.pop('ep', args.gpus)}",
         f"--training.steps={args.steps}",
         f"--debug.seed={seed}",
         *flags,
