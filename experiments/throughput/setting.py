@@ -4,7 +4,8 @@
   ``30B-A3B_<n>_layers_<attention>`` of qwen3; attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU,
 * the model converter ``balanced_random``, which makes every router assign experts at random but balanced,
 * the model converter ``whole_blocks``, which compiles each block as one graph (one expert-parallel rank only),
-* the model converter ``fused_bf16``: the strongest bf16, experiments/throughput/fused_bf16.py,
+* the model converter ``fused_bf16``: the strongest bf16, experiments/throughput/fused_bf16.py. Its host keeps ahead of
+  the GPU as ours does,
 * the model converter ``save_grouped_mm``, which adds bf16's grouped GEMM to what per-op checkpointing keeps, as
   ``fp8_flow_moe`` adds the FP8 layer's operators,
 * the model converter ``torchao_rowwise``, torchao's fp8 rowwise experts. torchtitan 0.2.2 has one of its own, which
@@ -40,6 +41,8 @@ from experiments.throughput.gate import wait_for_turn
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import grouped_mm, ops
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
+from titan_fp8moe.torchtitan.converter import loaded_trainers
+from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.compat import fix_selective_checkpointing
 
 fix_selective_checkpointing()  # bf16 needs it too, and no converter installs it there
@@ -88,6 +91,8 @@ def balanced_random(model: nn.Module) -> None:
 
 @converter
 def fused_bf16(model: nn.Module) -> None:
+    for trainer in loaded_trainers():
+        keep_host_ahead(trainer)
     for moe in moes(model):
         moe.__class__ = FusedMoE
 

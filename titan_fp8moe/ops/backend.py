@@ -30,16 +30,20 @@ class CustomOp(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
+def intercepted() -> bool:
+    """Whether PyTorch looks at each operator: torch.compile, fake tensors, activation checkpointing and the like."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def custom_op(
     reference: Callable[P, R_co], kernel: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None
 ) -> CustomOp[P, R_co]:
     """Defines a functional op without a gradient: ``torch.ops.titan_fp8moe.<the reference's name>``.
 
-    The returned callable calls the op if PyTorch traces or intercepts (torch.compile, fake tensors, activation
-    checkpointing, other dispatch modes), and otherwise the kernel or the reference itself. A layer makes about 25
-    calls, and the dispatcher took a tenth of their host time (``torch.library.custom_op`` takes more). Small layers,
-    and the forward of large ones, are CPU-bound. Only autograd functions call the ops, so the dispatcher's autograd is
-    not needed.
+    The returned callable calls the op where :func:`intercepted`, and otherwise the kernel or the reference itself. A
+    layer makes about 25 calls, and the dispatcher took a tenth of their host time (``torch.library.custom_op`` takes
+    more). Small layers, and the forward of large ones, are CPU-bound. Only autograd functions call the ops, so the
+    dispatcher's autograd is not needed.
 
     Args:
         reference: the specification, whose name may have a leading underscore.
@@ -61,7 +65,7 @@ def custom_op(
 
     @functools.wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not (torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()):
+        if not intercepted():
             first = args[0] if args else kwargs[first_name]
             if isinstance(first, list):
                 first = first[0]

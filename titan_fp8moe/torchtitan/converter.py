@@ -1,6 +1,7 @@
 """The model converter ``fp8_flow_moe``: checks that the job can work, then converts MoE layers, FFNs and linears."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.trainer import compat, preflight
+from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, announce, make_plan
 
@@ -35,6 +37,7 @@ NAME = "fp8_flow_moe"
 # choice is kept so that the recomputation routes exactly as the forward did.
 _SAVED_OPS = {*SAVED_OPS, torch.ops.aten.topk.default}
 _CHECKED_ON = "torchtitan 0.2.2"
+_TRAIN = "torchtitan.train"
 
 
 class Fp8FlowMoEConverter(ModelConverter):
@@ -125,6 +128,14 @@ def prepare_torchtitan() -> None:
         patches.wrap(module, "_op_sac_save_list", lambda ops: ops | _SAVED_OPS, checked_on=_CHECKED_ON)
         if hasattr(module, "apply_compile"):  # torchtitan compiles no block of gpt_oss
             compiling.install(module)
+    for trainer in loaded_trainers():
+        keep_host_ahead(trainer)
+
+
+def loaded_trainers() -> list[type]:
+    """torchtitan's ``Trainer``, also of ``python -m torchtitan.train``, where the module is ``__main__``."""
+    loaded: list[Any] = [sys.modules[name] for name in ("__main__", _TRAIN) if name in sys.modules]
+    return [module.Trainer for module in loaded if getattr(module.__spec__, "name", "") == _TRAIN]
 
 
 def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None]:

@@ -31,6 +31,7 @@ from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowMoE,
 )
 from titan_fp8moe.trainer import compat, preflight
+from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import LINEAR, MOE, SHARED, Part, announce
 
@@ -100,6 +101,7 @@ class Conversion:
         if fp8:
             compat.fix_shape_inference()
             parallel.install()
+            keep_host_ahead(Trainer)
             patches.log()
             self._attach(job, configs)
 

@@ -24,7 +24,8 @@ from titan_fp8moe.dispatch.symmetric.ops import (
     symmetric_finish_combine,
     symmetric_start_combine,
 )
-from titan_fp8moe.dispatch.symmetric.workspace import capacities, own
+from titan_fp8moe.dispatch.symmetric.workspace import capacities, current, own
+from titan_fp8moe.ops.backend import intercepted
 from titan_fp8moe.rows import Routing, RowBias, Rows
 
 
@@ -106,7 +107,10 @@ class SymmetricDispatch:
     def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
         q, scale = cast(Tensor, pending.rows), cast(Tensor, pending.extra)
         transfer, self.transfer = self.transfer, []
-        scale = symmetric_arrived(scale, [*transfer, *beside], self.route.group_name)
+        if intercepted():
+            scale = symmetric_arrived(scale, [*transfer, *beside], self.route.group_name)
+        else:  # without a copy of the scales
+            current(self.route.group_name).join()
         return Rows(q, scale)
 
     @staticmethod

@@ -1,0 +1,79 @@
+"""A step that begins while the GPU computes the one before, with torchtitan's own ``train_step``."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torchtitan.train import Trainer
+
+from titan_fp8moe import patches
+from titan_fp8moe.torchtitan.converter import prepare_torchtitan
+from titan_fp8moe.trainer.ahead import _OnItsWay, keep_host_ahead
+
+
+def step(device: str, microbatches: int, busy: torch.cuda.Event | None = None) -> list[tuple]:
+    """Runs a step; of each call of ``forward_backward_step`` what it was given and whether the GPU was still busy."""
+    seen = []
+    weight = torch.nn.Parameter(torch.ones(4, device=device))
+    batches = [({"input": torch.arange(4) + i}, torch.arange(4) - i) for i in range(microbatches)]
+    if device == "cuda":
+        batches = [({"input": x["input"].pin_memory()}, labels.pin_memory()) for x, labels in batches]
+
+    def forward_backward_step(*, input_dict, labels, global_valid_tokens):
+        was_busy = busy is not None and not busy.query()
+        loss = (weight * input_dict["input"] / global_valid_tokens).sum()
+        loss.backward()
+        seen.append((type(labels), input_dict["input"].clone(), labels.clone(), global_valid_tokens.clone(), was_busy))
+        return loss
+
+    trainer = MagicMock(
+        device=torch.device(device, 0) if device == "cuda" else torch.device(device),
+        gradient_accumulation_steps=microbatches,
+        forward_backward_step=forward_backward_step,
+        model_parts=[torch.nn.ParameterList([weight])],
+        parallel_dims=SimpleNamespace(dp_enabled=False, ep_enabled=False, get_optional_mesh=lambda name: None),
+        job_config=SimpleNamespace(training=SimpleNamespace(max_norm=1e9)),
+    )
+    trainer.metrics_processor.should_log.return_value = False
+    with patches.undone():
+        keep_host_ahead(Trainer)
+        Trainer.train_step(trainer, iter(batches))
+    for i, (kind, x, labels, tokens, _) in enumerate(seen):
+        assert kind is torch.Tensor and x.device == labels.device == trainer.device
+        assert x.tolist() == [i, i + 1, i + 2, i + 3] and labels.tolist() == [-i, 1 - i, 2 - i, 3 - i]
+        assert float(tokens) == 4 * microbatches
+    assert trainer.forward_backward_step is forward_backward_step
+    expected = (torch.arange(4.0) * microbatches + sum(range(microbatches))) / (4 * microbatches)
+    torch.testing.assert_close(weight.grad.cpu(), expected)
+    return seen
+
+
+def test_a_step_on_a_cpu():
+    step("cpu", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_the_host_does_not_wait_for_the_step_before(microbatches):
+    step("cuda", microbatches)  # compiles nothing, but loads CUDA's modules
+    stream, busy = torch.cuda.current_stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    busy.record()
+    assert all(was_busy for *_, was_busy in step("cuda", microbatches, busy))
+    assert torch.cuda.current_stream() == stream
+
+
+def test_an_operator_of_a_batch_gives_an_ordinary_tensor():
+    labels = _OnItsWay.to_device(torch.device("meta"), torch.tensor([1, -100]))
+    count = torch.tensor(0)
+    count += (labels != -100).sum()
+    assert type(count) is torch.Tensor and count == 1
+    assert labels.to("meta").is_meta and type(labels.to("meta")) is torch.Tensor
+
+
+def test_the_converter_changes_the_trainer():
+    with patches.undone():
+        prepare_torchtitan()
+        assert any("torchtitan.train:Trainer.train_step" in change for change in patches.listed())
