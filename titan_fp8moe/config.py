@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
+import torch
 import torch.distributed as dist
 
-from titan_fp8moe.dispatch import AUTO, BACKENDS, Dispatch, Route, check_member
+from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route, auto, check_member
 from titan_fp8moe.spec import BackwardSpec
 
 _STAYS = Route()
@@ -42,7 +43,9 @@ class Fp8FlowMoEConfig:
     dispatch: DispatchName = "auto"
     """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.
     ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so a layer can be part
-    of a compiled graph and of a CUDA graph; its buffers have a fixed size. ``auto`` is ``all_to_all``."""
+    of a compiled graph and of a CUDA graph; its buffers have a fixed size. ``auto`` is ``all_to_all``, and in
+    torchtitan's jobs on one node ``symmetric`` as soon and as long as its buffers suffice; a step that they do not
+    suffice for runs again."""
 
     dispatch_capacity: float = 1.5
     """Size of the buffers of ``dispatch = "symmetric"``: how many times the tokens of uniform routing a rank has room
@@ -85,7 +88,7 @@ class Fp8FlowMoEConfig:
 
     @property
     def backend(self) -> type[Dispatch]:
-        """The dispatch of a layer whose experts are spread over ranks."""
+        """The dispatch of a layer whose experts are spread over ranks, in a forward that begins now."""
         return BACKENDS[self._backend_name()]
 
     @property
@@ -101,7 +104,9 @@ class Fp8FlowMoEConfig:
         return Route(self._backend_name(), ep_group.size(), self.dispatch_capacity, ep_group.group_name)
 
     def _backend_name(self) -> str:
-        return AUTO if self.dispatch == "auto" else self.dispatch
+        if self.dispatch != "auto":
+            return self.dispatch
+        return "symmetric" if auto.is_fast() and torch.is_grad_enabled() else "all_to_all"
 
     def describe(self) -> str:
         """The settings of a converted module in one line, for logs: all that do not select modules."""

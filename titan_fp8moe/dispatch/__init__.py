@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_fp8moe.dispatch import auto
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.dispatch.base import Dispatch, Pairs, Route
 from titan_fp8moe.dispatch.local import LocalDispatch
 from titan_fp8moe.dispatch.symmetric.dispatch import SymmetricDispatch
 
-__all__ = ["AUTO", "BACKENDS", "Dispatch", "Pairs", "Route", "begin", "check_member", "evenly"]
+__all__ = ["BACKENDS", "Dispatch", "Pairs", "Route", "auto", "begin", "check_member", "evenly"]
 
 BACKENDS: dict[str, type[Dispatch]] = {
     "local": LocalDispatch,
@@ -24,9 +25,6 @@ BACKENDS: dict[str, type[Dispatch]] = {
     "symmetric": SymmetricDispatch,
 }
 """By name. All but ``local`` serve a group of ranks, and the setting ``dispatch`` takes their names."""
-
-AUTO = "all_to_all"
-"""The backend of ``dispatch = "auto"``, until measurements on several GPUs say otherwise."""
 
 _evenly = False
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
-from titan_fp8moe.dispatch import base
+from titan_fp8moe.dispatch import auto, base
 from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Pairs, Pending, Returned, Route, in_expert_order
+from titan_fp8moe.dispatch.symmetric.workspace import capacities
 from titan_fp8moe.recipe import ROW_ALIGN, row_capacity
 from titan_fp8moe.rows import Routing, RowBias, Rows
 
@@ -52,8 +53,8 @@ class AllToAllDispatch:
     counts_copied: torch.cuda.Event | None
     signature: int
 
-    def __init__(self, state: State, group_name: str):
-        self.state, self.group_name = state, group_name
+    def __init__(self, state: State, route: Route):
+        self.state, self.route, self.group_name = state, route, route.group_name
 
     @classmethod
     def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "AllToAllDispatch":
@@ -65,7 +66,7 @@ class AllToAllDispatch:
         received_N = ops.wait(ops.start_all_to_all(counts_N.view(torch.uint8), one_each, one_each, route.group_name))
         counts = torch.stack([counts_N, received_N.view(torch.int32)])
         counts = _any_counts(counts, signature) if counts.is_meta else counts.to("cpu", non_blocking=True)
-        self = cls(State(sent_TK, token_C, counts), route.group_name)
+        self = cls(State(sent_TK, token_C, counts), route)
         self.pairs, self.signature = pairs, signature
         self.counts_copied = torch.cuda.Event() if counts_N.is_cuda else None
         if self.counts_copied is not None:
@@ -74,7 +75,7 @@ class AllToAllDispatch:
 
     @classmethod
     def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "AllToAllDispatch":
-        self = cls(state, route.group_name)
+        self = cls(state, route)
         self.dim, self.routing = dim, cast(Routing, routing)
         return self
 
@@ -105,6 +106,11 @@ class AllToAllDispatch:
             return in_expert_order(Rows(*ops.unpack_dispatch(payload, self.dim, 0)[:2]), self.routing)
         ids_TK, _, E = self.pairs
         _, capacity = _arriving_rows(self.state.counts[1].tolist())
+        if auto.is_enabled():
+            sizes, needed = (*ids_TK.shape, self.route.num_ranks, E), (capacity, sum(self.splits[1]))
+            room, most = capacities(*sizes, self.route.capacity), capacities(*sizes, self.route.num_ranks)
+            for numbers in zip(needed, room, most, strict=True):
+                auto.note(*numbers)
         q, scale, ids_CK, scores_CK = ops.unpack_dispatch(payload, self.dim, ids_TK.shape[1])
         self.routing = Routing(*ops.expert_routing(ids_CK, scores_CK, E, capacity))
         self.kept = Tokens(payload)

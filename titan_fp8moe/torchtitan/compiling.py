@@ -24,6 +24,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 
 # Per code object, which dense and MoE blocks share: both with and without gradients, for a first batch size, for any
@@ -34,13 +35,14 @@ _RECOMPILE_LIMIT = 32
 _KNOWN_BLOCKS = (DeepSeekV3Block, Llama4Block, Qwen3Block)
 
 
-def why_eager(block: Any) -> str | None:
-    """The reason why this block's converted FFN cannot be part of a graph, or None if it can."""
+def why_eager(block: Any, syncs_host: bool | None = None) -> str | None:
+    """The reason why this block's converted FFN cannot be part of a graph, or None if it can. ``syncs_host``: whether
+    its dispatch does; by default as now."""
     if not block.moe_enabled:
         ffn = getattr(block, "feed_forward", None)  # other models' blocks have other names
         return _why_settings_need_eager(ffn.config) if isinstance(ffn, Fp8FlowFeedForward) else None
     experts = block.moe.experts
-    if experts.ep_mesh is not None and experts.config.backend.syncs_host:
+    if experts.ep_mesh is not None and (experts.config.backend.syncs_host if syncs_host is None else syncs_host):
         return "expert parallelism reads split sizes on the host"
     if experts.ep_mesh is not None and experts.placement.in_fsdp:
         return "FSDP's hooks on the experts"
@@ -93,6 +95,30 @@ def _compile_before_ffn(block: Any, backend: str) -> None:
         block.moe.shared_experts = compiled(block.moe.shared_experts)
 
 
+def _takes_turns(block: Any) -> bool:
+    """Whether this block's dispatch may go over to symmetric memory, with which it is one graph."""
+    if not (block.moe_enabled and auto.is_enabled() and type(block) in _KNOWN_BLOCKS):
+        return False
+    experts = block.moe.experts
+    return experts.ep_mesh is not None and experts.config.dispatch == "auto" and why_eager(block, False) is None
+
+
+def _take_turns(layer: Any, block: Any, backend: str) -> None:
+    """Lets a block that :func:`_compile_before_ffn` has compiled, or its checkpoint wrapper, also run as one graph."""
+    plain = functools.partial(type(block).forward, block)
+    whole = functools.partial(torch.compile(type(layer).forward, backend=backend, fullgraph=True), layer)
+    if layer is block:
+        block.forward = functools.partial(_turn, whole, block.forward)
+        return
+    block.forward = functools.partial(_turn, plain, block.forward)
+    layer.forward = functools.partial(_turn, whole, functools.partial(type(layer).forward, layer))
+
+
+def _turn(over_symmetric: Callable, over_all_to_all: Callable, *args: Any, **kwargs: Any) -> Any:
+    forward = over_symmetric if auto.is_fast() and torch.is_grad_enabled() else over_all_to_all
+    return forward(*args, **kwargs)
+
+
 def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
     """torchtitan's ``apply_compile``, preceded by the compilation of converted blocks."""
 
@@ -110,6 +136,9 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
             elif (reason := why_eager(block)) is not None:
                 way = f"{kind} blocks {{}} compile as one graph up to the FFN: {reason}"
                 _compile_before_ffn(block, compile_config.backend)
+                if _takes_turns(block):
+                    way += "; and as one graph each, once that is over symmetric memory"
+                    _take_turns(layer, block, compile_config.backend)
             else:
                 way = f"{kind} blocks {{}} compile as one graph each"
                 layer = torch.compile(layer, backend=compile_config.backend, fullgraph=True)

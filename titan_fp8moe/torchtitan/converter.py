@@ -26,7 +26,7 @@ from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
-from titan_fp8moe.trainer import compat, preflight
+from titan_fp8moe.trainer import auto_dispatch, compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, announce, make_plan
@@ -54,6 +54,9 @@ class Fp8FlowMoEConverter(ModelConverter):
         first_hour.check_resumption(job_config, parallel_dims)
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
+        self.steps_in_backward = None
+        if job_config.optimizer.early_step_in_backward:
+            self.steps_in_backward = "optimizer.early_step_in_backward"
         self.fault_tolerance = job_config.fault_tolerance.enable
         self.tensor_shards = parallel_dims.tp
         fsdp_ranks, training = self.layout.fsdp_shards * parallel_dims.dp_replicate, job_config.training
@@ -70,7 +73,7 @@ class Fp8FlowMoEConverter(ModelConverter):
             why_not_ffn=self._why_not_fp8,
             check_linear=self._check_linear,
         )
-        way = f"dispatch over {self.config.backend.description}" if self.layout.expert_shards > 1 else ""
+        way = auto_dispatch.prepare(self.config, self.layout, self.steps_in_backward)
         announce(plan, self.config, logger, way)
         fp8 = [part for part in plan if part.reason is None]
         if fp8:
@@ -130,6 +133,7 @@ def prepare_torchtitan() -> None:
             compiling.install(module)
     for trainer in loaded_trainers():
         keep_host_ahead(trainer)
+        auto_dispatch.run_steps_again(trainer)
 
 
 def loaded_trainers() -> list[type]:

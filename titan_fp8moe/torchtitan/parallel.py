@@ -22,6 +22,7 @@ from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorPa
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 
 from titan_fp8moe import patches
+from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
 from titan_fp8moe.trainer.compat import put_fully_shard, remove_fsdp_hooks
 
@@ -80,7 +81,7 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
     if left_alone:
         kwargs["ignored_params"] = set(cast(nn.Module, module).parameters())
     sharded = fsdp.fully_shard(module, mesh=mesh, **kwargs)
-    if left_alone and not cast(Fp8FlowExperts, module).config.backend.syncs_host:
+    if left_alone and (auto.is_enabled() or not cast(Fp8FlowExperts, module).config.backend.syncs_host):
         remove_fsdp_hooks(cast(nn.Module, module))  # they have nothing to do, and would break a compiled block
     return sharded
 

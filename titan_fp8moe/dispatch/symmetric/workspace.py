@@ -40,6 +40,10 @@ ROWS, TOKENS, UNLIKE, LATE = range(4)
 _ALIGNMENT = 256
 
 
+class NoRoom(RuntimeError):
+    """A rank had too little room in symmetric memory; no weight has been changed since."""
+
+
 class Section(NamedTuple):
     """A tensor in the workspace: ``offset`` in bytes, a multiple of 256."""
 
@@ -279,8 +283,8 @@ class Workspace:
             raise RuntimeError(message)
 
     def check_room(self) -> None:
-        """Raises RuntimeError if a rank had too little room, or other settings than another, in a forward that has been
-        launched, also by a replay. Forgets it then."""
+        """Raises NoRoom if a rank had too little room, RuntimeError if it had other settings than another, in a forward
+        that has been launched, also by a replay. Forgets it then."""
         for event in self._planned:
             if not event.query():
                 event.synchronize()
@@ -294,7 +298,7 @@ class Workspace:
                 "other settings of fp8_flow_moe. Outputs are NaN since then; make them the same on all ranks"
             )
         if rows:
-            raise RuntimeError(
+            raise NoRoom(
                 f'dispatch = "symmetric": a rank would have needed {rows} rows and {tokens} dispatched tokens, more '
                 "than dispatch_capacity leaves room for. Outputs are NaN since then, and no weight has been changed. "
                 "Continue from a checkpoint with a larger dispatch_capacity (the number of expert-parallel ranks "
@@ -325,14 +329,20 @@ def raise_late(workspace: Workspace, seen: list[int], wanted: int) -> None:
 
 
 def check_room() -> None:
-    """Raises RuntimeError if a rank had too little room in a forward since the last call.
+    """Raises :class:`NoRoom`, a RuntimeError, if a rank had too little room in a forward since the last call.
 
     Every ``torch.optim`` optimizer calls this before a step. Call it where no such optimizer runs: in evaluation, in a
     CUDA graph that contains the optimizer, or with another optimizer. It waits for the last forward, in a replay too,
     and not for backwards.
     """
+    errors = []
     for workspace in list(Workspace._all):
-        workspace.check_room()
+        try:
+            workspace.check_room()
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _check_room_before_a_step(*_: Any) -> None:

@@ -1,0 +1,106 @@
+"""``dispatch = "auto"`` under torchtitan's trainer, against the all-to-all, bit for bit, while the routing jumps.
+
+    torchrun --nproc_per_node N auto_worker.py DIR
+
+DIR: with the tokenizer and the data of the layouts.
+"""
+
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchtitan.train
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
+from tests.distributed.cases import BASE, COMPILE, GLOBAL_BATCH, LITTLE_ROOM, OP_AC, _parallel
+from tests.distributed.runner import batches, check, end, start
+from tests.distributed.worker import VOCAB
+from titan_fp8moe.dispatch import auto
+
+STEPS, JUMPS = 9, (4, 5)
+
+
+class JumpingTrainer(torchtitan.train.Trainer):
+    """Every expert gets equally many tokens, but in the steps of JUMPS all go to the first expert-parallel rank."""
+
+    def batch_generator(self, data_iterable) -> Iterator:
+        training = self.job_config.training
+        sizes = GLOBAL_BATCH, training.seq_len, training.local_batch_size, VOCAB
+        for inputs, labels in batches(self.parallel_dims, *sizes):
+            yield {"input": inputs}, labels
+
+    def biases(self) -> list[torch.Tensor]:
+        return [b for part in self.model_parts for n, b in part.named_buffers() if n.endswith("expert_bias")]
+
+    def routers(self) -> list[Any]:
+        return [m for part in self.model_parts for m in part.modules() if isinstance(m, TokenChoiceTopKRouter)]
+
+    def run(self) -> tuple[list[float], list[torch.Tensor], list[bool]]:
+        losses, fast = [], []
+        self.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
+        self.metrics_processor.should_log = lambda step: True
+        data = self.batch_generator(None)
+        for self.step in range(1, STEPS + 1):
+            kept = [bias.clone() for bias in self.biases()]
+            for router in self.routers():
+                router._debug_force_load_balance = self.step not in JUMPS
+            if self.step in JUMPS:
+                for bias in self.biases():
+                    bias[: len(bias) // 2] += 100
+            fast.append(auto.is_fast())
+            self.train_step(data)
+            if self.step in JUMPS:
+                for bias, before in zip(self.biases(), kept, strict=True):
+                    bias.copy_(before)
+        parameters = [p.detach().clone() for part in self.model_parts for p in part.parameters()]
+        parameters = [getattr(p, "_local_tensor", p) for p in parameters]
+        return losses, [*parameters, *self.biases()], fast
+
+
+def train(folder: str, dispatch: str, overrides: dict) -> tuple[list[float], list[torch.Tensor], list[bool]]:
+    torch._dynamo.reset()
+    with tempfile.TemporaryDirectory() as dump:
+        args = [*BASE, f"--job.dump_folder={dump}", f"--model.hf_assets_path={folder}/tokenizer"]
+        args += ["--training.dataset=c4_test", f"--training.dataset_path={folder}/data"]
+        args += _parallel(4, ep=2, **(LITTLE_ROOM | {"fp8_flow_moe__dispatch": dispatch}), **overrides)
+        trainer = JumpingTrainer(torchtitan.train.ConfigManager().parse_args(args))
+        try:
+            return trainer.run()
+        finally:
+            trainer.close()
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def main() -> None:
+    start()
+    auto.CALM_STEPS, auto.FULL = 2, 0.9
+    records = Records()
+    auto.logger.addHandler(records)
+    auto.logger.setLevel(logging.INFO)
+    for name, overrides in {"eager": {}, "compiled": COMPILE, "compiled and checkpointed": COMPILE | OP_AC}.items():
+        want = train(sys.argv[1], "all_to_all", overrides)
+        records.messages.clear()
+        got = train(sys.argv[1], "auto", overrides)
+        check(f"{name}: losses {got[0]} are {want[0]}", got[0] == want[0])
+        check(f"{name}: weights and biases", all(map(torch.equal, got[1], want[1])))
+        # Two calm steps, two over symmetric memory, the first jump runs again; the next attempt waits four calm steps.
+        check(f"{name}: {got[2]}", got[2] == [False, False, True, True, *[False] * 5])
+        check(f"{name}: {records.messages}", [("run again" in m) for m in records.messages] == [False, True, False])
+        check(f"{name}: nothing changes the way of another setting", not any(want[2]))
+    end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Lets torchtitan's trainers run a step again over the all-to-all where ``dispatch = "auto"`` had no room.
+
+See :mod:`titan_fp8moe.dispatch.auto`.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from titan_fp8moe import patches
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dispatch import auto
+from titan_fp8moe.trainer import preflight
+
+_CPU = torch.device("cpu")
+_COUNTS = "tokens_per_expert", "tokens_per_expert_E"  # of torchtitan 0.2.2's and 0.3.0's MoE layers
+
+
+def prepare(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: str | None) -> str:
+    """Allows or forbids symmetric memory in this process; says how tokens travel, for logs.
+
+    Args:
+        reason: why the job excludes symmetric memory, or None.
+    """
+    auto.disable()
+    if layout.expert_shards == 1:
+        return ""
+    way = f"dispatch over {config.backend.description}"
+    if config.dispatch != "auto":
+        return way
+    if (reason := reason or _why_all_to_all(layout)) is not None:
+        return f"{way}: {reason}"
+    if preflight.trains_here():
+        auto.enable(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU)
+    return f"{way}, and over symmetric memory once all rows fit"
+
+
+def _why_all_to_all(layout: preflight.ExpertLayout) -> str | None:
+    ranks = layout.expert_shards * layout.hidden_dim_shards
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if ranks > here:
+        return f"{ranks} ranks share the experts and a node has {here}"
+    devices = range(torch.cuda.device_count()) if preflight.trains_here() else ()
+    if any(a != b and not torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices):
+        return "a GPU cannot access another one's memory"
+    return None
+
+
+def run_steps_again(trainer: type) -> None:
+    """Changes ``train_step`` of torchtitan's ``Trainer``: :func:`titan_fp8moe.dispatch.auto.run_step` runs it."""
+    patches.wrap(trainer, "train_step", _again, checked_on="torchtitan 0.2.2 and 0.3.0")
+
+
+def _again(train_step: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(train_step)
+    def wrapper(self: Any, data_iterator: Iterator[Any]) -> None:
+        taken: list[Any] = []
+
+        def take() -> Iterator[Any]:
+            for batch in data_iterator:
+                taken.append(batch)
+                yield batch
+
+        def step() -> None:
+            return train_step(self, iter([*taken]) if taken else take())
+
+        return auto.run_step(step, functools.partial(_forget, self.model_parts))
+
+    return wrapper
+
+
+def _forget(model_parts: list[torch.nn.Module]) -> None:
+    """Clears what a forward leaves behind: the routers' counts, which each step begins at zero, and the NaN flags."""
+    for part in model_parts:
+        for module in part.modules():
+            for name in (*_COUNTS, "nan_flags"):
+                if isinstance(tensor := getattr(module, name, None), torch.Tensor):
+                    tensor.zero_()
