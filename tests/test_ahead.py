@@ -27,23 +27,29 @@ def step(device: str, microbatches: int, busy: torch.cuda.Event | None = None) -
         seen.append((type(labels), input_dict["input"].clone(), labels.clone(), global_valid_tokens.clone(), was_busy))
         return loss
 
-    trainer = MagicMock(
-        device=torch.device(device, 0) if device == "cuda" else torch.device(device),
-        gradient_accumulation_steps=microbatches,
-        forward_backward_step=forward_backward_step,
-        model_parts=[torch.nn.ParameterList([weight])],
-        parallel_dims=SimpleNamespace(dp_enabled=False, ep_enabled=False, get_optional_mesh=lambda name: None),
-        job_config=SimpleNamespace(training=SimpleNamespace(max_norm=1e9)),
-    )
-    trainer.metrics_processor.should_log.return_value = False
+    class StandIn(Trainer):
+        def __init__(self):
+            self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+            self.gradient_accumulation_steps = microbatches
+            self.model_parts = [torch.nn.ParameterList([weight])]
+            self.parallel_dims = SimpleNamespace(dp_enabled=False, ep_enabled=False, get_optional_mesh=lambda _: None)
+            self.job_config = SimpleNamespace(training=SimpleNamespace(max_norm=1e9))
+            self.optimizers, self.lr_schedulers, self.checkpointer = MagicMock(), MagicMock(), MagicMock()
+            self.metrics_processor, self.step = MagicMock(), 1
+            self.metrics_processor.should_log.return_value = False
+
+        def forward_backward_step(self, **batch):
+            return forward_backward_step(**batch)
+
     with patches.undone():
         keep_host_ahead(Trainer)
-        Trainer.train_step(trainer, iter(batches))
+        trainer = StandIn()
+        trainer.train_step(iter(batches))
     for i, (kind, x, labels, tokens, _) in enumerate(seen):
         assert kind is torch.Tensor and x.device == labels.device == trainer.device
         assert x.tolist() == [i, i + 1, i + 2, i + 3] and labels.tolist() == [-i, 1 - i, 2 - i, 3 - i]
         assert float(tokens) == 4 * microbatches
-    assert trainer.forward_backward_step is forward_backward_step
+    assert "forward_backward_step" not in vars(trainer)
     expected = (torch.arange(4.0) * microbatches + sum(range(microbatches))) / (4 * microbatches)
     torch.testing.assert_close(weight.grad.cpu(), expected)
     return seen

@@ -107,9 +107,8 @@ class AllToAllDispatch:
         ids_TK, _, E = self.pairs
         _, capacity = _arriving_rows(self.state.counts[1].tolist())
         if auto.is_enabled():
-            sizes, needed = (*ids_TK.shape, self.route.num_ranks, E), (capacity, sum(self.splits[1]))
-            room, most = capacities(*sizes, self.route.capacity), capacities(*sizes, self.route.num_ranks)
-            for numbers in zip(needed, room, most, strict=True):
+            (T, K), N, needed = ids_TK.shape, self.route.num_ranks, (capacity, sum(self.splits[1]))
+            for numbers in zip(needed, *(capacities(T, K, N, E, f) for f in (self.route.capacity, N)), strict=True):
                 auto.note(*numbers)
         q, scale, ids_CK, scores_CK = ops.unpack_dispatch(payload, self.dim, ids_TK.shape[1])
         self.routing = Routing(*ops.expert_routing(ids_CK, scores_CK, E, capacity))

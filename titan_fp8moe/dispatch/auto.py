@@ -12,7 +12,7 @@ All ranks decide alike. Forwards without gradients, such as a validation's, alwa
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ FULL = 0.8
 
 CALM_STEPS = 10
 
+REPORT_EVERY = 100
+"""Steps over the all-to-all after which the log says why."""
+
 
 @dataclass
 class _State:
@@ -35,7 +38,8 @@ class _State:
 
     device: torch.device | None = None
     fast: bool = False
-    share: float = 0.0
+    share: float = 0.0  # of the room, that the fullest layer of this step has needed on this rank
+    shares: list[float] = field(default_factory=list)  # of the last steps, on the fullest rank
     calm: int = 0
     wait: int = 0
     asked: bool = True
@@ -96,15 +100,26 @@ def run_step(step: Callable[[], Any], forget: Callable[[], None]) -> Any:
     finally:
         _state.asked = True
     if not _state.fast:
-        share = _greatest(_state.share)
-        _state.calm = _state.calm + 1 if 0 < share <= FULL else 0
-        _state.fast = _state.calm >= _state.wait
-        if _state.fast:
-            logger.info(
-                f"FP8-Flow-MoE: dispatch over symmetric memory from the next step on: in {_state.calm} steps the "
-                f"fullest rank would have filled at most {FULL:.0%} of it; the last step {share:.0%}"
-            )
+        _decide(_greatest(_state.share))
     return result
+
+
+def _decide(share: float) -> None:
+    """After a step over the all-to-all, which would have taken this share of the room."""
+    _state.shares.append(share)
+    _state.calm = _state.calm + 1 if 0 < share <= FULL else 0
+    _state.fast = _state.calm >= _state.wait
+    said = f"in the last {len(_state.shares)} steps the fullest rank would have filled {min(_state.shares):.0%} to "
+    said += f"{max(_state.shares):.0%} of its room"
+    if _state.fast:
+        logger.info(f"FP8-Flow-MoE: dispatch over symmetric memory from the next step on: {said}")
+    elif len(_state.shares) == REPORT_EVERY:
+        logger.info(
+            f"FP8-Flow-MoE: dispatch stays with the all-to-all: {said} in symmetric memory, which auto takes after "
+            f"{_state.wait} steps of at most {FULL:.0%}; a larger fp8_flow_moe.dispatch_capacity gives more room"
+        )
+    if _state.fast or len(_state.shares) == REPORT_EVERY:
+        _state.shares.clear()
 
 
 def _ask_once_a_step(*_: Any) -> None:
