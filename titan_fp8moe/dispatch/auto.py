@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,18 @@ CALM_STEPS = 10
 REPORT_EVERY = 100
 """Steps over the all-to-all after which the log says why."""
 
+NO_MEMORY = 1e9
+"""The share of the room that a rank reports whose GPU has no memory for it."""
+
 
 @dataclass
 class _State:
     """``device``: of the ranks' messages; None as long as nobody has called :func:`enable`."""
 
     device: torch.device | None = None
+    capacity: float = 1.0
     fast: bool = False
+    before: int = 2**63  # bytes that this rank holds before its first layer
     share: float = 0.0  # of the room, that the fullest layer of this step has needed on this rank
     shares: list[float] = field(default_factory=list)  # of the last steps, on the fullest rank
     calm: int = 0
@@ -48,9 +53,10 @@ class _State:
 _state = _State()
 
 
-def enable(device: torch.device) -> None:
-    """Lets ``auto`` use symmetric memory in this process, on all ranks alike, in steps that :func:`run_step` runs."""
-    vars(_state).update(vars(_State(device, wait=CALM_STEPS)))
+def enable(device: torch.device, capacity: float) -> None:
+    """Lets ``auto`` use symmetric memory in this process, on all ranks alike, in steps that :func:`run_step` runs.
+    ``capacity``: its room, as a multiple of what uniform routing needs."""
+    vars(_state).update(vars(_State(device, capacity, wait=CALM_STEPS)))
     before_step = "torch.optim.optimizer:register_optimizer_step_pre_hook"
     patches.hook(before_step, _ask_once_a_step, checked_on="torch 2.11 to 2.15")
 
@@ -73,6 +79,8 @@ def note(needed: int, room: int, most: int) -> None:
     """Called by an all-to-all: rows or tokens that have come, how many symmetric memory has room for, and the most that
     can come."""
     share = needed / room
+    if _state.share == 0 and cast(torch.device, _state.device).type == "cuda":
+        _state.before = torch.cuda.memory_allocated(_state.device)
     _state.share = max(_state.share, share if room < most else min(share, FULL))
 
 
@@ -100,8 +108,18 @@ def run_step(step: Callable[[], Any], forget: Callable[[], None]) -> Any:
     finally:
         _state.asked = True
     if not _state.fast:
-        _decide(_greatest(_state.share))
+        _decide(_greatest(_state.share if _has_memory() else NO_MEMORY))
     return result
+
+
+def _has_memory() -> bool:
+    """Whether the GPU holds the layers' tensors at the size of the room. That of uniform routing is in the peak; not
+    all that was made since the first layer grows with it."""
+    device: Any = _state.device
+    if device.type != "cuda":
+        return True
+    peak = torch.cuda.max_memory_reserved(device)
+    return peak + (_state.capacity - 1) * (peak - _state.before) < torch.cuda.mem_get_info(device)[1]
 
 
 def _decide(share: float) -> None:
@@ -109,16 +127,15 @@ def _decide(share: float) -> None:
     _state.shares.append(share)
     _state.calm = _state.calm + 1 if 0 < share <= FULL else 0
     _state.fast = _state.calm >= _state.wait
-    said = f"in the last {len(_state.shares)} steps the fullest rank would have filled {min(_state.shares):.0%} to "
-    said += f"{max(_state.shares):.0%} of its room"
+    steps, least, most = len(_state.shares), min(_state.shares), max(_state.shares)
+    filled = f"the fullest rank would have filled {least:.0%} to {most:.0%} of its buffers"
     if _state.fast:
-        logger.info(f"FP8-Flow-MoE: dispatch over symmetric memory from the next step on: {said}")
-    elif len(_state.shares) == REPORT_EVERY:
-        logger.info(
-            f"FP8-Flow-MoE: dispatch stays with the all-to-all: {said} in symmetric memory, which auto takes after "
-            f"{_state.wait} steps of at most {FULL:.0%}; a larger fp8_flow_moe.dispatch_capacity gives more room"
-        )
-    if _state.fast or len(_state.shares) == REPORT_EVERY:
+        logger.info(f"FP8-Flow-MoE: dispatch over symmetric memory from the next step on; in {steps} steps {filled}")
+    elif steps == REPORT_EVERY:
+        filled += f", more than {FULL:.0%}; a larger fp8_flow_moe.dispatch_capacity gives more room"
+        reason = "a GPU has too little memory for its buffers" if most == NO_MEMORY else filled
+        logger.info(f"FP8-Flow-MoE: {steps} steps over the all-to-all, none over symmetric memory: {reason}")
+    if _state.fast or steps == REPORT_EVERY:
         _state.shares.clear()
 
 

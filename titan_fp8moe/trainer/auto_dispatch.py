@@ -34,7 +34,8 @@ def prepare(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: st
     if (reason := reason or _why_all_to_all(layout)) is not None:
         return f"{way}: {reason}"
     if preflight.trains_here():
-        auto.enable(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        auto.enable(device, config.dispatch_capacity)
     return f"{way}, and over symmetric memory once all rows fit"
 
 
