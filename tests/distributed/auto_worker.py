@@ -1,8 +1,8 @@
 """``dispatch = "auto"`` under torchtitan's trainer, against the all-to-all, bit for bit, while the routing jumps.
 
-    torchrun --nproc_per_node N auto_worker.py DIR
+    torchrun --nproc_per_node N auto_worker.py DIR [CASE...]
 
-DIR: with the tokenizer and the data of the layouts.
+DIR: with the tokenizer and the data of the layouts. CASE: of CASES, by default all.
 """
 
 import logging
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchtitan.train
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
@@ -22,10 +23,12 @@ from tests.distributed.worker import VOCAB
 from titan_fp8moe.dispatch import auto
 
 STEPS, JUMPS = 9, (4, 5)
+CASES = {"eager": {}, "compiled": COMPILE, "checkpointed": COMPILE | OP_AC}
 
 
 class JumpingTrainer(torchtitan.train.Trainer):
-    """Every expert gets equally many tokens, but in the steps of JUMPS all go to the first expert-parallel rank."""
+    """Every expert gets equally many tokens, but in the steps of JUMPS all go to one rank of the first two, an
+    expert-parallel group."""
 
     def batch_generator(self, data_iterable) -> Iterator:
         training = self.job_config.training
@@ -46,14 +49,15 @@ class JumpingTrainer(torchtitan.train.Trainer):
         data = self.batch_generator(None)
         for self.step in range(1, STEPS + 1):
             kept = [bias.clone() for bias in self.biases()]
+            jumps = self.step in JUMPS and dist.get_rank() < 2
             for router in self.routers():
-                router._debug_force_load_balance = self.step not in JUMPS
-            if self.step in JUMPS:
+                router._debug_force_load_balance = not jumps
+            if jumps:
                 for bias in self.biases():
                     bias[: len(bias) // 2] += 100
             fast.append(auto.is_fast())
             self.train_step(data)
-            if self.step in JUMPS:
+            if jumps:
                 for bias, before in zip(self.biases(), kept, strict=True):
                     bias.copy_(before)
         parameters = [p.detach().clone() for part in self.model_parts for p in part.parameters()]
@@ -66,7 +70,12 @@ def train(folder: str, dispatch: str, overrides: dict) -> tuple[list[float], lis
     with tempfile.TemporaryDirectory() as dump:
         args = [*BASE, f"--job.dump_folder={dump}", f"--model.hf_assets_path={folder}/tokenizer"]
         args += ["--training.dataset=c4_test", f"--training.dataset_path={folder}/data"]
-        args += _parallel(4, ep=2, **(LITTLE_ROOM | {"fp8_flow_moe__dispatch": dispatch}), **overrides)
+        args += _parallel(
+            GLOBAL_BATCH // dist.get_world_size(),
+            ep=2,
+            **(LITTLE_ROOM | {"fp8_flow_moe__dispatch": dispatch}),
+            **overrides,
+        )
         trainer = JumpingTrainer(torchtitan.train.ConfigManager().parse_args(args))
         try:
             return trainer.run()
@@ -89,7 +98,8 @@ def main() -> None:
     records = Records()
     auto.logger.addHandler(records)
     auto.logger.setLevel(logging.INFO)
-    for name, overrides in {"eager": {}, "compiled": COMPILE, "compiled and checkpointed": COMPILE | OP_AC}.items():
+    for name in sys.argv[2:] or CASES:
+        overrides = CASES[name]
         want = train(sys.argv[1], "all_to_all", overrides)
         records.messages.clear()
         got = train(sys.argv[1], "auto", overrides)
