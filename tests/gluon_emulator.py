@@ -128,6 +128,7 @@ class Shared:
         self.tensor, self.shape = tensor, tensor.shape
 
     def index(self, i: Any) -> "Shared":
+        assert int(i) >= 0, "before the buffer"  # torch would count from its end
         return Shared(self.tensor[int(i)])
 
     def slice(self, start: int, length: int) -> "Shared":

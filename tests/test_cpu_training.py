@@ -20,6 +20,7 @@ from torchtitan.models import attention
 from tests.jobs import make_config, make_model
 from tests.processes import ended_well, run_workers, time_limit
 from titan_fp8moe.torchtitan import flavors
+from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 from titan_fp8moe.trainer import cpu
 
@@ -151,6 +152,13 @@ def test_the_missing_grouped_gemm_is_no_news(caplog):
         logging.warning("other warnings")
     assert not model.model_args.moe_args.use_grouped_mm
     assert "grouped mm" not in caplog.text and "other warnings" in caplog.text
+
+
+def test_histc_takes_integers_too():
+    histc, size = _histc_with_integers(torch.histc), 2**24
+    assert torch.equal(histc(torch.tensor([0, 2, 2]), 3, 0, 3), torch.tensor([1, 0, 2]))
+    doubles = torch.tensor([size + 1.0], dtype=torch.float64)  # fp32 would round it down
+    assert histc(doubles, 2, size, size + 2).tolist() == [0, 1]
 
 
 def test_masks_of_flex_attention_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch):

@@ -256,6 +256,8 @@ def test_vector_access():
         # A transpose loads 16 KiB of either operand with 128 threads, from other rows if x is gathered.
         assert found == 16 if name.startswith("transpose") else found > 0, (name, kernel)
         assert "ftz" not in kernel.asm["ptx"], f"{name}: subnormals would be flushed"
+        if "with a bias" in name:
+            assert "fma.rn" not in kernel.asm["ptx"], f"{name}: score * bias would not be rounded, as it is elsewhere"
 
 
 def test_converted_bytes_stay_in_words():

@@ -183,11 +183,16 @@ def test_settings_that_keep_less(run, settings: list[str]):
         ("--fp8_flow_moe.cache_weights", 2.5),
         ("--fp8_flow_moe.cache_weights --fp8_flow_moe.cache_layouts=forward", 1.5),
         ("--training.global_batch_size=8", 2),  # gradients of the first microbatch are there at the loss
-        ("--compile.components=model", 4),  # an eager loss: 12 bytes per logit instead of 4
     ],
 )
 def test_settings_that_raise_the_peak(run, setting: str, gib: float):
     assert run(*FP8, *setting.split()).peak > run(*FP8).peak + gib * GIB
+
+
+def test_a_compiled_loss_takes_4_bytes_per_logit_instead_of_12(run):
+    overrides = *FP8, "--activation_checkpoint.mode=full", "--training.global_batch_size=8"
+    compiled, eager = run(*overrides), run(*overrides, "--compile.components=model")
+    assert compiled.where == eager.where == "at the loss" and eager.peak - compiled.peak == 8 * 102400 * 4 * 4096
 
 
 def test_tensor_parallelism_divides_activations(run):

@@ -1,7 +1,9 @@
 """Work and memory while tokens are on their way between ranks."""
 
+import contextlib
 import functools
 import gc
+import operator
 import time
 import weakref
 from collections import Counter
@@ -27,6 +29,9 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED
+from titan_fp8moe.dispatch.symmetric import exchange
+from titan_fp8moe.dispatch.symmetric import ops as symmetric_ops
+from titan_fp8moe.dispatch.symmetric.workspace import Workspace
 from titan_fp8moe.layer import experts, run
 from titan_fp8moe.layer.experts import InFlight, Inputs
 from titan_fp8moe.layer.saved import LayerSpec
@@ -263,6 +268,41 @@ def test_rows_are_for_what_arrives(mesh, monkeypatch, counts, rows):
     assert same(*outs)
 
 
+def test_symmetric_transfers_run_beside_the_layer(group, monkeypatch):
+    """What is in brackets runs on the transfers' stream."""
+    seen: list[str] = []
+    watched = {
+        exchange: ("publish", "plan", "wait", "pull_routing", "pull_rows", "push_sums"),
+        Workspace: ("planned", "join"),
+        ops: ("grouped_mm", "grouped_mm_wgrad"),
+        symmetric_ops: ("unpermute_sum", "unpermute_gradients"),
+    }
+
+    def watch(owner, name, call):
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: seen.append(name) or call(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def beside(_):
+        seen.append("[")
+        yield
+        seen.append("]")
+
+    for owner, names in watched.items():
+        for name in names:
+            watch(owner, name, getattr(owner, name))
+    monkeypatch.setattr(Workspace, "beside", beside)
+    weights = [torch.randn(4, 128, 128).requires_grad_() for _ in range(3)]
+    scores, ids = torch.rand(8, 4).topk(2)
+    config = Fp8FlowMoEConfig(dispatch="symmetric")
+    routed_experts(torch.randn(8, 128), *weights, ids, scores, config=config, ep_group=group).sum().backward()
+    assert " ".join(seen) == (
+        "publish [ plan wait planned pull_routing pull_rows ] join grouped_mm grouped_mm "
+        "[ push_sums wait ] join unpermute_sum "
+        "publish [ wait pull_rows ] join grouped_mm grouped_mm "
+        "[ push_sums wait ] grouped_mm_wgrad grouped_mm_wgrad join unpermute_gradients"
+    )
+
+
 def test_rows_from_shared_memory_are_freed(mesh, monkeypatch):
     """Rows in expert order after GEMM 1, as with an all-to-all: nothing holds them until the sums travel."""
     rows, alive, gemm = [], [], ops.grouped_mm
@@ -357,26 +397,26 @@ def test_a_stream_that_meanwhile_leaves_behind_is_refused(layer, monkeypatch):
         layer(torch.randn(2, 8, 128))
 
 
-def needs(graph: torch.fx.GraphModule) -> list[tuple[str, Counter[str]]]:
+def needs(graph: torch.fx.Graph) -> list[tuple[str, Counter[str]]]:
     """The name of each op, and how many of each other it needs."""
 
     def name(node: torch.fx.Node) -> str:
         return getattr(node.target, "_opname", "")
 
     before: dict[torch.fx.Node, set[torch.fx.Node]] = {}
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         before[node] = set().union(*({n, *before[n]} for n in node.all_input_nodes))
     return [(name(node), Counter(map(name, nodes))) for node, nodes in before.items()]
 
 
 def test_a_compiled_graph_computes_beside_symmetric_transfers(group):
     """Whatever reorders operators: shared experts' backward begins after the gradients are sent and ends before they
-    are waited for, and weight gradients are made before the sums are."""
+    are waited for, and weight gradients are made before the sums are. What a transfer reads and writes outlives it."""
     graphs = []
 
-    def keep(graph, _):
-        graphs.append(needs(graph))
-        return make_boxed_func(graph.forward)
+    def keep(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
 
     weights = [torch.randn(4, 128, 128).requires_grad_() for _ in range(3)]
     shared = SharedExperts(*(torch.randn(128, 128).requires_grad_() for _ in range(3)))
@@ -389,13 +429,18 @@ def test_a_compiled_graph_computes_beside_symmetric_transfers(group):
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     x = torch.randn(64, 128).requires_grad_()
     torch.compile(layer, backend=backend)(x, pairs.indices, pairs.values).sum().backward()
-    backward = dict(graphs[1])
+    backward = dict(found := needs(graphs[1]))
     assert backward["symmetric_arrived"]["swiglu_quantize_backward"] == 1
     assert backward["symmetric_finish_combine"]["grouped_mm_wgrad"] == 4
-    assert [before["symmetric_dispatch_gradients"] for op, before in graphs[1] if op == "swiglu_quantize_backward"] == [
+    assert [before["symmetric_dispatch_gradients"] for op, before in found if op == "swiglu_quantize_backward"] == [
         1,
         1,
     ]
+    nodes = {getattr(node.target, "_opname", ""): node for node in graphs[1].nodes}
+    sent, summed = nodes["symmetric_dispatch_gradients"], nodes["symmetric_start_combine"]
+    rows = [node for node in sent.users if node.target is operator.getitem]
+    assert {*rows, *sent.args[2:-1]} <= {*nodes["symmetric_arrived"].all_input_nodes}
+    assert {*summed.all_input_nodes} <= {*nodes["symmetric_finish_combine"].all_input_nodes}
 
 
 @pytest.mark.gpu

@@ -1,5 +1,8 @@
-"""Which events of a GPU the host waits for before an optimizer's step. tests/distributed has real replays."""
+"""The streams of a workspace's transfers, and the events that the host waits for before an optimizer's step, without a
+GPU. tests/distributed has real replays."""
 
+import contextlib
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +10,17 @@ import torch
 
 from titan_fp8moe import check_room
 from titan_fp8moe.dispatch.symmetric.workspace import ROWS, Sizes, Workspace
+from titan_fp8moe.kernels import launch
+
+
+class Stream:
+    """``seen``: what the stream has been given, and what comes before that."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def wait_event(self, event: "Event") -> None:
+        self.seen |= event.seen
 
 
 class Event:
@@ -18,7 +32,8 @@ class Event:
     def __init__(self, external: bool = False):
         self.external = external
 
-    def record(self, stream: object) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        self.seen = {*(stream or torch.cuda.current_stream()).seen}
         if Event.nodes is not None:
             assert self.external, "CUDA could not wait for it after the capture"
             assert self not in Event.nodes, "CUDA does not say for which node of a graph an event stands"
@@ -36,11 +51,13 @@ class Event:
 def at(monkeypatch) -> Workspace:
     """A rank's workspace, as on a GPU."""
     monkeypatch.setattr(Event, "nodes", None)
+    current = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Event.nodes is not None)
     sizes = Sizes(2, 8, 128, 2, 2)
     at = Workspace(sizes, 0, [torch.zeros(sizes.nbytes, dtype=torch.uint8) for _ in range(2)], lambda: 1.0)
-    at._planned = [Event()]
+    at._planned, at.stream, at._forked, at._moved = [Event()], Stream(), Event(), Event()
     at.planned()
     return at
 
@@ -75,3 +92,22 @@ def test_a_step_waits_for_the_last_eager_layer(at):
     at._planned[0].pending = lambda: at.report[ROWS].fill_(999)
     with pytest.raises(RuntimeError, match="would have needed 999 rows"):
         check_room()
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_transfer_begins_after_what_is_before_it_and_ends_before_the_join(at, error):
+    """Also where an error ends it: the memory that it reads is freed after the join."""
+    ours, its = torch.cuda.current_stream().seen, at.stream.seen
+    ours.add("before")
+    with contextlib.suppress(ZeroDivisionError), at.beside():
+        assert launch._streams[threading.get_ident()] is at.stream
+        its.add("plan")
+        at.planned()
+        its.add("pull")
+        assert not error or 1 / 0
+    ours.add("meanwhile")
+    assert ours == {"before", "meanwhile"} and its == {"before", "plan", "pull"}
+    assert at._planned[0].seen == {"before", "plan"}
+    at.scratch = [torch.empty(1)]
+    at.join()
+    assert ours == {"before", "meanwhile", "plan", "pull"} and not at.scratch

@@ -480,6 +480,7 @@ def test_whatever_cannot_attach_says_so(caplog):
     assert "NaN watch and statistics are off" in caplog.text and type(job.metrics) is Metrics.Config
     job.model_spec.model.update_from_config(config=Inference())
     assert "Inference is not a Trainer.Config: off are the checks of the job" in caplog.text
+    assert build(job).layers["2"].moe.routed_experts.inner_experts.placement.in_fsdp  # FSDP may have work
 
 
 @dataclasses.dataclass

@@ -86,7 +86,7 @@ class Conversion:
         dims, configs = ParallelDims.from_config(job.parallelism, world_size), _configs(model)
         # A config function may have removed layers since.
         self.plan = [_settled(part, configs[part.name], dims.tp) for part in self.plan if part.name in configs]
-        fp8, settings, placement = self.fp8, self.settings, Placement()
+        fp8, settings, placement = self.fp8, self.settings, Placement(in_fsdp=True)
         if isinstance(job, Trainer.Config):
             placement = self._check(job, dims, configs)
         way = f"dispatch over {settings.backend.description}" if dims.ep > 1 else ""

@@ -101,7 +101,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
         fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
-        placement: Placement = field(default_factory=Placement)
+        placement: Placement = field(default=Placement(in_fsdp=True))
 
     nan_flags: Tensor | None = None
 

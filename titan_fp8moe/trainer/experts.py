@@ -27,7 +27,7 @@ class Placement:
         keep_fsdp: it manages them even over one rank, where it gathers and reduces nothing.
     """
 
-    in_fsdp: bool = True
+    in_fsdp: bool
     keep_fsdp: bool = False
 
 
@@ -42,7 +42,7 @@ class TitanExperts(Fp8AllGather):
 
     matrix_names: ClassVar[tuple[str, ...]]
     expert: ExpertSpec = ExpertSpec()
-    placement: Placement = Placement()
+    placement: Placement
     fp8_all_gather: bool = False
 
     def _apply(self, *args: Any, **kwargs: Any) -> "TitanExperts":
