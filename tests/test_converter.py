@@ -183,7 +183,11 @@ def test_limits_of_torchtitan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     with refused("at least two ranks of FSDP", "raise parallelism.data_parallel_shard_degree"):
         Fp8FlowMoEConverter(make_config(), make_dims(tp=2, ep=2))
     ranks = dict(dp_replicate=1, cp=1, pp=1, pp_enabled=False)
-    for dims in (dict(dp_shard=2, tp=1, ep=4, etp=1), dict(dp_shard=3, tp=2, ep=2, etp=2)):
+    for dims in (
+        dict(dp_shard=1, tp=1, ep=2, etp=1),
+        dict(dp_shard=2, tp=1, ep=4, etp=1),
+        dict(dp_shard=3, tp=2, ep=2, etp=2),
+    ):
         with refused(f"expert_parallel_degree = {dims['ep']} ", f"= {dims['dp_shard'] * dims['tp']}; choose degrees"):
             Fp8FlowMoEConverter(make_config(), SimpleNamespace(**ranks, **dims))
     compiled = make_config("--compile.enable")
