@@ -44,8 +44,9 @@ class OnGpu:
     is_cuda = True
 
 
-def test_tested_combinations_run_at_once(gpu, caplog):
-    checked = gpu()
+@pytest.mark.parametrize("where", [HOPPER, ((9, 0), "2.14", "3.8")])
+def test_tested_combinations_run_at_once(gpu, caplog, where):
+    checked = gpu(where)
     assert backend.use_kernels(OnGpu()) and not checked and backend._gate is None
     assert preflight.check_hardware() == "Triton kernels on GPU" and not caplog.text
 

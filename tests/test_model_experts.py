@@ -14,6 +14,7 @@ from tests.layer import DEVICE, gradients
 from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.spec import ExpertSpec
 
 T, D, H, E, K = 300, 256, 128, 8, 3
@@ -108,6 +109,15 @@ def test_a_bias_alone():
 def recipe_values(*shape: int) -> Tensor:
     """Values that e4m3 holds as they are."""
     return torch.randint(-8, 9, shape, device=DEVICE).float()
+
+
+def test_biases_of_gate_and_up_have_equal_strides():
+    """Kernels take one pair of strides for the two."""
+    b1, b2, b3 = make_biases()
+    across = b3.mT.contiguous().mT
+    for biases in (Biases(b1, b2, across), Biases(across, b2, b3), Biases(torch.cat([b1, b3], 1), b2)):
+        gate, up = biases.gate_up(ExpertSpec())
+        assert gate.stride() == up.stride() and gate.shape == up.shape == b1.shape
 
 
 def test_biases_that_are_frozen_cost_no_gradient():

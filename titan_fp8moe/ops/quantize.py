@@ -56,7 +56,7 @@ class Fp8Weight(NamedTuple):
         """Weights in the format of DeepSeek's checkpoints; ``scale`` is their ``weight_scale_inv``.
 
         Args:
-            q: (E, N, K) e4m3, which is copied unless N and K are multiples of 128.
+            q: (E, N, K) e4m3, which is copied unless it is contiguous, and N and K are multiples of 128.
             scale: (E, ceil(N / 128), ceil(K / 128)) fp32 or bf16, or e8m0 exponents, also as their bytes in uint8.
             scales: what to do with scales that are no powers of two. ``exact`` refuses them. ``round`` quantizes the
                 values anew, with one more rounding to e4m3 for values of such blocks.
