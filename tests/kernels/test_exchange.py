@@ -68,7 +68,7 @@ def test_sums_of_padded_tokens_and_of_biases(impl, device):
     tokens = [make_tokens(workspaces[0].sizes, make_ids(T, K, N * E, device)) for _ in range(N)]
     for bias, dim in (
         (None, 192),
-        (torch.randn(E, 192, device=device), 192),
+        (torch.randn(192, E, device=device).t(), 192),
         (torch.randn(E, 256, device=device), None),
     ):
         assert_equal(exchange_all(impl, workspaces, tokens, N, bias, dim), all_to_all(tokens, E, bias, dim))

@@ -236,7 +236,7 @@ def test_sums_with_a_bias(generator, E, with_score):
     M, D, T, K = 1024, 192, 19, 3
     tiles = torch.bincount(randint(generator, 0, E, M // 128 - 1), minlength=E)
     offsets_E = (tiles * 128).cumsum(0).int()
-    y, b2 = randn(generator, M, D).bfloat16(), randn(generator, E, D)
+    y, b2 = randn(generator, M, D).bfloat16(), randn(generator, D, E).t()
     score = randn(generator, M) if with_score else None
     row_TK = randint(generator, -1, M - 128, T, K).to(torch.int32)
     row_TK[0] = -1

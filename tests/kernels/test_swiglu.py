@@ -204,7 +204,7 @@ def test_biases(generator, spec, fp8_h):
     dy_scale = recipe.column_major(dy_scale)
     put_non_finite(h[:, :hidden], d[:, :hidden])
     offsets_E = offsets(0, 128, end, end, device=h.device)
-    b1, b2, b3 = randn(generator, 4, hidden), randn(generator, 4, dim).bfloat16(), randn(generator, 4, hidden)
+    b1, b2, b3 = randn(generator, 4, hidden), randn(generator, dim, 4).bfloat16().t(), randn(generator, 4, hidden)
     bias = [*(b.bfloat16() for b in (b1, b3)[: spec.rows_per_unit]), None][:2]
     rows = torch.cat([torch.nn.functional.pad(b.float(), (0, H - hidden)) for b in bias if b is not None], 1)
     rows = recipe.expert_rows(rows, offsets_E, M)

@@ -78,7 +78,7 @@ class Biases(NamedTuple, Generic[W]):
     def gate_up(self: "Biases[Tensor]", expert: ExpertSpec) -> tuple[Tensor, Tensor | None]:
         """Gate's and up's (E, H), with equal strides; without a gate b1 and None."""
         if not expert.gated:
-            return self.b1.contiguous(), None
+            return self.b1, None
         if expert.interleaved:
             return self.b1[:, ::2], self.b1[:, 1::2]
         if self.b3 is None:
