@@ -73,9 +73,9 @@ def test_deepseeks_blocks():
         got = Fp8Weight.of_blocks(want.q, given)
         assert_equal(got, want)
         assert got.q.data_ptr() == want.q.data_ptr()
-    got = Fp8Weight.of_blocks(want.q.mT.contiguous().mT, scale)
+    got = Fp8Weight.of_blocks(want.q.mT.contiguous().mT, scale.mT.contiguous().mT)
     assert_equal(got, want)
-    assert got.q.is_contiguous()
+    assert got.q.is_contiguous() and got.scale.is_contiguous()
     other = scale * 1.3
     for wrong in (other, -scale, scale * 0, scale * float("inf")):
         with refused("no powers of two", 'scales="round"'):

@@ -54,6 +54,7 @@ def cases():
         yield op, (torch.randn(T, 144, dtype=BF16),)
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield "quantize_weight", (weights, plain, transposed)
+        yield "quantize_weight", ([w.mT.contiguous().mT for w in weights[1:]], plain, transposed)
         first, last = (recipe.quantize_weight(w) for w in weights)
         for other in (last, (None, None)):
             yield "join_weight", (*first, *other, plain, transposed)
