@@ -33,7 +33,7 @@ payloads go with their last reference.
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -105,7 +105,8 @@ def _routed_experts_forward(
     """The forward of a layer; with a dispatch that overlaps, up to ``send_back``.
 
     Args:
-        weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
+        weights, shared_weights: packed. Where the dispatch overlaps, the kernels of the second compile here, but
+            :func:`_routed_experts_finish` reads them.
         adapters: the tensors of :func:`titan_fp8moe.layer.lora.split_lora`; empty without adapters.
         b1, b2, b3: the fields of :class:`Biases`, for experts that have them.
         shared_scores_T: see :class:`Shared`.
@@ -117,7 +118,7 @@ def _routed_experts_forward(
         the payload in flight, and :data:`_STARTED`.
     """
     spec, nans = decode(LayerSpec, layer), NanFlags.of(nan_flags)
-    if warm_up.is_due(kind := (layer, cast(Tensor, weights[0]).shape), x_TD):
+    if warm_up.is_due(kind := (layer, *(cast(Tensor, w).shape for w in (weights[0], *shared_weights[:1]))), x_TD):
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
         run = functools.partial(on_meta.experts, _on_meta, *tensors, spec)
         warm_up.compile_ahead(kind, [x_TD, topk_ids_TK, *weights, *shared_weights], run)
@@ -184,9 +185,6 @@ def _routed_experts_finish(
     saved, shared_y = Saved.unpack(layout(spec.handing, *_HANDED), handed), None
     if spec.shared:
         rows = saved.rows_of_shared
-        if warm_up.is_due(kind := (layer, "shared", cast(Tensor, shared_weights[0]).shape), payload):
-            run = functools.partial(on_meta.shared, _run_shared, rows, shared_weights, nan_flags, spec, dim)
-            warm_up.compile_ahead(kind, [payload, *rows, *shared_weights], run)
         ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags), dim)
         shared_y, shared_ffn, shared_copies = group_ffn(ffn, rows, shared_weights)
         saved = saved._replace(shared_ffn=shared_ffn, shared_copies=cast(Any, shared_copies))
@@ -207,17 +205,11 @@ SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
 def _forward_flops(x, scores, topk_ids, weights, shared_weights, adapters, *_: Any, **__: Any) -> int:
-    """FLOPs of all GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
+    """FLOPs of the layer's GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
     (T, K), E = topk_ids, weights[0][0]
     rows = row_capacity(T * K, E)
     of_lora = sum(2 * rows * N * K for _, N, K in adapters)
     return product_flops(rows, weights) + product_flops(group_rows(T), shared_weights) + of_lora
-
-
-@torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
-def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
-    """FLOPs of the shared experts' GEMMs, padding included. The last three tensors handed are their rows, q first."""
-    return product_flops(handed[-3][0], shared_weights) if shared_weights else 0
 
 
 def _signature(spec: LayerSpec, inputs: Inputs, needs: Inputs) -> int:
@@ -254,7 +246,7 @@ class _Shared(NamedTuple):
 
     @classmethod
     def of(cls, matrices: ExpertWeights[Tensor], call: Call) -> "_Shared":
-        if not call.spec.shared or matrices.w1 is None:
+        if not call.spec.shared:
             return cls([], None)
         weights = one_expert(matrices)
         copies = buffers_of(call.shared_cache, weights)
@@ -273,13 +265,14 @@ class Started(NamedTuple):
 class InFlight:
     """Carries :class:`Started` from the autograd node that begins the backward to the node that ends it, which needs
     the input's gradient or not (``needs_dx``). As a gradient, the payload would be checked and cast by autograd, and
-    the input's gradient joins a sum."""
+    the input's gradient joins a sum. ``shared`` are the weights of the shared experts."""
 
     stream: "torch.cuda.Stream | None"
     needs_dx: bool = True
     started: Started | None = None
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, shared: ExpertWeights[Tensor]):
+        self.shared = shared
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def check_stream(self) -> None:
@@ -309,7 +302,8 @@ class ExpertsFunction(torch.autograd.Function):
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
         weights, frozen = call.stored or inputs.weights.apart(spec.expert), spec.backward.weights != "trained"
-        copies, shared = buffers_of(call.cache, weights), _Shared.of(inputs.shared, call)
+        copies = buffers_of(call.cache, weights)
+        shared = _Shared.of(inputs.shared if in_flight is None else in_flight.shared, call)
         out, *results = _forward_op(
             inputs.x,
             inputs.topk_scores,
@@ -500,21 +494,6 @@ def _shared_backward(
     return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, ds_T, grads)
 
 
-def _run_shared(
-    rows: GroupRows, weights: ExpertWeights[Tensor], nan_flags: Tensor | None, spec: LayerSpec, dim: int
-) -> None:
-    """The forward and backward of shared experts apart from the routed ones, for their kernels alone."""
-    spec, nans = spec._replace(shared_kept=False), NanFlags.of(nan_flags)
-    ffn = group_of(rows, spec.expert, spec.shared_backward, nans, dim)
-    _, saved_ffn, _ = group_ffn(ffn, rows, pack(one_expert(weights), None, False))
-    kept = layout(spec, *_FINISHED)
-    saved = Saved.unpack(kept, Saved(shared_ffn=saved_ffn).pack(kept))
-    saved = saved._replace(shared_weights=weights, shared_rows=rows)
-    backward = _shared_backward(saved, spec, None, Rows(rows.q, rows.scale), True, nans, rows.q.shape[0])
-    if spec.shared == "trained":
-        backward.weight_grads(ExpertWeights(True, True, True))
-
-
 class FinishFunction(torch.autograd.Function):
     """The end of a forward whose dispatch overlaps; in the backward, the start of the dispatch of the output's
     gradient. The shared experts run here in both directions, while tokens travel."""
@@ -565,15 +544,21 @@ finish_eagerly = torch.compiler.disable(FinishFunction.apply)
 in_flight_eagerly = torch.compiler.disable(InFlight)
 
 
+def run_overlapped(
+    inputs: Inputs, call: Call, meanwhile: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """A layer's output with a dispatch that overlaps, and the result of ``meanwhile``."""
+    x, in_flight = inputs.x, in_flight_eagerly(inputs.x.device, inputs.shared)
+    start = inputs._replace(shared=NO_WEIGHTS).flatten()
+    placeholder, payload, *handed = start_eagerly(*start, call, in_flight)
+    extra = None if meanwhile is None else meanwhile()
+    end = FinishInputs(placeholder, payload, inputs.nan_flags, inputs.shared)
+    return finish_eagerly(*end.flatten(), *handed, call, in_flight, x.shape[1], x.dtype), extra
+
+
 def _on_meta(inputs: Inputs, spec: LayerSpec) -> Tensor:
     """A layer's output, as :func:`titan_fp8moe.layer.run.run_layer` computes it, for its kernels alone."""
     call = Call(spec, None, None, None)
-    if not spec.dispatch.overlaps:
-        return cast(Tensor, ExpertsFunction.apply(*inputs.flatten(), call, None))
-    in_flight = InFlight(inputs.x.device)
-    start = inputs._replace(shared=NO_WEIGHTS).flatten()
-    placeholder, payload, *handed = ExpertsFunction.apply(*start, call, in_flight)
-    end = FinishInputs(placeholder, payload, inputs.nan_flags, inputs.shared)
-    return cast(
-        Tensor, FinishFunction.apply(*end.flatten(), *handed, call, in_flight, inputs.x.shape[1], inputs.x.dtype)
-    )
+    if spec.dispatch.overlaps:
+        return run_overlapped(inputs, call)[0]
+    return cast(Tensor, ExpertsFunction.apply(*inputs.flatten(), call, None))

@@ -87,7 +87,7 @@ def _feed_forward(
     end; the fields of :class:`SavedFFN` that there are."""
     spec, nans = decode(BackwardSpec, backward), NanFlags.of(nan_flags)
     if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
-        run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec, dtype)
+        run = functools.partial(on_meta.ffn, _FeedForward.apply, x_TD, weights, nan_flags, spec, dtype)
         warm_up.compile_ahead(kind, [x_TD, *weights], run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
