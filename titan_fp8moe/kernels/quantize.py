@@ -153,11 +153,9 @@ def quantize_rows(x_TD, nan_flag=None):
     scale = torch.empty(T, D // SCALE_TILE, dtype=E8M0, device=x_TD.device)
     # Rows are contiguous, so the result is one list of tiles.
     num_tiles = scale.numel()
-    if num_tiles:
-        grid = (cdiv(num_tiles, TILES),)
-        kernel[grid](
-            x_TD.contiguous(), q, scale, nan_flag, num_tiles, TILES=TILES, TILE=SCALE_TILE, num_warps=WARPS, **constants
-        )
+    kernel[(cdiv(num_tiles, TILES),)](
+        x_TD.contiguous(), q, scale, nan_flag, num_tiles, TILES=TILES, TILE=SCALE_TILE, num_warps=WARPS, **constants
+    )
     return q, scale
 
 
@@ -394,14 +392,14 @@ def stored_transposed(weights: Sequence[Tensor]) -> bool:
 
 
 def _copied(w: Tensor) -> Tensor:
-    _warn_of_copies(tuple(w.shape), w.stride())
+    _warn_of_copies(f"{tuple(w.shape)} with strides {w.stride()}")
     return w.contiguous()
 
 
 @functools.cache
-def _warn_of_copies(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def _warn_of_copies(which: str) -> None:
     warnings.warn(
-        f"weights {shape} with strides {strides} are copied each time they are quantized, in every forward and "
+        f"weights {which} are copied each time they are quantized, in every forward and "
         "backward; store them as (E, N, K) with unit stride along K (w1 and w3 (E, H, D), w2 (E, D, H)), or fuse gate "
         "and up as (E, 2H, D), which may also be the transpose of (E, D, 2H)",
         stacklevel=2,
