@@ -47,15 +47,14 @@ from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Pending, Returned
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
-from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
+from titan_fp8moe.layer.group import FORWARD_OPS, GroupBackward, group_backward, group_ffn, group_of, product_flops
 from titan_fp8moe.layer.lora import NO_LORA, lora_operands
 from titan_fp8moe.layer.operands import (
-    Copies,
+    Packed,
     Read,
     WeightCache,
     aliases,
     backward_operands,
-    buffers_of,
     forward_operands,
     held,
     held_by,
@@ -69,7 +68,6 @@ from titan_fp8moe.layer.weights import (
     ExpertWeights,
     one_expert,
     place_as,
-    without_expert_dim,
 )
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import custom_op, once_differentiable
@@ -151,7 +149,7 @@ def _routed_experts_forward(
         y = ffn.product(a, w2, ffn.lora.w2, ffn.dim)
     pending = tokens.send_back(y, None, ffn.row_bias())
     del y
-    saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn, copies=cast(Any, copies))
+    saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn, copies=copies)
     if group is not None:
         saved = saved._replace(shared_rows=group)
     if tokens.overlaps:
@@ -160,7 +158,7 @@ def _routed_experts_forward(
     if group is not None:
         of_shared = group_of(group, spec.expert, spec.shared_backward, nans, x_TD.shape[1])
         shared_y, shared_ffn, shared_copies = group_ffn(of_shared, group, shared_weights)
-        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=cast(Any, shared_copies))
+        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=shared_copies)
     out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y, []).rows_TD)
     return [out, *saved.pack(layout(spec, *_WHOLE))]
 
@@ -187,7 +185,7 @@ def _routed_experts_finish(
         rows = saved.rows_of_shared
         ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags), dim)
         shared_y, shared_ffn, shared_copies = group_ffn(ffn, rows, shared_weights)
-        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=cast(Any, shared_copies))
+        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=shared_copies)
     tokens = spec.dispatch.resume(saved.state, None, spec.route, dim)
     out = cast(Tensor, tokens.finish(Pending(payload), dtype, shared_y, []).rows_TD)
     return [out, *saved.pack(layout(spec, *_FINISHED))]
@@ -238,19 +236,10 @@ class Call(NamedTuple):
     stored: ExpertWeights[Fp8Weight] | None
 
 
-class _Shared(NamedTuple):
-    """The shared experts' weights as the ops take them, and the copies among them."""
-
-    packed: list[Tensor | None]
-    copies: Copies | None
-
-    @classmethod
-    def of(cls, matrices: ExpertWeights[Tensor], call: Call) -> "_Shared":
-        if not call.spec.shared:
-            return cls([], None)
-        weights = one_expert(matrices)
-        copies = buffers_of(call.shared_cache, weights)
-        return cls(pack(weights, copies, call.spec.shared == "frozen"), copies)
+def _pack_shared(matrices: ExpertWeights[Tensor], call: Call) -> Packed:
+    if not call.spec.shared:
+        return Packed([])
+    return pack(one_expert(matrices), call.shared_cache, call.spec.shared == "frozen")
 
 
 class Started(NamedTuple):
@@ -301,15 +290,15 @@ class ExpertsFunction(torch.autograd.Function):
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
-        weights, frozen = call.stored or inputs.weights.apart(spec.expert), spec.backward.weights != "trained"
-        copies = buffers_of(call.cache, weights)
-        shared = _Shared.of(inputs.shared if in_flight is None else in_flight.shared, call)
+        weights = call.stored or inputs.weights.apart(spec.expert)
+        routed = pack(weights, call.cache, spec.backward.weights != "trained")
+        shared = _pack_shared(inputs.shared if in_flight is None else in_flight.shared, call)
         out, *results = _forward_op(
             inputs.x,
             inputs.topk_scores,
             inputs.topk_ids,
-            pack(weights, copies, frozen),
-            shared.packed,
+            routed.tensors,
+            shared.tensors,
             inputs.adapters,
             inputs.nan_flags,
             encode(spec),
@@ -333,7 +322,7 @@ class ExpertsFunction(torch.autograd.Function):
         # The flags are not saved: hooks of saved tensors may return copies.
         ctx.parts = *(("weights", "scales") if stored else ("weights",)), "shared_weights", "biases", "lora", *parts
         ctx.spec, ctx.nan_flags, ctx.in_flight = spec, inputs.nan_flags, in_flight
-        ctx.read, ctx.shared_read = Read.of(copies, frozen), Read.of(shared.copies, spec.shared == "frozen")
+        ctx.read, ctx.shared_read = routed.read(), shared.read()
         ctx.x_dtype, ctx.dim = inputs.x.dtype, inputs.x.shape[1]
         return (out, *handed) if handed else out
 
@@ -370,7 +359,7 @@ class _Backward:
     """
 
     started: Started
-    shared: "_SharedBackward | None" = None
+    shared: GroupBackward | None = None
     grads: HiddenGradients
     pending: Pending | None = None
 
@@ -454,7 +443,7 @@ def _start(
     read: Read | None,
     with_dx: bool,
     nans: NanFlags,
-) -> tuple[Started, "_SharedBackward | None"]:
+) -> tuple[Started, GroupBackward | None]:
     """The layer's second cast; sends the rows, beside which the shared experts' backward runs."""
     if not spec.shared:
         return Started(tokens.send(Rows(*ops.quantize_rows(dout_TD, nans.dy)))), None
@@ -463,35 +452,12 @@ def _start(
     pending = tokens.send(Rows(q[:T], scale[:T]))
     if torch.compiler.is_compiling() and pending.extra is not None:
         scale_t = ops.after(scale_t, [pending.extra])
-    shared = _shared_backward(saved, spec, read, Rows(q, scale_t), with_dx, nans, T)
-    return Started(pending, shared.dx_RD, shared.ds_T), shared
-
-
-class _SharedBackward(NamedTuple):
-    """The shared experts' backward up to the gradients of their weights, which can wait."""
-
-    ffn: FFN
-    x: Rows
-    weights: ExpertWeights[Tensor]
-    dx_RD: Tensor | None
-    ds_T: Tensor | None
-    grads: HiddenGradients
-
-    def weight_grads(self, needed: ExpertWeights[Any]) -> ExpertWeights[Any]:
-        return without_expert_dim(self.ffn.weight_grads(self.x, self.grads, self.weights, needed))
-
-
-def _shared_backward(
-    saved: Saved, spec: LayerSpec, read: Read | None, dy: Rows, with_dx: bool, nans: NanFlags, T: int
-) -> _SharedBackward:
-    """``T``: tokens, without the rows that pad their group."""
-    rows, backward, weights = saved.rows_of_shared, spec.shared_backward, one_expert(saved.shared_weights)
-    ffn = group_of(rows, spec.expert, backward, nans, weights.w2.shape[1])
-    with held_by(read):
-        operands = backward_operands(weights, read, saved.shared_copies, backward, dy.q)
-        dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
-    ds_T = grads.ds_M[:T] if spec.shared_scored else None
-    return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, ds_T, grads)
+    rows, matrices = saved.rows_of_shared, saved.shared_weights
+    ffn = group_of(rows, spec.expert, spec.shared_backward, nans, dout_TD.shape[1])
+    dx_RD, shared = group_backward(
+        ffn, rows, matrices, read, saved.shared_copies, saved.shared_ffn, Rows(q, scale_t), with_dx
+    )
+    return Started(pending, dx_RD, shared.grads.ds_M[:T] if spec.shared_scored else None), shared
 
 
 class FinishFunction(torch.autograd.Function):
@@ -504,8 +470,8 @@ class FinishFunction(torch.autograd.Function):
         in_flight.check_stream()
         inputs, spec = FinishInputs.of(tensors), call.spec
         handed = tensors[len(inputs.flatten()) :]
-        shared = _Shared.of(inputs.shared, call)
-        out, *results = _finish_op(inputs.payload, handed, shared.packed, inputs.nan_flags, encode(spec), dim, dtype)
+        shared = _pack_shared(inputs.shared, call)
+        out, *results = _finish_op(inputs.payload, handed, shared.tensors, inputs.nan_flags, encode(spec), dim, dtype)
         if torch._C._len_torch_dispatch_stack():
             # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
             ops.wait(inputs.payload)
@@ -515,7 +481,7 @@ class FinishFunction(torch.autograd.Function):
             handed = Saved.unpack(layout(spec.handing, *_HANDED), handed).pack(layout(spec, *_HANDED))
         ctx.save_for_backward(*aliases(inputs.shared), *handed, *results)
         ctx.spec, ctx.in_flight, ctx.nan_flags = spec, in_flight, inputs.nan_flags
-        ctx.read = Read.of(shared.copies, spec.shared == "frozen")
+        ctx.read = shared.read()
         ctx.placeholder_dtype, ctx.dim = inputs.placeholder.dtype, dim
         return out
 
