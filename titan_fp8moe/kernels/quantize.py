@@ -23,7 +23,6 @@ from titan_fp8moe.recipe import (
     SAMPLES,
     SCALE_TILE,
     STATE_HEADER,
-    TILE,
     check_values,
     group_rows,
     padded,
@@ -450,9 +449,9 @@ def refresh_weight(weights, q, q_t, scale, state, steps, force, generation, besi
         columns, sample_step(w), count, PAIR=len(weights) > 1, HEADER=STATE_HEADER, BLOCK=SAMPLES,
         num_warps=SAMPLE_WARPS,
     )  # fmt: skip
-    parts = min(N // TILE, cdiv(REFRESH_CTAS, K // TILE * E))
-    (_refresh_beside if beside else _refresh)[(K // TILE, parts, E)](
-        *source, q, q_t, scale, N, K, seen, WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS
+    parts = min(N // BLOCK, cdiv(REFRESH_CTAS, K // BLOCK * E))
+    (_refresh_beside if beside else _refresh)[(K // BLOCK, parts, E)](
+        *source, q, q_t, scale, N, K, seen, WHOLE=whole, TILE=BLOCK, num_warps=WEIGHT_WARPS
     )
     return seen
 

@@ -60,15 +60,8 @@ from titan_fp8moe.layer.operands import (
     held_by,
     pack,
 )
-from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
-from titan_fp8moe.layer.weights import (
-    NO_BIASES,
-    NO_WEIGHTS,
-    Biases,
-    ExpertWeights,
-    one_expert,
-    place_as,
-)
+from titan_fp8moe.layer.saved import Inputs, LayerSpec, Saved, layout
+from titan_fp8moe.layer.weights import NO_BIASES, NO_WEIGHTS, Biases, ExpertWeights, one_expert, place_as
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, row_capacity
@@ -465,43 +458,40 @@ class FinishFunction(torch.autograd.Function):
     gradient. The shared experts run here in both directions, while tokens travel."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any):
-        *tensors, call, in_flight, dim, dtype = args
+    def forward(ctx: Any, placeholder, payload, nan_flags, w1, w2, w3, call, in_flight, dim, dtype, *handed):
         in_flight.check_stream()
-        inputs, spec = FinishInputs.of(tensors), call.spec
-        handed = tensors[len(inputs.flatten()) :]
-        shared = _pack_shared(inputs.shared, call)
-        out, *results = _finish_op(inputs.payload, handed, shared.tensors, inputs.nan_flags, encode(spec), dim, dtype)
+        spec, matrices = call.spec, ExpertWeights(w1, w2, w3)  # of the shared experts
+        shared = _pack_shared(matrices, call)
+        out, *results = _finish_op(payload, [*handed], shared.tensors, nan_flags, encode(spec), dim, dtype)
         if torch._C._len_torch_dispatch_stack():
             # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
-            ops.wait(inputs.payload)
+            ops.wait(payload)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
-        inputs.payload.untyped_storage().resize_(0)
+        payload.untyped_storage().resize_(0)
         if spec.handing is not spec:
             handed = Saved.unpack(layout(spec.handing, *_HANDED), handed).pack(layout(spec, *_HANDED))
-        ctx.save_for_backward(*aliases(inputs.shared), *handed, *results)
-        ctx.spec, ctx.in_flight, ctx.nan_flags = spec, in_flight, inputs.nan_flags
+        ctx.save_for_backward(*aliases(matrices), *handed, *results)
+        ctx.spec, ctx.in_flight, ctx.nan_flags = spec, in_flight, nan_flags
         ctx.read = shared.read()
-        ctx.placeholder_dtype, ctx.dim = inputs.placeholder.dtype, dim
+        ctx.placeholder_dtype, ctx.dim = placeholder.dtype, dim
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
         spec, in_flight = ctx.spec, ctx.in_flight
-        needs, nans = FinishInputs.of(ctx.needs_input_grad), NanFlags.of(ctx.nan_flags)
+        needs, nans = ctx.needs_input_grad, NanFlags.of(ctx.nan_flags)
         experts_node, _ = ctx.next_functions[0]
         saved = Saved.unpack(layout(spec, "shared_weights", *_HANDED, *_FINISHED), ctx.saved_tensors)
         tokens = spec.dispatch.resume(saved.state, None, spec.route, ctx.dim)
         in_flight.started, shared = _start(tokens, dout_TD, spec, saved, ctx.read, in_flight.needs_dx, nans)
         del saved
-        shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
+        shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(ExpertWeights(*needs[3:6]))
         # needs_input_grad is no answer: torch.autograd.grad may ask for the shared experts' gradients only.
         if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
             ops.wait(cast(Tensor, in_flight.take().pending.rows))  # other ranks may need the gradients
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
-        grads = FinishInputs(placeholder, shared=shared_dw).flatten()
-        return *grads, *(None for _ in ctx.needs_input_grad[len(grads) :])
+        return placeholder, None, None, *shared_dw, *(None for _ in needs[6:])
 
 
 # Under torch.compile the two would lie in graphs that know nothing of each other, and the split sizes are data.
@@ -518,8 +508,8 @@ def run_overlapped(
     start = inputs._replace(shared=NO_WEIGHTS).flatten()
     placeholder, payload, *handed = start_eagerly(*start, call, in_flight)
     extra = None if meanwhile is None else meanwhile()
-    end = FinishInputs(placeholder, payload, inputs.nan_flags, inputs.shared)
-    return finish_eagerly(*end.flatten(), *handed, call, in_flight, x.shape[1], x.dtype), extra
+    tensors = placeholder, payload, inputs.nan_flags, *inputs.shared
+    return finish_eagerly(*tensors, call, in_flight, x.shape[1], x.dtype, *handed), extra
 
 
 def _on_meta(inputs: Inputs, spec: LayerSpec) -> Tensor:

@@ -114,7 +114,7 @@ def _feed_forward(
     y, saved, copies = group_ffn(group_of(rows, decode(ExpertSpec, expert), spec, nans, x_TD.shape[1]), rows, weights)
     kept = rows[:3] if spec.keeps_rows else (end,)
     fields = (getattr(saved, name) for name in saved_fields(spec))
-    return [y[: x_TD.shape[0]].to(dtype), *filter(_is_there, copies), *kept, *fields]
+    return [y[: x_TD.shape[0]].to(dtype), *copies.there, *kept, *fields]
 
 
 def _linear(x_TK: Tensor, w: list[Tensor | None], dtype: torch.dtype, nan_flags: Tensor | None = None) -> list[Tensor]:
@@ -123,11 +123,7 @@ def _linear(x_TK: Tensor, w: list[Tensor | None], dtype: torch.dtype, nan_flags:
     with held(w):
         (weight,), copies = forward_operands(w)
         y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
-    return [y, q, scale, end, *filter(_is_there, copies)]
-
-
-def _is_there(value: object) -> bool:
-    return value is not None
+    return [y, q, scale, end, *copies.there]
 
 
 # One op holds a whole forward, for per-op activation checkpointing, as in titan_fp8moe.layer.experts.

@@ -309,6 +309,10 @@ class Generations(NamedTuple):
     w13: Any = None
     w2: Any = None
 
+    @property
+    def there(self) -> list[Tensor]:
+        return [generation for generation in self if generation is not None]
+
 
 _COUNT = len(ExpertWeights._fields)
 _UNLOCKED = contextlib.nullcontext()
