@@ -118,10 +118,12 @@ def _feed_forward(
 
 
 def _linear(x_TK: Tensor, w: list[Tensor | None], dtype: torch.dtype, nan_flags: Tensor | None = None) -> list[Tensor]:
-    """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of any copies. ``w``: packed."""
+    """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of copies. ``w`` (1, N, K) may be followed
+    by copies."""
+    packed = [w[0], None, None, *w[1:]]
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
-    with held(w):
-        (weight,), copies = forward_operands(w)
+    with held(packed):
+        (weight,), copies = forward_operands(packed)
         y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
     return [y, q, scale, end, *copies.there]
 
@@ -246,7 +248,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
         packed = pack(ExpertWeights(w.unsqueeze(0), None), cache, frozen)
-        y, q, x_scale, end, *generations = _linear_op(x_TK, packed.tensors, dtype, nan_flags)
+        weight, _, _, *copies = packed.tensors
+        y, q, x_scale, end, *generations = _linear_op(x_TK, [weight, *copies], dtype, nan_flags)
         kept = (None, None) if frozen else (q, x_scale)
         ctx.save_for_backward(*aliases([w]), *kept, end, *generations)
         ctx.config, ctx.read, ctx.nan_flags, ctx.x_dtype = config, packed.read(), nan_flags, x_TK.dtype

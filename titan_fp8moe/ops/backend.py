@@ -4,6 +4,7 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -41,8 +42,7 @@ def custom_op(
     not needed.
 
     Args:
-        reference: the specification, whose name may have a leading underscore. Its first argument, a tensor or a list
-            of tensors, is passed by position.
+        reference: the specification, whose name may have a leading underscore.
         kernel: takes the same arguments, whose types stand at the reference, and runs where :func:`use_kernels` holds
             for the first tensor.
         fake: returns tensors of the same shapes, strides and dtypes; by default the kernel, whose launches do nothing
@@ -54,6 +54,7 @@ def custom_op(
     """
     name = reference.__name__.removeprefix("_")
     on_gpu, elsewhere = cast(tuple[Callable[..., Any], ...], (kernel or reference, reference))
+    first_name = next(iter(inspect.signature(reference).parameters))
 
     def run(*args: Any) -> Any:
         first = args[0][0] if isinstance(args[0], list) else args[0]
@@ -62,7 +63,9 @@ def custom_op(
     @functools.wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()):
-            first = args[0][0] if isinstance(args[0], list) else args[0]
+            first = args[0] if args else kwargs[first_name]
+            if isinstance(first, list):
+                first = first[0]
             # DTensors and other subclasses must meet the op: they handle or refuse it.
             if type(first) in _ORDINARY and (not first.is_meta or is_recording()):
                 return (on_gpu if use_kernels(first) else elsewhere)(*args, **kwargs)
