@@ -82,7 +82,7 @@ def test_the_transpose_of_quantized_weights_is_exact(shapes):
 
 def _forward(cache, weights, frozen):
     """Quantizes as a forward does. Returns the generations."""
-    packed = operands_module.pack(weights, operands_module.buffers_of(cache, weights), frozen)
+    packed = operands_module.pack(weights, cache, frozen).tensors
     return [g.tolist() for g in operands_module.forward_operands(packed)[1]]
 
 

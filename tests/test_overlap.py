@@ -32,7 +32,7 @@ from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED
 from titan_fp8moe.dispatch.symmetric import exchange
 from titan_fp8moe.dispatch.symmetric import ops as symmetric_ops
 from titan_fp8moe.dispatch.symmetric.workspace import Workspace
-from titan_fp8moe.layer import experts, run
+from titan_fp8moe.layer import experts
 from titan_fp8moe.layer.experts import InFlight, Inputs
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -104,11 +104,11 @@ def in_flight(monkeypatch):
     """The carriers, of layers that are still alive, that hold a transfer or a gradient."""
     carriers = weakref.WeakSet()
 
-    def make(device):
-        carriers.add(carrier := InFlight(device))
+    def make(device, shared):
+        carriers.add(carrier := InFlight(device, shared))
         return carrier
 
-    monkeypatch.setattr(run, "in_flight_eagerly", make)
+    monkeypatch.setattr(experts, "in_flight_eagerly", make)
     return lambda: [c for c in carriers if c.started is not None]
 
 
@@ -208,10 +208,15 @@ def test_no_transfer_is_left_where_only_gradients_of_shared_experts_are_asked_fo
 
 
 def test_flops_of_shared_experts_are_counted(fp8_layer):
-    with FlopCounterMode(display=False) as flops:
-        fp8_layer(torch.randn(2, 8, 128))
-    counts = {str(op): count for op, count in flops.get_flop_counts()["Global"].items()}
-    assert counts["titan_fp8moe.routed_experts_finish"] == 2 * 128 * 3 * 128 * 128
+    def counted() -> int:
+        with FlopCounterMode(display=False) as flops:
+            fp8_layer(torch.randn(2, 8, 128))
+        return {str(op): n for op, n in flops.get_flop_counts()["Global"].items()}[
+            "titan_fp8moe.routed_experts_forward"
+        ]
+
+    both, fp8_layer.fp8_shared = counted(), False
+    assert both - counted() == 2 * 128 * 3 * 128 * 128
 
 
 def by_op(layer, ops):
@@ -390,7 +395,7 @@ def test_a_stream_that_meanwhile_leaves_behind_is_refused(layer, monkeypatch):
     """Both nodes of the layer must run on one stream; the streams here are made up."""
     current = ["a"]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device, name=current[0]))
-    monkeypatch.setattr(run, "in_flight_eagerly", lambda device: InFlight(torch.device("cuda")))
+    monkeypatch.setattr(experts, "in_flight_eagerly", lambda _, shared: InFlight(torch.device("cuda"), shared))
     layer(torch.randn(2, 8, 128))
     layer.shared_experts.register_forward_hook(lambda *_: current.insert(0, "b"))
     with pytest.raises(RuntimeError, match="let meanwhile.. restore the current stream"):

@@ -38,16 +38,16 @@ from titan_fp8moe.dispatch.base import Route
 from titan_fp8moe.dispatch.symmetric import kernels as symmetric
 from titan_fp8moe.kernels import launch, swiglu, warm_up
 from titan_fp8moe.layer import experts, on_meta, statistics
-from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.group import _FeedForward, feed_forward
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
-from titan_fp8moe.layer.saved import LayerSpec, layout
+from titan_fp8moe.layer.saved import Inputs, LayerSpec
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.recipe import E8M0, FP8, row_capacity
-from titan_fp8moe.rows import GroupRows
+from titan_fp8moe.recipe import FP8, row_capacity
 from titan_fp8moe.spec import ExpertSpec, encode
 
 T, K, E, D, H = 96, 2, 4, 256, 128
 SWIGLU = ExpertSpec()
+SHAPES = ((E, H, D), (E, D, H), (E, H, D)), ((H, D), (D, H), (H, D))
 
 
 def layer_of(spec: ExpertSpec = SWIGLU, shared: bool = False, flags: bool = False, **settings):
@@ -104,33 +104,19 @@ def test_weights_that_are_quantized_and_padded(fused):
     assert "grouped_mm_hopper_kernel" in found and "wgrad_hopper_kernel" not in found
 
 
-@pytest.mark.parametrize("how", [{}, dict(recompute="experts"), dict(save_h="fp8")])
-def test_shared_experts_whose_tokens_travel(how):
-    """They compile apart, as their op first runs: the kernels that they add to a layer whose tokens stay."""
-    config = Fp8FlowMoEConfig(**how)
-    spec = LayerSpec(config.route(None), SWIGLU, config.backward, "trained", True)
-    scale, end = torch.empty(D // 128, 128, dtype=E8M0).T, torch.empty(1, dtype=torch.int32)
-    rows, flags = GroupRows(torch.empty(128, D, dtype=FP8), scale, end), torch.zeros(4, dtype=torch.uint8)
-    weights: list = [torch.empty(1, *shape) for shape in ((H, D), (D, H), (H, D))]
-    of_shared = functools.partial(on_meta.shared, experts._run_shared, rows, weights, flags, spec, D)
-    both, routed = (launched(warm_up.recorded(layer_of(shared=shared, flags=True, **how))) for shared in (True, False))
-    alone = launched(warm_up.recorded(of_shared))
-    assert alone <= both
-    others = {launch.split()[0] for launch in both - routed - alone}
-    assert others == {"_quantize_group_kernel", "_unpermute_sum_kernel"}  # of the layer's rows
-
-
-def test_the_op_of_travelling_shared_experts_compiles_them(monkeypatch):
+def test_the_first_op_compiles_shared_experts_whose_tokens_travel(monkeypatch):
     def compile_ahead(kind, tensors, run):
-        raise StopIteration(kind)
+        raise StopIteration(*run.args[-2])
 
+    monkeypatch.setattr(warm_up, "is_due", lambda kind, x: True)
     monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
-    spec = LayerSpec(Route("all_to_all", 2), SWIGLU, Fp8FlowMoEConfig().backward, "trained", True)
-    with FakeTensorMode():
-        handed = [torch.empty(1, device="cuda") for _ in layout(spec.handing, "state", "shared_rows").names]
-        weights: list = [torch.empty(1, *shape, device="cuda") for shape in ((H, D), (D, H), (H, D))]
-        with pytest.raises(StopIteration, match="shared"):
-            experts._routed_experts_finish(handed[0], handed, weights, None, encode(spec), D, torch.bfloat16)
+    config, route = Fp8FlowMoEConfig(), Route("all_to_all", 2)
+    call = experts.Call(LayerSpec(route, SWIGLU, config.backward, "trained", True), None, None, None)
+    routed, shared = (ExpertWeights(*map(torch.empty, matrices)) for matrices in SHAPES)
+    pairs = torch.empty(T, K), torch.empty(T, K, dtype=torch.int64)
+    with pytest.raises(StopIteration) as compiled:
+        experts.run_overlapped(Inputs(torch.empty(T, D), *pairs, weights=routed, shared=shared), call)
+    assert [w.shape for w in compiled.value.args] == [(1, *w.shape) for w in shared]
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -139,7 +125,9 @@ def test_all_kernels_of_an_ffn(quantized):
     if quantized:  # gate and up in one
         weights = [torch.empty(1, *shape).to(FP8) for shape in ((2 * H, D), (D, H))] + [None]
     x, backward = torch.empty(T, D, dtype=torch.bfloat16), Fp8FlowMoEConfig().backward
-    found = names(warm_up.recorded(functools.partial(on_meta.ffn, feed_forward, x, weights, None, backward, x.dtype)))
+    found = names(
+        warm_up.recorded(functools.partial(on_meta.ffn, _FeedForward.apply, x, weights, None, backward, x.dtype))
+    )
     assert {"grouped_mm_hopper_kernel", "wgrad_hopper_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= {*found}
     assert "_permute_kernel" not in found
 
@@ -234,7 +222,7 @@ def kernels_of_16b(T: int) -> set[str]:
     launches = warm_up.recorded(functools.partial(on_meta.experts, experts._on_meta, *tensors, layer))
     weights = matrices(1, 10944, torch.bfloat16)
     launches += warm_up.recorded(
-        functools.partial(on_meta.ffn, feed_forward, x, weights, flags, config.backward, x.dtype)
+        functools.partial(on_meta.ffn, _FeedForward.apply, x, weights, flags, config.backward, x.dtype)
     )
     return launched(launches)
 
@@ -316,19 +304,9 @@ def compare_with_real_layers(tokens: int) -> None:
         real = real_launches(run)
         if rank > 0:
             continue
-        in_time = [] if spec.dispatch.overlaps else shared
-        ahead = warm_up.recorded(
-            functools.partial(on_meta.experts, experts._on_meta, x, ids, flags, routed, in_time, spec)
-        )
-        if spec.dispatch.overlaps and shared:
-            scale, end = torch.empty(D // 128, 128, dtype=E8M0).T, torch.empty(1, dtype=torch.int32)
-            rows = GroupRows(torch.empty(128, D, dtype=FP8), scale, end)
-            ahead += warm_up.recorded(
-                functools.partial(on_meta.shared, experts._run_shared, rows, shared, flags, spec, D)
-            )
-        missing = real - launched(ahead)
-        assert not missing, f"{backend}: {missing}"
-        assert shared or len(real) == len(launched(ahead))
+        tensors = x, ids, flags, routed, shared
+        ahead = warm_up.recorded(functools.partial(on_meta.experts, experts._on_meta, *tensors, spec))
+        assert real == launched(ahead), backend
     print("all checks passed")
 
 

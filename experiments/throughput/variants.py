@@ -38,7 +38,7 @@ from experiments.throughput.fused_bf16 import FusedMoE
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.operands import WeightCache, buffers_of, forward_operands, pack
+from titan_fp8moe.layer.operands import WeightCache, forward_operands, pack
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -148,8 +148,9 @@ class FixedWeights(WeightCache):
         super().__init__()
         local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
         matrices = ExpertWeights(*(w.detach() for w in local))
-        self.made = buffers_of(self, matrices)
-        forward_operands(pack(matrices, self.made, frozen=True))
+        packed = pack(matrices, self, frozen=True)
+        self.made = packed.copies
+        forward_operands(packed.tensors)
 
     def of(self, module: torch.nn.Module) -> WeightCache:
         """A cache of the module's with these copies."""

@@ -34,17 +34,14 @@ class Tokens(NamedTuple):
     payload: Tensor
 
 
-class AllToAllDispatch:
+class AllToAllDispatch(base.Dispatch):
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
     State: ClassVar = State
     Tokens: ClassVar = Tokens
     description: ClassVar = "all-to-all"
-    travels: ClassVar = True
     overlaps: ClassVar = True
     syncs_host: ClassVar = True
-    single_node: ClassVar = False
-    bounded: ClassVar = False
 
     routing: Routing
     kept: Tokens

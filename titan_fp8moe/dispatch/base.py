@@ -73,7 +73,8 @@ class Returned(NamedTuple):
 
 
 class Dispatch(Protocol):
-    """Movement of one layer's tokens, in its forward or in its backward.
+    """Movement of one layer's tokens, in its forward or in its backward. A backend that inherits from it states what
+    differs from the defaults.
 
     Attributes:
         State: the record of tensors that a forward keeps, and from which its backward's dispatch is resumed.
@@ -96,11 +97,11 @@ class Dispatch(Protocol):
     State: ClassVar[type]
     Tokens: ClassVar[type]
     description: ClassVar[str]
-    travels: ClassVar[bool]
-    overlaps: ClassVar[bool]
-    syncs_host: ClassVar[bool]
-    single_node: ClassVar[bool]
-    bounded: ClassVar[bool]
+    travels: ClassVar[bool] = True
+    overlaps: ClassVar[bool] = False
+    syncs_host: ClassVar[bool] = False
+    single_node: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
 
     state: Any
     routing: Routing

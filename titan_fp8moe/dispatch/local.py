@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
-from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, check_rows, in_expert_order
+from titan_fp8moe.dispatch.base import Dispatch, Pairs, Pending, Returned, Route, check_rows, in_expert_order
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.rows import Routing, RowBias, Rows
 
@@ -15,17 +15,13 @@ class State(NamedTuple):
     """Empty: the backward needs the routing only."""
 
 
-class LocalDispatch:
+class LocalDispatch(Dispatch):
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
     State: ClassVar = State
     Tokens: ClassVar = Rows
     description: ClassVar = "none"
     travels: ClassVar = False
-    overlaps: ClassVar = False
-    syncs_host: ClassVar = False
-    single_node: ClassVar = False
-    bounded: ClassVar = False
 
     state: State = State()
     kept: Rows

@@ -65,11 +65,13 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if not isinstance(self.kernel, JITFunction):
-            self.kernel[grid](*map(_readable, args), **constants, **self._bound)
-            return
         if _recordings and is_recording():  # nearly always without the call
             _recordings[threading.get_ident()].append((self, args, constants))
+            return
+        if not grid[0]:  # no rows
+            return
+        if not isinstance(self.kernel, JITFunction):
+            self.kernel[grid](*map(_readable, args), **constants, **self._bound)
             return
         side = _streams.get(threading.get_ident()) if _streams else None
         active = driver.active

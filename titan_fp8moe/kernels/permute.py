@@ -81,7 +81,6 @@ def _permute_kernel(
 def permute_rows(q_TD, scale, row_TK, token_M, offsets_E):
     """Kernel of :func:`titan_fp8moe.ops.permute_rows`; rows from ``offsets_E[-1]`` on stay unwritten."""
     (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
-    assert row_TK.shape[0] == T
     q_stride, scale_stride = row_stride("q_TD", q_TD), row_stride("scale", scale)
     out, out_scale = empty_rows(q_TD, M, D)
     _permute_kernel[(M // ROW_ALIGN + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
@@ -149,12 +148,11 @@ def pack_dispatch(q_TD, scale, token_C, sent_TK, topk_ids_TK, topk_scores_TK, nu
         ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
         scores_stride = row_stride("topk_scores_TK", topk_scores_TK)
     payload = torch.empty(C, width, dtype=torch.uint8, device=q_TD.device)
-    if C:
-        _pack_dispatch_kernel[(cdiv(C, PACK_ROWS) + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
-            q_TD, scale, token_C, sent_TK, topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, payload, T, C,
-            NUM_LOCAL=num_local, K=K, D=D, WIDTH=width, TAIL=next_power_of_2(width - D), TOKENS=TOKENS,
-            ROWS=PACK_ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
-        )  # fmt: skip
+    _pack_dispatch_kernel[(cdiv(C, PACK_ROWS) + cdiv(T, TOKENS) * cdiv(D, COLUMNS),)](
+        q_TD, scale, token_C, sent_TK, topk_ids_TK, ids_stride, topk_scores_TK, scores_stride, payload, T, C,
+        NUM_LOCAL=num_local, K=K, D=D, WIDTH=width, TAIL=next_power_of_2(width - D), TOKENS=TOKENS,
+        ROWS=PACK_ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
     return payload
 
 
@@ -231,15 +229,14 @@ def _unpermute_sum(y_MD, ds, row_TK, addend_RD, out, out_ds, few=False, b2=None,
     (T, K), D = row_TK.shape, y_MD.shape[1]
     ds_stride, per_pair = (0, False) if ds is None else (ds.stride(0), ds.shape[1] > 1)
     out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride(0), out_ds.shape[1])
-    if T:
-        kernel, biases, constants = _sum, (), {}
-        if b2 is not None:
-            kernel, biases, constants = _biased_sum, (b2.contiguous(), score_M, offsets_E), dict(E=b2.shape[0])
-        kernel[(cdiv(D, SUM_COLUMNS) * T,)](
-            y_MD, row_TK, addend_RD, ds, out, out_ds, *biases, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride,
-            DS_PER_PAIR=per_pair, OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
-            PAD_WORDS=next_power_of_2(max(words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS, **constants,
-        )  # fmt: skip
+    kernel, biases, constants = _sum, (), {}
+    if b2 is not None:
+        kernel, biases, constants = _biased_sum, (b2.contiguous(), score_M, offsets_E), dict(E=b2.shape[0])
+    kernel[(cdiv(D, SUM_COLUMNS) * T,)](
+        y_MD, row_TK, addend_RD, ds, out, out_ds, *biases, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride,
+        DS_PER_PAIR=per_pair, OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
+        PAD_WORDS=next_power_of_2(max(words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS, **constants,
+    )  # fmt: skip
 
 
 def unpermute_sum(y_MD, row_TK, out_dtype, addend_RD=None, b2=None, score_M=None, offsets_E=None):

@@ -23,7 +23,6 @@ from titan_fp8moe.recipe import (
     SAMPLES,
     SCALE_TILE,
     STATE_HEADER,
-    TILE,
     check_values,
     group_rows,
     padded,
@@ -107,76 +106,66 @@ def _load_tiles(x, tile, num_tiles, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def _quantize_rows_kernel(
-    x, q, scale, nan_flag, num_tiles, COLUMNS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
-):
-    """x: see :func:`_load_tiles`; q: (num_tiles, TILE) contiguous; scale: (num_tiles,) uint8."""
-    tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
-    mask = tile < num_tiles
-    at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    values, byte = quantize_tiles(_load_tiles(x, tile, num_tiles, COLUMNS, TILE), nan_flag)
-    tl.store(q + at, values, mask=mask[:, None])
-    tl.store(scale + tile, byte, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_tiles", "R"])
-def _quantize_group_kernel(
-    x, q, scale, scale_t, end, nan_flag, num_tiles, R, COLUMNS: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr,
-    TILE: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tiles", "num_stored"])
+def _quantize_tiles_kernel(
+    x, q, scale, nan_flag, num_tiles, num_stored, scale_t, end, COLUMNS: tl.constexpr, G: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_quantize_rows_kernel` for R rows of G tiles, of which ``num_tiles`` are in x and the others zeros.
-    Also stores the scales column-major, (G, R), and R itself."""
+    """Quantizes the ``num_tiles`` tiles of x, and zeros behind them, see :func:`_load_tiles`, to q (num_stored, TILE),
+    contiguous, and scale (num_stored,) uint8. With ``scale_t``, of R rows of G tiles, it also stores the scales
+    column-major, (G, R), and R itself to ``end``."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    mask = tile < num_stored
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     values, byte = quantize_tiles(_load_tiles(x, tile, num_tiles, COLUMNS, TILE), nan_flag)
-    mask = tile < R * G  # also tiles past x: they were read as zeros
     tl.store(q + at, values, mask=mask[:, None])
     tl.store(scale + tile, byte, mask=mask)
-    tl.store(scale_t + tile % G * R + tile // G, byte, mask=mask)
-    if tl.program_id(0) == 0:
-        tl.store(end, R)
+    if scale_t is not None:
+        R = num_stored // G
+        tl.store(scale_t + tile % G * R + tile // G, byte, mask=mask)
+        if tl.program_id(0) == 0:
+            tl.store(end, R)
 
 
-_rows, _padded_rows = Kernel(_quantize_rows_kernel, COLUMNS=None), Kernel(_quantize_rows_kernel)
-_group, _padded_group = Kernel(_quantize_group_kernel, COLUMNS=None), Kernel(_quantize_group_kernel)
+_ROWS = dict(scale_t=None, end=None, G=None)
+_rows, _padded_rows = Kernel(_quantize_tiles_kernel, COLUMNS=None, **_ROWS), Kernel(_quantize_tiles_kernel, **_ROWS)
+_group, _padded_group = Kernel(_quantize_tiles_kernel, COLUMNS=None), Kernel(_quantize_tiles_kernel)
 
 
 def quantize_rows(x_TD, nan_flag=None):
     """Kernel of :func:`titan_fp8moe.recipe.quantize_rows`."""
-    check_values(x_TD)
     T, D = x_TD.shape
-    kernel, constants = _rows, {}
-    if D % SCALE_TILE:
-        kernel, constants, D = _padded_rows, dict(COLUMNS=D), padded(D)
-    q = torch.empty(T, D, dtype=FP8, device=x_TD.device)
-    scale = torch.empty(T, D // SCALE_TILE, dtype=E8M0, device=x_TD.device)
-    # Rows are contiguous, so the result is one list of tiles.
-    num_tiles = scale.numel()
-    if num_tiles:
-        grid = (cdiv(num_tiles, TILES),)
-        kernel[grid](
-            x_TD.contiguous(), q, scale, nan_flag, num_tiles, TILES=TILES, TILE=SCALE_TILE, num_warps=WARPS, **constants
-        )
-    return q, scale
+    return _quantize_tiles(x_TD, T, nan_flag, _padded_rows if D % SCALE_TILE else _rows)
 
 
 def quantize_group(x_TD, nan_flag=None):
     """Kernel of :func:`titan_fp8moe.recipe.quantize_group`."""
-    check_values(x_TD)
     (T, D), device = x_TD.shape, x_TD.device
-    kernel, constants = _group, {}
-    if D % SCALE_TILE:
-        kernel, constants, D = _padded_group, dict(COLUMNS=D), padded(D)
-    R, G = group_rows(T), D // SCALE_TILE
-    q = torch.empty(R, D, dtype=FP8, device=device)
-    scale, scale_t = (torch.empty(shape, dtype=E8M0, device=device) for shape in ((R, G), (G, R)))
+    R, G = group_rows(T), padded(D) // SCALE_TILE
+    scale_t = torch.empty(G, R, dtype=E8M0, device=device)
     end = torch.empty(1, dtype=torch.int32, device=device)
-    kernel[(cdiv(R * G, TILES),)](
-        x_TD.contiguous(), q, scale, scale_t, end, nan_flag, T * G, R, G=G, TILES=TILES, TILE=SCALE_TILE,
+    kernel = _padded_group if D % SCALE_TILE else _group
+    q, scale = _quantize_tiles(x_TD, R, nan_flag, kernel, scale_t, end, G=G)
+    return q, scale, scale_t.t(), end
+
+
+def _quantize_tiles(
+    x_TD: Tensor, R: int, nan_flag: Tensor | None, kernel: Kernel, *column_major: Tensor, **constants: int
+) -> tuple[Tensor, Tensor]:
+    """Launches ``kernel``, one of those above, for R rows: those of x, and zeros."""
+    check_values(x_TD)
+    (T, columns), D = x_TD.shape, padded(x_TD.shape[1])
+    if columns != D:
+        constants["COLUMNS"] = columns
+    q = torch.empty(R, D, dtype=FP8, device=x_TD.device)
+    scale = torch.empty(R, D // SCALE_TILE, dtype=E8M0, device=x_TD.device)
+    # Rows are contiguous, so the result is one list of tiles.
+    num_tiles, num_stored = T * (D // SCALE_TILE), scale.numel()
+    kernel[(cdiv(num_stored, TILES),)](
+        x_TD.contiguous(), q, scale, nan_flag, num_tiles, num_stored, *column_major, TILES=TILES, TILE=SCALE_TILE,
         num_warps=WARPS, **constants,
     )  # fmt: skip
-    return q, scale, scale_t.t(), end
+    return q, scale
 
 
 @Kernel
@@ -394,14 +383,14 @@ def stored_transposed(weights: Sequence[Tensor]) -> bool:
 
 
 def _copied(w: Tensor) -> Tensor:
-    _warn_of_copies(tuple(w.shape), w.stride())
+    _warn_of_copies(f"{tuple(w.shape)} with strides {w.stride()}")
     return w.contiguous()
 
 
 @functools.cache
-def _warn_of_copies(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def _warn_of_copies(which: str) -> None:
     warnings.warn(
-        f"weights {shape} with strides {strides} are copied each time they are quantized, in every forward and "
+        f"weights {which} are copied each time they are quantized, in every forward and "
         "backward; store them as (E, N, K) with unit stride along K (w1 and w3 (E, H, D), w2 (E, D, H)), or fuse gate "
         "and up as (E, 2H, D), which may also be the transpose of (E, D, 2H)",
         stacklevel=2,
@@ -460,9 +449,9 @@ def refresh_weight(weights, q, q_t, scale, state, steps, force, generation, besi
         columns, sample_step(w), count, PAIR=len(weights) > 1, HEADER=STATE_HEADER, BLOCK=SAMPLES,
         num_warps=SAMPLE_WARPS,
     )  # fmt: skip
-    parts = min(N // TILE, cdiv(REFRESH_CTAS, K // TILE * E))
-    (_refresh_beside if beside else _refresh)[(K // TILE, parts, E)](
-        *source, q, q_t, scale, N, K, seen, WHOLE=whole, TILE=TILE, num_warps=WEIGHT_WARPS
+    parts = min(N // BLOCK, cdiv(REFRESH_CTAS, K // BLOCK * E))
+    (_refresh_beside if beside else _refresh)[(K // BLOCK, parts, E)](
+        *source, q, q_t, scale, N, K, seen, WHOLE=whole, TILE=BLOCK, num_warps=WEIGHT_WARPS
     )
     return seen
 

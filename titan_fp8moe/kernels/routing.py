@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
-from titan_fp8moe.recipe import ROW_ALIGN
+from titan_fp8moe.recipe import ROW_ALIGN, larger
 
 MAX_CTAS = 256  # each CTA reads the counts of all
 MAX_BLOCK = 64  # tokens that a CTA handles at a time
@@ -143,7 +143,7 @@ def blocks_of_tokens(T: int, K: int, num_experts: int) -> tuple[int, int, dict[s
     """How T tokens are spread: blocks for each CTA, CTAs, and the constants that both launches must share."""
     pad = next_power_of_2(num_experts)
     block = max(min(BLOCK_ENTRIES // pad, MAX_BLOCK), 1)
-    all_blocks = max(cdiv(T, block), 1)
+    all_blocks = larger(cdiv(T, block), 1)
     blocks = cdiv(all_blocks, MAX_CTAS)
     return blocks, cdiv(all_blocks, blocks), dict(K=K, EXPERTS=num_experts, PAD=pad, BLOCK=block, num_warps=NUM_WARPS)
 

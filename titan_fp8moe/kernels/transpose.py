@@ -134,13 +134,6 @@ def _shift_pair_kernel(
         _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, balance, 1, dyT, dyT_scale, m_block, g, M, TILE)
 
 
-def empty_results(x_MD, x_scale, dy_MN, dy_scale):
-    """Uninitialized results of :func:`transpose_pair`."""
-    D, (M, N) = x_MD.shape[1], dy_MN.shape
-    xT_scale, dyT_scale = x_scale.new_empty(D // BLOCK, M // BLOCK), dy_scale.new_empty(N // BLOCK, M // BLOCK)
-    return x_MD.new_empty(D, M), xT_scale, dy_MN.new_empty(N, M), dyT_scale
-
-
 def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
     """Kernels of :func:`titan_fp8moe.ops.transpose_pair`; columns at and past ``offsets_E[-1]`` stay unwritten.
 
@@ -150,8 +143,8 @@ def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None
     check_mode(mode)
     assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
     D, (M, N) = x_MD.shape[1], dy_MN.shape
-    assert (x_MD if token_M is None else token_M).shape[0] == M
-    xT, xT_scale, dyT, dyT_scale = results = empty_results(x_MD, x_scale, dy_MN, dy_scale)
+    xT, xT_scale = x_MD.new_empty(D, M), x_scale.new_empty(D // BLOCK, M // BLOCK)
+    dyT, dyT_scale = dy_MN.new_empty(N, M), dy_scale.new_empty(N // BLOCK, M // BLOCK)
     E, balance = offsets_E.shape[0], None
     if mode == "balanced":
         balance = torch.empty(M, dtype=torch.int32, device=x_MD.device)
@@ -166,4 +159,4 @@ def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None
         x_MD, x_MD.stride(0), x_scale, *x_scale.stride(), token_M, dy_MN, dy_scale, *dy_scale.stride(), balance,
         offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, TILE=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-    return results
+    return xT, xT_scale, dyT, dyT_scale

@@ -33,7 +33,7 @@ payloads go with their last reference.
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -47,30 +47,21 @@ from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Pending, Returned
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
-from titan_fp8moe.layer.group import FORWARD_OPS, group_dgrad, group_ffn, group_of, product_flops
+from titan_fp8moe.layer.group import FORWARD_OPS, GroupBackward, group_backward, group_ffn, group_of, product_flops
 from titan_fp8moe.layer.lora import NO_LORA, lora_operands
 from titan_fp8moe.layer.operands import (
-    Copies,
+    Packed,
     Read,
     WeightCache,
     aliases,
     backward_operands,
-    buffers_of,
     forward_operands,
     held,
     held_by,
     pack,
 )
-from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec, Saved, layout
-from titan_fp8moe.layer.weights import (
-    NO_BIASES,
-    NO_WEIGHTS,
-    Biases,
-    ExpertWeights,
-    one_expert,
-    place_as,
-    without_expert_dim,
-)
+from titan_fp8moe.layer.saved import Inputs, LayerSpec, Saved, layout
+from titan_fp8moe.layer.weights import NO_BIASES, NO_WEIGHTS, Biases, ExpertWeights, one_expert, place_as
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import custom_op, once_differentiable
 from titan_fp8moe.recipe import group_rows, row_capacity
@@ -105,7 +96,8 @@ def _routed_experts_forward(
     """The forward of a layer; with a dispatch that overlaps, up to ``send_back``.
 
     Args:
-        weights, shared_weights: packed; the second are read only where the dispatch does not overlap.
+        weights, shared_weights: packed. Where the dispatch overlaps, the kernels of the second compile here, but
+            :func:`_routed_experts_finish` reads them.
         adapters: the tensors of :func:`titan_fp8moe.layer.lora.split_lora`; empty without adapters.
         b1, b2, b3: the fields of :class:`Biases`, for experts that have them.
         shared_scores_T: see :class:`Shared`.
@@ -117,7 +109,7 @@ def _routed_experts_forward(
         the payload in flight, and :data:`_STARTED`.
     """
     spec, nans = decode(LayerSpec, layer), NanFlags.of(nan_flags)
-    if warm_up.is_due(kind := (layer, cast(Tensor, weights[0]).shape), x_TD):
+    if warm_up.is_due(kind := (layer, *(cast(Tensor, w).shape for w in (weights[0], *shared_weights[:1]))), x_TD):
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
         run = functools.partial(on_meta.experts, _on_meta, *tensors, spec)
         warm_up.compile_ahead(kind, [x_TD, topk_ids_TK, *weights, *shared_weights], run)
@@ -150,7 +142,7 @@ def _routed_experts_forward(
         y = ffn.product(a, w2, ffn.lora.w2, ffn.dim)
     pending = tokens.send_back(y, None, ffn.row_bias())
     del y
-    saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn, copies=cast(Any, copies))
+    saved = Saved(state=tokens.state, routing=tokens.routing, tokens=kept, ffn=saved_ffn, copies=copies)
     if group is not None:
         saved = saved._replace(shared_rows=group)
     if tokens.overlaps:
@@ -159,7 +151,7 @@ def _routed_experts_forward(
     if group is not None:
         of_shared = group_of(group, spec.expert, spec.shared_backward, nans, x_TD.shape[1])
         shared_y, shared_ffn, shared_copies = group_ffn(of_shared, group, shared_weights)
-        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=cast(Any, shared_copies))
+        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=shared_copies)
     out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y, []).rows_TD)
     return [out, *saved.pack(layout(spec, *_WHOLE))]
 
@@ -184,12 +176,9 @@ def _routed_experts_finish(
     saved, shared_y = Saved.unpack(layout(spec.handing, *_HANDED), handed), None
     if spec.shared:
         rows = saved.rows_of_shared
-        if warm_up.is_due(kind := (layer, "shared", cast(Tensor, shared_weights[0]).shape), payload):
-            run = functools.partial(on_meta.shared, _run_shared, rows, shared_weights, nan_flags, spec, dim)
-            warm_up.compile_ahead(kind, [payload, *rows, *shared_weights], run)
         ffn = group_of(rows, spec.expert, spec.shared_backward, NanFlags.of(nan_flags), dim)
         shared_y, shared_ffn, shared_copies = group_ffn(ffn, rows, shared_weights)
-        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=cast(Any, shared_copies))
+        saved = saved._replace(shared_ffn=shared_ffn, shared_copies=shared_copies)
     tokens = spec.dispatch.resume(saved.state, None, spec.route, dim)
     out = cast(Tensor, tokens.finish(Pending(payload), dtype, shared_y, []).rows_TD)
     return [out, *saved.pack(layout(spec, *_FINISHED))]
@@ -207,17 +196,11 @@ SAVED_OPS = (_forward_op.op, _finish_op.op, *FORWARD_OPS)
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
 def _forward_flops(x, scores, topk_ids, weights, shared_weights, adapters, *_: Any, **__: Any) -> int:
-    """FLOPs of all GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
+    """FLOPs of the layer's GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
     (T, K), E = topk_ids, weights[0][0]
     rows = row_capacity(T * K, E)
     of_lora = sum(2 * rows * N * K for _, N, K in adapters)
     return product_flops(rows, weights) + product_flops(group_rows(T), shared_weights) + of_lora
-
-
-@torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_finish)
-def _finish_flops(payload, handed, shared_weights, *_: Any, **__: Any) -> int:
-    """FLOPs of the shared experts' GEMMs, padding included. The last three tensors handed are their rows, q first."""
-    return product_flops(handed[-3][0], shared_weights) if shared_weights else 0
 
 
 def _signature(spec: LayerSpec, inputs: Inputs, needs: Inputs) -> int:
@@ -246,19 +229,10 @@ class Call(NamedTuple):
     stored: ExpertWeights[Fp8Weight] | None
 
 
-class _Shared(NamedTuple):
-    """The shared experts' weights as the ops take them, and the copies among them."""
-
-    packed: list[Tensor | None]
-    copies: Copies | None
-
-    @classmethod
-    def of(cls, matrices: ExpertWeights[Tensor], call: Call) -> "_Shared":
-        if not call.spec.shared or matrices.w1 is None:
-            return cls([], None)
-        weights = one_expert(matrices)
-        copies = buffers_of(call.shared_cache, weights)
-        return cls(pack(weights, copies, call.spec.shared == "frozen"), copies)
+def _pack_shared(matrices: ExpertWeights[Tensor], call: Call) -> Packed:
+    if not call.spec.shared:
+        return Packed([])
+    return pack(one_expert(matrices), call.shared_cache, call.spec.shared == "frozen")
 
 
 class Started(NamedTuple):
@@ -273,13 +247,14 @@ class Started(NamedTuple):
 class InFlight:
     """Carries :class:`Started` from the autograd node that begins the backward to the node that ends it, which needs
     the input's gradient or not (``needs_dx``). As a gradient, the payload would be checked and cast by autograd, and
-    the input's gradient joins a sum."""
+    the input's gradient joins a sum. ``shared`` are the weights of the shared experts."""
 
     stream: "torch.cuda.Stream | None"
     needs_dx: bool = True
     started: Started | None = None
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, shared: ExpertWeights[Tensor]):
+        self.shared = shared
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def check_stream(self) -> None:
@@ -308,14 +283,15 @@ class ExpertsFunction(torch.autograd.Function):
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
-        weights, frozen = call.stored or inputs.weights.apart(spec.expert), spec.backward.weights != "trained"
-        copies, shared = buffers_of(call.cache, weights), _Shared.of(inputs.shared, call)
+        weights = call.stored or inputs.weights.apart(spec.expert)
+        routed = pack(weights, call.cache, spec.backward.weights != "trained")
+        shared = _pack_shared(inputs.shared if in_flight is None else in_flight.shared, call)
         out, *results = _forward_op(
             inputs.x,
             inputs.topk_scores,
             inputs.topk_ids,
-            pack(weights, copies, frozen),
-            shared.packed,
+            routed.tensors,
+            shared.tensors,
             inputs.adapters,
             inputs.nan_flags,
             encode(spec),
@@ -339,7 +315,7 @@ class ExpertsFunction(torch.autograd.Function):
         # The flags are not saved: hooks of saved tensors may return copies.
         ctx.parts = *(("weights", "scales") if stored else ("weights",)), "shared_weights", "biases", "lora", *parts
         ctx.spec, ctx.nan_flags, ctx.in_flight = spec, inputs.nan_flags, in_flight
-        ctx.read, ctx.shared_read = Read.of(copies, frozen), Read.of(shared.copies, spec.shared == "frozen")
+        ctx.read, ctx.shared_read = routed.read(), shared.read()
         ctx.x_dtype, ctx.dim = inputs.x.dtype, inputs.x.shape[1]
         return (out, *handed) if handed else out
 
@@ -376,7 +352,7 @@ class _Backward:
     """
 
     started: Started
-    shared: "_SharedBackward | None" = None
+    shared: GroupBackward | None = None
     grads: HiddenGradients
     pending: Pending | None = None
 
@@ -460,7 +436,7 @@ def _start(
     read: Read | None,
     with_dx: bool,
     nans: NanFlags,
-) -> tuple[Started, "_SharedBackward | None"]:
+) -> tuple[Started, GroupBackward | None]:
     """The layer's second cast; sends the rows, beside which the shared experts' backward runs."""
     if not spec.shared:
         return Started(tokens.send(Rows(*ops.quantize_rows(dout_TD, nans.dy)))), None
@@ -469,50 +445,12 @@ def _start(
     pending = tokens.send(Rows(q[:T], scale[:T]))
     if torch.compiler.is_compiling() and pending.extra is not None:
         scale_t = ops.after(scale_t, [pending.extra])
-    shared = _shared_backward(saved, spec, read, Rows(q, scale_t), with_dx, nans, T)
-    return Started(pending, shared.dx_RD, shared.ds_T), shared
-
-
-class _SharedBackward(NamedTuple):
-    """The shared experts' backward up to the gradients of their weights, which can wait."""
-
-    ffn: FFN
-    x: Rows
-    weights: ExpertWeights[Tensor]
-    dx_RD: Tensor | None
-    ds_T: Tensor | None
-    grads: HiddenGradients
-
-    def weight_grads(self, needed: ExpertWeights[Any]) -> ExpertWeights[Any]:
-        return without_expert_dim(self.ffn.weight_grads(self.x, self.grads, self.weights, needed))
-
-
-def _shared_backward(
-    saved: Saved, spec: LayerSpec, read: Read | None, dy: Rows, with_dx: bool, nans: NanFlags, T: int
-) -> _SharedBackward:
-    """``T``: tokens, without the rows that pad their group."""
-    rows, backward, weights = saved.rows_of_shared, spec.shared_backward, one_expert(saved.shared_weights)
-    ffn = group_of(rows, spec.expert, backward, nans, weights.w2.shape[1])
-    with held_by(read):
-        operands = backward_operands(weights, read, saved.shared_copies, backward, dy.q)
-        dx_RD, grads = group_dgrad(ffn, rows, saved.shared_ffn, dy, operands, with_dx)
-    ds_T = grads.ds_M[:T] if spec.shared_scored else None
-    return _SharedBackward(ffn, Rows(rows.q, rows.scale), weights, dx_RD, ds_T, grads)
-
-
-def _run_shared(
-    rows: GroupRows, weights: ExpertWeights[Tensor], nan_flags: Tensor | None, spec: LayerSpec, dim: int
-) -> None:
-    """The forward and backward of shared experts apart from the routed ones, for their kernels alone."""
-    spec, nans = spec._replace(shared_kept=False), NanFlags.of(nan_flags)
-    ffn = group_of(rows, spec.expert, spec.shared_backward, nans, dim)
-    _, saved_ffn, _ = group_ffn(ffn, rows, pack(one_expert(weights), None, False))
-    kept = layout(spec, *_FINISHED)
-    saved = Saved.unpack(kept, Saved(shared_ffn=saved_ffn).pack(kept))
-    saved = saved._replace(shared_weights=weights, shared_rows=rows)
-    backward = _shared_backward(saved, spec, None, Rows(rows.q, rows.scale), True, nans, rows.q.shape[0])
-    if spec.shared == "trained":
-        backward.weight_grads(ExpertWeights(True, True, True))
+    rows, matrices = saved.rows_of_shared, saved.shared_weights
+    ffn = group_of(rows, spec.expert, spec.shared_backward, nans, dout_TD.shape[1])
+    dx_RD, shared = group_backward(
+        ffn, rows, matrices, read, saved.shared_copies, saved.shared_ffn, Rows(q, scale_t), with_dx
+    )
+    return Started(pending, dx_RD, shared.grads.ds_M[:T] if spec.shared_scored else None), shared
 
 
 class FinishFunction(torch.autograd.Function):
@@ -520,43 +458,40 @@ class FinishFunction(torch.autograd.Function):
     gradient. The shared experts run here in both directions, while tokens travel."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any):
-        *tensors, call, in_flight, dim, dtype = args
+    def forward(ctx: Any, placeholder, payload, nan_flags, w1, w2, w3, call, in_flight, dim, dtype, *handed):
         in_flight.check_stream()
-        inputs, spec = FinishInputs.of(tensors), call.spec
-        handed = tensors[len(inputs.flatten()) :]
-        shared = _Shared.of(inputs.shared, call)
-        out, *results = _finish_op(inputs.payload, handed, shared.packed, inputs.nan_flags, encode(spec), dim, dtype)
+        spec, matrices = call.spec, ExpertWeights(w1, w2, w3)  # of the shared experts
+        shared = _pack_shared(matrices, call)
+        out, *results = _finish_op(payload, [*handed], shared.tensors, nan_flags, encode(spec), dim, dtype)
         if torch._C._len_torch_dispatch_stack():
             # Per-op checkpointing that keeps this op alone has repeated the forward's, and not run this one.
-            ops.wait(inputs.payload)
+            ops.wait(payload)
         # Per-op checkpointing keeps every result of the forward op, this one too, but nobody reads it again.
-        inputs.payload.untyped_storage().resize_(0)
+        payload.untyped_storage().resize_(0)
         if spec.handing is not spec:
             handed = Saved.unpack(layout(spec.handing, *_HANDED), handed).pack(layout(spec, *_HANDED))
-        ctx.save_for_backward(*aliases(inputs.shared), *handed, *results)
-        ctx.spec, ctx.in_flight, ctx.nan_flags = spec, in_flight, inputs.nan_flags
-        ctx.read = Read.of(shared.copies, spec.shared == "frozen")
-        ctx.placeholder_dtype, ctx.dim = inputs.placeholder.dtype, dim
+        ctx.save_for_backward(*aliases(matrices), *handed, *results)
+        ctx.spec, ctx.in_flight, ctx.nan_flags = spec, in_flight, nan_flags
+        ctx.read = shared.read()
+        ctx.placeholder_dtype, ctx.dim = placeholder.dtype, dim
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
         spec, in_flight = ctx.spec, ctx.in_flight
-        needs, nans = FinishInputs.of(ctx.needs_input_grad), NanFlags.of(ctx.nan_flags)
+        needs, nans = ctx.needs_input_grad, NanFlags.of(ctx.nan_flags)
         experts_node, _ = ctx.next_functions[0]
         saved = Saved.unpack(layout(spec, "shared_weights", *_HANDED, *_FINISHED), ctx.saved_tensors)
         tokens = spec.dispatch.resume(saved.state, None, spec.route, ctx.dim)
         in_flight.started, shared = _start(tokens, dout_TD, spec, saved, ctx.read, in_flight.needs_dx, nans)
         del saved
-        shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(needs.shared)
+        shared_dw = NO_WEIGHTS if shared is None else shared.weight_grads(ExpertWeights(*needs[3:6]))
         # needs_input_grad is no answer: torch.autograd.grad may ask for the shared experts' gradients only.
         if experts_node is None or not torch._C._will_engine_execute_node(experts_node):
             ops.wait(cast(Tensor, in_flight.take().pending.rows))  # other ranks may need the gradients
         placeholder = dout_TD.new_empty(0, dtype=ctx.placeholder_dtype)
-        grads = FinishInputs(placeholder, shared=shared_dw).flatten()
-        return *grads, *(None for _ in ctx.needs_input_grad[len(grads) :])
+        return placeholder, None, None, *shared_dw, *(None for _ in needs[6:])
 
 
 # Under torch.compile the two would lie in graphs that know nothing of each other, and the split sizes are data.
@@ -565,15 +500,21 @@ finish_eagerly = torch.compiler.disable(FinishFunction.apply)
 in_flight_eagerly = torch.compiler.disable(InFlight)
 
 
+def run_overlapped(
+    inputs: Inputs, call: Call, meanwhile: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """A layer's output with a dispatch that overlaps, and the result of ``meanwhile``."""
+    x, in_flight = inputs.x, in_flight_eagerly(inputs.x.device, inputs.shared)
+    start = inputs._replace(shared=NO_WEIGHTS).flatten()
+    placeholder, payload, *handed = start_eagerly(*start, call, in_flight)
+    extra = None if meanwhile is None else meanwhile()
+    tensors = placeholder, payload, inputs.nan_flags, *inputs.shared
+    return finish_eagerly(*tensors, call, in_flight, x.shape[1], x.dtype, *handed), extra
+
+
 def _on_meta(inputs: Inputs, spec: LayerSpec) -> Tensor:
     """A layer's output, as :func:`titan_fp8moe.layer.run.run_layer` computes it, for its kernels alone."""
     call = Call(spec, None, None, None)
-    if not spec.dispatch.overlaps:
-        return cast(Tensor, ExpertsFunction.apply(*inputs.flatten(), call, None))
-    in_flight = InFlight(inputs.x.device)
-    start = inputs._replace(shared=NO_WEIGHTS).flatten()
-    placeholder, payload, *handed = ExpertsFunction.apply(*start, call, in_flight)
-    end = FinishInputs(placeholder, payload, inputs.nan_flags, inputs.shared)
-    return cast(
-        Tensor, FinishFunction.apply(*end.flatten(), *handed, call, in_flight, inputs.x.shape[1], inputs.x.dtype)
-    )
+    if spec.dispatch.overlaps:
+        return run_overlapped(inputs, call)[0]
+    return cast(Tensor, ExpertsFunction.apply(*inputs.flatten(), call, None))

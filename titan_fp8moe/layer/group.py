@@ -5,12 +5,12 @@
 
 :func:`feed_forward` and :func:`linear` quantize their input and their output's gradient themselves, once each. The
 shared experts of a MoE layer read the rows that are quantized for the routed ones: :mod:`titan_fp8moe.layer.experts`
-calls :func:`group_ffn` and :func:`group_dgrad` with these rows.
+calls :func:`group_ffn` and :func:`group_backward` with these rows.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils.flop_counter
@@ -23,17 +23,14 @@ from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import on_meta, statistics
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, saved_fields, weight_grads
 from titan_fp8moe.layer.operands import (
-    BackwardOperands,
     Generations,
     Read,
     WeightCache,
     aliases,
     backward_operands,
-    buffers_of,
     forward_operands,
     held,
     held_by,
-    linear_operand,
     pack,
     usable,
 )
@@ -54,7 +51,7 @@ def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: 
     return FFN(plain, backward, one_group(rows.end, rows.score), nans, dim=dim)
 
 
-def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN, Generations | None]:
+def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN, Generations]:
     """The FFN's output (R, D) bf16, and what its backward needs. ``weights``: packed, of one expert."""
     with held(weights):
         (w13, w2), copies = forward_operands(weights)
@@ -62,14 +59,37 @@ def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[
         return ffn.product(a, w2, None, ffn.dim), saved, copies
 
 
-def group_dgrad(
-    ffn: FFN, rows: GroupRows, saved: SavedFFN, dy: Rows, operands: BackwardOperands, with_dx: bool
-) -> tuple[Tensor | None, HiddenGradients]:
-    """The gradient of the rows (R, D) bf16, None unless ``with_dx``, and the operands of the weights' gradients."""
-    w13, w13_t, w2_t = operands
-    saved = ffn.with_hidden(saved, Rows(rows.q, rows.scale), w13)
-    grads = ffn.hidden_gradients(dy, saved, w2_t)
-    return ffn.product(grads.dh, w13_t, None, ffn.dim) if with_dx else None, grads
+class GroupBackward(NamedTuple):
+    """The rest of an FFN's backward: the gradients of its weights, which can wait."""
+
+    ffn: FFN
+    x: Rows
+    weights: ExpertWeights[Tensor]
+    grads: HiddenGradients
+
+    def weight_grads(self, needed: ExpertWeights[Any]) -> ExpertWeights[Any]:
+        return without_expert_dim(self.ffn.weight_grads(self.x, self.grads, self.weights, needed))
+
+
+def group_backward(
+    ffn: FFN,
+    rows: GroupRows,
+    matrices: ExpertWeights[Tensor],
+    read: Read | None,
+    copies: Generations,
+    saved: SavedFFN,
+    dy: Rows,
+    with_dx: bool,
+) -> tuple[Tensor | None, GroupBackward]:
+    """The gradient of the rows (R, D) bf16, None unless ``with_dx``, and the rest. ``dy``: of the output."""
+    weights, x = one_expert(matrices), Rows(rows.q, rows.scale)
+    with held_by(read):
+        w13, w13_t, w2_t = backward_operands(weights, read, copies, ffn.backward, dy.q)
+        saved = ffn.with_hidden(saved, x, w13)
+        grads = ffn.hidden_gradients(dy, saved, w2_t)
+        del saved, w2_t  # h is freed after its last use
+        dx_RD = ffn.product(grads.dh, w13_t, None, ffn.dim) if with_dx else None
+    return dx_RD, GroupBackward(ffn, x, weights, grads)
 
 
 # --- FFN --------------------------------------------------------------------------------------------------------------
@@ -83,28 +103,29 @@ def _feed_forward(
     dtype: torch.dtype,
     nan_flags: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output (T, D) in ``dtype``; :class:`Generations` of copies; :class:`GroupRows`, of frozen weights only its
-    end; the fields of :class:`SavedFFN` that there are."""
+    """The output (T, D) in ``dtype``; :class:`Generations` of any copies; :class:`GroupRows`, of frozen weights only
+    its end; the fields of :class:`SavedFFN` that there are."""
     spec, nans = decode(BackwardSpec, backward), NanFlags.of(nan_flags)
     if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
-        run = functools.partial(on_meta.ffn, feed_forward, x_TD, weights, nan_flags, spec, dtype)
+        run = functools.partial(on_meta.ffn, _FeedForward.apply, x_TD, weights, nan_flags, spec, dtype)
         warm_up.compile_ahead(kind, [x_TD, *weights], run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
     y, saved, copies = group_ffn(group_of(rows, decode(ExpertSpec, expert), spec, nans, x_TD.shape[1]), rows, weights)
     kept = rows[:3] if spec.keeps_rows else (end,)
     fields = (getattr(saved, name) for name in saved_fields(spec))
-    return [y[: x_TD.shape[0]].to(dtype), *(copies or ()), *kept, *fields]
+    return [y[: x_TD.shape[0]].to(dtype), *copies.there, *kept, *fields]
 
 
 def _linear(x_TK: Tensor, w: list[Tensor | None], dtype: torch.dtype, nan_flags: Tensor | None = None) -> list[Tensor]:
     """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of copies. ``w`` (1, N, K) may be followed
     by copies."""
+    packed = [w[0], None, None, *w[1:]]
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
-    with held(w, 1):
-        weight, copies = linear_operand(w)
+    with held(packed):
+        (weight,), copies = forward_operands(packed)
         y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
-    return [y, q, scale, end, *copies]
+    return [y, q, scale, end, *copies.there]
 
 
 # One op holds a whole forward, for per-op activation checkpointing, as in titan_fp8moe.layer.experts.
@@ -133,12 +154,11 @@ def _linear_flops(x_shape, w, *_: Any, **__: Any) -> int:
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, backward, cache, dtype):
-        weights, frozen = one_expert(ExpertWeights(w1, w2, w3)), backward.weights == "frozen"
-        copies = buffers_of(cache, weights)
-        packed = pack(weights, copies, frozen)
-        y, *tensors = _feed_forward_op(x_TD, packed, encode(ExpertSpec()), encode(backward), dtype, nan_flags)
+        packed = pack(one_expert(ExpertWeights(w1, w2, w3)), cache, backward.weights == "frozen")
+        specs = encode(ExpertSpec()), encode(backward)
+        y, *tensors = _feed_forward_op(x_TD, packed.tensors, *specs, dtype, nan_flags)
         ctx.save_for_backward(*aliases((w1, w2, w3)), *tensors)
-        ctx.spec, ctx.read, ctx.nan_flags, ctx.x_dtype = backward, Read.of(copies, frozen), nan_flags, x_TD.dtype
+        ctx.spec, ctx.read, ctx.nan_flags, ctx.x_dtype = backward, packed.read(), nan_flags, x_TD.dtype
         return y
 
     @staticmethod
@@ -146,29 +166,26 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
         backward, nans = ctx.spec, NanFlags.of(ctx.nan_flags)
         w1, w2, w3, *tensors = ctx.saved_tensors
-        copies: Any = None
+        copies = Generations()
         if ctx.read is not None:
             copies, tensors = Generations(*tensors[:2]), tensors[2:]
-        if not backward.keeps_rows:
-            tensors = cast(Any, [None, None, *tensors])
-        q, scale, end, *tensors = tensors
+        q, scale, end, *tensors = tensors if backward.keeps_rows else [None, None, *tensors]
         rows = GroupRows(q, scale, end)
-        weights: ExpertWeights[Any] = one_expert(ExpertWeights(w1, w2, w3))
-        ffn, x = group_of(rows, ExpertSpec(), backward, nans, w2.shape[0]), Rows(q, scale)
-        saved = SavedFFN(**dict(zip(saved_fields(backward), tensors, strict=True)))
-        needs_dx, *needs_dw = ctx.needs_input_grad[: 1 + len(weights)]
-        dx = None
-        with held_by(ctx.read):
-            w13, w13_t, w2_t = backward_operands(weights, ctx.read, copies, backward, dy)
-            saved = ffn.with_hidden(saved, x, w13)
-            del tensors
-            dy_q, _, dy_scale, _ = ops.quantize_group(dy, nans.dy)
-            grads = ffn.hidden_gradients(Rows(dy_q, dy_scale), saved, w2_t)
-            del saved, w2_t  # h is freed after its last use
-            if needs_dx:
-                dx = ffn.product(grads.dh, w13_t, None, ffn.dim)[: dy.shape[0]].to(ctx.x_dtype)
-        dw = without_expert_dim(ffn.weight_grads(x, grads, weights, ExpertWeights(*needs_dw)))
-        return dx, *dw, None, None, None, None
+        ffn = group_of(rows, ExpertSpec(), backward, nans, w2.shape[0])
+        needs_dx, *needs_dw = ctx.needs_input_grad[:4]
+        dy_q, _, dy_scale, _ = ops.quantize_group(dy, nans.dy)
+        dx, of_weights = group_backward(
+            ffn,
+            rows,
+            ExpertWeights(w1, w2, w3),
+            ctx.read,
+            copies,
+            SavedFFN(**{name: tensors.pop() for name in reversed(saved_fields(backward))}),  # held by the callee alone
+            Rows(dy_q, dy_scale),
+            needs_dx,
+        )
+        dx = None if dx is None else dx[: dy.shape[0]].to(ctx.x_dtype)
+        return dx, *of_weights.weight_grads(ExpertWeights(*needs_dw)), None, None, None, None
 
 
 def feed_forward(
@@ -230,13 +247,12 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
-        weight = w.unsqueeze(0)
-        copies = None if cache is None else cache.buffers([[weight]])
-        packed = [weight] if copies is None else [weight, *copies.pack(frozen)]
-        y, q, x_scale, end, *generations = _linear_op(x_TK, packed, dtype, nan_flags)
+        packed = pack(ExpertWeights(w.unsqueeze(0), None), cache, frozen)
+        weight, _, _, *copies = packed.tensors
+        y, q, x_scale, end, *generations = _linear_op(x_TK, [weight, *copies], dtype, nan_flags)
         kept = (None, None) if frozen else (q, x_scale)
         ctx.save_for_backward(*aliases([w]), *kept, end, *generations)
-        ctx.config, ctx.read, ctx.nan_flags, ctx.x_dtype = config, Read.of(copies, frozen), nan_flags, x_TK.dtype
+        ctx.config, ctx.read, ctx.nan_flags, ctx.x_dtype = config, packed.read(), nan_flags, x_TK.dtype
         return y
 
     @staticmethod
@@ -247,12 +263,9 @@ class _Linear(torch.autograd.Function):
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         dx = dw = None
         if needs_dx:
-            weight = w.unsqueeze(0)
+            weight: ExpertWeights[Any] = ExpertWeights(w.unsqueeze(0), None)
             with held_by(ctx.read):
-                if ctx.read is None:
-                    w_t = ops.quantize_weight_transposed(weight)
-                else:
-                    w_t = ctx.read.operands([[weight]], generations, dy)[0].transposed()
+                _, w_t, _ = backward_operands(weight, ctx.read, generations, BackwardSpec(), dy)
                 dx = ops.grouped_mm(dy_q, dy_scale, w_t.q, w_t.scale, end, ctx.x_dtype)[: dy.shape[0]]
         if needs_dw:
             operands = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)

@@ -303,27 +303,28 @@ def _after_optimizer_step(*_: Any) -> None:
 
 
 class Generations(NamedTuple):
-    """The results of :func:`titan_fp8moe.ops.refresh_weight` for a layer's two operands, (2,) int32 each."""
+    """The results of :func:`titan_fp8moe.ops.refresh_weight` for each operand, (2,) int32; None where there are no
+    copies."""
 
-    w13: Tensor
-    w2: Tensor
+    w13: Any = None
+    w2: Any = None
+
+    @property
+    def there(self) -> list[Tensor]:
+        return [generation for generation in self if generation is not None]
 
 
 _COUNT = len(ExpertWeights._fields)
 _UNLOCKED = contextlib.nullcontext()
 
 
-def groups_of(weights: ExpertWeights[Any]) -> Groups:
-    return weights.gate_up, (weights.w2,)
+def _groups_of(weights: ExpertWeights[Any]) -> Groups:
+    return (weights.gate_up,) if weights.w2 is None else (weights.gate_up, (weights.w2,))
 
 
 def usable(cache: WeightCache | None, weight: Tensor) -> WeightCache | None:
     """The cache, but none for fake weights, such as those of torch.export: buffers are real."""
     return None if isinstance(weight, FakeTensor) else cache
-
-
-def buffers_of(cache: WeightCache | None, weights: ExpertWeights[Any]) -> Copies | None:
-    return None if cache is None else cache.buffers(groups_of(weights))
 
 
 def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -334,32 +335,40 @@ def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [t if t is None else t.detach() for t in tensors]
 
 
-def pack(weights: ExpertWeights[Any], copies: Copies | None, frozen: bool) -> list[Tensor | None]:
-    """The weights as a forward's op takes them, followed by the copies; or as FSDP gathered them in FP8."""
-    return readable(weights).pack() if copies is None else [*weights, *copies.pack(frozen)]
+class Packed(NamedTuple):
+    """Weights as a forward's op takes them, followed by copies if there are any; or as FSDP gathered them in FP8."""
+
+    tensors: list[Tensor | None]
+    copies: Copies | None = None
+    frozen: bool = False
+
+    def read(self) -> "Read | None":
+        """Call it after the forward, in its thread."""
+        if self.copies is None:
+            return None
+        ticket = -1 if torch.compiler.is_compiling() else self.copies.ticket_of_thread()
+        return Read(self.copies, self.frozen, ticket)
 
 
-def forward_operands(packed: list[Tensor | None]) -> tuple[tuple[Fp8Weight, Fp8Weight], Generations | None]:
-    """The operands, and the generations of copies if there are any. Call it in :func:`held`.
+def pack(weights: ExpertWeights[Any], cache: WeightCache | None, frozen: bool) -> Packed:
+    """``weights``: of one or of several experts; a linear's is w1."""
+    if cache is None:
+        return Packed(readable(weights).pack())
+    copies = cache.buffers(_groups_of(weights))
+    return Packed([*weights, *copies.pack(frozen)], copies, frozen)
+
+
+def forward_operands(packed: list[Tensor | None]) -> tuple[list[Fp8Weight], Generations]:
+    """The operands of :class:`Packed` weights, and the generations of copies. Call it in :func:`held`.
 
     The operands are w13 (E, 2H, D), gate and up in one, or up alone without a gate, and w2 (E, D, H).
     """
     if len(packed) <= 2 * _COUNT:
-        weights = ExpertWeights.unpack(packed)
-        return (ops.quantize_weight(*weights.gate_up), ops.quantize_weight(weights.w2)), None
+        return [ops.quantize_weight(*group) for group in _groups_of(ExpertWeights.unpack(packed))], Generations()
     weights, buffers = ExpertWeights(*cast(Any, packed[:_COUNT])), packed[_COUNT:]
-    w13, w2 = operands = _operands(buffers)
-    generations = _refreshed(groups_of(weights), operands, buffers[-1])
-    return (w13.plain, w2.plain), Generations(*generations)
-
-
-def linear_operand(packed: list[Any]) -> tuple[Fp8Weight, list[Tensor]]:
-    """As :func:`forward_operands`, of one weight (1, N, K), and of copies if there are any."""
-    weight, *buffers = packed
-    if not buffers:
-        return ops.quantize_weight(weight), []
     operands = _operands(buffers)
-    return operands[0].plain, _refreshed([[weight]], operands, buffers[-1])
+    generations = _refreshed(_groups_of(weights), operands, buffers[-1])
+    return [operand.plain for operand in operands], Generations(*generations)
 
 
 def _operands(buffers: list[Any]) -> list[KeptOperand]:
@@ -368,11 +377,11 @@ def _operands(buffers: list[Any]) -> list[KeptOperand]:
     return [KeptOperand(*buffers[at : at + size]) for at in range(0, len(buffers) - 1, size)]
 
 
-def held(packed: list[Tensor | None], weights: int = _COUNT) -> Any:
+def held(packed: list[Tensor | None]) -> Any:
     """The context in which an op reads packed weights: the lock of the copies, if there are any."""
-    if len(packed) <= 2 * weights:
+    if len(packed) <= 2 * _COUNT:
         return _UNLOCKED
-    copies = _copies_of(cast(Tensor, packed[weights + KeptOperand._fields.index("state")]))
+    copies = _copies_of(cast(Tensor, packed[_COUNT + KeptOperand._fields.index("state")]))
     return _UNLOCKED if copies is None else copies.lock
 
 
@@ -415,13 +424,13 @@ class BackwardOperands(NamedTuple):
 
     Attributes:
         w13: gate and up as in the forward, (E, 2H, D), if the backward computes GEMM 1 again; else None.
-        w13_t: gate and up transposed, (E, D, 2H).
+        w13_t: gate and up transposed, (E, D, 2H); or a linear's weight.
         w2_t: down transposed, (E, H, D).
     """
 
     w13: Fp8Weight | None
     w13_t: Fp8Weight
-    w2_t: Fp8Weight
+    w2_t: Any = None  # of an FFN an Fp8Weight
 
 
 class Read(NamedTuple):
@@ -435,13 +444,6 @@ class Read(NamedTuple):
     copies: Copies
     frozen: bool
     ticket: int
-
-    @classmethod
-    def of(cls, copies: Copies | None, frozen: bool) -> "Read | None":
-        """After a forward, in its thread."""
-        if copies is None:
-            return None
-        return cls(copies, frozen, -1 if torch.compiler.is_compiling() else copies.ticket_of_thread())
 
     def operands(self, groups: Groups, generations: Sequence[Tensor], dout: Tensor) -> list[KeptOperand]:
         """The forward's operands: those that the copies hold, or made again of the weights. ``dout``: any gradient."""
@@ -461,7 +463,7 @@ def held_by(read: Read | None) -> Any:
 
 
 def backward_operands(
-    weights: ExpertWeights[Any], read: Read | None, generations: Generations, backward: BackwardSpec, dout: Tensor
+    weights: ExpertWeights[Any], read: Read | None, generations: Sequence[Tensor], backward: BackwardSpec, dout: Tensor
 ) -> BackwardOperands:
     """The operands of a backward: the copies that the forward has read, or quantized for it. ``w13`` comes from the
     same read of the weights. Call it in :func:`held_by`.
@@ -471,11 +473,12 @@ def backward_operands(
         dout: any gradient that the backward is given.
     """
     if read is not None:
-        w13, w2 = read.operands(groups_of(weights), generations, dout)
-        return BackwardOperands(w13.plain, w13.transposed(), w2.transposed())
-    weights, w13 = readable(weights), None
+        kept = read.operands(_groups_of(weights), generations, dout)
+        return BackwardOperands(kept[0].plain, *(operand.transposed() for operand in kept))
+    first, *others = _groups_of(cast(Any, readable(weights)))
+    w13 = None
     if backward.recompute == "experts":
-        w13, w13_t = ops.quantize_weight_both(*weights.gate_up)
+        w13, w13_t = ops.quantize_weight_both(*first)
     else:
-        w13_t = ops.quantize_weight_transposed(*weights.gate_up)
-    return BackwardOperands(w13, w13_t, ops.quantize_weight_transposed(weights.w2))
+        w13_t = ops.quantize_weight_transposed(*first)
+    return BackwardOperands(w13, w13_t, *(ops.quantize_weight_transposed(*group) for group in others))

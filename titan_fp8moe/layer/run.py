@@ -15,10 +15,10 @@ from torch import Tensor
 
 from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
-from titan_fp8moe.layer.experts import Call, ExpertsFunction, finish_eagerly, in_flight_eagerly, start_eagerly
+from titan_fp8moe.layer.experts import Call, ExpertsFunction, run_overlapped
 from titan_fp8moe.layer.lora import Lora, split_lora
 from titan_fp8moe.layer.operands import WeightCache, usable
-from titan_fp8moe.layer.saved import FinishInputs, Inputs, LayerSpec
+from titan_fp8moe.layer.saved import Inputs, LayerSpec
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import refuse_export
@@ -190,12 +190,7 @@ def run_layer(
     inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)
     refuse_export(inputs.flatten())
     if spec.dispatch.overlaps:
-        in_flight = in_flight_eagerly(x_TD.device)
-        start = inputs._replace(shared=NO_WEIGHTS).flatten()
-        placeholder, payload, *handed = start_eagerly(*start, call, in_flight)
-        extra = None if meanwhile is None else meanwhile()
-        end = FinishInputs(placeholder, payload, nan_flags, inputs.shared)
-        out = finish_eagerly(*end.flatten(), *handed, call, in_flight, x_TD.shape[1], x_TD.dtype)
+        out, extra = run_overlapped(inputs, call, meanwhile)
     else:
         out = ExpertsFunction.apply(*inputs.flatten(), call, None)
         extra = None if meanwhile is None else meanwhile()

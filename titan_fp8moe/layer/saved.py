@@ -172,7 +172,7 @@ class Saved(NamedTuple):
         return cls(*[entry and entry[0](*[values[at] for at in entry[1]]) for entry in layout.records])
 
 
-# --- arguments of the autograd functions ------------------------------------------------------------------------------
+# --- arguments of the autograd function ------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
@@ -199,20 +199,3 @@ class Inputs(NamedTuple):
         weights, shared, rest = ExpertWeights(*rest[:3]), ExpertWeights(*rest[3:6]), rest[6:]
         biases, adapters = (Biases(*rest[:3]), rest[3:]) if biased else (None, rest)
         return cls(x, scores, ids, flags, shared_scores, weights, shared, biases, adapters)
-
-
-class FinishInputs(NamedTuple):
-    """As :class:`Inputs`, of :class:`titan_fp8moe.layer.experts.FinishFunction`."""
-
-    placeholder: Any = None
-    payload: Any = None
-    nan_flags: Any = None
-    shared: ExpertWeights[Any] = NO_WEIGHTS
-
-    def flatten(self) -> tuple[Any, ...]:
-        return (*self[:-1], *self.shared)
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> "FinishInputs":
-        placeholder, payload, flags, *rest = values
-        return cls(placeholder, payload, flags, ExpertWeights(*rest[:3]))

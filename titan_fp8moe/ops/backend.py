@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from titan_fp8moe.kernels.launch import is_recording
+from titan_fp8moe.kernels.launch import is_recording, recording
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -49,8 +49,9 @@ def custom_op(
         reference: the specification, whose name may have a leading underscore.
         kernel: takes the same arguments, whose types stand at the reference, and runs where :func:`use_kernels` holds
             for the first tensor.
-        fake: returns tensors of the same shapes, strides and dtypes; by default the reference, where that calls ops.
-            The recipe would do for most, but has up to a hundred operators: a layer traced ten times as long.
+        fake: returns tensors of the same shapes, strides and dtypes; by default the kernel, whose launches do nothing
+            then, or without one the reference, which calls ops. The recipe would do for most, but has up to a hundred
+            operators: a layer traced ten times as long.
 
     Returns:
         The callable, with the attributes ``op`` and ``register_fake``, which replaces the fake.
@@ -77,12 +78,22 @@ def custom_op(
     _library.define(name + torch.library.infer_schema(reference, mutates_args=()))
     _library.impl(name, run, "CompositeExplicitAutograd")
     op = getattr(torch.ops.titan_fp8moe, name).default
-    torch.library.register_fake(op, fake or reference)
+    torch.library.register_fake(op, fake or (reference if kernel is None else _without_launches(kernel)))
     torch.library.register_autograd(op, _no_gradient)  # of a program that was exported under no_grad
     defined = cast(CustomOp[P, R_co], call)
     defined.op = op
     defined.register_fake = functools.partial(torch.library.register_fake, op, allow_override=True)
     return defined
+
+
+def _without_launches(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel's Python, which allocates its results. Nobody reads the launches that it records."""
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        with recording():
+            return kernel(*args, **kwargs)
+
+    return fake
 
 
 def _no_gradient(ctx: Any, *_: Any) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute as kernels
 from titan_fp8moe.kernels import routing
-from titan_fp8moe.kernels.sizes import empty_rows
 from titan_fp8moe.ops.backend import custom_op
 
 # For whoever converts the arguments that an error names, until nothing is refused and all tokens go to expert 0.
@@ -79,53 +78,13 @@ def _permute_rows(
     return recipe.permute_rows(q_TD, scale, token_M)
 
 
-# --- fakes ------------------------------------------------------------------------------------------------------------
-
-
-def _fake_expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids=False):
-    score_M = topk_scores_TK.new_empty(capacity)
-    return _ints(score_M, num_experts), _ints(score_M, capacity), score_M, _ints(score_M, *topk_ids_TK.shape)
-
-
-def _fake_dispatch_routing(topk_ids_TK, num_ranks, num_local, signature=0, check_ids=False):
-    T, K = topk_ids_TK.shape
-    shapes = (T, K), (T * min(K, num_ranks),), (num_ranks, 3 + num_local)
-    return tuple(_ints(topk_ids_TK, *shape) for shape in shapes)
-
-
-def _ints(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.int32)
-
-
-def _fake_permute(q_TD, scale, row_TK, token_M, offsets_E):
-    return empty_rows(q_TD, token_M.shape[0], q_TD.shape[1])
-
-
-def _fake_sum(y_MD, row_TK, out_dtype, addend_RD=None, b2=None, score_M=None, offsets_E=None):
-    return y_MD.new_empty(row_TK.shape[0], y_MD.shape[1], dtype=out_dtype)
-
-
-def _fake_gradients(dx_MD, ds, row_TK, out_dtype, addend_RD=None):
-    return _fake_sum(dx_MD, row_TK, out_dtype), ds.new_empty(row_TK.shape)
-
-
-def _fake_dispatch(q_TD, scale, token_C, sent_TK, topk_ids_TK, topk_scores_TK, num_local):
-    width = recipe.dispatch_width(q_TD.shape[1], 0 if topk_ids_TK is None else sent_TK.shape[1])
-    return q_TD.new_empty(token_C.shape[0], width, dtype=torch.uint8)
-
-
-def _fake_combine(y_MD, ds_M, row_CK, b2=None, score_M=None, offsets_E=None):
-    width = recipe.combine_width(y_MD.shape[1], 0 if ds_M is None else row_CK.shape[1])
-    return y_MD.new_empty(row_CK.shape[0], width, dtype=torch.uint8)
-
-
 # --- ops --------------------------------------------------------------------------------------------------------------
 
 # Rows of y, dx and ds may be strided: views of a payload.
-expert_routing = custom_op(_expert_routing, routing.expert_routing, _fake_expert_routing)
-dispatch_routing = custom_op(_dispatch_routing, routing.dispatch_routing, _fake_dispatch_routing)
-permute_rows = custom_op(_permute_rows, kernels.permute_rows, _fake_permute)
-unpermute_sum = custom_op(recipe.unpermute_sum, kernels.unpermute_sum, _fake_sum)
-unpermute_gradients = custom_op(recipe.unpermute_gradients, kernels.unpermute_gradients, _fake_gradients)
-pack_dispatch = custom_op(recipe.pack_dispatch, kernels.pack_dispatch, _fake_dispatch)
-pack_combine = custom_op(recipe.pack_combine, kernels.pack_combine, _fake_combine)
+expert_routing = custom_op(_expert_routing, routing.expert_routing)
+dispatch_routing = custom_op(_dispatch_routing, routing.dispatch_routing)
+permute_rows = custom_op(_permute_rows, kernels.permute_rows)
+unpermute_sum = custom_op(recipe.unpermute_sum, kernels.unpermute_sum)
+unpermute_gradients = custom_op(recipe.unpermute_gradients, kernels.unpermute_gradients)
+pack_dispatch = custom_op(recipe.pack_dispatch, kernels.pack_dispatch)
+pack_combine = custom_op(recipe.pack_combine, kernels.pack_combine)

@@ -7,28 +7,12 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
-from titan_fp8moe.kernels.sizes import empty_weight
 from titan_fp8moe.ops.backend import custom_op
-from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_TILE
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8
 
-
-def _fake_rows(x_TD, nan_flag=None):
-    T, D = x_TD.shape[0], recipe.padded(x_TD.shape[1])
-    return x_TD.new_empty(T, D, dtype=FP8), x_TD.new_empty(T, D // SCALE_TILE, dtype=E8M0)
-
-
-def _fake_group(x_TD, nan_flag=None):
-    q, scale = _fake_rows(x_TD.new_empty(recipe.group_rows(x_TD.shape[0]), x_TD.shape[1]))
-    return q, scale, scale.new_empty(scale.shape[1], scale.shape[0]).t(), x_TD.new_empty(1, dtype=torch.int32)
-
-
-quantize_rows = custom_op(recipe.quantize_rows, kernels.quantize_rows, _fake_rows)
-quantize_group = custom_op(recipe.quantize_group, kernels.quantize_group, _fake_group)
-dequantize_rows = custom_op(
-    recipe.dequantize_rows,
-    kernels.dequantize_rows,
-    lambda q, scale, offsets_E: q.new_empty(q.shape, dtype=torch.bfloat16),
-)
+quantize_rows = custom_op(recipe.quantize_rows, kernels.quantize_rows)
+quantize_group = custom_op(recipe.quantize_group, kernels.quantize_group)
+dequantize_rows = custom_op(recipe.dequantize_rows, kernels.dequantize_rows)
 
 
 class Fp8Weight(NamedTuple):
@@ -221,25 +205,9 @@ def _join_weight(
     return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
 
 
-def _fake_weight(weights, plain, transposed):
-    (E, _, K), N = weights[0].shape, sum(recipe.padded(w.shape[1]) for w in weights)
-    if kernels.stored_transposed(weights):
-        q_t, q, scale = empty_weight(weights[0], E, recipe.padded(K), N, transposed, plain)
-        return q, q_t, scale.transpose(1, 2)
-    return empty_weight(weights[0], E, N, recipe.padded(K), plain, transposed)
-
-
-def _fake_join(w, w_scale, last_w, last_scale, plain, transposed):
-    E, N, K = w.shape
-    N += 0 if last_w is None else last_w.shape[1]
-    return empty_weight(w, E, N, K, plain, transposed)
-
-
-_quantize_weight_op = custom_op(_quantize_weight, kernels.quantize_weight, _fake_weight)
-_join_weight_op = custom_op(_join_weight, kernels.join_weight, _fake_join)
-refresh_weight = custom_op(
-    _refresh_weight, kernels.refresh_weight, lambda weights, q, q_t, scale, state, *_: state.new_empty(2)
-)
+_quantize_weight_op = custom_op(_quantize_weight, kernels.quantize_weight)
+_join_weight_op = custom_op(_join_weight, kernels.join_weight)
+refresh_weight = custom_op(_refresh_weight, kernels.refresh_weight)
 
 
 def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:

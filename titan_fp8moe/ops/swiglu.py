@@ -5,9 +5,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu as kernels
-from titan_fp8moe.kernels.sizes import empty_rows
 from titan_fp8moe.ops.backend import custom_op
-from titan_fp8moe.recipe import padded
 from titan_fp8moe.spec import ExpertSpec, decode
 
 
@@ -110,24 +108,5 @@ def _swiglu_quantize_backward(
     return [*results, recipe.bias_gradient(rows, offsets_E).to(b2.dtype)]
 
 
-def _fake_forward(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
-    M, N = h_M2H.shape
-    H = padded(N // decode(ExpertSpec, spec).rows_per_unit)
-    return *empty_rows(h_M2H, M, H), *empty_rows(h_M2H, M, N, keep_h)
-
-
-def _fake_backward(
-    d_MH, h_M2H, h_scale, score_M, offsets_E, spec, recompute_a, nan_flag=None, gate_bias=None, up_bias=None, b2=None,
-    dy=None, dy_scale=None, bias_gradients=False,
-):  # fmt: skip
-    M, H = d_MH.shape
-    ds = d_MH.new_empty(0 if score_M is None else M, dtype=torch.float32)
-    results = [*empty_rows(d_MH, M, h_M2H.shape[1]), *empty_rows(d_MH, M, H, recompute_a), ds]
-    if gate_bias is not None and b2 is not None and bias_gradients:
-        columns = decode(ExpertSpec, spec).rows_per_unit * gate_bias.shape[1] + b2.shape[1]
-        results.append(b2.new_empty(offsets_E.shape[0], columns))
-    return results
-
-
-swiglu_quantize = custom_op(_swiglu_quantize, kernels.swiglu_quantize, _fake_forward)
-swiglu_quantize_backward = custom_op(_swiglu_quantize_backward, kernels.swiglu_quantize_backward, _fake_backward)
+swiglu_quantize = custom_op(_swiglu_quantize, kernels.swiglu_quantize)
+swiglu_quantize_backward = custom_op(_swiglu_quantize_backward, kernels.swiglu_quantize_backward)

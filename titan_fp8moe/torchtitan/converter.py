@@ -14,10 +14,7 @@ from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss_parallelize
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
-from torchtitan.protocols.model_converter import (
-    ModelConverter,
-    ModelConvertersContainer,
-)
+from torchtitan.protocols.model_converter import ModelConverter, ModelConvertersContainer
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe import SAVED_OPS, patches

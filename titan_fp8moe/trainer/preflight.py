@@ -102,23 +102,18 @@ def check_layer(name: str, sizes: LayerSizes, config: Fp8FlowMoEConfig, layout: 
             f"{name}: {sizes.num_experts} experts do not divide over {layout.expert_shards} expert-parallel ranks; "
             "choose a parallelism.expert_parallel_degree that divides them"
         )
-    if config.fp8_all_gather:
-        _check_fp8_all_gather(name, sizes, layout)
+    # FSDP must shard whole experts, since a 128x128 block has one scale.
+    if config.fp8_all_gather and sizes.num_experts % (layout.expert_shards * layout.fsdp_shards):
+        raise ValueError(
+            f"{name}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {sizes.num_experts} experts "
+            f"do not divide over {layout.expert_shards} expert-parallel x {layout.fsdp_shards} FSDP ranks; set it to "
+            "false, or raise parallelism.data_parallel_replicate_degree until they do"
+        )
     if layout.tokens * sizes.top_k > MAX_ROWS:
         raise ValueError(
             f"{name}: {layout.tokens} tokens of a microbatch have {layout.tokens * sizes.top_k} rows for their "
             f"top-{sizes.top_k} experts, but a rank can have {MAX_ROWS}; lower training.local_batch_size or "
             "training.seq_len"
-        )
-
-
-def _check_fp8_all_gather(layer: str, sizes: LayerSizes, layout: ExpertLayout) -> None:
-    """FSDP must shard whole experts, since a 128x128 block has one scale."""
-    if sizes.num_experts % (layout.expert_shards * layout.fsdp_shards):
-        raise ValueError(
-            f"{layer}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {sizes.num_experts} experts "
-            f"do not divide over {layout.expert_shards} expert-parallel x {layout.fsdp_shards} FSDP ranks; set it to "
-            "false, or raise parallelism.data_parallel_replicate_degree until they do"
         )
 
 
@@ -164,13 +159,6 @@ def compiles_model(job: Any) -> bool:
     return job.compile.enable and "model" in job.compile.components
 
 
-def _check_numbers(job: Any) -> None:
-    """Sizes of a job with which torchtitan fails late, or trains nothing."""
-    for setting in ("seq_len", "local_batch_size", "steps"):
-        if (value := getattr(job.training, setting)) < 1:
-            raise ValueError(f"training.{setting} = {value}; set it to 1 or more")
-
-
 def check_learning_rate(setting: str, value: float) -> None:
     if not 0 <= value < math.inf:
         raise ValueError(f"{setting} = {value}; set it to a number that is not negative")
@@ -180,7 +168,10 @@ def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
     """The settings that both releases have, without the parallel degrees and the model. ``validation`` is the name of
     the table that turns validation on."""
     training, parallelism = job.training, job.parallelism
-    _check_numbers(job)
+    # With these torchtitan fails late, or trains nothing.
+    for setting in ("seq_len", "local_batch_size", "steps"):
+        if (value := getattr(training, setting)) < 1:
+            raise ValueError(f"training.{setting} = {value}; set it to 1 or more")
     if config.statistics_every and not (job.metrics.enable_tensorboard or job.metrics.enable_wandb):
         raise ValueError(
             f"fp8_flow_moe.statistics_every = {config.statistics_every}, but nothing logs the statistics; set "
