@@ -458,7 +458,7 @@ def swiglu_quantize_backward(
     activation = ACTIVATIONS[spec.activation]
     operand = activation.forward(g, u, *spec.parameters)
     dg, du = activation.backward(g, u, d if spec.score_before_experts else s * d, *spec.parameters)
-    dh = dbias_M2H = join_gate_up(dg, du if spec.gated else None, spec)
+    dh = dbias_M2H = join_gate_up(dg, du, spec)
     if spec.score_before_experts:
         ds = (dh * h_M2H.float()).sum(1)
         dh = s * dh
