@@ -13,10 +13,8 @@ from experiments.reference import relative_error
 from tests.layer import (
     DEVICE,
     CastCounter,
-    apply_layer,
     assert_equal,
     generations,
-    make_layer,
     refused,
     results,
     saved_bytes,
@@ -146,33 +144,6 @@ def test_compiles_as_one_graph(dtype):
     want = torch.autograd.grad(both(inputs, w), [*inputs, w])
     got = torch.autograd.grad(torch.compile(both, fullgraph=True, backend="aot_eager")(inputs, w), [*inputs, w])
     assert_equal(got, want)
-
-
-class Dense(torch.nn.Module):
-    """A layer with shared experts, a dense FFN and a linear."""
-
-    def __init__(self):
-        super().__init__()
-        _, *weights = leaves()
-        *_, routed = make_layer()
-        self.dense, self.routed = torch.nn.ParameterList(weights), torch.nn.ParameterList(routed)
-        self.router = torch.nn.Linear(D, 8, bias=False, device=DEVICE)
-        self.last = Fp8FlowLinear(D, D, device=DEVICE)
-
-    def forward(self, x):
-        scores, ids = self.router(x).softmax(-1).topk(3)
-        dense = ExpertWeights(*self.dense)
-        x = apply_layer(x, ExpertWeights(*self.routed), ids, scores, config=DEFAULTS, shared=dense)
-        return self.last(input=feed_forward(x, dense, DEFAULTS))
-
-
-def test_exports_with_any_number_of_rows():
-    layer, rows = Dense(), torch.export.Dim("rows", min=0, max=4096)
-    with torch.no_grad():
-        exported = torch.export.export(layer, (torch.randn(40, D, device=DEVICE),), dynamic_shapes=({0: rows},))
-        for tokens in (0, 1, 127, 128, 129, 1000):
-            x = torch.randn(tokens, D, device=DEVICE)
-            assert torch.equal(exported.module()(x), layer(x))
 
 
 def test_checkpointing_by_op_multiplies_nothing_again():
