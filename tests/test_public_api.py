@@ -16,15 +16,18 @@ from experiments import reference
 from tests.layer import DEVICE, D, E, H, K, T, make_layer
 from tests.processes import ROOT, run_script, run_workers
 from titan_fp8moe import (
+    Adapter,
     Fp8FlowLinear,
     Fp8FlowMoEConfig,
+    Lora,
     RoutedExperts,
+    SharedExperts,
     grouped_mm,
     recipe,
     routed_experts,
 )
 from titan_fp8moe.layer import experts
-from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 
 EXAMPLE = str(ROOT / "examples/plain_pytorch.py")
@@ -134,7 +137,7 @@ def layers():
 
 @pytest.mark.parametrize("name", ["experts", "linear", "ffn", "grouped_mm"])
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_transforms_and_tracing_are_refused(name):
+def test_transforms_tracing_and_second_derivatives_are_refused(name):
     """In a sentence of our own: PyTorch's asks for setup_context, or to report a bug."""
     layer, x = layers()[name], torch.randn(T, D, device=DEVICE)
     for transform in (lambda: torch.vmap(layer)(x[None]), lambda: torch.func.grad(lambda x: layer(x).sum())(x)):
@@ -142,6 +145,8 @@ def test_transforms_and_tracing_are_refused(name):
             transform()
     with pytest.raises(RuntimeError, match="use torch.export or torch.compile"):
         torch.jit.trace(layer, (x,))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(layer(x.requires_grad_()).sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("inner", [True, False], ids=["experts", "parent"])
@@ -233,11 +238,21 @@ def test_same_inputs_same_bits(deterministic):
 
 
 def test_flops_are_counted():
+    """Of all rows that there is room for; columns that are padded count."""
     x, scores, ids, weights = make_layer()
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        routed_experts(x, *weights, ids, scores)
-    assert counter.get_total_flops() == 2 * recipe.row_capacity(T * K, E) * 3 * H * D
-    w1, w2, w3 = weights
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as padded:
-        routed_experts(x, w1[:, :112], w2[:, :, :112], w3[:, :112], ids, scores)
-    assert padded.get_total_flops() == counter.get_total_flops()
+    narrow = [w[:, :112] if i != 1 else w[:, :, :112] for i, w in enumerate(weights)]
+    dense, part = (ExpertWeights(*(w[0] for w in ws)) for ws in (weights, narrow))
+    lora = Lora(*(Adapter(w.new_zeros(E, 8, w.shape[2]), w.new_zeros(E, w.shape[1], 8), 1.0) for w in weights))
+    rows, tokens, config = recipe.row_capacity(T * K, E), recipe.group_rows(T), Fp8FlowMoEConfig()
+    for layer, multiplied in (
+        (lambda: routed_experts(x, *weights, ids, scores), 3 * rows * H * D),
+        (lambda: routed_experts(x, *narrow, ids, scores), 3 * rows * H * D),
+        (lambda: routed_experts(x, *weights, ids, scores, lora=lora), 3 * rows * (H * D + 8 * (H + D))),
+        (lambda: routed_experts(x, *weights, ids, scores, shared=SharedExperts(*dense)), 3 * (rows + tokens) * H * D),
+        (lambda: feed_forward(x, dense, config), 3 * tokens * H * D),
+        (lambda: feed_forward(x, part, config), 3 * tokens * H * D),
+        (lambda: linear(x, dense.w1, config), tokens * H * D),
+    ):
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            layer()
+        assert counter.get_total_flops() == 2 * multiplied
