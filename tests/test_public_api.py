@@ -149,35 +149,6 @@ def test_transforms_tracing_and_second_derivatives_are_refused(name):
         torch.autograd.grad(layer(x.requires_grad_()).sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("inner", [True, False], ids=["experts", "parent"])
-def test_scores_stay_fp32_under_fsdp(mesh, monkeypatch, inner):
-    """FSDP2's mixed precision casts a module's floating-point arguments, but not the module's scores."""
-
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.router = torch.nn.Linear(D, E, bias=False)
-            self.experts = RoutedExperts(E, D, H)
-
-        def forward(self, x):
-            scores, ids = self.router(x).float().softmax(-1).topk(K)
-            return self.experts(x, ids, scores)
-
-    block, seen = Block(), []
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    if inner:
-        fully_shard(block.experts, mesh=mesh, mp_policy=policy)
-    fully_shard(block, mesh=mesh, mp_policy=policy)
-    for module in (block, block.experts):
-        if isinstance(module, torch.distributed.fsdp.FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-    op = experts._forward_op
-    monkeypatch.setattr(experts, "_forward_op", lambda *args: seen.append([a.dtype for a in args[:2]]) or op(*args))
-    block(torch.randn(16, D)).sum().backward()
-    assert seen == [[torch.bfloat16, torch.float32]]
-    assert block.experts.w1.grad.to_local().any() and block.router.weight.grad.to_local().any()
-
-
 class ScaledExperts(RoutedExperts):
     def forward(self, x, topk_ids, topk_scores):
         return super().forward(x, topk_ids, topk_scores * 2.0)
@@ -196,25 +167,43 @@ def test_forward_takes_plain_tensors():
     assert torch.equal(copy.deepcopy(module)(x, ids, scores), want)
 
 
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(D, E, bias=False), ScaledExperts(E, D, H)
+
+    def forward(self, x):
+        scores, ids = self.router(x).float().softmax(-1).topk(K)
+        return self.experts(x, ids, topk_scores=scores)
+
+
+@pytest.mark.parametrize("sharded", ["experts", "block", "both"])
 @pytest.mark.parametrize("early", [True, False], ids=["hook_first", "fsdp_first"])
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None], ids=str)
-def test_hooks_and_subclasses_see_fp32_scores_under_fsdp(mesh, monkeypatch, early, param_dtype):
-    module, seen = ScaledExperts(E, D, H), []
+def test_scores_stay_fp32_under_fsdp(mesh, monkeypatch, sharded, early, param_dtype):
+    """FSDP2's mixed precision casts a module's floating-point arguments, but not the module's scores: for hooks, for
+    subclasses and for the layer."""
+    block, seen, policy = Block(), [], MixedPrecisionPolicy(param_dtype=param_dtype)
 
     def hook(_, args, kwargs):
         seen.append([args[0].dtype, args[2].dtype])
         return (*args[:2], args[2] * 1.0), kwargs
 
     if early:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+        block.experts.register_forward_pre_hook(hook, with_kwargs=True)
+    for module in (block.experts, block):
+        if sharded == "both" or (module is block) == (sharded == "block"):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+            module.set_force_sum_reduction_for_comms(True)
     if not early:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        block.experts.register_forward_pre_hook(hook, with_kwargs=True)
     op = experts._forward_op
     monkeypatch.setattr(experts, "_forward_op", lambda *args: seen.append([a.dtype for a in args[:2]]) or op(*args))
-    scores, ids = torch.rand(16, E).topk(K)
-    module(torch.randn(16, D), ids, topk_scores=scores)
+    block(torch.randn(16, D)).sum().backward()
     assert seen == [[param_dtype or torch.float32, torch.float32]] * 2
+    for weight in (block.experts.w1, block.router.weight):
+        grad = weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad
+        assert grad.any()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
