@@ -38,15 +38,37 @@ NO_DRIVER = SimpleNamespace(
 
 @dataclass
 class Compiled:
-    """Resources of one kernel, from ptxas: Triton itself reports no spills for some kernels that have them."""
+    """One kernel. Its resources are ptxas's words: Triton itself reports no spills for some kernels that have them."""
 
     name: str
-    registers: int
-    stack: int  # bytes per thread of local memory
-    spills: int  # bytes per thread stored and loaded
+    capability: int
     shared: int  # bytes per CTA
-    warnings: list[str]  # of ptxas, such as C7514: WGMMAs serialized
     asm: dict[str, Any] = field(repr=False)
+
+    @property
+    def registers(self) -> int:
+        return self._sum(r"Used (\d+) registers")
+
+    @property
+    def stack(self) -> int:
+        """Bytes per thread of local memory."""
+        return self._sum(r"(\d+) bytes stack frame")
+
+    @property
+    def spills(self) -> int:
+        """Bytes per thread stored and loaded."""
+        return self._sum(r"(\d+) bytes spill")
+
+    @property
+    def warnings(self) -> list[str]:
+        """Such as C7514: WGMMAs serialized."""
+        return [line for line in self._log().splitlines() if "warning" in line.lower() or "C75" in line]
+
+    def _sum(self, pattern: str) -> int:
+        return sum(int(n) for n in re.findall(pattern, self._log()))
+
+    def _log(self) -> str:
+        return _ptxas(self.asm["ptx"], self.capability)
 
 
 def compile_kernel(
@@ -70,20 +92,7 @@ def compile_kernel(
     source_class = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_class(kernel, signature, constexprs, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    log = _ptxas(compiled.asm["ptx"], capability)
-
-    def number(pattern: str) -> int:
-        return sum(int(n) for n in re.findall(pattern, log))
-
-    return Compiled(
-        name=kernel.__name__,
-        registers=number(r"Used (\d+) registers"),
-        stack=number(r"(\d+) bytes stack frame"),
-        spills=number(r"(\d+) bytes spill"),
-        shared=compiled.metadata.shared,
-        warnings=[line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
-        asm=compiled.asm,
-    )
+    return Compiled(kernel.__name__, capability, compiled.metadata.shared, compiled.asm)
 
 
 @functools.cache  # launches that differ in sizes only have the same PTX

@@ -1,7 +1,6 @@
 """The framework-free checks: what they refuse, and the settings and remedies that they name."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,60 +139,6 @@ def test_whole_experts_are_gathered(shards: int, fsdp: int, fits: bool):
         with refused(*NOT_WHOLE if gathers and not fits else []):
             config = Fp8FlowMoEConfig(fp8_all_gather=gathers)
             preflight.check_layer("moe", sizes, config, layout)
-
-
-def make_job(**changes) -> SimpleNamespace:
-    """The settings that preflight reads, each in the table that has it."""
-    pipeline = dict(pipeline_parallel_degree=1, pipeline_parallel_schedule="1F1B", pipeline_parallel_schedule_csv="")
-    job = SimpleNamespace(
-        metrics=SimpleNamespace(enable_tensorboard=False, enable_wandb=False),
-        training=SimpleNamespace(
-            enable_cpu_offload=False,
-            dtype="float32",
-            mixed_precision_param="bfloat16",
-            seq_len=8,
-            local_batch_size=1,
-            steps=1,
-        ),
-        parallelism=SimpleNamespace(context_parallel_degree=1, **pipeline),
-        validation=SimpleNamespace(enable=False),
-    )
-    for name, value in changes.items():
-        (table,) = (t for t in vars(job).values() if hasattr(t, name))
-        setattr(table, name, value)
-    return job
-
-
-GATHER, COUNT = dict(fp8_all_gather=True), dict(statistics_every=10)
-OFFLOAD, CP2 = dict(enable_cpu_offload=True), dict(context_parallel_degree=2)
-PP2, SPLITS = dict(pipeline_parallel_degree=2), "may split the backward"
-
-
-@pytest.mark.parametrize(
-    ("changes", "settings", "said"),
-    [
-        (dict(dtype="bfloat16", mixed_precision_param="float32"), {}, []),
-        (dict(dtype="float16"), {}, ["training.dtype = 'float16'; set it to"]),
-        (dict(mixed_precision_param="float64"), {}, ["training.mixed_precision_param = 'float64'; set it to"]),
-        (OFFLOAD, {}, []),
-        ({}, GATHER, []),
-        (OFFLOAD, GATHER, ["fp8_flow_moe.fp8_all_gather", "training.enable_cpu_offload", "set one of the two to"]),
-        (dict(enable_wandb=True), COUNT, []),
-        (dict(enable_tensorboard=True), COUNT, []),
-        ({}, COUNT, ["fp8_flow_moe.statistics_every = 10", "metrics.enable_tensorboard", "metrics.enable_wandb"]),
-        (CP2, {}, []),
-        (dict(enable=True), {}, []),
-        (CP2 | dict(enable=True), {}, ["set validation.enable = false", "parallelism.context_parallel_degree = 1"]),
-        *[(PP2 | dict(pipeline_parallel_schedule=name), {}, []) for name in ("1f1b", "Interleaved1F1B", "GPipe")],
-        (dict(pipeline_parallel_schedule="DualPipeV"), {}, []),  # without a pipeline nobody reads it
-        (PP2 | dict(pipeline_parallel_schedule="DualPipeV"), {}, ["pipeline_parallel_schedule = 'DualPipeV'", SPLITS]),
-        (PP2 | dict(pipeline_parallel_schedule=""), {}, ["pipeline_parallel_schedule = ''", SPLITS]),
-        (PP2 | dict(pipeline_parallel_schedule_csv="a.csv"), {}, ["schedule_csv = 'a.csv'", "use 1F1B"]),
-    ],
-)
-def test_jobs(changes: dict, settings: dict, said: list[str]):
-    with refused(*said):
-        preflight.check_job(make_job(**changes), Fp8FlowMoEConfig(**settings), validation="validation")
 
 
 @pytest.mark.parametrize("built_for", ["13.0", None])

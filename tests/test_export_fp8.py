@@ -290,16 +290,7 @@ NOT_FINITE = f"{E0} holds a NaN or Inf", "diverged"
         ({}, "--filter-fqns layers.", ["nothing is quantized"]),
         ({}, "--filter-fqns experts.1.", ["some matrices of model.layers.0.mlp.experts would be FP8 and others bf16"]),
         ({}, "--assets /nowhere", ["/nowhere/config.json does not exist; --assets names"]),
-        (
-            {"model.layers.2.mlp.gate.weight": torch.zeros(2, 256)},
-            "",
-            ["num_hidden_layers = 2", "has model.layers.2.mlp.gate"],
-        ),
-        (
-            {"model.embed_tokens.weight": torch.zeros(9, 256)},
-            "",
-            ["vocab_size = 64, but model.embed_tokens.weight has 9"],
-        ),
+        ({"model.embed_tokens.weight": torch.zeros(9, 256)}, "", ["vocab_size = 64, but model.embed_tokens"]),
         ({}, "--config nowhere.toml", ["--config nowhere.toml: no such file"]),
     ],
 )

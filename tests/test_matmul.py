@@ -122,12 +122,6 @@ def test_counts_in_place_of_ends():
         call(1, 2, 3, 4)
 
 
-def test_differentiable_once():
-    x, w, offs, dy = inputs([3, 20])
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(grouped_mm(x, w, offs), x, dy, create_graph=True)
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

@@ -256,6 +256,13 @@ def activations(T: int) -> Any:
     return counted
 
 
+def assert_estimated(make: Callable[[], tuple[Forward, torch.Tensor]], part: Any) -> None:
+    """The estimate of the backward leaves out scales."""
+    kept, peak = allocations(make)
+    assert kept == pytest.approx(part.everything, rel=1e-5)
+    assert peak == pytest.approx(part.backward, rel=0.02)
+
+
 def parameters(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.empty(*shape, requires_grad=True) for shape in shapes]
 
@@ -266,8 +273,7 @@ RECOMPUTED = [("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), (
 @pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 176)])
 @pytest.mark.parametrize(("recompute", "save_h"), [*RECOMPUTED, (None, "bf16")])
 def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str | None, save_h: str):
-    """An FFN in FP8, and with None in bf16; with many rows, next to which the weights are small. The estimate of the
-    backward leaves out scales."""
+    """An FFN in FP8, and with None in bf16; with many rows, next to which the weights are small."""
     T, ffn = 2**18, FeedForward(D, H)
     if recompute is not None:
         Fp8FlowFeedForward.convert(ffn, Fp8FlowMoEConfig(recompute=recompute, save_h=save_h))
@@ -278,10 +284,7 @@ def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str | None, s
             linear.weight = nn.Parameter(weight)
         return lambda: ffn(x), torch.empty(T, D)
 
-    kept, peak = allocations(make)
-    part = activations(T)._dense(ffn, set())
-    assert kept == pytest.approx(part.everything, rel=1e-5)
-    assert peak == pytest.approx(part.backward, rel=0.02)
+    assert_estimated(make, activations(T)._dense(ffn, set()))
 
 
 @pytest.mark.parametrize(("D", "H", "top_k"), [(512, 256, 2), (256, 176, 3)])
@@ -294,12 +297,9 @@ def test_routed_experts_hold_what_is_estimated(D: int, H: int, top_k: int, recom
         ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
         return lambda: routed_experts(x, *weights, ids, scores.requires_grad_(), config=config), torch.empty(T, D)
 
-    kept, peak = allocations(make)
     experts = SimpleNamespace(config=config, w2=torch.empty(E, D, H, device="meta"))
     moe = SimpleNamespace(experts=experts, router=SimpleNamespace(top_k=top_k), shared_experts=None)
-    part = activations(T)._fp8_moe(moe, set())
-    assert kept == pytest.approx(part.everything, rel=1e-5)
-    assert peak == pytest.approx(part.backward, rel=0.02)
+    assert_estimated(make, activations(T)._fp8_moe(moe, set()))
 
 
 def test_autocast_holds_what_is_estimated():

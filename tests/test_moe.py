@@ -238,10 +238,6 @@ def test_second_derivatives_are_refused():
         for leaf in leaves:
             with pytest.raises(RuntimeError, match="no second derivative.*create_graph=True"):
                 torch.autograd.grad(loss(routed_experts(x, *weights, chosen, scores)), leaf, create_graph=True)
-    dense = ExpertWeights(*(w[0] for w in weights))
-    for out in (feed_forward(x, dense, Fp8FlowMoEConfig()), linear(x, dense.w1, Fp8FlowMoEConfig())):
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="graphs of PyTorch 2.11 treat these gradients as constants")

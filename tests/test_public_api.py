@@ -16,15 +16,18 @@ from experiments import reference
 from tests.layer import DEVICE, D, E, H, K, T, make_layer
 from tests.processes import ROOT, run_script, run_workers
 from titan_fp8moe import (
+    Adapter,
     Fp8FlowLinear,
     Fp8FlowMoEConfig,
+    Lora,
     RoutedExperts,
+    SharedExperts,
     grouped_mm,
     recipe,
     routed_experts,
 )
 from titan_fp8moe.layer import experts
-from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 
 EXAMPLE = str(ROOT / "examples/plain_pytorch.py")
@@ -134,7 +137,7 @@ def layers():
 
 @pytest.mark.parametrize("name", ["experts", "linear", "ffn", "grouped_mm"])
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_transforms_and_tracing_are_refused(name):
+def test_transforms_tracing_and_second_derivatives_are_refused(name):
     """In a sentence of our own: PyTorch's asks for setup_context, or to report a bug."""
     layer, x = layers()[name], torch.randn(T, D, device=DEVICE)
     for transform in (lambda: torch.vmap(layer)(x[None]), lambda: torch.func.grad(lambda x: layer(x).sum())(x)):
@@ -142,35 +145,8 @@ def test_transforms_and_tracing_are_refused(name):
             transform()
     with pytest.raises(RuntimeError, match="use torch.export or torch.compile"):
         torch.jit.trace(layer, (x,))
-
-
-@pytest.mark.parametrize("inner", [True, False], ids=["experts", "parent"])
-def test_scores_stay_fp32_under_fsdp(mesh, monkeypatch, inner):
-    """FSDP2's mixed precision casts a module's floating-point arguments, but not the module's scores."""
-
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.router = torch.nn.Linear(D, E, bias=False)
-            self.experts = RoutedExperts(E, D, H)
-
-        def forward(self, x):
-            scores, ids = self.router(x).float().softmax(-1).topk(K)
-            return self.experts(x, ids, scores)
-
-    block, seen = Block(), []
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    if inner:
-        fully_shard(block.experts, mesh=mesh, mp_policy=policy)
-    fully_shard(block, mesh=mesh, mp_policy=policy)
-    for module in (block, block.experts):
-        if isinstance(module, torch.distributed.fsdp.FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-    op = experts._forward_op
-    monkeypatch.setattr(experts, "_forward_op", lambda *args: seen.append([a.dtype for a in args[:2]]) or op(*args))
-    block(torch.randn(16, D)).sum().backward()
-    assert seen == [[torch.bfloat16, torch.float32]]
-    assert block.experts.w1.grad.to_local().any() and block.router.weight.grad.to_local().any()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(layer(x.requires_grad_()).sum(), x, create_graph=True)
 
 
 class ScaledExperts(RoutedExperts):
@@ -191,25 +167,43 @@ def test_forward_takes_plain_tensors():
     assert torch.equal(copy.deepcopy(module)(x, ids, scores), want)
 
 
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(D, E, bias=False), ScaledExperts(E, D, H)
+
+    def forward(self, x):
+        scores, ids = self.router(x).float().softmax(-1).topk(K)
+        return self.experts(x, ids, topk_scores=scores)
+
+
+@pytest.mark.parametrize("sharded", ["experts", "block", "both"])
 @pytest.mark.parametrize("early", [True, False], ids=["hook_first", "fsdp_first"])
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None], ids=str)
-def test_hooks_and_subclasses_see_fp32_scores_under_fsdp(mesh, monkeypatch, early, param_dtype):
-    module, seen = ScaledExperts(E, D, H), []
+def test_scores_stay_fp32_under_fsdp(mesh, monkeypatch, sharded, early, param_dtype):
+    """FSDP2's mixed precision casts a module's floating-point arguments, but not the module's scores: for hooks, for
+    subclasses and for the layer."""
+    block, seen, policy = Block(), [], MixedPrecisionPolicy(param_dtype=param_dtype)
 
     def hook(_, args, kwargs):
         seen.append([args[0].dtype, args[2].dtype])
         return (*args[:2], args[2] * 1.0), kwargs
 
     if early:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+        block.experts.register_forward_pre_hook(hook, with_kwargs=True)
+    for module in (block.experts, block):
+        if sharded == "both" or (module is block) == (sharded == "block"):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+            module.set_force_sum_reduction_for_comms(True)
     if not early:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        block.experts.register_forward_pre_hook(hook, with_kwargs=True)
     op = experts._forward_op
     monkeypatch.setattr(experts, "_forward_op", lambda *args: seen.append([a.dtype for a in args[:2]]) or op(*args))
-    scores, ids = torch.rand(16, E).topk(K)
-    module(torch.randn(16, D), ids, topk_scores=scores)
+    block(torch.randn(16, D)).sum().backward()
     assert seen == [[param_dtype or torch.float32, torch.float32]] * 2
+    for weight in (block.experts.w1, block.router.weight):
+        grad = weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad
+        assert grad.any()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -233,11 +227,21 @@ def test_same_inputs_same_bits(deterministic):
 
 
 def test_flops_are_counted():
+    """Of all rows that there is room for; columns that are padded count."""
     x, scores, ids, weights = make_layer()
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        routed_experts(x, *weights, ids, scores)
-    assert counter.get_total_flops() == 2 * recipe.row_capacity(T * K, E) * 3 * H * D
-    w1, w2, w3 = weights
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as padded:
-        routed_experts(x, w1[:, :112], w2[:, :, :112], w3[:, :112], ids, scores)
-    assert padded.get_total_flops() == counter.get_total_flops()
+    narrow = [w[:, :112] if i != 1 else w[:, :, :112] for i, w in enumerate(weights)]
+    dense, part = (ExpertWeights(*(w[0] for w in ws)) for ws in (weights, narrow))
+    lora = Lora(*(Adapter(w.new_zeros(E, 8, w.shape[2]), w.new_zeros(E, w.shape[1], 8), 1.0) for w in weights))
+    rows, tokens, config = recipe.row_capacity(T * K, E), recipe.group_rows(T), Fp8FlowMoEConfig()
+    for layer, multiplied in (
+        (lambda: routed_experts(x, *weights, ids, scores), 3 * rows * H * D),
+        (lambda: routed_experts(x, *narrow, ids, scores), 3 * rows * H * D),
+        (lambda: routed_experts(x, *weights, ids, scores, lora=lora), 3 * rows * (H * D + 8 * (H + D))),
+        (lambda: routed_experts(x, *weights, ids, scores, shared=SharedExperts(*dense)), 3 * (rows + tokens) * H * D),
+        (lambda: feed_forward(x, dense, config), 3 * tokens * H * D),
+        (lambda: feed_forward(x, part, config), 3 * tokens * H * D),
+        (lambda: linear(x, dense.w1, config), tokens * H * D),
+    ):
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            layer()
+        assert counter.get_total_flops() == 2 * multiplied

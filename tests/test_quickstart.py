@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +82,7 @@ def step(n: int) -> str:
 def test_progress(monkeypatch):
     """The first and the last step, others at most every five seconds, and a line where the log is silent."""
     clock = iter([0, 1, 2, 3, 9, 18, 19, 20])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     log = ["[rank0]:INFO - FP8-Flow-MoE: 2 layers converted\n", step(1), step(2), step(3), None, step(4), step(5)]
     assert list(progress.shown(log, "bf16", 5)) == [
         "bf16: FP8-Flow-MoE: 2 layers converted\n",
@@ -131,12 +132,24 @@ def test_progress_leaves_the_command_its_status():
     assert (done.returncode, done.stdout, done.stderr) == (3, "begun failed", "")
 
 
+def run_tool(script: Path | str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = ["bash", str(ROOT / "tools" / script), *arguments]
+    variables = os.environ | environment
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=time_limit(15))
+
+
+def fake_python(folder: Path, program: str) -> str:
+    """A Python in the place of this one that does none of the work; the PATH that begins with it."""
+    for name in ("python3", "python"):
+        (folder / name).write_text(f"#!/bin/sh\n{program}")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 @pytest.mark.parametrize("script", ["run_train.sh", "quickstart.sh"])
 def test_a_wrong_config_file_is_found_before_imports(script: str):
     """Some 30 seconds of them, on a machine that has not read torch yet."""
-    environment = os.environ | {"CONFIG_FILE": "train_configs/no_such.toml"}
-    command = ["bash", str(ROOT / "tools" / script)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=time_limit(15))
+    done = run_tool(script, CONFIG_FILE="train_configs/no_such.toml")
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r".*CONFIG_FILE = train_configs/no_such.toml: no such file; .*\n", done.stderr)
 
@@ -150,24 +163,13 @@ def test_a_wrong_config_file_is_found_before_imports(script: str):
 ])  # fmt: skip
 def test_the_quickstart_refuses_mistakes_before_any_work(tmp_path: Path, variables: dict, arguments: str, said: str):
     """No baseline of an earlier run is removed, no corpus built."""
-    (tmp_path / "python3").write_text("#!/bin/sh\ntouch $(dirname $0)/worked")
-    (tmp_path / "python3").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables
-    command = ["bash", str(ROOT / "tools/quickstart.sh"), *arguments.split()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit(15))
+    path = fake_python(tmp_path, "touch $(dirname $0)/worked")
+    done = run_tool("quickstart.sh", *arguments.split(), PATH=path, **variables)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {said}"), done.stderr
     assert not (tmp_path / "worked").exists()
 
 
-def test_help_is_the_scripts_header():
-    command = ["bash", str(ROOT / "tools/quickstart.sh"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit(15))
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and lines[0].startswith("# Trains") and lines[-1].startswith("# torchtitan overrides")
-
-
 PYTHON = """\
-#!/bin/sh
 case "$*" in
 *progress.py*) cat ;;
 *torch.cuda*) echo cpu ;;
@@ -178,14 +180,10 @@ esac
 
 @pytest.mark.parametrize("draws", ["", "1"], ids=["no picture", "a picture"])
 def test_the_quickstart_names_files_that_exist(tmp_path: Path, draws: str):
-    """A Python in the place of this one does none of the work. The picture of an earlier run is not this one's."""
-    (tmp_path / "python3").write_text(PYTHON)
-    (tmp_path / "python3").chmod(0o755)
+    """The picture of an earlier run is not this one's."""
     (tmp_path / "curves.png").touch()
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    environment = os.environ | dict(PATH=path, OUT=str(tmp_path), DRAWS=draws, CUDA_VISIBLE_DEVICES="")
-    command = ["bash", str(ROOT / "tools/quickstart.sh")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit(15))
+    environment = dict(PATH=fake_python(tmp_path, PYTHON), OUT=str(tmp_path), DRAWS=draws, CUDA_VISIBLE_DEVICES="")
+    done = run_tool("quickstart.sh", **environment)
     assert done.returncode == 0, done.stderr
     assert f"table: {tmp_path}/table.txt" in done.stdout and ("curves:" in done.stdout) == bool(draws)
     next_steps = done.stdout.partition("next, in ")[2]
@@ -196,7 +194,6 @@ def test_the_quickstart_names_files_that_exist(tmp_path: Path, draws: str):
 
 
 FAKE_PYTHON = """\
-#!/bin/sh
 case "$*" in
 "- 0.2.2 torchtitan") echo $TORCHTITAN ;;
 "- 0.2.2 "*) echo $LACKS ;;
@@ -215,24 +212,15 @@ esac
 ], ids=["complete", "without dev", "own .venv", "own .venv without dev", "nothing"])  # fmt: skip
 def test_one_environment_for_all_scripts(tmp_path: Path, lacks: str, torchtitan: str, venv: str, code: int, said: str):
     """None is built beside one that has torchtitan."""
-    for name in ("python3", "python"):
-        (tmp_path / name).write_text(FAKE_PYTHON)
-        (tmp_path / name).chmod(0o755)
     (tmp_path / "tools").mkdir()
     script = tmp_path / "tools/environment.sh"
     script.write_text((ROOT / "tools/environment.sh").read_text())
     if venv is not None:
         (tmp_path / ".venv/bin").mkdir(parents=True)
         (tmp_path / ".venv/bin/activate").write_text(venv)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LACKS": lacks, "TORCHTITAN": torchtitan}
+    path = fake_python(tmp_path, FAKE_PYTHON)
+    environment = os.environ | {"PATH": path, "LACKS": lacks, "TORCHTITAN": torchtitan}
     command = ["bash", "-euc", f"set -o pipefail; . {script} ruff; [ -z $LACKS ]"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit(15))
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
     assert (tmp_path / ".venv").exists() == (venv is not None or said.startswith("Installing"))
-
-
-def test_a_package_index_is_not_asked_for_this_package():
-    """The name is nobody's there."""
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/**/*.py"), *ROOT.glob("tools/*.sh")]:
-        if path != Path(__file__) and ".venv" not in str(path):
-            assert not re.search(r"pip install '?titan.fp8moe", path.read_text()), path

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -434,9 +435,9 @@ def test_blocks_of_compiled_models_run_eagerly():
 
 
 @pytest.mark.slow
-def test_two_processes():
+def test_two_processes(tmp_path: Path):
     """Expert parallelism of torchtitan and of Transformers, and FSDP2, against one process."""
-    run_checks("replay_worker.py", 2)
+    run_checks("transformers_worker.py", 2, str(tmp_path), "replay")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.protocols.model_converter import build_model_converters
 
 from tests.jobs import CUSTOM_MODULE, cpu_only, make_config, make_dims  # noqa: F401
+from tests.layer import refused
 from tests.processes import run_script
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import dry_run
@@ -61,7 +62,7 @@ def test_wrong_config_ends_the_real_command(tmp_path: Path):
     assert "Starting job" not in run.stdout + run.stderr
 
 
-PP2 = "parallelism.pipeline_parallel_degree=2"
+PP2, CP2 = (f"parallelism.{kind}_parallel_degree=2" for kind in ("pipeline", "context"))
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 
@@ -74,16 +75,24 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         (["model.converters=fp8_flow_moe,fp8_flow_moe"], "once is enough"),
         *(
             ([PP2, f"{SCHEDULE}={name}"], f"parallelism.pipeline_parallel_schedule = '{name}'")
-            for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV", "dualpipev")
+            for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV", "dualpipev", "")
         ),
+        *(([PP2, f"{SCHEDULE}={name}"], "") for name in ("1f1b", "Interleaved1F1B", "GPipe")),
+        ([f"{SCHEDULE}=DualPipeV"], ""),  # without a pipeline nobody reads it
         ([PP2, f"{SCHEDULE}_csv=schedule.csv"], "parallelism.pipeline_parallel_schedule_csv = 'schedule.csv'"),
         (["fp8_flow_moe.statistics_every=10"], "set metrics.enable_tensorboard or metrics.enable_wandb"),
+        (["fp8_flow_moe.statistics_every=10", "metrics.enable_tensorboard"], ""),
+        (["fp8_flow_moe.statistics_every=10", "metrics.enable_wandb"], ""),
         (["fp8_flow_moe.cache_weights", "optimizer.early_step_in_backward"], "optimizer.early_step_in_backward"),
-        (["validation.enable", "parallelism.context_parallel_degree=2"], "set validation.enable = false or"),
+        (["validation.enable", CP2], "set validation.enable = false or parallelism.context_parallel_degree = 1"),
+        (["validation.enable"], ""),
+        ([CP2], ""),
         (["fp8_flow_moe.fp8_all_gather", "training.enable_cpu_offload"], "training.enable_cpu_offload"),
+        (["training.enable_cpu_offload"], ""),
         (["training.seq_len=0"], "training.seq_len = 0; set it to 1 or more"),
         (["training.local_batch_size=-1"], "training.local_batch_size = -1; set it"),
         (["training.steps=0"], "training.steps = 0; set it"),
+        (["training.dtype=bfloat16", "training.mixed_precision_param=float32"], ""),
         (["optimizer.lr=-1"], "optimizer.lr = -1.0; set it to a number that is not negative"),
         (["optimizer.lr=nan"], "optimizer.lr = nan; set it"),
     ],
@@ -91,8 +100,16 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
 )
 def test_settings_that_cannot_go_together(overrides: list[str], message: str):
     """The constructor raises, before there is a model."""
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refused(*[message] * bool(message)):
         Fp8FlowMoEConverter(make_config(*(f"--{override}" for override in overrides)), make_dims())
+
+
+@pytest.mark.parametrize("setting", ["dtype", "mixed_precision_param"])
+def test_other_dtypes(setting: str):
+    config = make_config()
+    setattr(config.training, setting, "float16")
+    with refused(f"training.{setting} = 'float16'; set it to one of them"):
+        Fp8FlowMoEConverter(config, make_dims())
 
 
 def test_a_folder_is_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -66,6 +66,7 @@ MODULES_IN_GRAPHS = parse(torch.__version__).release >= (2, 13)
 REFUSED = {
     "MuseSparkExperts": "its experts' outputs are normalized",
 }
+PADDED = ("AriaExperts", "GptOssExperts", "NemotronHExperts", "OpenAIPrivacyFilterExperts", "Qwen3MoeExperts")
 RELU2 = dict(mlp_hidden_act="relu2")
 # What a family has in the place of silu.
 ACTIVATION = {
@@ -113,38 +114,31 @@ def step(experts: torch.nn.Module, implementation: str, inputs: tuple[Tensor, Te
     return [out.detach(), *grads]
 
 
-@pytest.mark.parametrize("module,name", CLASSES, ids=[name for _, name in CLASSES])
-def test_every_class_of_the_registry(module: str, name: str):
-    """In FP8 near its own eager forward, or refused for what it is."""
-    experts = make_experts(module, name, **ACTIVATION.get(name, {}))
-    inputs, dout = make_inputs(), torch.randn(T, D, device=DEVICE)
-    if name in REFUSED:
-        experts.config._experts_implementation = "fp8_flow"
-        with pytest.raises(ValueError, match=f"{name} cannot run as fp8_flow: .*{REFUSED[name]}.*grouped_mm"):
-            experts(*inputs)
-        return
-    want, got = (step(experts, implementation, inputs, dout) for implementation in ("eager", "fp8_flow"))
-    errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
-    assert all(0.01 < error < ONE_LAYER for error in errors), errors
-
-
-PADDED = ("AriaExperts", "GptOssExperts", "NemotronHExperts", "OpenAIPrivacyFilterExperts", "Qwen3MoeExperts")
-PADDED_SIZES = dict.fromkeys(("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size"), 144)
-
-
-@pytest.mark.parametrize("module,name", [found for found in CLASSES if found[1] in PADDED], ids=str)
-def test_padded_sizes(module: str, name: str):
-    """In every layout: transposed or not, gate and up interleaved or not or no gate, with biases or without. Parameters
-    and their gradients keep their shapes and strides."""
-    experts = make_experts(module, name, hidden_size=192, **PADDED_SIZES, **ACTIVATION.get(name, {}))
-    dout = torch.randn(T, 192, device=DEVICE)
-    _, ids, scores = make_inputs()
-    inputs = torch.randn(T, 192, device=DEVICE), ids, scores
+def assert_near_eager(experts: torch.nn.Module, x: Tensor) -> None:
+    """Output and gradients of x, scores and parameters, which lie as the parameters do."""
+    inputs, dout = (x, *make_inputs()[1:]), torch.randn_like(x)
     want, got = (step(experts, implementation, inputs, dout) for implementation in ("eager", "fp8_flow"))
     errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
     assert all(0.01 < error < ONE_LAYER for error in errors), errors
     for param, grad in zip(experts.parameters(), got[3:], strict=True):
         assert grad.shape == param.shape and (grad.dim() < 3 or grad.is_contiguous())
+
+
+@pytest.mark.parametrize("module,name", CLASSES, ids=[name for _, name in CLASSES])
+def test_every_class_of_the_registry(module: str, name: str):
+    """In FP8 near its own eager forward, or refused for what it is. Layouts with padded sizes: transposed or not, gate
+    and up interleaved or not or no gate, with biases or without."""
+    experts = make_experts(module, name, **ACTIVATION.get(name, {}))
+    if name in REFUSED:
+        experts.config._experts_implementation = "fp8_flow"
+        with pytest.raises(ValueError, match=f"{name} cannot run as fp8_flow: .*{REFUSED[name]}.*grouped_mm"):
+            experts(*make_inputs())
+        return
+    assert_near_eager(experts, make_inputs()[0])
+    if name in PADDED:
+        sizes = dict.fromkeys(("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size"), 144)
+        experts = make_experts(module, name, hidden_size=192, **sizes, **ACTIVATION.get(name, {}))
+        assert_near_eager(experts, torch.randn(T, 192, device=DEVICE))
 
 
 def padded_model(family: str) -> torch.nn.Module:
@@ -402,7 +396,6 @@ def test_scales_that_are_no_powers_of_two():
         (dict(config=Fp8FlowMoEConfig(statistics_every=5)), "statistics_every has no effect"),
         (dict(config=Fp8FlowMoEConfig(filter_fqns=["layers.0."])), "filter_fqns has no effect"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_register_refuses(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):

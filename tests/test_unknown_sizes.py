@@ -7,10 +7,13 @@ from torch._subclasses import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE
-from titan_fp8moe import RoutedExperts, SharedExperts, grouped_mm
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, SharedExperts, grouped_mm
+from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 
 T, D, E, K = 64, 128, 4, 2
+CONFIG = Fp8FlowMoEConfig()
 
 
 class Routed(nn.Module):
@@ -40,6 +43,17 @@ class Linear(nn.Module):
         return self.linear(x)
 
 
+class Dense(nn.Module):
+    """An FFN of every token."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(D, D, device=DEVICE) * 0.05 for _ in range(3))
+
+    def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        return feed_forward(x, ExpertWeights(*self.weights), CONFIG)
+
+
 class Grouped(nn.Module):
     def __init__(self):
         super().__init__()
@@ -55,7 +69,7 @@ def make_inputs(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.rand(tokens, E, device=DEVICE).topk(K).indices, torch.rand(tokens, K, device=DEVICE)
 
 
-@pytest.mark.parametrize("kind", [Routed, WithShared, Linear, Grouped], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Routed, WithShared, Dense, Linear, Grouped], ids=lambda kind: kind.__name__)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_tokens_selected_by_a_mask(kind: type[nn.Module]):
     if kind is WithShared and TorchVersion(torch.__version__) < (2, 13):
@@ -77,13 +91,13 @@ def test_tokens_selected_by_a_mask(kind: type[nn.Module]):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", [Routed, WithShared, Linear], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Routed, WithShared, Dense, Linear], ids=lambda kind: kind.__name__)
 def test_export_with_any_number_of_tokens(kind: type[nn.Module], strict: bool):
     layer, tokens = kind(), torch.export.Dim("tokens", min=0, max=4096)
     inputs = tuple(t.detach() for t in make_inputs())
     with torch.no_grad():
         program = torch.export.export(layer, inputs, dynamic_shapes=({0: tokens},) * 3, strict=strict).module()
-    for count in (0, 1, 3, 200):
+    for count in (0, 1, 3, 128, 200):
         more = tuple(t.detach() for t in make_inputs(count))
         with torch.no_grad():
             assert torch.equal(program(*more), layer(*more))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torchtitan.train
 
-from tests.distributed.cases import BASE, GLOBAL_BATCH
+from tests.distributed.cases import BASE, GLOBAL_BATCH, SHORT
 from tests.distributed.runner import run_all, whole
 from tests.distributed.worker import RecordingTrainer
 
@@ -21,6 +21,7 @@ NUM_BATCHES = 2
 
 COMMON = [
     *BASE,
+    f"--training.seq_len={SHORT}",
     "--optimizer.lr=4e-3",
     "--lr_scheduler.total_steps=100",  # runs that stop early are on the same schedule
     "--metrics.log_freq=1",

@@ -1,6 +1,6 @@
 """Experts on two ranks, when something is wrong.
 
-    torchrun --nproc_per_node 2 faults_worker.py      # routing at its extremes, and NaN
+    torchrun --nproc_per_node 2 faults_worker.py      # NaN, and ranks that disagree
     faults_worker.py OUT gloo|nccl                    # a rank dies, or stalls, during the all-to-all
     faults_worker.py OUT symmetric                    # a rank is lost or late while tokens travel in shared memory
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.moe.moe import MoE, MoEArgs, TokenChoiceTopKRouter
 
-from experiments.reference import in_model, relative_error
+from experiments.reference import in_model
 from tests.distributed.runner import check, end, start
 from tests.processes import time_limit
 from titan_fp8moe import ops, routed_experts
@@ -51,8 +51,8 @@ class GivenExperts(TokenChoiceTopKRouter):
         return self.experts_TK, scores.gather(1, self.experts_TK)
 
 
-def make_layer(device: str, spread: bool) -> MoE:
-    """The layer on this rank alone, or with its experts spread over the ranks; always the same weights."""
+def make_layer(device: str) -> MoE:
+    """The layer with its experts spread over the ranks; always the same weights."""
     torch.manual_seed(0)
     moe = MoE(MoEArgs(EXPERTS, top_k=TOP_K, score_before_experts=False, _debug_force_load_balance=True), D, H)
     moe = moe.to(device)
@@ -60,9 +60,8 @@ def make_layer(device: str, spread: bool) -> MoE:
         moe.init_weights(0.05, torch.device(device))
     moe.router.__class__ = GivenExperts
     Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig())
-    if spread:
-        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("ep",))
-        parallel.llama4_parallelize.apply_moe_ep_tp(in_model(moe), None, mesh, None, None)
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("ep",))
+    parallel.llama4_parallelize.apply_moe_ep_tp(in_model(moe), None, mesh, None, None)
     return moe
 
 
@@ -74,39 +73,9 @@ def run(moe: MoE, x_TD: Tensor, experts_TK: Tensor, dout_TD: Tensor) -> dict[str
     out = moe(x_TD.unsqueeze(0)).squeeze(0)
     loss = (out * dout_TD).sum()
     loss.backward()
-    if dist.is_initialized():
-        dist.all_reduce(loss := loss.detach().clone())
-    grads = {name: getattr(moe.experts, name).grad for name in WEIGHTS}
-    grads = {name: g.to_local() if hasattr(g, "to_local") else g for name, g in grads.items()}
+    dist.all_reduce(loss := loss.detach().clone())
+    grads = {name: getattr(moe.experts, name).grad.to_local() for name in WEIGHTS}
     return {"out": out.detach(), "dx": x_TD.grad, "loss": loss} | grads
-
-
-def check_routing(device: str, rank: int, ranks: int) -> None:
-    """Routings at their extremes give what one process computes for the tokens of all ranks."""
-    last = EXPERTS - 1
-    cases = {
-        "a rank that gets no token": ([40, 90], lambda n: torch.tensor([[last, last - 1]]).repeat(n, 1)),
-        "all tokens to one expert": ([40, 90], lambda n: torch.full((n, TOP_K), last)),
-        "a rank that has no token": ([0, 90], lambda n: torch.rand(n, EXPERTS).topk(TOP_K, dim=1).indices),
-    }
-    for name, (counts, choose) in cases.items():
-        torch.manual_seed(1)
-        total = sum(counts)
-        x, dout = torch.randn(total, D).to(device), torch.randn(total, D).to(device)
-        experts = choose(total).to(device)
-        mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        expected = run(make_layer(device, spread=False), x, experts, dout)
-        result = run(make_layer(device, spread=True), x[mine], experts[mine], dout[mine])
-        for key in ("out", "dx"):
-            # What the other rank adds to a token comes back in bf16.
-            ok = counts[rank] == 0 or relative_error(result[key], expected[key][mine]) < 5e-3
-            check(f"{name}: {key}", ok and result[key].shape == expected[key][mine].shape)
-        local = EXPERTS // ranks
-        unused = [e for e in range(local) if e + rank * local not in experts]
-        for key in WEIGHTS:
-            want = expected[key].chunk(ranks)[rank]
-            check(f"{name}: {key}'s gradient", (result[key] - want).norm() <= 1e-3 * want.norm())
-            check(f"{name}: {key}'s gradient is zero where no token came", not result[key][unused].any())
 
 
 def check_nan(device: str, rank: int) -> None:
@@ -118,7 +87,7 @@ def check_nan(device: str, rank: int) -> None:
     hit = experts[bad].clone()
     dist.broadcast(hit, 0)
     others = torch.arange(tokens, device=device) != (bad if rank == 0 else -1)
-    moe = make_layer(device, spread=True)
+    moe = make_layer(device)
     clean = run(moe, x, experts, dout)
     check("no NaN without one", all(t.isfinite().all() for t in clean.values()))
     local = EXPERTS // dist.get_world_size()
@@ -201,7 +170,7 @@ def lose_rank(how: str, rank: int, out: Path, backend: str) -> None:
     device = "cuda" if backend == "nccl" else "cpu"
     join(how, rank, out, backend, device == "cuda")
     parallel.install()
-    moe = make_layer(device, spread=True)
+    moe = make_layer(device)
     x, experts, dout = torch.randn(8, D), torch.tensor([[0, 3]]).repeat(8, 1), torch.randn(8, D)
     batch = x.to(device), experts.to(device), dout.to(device)
     run(moe, *batch)
@@ -301,7 +270,6 @@ def main() -> None:
         return lose_ranks(Path(sys.argv[1]), sys.argv[2])
     parallel.install()
     device = start()
-    check_routing(device, dist.get_rank(), dist.get_world_size())
     check_nan(device, dist.get_rank())
     check_agreement(device, dist.get_rank())
     end()

@@ -26,10 +26,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(param.grad) for name, param in model.named_parameters()}
-
-
 def gather_list(value) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -1,4 +1,4 @@
-"""What the layer does when routing is extreme, a number is NaN or a rank is lost."""
+"""What the layer does when a number is NaN, ranks disagree or one is lost."""
 
 import signal
 
@@ -9,7 +9,7 @@ from tests.distributed.faults_worker import TIMEOUT
 from tests.processes import assert_ends, run_checks, run_script
 
 
-def test_extreme_routing_nan_and_disagreement():
+def test_nan_and_disagreement():
     run_checks("faults_worker.py", 2)
 
 

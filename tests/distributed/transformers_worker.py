@@ -1,23 +1,33 @@
 """A Transformers model in FP8 on two processes against the same model in one: FSDP2, and their expert parallelism.
 
-    torchrun --nproc_per_node 2 transformers_worker.py FOLDER
+    torchrun --nproc_per_node 2 transformers_worker.py FOLDER           # also its FP8 tensors
+    torchrun --nproc_per_node 2 transformers_worker.py FOLDER replay    # with experts drawn at random; torchtitan's too
+    torchrun --nproc_per_node 2 transformers_worker.py FOLDER peft      # PEFT's adapters under DDP and FSDP2
 
-Under FSDP2 the reference averages the gradients of both ranks' batches; with expert parallelism both ranks have the
-same batch. Sums in another order may move a value over an FP8 rounding boundary, which is visible at a fraction of a
-percent. A missing or doubled reduction is off by 30% and more.
+Where each rank has a batch of its own, the reference averages the gradients of both. Sums in another order may move a
+value over an FP8 rounding boundary, which is visible at a fraction of a percent. A missing or doubled reduction is off
+by 30% and more, a forward that routes by itself by 100%.
 """
 
+import contextlib
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 from experiments.reference import relative_error
 from tests.distributed import runner
+from titan_fp8moe import Fp8FlowMoEConfig, replay_routing
 from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.transformers import converted, register
 
@@ -29,7 +39,7 @@ CONFIG = dict(
 TOLERANCE = 2e-2
 
 
-def load(folder: Path, device: str, **arguments) -> torch.nn.Module:
+def load(folder: Path, device: str, **arguments) -> nn.Module:
     auto = transformers.AutoModelForCausalLM
     return auto.from_pretrained(folder, experts_implementation="fp8_flow", **arguments).to(device)
 
@@ -42,26 +52,30 @@ def expert_parallel(ranks: int) -> DistributedConfig:
     return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
 
 
-def gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss and whole gradients over the batches."""
+def gradients(model: nn.Module, batches: list[Tensor], routed: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss over the batches, and whole gradients of what is trained."""
     losses = []
     for tokens in batches:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        (loss / len(batches)).backward()
+        with contextlib.nullcontext() if routed is None else replay_routing(model, routed):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            (loss / len(batches)).backward()
         losses.append(loss.item())
-    return sum(losses) / len(losses), runner.whole_gradients(model)
+    named = {name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
+    return sum(losses) / len(losses), {name: runner.whole(p.grad) for name, p in named.items()}
 
 
-def check(name: str, got: tuple[float, dict], want: tuple[float, dict]) -> None:
-    errors = {key: relative_error(grad, want[1][key]) for key, grad in got[1].items()}
-    ok = errors.keys() == want[1].keys() and all(error < TOLERANCE for error in errors.values())
-    ok = ok and abs(got[0] / want[0] - 1) < 1e-4
+def check(name: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    errors = {key: relative_error(value, want[key]) for key, value in got.items()}
     worst = max(errors, key=lambda key: errors[key])
-    figures = f"loss {got[0]:.5f}, {want[0]:.5f}; {worst} {errors[worst]:.2e}"
-    runner.check(f"{name}: {figures}", ok)
+    runner.check(f"{name}: {worst} {errors[worst]:.2e}", errors.keys() == want.keys() and errors[worst] < TOLERANCE)
 
 
-def check_fp8_tensors(name: str, model: torch.nn.Module, whole: torch.nn.Module) -> None:
+def check_model(name: str, got: tuple[float, dict], want: tuple[float, dict]) -> None:
+    runner.check(f"{name}: loss {got[0]:.5f}, {want[0]:.5f}", abs(got[0] / want[0] - 1) < 1e-4)
+    check(name, got[1], want[1])
+
+
+def check_fp8_tensors(name: str, model: nn.Module, whole: nn.Module) -> None:
     """Gathered, and each rank its own: bit for bit those of the model in one process."""
     want = {n: t for bucket in fp8_tensors(whole) for n, t in bucket.items()}
     for gather in (True, False):
@@ -73,39 +87,115 @@ def check_fp8_tensors(name: str, model: torch.nn.Module, whole: torch.nn.Module)
         runner.check(f"{name}: FP8 tensors, gather={gather}, {len(got)} of {len(want)}", same and fewer)
 
 
-def shard(model: torch.nn.Module, device: str) -> None:
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+def shard(model: nn.Module, layers: nn.ModuleList, device: str) -> nn.Module:
+    for module in (*layers, model):
+        fully_shard(module)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(device == "cpu")  # gloo has no average
+    return model
 
 
-def main() -> None:
-    folder, device = Path(sys.argv[1]), runner.start()
+def models(make: Callable, batches: list[Tensor], device: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    register()
-    if rank == 0:
-        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(folder)
-    dist.barrier()
-    torch.manual_seed(0)
-    batches = [torch.randint(0, CONFIG["vocab_size"], (2, 48)).to(device) for _ in range(ranks)]
-
-    model = load(folder, device)
-    shard(model, device)
+    model = make()
+    shard(model, model.model.layers, device)
     assert len(converted(model)) == 2
     loss, grads = gradients(model, [batches[rank]])
     losses = torch.tensor(loss, device=device)
     dist.all_reduce(losses)
-    check("fsdp2", (float(losses) / ranks, grads), gradients(load(folder, device), batches))
-    check_fp8_tensors("fsdp2", model, load(folder, device))
+    check_model("fsdp2", (float(losses) / ranks, grads), gradients(make(), batches))
+    check_fp8_tensors("fsdp2", model, make())
 
-    model = load(folder, device, distributed_config=expert_parallel(ranks))
+    model = make(distributed_config=expert_parallel(ranks))
     experts = model.model.layers[0].mlp.experts
     assert experts.down_proj.to_local().shape[0] == CONFIG["num_experts"] // ranks and len(converted(model)) == 2
-    check("expert parallel", gradients(model, batches[:1]), gradients(load(folder, device), batches[:1]))
-    check_fp8_tensors("expert parallel", model, load(folder, device))
+    check_model("expert parallel", gradients(model, batches[:1]), gradients(make(), batches[:1]))
+    check_fp8_tensors("expert parallel", model, make())
+
+
+def choose(*shape: int) -> Tensor:
+    return torch.rand(*shape, CONFIG["num_experts"]).topk(CONFIG["num_experts_per_tok"]).indices
+
+
+def replay(make: Callable, batches: list[Tensor], device: str) -> None:
+    """The same tokens on both ranks, so that FSDP's mean is one rank's gradient."""
+    torch.manual_seed(3)
+    arguments = batches[:1], choose(2, 48, CONFIG["num_hidden_layers"])
+    want = gradients(make(), *arguments)
+    spread = make(distributed_config=expert_parallel(dist.get_world_size()))
+    check_model("replay under expert parallelism", gradients(spread, *arguments), want)
+    sharded = make()
+    sharded.gradient_checkpointing_enable(dict(use_reentrant=False))
+    shard(sharded.train(), sharded.model.layers, device)
+    check_model("replay under FSDP2 with checkpointing", gradients(sharded, *arguments), want)
+    replay_in_torchtitan(device)
+
+
+def replay_in_torchtitan(device: str) -> None:
+    """Each rank has its own tokens, and half of the experts."""
+    from torchtitan.models.moe.moe import MoE, MoEArgs
+
+    import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
+    from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+
+    D, results = CONFIG["hidden_size"], []
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    torch.manual_seed(1 + dist.get_rank())
+    x, dout = (torch.randn(2, 40 + 8 * dist.get_rank(), D).to(device) for _ in range(2))
+    routed = choose(*x.shape[:-1], 1)
+    for spread in (False, True):
+        torch.manual_seed(0)
+        args = MoEArgs(num_experts=CONFIG["num_experts"], top_k=CONFIG["num_experts_per_tok"])
+        layer = MoE(args, dim=D, hidden_dim=128)
+        with torch.no_grad():
+            layer.init_weights(0.05, torch.device("cpu"))
+        Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
+        layer = layer.to(device)
+        if spread:
+            for name, weight in layer.experts.named_parameters():
+                setattr(layer.experts, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
+            layer.experts.set_meshes(mesh, None)
+        with replay_routing(layer, routed):
+            out = layer(x)
+            (grad,) = torch.autograd.grad(out, layer.router.gate.weight, dout)
+        results.append({"out": out.detach(), "router": grad, "counted": layer.tokens_per_expert})
+    check("replay under torchtitan's expert parallelism", results[1], results[0])
+
+
+def adapters(make: Callable, batches: list[Tensor], device: str) -> None:
+    import peft
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(1)
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        options = peft.LoraConfig(r=8, lora_alpha=16, target_modules=[], target_parameters=targets)
+        model = peft.get_peft_model(make(), options)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(param, std=0.05)
+        assert len(converted(model)) == CONFIG["num_hidden_layers"]
+        return model
+
+    own, (_, want), sharded = batches[dist.get_rank()], gradients(adapted(), batches), adapted()
+    shard(sharded, sharded.get_base_model().model.layers, device)
+    for name, model in {"ddp": DistributedDataParallel(adapted()), "fsdp2": sharded}.items():
+        check(f"adapters under {name}", gradients(model, [own])[1], want)
+    _, alone = gradients(adapted(), [own])
+    apart = min(relative_error(alone[key], want[key]) for key in want)
+    runner.check(f"a rank alone is off by {apart:.2f}", apart > 5 * TOLERANCE)
+
+
+def main() -> None:
+    folder, device = Path(sys.argv[1]), runner.start()
+    register()
+    if dist.get_rank() == 0:
+        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(folder)
+    dist.barrier()
+    torch.manual_seed(0)
+    batches = [torch.randint(0, CONFIG["vocab_size"], (2, 48)).to(device) for _ in range(dist.get_world_size())]
+    run = {"replay": replay, "peft": adapters}.get(sys.argv[-1], models)
+    run(functools.partial(load, folder, device), batches, device)
     runner.end()
 
 

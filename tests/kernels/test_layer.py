@@ -130,25 +130,25 @@ def test_kernels_give_the_reference(layer, request):
     assert all(relative_error(a, b) < 5e-3 for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("tokens", [1, 129], ids=lambda n: f"{n} tokens")
-def test_rows_do_not_depend_on_the_batch(on_kernels, generator, tokens):
+def test_rows_do_not_depend_on_the_batch(on_kernels, generator):
     """Other numbers of tokens and of rows for each expert, in another order. Interpreted GEMMs are those in plain
     Triton; on a Hopper GPU this is the test of the Gluon ones."""
     x, scores, chosen, weights, dout = layer = make_layer(generator, 140)
-    some = torch.randperm(140, generator=generator, device=generator.device)[:tokens]
     want = run(layer, Fp8FlowMoEConfig())[:3]
-    got = run((x[some], scores[some], chosen[some], weights, dout[some]), Fp8FlowMoEConfig())[:3]
-    if not INTERPRETED:
-        assert all(torch.equal(a, b[some]) for a, b in zip(got, want, strict=True))
-        return
-    # NumPy's products of the same numbers have been seen to differ in their last bit, one of some hundred thousand.
-    for a, b, rounding in zip(got, want, (2**-7, 2**-7, 5e-7), strict=True):
-        assert (a != b[some]).sum() <= 2
-        torch.testing.assert_close(a, b[some], rtol=rounding, atol=0)
+    for tokens in (1, 129):
+        some = torch.randperm(140, generator=generator, device=generator.device)[:tokens]
+        got = run((x[some], scores[some], chosen[some], weights, dout[some]), Fp8FlowMoEConfig())[:3]
+        if not INTERPRETED:
+            assert all(torch.equal(a, b[some]) for a, b in zip(got, want, strict=True))
+            continue
+        # NumPy's products of the same numbers have been seen to differ in their last bit, one of some hundred thousand.
+        for a, b, rounding in zip(got, want, (2**-7, 2**-7, 5e-7), strict=True):
+            assert (a != b[some]).sum() <= 2
+            torch.testing.assert_close(a, b[some], rtol=rounding, atol=0)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/test_sizes.py compares the kernels with float64")
-@pytest.mark.parametrize("how", ["apart", "fused", "fused transposed", "interleaved transposed"])
+@pytest.mark.parametrize("how", ["apart", "fused transposed", "interleaved transposed"])
 def test_kernels_give_the_reference_of_padded_sizes(request, seed, how):
     torch.manual_seed(seed)
     args, _ = test_sizes.make(192, 80, torch.bfloat16)

@@ -108,29 +108,21 @@ def test_swiglu(interpreted_axes, generator, device):
 
 
 @pytest.mark.parametrize("mode", TRANSPOSE_MODES)
-def test_transpose_pair(interpreted_axes, generator, device, mode):
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_transpose_pair(interpreted_axes, generator, device, mode, of_tokens):
     interpreted_axes[1] = [D // TILE - 1, -1]
     (x, last_x), (dy, last_dy) = expert_rows(generator, D), expert_rows(generator, TILE)
-    got = transpose.transpose_pair(*x, *dy, all_rows(device), mode)
-    want = recipe.transpose_pair(*last_x, *last_dy, mode)
-    for i in (0, 2):
-        assert_same_bits(got[i][LAST, LAST], want[i][LAST])
-        assert_same_bits(got[i + 1][-1:, -1:], want[i + 1][-1:])
-
-
-@pytest.mark.parametrize("mode", TRANSPOSE_MODES)
-def test_transpose_pair_of_tokens(interpreted_axes, generator, device, mode):
-    interpreted_axes[1] = [D // TILE - 1, -1]
-    q, scale = fp8_rows(generator, TILE, D), column_major_scale(generator, TILE, D, 60, 200).contiguous()
-    order = torch.randperm(TILE, generator=generator, device=device).int()
-    token_M = torch.full((M,), -1, dtype=torch.int32, device=device)
-    token_M[LAST] = M - TILE + order
-    # Scales as far apart as those of a payload.
-    far_scale = torch.empty(M, D, dtype=torch.uint8, device=device)[:, : D // TILE]
-    far_scale[LAST] = scale.view(torch.uint8)
-    dy, last_dy = expert_rows(generator, TILE)
-    got = transpose.transpose_pair(ending_in(q), far_scale.view(E8M0), *dy, all_rows(device), mode, token_M)
-    want = recipe.transpose_pair(q, scale, *last_dy, mode, order)
+    maps, order = (), ()
+    if of_tokens:
+        order = (torch.randperm(TILE, generator=generator, device=device).int(),)
+        token_M = torch.full((M,), -1, dtype=torch.int32, device=device)
+        token_M[LAST] = M - TILE + order[0]
+        # Scales as far apart as those of a payload.
+        far_scale = torch.empty(M, D, dtype=torch.uint8, device=device)[:, : D // TILE]
+        far_scale[LAST] = last_x[1].view(torch.uint8)
+        x, maps = (x[0], far_scale.view(E8M0)), (token_M,)
+    got = transpose.transpose_pair(*x, *dy, all_rows(device), mode, *maps)
+    want = recipe.transpose_pair(*last_x, *last_dy, mode, *order)
     for i in (0, 2):
         assert_same_bits(got[i][LAST, LAST], want[i][LAST])
         assert_same_bits(got[i + 1][-1:, -1:], want[i + 1][-1:])
