@@ -34,7 +34,7 @@ def snapshot() -> Snapshot:
             for item, inside in contents(value, is_hooks=name.endswith("_hooks")):
                 found[f"{path}:{name}{item}"] = Found(inside, (id(value), item))
             if issubclass(type(value), type) and value.__module__.split(".")[0] in PACKAGES:
-                classes.add(value)
+                classes |= {value, *(inside for inside in vars(value).values() if type(inside) is type)}
     for cls in classes:
         for name, value in vars(cls).items():
             found[f"{cls.__module__}:{cls.__qualname__}.{name}"] = Found(value, (id(cls), name))

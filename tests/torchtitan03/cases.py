@@ -54,6 +54,7 @@ SINGLE = LOSSES | {
     "single_long": Case(seq_len=LONG),
     "single_nan": Case(),  # of one weight
     "single_in_fsdp": Case(in_fsdp=True),
+    "single_flag": Case(way="flag"),
     "single_converter": Case(way="converter"),
     "single_lora": Case(way="lora"),
     "single_own_trainer": Case({"statistics_every": 2}, steps=3, way="own trainer"),

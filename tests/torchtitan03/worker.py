@@ -146,7 +146,14 @@ def of_graph_trainer(config: torchtitan.trainer.Trainer.Config, fp8: dict) -> to
     return with_fp8_flow(config, Fp8FlowMoEConfig(**fp8))
 
 
+def by_flag(config: torchtitan.trainer.Trainer.Config, fp8: dict) -> torchtitan.trainer.Trainer.Config:
+    """``--override.imports`` and torchtitan's own config."""
+    config.override.imports = [("titan_fp8moe.torchtitan03.fp8_flow_moe", fp8)]
+    return config
+
+
 CONVERTED = {
+    "flag": by_flag,
     "section": lambda config, fp8: with_fp8_flow(config, Fp8FlowMoEConfig(**fp8)),
     "converter": by_registry,
     "lora": lambda config, fp8: by_registry(config, fp8, LoRAConverter.Config(rank=4, target_modules=LORA)),

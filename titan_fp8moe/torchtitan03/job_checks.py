@@ -15,23 +15,19 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops.backend import emulating
+from titan_fp8moe.torchtitan03.lora import AdaptedExperts
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout, LayerSizes
 
-# The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else.
+# The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else. A config
+# that LoRAConverter has frozen is another, of the same owner.
 _KNOWN = (
-    (MoE.Config, GptOssMoE.Config),
-    (TokenChoiceTopKRouter.Config,),
-    (RoutedExperts.Config,),
-    (GroupedExperts.Config, GptOssGroupedExperts.Config),
+    (MoE, GptOssMoE),
+    (TokenChoiceTopKRouter,),
+    (RoutedExperts,),
+    (GroupedExperts, AdaptedExperts, GptOssGroupedExperts),
 )
-_DISPATCHERS = (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config)
-
-
-def bf16_layers(job: Any) -> list[str]:
-    """The MoE layers that ``filter_fqns`` leaves to torchtitan. Names that match no layer are an error later."""
-    names = [name for name, *_ in job.model_spec.model.traverse(MoE.Config)] if job.model_spec else []
-    return [name for name in names if preflight.matches(name, job.fp8_flow_moe.filter_fqns)]
+_DISPATCHERS = (AllToAllTokenDispatcher, LocalTokenDispatcher)
 
 
 def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
@@ -88,20 +84,20 @@ def expert_layout(job: Any, dims: ParallelDims) -> ExpertLayout:
     return preflight.expert_layout(job, dims, token_shards=1 if dims.ep == 1 else dims.tp)
 
 
-def check_classes(name: str, layer: MoE.Config) -> None:
+def check_classes(name: str, layer: Any) -> None:
     """The classes of one MoE layer's parts, before it is converted."""
     routed = layer.routed_experts
     experts, dispatcher = routed.inner_experts, routed.token_dispatcher
     for part, known in zip((layer, layer.router, routed, experts), _KNOWN, strict=True):
-        if type(part) not in known:
+        if part._owner not in known:
             raise ValueError(
-                f"fp8_flow_moe converts torchtitan's {' and '.join(c.__qualname__ for c in known)}, but {name} has a "
-                f"{type(part).__qualname__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove what changed it "
-                "(LoRAConverter comes after Fp8FlowConverter)"
+                f"fp8_flow_moe converts torchtitan's {known[0].__qualname__}, but {name} has a "
+                f"{part._owner.__qualname__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove what "
+                "changed it, such as another converter or override"
             )
-    if type(dispatcher) not in _DISPATCHERS:
+    if dispatcher._owner not in _DISPATCHERS:
         raise ValueError(
-            f"fp8_flow_moe dispatches FP8 rows itself, but {name} has a {type(dispatcher).__qualname__}; choose a "
+            f"fp8_flow_moe dispatches FP8 rows itself, but {name} has a {dispatcher._owner.__qualname__}; choose a "
             "config with the standard dispatcher, or leave the layer in bf16 with fp8_flow_moe.filter_fqns"
         )
 
