@@ -21,6 +21,7 @@ class Case(NamedTuple):
     seq_len: int = 64
     way: str = "section"  # how the model is converted, see worker.CONVERTED
     in_fsdp: bool = False  # experts that could leave FSDP stay in it
+    muon: bool = False  # DistMuon for matrices, in the place of AdamW
 
 
 EP2 = {"expert_parallel_degree": 2}
@@ -49,6 +50,9 @@ SINGLE = LOSSES | {
     "single_bf16_parts": Case(BF16_PARTS),
     "single_bf16_shared": Case(BF16_SHARED),
     "single_cached": Case({"cache_weights": True}, accumulates=2),
+    "single_muon": Case(steps=3, muon=True),
+    "single_muon_bf16": Case(None, steps=3, muon=True),
+    "single_muon_cached": Case({"cache_weights": True}, steps=3, muon=True),
     "single_statistics": Case({"statistics_every": 2}, steps=3),
     "single_statistics_compile": Case({"statistics_every": 2}, compiles="aot_eager", steps=3),
     "single_long": Case(seq_len=LONG),
@@ -61,8 +65,8 @@ SINGLE = LOSSES | {
     "single_fault_tolerant": Case(way="fault tolerant"),
     "single_graph_trainer": Case(way="graph trainer"),
 }
-OTHERS = "qwen3", "gpt_oss", "qwen3_5", "kimi_k2_7"
-SINGLE |= {model: Case(model=model) for model in OTHERS}
+OTHERS = "qwen3", "gpt_oss", "qwen3_5", "kimi_k2_7", "mtp"
+SINGLE |= {model: Case(model=model, way="flag") for model in OTHERS}
 SINGLE |= {f"{model}_fp32": Case(None, model=model) for model in OTHERS}
 TWO_RANKS = {
     "ep2_20": Case(parallelism=EP2, steps=STEPS),
@@ -103,6 +107,7 @@ TWO_RANKS = {
     "gpt_oss_tp2": Case({}, TP2, model="gpt_oss"),
     "gpt_oss_fp8_gather": Case({"fp8_all_gather": True}, model="gpt_oss"),
     "qwen3_5_ep2": Case({}, EP2, model="qwen3_5"),
+    "mtp_ep2_compile": Case({}, EP2, "selective", compiles="aot_eager", model="mtp"),
 }
 FOUR_RANKS = {
     "hsdp2_ep2": Case({}, HSDP2 | EP2),

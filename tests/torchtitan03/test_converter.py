@@ -20,6 +20,7 @@ from torchtitan.config.override import apply_overrides, derive, override
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
 from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
@@ -263,7 +264,7 @@ def test_an_override_of_experts_is_an_error(name: str):
         convert(flagged(vendor))
     job = by_registry()
     job.override.imports = [vendor]
-    with pytest.raises(ValueError, match=r"layers.\d.moe has a .*Vendors; (leave it|choose a config)"):
+    with pytest.raises(ValueError, match=r"layers.\d.moe has a .*Vendors; leave it in bf16.*override"):
         start(job)
 
 
@@ -275,6 +276,18 @@ def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():
     assert left.keys() == {"layers.0.feed_forward", "layers.3.moe.shared_experts"}
     assert left["layers.3.moe.shared_experts"] == "FeedForward of Linear, vendors.<locals>.Vendors, Linear"
     build(job)
+
+
+def test_attention_of_other_kinds():
+    """torchtitan's fused MLA by its own override, whose linears are converted too, and varlen."""
+    job = flagged("torchtitan.overrides.fused_mla.fused_mla", linear_fqns=["attention.wo."])
+    for layer in job.model_spec.model.layers[1:]:
+        layer.attention.inner_attention = VarlenAttention.Config()
+    model = start(job)
+    assert {type(layer.attention).__name__ for layer in model.layers.values()} == {"FusedMLAAttention"}
+    assert {type(layer.attention.wo) for layer in model.layers.values()} == {Fp8FlowLinear03}
+    assert isinstance(model.layers["1"].attention.inner_attention, VarlenAttention)
+    assert isinstance(model.layers["1"].moe, Fp8FlowMoE)
 
 
 def test_claims_that_met_no_job_are_refused():
@@ -332,6 +345,15 @@ def both(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
     return lambda job: [change(job) for change in changes]
 
 
+class OwnPolicy(SelectiveAC):
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return {torch.ops.aten.mm.default}
+
+
 COMPILE = set_("compile.enable", True)
 PP2 = set_("parallelism.pipeline_parallel_degree", 2)
 EP2 = set_("parallelism.expert_parallel_degree", 2)
@@ -348,6 +370,7 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
         (both(GRAPHS, set_("metrics.enable_tensorboard", True)), STATISTICS, 1, "training.disable_cuda_graphs = true"),
         (COMPILE, GATHER, 1, "fp8_all_gather works outside of graphs"),
         (both(COMPILE, set_("activation_checkpoint", MemoryBudgetAC.Config())), {}, 1, "memory-budget checkpointing"),
+        (set_("activation_checkpoint", OwnPolicy.Config()), {}, 1, "OwnPolicy recomputes the experts"),
         (NOTHING, STATISTICS, 1, "set metrics.enable_tensorboard or metrics.enable_wandb"),
         (set_("training.enable_cpu_offload", True), GATHER, 1, "training.enable_cpu_offload stores"),
         (set_("training.mixed_precision_param", "float16"), {}, 1, "training.mixed_precision_param = 'float16'"),
@@ -358,7 +381,7 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
         (set_("parallelism.expert_parallel_degree", 3), {}, 4, "degree = 3 does not divide"),
         (set_("parallelism.expert_parallel_degree", 16), {}, 16, "8 experts do not divide over 16"),
         (set_("parallelism.data_parallel_shard_degree", 16), GATHER, 16, "8 experts do not divide"),
-        (both(EP2, each_moe(deep_ep)), {}, 2, "layers.1.moe has a DeepEPTokenDispatcher; choose a config"),
+        (both(EP2, each_moe(deep_ep)), {}, 2, "layers.1.moe has a DeepEPTokenDispatcher; leave it in bf16.*backend"),
         (each_moe(set_("routed_experts.inner_experts.dim", 200)), {}, 1, "model dim 200 is not a multiple"),
         (set_("training.local_batch_size", 2**10), {}, 1, "a rank can have"),
         (set_("training.seq_len", 0), {}, 1, "training.seq_len = 0; set it to 1 or more"),
@@ -467,11 +490,6 @@ def test_own_trainers_keep_their_settings():
 
 def claims(job: Any) -> list[Any]:
     return [config for _, config, *_ in job.model_spec.model.traverse(conversion.Fp8FlowClaim.Config)]
-
-
-def test_a_config_of_another_kind_is_refused():
-    with pytest.raises(ValueError, match="takes a training config, such as Trainer.Config, got ModelSpec"):
-        with_fp8_flow(deepseek_v3_debugmodel().model_spec)
 
 
 def by_registry(*converters: Any, **fp8: Any) -> Trainer.Config:

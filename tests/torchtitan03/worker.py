@@ -30,7 +30,7 @@ from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as g
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan.models.deepseek_v3 import model_registry
-from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel, deepseek_v3_debugmodel_mtp
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
@@ -76,6 +76,7 @@ def multimodal(module: str, flavor: str) -> torchtitan.trainer.Trainer.Config:
 
 MODELS = {  # with so many layers
     "deepseek_v3": (deepseek_v3_debugmodel, 3),
+    "mtp": (deepseek_v3_debugmodel_mtp, 2),  # and one that predicts the token after next
     "qwen3": (qwen3_moe_debug, 2),
     "gpt_oss": (gpt_oss, 2),
     "qwen3_5": (lambda: multimodal("qwen3_5", "debugmodel_moe"), 1),
@@ -105,6 +106,10 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
     config.compile = dataclasses.replace(
         config.compile, enable=bool(case.compiles), components=["model"], backend=case.compiles or "inductor"
     )
+    if case.muon:
+        with patch.dict(sys.modules, {name: MagicMock() for name in ABSENT}):
+            kimi = importlib.import_module("torchtitan.models.kimi_k2_7.config_registry")
+        config.optimizer = kimi._dist_muon_optimizer(config.model_spec, lr=1e-3)
     config.metrics.enable_tensorboard = bool(case.fp8 and case.fp8.get("statistics_every"))
     config.debug.seed = 1
     config.dump_folder, config.hf_assets_path = dump, f"{out}/tokenizer"

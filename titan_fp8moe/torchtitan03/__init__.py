@@ -39,4 +39,8 @@ def fp8_flow_moe(layer: MoE.Config, **settings: Any) -> MoE.Config:
 
     Dense FFNs and linears follow by their names, once all layers are claimed.
     """
+    if unknown := settings.keys() - vars(Fp8FlowMoEConfig()):
+        raise ValueError(
+            f"fp8_flow_moe has no setting {', '.join(unknown)}; choose {', '.join(vars(Fp8FlowMoEConfig()))}"
+        )
     return conversion.claim(layer, Fp8FlowMoEConfig(**settings))

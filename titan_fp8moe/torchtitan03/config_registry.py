@@ -9,7 +9,7 @@ own, ranks on a CPU that is slow in bf16 compute in float32.
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import replace as _replace
 from typing import Any
 
 from torchtitan.components import optimizer
@@ -31,20 +31,14 @@ def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None 
 
     torchtitan's own ``Trainer.Config`` gets the section ``fp8_flow_moe``, whose settings are options of the command
     line. A config of another trainer keeps its class, and its model is converted with these settings.
-
-    Raises:
-        ValueError: for another kind of config.
     """
     if isinstance(config, Fp8FlowTrainer.Config):
-        return _derive(config, type(config), fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
-    if not hasattr(config, "model_spec"):
-        kind = type(config).__qualname__
-        raise ValueError(f"with_fp8_flow takes a training config, such as Trainer.Config, got {kind}")
+        return _replace(config, fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
     settings = fp8_flow_moe or Fp8FlowMoEConfig()
     if type(config) is Trainer.Config:
         return _derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=settings)
     converter = Fp8FlowConverter.Config(**vars(settings)).build()
-    config.model_spec = replace(config.model_spec, model=converter.convert(config.model_spec.model))
+    config.model_spec = _replace(config.model_spec, model=converter.convert(config.model_spec.model))
     return config
 
 

@@ -6,7 +6,7 @@ plans, checks and replaces, once for the whole model. torchtitan's ``Trainer`` c
 config right after the overrides, before it builds anything: there it runs. Other trainers reach it by the model config
 that ``Fp8FlowConverter`` returns. LoRAConverter has come before in both cases.
 
-Whatever needs a trainer attaches by configs of the job (checkpointing, metrics) and by functions of torchtitan's
+Whatever needs a trainer attaches by the job's config of metrics and by functions of torchtitan's
 (:mod:`~titan_fp8moe.torchtitan03.parallel`).
 """
 
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE
@@ -28,7 +27,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import SAVED_OPS, patches
+from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks, parallel
 from titan_fp8moe.torchtitan03.lora import derive_adapted, owner_of
@@ -221,14 +220,14 @@ def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, 
 
 
 def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
-    """Gives the job a checkpointing policy and a metrics processor that know this package."""
+    """Gives the job a metrics processor that knows this package, and checks that its checkpointing does."""
     if not isinstance(job, Trainer.Config):
         logger.warning(
-            f"FP8-Flow-MoE: {type(job).__qualname__} is not a Trainer.Config: off are the checks of the job, "
-            "checkpointing that keeps the experts' results, the NaN watch and statistics"
+            f"FP8-Flow-MoE: {type(job).__qualname__} is not a Trainer.Config: off are the checks of the job, the NaN "
+            "watch and statistics"
         )
         return
-    job.activation_checkpoint = _saving_ops(job.activation_checkpoint)
+    job_checks.check_policy(job.activation_checkpoint)
     if type(job.metrics) not in (MetricsProcessor.Config, Fp8FlowMetrics.Config):
         logger.warning(
             f"FP8-Flow-MoE: the NaN watch and statistics are off: {type(job.metrics).__qualname__} is not "
@@ -244,25 +243,3 @@ def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
         routed=[*routed],
         statistics_every=settings.statistics_every,
     )
-
-
-class Fp8FlowSelectiveAC(SelectiveAC):
-    """torchtitan's selective checkpointing, which also keeps the results of this package's ops."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        pass
-
-    def get_save_ops(self) -> set:
-        return super().get_save_ops() | set(SAVED_OPS)
-
-
-def _saving_ops(policy: Any) -> Any:
-    if type(policy) is SelectiveAC.Config:
-        return derive(policy, Fp8FlowSelectiveAC.Config)
-    if isinstance(policy, SelectiveAC.Config) and not isinstance(policy, Fp8FlowSelectiveAC.Config):
-        logger.warning(
-            f"FP8-Flow-MoE: {type(policy).__qualname__} is a checkpointing policy of its own: let its get_save_ops "
-            "return titan_fp8moe.SAVED_OPS too, or the experts are recomputed"
-        )
-    return policy
