@@ -21,7 +21,6 @@ class Case(NamedTuple):
     seq_len: int = 64
     way: str = "section"  # how the model is converted, see worker.CONVERTED
     in_fsdp: bool = False  # experts that could leave FSDP stay in it
-    muon: bool = False  # DistMuon for matrices, in the place of AdamW
 
 
 EP2 = {"expert_parallel_degree": 2}
@@ -50,9 +49,6 @@ SINGLE = LOSSES | {
     "single_bf16_parts": Case(BF16_PARTS),
     "single_bf16_shared": Case(BF16_SHARED),
     "single_cached": Case({"cache_weights": True}, accumulates=2),
-    "single_muon": Case(steps=3, muon=True),
-    "single_muon_bf16": Case(None, steps=3, muon=True),
-    "single_muon_cached": Case({"cache_weights": True}, steps=3, muon=True),
     "single_statistics": Case({"statistics_every": 2}, steps=3),
     "single_statistics_compile": Case({"statistics_every": 2}, compiles="aot_eager", steps=3),
     "single_long": Case(seq_len=LONG),

@@ -21,7 +21,7 @@ OPTIONS = """
     --module tests.torchtitan03.small --config deepseek_v3_16b --compile.backend aot_eager
     --parallelism.expert_parallel_degree 2 --training.disable_cuda_graphs
     --training.seq_len 64 --training.local_batch_size 2 --training.steps 3 --debug.seed 1
-    --metrics.disable_color_printing
+    --metrics.disable_color_printing --metrics.log_freq 1
     --dataloader.dataset c4_test --checkpoint.enable --checkpoint.interval 2
     --validator.enable --validator.freq 2 --validator.steps 1 --validator.dataloader.dataset c4_test
 """

@@ -106,10 +106,6 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
     config.compile = dataclasses.replace(
         config.compile, enable=bool(case.compiles), components=["model"], backend=case.compiles or "inductor"
     )
-    if case.muon:
-        with patch.dict(sys.modules, {name: MagicMock() for name in ABSENT}):
-            kimi = importlib.import_module("torchtitan.models.kimi_k2_7.config_registry")
-        config.optimizer = kimi._dist_muon_optimizer(config.model_spec, lr=1e-3)
     config.metrics.enable_tensorboard = bool(case.fp8 and case.fp8.get("statistics_every"))
     config.debug.seed = 1
     config.dump_folder, config.hf_assets_path = dump, f"{out}/tokenizer"
