@@ -16,6 +16,7 @@ from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow  # uses the 
 
 def _small(config: Trainer.Config, spec: ModelSpec) -> Trainer.Config:
     del spec.model.layers[2:]
+    config.checkpoint.last_save_model_only = False  # so that a run can go on
     config.model_spec, config.loss.loss_fn.global_vocab_size = spec, decoder_vocab_size(spec)
     return config
 
