@@ -54,14 +54,15 @@ SINGLE = LOSSES | {
     "single_long": Case(seq_len=LONG),
     "single_nan": Case(),  # of one weight
     "single_in_fsdp": Case(in_fsdp=True),
+    "single_flag": Case(way="flag"),
     "single_converter": Case(way="converter"),
     "single_lora": Case(way="lora"),
     "single_own_trainer": Case({"statistics_every": 2}, steps=3, way="own trainer"),
     "single_fault_tolerant": Case(way="fault tolerant"),
     "single_graph_trainer": Case(way="graph trainer"),
 }
-OTHERS = "qwen3", "gpt_oss", "qwen3_5", "kimi_k2_7"
-SINGLE |= {model: Case(model=model) for model in OTHERS}
+OTHERS = "qwen3", "gpt_oss", "qwen3_5", "kimi_k2_7", "mtp"
+SINGLE |= {model: Case(model=model, way="flag") for model in OTHERS}
 SINGLE |= {f"{model}_fp32": Case(None, model=model) for model in OTHERS}
 TWO_RANKS = {
     "ep2_20": Case(parallelism=EP2, steps=STEPS),
@@ -102,6 +103,7 @@ TWO_RANKS = {
     "gpt_oss_tp2": Case({}, TP2, model="gpt_oss"),
     "gpt_oss_fp8_gather": Case({"fp8_all_gather": True}, model="gpt_oss"),
     "qwen3_5_ep2": Case({}, EP2, model="qwen3_5"),
+    "mtp_ep2_compile": Case({}, EP2, "selective", compiles="aot_eager", model="mtp"),
 }
 FOUR_RANKS = {
     "hsdp2_ep2": Case({}, HSDP2 | EP2),

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +16,15 @@ from torchtitan.components.lora import LoRAConverter as LinearLoRAConverter
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
-from torchtitan.config.override import derive
+from torchtitan.config.override import apply_overrides, derive, override
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
 from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
-from torchtitan.models.common.feed_forward import SigmoidGatedFeedForward
-from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss import moe as gpt_oss_moe
@@ -32,9 +35,8 @@ from experiments.reference import make_layer
 from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan03 import parallel
+from titan_fp8moe.torchtitan03 import conversion, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
-from titan_fp8moe.torchtitan03.conversion import conversion_of
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.cpu import _grouped_mm
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
@@ -47,11 +49,14 @@ from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowMoE,
     Fp8FlowRoutedExperts,
 )
-from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, converted
+from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, overriding
 from titan_fp8moe.trainer import cpu
-from titan_fp8moe.trainer.plan import MOE
+from titan_fp8moe.trainer.plan import MOE, Part, announce
 
 CONFIG = ["--module", "titan_fp8moe.torchtitan03", "--config", "deepseek_v3_debugmodel"]
+
+
+FLAG = "titan_fp8moe.torchtitan03.fp8_flow_moe"
 
 
 def make_job(change: Callable[[Any], None] = lambda job: None, **fp8: Any) -> Fp8FlowTrainer.Config:
@@ -61,16 +66,41 @@ def make_job(change: Callable[[Any], None] = lambda job: None, **fp8: Any) -> Fp
     return job
 
 
-def convert(job: Fp8FlowTrainer.Config, ranks: int = 1) -> list:
-    """Up to where a trainer would build the model."""
-    job.model_spec = converted(job.model_spec, job.fp8_flow_moe)
-    meet(job, ranks)
-    return conversion_of(job.model_spec.model).plan
+def flagged(*imports: Any, converters: list[Any] | None = None, **fp8: Any) -> Trainer.Config:
+    """torchtitan's own job with the override of this package, and with others."""
+    job = deepseek_v3_debugmodel()
+    job.training.disable_cuda_graphs = True
+    job.model_spec = model_registry("debugmodel", converters=converters or [])
+    job.override.imports = [*imports, (FLAG, fp8)]
+    return job
 
 
-def meet(job: Any, ranks: int = 1) -> None:
-    with patch.dict("os.environ", WORLD_SIZE=str(ranks)):
+def convert(job: Trainer.Config, ranks: int = 1) -> list[Part]:
+    """Does what a trainer does before it builds the model. Returns the plan."""
+    if isinstance(job, Fp8FlowTrainer.Config):
+        job.override = overriding(job).override
+    with patch.dict("os.environ", WORLD_SIZE=str(ranks)), patch.object(conversion, "announce") as announced:
+        announced.side_effect = announce
         job.model_spec.model.update_from_config(config=job)
+        if job.override.imports:
+            apply_overrides(job.override, job)
+        job._validate_cuda_graphs()
+    return announced.call_args.args[0] if announced.called else []
+
+
+def start(job: Trainer.Config) -> torch.nn.Module:
+    convert(job)
+    return build(job)
+
+
+DOORS = "section", "flag", "converter"
+
+
+def through(door: str, converters: Sequence[Any] = (), **fp8: Any) -> Trainer.Config:
+    """A job by one of the ways to convert its model."""
+    if door == "section":
+        return make_job(**fp8)
+    return flagged(converters=[*converters], **fp8) if door == "flag" else by_registry(*converters, **fp8)
 
 
 def test_options_of_the_command_line():
@@ -112,8 +142,9 @@ def test_products_in_float32_are_those_of_bf16():
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.detach().abs().max()))
 
 
-def test_what_is_converted(caplog):
-    job = make_job(filter_fqns=["layers.1.", "layers.2.moe.shared_experts"], linear_fqns=["attention.wo."])
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_converted(caplog, door: str):
+    job = through(door, filter_fqns=["layers.1.", "layers.2.moe.shared_experts"], linear_fqns=["attention.wo."])
     before = [(name, tuple(p.shape)) for name, p in build(deepseek_v3_debugmodel()).state_dict().items()]
     with caplog.at_level(logging.INFO):
         convert(job)
@@ -165,29 +196,126 @@ def build(job: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_a_converted_config_can_be_copied(how: str):
+def test_a_claimed_config_can_be_copied(how: str):
     """As launchers do that send it to other processes; a change of a field goes along."""
-    model = model_registry("debugmodel", converters=[Fp8FlowConverter.Config(save_h="fp8")]).model
+    job = by_registry(save_h="fp8")
+    model = job.model_spec.model
     model.vocab_size = 77
     for _ in range(2):  # a copy of a copy too
         copied = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
         assert type(copied).__qualname__ == type(model).__qualname__ and copied.vocab_size == 77
-        found, want = conversion_of(copied), conversion_of(model)
-        assert found.settings == want.settings and found.plan == want.plan
-        assert type(copied.layers[1].moe) is type(model.layers[1].moe) and copied.layers[1] is not model.layers[1]
+        assert copied.layers[1] is not model.layers[1]
         model = copied
+    job.model_spec.model = model
+    plan = convert(job)
+    assert len(plan) == 11 and build(job).layers["1"].moe.routed_experts.config == Fp8FlowMoEConfig(save_h="fp8")
 
 
-def test_an_override_of_a_converted_layer_is_an_error():
-    job = make_job()
-    convert(job)
-    job.model_spec.model.layers[3].moe = deepseek_v3_debugmodel().model_spec.model.layers[3].moe
-    with pytest.raises(ValueError, match="override.imports has replaced layers.3.moe.*by a MoE.Config; remove"):
+def vendors(kind: type) -> type:
+    """A class of another package in the place of ``kind``."""
+
+    class Vendors(kind):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(kind.Config):
+            pass
+
+    return Vendors
+
+
+VendorMoE, VendorRoutedExperts, VendorExperts = map(vendors, (MoE, RoutedExperts, GroupedExperts))
+VendorDispatcher, VendorLinear = map(vendors, (AllToAllTokenDispatcher, Linear))
+
+
+@override(target=MoE.Config, fqns=["*layers.3.*"])
+def vendor_moe(config: Any) -> Any:
+    return derive(config, VendorMoE.Config)
+
+
+@override(target=MoE.Config)
+def vendor_moes(config: Any) -> Any:
+    return derive(config, VendorMoE.Config)
+
+
+@override(target=RoutedExperts.Config)
+def vendor_routed_experts(config: Any) -> Any:
+    return derive(config, VendorRoutedExperts.Config)
+
+
+@override(target=GroupedExperts.Config)
+def vendor_experts(config: Any) -> Any:
+    return derive(config, VendorExperts.Config)
+
+
+@override(target=AllToAllTokenDispatcher.Config)
+def vendor_dispatcher(config: Any) -> Any:
+    return derive(config, VendorDispatcher.Config)
+
+
+@override(target=Linear.Config, fqns=["*layers.3.moe.shared_experts.w2", "*layers.0.feed_forward.w1"])
+def vendor_linear(config: Any) -> Any:
+    return derive(config, VendorLinear.Config)
+
+
+@pytest.mark.parametrize("name", ["moe", "moes", "routed_experts", "experts", "dispatcher"])
+def test_an_override_of_experts_is_an_error(name: str):
+    """Whatever part of a claimed layer it replaces; torchtitan refuses two overrides of one layer by itself."""
+    vendor = f"{__name__}.vendor_{name}"
+    with pytest.raises(ValueError, match="both claim node|an ancestor of"):
+        convert(flagged(vendor))
+    job = by_registry()
+    job.override.imports = [vendor]
+    with pytest.raises(ValueError, match=r"layers.\d.moe has a .*Vendors; leave it in bf16.*override"):
+        start(job)
+
+
+def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():
+    """FP8 would multiply by the weight, whatever else the linear does."""
+    job = by_registry()
+    job.override.imports = [f"{__name__}.vendor_linear"]
+    left = {part.name: part.reason for part in convert(job) if part.reason is not None}
+    assert left.keys() == {"layers.0.feed_forward", "layers.3.moe.shared_experts"}
+    assert left["layers.3.moe.shared_experts"] == "FeedForward of Linear, vendors.<locals>.Vendors, Linear"
+    build(job)
+
+
+def test_attention_of_other_kinds():
+    """torchtitan's fused MLA by its own override, whose linears are converted too, and varlen."""
+    job = flagged("torchtitan.overrides.fused_mla.fused_mla", linear_fqns=["attention.wo."])
+    for layer in job.model_spec.model.layers[1:]:
+        layer.attention.inner_attention = VarlenAttention.Config()
+    model = start(job)
+    assert {type(layer.attention).__name__ for layer in model.layers.values()} == {"FusedMLAAttention"}
+    assert {type(layer.attention.wo) for layer in model.layers.values()} == {Fp8FlowLinear03}
+    assert isinstance(model.layers["1"].attention.inner_attention, VarlenAttention)
+    assert isinstance(model.layers["1"].moe, Fp8FlowMoE)
+
+
+def test_claims_that_met_no_job_are_refused():
+    """torchtitan's RL trainer applies overrides to a model alone."""
+    job = flagged()
+    apply_overrides(job.override, job.model_spec.model)
+    with pytest.raises(RuntimeError, match="has met no job.*name Fp8FlowConverter among"):
         build(job)
 
 
-def test_selective_checkpointing_keeps_the_experts_results():
+def test_two_settings_are_refused():
+    with pytest.raises(ValueError, match="was converted with .*configure one of the two"):
+        by_registry(Fp8FlowConverter.Config(save_h="fp8"))
+    job = by_registry(Fp8FlowConverter.Config())
+    job.override.imports = [(FLAG, {"save_h": "fp8"})]
+    with pytest.raises(ValueError, match="was converted with .*configure one of the two"):
+        convert(job)
+    job.override.imports = [(FLAG, {})]
+    assert len(convert(job)) == 11
     job = make_job()
+    job.override.imports = [FLAG]
+    with pytest.raises(ValueError, match="named by two entries"):
+        convert(job)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_selective_checkpointing_keeps_the_experts_results(door: str):
+    job = through(door)
     assert type(job.activation_checkpoint) is SelectiveAC.Config
     convert(job)
     kept = job.activation_checkpoint.build(dump_folder="").get_save_ops()
@@ -217,11 +345,21 @@ def both(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
     return lambda job: [change(job) for change in changes]
 
 
+class OwnPolicy(SelectiveAC):
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return {torch.ops.aten.mm.default}
+
+
 COMPILE = set_("compile.enable", True)
 PP2 = set_("parallelism.pipeline_parallel_degree", 2)
 EP2 = set_("parallelism.expert_parallel_degree", 2)
 TP2 = set_("parallelism.tensor_parallel_degree", 2)
 GRAPHS = set_("training.disable_cuda_graphs", False)
+NO_AC = set_("activation_checkpoint", None)
 NOTHING = both()
 GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
 
@@ -232,19 +370,20 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
         (both(GRAPHS, set_("metrics.enable_tensorboard", True)), STATISTICS, 1, "training.disable_cuda_graphs = true"),
         (COMPILE, GATHER, 1, "fp8_all_gather works outside of graphs"),
         (both(COMPILE, set_("activation_checkpoint", MemoryBudgetAC.Config())), {}, 1, "memory-budget checkpointing"),
+        (set_("activation_checkpoint", OwnPolicy.Config()), {}, 1, "OwnPolicy recomputes the experts"),
         (NOTHING, STATISTICS, 1, "set metrics.enable_tensorboard or metrics.enable_wandb"),
         (set_("training.enable_cpu_offload", True), GATHER, 1, "training.enable_cpu_offload stores"),
         (set_("training.mixed_precision_param", "float16"), {}, 1, "training.mixed_precision_param = 'float16'"),
-        (set_("debug.spmd_typechecking", True), {}, 1, "debug.spmd_typechecking = false"),
+        (both(set_("debug.spmd_typechecking", True), NO_AC), {}, 1, "debug.spmd_typechecking = false"),
         (set_("parallelism.spmd_backend", "full_dtensor"), {}, 1, "use 'spmd_types' or 'partial_dtensor'"),
         (both(PP2, set_("parallelism.pipeline_parallel_schedule", "ZBVZeroBubble")), {}, 2, "may split the backward"),
         (both(PP2, set_("parallelism.pipeline_parallel_schedule_csv", "a.csv")), {}, 2, "schedule_csv = 'a.csv'"),
         (set_("parallelism.expert_parallel_degree", 3), {}, 4, "degree = 3 does not divide"),
         (set_("parallelism.expert_parallel_degree", 16), {}, 16, "8 experts do not divide over 16"),
         (set_("parallelism.data_parallel_shard_degree", 16), GATHER, 16, "8 experts do not divide"),
-        (each_moe(deep_ep), {}, 1, "layers.1.moe has a DeepEPTokenDispatcher.Config; choose a config"),
+        (both(EP2, each_moe(deep_ep)), {}, 2, "layers.1.moe has a DeepEPTokenDispatcher; leave it in bf16.*backend"),
         (each_moe(set_("routed_experts.inner_experts.dim", 200)), {}, 1, "model dim 200 is not a multiple"),
-        (set_("training.seq_len", 2**17), {}, 1, "a rank can have"),
+        (set_("training.local_batch_size", 2**10), {}, 1, "a rank can have"),
         (set_("training.seq_len", 0), {}, 1, "training.seq_len = 0; set it to 1 or more"),
         (set_("training.steps", 0), {}, 1, "training.steps = 0; set it"),
         (lambda job: job.optimizer.param_groups[0].optimizer_kwargs.update(lr=-1), {}, 1, r"groups\[0\] = -1; set it"),
@@ -252,7 +391,7 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
             lambda job: job.model_spec.model.layers.__delitem__(slice(1, None)),
             {},
             1,
-            "no MoE layer; .*with_fp8_flow or",
+            "the model has no MoE layer; choose",
         ),
         (NOTHING, {"filter_fqns": ["layers.77."]}, 1, "matches none of layers.1.moe"),
         (NOTHING, {"linear_fqns": ["attention.wkv_a."]}, 1, "attention.wkv_a is 576x256"),
@@ -299,40 +438,27 @@ def moes(job: Any) -> list[Any]:
     return [layer.moe for layer in job.model_spec.model.layers if layer.moe is not None]
 
 
-def test_other_classes_are_refused_by_name():
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Other(deepseek_v3_debugmodel().model_spec.model.layers[1].moe.__class__):
-        pass
-
-    job = make_job(lambda job: setattr(job.model_spec.model.layers[2], "moe", derive(moe_of(job), Other)))
-    with pytest.raises(ValueError, match="layers.2.moe has a .*Other; leave it in bf16"):
-        convert(job)
-
-
 def moe_of(job: Any) -> Any:
     return job.model_spec.model.layers[2].moe
 
 
 def test_cuda_graphs_need_dispatch_without_host_syncs():
-    """torchtitan refuses them for bf16 layers when it parses, and the job's checks for converted ones."""
+    """torchtitan refuses them for bf16 layers, and the job's checks for converted ones."""
     job = make_job(GRAPHS)
-    job._validate_cuda_graphs()
     assert all(part.reason is None for part in convert(job))
-    job = make_job(both(EP2, GRAPHS))
-    job._validate_cuda_graphs()
     with pytest.raises(ValueError, match="disable_cuda_graphs.*symmetric"):
-        convert(job, 2)
-    job = make_job(both(EP2, GRAPHS), dispatch="symmetric")
-    job._validate_cuda_graphs()
-    job.fp8_flow_moe.filter_fqns = ["shared_experts"]
-    job._validate_cuda_graphs()
+        convert(make_job(both(EP2, GRAPHS)), 2)
+    job = make_job(both(EP2, GRAPHS), dispatch="symmetric", filter_fqns=["shared_experts"])
+    job._validate_cuda_graphs()  # as torchtitan does when it parses
     assert [part.reason is None for part in convert(job, 2) if part.kind == MOE] == 5 * [True]
-    job._validate_cuda_graphs()  # again, as torchtitan does, of the converted model
-    job = make_job(both(EP2, GRAPHS), dispatch="symmetric", filter_fqns=["layers.1."])
+    job._validate_cuda_graphs()  # again, of the converted model
     with pytest.raises(ValueError, match="Unsupported token dispatcher: AllToAllTokenDispatcher"):
-        job._validate_cuda_graphs()
-    PP2(job)
+        convert(make_job(both(EP2, GRAPHS), dispatch="symmetric", filter_fqns=["layers.1."]), 2)
     with pytest.raises(ValueError, match="do not support pipeline parallelism yet"):
+        convert(make_job(both(PP2, GRAPHS)), 2)
+    job = flagged(dispatch="symmetric")
+    both(EP2, GRAPHS)(job)
+    with pytest.raises(ValueError, match="Unsupported token dispatcher"):  # before torchtitan looks for overrides
         job._validate_cuda_graphs()
 
 
@@ -356,15 +482,14 @@ def test_own_trainers_keep_their_settings():
     for fp8, save_h in ((Fp8FlowMoEConfig(save_h="fp8"), "fp8"), (None, "fp8")):
         config = with_fp8_flow(config, fp8)
         assert (type(config)._owner, config.mine, config.fp8_flow_moe.save_h) == (OwnFp8, 42, save_h)
-        assert conversion_of(config.model_spec.model) is None
+        assert claims(config) == []
         own = with_fp8_flow(derive(deepseek_v3_debugmodel(), Own.Config, mine=42), fp8)
         assert (type(own)._owner, own.mine) == (Own, 42)
-        assert conversion_of(own.model_spec.model).settings == (fp8 or Fp8FlowMoEConfig())
+        assert [c.settings for c in claims(own)] == 5 * [fp8 or Fp8FlowMoEConfig()]
 
 
-def test_a_config_of_another_kind_is_refused():
-    with pytest.raises(ValueError, match="takes a training config, such as Trainer.Config, got ModelSpec"):
-        with_fp8_flow(deepseek_v3_debugmodel().model_spec)
+def claims(job: Any) -> list[Any]:
+    return [config for _, config, *_ in job.model_spec.model.traverse(conversion.Fp8FlowClaim.Config)]
 
 
 def by_registry(*converters: Any, **fp8: Any) -> Trainer.Config:
@@ -375,40 +500,36 @@ def by_registry(*converters: Any, **fp8: Any) -> Trainer.Config:
 
 
 def test_the_converter_has_all_settings():
-    job = by_registry(save_h="fp8", filter_fqns=["layers.1."], linear_fqns=["attention.wo."])
-    conversion = conversion_of(job.model_spec.model)
     want = Fp8FlowMoEConfig(save_h="fp8", filter_fqns=["layers.1."], linear_fqns=["attention.wo."])
-    assert conversion.settings == want
-    section = with_fp8_flow(job)
-    assert section.fp8_flow_moe == conversion.settings
-    assert converted(section.model_spec, section.fp8_flow_moe) is section.model_spec
-    with pytest.raises(ValueError, match="was converted with .*configure one of the two"):
-        converted(section.model_spec, Fp8FlowMoEConfig())
-    with pytest.raises(ValueError, match="has converted this model before"):
-        by_registry(Fp8FlowConverter.Config())
+    assert [c.settings for c in claims(by_registry(**vars(want)))] == 5 * [want]
     with pytest.raises(ValueError, match="save_h is 'fp4'; set it to one of"):
         Fp8FlowConverter.Config(save_h="fp4")
 
 
+@pytest.mark.parametrize("door", ["flag", "converter"])
 @pytest.mark.parametrize(
     ("converter", "experts"), [(LinearLoRAConverter, False), (LoRAConverter, False), (LoRAConverter, True)]
 )
-def test_lora_comes_after(converter: Any, experts: bool):
+def test_lora(door: str, converter: Any, experts: bool):
     """Its adapters train, in bf16 where FP8 would see their base alone."""
     targets = ["wo", "w2"]
     if experts:
         targets.append("inner_experts")
-    job = by_registry(converter.Config(rank=4, target_modules=targets), linear_fqns=["attention.wo."])
-    meet(job)
+    job = through(
+        door, [converter.Config(rank=4, target_modules=targets)], linear_fqns=["attention.wo.", "attention.wkv_b."]
+    )
+    plan = convert(job)
     model = build(job)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all("lora_" in name for name in trained)
     of_experts = {name for name in trained if ".layers.2.moe.routed" in f".{name}"}
     prefix = "layers.2.moe.routed_experts.inner_experts.lora"
     assert of_experts == ({f"{prefix}_{f}.w{i}" for f in "ab" for i in (1, 2, 3)} if experts else set())
-    assert isinstance(model.layers["2"].attention.wo, Fp8FlowLinear03)
-    assert not model.layers["0"].feed_forward.in_fp8 and model.layers["2"].moe.shared == "meanwhile"
-    assert {part.reason for part in conversion_of(job.model_spec.model).plan} == {None, "w2 is a LoRALinear"}
+    attention = model.layers["2"].attention
+    assert isinstance(attention.wo, Fp8FlowLinear03) and attention.wo.lora_a.weight.shape[0] == 4
+    assert type(attention.wkv_b) is Fp8FlowLinear03 and model.layers["2"].moe.shared == "meanwhile"
+    assert type(model.layers["0"].feed_forward) is FeedForward
+    assert {part.reason for part in plan} == {None, "FeedForward of Linear, LoRALinear, Linear"}
     with pytest.raises(ValueError, match="Fp8FlowConverter.Config|must be applied before LoRAConverter"):
         model_registry("debugmodel", converters=[LinearLoRAConverter.Config(), Fp8FlowConverter.Config()])
 
@@ -430,39 +551,44 @@ def test_adapters_run_beside_the_experts():
     assert 0.5 < experts.lora_a.w2.abs().max() * H**0.5 <= 1 and not experts.lora_b.w2.any()
 
 
-def test_adapters_of_experts_that_cannot_have_them():
-    with pytest.raises(ValueError, match="layers.1.moe.routed_experts.inner_experts has bf16 experts"):
-        by_registry(LoRAConverter.Config(), filter_fqns=["layers.1."])
-    job = by_registry(LoRAConverter.Config())
+@pytest.mark.parametrize("door", ["flag", "converter"])
+def test_adapters_of_experts_that_cannot_have_them(door: str):
+    adapters = LoRAConverter.Config(target_modules=["inner_experts"])
+    job = through(door, [adapters], filter_fqns=["layers.1."])
+    convert(job)
+    with pytest.raises(ValueError, match="no adapters run beside bf16 experts: convert all MoE layers"):
+        build(job)
+    job = through(door, [adapters])
     job.parallelism.tensor_parallel_degree = 2
     with pytest.raises(ValueError, match="set parallelism.expert_parallel_degree > 1"):
-        meet(job, 2)
+        convert(job, 2)
+    with pytest.raises(ValueError, match="inner_experts is a GptOssGroupedExperts, beside which no adapters"):
+        LoRAConverter.Config().build().convert(gpt_oss_debugmodel_flex().model_spec.model)
 
 
-def test_a_config_that_was_replaced_is_refused():
-    """torchtitan's for the graph trainer copies the fields, and the job would not be checked."""
-    job = to_graph_trainer_config(by_registry(), graph_model_registry)
-    meet(job)
-    with pytest.raises(RuntimeError, match="has not met a job.*convert afterwards"):
+def test_a_claimed_model_in_another_config():
+    """torchtitan's function for the graph trainer copies the fields, claims among them."""
+    for job in (
+        to_graph_trainer_config(by_registry(), graph_model_registry),
+        with_fp8_flow(to_graph_trainer_config(deepseek_v3_debugmodel(), graph_model_registry)),
+    ):
+        job.training.disable_cuda_graphs = True
+        assert len(convert(job)) == 11
         build(job)
-    job = with_fp8_flow(to_graph_trainer_config(deepseek_v3_debugmodel(), graph_model_registry))
-    job.training.disable_cuda_graphs = True
-    meet(job)
-    build(job)
 
 
 def test_plain_trainers_need_dispatch_without_host_syncs_for_cuda_graphs():
-    """torchtitan's check passes, since converted layers have none of its dispatchers."""
+    """torchtitan's check passes until layers are converted, since these have none of its dispatchers."""
     for dispatch in ("auto", "symmetric"):
         job = by_registry(dispatch=dispatch)
         job = derive(job, Trainer.Config, training=dataclasses.replace(job.training, disable_cuda_graphs=False))
         EP2(job)
         job._validate_cuda_graphs()
         if dispatch == "symmetric":
-            meet(job, 2)
+            convert(job, 2)
             continue
         with pytest.raises(ValueError, match="CUDA graphs exclude fp8_flow_moe.dispatch = .auto., which reads"):
-            meet(job, 2)
+            convert(job, 2)
 
 
 def test_whatever_cannot_attach_says_so(caplog):
@@ -472,13 +598,15 @@ def test_whatever_cannot_attach_says_so(caplog):
             pass
 
     job = by_registry()
-    meet(job)
+    convert(job)
     assert type(job.metrics) is Fp8FlowMetrics.Config and "are off" not in caplog.text
-    meet(job)  # again: the same
+    job = by_registry()
     job.metrics = Metrics.Config()
-    meet(job)
+    convert(job)
     assert "NaN watch and statistics are off" in caplog.text and type(job.metrics) is Metrics.Config
+    job = by_registry()
     job.model_spec.model.update_from_config(config=Inference())
+    assert isinstance(build(job).layers["2"].moe, Fp8FlowMoE)
     assert "Inference is not a Trainer.Config: off are the checks of the job" in caplog.text
     assert build(job).layers["2"].moe.routed_experts.inner_experts.placement.in_fsdp  # FSDP may have work
 

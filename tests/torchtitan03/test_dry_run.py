@@ -11,6 +11,7 @@ from tests.test_warm_up import kernels_of_16b, kernels_of_job
 from titan_fp8moe.trainer import preflight
 
 DEBUG = ["--config", "deepseek_v3_debugmodel", "--training.disable_cuda_graphs"]
+FLAG = "--override.imports=titan_fp8moe.torchtitan03.fp8_flow_moe"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -22,7 +23,7 @@ def test_a_rank_of_many(tmp_path):
     """The second pipeline stage of 671B on 256 ranks, which no machine of tests could allocate, nor its log begin."""
     degrees = ["--parallelism.expert_parallel_degree=64", "--parallelism.pipeline_parallel_degree=4"]
     logs = ["--metrics.enable_tensorboard", f"--dump_folder={tmp_path}"]
-    done = run("--config=deepseek_v3_671b", "--rank=100", *degrees, *logs)
+    done = run("--module=deepseek_v3", "--config=deepseek_v3_671b", FLAG, "--rank=100", *degrees, *logs)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line[:10].strip() in DESCRIBED]
     assert lines[0] == "model     deepseek_v3 671B, 119 parts in FP8"
@@ -49,10 +50,17 @@ def test_a_config_of_ones_own():
     assert "debugmodel, 11 parts in FP8" in done.stdout and "layer 1, Fp8FlowGroupedExperts" in done.stdout
 
 
+def test_multi_token_prediction():
+    """Its layer counts, with its shared experts."""
+    done = run("--module=deepseek_v3", "--config=deepseek_v3_debugmodel_mtp", DEBUG[-1], FLAG)
+    assert done.returncode == 0, done.stderr
+    assert "debugmodel, 13 parts in FP8" in done.stdout and "norm, lm_head, mtp_layers" in done.stdout
+
+
 def test_the_kernels_of_a_job():
     """Of :mod:`titan_fp8moe.warm_up`: those of a layer and of an FFN, and those that one linear has besides."""
-    job = "--config=deepseek_v3_16b", "--training.local_batch_size=1", "--training.seq_len=256"
-    linear = "--parallelism.expert_parallel_degree=8", "--fp8_flow_moe.linear_fqns", "layers.0.attention.wo."
+    job = "--module=deepseek_v3", "--config=deepseek_v3_16b", "--training.local_batch_size=1", "--training.seq_len=256"
+    linear = "--parallelism.expert_parallel_degree=8", f'{FLAG}={{"linear_fqns": ["layers.0.attention.wo."]}}'
     found, expected = call(kernels_of_job, *job, *linear), call(kernels_of_16b, 256)
     kinds = {"_balance_exponent_kernel", "grouped_mm_hopper_kernel", "wgrad_hopper_kernel"}
     assert found > expected and {key.split()[0] for key in found - expected} == kinds
@@ -89,13 +97,21 @@ DESCRIBED = ("", "model", "layout", "batch", "rank 100", "experts")
         ([*DEBUG, "--fp8_flow_moe.dispatch=symmetric"], 'error: fp8_flow_moe.dispatch = "symmetric" sends tokens to'),
         ([*DEBUG, "--rank=1"], "error: --world-size 1 has no rank 1"),
         (["--config=no_such"], NO_SUCH),
-        (["--module=deepseek_v3", *DEBUG], "error: deepseek_v3: its config is torchtitan's own; return with_fp8_flow("),
+        (["--module=deepseek_v3", *DEBUG], f"error: nothing is in FP8; add {FLAG.replace('=', ' ')}"),
         (
             [*DEBUG, "--override.imports=torchtitan.overrides.fused_swiglu.fused_swiglu"],
-            "error: an override of --override.imports has replaced layers.1.moe.shared_experts, which fp8_flow_moe had",
+            "error: Override 'titan_fp8moe.torchtitan03.fp8_flow_moe' claims 'model_spec.model.layers.1.moe', an ",
+        ),
+        (
+            ["--module=deepseek_v3", *DEBUG, f'{FLAG}={{"h": 1}}'],
+            "error: fp8_flow_moe has no setting h; choose wgrad, ",
+        ),
+        (
+            ["--module=deepseek_v3", *DEBUG, f'{FLAG}={{"save_h": 1}}'],
+            "error: fp8_flow_moe.save_h is 1; set it to one of",
         ),
     ],
-    ids=["batch", "experts", "dispatch", "rank", "config", "bf16", "override"],
+    ids=["batch", "experts", "dispatch", "rank", "config", "bf16", "override", "setting", "value"],
 )
 def test_mistakes_end_in_one_sentence(arguments, message):
     done = run(*arguments)

@@ -42,7 +42,8 @@ def test_gradients_equal_those_of_one_process(results: WorkerResults, case: str)
     bias, expected = results.get(case)["expert_bias"], results.get(reference)["expert_bias"]
     assert bias.keys() == expected.keys()
     for name, values in bias.items():
-        assert torch.equal(values, expected[name]) and values.abs().max() > 0, name
+        moves = "mtp_layers" not in name  # which torchtitan does not balance
+        assert torch.equal(values, expected[name]) and (values.abs().max() > 0) == moves, name
 
 
 def test_what_is_quantized(results: WorkerResults):

@@ -18,16 +18,16 @@ from tests.processes import ended_well, time_limit
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = """
-    --module titan_fp8moe.torchtitan03 --config deepseek_v3_debugmodel --fp8_flow_moe.save_h fp8
+    --module tests.torchtitan03.small --config deepseek_v3_16b --compile.backend aot_eager
     --parallelism.expert_parallel_degree 2 --training.disable_cuda_graphs
     --training.seq_len 64 --training.local_batch_size 2 --training.steps 3 --debug.seed 1
-    --metrics.disable_color_printing
+    --metrics.disable_color_printing --metrics.log_freq 1
     --dataloader.dataset c4_test --checkpoint.enable --checkpoint.interval 2
     --validator.enable --validator.freq 2 --validator.steps 1 --validator.dataloader.dataset c4_test
 """
 
 
-BF16 = ["--fp8_flow_moe.filter_fqns", "layers."]
+FP8 = ["--override.imports", 'titan_fp8moe.torchtitan03.fp8_flow_moe={"save_h": "fp8"}']
 SAVE_IN_HF = ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
@@ -63,21 +63,21 @@ def export(*args: str | Path) -> str:
 
 
 def test_training_resumes_and_exports(case_dir: Path, tmp_path: Path):
-    log = train(case_dir, tmp_path)
-    assert "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears in FP8" in log and "save_h=fp8" in log
+    log = train(case_dir, tmp_path, *FP8)
+    assert "1 MoE layers, 1 shared experts, 1 dense FFNs, 0 linears in FP8" in log and "save_h=fp8" in log
     assert len(losses(log)) == 3 and losses(log, "validate step")
     shutil.rmtree(tmp_path / "checkpoint/step-3")
     # FP8's experts are outside of FSDP, bf16's inside: each resumes from the other.
-    bf16 = losses(train(case_dir, tmp_path, *BF16))
+    bf16 = losses(train(case_dir, tmp_path))
     assert bf16 == pytest.approx(losses(log)[2:], rel=2e-3)
-    assert len(losses(train(case_dir, tmp_path, "--training.steps=4"))) == 1
+    assert len(losses(train(case_dir, tmp_path, *FP8, "--training.steps=4"))) == 1
     for step in (3, 4):
         shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
-    assert losses(train(case_dir, tmp_path, *SAVE_IN_HF)) == pytest.approx(losses(log)[2:], rel=1e-4)
+    assert losses(train(case_dir, tmp_path, *FP8, *SAVE_IN_HF)) == pytest.approx(losses(log)[2:], rel=1e-4)
     out, steps = tmp_path / "fp8", tmp_path / "checkpoint"
     assert "let it save with checkpoint.last_save_in_hf" in export(steps / "step-2", out)
     said = export(steps / "step-2", out, "--config", "train_configs/debug.toml")
     assert said.splitlines()[-1].startswith("error: titan_fp8moe.torchtitan is for torchtitan 0.2.2")
-    (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=6, hidden_size=256, n_routed_experts=8)))
+    (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=2, hidden_size=256, n_routed_experts=8)))
     said = export(steps / "step-3", out, "--assets", tmp_path, "--quantized-from", "bf16", "--verify")
-    assert "120 matrices in FP8 from bf16" in said and "are the checkpoint's, bit for bit" in said, said
+    assert "24 matrices in FP8 from bf16" in said and "are the checkpoint's, bit for bit" in said, said

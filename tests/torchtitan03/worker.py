@@ -30,7 +30,7 @@ from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as g
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan.models.deepseek_v3 import model_registry
-from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel, deepseek_v3_debugmodel_mtp
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
@@ -76,6 +76,7 @@ def multimodal(module: str, flavor: str) -> torchtitan.trainer.Trainer.Config:
 
 MODELS = {  # with so many layers
     "deepseek_v3": (deepseek_v3_debugmodel, 3),
+    "mtp": (deepseek_v3_debugmodel_mtp, 2),  # and one that predicts the token after next
     "qwen3": (qwen3_moe_debug, 2),
     "gpt_oss": (gpt_oss, 2),
     "qwen3_5": (lambda: multimodal("qwen3_5", "debugmodel_moe"), 1),
@@ -146,7 +147,14 @@ def of_graph_trainer(config: torchtitan.trainer.Trainer.Config, fp8: dict) -> to
     return with_fp8_flow(config, Fp8FlowMoEConfig(**fp8))
 
 
+def by_flag(config: torchtitan.trainer.Trainer.Config, fp8: dict) -> torchtitan.trainer.Trainer.Config:
+    """``--override.imports`` and torchtitan's own config."""
+    config.override.imports = [("titan_fp8moe.torchtitan03.fp8_flow_moe", fp8)]
+    return config
+
+
 CONVERTED = {
+    "flag": by_flag,
     "section": lambda config, fp8: with_fp8_flow(config, Fp8FlowMoEConfig(**fp8)),
     "converter": by_registry,
     "lora": lambda config, fp8: by_registry(config, fp8, LoRAConverter.Config(rank=4, target_modules=LORA)),

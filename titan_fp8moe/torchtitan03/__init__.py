@@ -1,10 +1,13 @@
-"""torchtitan 0.3.0 adapter: ``--module titan_fp8moe.torchtitan03 --config deepseek_v3_16b --fp8_flow_moe.save_h fp8``.
+"""torchtitan 0.3.0 adapter: ``--override.imports 'titan_fp8moe.torchtitan03.fp8_flow_moe={"save_h": "fp8"}'``.
 
-:mod:`~titan_fp8moe.torchtitan03.config_registry` has torchtitan's config functions for DeepSeek-V3,
-gpt-oss, Kimi-K2.7, and the MoE models of Qwen3 and Qwen3.5. Their trainer is
-:class:`~titan_fp8moe.torchtitan03.trainer.Fp8FlowTrainer`. It converts the model's config before torchtitan builds the
-model. Importing this package changes torchtitan on machines without a GPU only, where it trains on the CPU.
+:func:`fp8_flow_moe` is an override for DeepSeek-V3, gpt-oss, Kimi-K2.7, and the MoE models of Qwen3 and Qwen3.5.
+:mod:`~titan_fp8moe.torchtitan03.config_registry` has the same models with the settings as options of the command line.
+:class:`~titan_fp8moe.torchtitan03.converter.Fp8FlowConverter` serves trainers that apply no overrides. All of them
+claim MoE layers, and :mod:`~titan_fp8moe.torchtitan03.conversion` converts what is claimed. Importing this package
+changes torchtitan on machines without a GPU only, where it trains on the CPU.
 """
+
+from typing import Any
 
 import torch
 
@@ -18,7 +21,26 @@ if not RELEASE.startswith("0.3."):
         "use titan_fp8moe.torchtitan with 0.2.2"
     )
 
+from torchtitan.config.override import override
+from torchtitan.models.common.moe import MoE
+
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan03 import conversion
+
 if not torch.cuda.is_available():
     from titan_fp8moe.torchtitan03.cpu import enable_cpu_training
 
     enable_cpu_training()
+
+
+@override(target=MoE.Config, description="MoE layers, FFNs and linears in FP8")
+def fp8_flow_moe(layer: MoE.Config, **settings: Any) -> MoE.Config:
+    """Claims a MoE layer. ``settings`` are those of :class:`~titan_fp8moe.config.Fp8FlowMoEConfig`.
+
+    Dense FFNs and linears follow by their names, once all layers are claimed.
+    """
+    if unknown := settings.keys() - vars(Fp8FlowMoEConfig()):
+        raise ValueError(
+            f"fp8_flow_moe has no setting {', '.join(unknown)}; choose {', '.join(vars(Fp8FlowMoEConfig()))}"
+        )
+    return conversion.claim(layer, Fp8FlowMoEConfig(**settings))

@@ -9,6 +9,7 @@ own, ranks on a CPU that is slow in bf16 compute in float32.
 import functools
 import importlib
 from collections.abc import Callable
+from dataclasses import replace as _replace
 from typing import Any
 
 from torchtitan.components import optimizer
@@ -20,7 +21,7 @@ from torchtitan.models.qwen3 import config_registry as _qwen3
 from torchtitan.trainer import Trainer
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan03 import conversion, trainer
+from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
 from titan_fp8moe.trainer import cpu
 
@@ -29,22 +30,15 @@ def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None 
     """A training config whose model trains in FP8, with all other settings of ``config``.
 
     torchtitan's own ``Trainer.Config`` gets the section ``fp8_flow_moe``, whose settings are options of the command
-    line. A config of another trainer keeps its class, and its model is converted here, with these settings.
-
-    Raises:
-        ValueError: for a model that cannot be converted, or another kind of config. It names the setting and the
-            remedy.
+    line. A config of another trainer keeps its class, and its model is converted with these settings.
     """
     if isinstance(config, Fp8FlowTrainer.Config):
-        return _derive(config, type(config), fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
-    if not hasattr(config, "model_spec"):
-        kind = type(config).__qualname__
-        raise ValueError(f"with_fp8_flow takes a training config, such as Trainer.Config, got {kind}")
-    before = conversion.conversion_of(config.model_spec.model)
-    settings = fp8_flow_moe or (before.settings if before else Fp8FlowMoEConfig())
+        return _replace(config, fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
+    settings = fp8_flow_moe or Fp8FlowMoEConfig()
     if type(config) is Trainer.Config:
         return _derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=settings)
-    config.model_spec = trainer.converted(config.model_spec, settings)
+    converter = Fp8FlowConverter.Config(**vars(settings)).build()
+    config.model_spec = _replace(config.model_spec, model=converter.convert(config.model_spec.model))
     return config
 
 

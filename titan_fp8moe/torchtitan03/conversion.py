@@ -1,205 +1,247 @@
-"""A converted model's config, and what it does when it meets the job.
+"""Converts the MoE layers, FFNs and linears of a model's config, after it has met the job and all overrides.
 
-torchtitan's trainers call ``update_from_config(config=job)`` of the model's config before they build anything, and
-``build()`` after all overrides. :meth:`Conversion.root` derives a config that first checks the job and settles what
-depends on it. Whatever needs a trainer attaches by configs of the job (checkpointing, metrics) and by two functions of
-torchtitan's (:mod:`~titan_fp8moe.torchtitan03.parallel`).
+An override gets one node of the config, and a model converter gets the model; neither gets the job. So they only claim
+MoE layers: :func:`claim` puts a config in a layer's place that keeps the settings and cannot be built. :func:`convert`
+plans, checks and replaces, once for the whole model. torchtitan's ``Trainer`` calls ``_validate_cuda_graphs`` of its
+config right after the overrides, before it builds anything: there it runs. Other trainers reach it by the model config
+that ``Fp8FlowConverter`` returns. LoRAConverter has come before in both cases.
+
+Whatever needs a trainer attaches by the job's config of metrics and by functions of torchtitan's
+(:mod:`~titan_fp8moe.torchtitan03.parallel`).
 """
 
 import os
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
-from torchtitan.protocols.module import Module
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe import SAVED_OPS, patches
+from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks, parallel
+from titan_fp8moe.torchtitan03.lora import derive_adapted, owner_of
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
 from titan_fp8moe.torchtitan03.modules import (
+    Fp8FlowDispatcher,
     Fp8FlowFeedForward,
     Fp8FlowGatedFeedForward,
+    Fp8FlowGptOssExperts,
+    Fp8FlowGroupedExperts,
     Fp8FlowLinear03,
     Fp8FlowMoE,
+    Fp8FlowRoutedExperts,
 )
 from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.experts import Placement
-from titan_fp8moe.trainer.plan import LINEAR, MOE, SHARED, Part, announce
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, Part, announce, make_plan
 
-_CONVERTED = (Fp8FlowFeedForward.Config, Fp8FlowLinear03.Config, Fp8FlowMoE.Config)
-
-
-def conversion_of(model_config: Any) -> "Conversion | None":
-    """The conversion of a model's config, or None if it is torchtitan's own."""
-    return getattr(model_config, "conversion", None)
+_FFNS = {
+    FeedForward: Fp8FlowFeedForward.Config,
+    SigmoidGatedFeedForward: Fp8FlowGatedFeedForward.Config,
+}
 
 
-class Conversion:
-    """The settings of a converted model, and its parts with the reasons why some are not in FP8."""
-
-    def __init__(self, settings: Fp8FlowMoEConfig, plan: list[Part]):
-        self.settings, self.plan = settings, plan
-
-    @property
-    def fp8(self) -> dict[str, Part]:
-        return {part.name: part for part in self.plan if part.reason is None}
-
-    def root(self, model_config: Any) -> Any:
-        """``model_config`` in a class that calls this conversion. Later converters may derive from it."""
-        base, conversion_ = type(model_config), self
-
-        class Config(base):
-            conversion = conversion_
-
-            def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-                conversion_.meet(self, config)
-                base.update_from_config(self, config=config, **kwargs)
-
-            def build(self, **kwargs: Any) -> Any:
-                conversion_.check_replaced(self)
-                return base.build(self, **kwargs)
-
-            def __reduce_ex__(self, protocol: Any) -> Any:
-                if type(self) is not Config:  # a later converter's
-                    return super().__reduce_ex__(protocol)
-                return conversion_.root, (base(**_values(self)),)  # the class has no name to be found by
-
-        Config.__name__, Config.__qualname__ = f"Fp8Flow{base.__name__}", f"Fp8Flow{base.__qualname__}"
-        return Config(**_values(model_config))
-
-    def meet(self, model: Any, job: Any) -> None:
-        """Checks the job, settles what depends on it, and logs the plan.
-
-        Raises:
-            ValueError: for a job or hardware that cannot work. It names the setting and the remedy.
-        """
-        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-        dims, configs = ParallelDims.from_config(job.parallelism, world_size), _configs(model)
-        # A config function may have removed layers since.
-        self.plan = [_settled(part, configs[part.name], dims.tp) for part in self.plan if part.name in configs]
-        fp8, settings, placement = self.fp8, self.settings, Placement(in_fsdp=True)
-        if isinstance(job, Trainer.Config):
-            placement = self._check(job, dims, configs)
-        way = f"dispatch over {settings.backend.description}" if dims.ep > 1 else ""
-        announce(self.plan, settings, logger, way, "" if placement.in_fsdp or not fp8 else "experts outside of FSDP")
-        for name, part in fp8.items():
-            if part.kind == MOE:
-                # Under EP each of TP's ranks routes a part of the tokens whose shared experts they share.
-                joins = f"{name}.{SHARED}" in fp8 and (dims.tp == 1 or dims.ep == 1)
-                configs[name].shared = "fp8" if joins else "meanwhile" if dims.tp == 1 else "apart"
-                configs[name].checked = True
-                configs[name].routed_experts.placement = placement
-        if fp8:
-            compat.fix_shape_inference()
-            parallel.install()
-            keep_host_ahead(Trainer)
-            patches.log()
-            self._attach(job, configs)
-
-    def _check(self, job: Any, dims: ParallelDims, configs: dict[str, Any]) -> Placement:
-        """Checks the job. The experts leave FSDP where it would gather and reduce them over one rank, for nothing."""
-        settings, layout = self.settings, job_checks.expert_layout(job, dims)
-        job_checks.check_job(job, settings)
-        preflight.warn_about_settings(settings, layout.fsdp_shards)
-        preflight.check_dispatch(settings, layout)
-        for name, part in self.fp8.items():
-            if part.kind == MOE:
-                job_checks.check_layer(name, configs[name], settings, layout)
-        return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job))
-
-    def _attach(self, job: Any, configs: dict[str, Any]) -> None:
-        """Gives the job a checkpointing policy and a metrics processor that know this package."""
-        if not isinstance(job, Trainer.Config):
-            logger.warning(
-                f"FP8-Flow-MoE: {type(job).__qualname__} is not a Trainer.Config: off are the checks of the job, "
-                "checkpointing that keeps the experts' results, the NaN watch and statistics"
-            )
-            return
-        job.activation_checkpoint = _saving_ops(job.activation_checkpoint)
-        joined = {f"{name}.{SHARED}" for name, config in configs.items() if getattr(config, "shared", "") == "fp8"}
-        watched = [name for name in self.fp8 if name not in joined]
-        routed = [part.name for part in self.fp8.values() if part.kind == MOE]
-        if type(job.metrics) in (MetricsProcessor.Config, Fp8FlowMetrics.Config):
-            every = self.settings.statistics_every
-            job.metrics = derive(
-                job.metrics, Fp8FlowMetrics.Config, watched=watched, routed=routed, statistics_every=every
-            )
-        else:
-            logger.warning(
-                f"FP8-Flow-MoE: the NaN watch and statistics are off: {type(job.metrics).__qualname__} is not "
-                "torchtitan's MetricsProcessor.Config"
-            )
-
-    def check_replaced(self, model: Any) -> None:
-        """Overrides are applied after the conversion and could undo it.
-
-        Raises:
-            ValueError: one has done so.
-        """
-        configs = _configs(model)
-        for name in self.fp8:
-            if not isinstance(configs.get(name), _CONVERTED):
-                raise ValueError(
-                    f"an override of --override.imports has replaced {name}, which fp8_flow_moe had converted, by a "
-                    f"{type(configs.get(name)).__qualname__}; remove the override, or leave the module in bf16 with "
-                    "fp8_flow_moe.filter_fqns"
-                )
-
-
-def _values(config: Any) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.init}
-
-
-def _configs(model: Any) -> dict[str, Any]:
-    return {name: config for name, config, *_ in model.traverse(Module.Config, recurse=True)}
-
-
-def _settled(part: Part, config: Any, tp: int) -> Part:
-    """The part, with a reason to stay in bf16 that only the job or a later converter gives."""
-    if part.reason is not None or part.kind == MOE:
-        return part
-    if part.kind == LINEAR:
-        preflight.check_linear(part.name, config.out_features, config.in_features, tp)
-        return part
-    # A frozen linear has the same owner, one with LoRA adapters, of which FP8 would see the base alone, another.
-    changed = [name for name in ("w1", "w2", "w3") if getattr(config, name)._owner is not Linear]
-    if changed:
-        part = part._replace(reason=f"{changed[0]} is a {getattr(config, changed[0])._owner.__qualname__}")
-    elif tp > 1 and isinstance(config, Fp8FlowGatedFeedForward.Config):
-        part = part._replace(reason="tensor parallelism places the gate of gated shared experts otherwise")
-    else:
-        part = part._replace(reason=preflight.why_not_fp8_dims(config.w1.in_features, config.w1.out_features, tp))
-    if part.reason is not None:
-        config.fp8_flow = None
-    return part
-
-
-class Fp8FlowSelectiveAC(SelectiveAC):
-    """torchtitan's selective checkpointing, which also keeps the results of this package's ops."""
+class Fp8FlowClaim(MoE):
+    """A MoE layer that :func:`convert` is going to replace. It cannot be built."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        pass
+    class Config(MoE.Config):
+        settings: Fp8FlowMoEConfig
+        restored: Callable[[Any], MoE.Config]  # from this config the layer's own, with what has changed since
 
-    def get_save_ops(self) -> set:
-        return super().get_save_ops() | set(SAVED_OPS)
-
-
-def _saving_ops(policy: Any) -> Any:
-    if type(policy) is SelectiveAC.Config:
-        return derive(policy, Fp8FlowSelectiveAC.Config)
-    if isinstance(policy, SelectiveAC.Config) and not isinstance(policy, Fp8FlowSelectiveAC.Config):
-        logger.warning(
-            f"FP8-Flow-MoE: {type(policy).__qualname__} is a checkpointing policy of its own: let its get_save_ops "
-            "return titan_fp8moe.SAVED_OPS too, or the experts are recomputed"
+    def __init__(self, config: Config) -> NoReturn:
+        raise RuntimeError(
+            "fp8_flow_moe was to convert this MoE layer, but has met no job, as it does in torchtitan's Trainer; for "
+            "another trainer name Fp8FlowConverter among the model's converters, in the place of the override, and let "
+            "it call update_from_config(config=job) of the model's config"
         )
-    return policy
+
+
+def claim(layer: MoE.Config, settings: Fp8FlowMoEConfig) -> MoE.Config:
+    """What takes the place of ``layer`` until :func:`convert` runs.
+
+    Raises:
+        ValueError: it is claimed with other settings.
+    """
+    if not isinstance(layer, Fp8FlowClaim.Config):
+        patches.wrap(Trainer.Config, "_validate_cuda_graphs", _after_overrides, checked_on="torchtitan 0.3.0")
+        return derive(layer, Fp8FlowClaim.Config, settings=settings, restored=partial(derive, target_cls=type(layer)))
+    if layer.settings != settings:
+        raise ValueError(
+            f"the model was converted with {layer.settings}, but fp8_flow_moe is {settings}; configure one of the two"
+        )
+    return layer
+
+
+def _after_overrides(validate: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Of a trainer's config, whose check of CUDA graphs must see the dispatchers of converted layers."""
+
+    def validate_(job: Any) -> None:
+        model = job.model_spec.model if job.model_spec is not None else None
+        claim = None if model is None else next((claim for _, claim, *_ in model.traverse(Fp8FlowClaim.Config)), None)
+        if claim is not None:
+            if claim.sharding_config is None:
+                return  # the model has not met the job, which gives it sharding configs; torchtitan asks again
+            model.convert() if hasattr(model, "convert") else convert(model, job, claim.settings)
+        validate(job)
+
+    return validate_
+
+
+class Place:
+    """A config and where it hangs in the tree, so that it can be replaced."""
+
+    def __init__(self, config: Any, parent: Any, key: str | int):
+        self.config, self.parent, self.key = config, parent, key
+
+    def replace(self, config: Any) -> None:
+        self.config = config
+        if isinstance(self.key, int):
+            self.parent[self.key] = config
+        else:
+            setattr(self.parent, self.key, config)
+
+
+def places(model: Any, kind: type) -> dict[str, Place]:
+    return {name: Place(config, parent, key) for name, config, parent, key in model.traverse(kind)}
+
+
+def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
+    """Checks the job and replaces configs inside of ``model``, claims among them. Logs what is in FP8.
+
+    Raises:
+        ValueError: for a model, a job or hardware that cannot work. It names the setting and the remedy.
+    """
+    layers = places(model, MoE.Config)
+    for place in layers.values():
+        if isinstance(place.config, Fp8FlowClaim.Config):
+            place.replace(place.config.restored(place.config))
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    dims = ParallelDims.from_config(job.parallelism, world_size)
+    plan = make_plan(
+        _candidates(model, layers),
+        settings,
+        check_layer=lambda name, place: job_checks.check_classes(name, place.config),
+        why_not_ffn=lambda place: _why_not_fp8(place.config, dims.tp),
+        check_linear=lambda name, place: _check_linear(name, place.config, dims.tp),
+    )
+    fp8, placement = {part.name: part for part in plan if part.reason is None}, Placement(in_fsdp=True)
+    if isinstance(job, Trainer.Config):
+        placement = _check(job, settings, dims, {name: p.module.config for name, p in fp8.items() if p.kind == MOE})
+    way = f"dispatch over {settings.backend.description}" if dims.ep > 1 else ""
+    announce(plan, settings, logger, way, "" if placement.in_fsdp or not fp8 else "experts outside of FSDP")
+    if not fp8:
+        return
+    for part in fp8.values():
+        if part.kind != MOE:  # shared experts before their layer
+            part.module.replace(_in_fp8(part, settings))
+    for name, part in fp8.items():
+        if part.kind == MOE:
+            # Under EP each of TP's ranks routes a part of the tokens whose shared experts they share.
+            joins = f"{name}.{SHARED}" in fp8 and (dims.tp == 1 or dims.ep == 1)
+            shared = "fp8" if joins else "meanwhile" if dims.tp == 1 else "apart"
+            part.module.replace(_layer_in_fp8(part.module.config, settings, placement, shared))
+    compat.fix_shape_inference()
+    parallel.install()
+    keep_host_ahead(Trainer)
+    patches.log()
+    _attach(job, settings, fp8)
+
+
+def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dict[str, Any]) -> Placement:
+    """Checks the job. The experts leave FSDP where it would gather and reduce them over one rank, for nothing."""
+    layout = job_checks.expert_layout(job, dims)
+    job_checks.check_job(job, settings)
+    preflight.warn_about_settings(settings, layout.fsdp_shards)
+    preflight.check_dispatch(settings, layout)
+    for name, layer in layers.items():
+        job_checks.check_layer(name, layer, settings, layout)
+    return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job))
+
+
+def _candidates(model: Any, layers: dict[str, Place]) -> Candidates:
+    ffns = {}
+    for name, place in layers.items():
+        if place.config.shared_experts is not None:
+            ffns[f"{name}.{SHARED}"] = Place(place.config.shared_experts, place.config, SHARED)
+    dense = places(model, FeedForward.Config)
+    ffns |= {name: place for name, place in dense.items() if name.split(".")[-1] == DENSE}
+    return Candidates(layers, ffns, places(model, Linear.Config))
+
+
+def _check_linear(name: str, linear: Any, tp: int) -> None:
+    if owner_of(linear) is not Linear or linear.bias:
+        raise ValueError(
+            f"fp8_flow_moe.linear_fqns: {name} is a {type(linear).__qualname__}, bias {linear.bias}, no plain Linear "
+            "without a bias; remove it from the list"
+        )
+    preflight.check_linear(name, linear.out_features, linear.in_features, tp)
+
+
+def _why_not_fp8(ffn: Any, tp: int) -> str | None:
+    linears = ffn.w1, ffn.w2, ffn.w3
+    # Of a linear with adapters, whose owner is another, FP8 would see the base alone.
+    if ffn._owner not in _FFNS or any(w._owner is not Linear or w.bias for w in linears):
+        return f"{ffn._owner.__qualname__} of {', '.join(w._owner.__qualname__ for w in linears)}"
+    if tp > 1 and ffn._owner is SigmoidGatedFeedForward:
+        return "tensor parallelism places the gate of gated shared experts otherwise"
+    return preflight.why_not_fp8_dims(ffn.w1.in_features, ffn.w1.out_features, tp)
+
+
+def _in_fp8(part: Part, settings: Fp8FlowMoEConfig) -> Any:
+    old = part.module.config
+    kind = Fp8FlowLinear03.Config if part.kind == LINEAR else _FFNS[old._owner]
+    return derive_adapted(old, kind, fp8_flow=settings)
+
+
+def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, shared: str) -> Any:
+    routed = layer.routed_experts
+    is_gpt_oss = routed.inner_experts._owner is GptOssGroupedExperts
+    kind = Fp8FlowGptOssExperts.Config if is_gpt_oss else Fp8FlowGroupedExperts.Config
+    routed = derive(
+        routed,
+        Fp8FlowRoutedExperts.Config,
+        inner_experts=derive_adapted(routed.inner_experts, kind),
+        token_dispatcher=Fp8FlowDispatcher.Config(),
+        fp8_flow=settings,
+        placement=placement,
+    )
+    return derive(layer, Fp8FlowMoE.Config, routed_experts=routed, shared=shared)
+
+
+def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
+    """Gives the job a metrics processor that knows this package, and checks that its checkpointing does."""
+    if not isinstance(job, Trainer.Config):
+        logger.warning(
+            f"FP8-Flow-MoE: {type(job).__qualname__} is not a Trainer.Config: off are the checks of the job, the NaN "
+            "watch and statistics"
+        )
+        return
+    job_checks.check_policy(job.activation_checkpoint)
+    if type(job.metrics) not in (MetricsProcessor.Config, Fp8FlowMetrics.Config):
+        logger.warning(
+            f"FP8-Flow-MoE: the NaN watch and statistics are off: {type(job.metrics).__qualname__} is not "
+            "torchtitan's MetricsProcessor.Config"
+        )
+        return
+    routed = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
+    joined = {f"{name}.{SHARED}" for name, layer in routed.items() if layer.shared == "fp8"}
+    job.metrics = derive(
+        job.metrics,
+        Fp8FlowMetrics.Config,
+        watched=[name for name in fp8 if name not in joined],
+        routed=[*routed],
+        statistics_every=settings.statistics_every,
+    )

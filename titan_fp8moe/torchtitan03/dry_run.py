@@ -1,12 +1,13 @@
-"""Checks a job without its machines: ``python -m titan_fp8moe.torchtitan03.dry_run --config deepseek_v3_16b``.
+"""Checks a job without its machines: ``python -m titan_fp8moe.torchtitan03.dry_run`` and the arguments of training.
 
 Runs the config's own trainer as one rank of a fake process group of the real size, up to where it would allocate the
 model. The degrees, dims and batch sizes of a job that passes fit together. It takes seconds and needs no GPU. It
 does not estimate what activations take.
 
-    python -m titan_fp8moe.torchtitan03.dry_run --config deepseek_v3_671b --rank 100 --fp8_flow_moe.save_h fp8
+    python -m titan_fp8moe.torchtitan03.dry_run --rank 100 --module deepseek_v3 --config deepseek_v3_671b \\
+        --override.imports titan_fp8moe.torchtitan03.fp8_flow_moe
 
-Other arguments are those of training; ``--module`` is this package's unless given.
+``--module`` is this package's unless given.
 """
 
 import contextlib
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.manager import ConfigManager
+from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe.torchtitan03.conversion import conversion_of
 from titan_fp8moe.torchtitan03.job_checks import expert_layout
-from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
+from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
 from titan_fp8moe.trainer import dry_run
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE
 from titan_fp8moe.trainer.meta_layers import Tokens
@@ -71,14 +72,17 @@ def build(config: Trainer.Config, rank: int, world_size: int) -> tuple[Trainer, 
 def _build(config: Any, rank: int, world_size: int) -> Built:
     trainer, parts = build(config, rank, world_size)
     config, dims = trainer.config, trainer.parallel_dims
-    spec = config.model_spec
-    model = f"{spec.name} {spec.flavor}, {len(cast(Any, conversion_of(spec.model)).fp8)} parts in FP8"
+    spec, kinds = config.model_spec, (Fp8FlowMoE.Config, Fp8FlowFeedForward.Config, Fp8FlowLinear03.Config)
+    fp8 = sum(isinstance(found, kinds) for _, found, *_ in spec.model.traverse(Module.Config, recurse=True))
+    if not fp8 and not hasattr(config, "fp8_flow_moe"):
+        raise ValueError("nothing is in FP8; add --override.imports titan_fp8moe.torchtitan03.fp8_flow_moe")
+    model = f"{spec.name} {spec.flavor}, {fp8} parts in FP8"
     return Built(config, rank, dims, expert_layout(config, dims), model, parts)
 
 
 def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
-    ends = "tok_embeddings", "norm", "lm_head"
+    ends = "tok_embeddings", "norm", "lm_head", "mtp_layers"
     return dry_run.report(built, ends=ends, experts="moe.routed_experts.inner_experts")
 
 
@@ -104,13 +108,7 @@ def _moe(module: Any) -> MetaMoE | None:
 
 
 def _load(module: str | None, options: list[str]) -> Any:
-    config = ConfigManager().parse_args(["--module", str(module), *options])
-    if not hasattr(config, "fp8_flow_moe") and conversion_of(config.model_spec.model) is None:
-        raise ValueError(
-            f"{module}: its config is torchtitan's own; return with_fp8_flow(config), or name Fp8FlowConverter among "
-            "the converters"
-        )
-    return config
+    return ConfigManager().parse_args(["--module", str(module), *options])
 
 
 def from_command_line(description: str | None) -> Built:

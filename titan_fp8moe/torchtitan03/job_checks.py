@@ -8,30 +8,27 @@ from typing import Any
 
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC, SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
 
+from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops.backend import emulating
+from titan_fp8moe.torchtitan03.lora import AdaptedExperts
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout, LayerSizes
 
-# The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else.
+# The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else, and
+# other dispatchers send bf16. A config that LoRAConverter has frozen is another, of the same owner.
 _KNOWN = (
-    (MoE.Config, GptOssMoE.Config),
-    (TokenChoiceTopKRouter.Config,),
-    (RoutedExperts.Config,),
-    (GroupedExperts.Config, GptOssGroupedExperts.Config),
+    (MoE, GptOssMoE),
+    (TokenChoiceTopKRouter,),
+    (RoutedExperts,),
+    (GroupedExperts, AdaptedExperts, GptOssGroupedExperts),
+    (AllToAllTokenDispatcher, LocalTokenDispatcher),
 )
-_DISPATCHERS = (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config)
-
-
-def bf16_layers(job: Any) -> list[str]:
-    """The MoE layers that ``filter_fqns`` leaves to torchtitan. Names that match no layer are an error later."""
-    names = [name for name, *_ in job.model_spec.model.traverse(MoE.Config)] if job.model_spec else []
-    return [name for name in names if preflight.matches(name, job.fp8_flow_moe.filter_fqns)]
 
 
 def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
@@ -47,6 +44,15 @@ def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
     _check_host_work(job, config)
     if job.debug.spmd_typechecking:
         raise ValueError("fp8_flow_moe's ops have no SPMD types; set debug.spmd_typechecking = false")
+
+
+def check_policy(policy: Any) -> None:
+    """Selective checkpointing keeps the results of this package's ops, as SelectiveAC does since a conversion."""
+    if isinstance(policy, SelectiveAC.Config) and not policy.build().get_save_ops().issuperset(SAVED_OPS):
+        raise ValueError(
+            f"{policy._owner.__qualname__} recomputes the experts, since its get_save_ops does not call SelectiveAC's; "
+            "let it call that, or return titan_fp8moe.SAVED_OPS too"
+        )
 
 
 def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
@@ -88,22 +94,17 @@ def expert_layout(job: Any, dims: ParallelDims) -> ExpertLayout:
     return preflight.expert_layout(job, dims, token_shards=1 if dims.ep == 1 else dims.tp)
 
 
-def check_classes(name: str, layer: MoE.Config) -> None:
+def check_classes(name: str, layer: Any) -> None:
     """The classes of one MoE layer's parts, before it is converted."""
     routed = layer.routed_experts
-    experts, dispatcher = routed.inner_experts, routed.token_dispatcher
-    for part, known in zip((layer, layer.router, routed, experts), _KNOWN, strict=True):
-        if type(part) not in known:
+    parts = layer, layer.router, routed, routed.inner_experts, routed.token_dispatcher
+    for part, known in zip(parts, _KNOWN, strict=True):
+        if part._owner not in known:
             raise ValueError(
-                f"fp8_flow_moe converts torchtitan's {' and '.join(c.__qualname__ for c in known)}, but {name} has a "
-                f"{type(part).__qualname__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove what changed it "
-                "(LoRAConverter comes after Fp8FlowConverter)"
+                f"fp8_flow_moe converts torchtitan's {known[0].__qualname__}, but {name} has a "
+                f"{part._owner.__qualname__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove what "
+                "changed it: another converter, override or moe_comm_backend"
             )
-    if type(dispatcher) not in _DISPATCHERS:
-        raise ValueError(
-            f"fp8_flow_moe dispatches FP8 rows itself, but {name} has a {type(dispatcher).__qualname__}; choose a "
-            "config with the standard dispatcher, or leave the layer in bf16 with fp8_flow_moe.filter_fqns"
-        )
 
 
 def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:

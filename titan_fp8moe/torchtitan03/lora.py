@@ -1,6 +1,6 @@
 """LoRA on the routed experts of torchtitan 0.3, whose own converter adapts linears only.
 
-    model_registry(flavor, converters=[Fp8FlowConverter.Config(), LoRAConverter.Config(target_modules=["wo", EXPERTS])])
+    model_registry(flavor, converters=[LoRAConverter.Config(target_modules=["wo", EXPERTS])])
 
 The experts' adapters are submodules ``lora_a`` and ``lora_b`` of ``inner_experts``, with parameters w1, w2 and w3 of
 shapes (E, r, K) and (E, N, r). torchtitan's converter freezes everything else. Checkpoints hold them; torchtitan's
@@ -9,12 +9,14 @@ Hugging Face format leaves them out, as it does a linear's.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import spmd_types as spmd
 import torch
 from torch import nn
+from torchtitan.components import lora
 from torchtitan.components.lora import LoRAConverter as LinearLoRAConverter
+from torchtitan.config.override import derive
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.moe_sharding import expert_param_placement_dense, expert_param_placement_sparse
 from torchtitan.protocols.module import Module
@@ -24,6 +26,27 @@ from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.nn.parallel import local_of
 
 EXPERTS = "inner_experts"
+
+
+class AdaptedExperts(GroupedExperts):
+    """Routed experts that may have adapters, ``lora_a`` and ``lora_b``, which only their FP8 subclass runs.
+
+    Raises:
+        ValueError: they stay in bf16.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        lora_rank: int = 0  # 0 for no adapters
+        lora_alpha: float = 1.0
+
+    def __init__(self, config: Config):
+        if type(self) is AdaptedExperts:
+            raise ValueError(
+                "no adapters run beside bf16 experts: convert all MoE layers, as by --override.imports "
+                f"titan_fp8moe.torchtitan03.fp8_flow_moe, or leave {EXPERTS!r} out of LoRAConverter's target_modules"
+            )
+        super().__init__(config)
 
 
 class LoRAConverter(LinearLoRAConverter):
@@ -44,17 +67,32 @@ class LoRAConverter(LinearLoRAConverter):
         """Replaces configs inside of ``model_config``. The result takes its place.
 
         Raises:
-            ValueError: for experts that are not in FP8.
+            ValueError: for experts of another class, such as gpt_oss's.
         """
         if self.adapts_experts:
-            for name, experts, *_ in model_config.traverse(GroupedExperts.Config):
-                if not hasattr(experts, "lora_rank"):
+            for name, experts, parent, key in [*model_config.traverse(GroupedExperts.Config)]:
+                if experts._owner is not GroupedExperts:
                     raise ValueError(
-                        f"{name} has bf16 experts or gpt_oss's, beside which no adapters run; put Fp8FlowConverter "
-                        f"before LoRAConverter and let it convert them, or leave {EXPERTS!r} out of target_modules"
+                        f"{name} is a {experts._owner.__qualname__}, beside which no adapters run; leave {EXPERTS!r} "
+                        "out of LoRAConverter's target_modules"
                     )
-                experts.lora_rank, experts.lora_alpha = self.rank, self.alpha
+                adapted = derive(experts, AdaptedExperts.Config, lora_rank=self.rank, lora_alpha=self.alpha)
+                setattr(parent, key, adapted)
         return super().convert(model_config)
+
+
+def owner_of(config: Any) -> type:
+    """What a config builds, for a linear with adapters the linear."""
+    base = config._owner.__base__
+    return base if lora._lora_class_cache.get(base) is config._owner else config._owner
+
+
+def derive_adapted(old: Any, kind: type[Any], **deltas: Any) -> Any:
+    """torchtitan's ``derive`` to a ``kind`` of config, with adapters or frozen as LoRAConverter has made ``old``."""
+    if owner_of(old) is not old._owner:
+        kind = lora._get_lora_cls(cast(Any, kind)._owner).Config
+    new = derive(old, kind, **deltas)
+    return lora._make_frozen_config(new) if type(old) in lora._frozen_config_class_cache.values() else new
 
 
 class Factors(Module):

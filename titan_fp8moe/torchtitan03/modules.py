@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import Configurable
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.protocols.sharding import LocalMapConfig
 
@@ -26,7 +26,7 @@ from titan_fp8moe.layer.run import run_layer
 from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache
 from titan_fp8moe.nn.parallel import local_of
-from titan_fp8moe.torchtitan03.lora import joined, make_factors
+from titan_fp8moe.torchtitan03.lora import AdaptedExperts, joined, make_factors
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 
 
@@ -38,13 +38,12 @@ class Fp8FlowExperts(TitanExperts):
         raise RuntimeError("the experts' GEMMs are a part of Fp8FlowRoutedExperts; call that")
 
 
-class Fp8FlowGroupedExperts(Fp8FlowExperts, GroupedExperts):
+class Fp8FlowGroupedExperts(Fp8FlowExperts, AdaptedExperts):
     """The experts of most models."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        lora_rank: int = 0  # 0 for no adapters
-        lora_alpha: float = 1.0
+    class Config(AdaptedExperts.Config):
+        pass
 
     matrix_names = "w1_EFD", "w2_EDF", "w3_EFD"
     lora_scale: float | None = None
@@ -137,24 +136,21 @@ class Fp8FlowRoutedExperts(RoutedExperts):
 
 
 class Fp8FlowFeedForward(Fp8FFN, FeedForward):
-    """A dense FFN, or the shared experts of a MoE layer, which reads its weights. Without ``fp8_flow`` it is
-    torchtitan's FFN."""
+    """A dense FFN, or the shared experts of a MoE layer, which reads its weights."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
-        fp8_flow: Fp8FlowMoEConfig | None = field(default_factory=Fp8FlowMoEConfig)
+        fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
 
     def __init__(self, config: Config):
         FeedForward.__init__(self, config)
-        self.in_fp8 = config.fp8_flow is not None
-        if self.in_fp8:
-            self.config = cast(Fp8FlowMoEConfig, config.fp8_flow)
-            add_cache(self)
+        self.config = config.fp8_flow
+        add_cache(self)
 
     def parallelize(self, parallel_dims: Any) -> None:
         """torchtitan's. Under tensor parallelism it places this module's results, partial sums, as it would w2's, whose
         forward is not called. The input's gradients are partial sums too."""
-        if self.in_fp8 and parallel_dims.tp > 1:
+        if parallel_dims.tp > 1:
             down = cast(Any, self.w2)._sharding_config
             self._sharding_config = replace(
                 cast(Any, self)._sharding_config,
@@ -166,17 +162,11 @@ class Fp8FlowFeedForward(Fp8FFN, FeedForward):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, D) -> (B, L, D), under tensor parallelism a partial sum."""
-        return self.run(x) if self.in_fp8 else FeedForward.forward(self, x)
-
-    def fp8_matrices(self) -> list[str]:
-        return super().fp8_matrices() if self.in_fp8 else []
+        return self.run(x)
 
     def scores(self, x: Tensor) -> Tensor | None:
         """By which the output of each token is multiplied, (T,) fp32."""
         return None
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() if self.in_fp8 else "in bf16"
 
 
 class Fp8FlowGatedFeedForward(Fp8FlowFeedForward):
@@ -217,23 +207,13 @@ class Fp8FlowMoE(MoE):
     Attributes:
         shared: the shared experts join the FP8 data flow (``fp8``), or run as a module of their own: while tokens
             travel (``meanwhile``), or afterwards where inputs and results are placed otherwise (``apart``).
-
-    Raises:
-        RuntimeError: no job has been checked, since the config that does so was replaced.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
         shared: Literal["fp8", "meanwhile", "apart"] = "meanwhile"
-        checked: bool = False
 
     def __init__(self, config: Config):
-        if not config.checked:
-            raise RuntimeError(
-                "Fp8FlowConverter has converted this model, but its config has not met a job: call its "
-                "update_from_config(config=job). If another class has replaced the model's config since, as "
-                "to_graph_trainer_config does, convert afterwards: with_fp8_flow(job)"
-            )
         super().__init__(config)
         self.shared = config.shared
 

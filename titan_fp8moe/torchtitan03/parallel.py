@@ -1,5 +1,5 @@
-"""Three of torchtitan's steps, changed for converted layers: which parameters FSDP manages, which of them train, how
-blocks compile.
+"""Four of torchtitan's steps, changed for converted layers: which parameters FSDP manages, which of them train, what
+selective checkpointing keeps, how blocks compile.
 
 FSDP over one rank has nothing to gather or reduce. But it would cast the experts' parameters to bf16 and copy them
 twice a step, and copy the gradients twice. Quantization reads fp32 as well, and weight gradients come in the
@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torchtitan.distributed import fsdp
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.protocols.module import Module
 
-from titan_fp8moe import patches
+from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts
 from titan_fp8moe.torchtitan03.modules import Fp8FlowExperts, Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp, put_fully_shard
@@ -46,14 +47,15 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Gives torchtitan this ``fully_shard``, keeps frozen parameters frozen, and compiles blocks with an all-to-all up
-    to it.
+    """Gives torchtitan this ``fully_shard``, keeps frozen parameters frozen and the results of this package's ops, and
+    compiles blocks with an all-to-all up to it.
 
     Raises:
         RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
     """
     put_fully_shard(fsdp, fully_shard, "torchtitan 0.3.0")
     patches.wrap(Module, "_spmd_distribute_state", _keeping_frozen, checked_on="torchtitan 0.3.0")
+    patches.wrap(SelectiveAC, "get_save_ops", _with_ours, checked_on="torchtitan 0.3.0")
     patches.wrap(nn.Module, "compile", _up_to_the_experts, checked_on="torch 2.14.1")
 
 
@@ -64,6 +66,10 @@ def _keeping_frozen(distribute: Callable[..., None]) -> Callable[..., None]:
             self._parameters[name].requires_grad_(tensor.requires_grad)
 
     return distribute_
+
+
+def _with_ours(save_ops: Callable[[Any], set]) -> Callable[[Any], set]:
+    return lambda self: save_ops(self) | {*SAVED_OPS}
 
 
 def _up_to_the_experts(compile_module: Callable[..., None]) -> Callable[..., None]:

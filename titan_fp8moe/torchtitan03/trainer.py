@@ -1,34 +1,17 @@
 """The trainer whose config has the section ``fp8_flow_moe``, so that its settings are options of the command line."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan03.conversion import conversion_of
-from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
-from titan_fp8moe.torchtitan03.job_checks import bf16_layers
-
-
-def converted(spec: ModelSpec, settings: Fp8FlowMoEConfig) -> ModelSpec:
-    """The spec with its model converted. One that was converted before must have the same settings.
-
-    Raises:
-        ValueError: for a model that cannot be converted. It names the setting and the remedy.
-    """
-    before = conversion_of(spec.model)
-    if before is None:
-        return replace(spec, model=Fp8FlowConverter.Config(**asdict(settings)).build().convert(spec.model))
-    if before.settings != settings:
-        raise ValueError(
-            f"the model was converted with {before.settings}, but fp8_flow_moe is {settings}; configure one of the two"
-        )
-    return spec
+from titan_fp8moe.torchtitan03.conversion import Fp8FlowClaim
 
 
 class Fp8FlowTrainer(Trainer):
-    """torchtitan's trainer of a model that it converts first.
+    """torchtitan's trainer, which names the override of this package with the section's settings.
 
     Raises:
         ValueError: for a job or hardware that cannot work. It names the setting and the remedy.
@@ -40,10 +23,23 @@ class Fp8FlowTrainer(Trainer):
         """Settings of the FP8 data flow."""
 
         def _validate_cuda_graphs(self) -> None:
-            # torchtitan looks at dispatchers, which the conversion is going to replace; job_checks looks at ours.
-            if bf16_layers(self) or self.parallelism.pipeline_parallel_degree > 1:
+            # torchtitan looks at dispatchers, which are replaced with the layers. It asks again when these are claimed.
+            if self.model_spec is not None and any(self.model_spec.model.traverse(Fp8FlowClaim.Config)):
                 Trainer.Config._validate_cuda_graphs(self)
 
     def __init__(self, config: Config):
-        config.model_spec = converted(config.model_spec, config.fp8_flow_moe)
-        super().__init__(config)
+        super().__init__(overriding(config))
+
+
+def overriding(config: Any) -> Any:
+    """The config of a :class:`Fp8FlowTrainer` with the override among its imports.
+
+    Raises:
+        ValueError: nothing could be overridden.
+    """
+    if not any(config.model_spec.model.traverse(MoE.Config)):
+        raise ValueError("fp8_flow_moe: the model has no MoE layer; choose another, or torchtitan's own config")
+    defaults = vars(Fp8FlowMoEConfig())
+    settings = {name: value for name, value in vars(config.fp8_flow_moe).items() if value != defaults[name]}
+    imports = [*config.override.imports, ("titan_fp8moe.torchtitan03.fp8_flow_moe", settings)]
+    return replace(config, override=replace(config.override, imports=imports))

@@ -108,7 +108,7 @@ def report(built: Built, *, ends: Sequence[str], experts: str, memory: str | Non
         *filter(None, [memory]),
     ]
     for part in parts:
-        there = [name for name in ends if getattr(part, name) is not None]
+        there = [name for name in ends if getattr(part, name, None) is not None]
         held = ", ".join(cast(nn.ModuleDict, part.layers))
         lines.append(f"          layers {held}{' with ' if there else ''}{', '.join(there)}")
     blocks = [(name, block) for part in cast(Any, parts) for name, block in part.layers.items()]
@@ -160,5 +160,5 @@ def layers(
         if (moe := moe_of(module)) is not None:
             joined.add(moe.shared)
             yield functools.partial(moe.run, tokens)
-        elif module not in joined and isinstance(module, Fp8FFN | Fp8FlowLinear) and getattr(module, "in_fp8", True):
+        elif module not in joined and isinstance(module, Fp8FFN | Fp8FlowLinear):
             yield functools.partial(tokens.run, module)
