@@ -153,7 +153,7 @@ def _ask_once_a_step(*_: Any) -> None:
 
 
 def _greatest(value: float) -> float:
-    """Of all ranks. The host waits for them, but not for this rank's GPU."""
+    """The greatest value of all ranks. The host waits for the ranks, but not for its GPU."""
     device: Any = _state.device
     with torch.cuda.stream(_messages(device) if device.type == "cuda" else None):
         greatest = torch.tensor(float(value), dtype=torch.float64, device=device)

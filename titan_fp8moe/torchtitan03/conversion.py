@@ -70,7 +70,7 @@ class Fp8FlowClaim(MoE):
 
 
 def claim(layer: MoE.Config, settings: Fp8FlowMoEConfig) -> MoE.Config:
-    """What takes the place of ``layer`` until :func:`convert` runs.
+    """A config that takes the place of ``layer`` until :func:`convert` runs.
 
     Raises:
         ValueError: it is claimed with other settings.
@@ -86,7 +86,7 @@ def claim(layer: MoE.Config, settings: Fp8FlowMoEConfig) -> MoE.Config:
 
 
 def _after_overrides(validate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Of a trainer's config, whose check of CUDA graphs must see the dispatchers of converted layers."""
+    """Converts claimed layers before a trainer's config checks CUDA graphs, which depend on their dispatchers."""
 
     def validate_(job: Any) -> None:
         model = job.model_spec.model if job.model_spec is not None else None

@@ -82,7 +82,7 @@ class LoRAConverter(LinearLoRAConverter):
 
 
 def owner_of(config: Any) -> type:
-    """What a config builds, for a linear with adapters the linear."""
+    """The class that a config builds; for a linear with adapters the linear's."""
     base = config._owner.__base__
     return base if lora._lora_class_cache.get(base) is config._owner else config._owner
 
