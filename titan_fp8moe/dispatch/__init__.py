@@ -2,6 +2,7 @@
 
 :mod:`~titan_fp8moe.dispatch.local` serves a process that holds all experts, the others a group of ranks. :func:`begin`
 makes a forward's dispatch. ``BACKENDS[route.backend].resume`` continues it in the backward.
+:mod:`~titan_fp8moe.dispatch.auto` chooses between steps where the setting is ``auto``.
 """
 
 from collections.abc import Iterator
