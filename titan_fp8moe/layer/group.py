@@ -170,6 +170,7 @@ class _FeedForward(torch.autograd.Function):
         if ctx.read is not None:
             copies, tensors = Generations(*tensors[:2]), tensors[2:]
         q, scale, end, *tensors = tensors if backward.keeps_rows else [None, None, *tensors]
+        tensors = list(tensors)  # for Dynamo of torch 2.11, which takes a starred name for a tuple
         rows = GroupRows(q, scale, end)
         ffn = group_of(rows, ExpertSpec(), backward, nans, w2.shape[0])
         needs_dx, *needs_dw = ctx.needs_input_grad[:4]
