@@ -1,13 +1,17 @@
 """The public grouped_ffn: its numbers and gradients, groups of every size, rows behind the last one, and errors."""
 
 import re
+import sys
+import types
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from experiments import reference
 from experiments.reference import relative_error
 from tests.layer import DEVICE, CastCounter, D, H, assert_equal, generations, gradients
+from tests.processes import ROOT
 from titan_fp8moe import (
     Adapter,
     Fp8FlowMoEConfig,
@@ -178,6 +182,52 @@ def test_transposed_weights_as_in_nemo_automodel():
     assert all(dw.is_contiguous() for dw in dws)
 
 
+class StandIn(torch.nn.Module):
+    """NeMo Automodel's GroupedExpertsDeepEP on one rank, and its token dispatcher."""
+
+    def __init__(self, w13, w2, mesh):
+        super().__init__()
+        self.config = types.SimpleNamespace(expert_activation="swiglu", expert_bias=False)
+        self.gate_and_up_projs, self.down_projs = (
+            torch.nn.Parameter(DTensor.from_local(w.transpose(1, 2).contiguous(), mesh)) for w in (w13, w2)
+        )
+        self.token_dispatcher = self
+
+    def token_permutation2(self, hidden_states, num_local_tokens, token_probs, token_indices):
+        assert num_local_tokens == len(hidden_states)
+        experts = self.down_projs.shape[0]
+        order = token_indices.flatten().masked_fill(token_indices.flatten() < 0, experts).argsort(stable=True)
+        self.order = order[: int((token_indices >= 0).sum())]
+        self.token, self.tokens = self.order // token_indices.shape[1], num_local_tokens
+        counts = torch.bincount(token_indices[token_indices >= 0], minlength=experts)
+        return hidden_states[self.token], counts, token_probs.flatten()[self.order]
+
+    def token_unpermutation(self, rows):
+        return torch.zeros(self.tokens, rows.shape[1]).index_add(0, self.token, rows)
+
+
+def test_the_documented_class_for_nemo_automodel(group, monkeypatch):
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    x, scores, ids, (w1, w2, w3) = reference.make_layer(200, D, H, 6, 2)
+    module = types.ModuleType("nemo_automodel.components.moe.experts")
+    module.GroupedExpertsDeepEP = StandIn
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    experts = StandIn(torch.cat([w1, w3], 1), w2, mesh)
+    page = (ROOT / "docs/own-dispatch.md").read_text()
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Automodel" in c or "DeepEP" in c]
+    exec(code, dict(torch=torch, grouped_ffn=grouped_ffn, model=torch.nn.ModuleList([experts])))
+    mask = torch.arange(200) < 150
+    y = experts(x, mask, scores, ids)
+    y.backward(dy := torch.randn_like(y))
+    leaves = [w.double().requires_grad_() for w in (w1, w2, w3)]
+    hidden = ids.masked_fill(~mask.unsqueeze(1), -1)
+    want = reference.moe_layer(x.double(), scores.double(), hidden, *leaves, False)
+    dw1, dw2, dw3 = torch.autograd.grad(want, leaves, dy.double())
+    grads = [p.grad.to_local().transpose(1, 2) for p in (experts.gate_and_up_projs, experts.down_projs)]
+    for mine, true in zip([y, *grads], [want, torch.cat([dw1, dw3], 1), dw2], strict=True):
+        assert relative_error(mine.detach(), true.detach()) < 0.1
+
+
 def test_adapters_and_frozen_weights():
     x, weights, offs, dy = inputs(dtype=torch.bfloat16)
     E, ids, weights = len(SIZES), ids_of(offs, x.shape[0]), [w.bfloat16() for w in weights]
@@ -308,7 +358,7 @@ def test_errors(name, change, message):
 def test_dtensors_are_refused(group):
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     x, weights, offs, _ = inputs([4], 0)
-    w1 = torch.distributed.tensor.DTensor.from_local(weights[0], mesh)
+    w1 = DTensor.from_local(weights[0], mesh)
     with pytest.raises(ValueError, match=r"use to_local\(\)"):
         grouped_ffn(x, w1, *weights[1:], offs)
 
@@ -334,3 +384,41 @@ def test_model_size_without_waiting_for_the_gpu():
     want = gradients(lambda *t: exact(*t, offs), [t.float() for t in leaves], dy)
     for mine, true in zip(got, want, strict=True):
         assert relative_error(mine, true) < 0.1
+
+
+def test_cache_of_local_tensors_without_gradients(group):
+    """There the local tensor of a DTensor requires no gradient, and yet it is trained: clear_all() must reach it."""
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    x, weights, offs, _ = inputs()
+    x, offs, weights = x.cpu(), offs.cpu(), [w.cpu() for w in weights]
+    spread = [torch.nn.Parameter(DTensor.from_local(w, mesh)) for w in weights]
+    cache = WeightCache()
+
+    @torch.no_grad()
+    def run(cache=None):
+        return grouped_ffn(x, *(w.to_local() for w in spread), offs, cache=cache)
+
+    assert torch.equal(run(cache), run())
+    weights[0].data[2, 3, 5] += 100  # between the samples
+    assert not torch.equal(run(cache), run())
+    WeightCache.clear_all()
+    assert torch.equal(run(cache), run())
+
+
+def test_cache_compiles():
+    torch._dynamo.reset()
+    x, weights, offs, dy = inputs(dtype=torch.bfloat16)
+    leaves, cache = [w.requires_grad_() for w in weights], WeightCache()
+    compiled = torch.compile(lambda x: grouped_ffn(x, *leaves, offs, cache=cache), fullgraph=True, backend="aot_eager")
+    want = grouped_ffn(x, *leaves, offs)
+    for _ in range(2):
+        got = compiled(x)
+        assert_equal(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy, retain_graph=True))
+    assert generations(cache) == [1, 1]
+
+
+def test_no_cache_of_stored_weights():
+    x, weights, offs, _ = inputs(dtype=torch.bfloat16)
+    stored = [Fp8Weight(*recipe.quantize_weight(w)) for w in weights]
+    with pytest.raises(ValueError, match="cache has no effect on weights that are stored in FP8; leave it out"):
+        grouped_ffn(x, *stored, offs, cache=WeightCache())

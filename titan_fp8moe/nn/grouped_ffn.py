@@ -81,9 +81,14 @@ def grouped_ffn(
     _check_inputs(x, weights, offs, scores)
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)._replace(interleaved=interleaved)
     experts = experts_of(weights, config, expert, (b1, b2, b3), lora)
+    if cache is not None:
+        if isinstance(w1, Fp8Weight):
+            raise ValueError("cache has no effect on weights that are stored in FP8; leave it out")
+        # Without gradients the local tensor of a DTensor that is trained requires none.
+        experts = experts._replace(cache=cache, frozen=experts.frozen and torch.is_grad_enabled())
     expert_M1 = expert_of_rows(offs, x.shape[0])
     scores_M1 = torch.ones_like(expert_M1, dtype=torch.float32) if scores is None else scores.unsqueeze(1)
-    return run_layer(x, expert_M1, scores_M1, experts._replace(cache=cache, check_ids=False))
+    return run_layer(x, expert_M1, scores_M1, experts._replace(check_ids=False))
 
 
 def _check_inputs(x: Tensor, weights: ExpertWeights[Any], offs: Tensor, scores: Tensor | None) -> None:
