@@ -355,12 +355,15 @@ def test_errors(name, change, message):
         grouped_ffn(**given)
 
 
-def test_dtensors_are_refused(group):
+@pytest.mark.parametrize("name", ["x", "w2", "b1"])
+def test_dtensors_are_refused(group, name):
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     x, weights, offs, _ = inputs([4], 0)
-    w1 = DTensor.from_local(weights[0], mesh)
+    given = dict(x=x, w1=weights[0], w2=weights[1], w3=weights[2], offs=offs)
+    given |= dict(b1=torch.zeros(1, H), b2=torch.zeros(1, D), b3=torch.zeros(1, H))
+    given[name] = DTensor.from_local(given[name], mesh)
     with pytest.raises(ValueError, match=r"use to_local\(\)"):
-        grouped_ffn(x, w1, *weights[1:], offs)
+        grouped_ffn(**given)
 
 
 @pytest.mark.gpu

@@ -78,9 +78,10 @@ def grouped_ffn(
     if config is not None:
         require_config(config, "grouped_ffn", *RECIPE)
     weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
-    _check_inputs(x, weights, offs, scores)
+    biases = b1, b2, b3
+    _check_inputs(x, weights, offs, scores, biases)
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)._replace(interleaved=interleaved)
-    experts = experts_of(weights, config, expert, (b1, b2, b3), lora)
+    experts = experts_of(weights, config, expert, biases, lora)
     if cache is not None:
         if isinstance(w1, Fp8Weight):
             raise ValueError("cache has no effect on weights that are stored in FP8; leave it out")
@@ -91,15 +92,17 @@ def grouped_ffn(
     return run_layer(x, expert_M1, scores_M1, experts._replace(check_ids=False))
 
 
-def _check_inputs(x: Tensor, weights: ExpertWeights[Any], offs: Tensor, scores: Tensor | None) -> None:
+def _check_inputs(
+    x: Tensor, weights: ExpertWeights[Any], offs: Tensor, scores: Tensor | None, biases: tuple[Tensor | None, ...]
+) -> None:
     """Rejects rows, ends and scores that do not fit; :func:`run_layer` checks the weights."""
     given = [t for t in (x, offs, scores) if t is not None]
     if not all(isinstance(t, Tensor) for t in given):
         kinds = ", ".join(type(t).__name__ for t in given)
         raise ValueError(f"grouped_ffn: x, offs and scores must be tensors; got {kinds}; use torch.as_tensor")
-    if any(isinstance(t, DTensor) for t in (*given, *weights)):
+    if any(isinstance(t, DTensor) for t in (*given, *weights, *biases)):
         raise ValueError(
-            "grouped_ffn: rows and weights must be this rank's plain tensors, got a DTensor; use to_local()"
+            "grouped_ffn: rows, weights and biases must be this rank's plain tensors, got a DTensor; use to_local()"
         )
     shapes = [tuple(t.shape) for t in given]
     if x.dim() != 2 or offs.shape != weights.w1.shape[:1] or (scores is not None and scores.shape != x.shape[:1]):
