@@ -277,6 +277,14 @@ def model_layers(records: Records) -> str:
     return markdown([_MS, "bf16, one graph", "bf16, fused", _OURS, "the same with SwiGLU"], rows)
 
 
+def grouped_ffn(records: Records) -> str:
+    """An FFN on rows in expert order, next to three products in bf16, in FP8, and to what moving its rows takes."""
+    references, rows = ("bf16, three grouped_mm", "ours, three grouped_mm"), []
+    for _, base, show in by_state(records, "grouped_ffn"):
+        rows.append([base, *(show(cell, each) for each in references), show(ours, *references), show(field, "moves")])
+    return markdown([_MS, "bf16, three `_grouped_mm`", "three `grouped_mm`", _OURS, "of which moves"], rows)
+
+
 def gemms(records: Records) -> str:
     """TFLOP/s by state of the GPU."""
     references, rows = ("", "bf16", "torchao rowwise", "deepgemm"), []
@@ -631,7 +639,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
             first_steps,
         ),
         *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
-        *(routed_vs_fused_bf16, model_layers, activations, transformers, transformers_token, lora),
+        *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, transformers_token, lora),
         *(gemms, data_movement, exchange),
     )
 }

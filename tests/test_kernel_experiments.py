@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments import tables
-from experiments.kernels import model_layers, sonicmoe, transformer_engine
+from experiments.kernels import grouped_ffn, model_layers, sonicmoe, transformer_engine
 from experiments.kernels.transformer_engine import KEPT, OURS, PEERS
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, covered
 
@@ -93,3 +93,13 @@ def test_candidates_that_differ_end_the_run():
     theirs = problem.fused()()
     with pytest.raises(RuntimeError, match="differ from ours by"):
         model_layers.check(problem.ours(model.spec)(), [2 * each for each in theirs])
+
+
+def test_grouped_ffn_and_its_peers_compute_the_same(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    out = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["grouped_ffn", "--tiny", "--trial", "--only", "16B", "--out", str(out)])
+    grouped_ffn.main()  # raises where results are 0.15 apart
+    found = json.loads(out.read_text())
+    assert [r["reference"] for r in found] == [grouped_ffn.BF16_MM, grouped_ffn.ROUTED, grouped_ffn.PRODUCTS]
+    assert found[0]["moves"] > 0

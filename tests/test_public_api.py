@@ -22,6 +22,7 @@ from titan_fp8moe import (
     Lora,
     RoutedExperts,
     SharedExperts,
+    grouped_ffn,
     grouped_mm,
     recipe,
     routed_experts,
@@ -132,10 +133,11 @@ def layers():
         "linear": Fp8FlowLinear(D, H, device=DEVICE),
         "ffn": lambda x: feed_forward(x, dense, Fp8FlowMoEConfig()),
         "grouped_mm": lambda x: grouped_mm(x.bfloat16(), weights[0].transpose(1, 2), ends),
+        "grouped_ffn": lambda x: grouped_ffn(x, *weights, ends),
     }
 
 
-@pytest.mark.parametrize("name", ["experts", "linear", "ffn", "grouped_mm"])
+@pytest.mark.parametrize("name", ["experts", "linear", "ffn", "grouped_mm", "grouped_ffn"])
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_transforms_tracing_and_second_derivatives_are_refused(name):
     """In a sentence of our own: PyTorch's asks for setup_context, or to report a bug."""

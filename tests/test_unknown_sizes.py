@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, SharedExperts, grouped_mm
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, SharedExperts, grouped_ffn, grouped_mm
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.modules import Fp8FlowLinear
@@ -64,12 +64,24 @@ class Grouped(nn.Module):
         return grouped_mm(x.bfloat16(), self.weight, offs=ends)
 
 
+class GroupedFFN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(E, D, D, device=DEVICE) * 0.05 for _ in range(3))
+
+    def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        ends = (ids[:, :1] == torch.arange(E, device=DEVICE)).sum(0).cumsum(0, dtype=torch.int32)
+        return grouped_ffn(x, *self.weights, ends, scores=scores[:, 0])
+
+
 def make_inputs(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(tokens, D, device=DEVICE, requires_grad=True)
     return x, torch.rand(tokens, E, device=DEVICE).topk(K).indices, torch.rand(tokens, K, device=DEVICE)
 
 
-@pytest.mark.parametrize("kind", [Routed, WithShared, Dense, Linear, Grouped], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Routed, WithShared, Dense, Linear, Grouped, GroupedFFN], ids=lambda kind: kind.__name__
+)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_tokens_selected_by_a_mask(kind: type[nn.Module]):
     if kind is WithShared and TorchVersion(torch.__version__) < (2, 13):
@@ -91,7 +103,7 @@ def test_tokens_selected_by_a_mask(kind: type[nn.Module]):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", [Routed, WithShared, Dense, Linear], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Routed, WithShared, Dense, Linear, GroupedFFN], ids=lambda kind: kind.__name__)
 def test_export_with_any_number_of_tokens(kind: type[nn.Module], strict: bool):
     layer, tokens = kind(), torch.export.Dim("tokens", min=0, max=4096)
     inputs = tuple(t.detach() for t in make_inputs())

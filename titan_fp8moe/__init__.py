@@ -1,8 +1,8 @@
 """FP8-Flow-MoE: FP8 training of mixture-of-experts layers on Hopper GPUs.
 
-:func:`routed_experts`, :class:`RoutedExperts` and :class:`Fp8FlowLinear` serve any PyTorch model, and
-:func:`grouped_mm` is one product in FP8, for code that keeps its own data flow. ``titan_fp8moe.torchtitan`` converts
-torchtitan's models, ``titan_fp8moe.transformers`` serves those of Transformers.
+:func:`routed_experts`, :class:`RoutedExperts` and :class:`Fp8FlowLinear` serve any PyTorch model. For code with a
+dispatch of its own :func:`grouped_ffn` is the experts' FFN on its rows, and :func:`grouped_mm` one product.
+``titan_fp8moe.torchtitan`` converts torchtitan's models, ``titan_fp8moe.transformers`` serves those of Transformers.
 """
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -12,6 +12,7 @@ from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.run import routed_experts
 from titan_fp8moe.layer.weights import SharedExperts
+from titan_fp8moe.nn.grouped_ffn import grouped_ffn
 from titan_fp8moe.nn.grouped_mm import grouped_mm
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.nn.parallel import clip_grad_norm_, distributed_data_parallel, parameter_groups
@@ -37,6 +38,7 @@ __all__ = [
     "check_room",
     "clip_grad_norm_",
     "distributed_data_parallel",
+    "grouped_ffn",
     "grouped_mm",
     "parameter_groups",
     "record_routing",

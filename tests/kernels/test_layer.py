@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from experiments.reference import relative_error
 from tests import test_sizes
 from tests.kernels.conftest import INTERPRETED
-from titan_fp8moe import grouped_mm, ops
+from titan_fp8moe import grouped_ffn, grouped_mm, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
 
@@ -181,3 +181,29 @@ def test_grouped_mm_gives_the_reference(generator, request, transposed):
     for got, reference in zip(step(), want, strict=True):
         assert relative_error(got, reference) < 5e-3
     assert not got.isnan().any()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_grouped_ffn.py compares the kernels with float64")
+@pytest.mark.parametrize("recompute", ["activation", "experts"])
+def test_grouped_ffn_gives_the_reference(generator, request, recompute):
+    """An FFN of rows, with an empty group, one row, and rows at the end that hold NaN on the kernels."""
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    offs, config = torch.tensor([0, 1, 131, 200], dtype=torch.int32), Fp8FlowMoEConfig(recompute=recompute)
+    weights = [randn(4, *shape) * 0.05 for shape in ((H, D), (D, H), (H, D))]
+    leaves, dout = [t.requires_grad_() for t in (randn(210, D), *weights)], randn(210, D)
+
+    def step():
+        out = grouped_ffn(*leaves, offs, config=config)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    want = step()
+    request.getfixturevalue("on_kernels")
+    with torch.no_grad():
+        leaves[0][200:] = dout[200:] = torch.nan
+    got = step()
+    for mine, reference in zip(got, want, strict=True):
+        assert relative_error(mine, reference) < 5e-3
+    assert not got[0][200:].any() and not got[1][200:].any()

@@ -138,18 +138,20 @@ def routed_experts(
         scores, ids = router(x).softmax(-1).topk(2)
         y = routed_experts(x, w1, w2, w3, ids, scores, meanwhile=lambda: shared_expert(x))
     """
-    expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
     if config is not None:
         require_config(config, "routed_experts", *RECIPE, *TRANSPORT)
-    if interleaved:
-        expert = expert._replace(interleaved=True)
-    biases = None if b1 is b2 is b3 is None else Biases(b1, b2, b3)
-    frozen = isinstance(w1, Fp8Weight) or are_frozen(cast(Any, (w1, w2, w3)))
-    weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
-    experts = Experts(
-        weights, config or _DEFAULTS, ep_group, expert, frozen=frozen, biases=cast(Any, biases), lora=lora
-    )
-    return run_layer(x, topk_ids, topk_scores, experts, shared, meanwhile)
+    expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)._replace(interleaved=interleaved)
+    experts = experts_of(ExpertWeights(w1, w2, w3), config, expert, (b1, b2, b3), lora)
+    return run_layer(x, topk_ids, topk_scores, experts._replace(ep_group=ep_group), shared, meanwhile)
+
+
+def experts_of(
+    weights: ExpertWeights[Any], config: Fp8FlowMoEConfig | None, expert: ExpertSpec, biases: Any, lora: Lora | None
+) -> Experts:
+    """The record of experts that are given as the tensors of :func:`routed_experts`. ``biases``: three, or Nones."""
+    frozen = isinstance(weights.w1, Fp8Weight) or are_frozen(weights)
+    given = None if all(b is None for b in biases) else Biases(*biases)
+    return Experts(weights, config or _DEFAULTS, expert=expert, frozen=frozen, biases=given, lora=lora)
 
 
 def run_layer(

@@ -3,8 +3,8 @@
     forward   x --quantize--> pad groups to 128 rows --GEMM--> y, without padding
     backward  dy --quantize--> pad --GEMM--> dx, without padding; dW from both operands, transposed in FP8
 
-:func:`titan_fp8moe.routed_experts` is faster: it quantizes a token once for all its experts, and SwiGLU's kernel
-quantizes its result. Here every product casts its own rows, moves them to padded groups, and moves its result back.
+:func:`titan_fp8moe.grouped_ffn` is faster for a whole FFN: the activation's kernel quantizes its result. Here every
+product casts its own rows, moves them to padded groups, and moves its result back.
 """
 
 import itertools
@@ -79,16 +79,26 @@ def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
         raise ValueError("grouped_mm: x, w and offs must be this rank's plain tensors, got a DTensor; use to_local()")
     check_rows("grouped_mm", x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
     check_caller(x)
-    if type(offs) is Tensor and offs.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_ends(offs.tolist(), x.shape[0])
+    check_ends("grouped_mm", offs, x.shape[0])
 
 
-def _check_ends(ends: list[int], num_rows: int) -> None:
+def check_ends(who: str, offs: Tensor, num_rows: int) -> None:
+    """Rejects ends of groups that decrease or exceed the rows. They are read on a CPU only."""
+    if type(offs) is not Tensor or offs.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    ends = offs.tolist()
     remedy = "offs are the groups' ends, not their counts; use counts.cumsum(0, dtype=torch.int32)"
     if any(a > b for a, b in itertools.pairwise([0, *ends, num_rows])):
-        raise ValueError(f"grouped_mm: offs must not decrease and not exceed the {num_rows} rows of x: {remedy}")
+        raise ValueError(f"{who}: offs must not decrease and not exceed the {num_rows} rows of x: {remedy}")
     if ends and ends[-1] < num_rows == sum(ends):  # such ends are valid, and the rows after them count as unused
-        warnings.warn(f"grouped_mm: offs add up to the {num_rows} rows of x; {remedy}", stacklevel=4)
+        warnings.warn(f"{who}: offs add up to the {num_rows} rows of x; {remedy}", stacklevel=4)
+
+
+def expert_of_rows(offs_E: Tensor, num_rows: int) -> Tensor:
+    """(M, 1) int32, the expert of each row: the first whose group ends behind it. The rows at and past offs[-1] have
+    expert E, which gets no row in :func:`titan_fp8moe.ops.expert_routing`."""
+    row_M = torch.arange(num_rows, dtype=torch.int32, device=offs_E.device)
+    return torch.searchsorted(offs_E, row_M, right=True, out_int32=True).unsqueeze(1)
 
 
 def _is_transposed(w: Tensor) -> bool:
@@ -107,9 +117,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w_EKN: Tensor, offs_E: Tensor) -> Tensor:
         M, E = x_MK.shape[0], w_EKN.shape[0]
-        # Row m belongs to the first group that ends after it. Expert E, of the rows at and past offs[-1], gets no row.
-        row_M = torch.arange(M, dtype=torch.int32, device=x_MK.device)
-        expert_M1 = torch.searchsorted(offs_E, row_M, right=True, out_int32=True).unsqueeze(1)
+        expert_M1 = expert_of_rows(offs_E, M)
         no_scores_M1 = torch.empty_like(expert_M1, dtype=torch.float32)
         offsets_E, token_P, _, row_M1 = ops.expert_routing(expert_M1, no_scores_M1, E, row_capacity(M, E))
         x = Rows(*ops.quantize_rows(x_MK))

@@ -1,0 +1,119 @@
+"""The experts' FFN on rows that are in expert order already, for models whose own dispatch hands over rows and counts.
+
+    forward   x --quantize--> pad groups to 128 rows --FFN--> y, without padding
+    backward  dy --quantize--> pad --FFN backward--> dx, without padding; dW
+
+It is the layer of :func:`titan_fp8moe.routed_experts` with one routed pair per row. Rows keep their order, but they
+move: the tiles of a GEMM have one expert each, so groups begin at multiples of 128 rows. FP8 rows move in, bf16 rows
+back out.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.layer.lora import Lora
+from titan_fp8moe.layer.operands import WeightCache
+from titan_fp8moe.layer.run import experts_of, run_layer
+from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.nn.grouped_mm import check_ends, expert_of_rows
+from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.spec import ExpertSpec
+
+
+def grouped_ffn(
+    x: Tensor,
+    w1: Tensor | Fp8Weight,
+    w2: Tensor | Fp8Weight,
+    w3: Tensor | Fp8Weight | None,
+    offs: Tensor,
+    *,
+    scores: Tensor | None = None,
+    config: Fp8FlowMoEConfig | None = None,
+    cache: WeightCache | None = None,
+    score_before_experts: bool = False,
+    activation: str = "swiglu",
+    activation_parameters: dict[str, float] | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+    interleaved: bool = False,
+    lora: Lora | None = None,
+) -> Tensor:
+    """score * (W2 activation(W1 x + b1, W3 x + b3) + b2) of each row, in FP8, with the weights of the expert whose
+    group holds the row. Three ``torch._grouped_mm`` and an activation in one, with two casts: of x and of the output's
+    gradient.
+
+    Differentiable once in ``x``, ``scores``, the weights, biases and adapters. Nothing waits for the GPU, and
+    ``torch.compile`` takes it into one graph.
+
+    Args:
+        x: (M, D) bf16 or fp32, rows sorted by expert.
+        w1, w2, w3: gate (E, H, D), down (E, D, H) and up (E, H, D), in all forms that
+            :func:`titan_fp8moe.routed_experts` takes: fused, without a gate, transposed, or stored in FP8.
+        offs: (E,) int32, the end of each expert's rows in x. Groups may be empty and of any size.
+        scores: (M,) fp32, by which each row's output is multiplied; None for 1.
+        config: the recipe's settings, :data:`titan_fp8moe.config.RECIPE`; by default ``Fp8FlowMoEConfig()``.
+        cache: keeps quantized copies of the weights, as ``cache_weights`` does for modules; one ``WeightCache()`` for
+            the weights of each layer.
+        score_before_experts, activation, activation_parameters, b1, b2, b3, interleaved, lora: as of
+            :func:`titan_fp8moe.routed_experts`.
+
+    Returns:
+        (M, D) in the dtype of ``x``. Rows at and past ``offs[-1]`` are zeros, and so are their gradients, whatever x,
+        scores and the output's gradient hold there.
+
+    Raises:
+        ValueError: for other shapes, dtypes or devices, DTensors, or more rows than the kernels take. On a CPU also for
+            ``offs`` that decrease or exceed M. A GPU does not check them, which would take kernels of its own.
+        RuntimeError: in torch.func's transforms, torch.jit.trace, and torch.export with gradients.
+
+    Example::
+
+        y = grouped_ffn(x, w1, w2, w3, counts.cumsum(0, dtype=torch.int32))
+    """
+    if config is not None:
+        require_config(config, "grouped_ffn", *RECIPE)
+    weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
+    biases = b1, b2, b3
+    _check_inputs(x, weights, offs, scores, biases)
+    expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)._replace(interleaved=interleaved)
+    experts = experts_of(weights, config, expert, biases, lora)
+    if cache is not None:
+        if isinstance(w1, Fp8Weight):
+            raise ValueError("cache has no effect on weights that are stored in FP8; leave it out")
+        # Without gradients the local tensor of a DTensor that is trained requires none.
+        experts = experts._replace(cache=cache, frozen=experts.frozen and torch.is_grad_enabled())
+    expert_M1 = expert_of_rows(offs, x.shape[0])
+    scores_M1 = torch.ones_like(expert_M1, dtype=torch.float32) if scores is None else scores.unsqueeze(1)
+    return run_layer(x, expert_M1, scores_M1, experts._replace(check_ids=False))
+
+
+def _check_inputs(
+    x: Tensor, weights: ExpertWeights[Any], offs: Tensor, scores: Tensor | None, biases: tuple[Tensor | None, ...]
+) -> None:
+    """Rejects rows, ends and scores that do not fit; :func:`run_layer` checks the weights."""
+    given = [t for t in (x, offs, scores) if t is not None]
+    if not all(isinstance(t, Tensor) for t in given):
+        kinds = ", ".join(type(t).__name__ for t in given)
+        raise ValueError(f"grouped_ffn: x, offs and scores must be tensors; got {kinds}; use torch.as_tensor")
+    if any(isinstance(t, DTensor) for t in (*given, *weights, *biases)):
+        raise ValueError(
+            "grouped_ffn: rows, weights and biases must be this rank's plain tensors, got a DTensor; use to_local()"
+        )
+    shapes = [tuple(t.shape) for t in given]
+    if x.dim() != 2 or offs.shape != weights.w1.shape[:1] or (scores is not None and scores.shape != x.shape[:1]):
+        raise ValueError(
+            f"grouped_ffn: x must be (M, D), offs (E,) as w1 (E, H, D), and scores (M,) or None; got "
+            f"{', '.join(map(str, shapes))} with w1 {tuple(weights.w1.shape)}"
+        )
+    if offs.dtype != torch.int32:
+        raise ValueError(f"grouped_ffn: offs must be int32, got {offs.dtype}; use offs.int()")
+    if scores is not None and scores.dtype != torch.float32:
+        raise ValueError(f"grouped_ffn: scores must be fp32, got {scores.dtype}; use scores.float()")
+    if len(devices := {t.device for t in given}) > 1:
+        raise ValueError(f"grouped_ffn: x, offs and scores must be on one device, got {', '.join(map(str, devices))}")
+    check_ends("grouped_ffn", offs, x.shape[0])
