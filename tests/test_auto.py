@@ -17,78 +17,95 @@ def enabled(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(auto, "_greatest", float)
     with patches.undone():
-        auto.enable(torch.device("cpu"), 1.5)
+        auto.enable(torch.device("cpu"))
         yield
         auto.disable()
 
 
-def steps(count: int, share: float) -> None:
+def uniform(room: float) -> tuple[int, int]:
+    return round(1000 * room), round(500 * room)
+
+
+def note(rows: int, tokens: int = 500) -> None:
+    auto.note((rows, tokens), 4, uniform)
+
+
+def steps(count: int, rows: int) -> None:
     for _ in range(count):
-        auto.run_step(lambda: auto.note(int(1000 * share), 1000, 2000), lambda: None)
+        auto.run_step(lambda: note(rows), lambda: None)
 
 
-def backend() -> str:
-    return dataclasses.replace(Fp8FlowMoEConfig(), dispatch="auto").backend.description
+def route() -> tuple[str, float]:
+    config = dataclasses.replace(Fp8FlowMoEConfig(), dispatch="auto")
+    return config.backend.description, auto.room()
 
 
-def test_calm_steps_follow_each_other():
-    steps(9, 0.8)
-    steps(1, 0.81)
-    steps(9, 0.8)
-    assert backend() == "all-to-all"
-    steps(1, 0.1)
-    assert backend() == "symmetric memory"
+@pytest.mark.parametrize(
+    ("rows", "tokens", "room"),
+    [(1000, 500, 1.25), (1136, 500, 1.25), (1137, 500, 1.5), (1000, 600, 1.5), (2272, 500, 2.5)],
+)
+def test_room_for_the_fullest_layer_and_a_tenth(rows, tokens, room):
+    steps(19, 100)
+    assert route() == ("all-to-all", 0)
+    auto.run_step(lambda: (note(1000), note(rows, tokens), note(1000)), lambda: None)
+    assert route() == ("symmetric memory", room)
     with torch.no_grad():
-        assert backend() == "all-to-all"
+        assert route()[0] == "all-to-all"
 
 
-def test_steps_without_a_layer_are_not_calm():
-    for _ in range(20):
-        auto.run_step(lambda: None, lambda: None)
+def test_the_fullest_of_the_last_steps_counts():
+    steps(1, 2273)  # more than any room
+    steps(19, 1000)
     assert not auto.is_fast()
+    steps(1, 1000)
+    assert auto.room() == 1.25
 
 
 def test_room_for_all_that_can_come_suffices():
-    for _ in range(10):
-        auto.run_step(lambda: auto.note(1000, 1000, 1000), lambda: None)
-    assert auto.is_fast()
+    for _ in range(20):
+        auto.run_step(lambda: auto.note((2000, 1000), 2, lambda room: uniform(min(room, 2))), lambda: None)
+    assert auto.room() == 2.0
 
 
 def test_a_step_without_room_runs_again_and_the_next_attempt_waits():
-    steps(10, 0.5)
+    steps(20, 500)
     calls = []
 
     def step():
-        calls.append(backend())
+        calls.append(route()[0])
         if len(calls) == 1:
             raise NoRoom("full")
-        auto.note(1, 1000, 2000)
+        note(1500)
         return "done"
 
     assert auto.run_step(step, lambda: calls.append("forgotten")) == "done"
     assert calls == ["symmetric memory", "forgotten", "all-to-all"]
-    steps(18, 0.5)
+    steps(38, 500)
     assert not auto.is_fast()
-    steps(1, 0.5)
-    assert auto.is_fast()
+    steps(1, 500)
+    assert auto.room() == 1.75
 
 
-@pytest.mark.parametrize(("memory", "reason"), [(True, "filled 90% to 90%"), (False, "too little memory")])
-def test_the_log_says_why(monkeypatch, caplog, memory, reason):
-    monkeypatch.setattr(auto, "_has_memory", lambda: memory)
-    steps(100, 0.9 if memory else 0.1)
+@pytest.mark.parametrize(
+    ("memory", "rows", "reason"),
+    [(True, 2500, "for more than 2.5 times"), (False, 1000, "too little memory for 1.25 times")],
+)
+def test_the_log_says_why(monkeypatch, caplog, memory, rows, reason):
+    monkeypatch.setattr(auto, "_has_memory", lambda room: memory)
+    steps(110, rows)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "100 steps over the all-to-all" in said and reason in said
 
 
-def test_memory_for_the_rows_of_the_room(monkeypatch):
-    """The peak is 60 of 100, of which 30 may grow by a half."""
+@pytest.mark.parametrize(("before", "load", "room", "fits"), [(30, 1, 2, True), (30, 1, 2.5, False), (30, 1.5, 2.5, True)])
+def test_memory_for_the_rows_of_the_room(monkeypatch, before, load, room, fits):
+    """The peak is 60 of 100, of which 30 grow with the rows; ``load`` times uniform routing's have been there."""
+    steps(1, 1000 * load)
     monkeypatch.setattr(auto._state, "device", torch.device("cuda", 0))
-    for before, fits in ((30, True), (-21, False)):
-        monkeypatch.setattr(auto._state, "before", before)
-        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 60)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100))
-        assert auto._has_memory() == fits
+    monkeypatch.setattr(auto._state, "before", before)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 60)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100))
+    assert auto._has_memory(room) == fits
 
 
 def test_disabled_nothing_is_run_again():

@@ -160,6 +160,8 @@ CACHE, FORWARD = {"cache_weights": True}, {"cache_layouts": "forward"}
         (CACHE | FORWARD, 2, "cache_weights keeps quantized weights unsharded, 1 byte per parameter"),
         (FORWARD, 2, "cache_layouts has no effect without fp8_flow_moe.cache_weights"),
         ({"save_h": "fp8"}, 2, None),
+        ({"dispatch_capacity": 2.0}, 2, "dispatch_capacity has no effect without"),
+        ({"dispatch": "symmetric", "dispatch_capacity": 2.0}, 2, None),
         ({"recompute": "experts"}, 2, None),
         ({"recompute": "experts", "save_h": "fp8"}, 2, "save_h has no effect with"),
         ({"fp8_all_gather": True}, 2, None),

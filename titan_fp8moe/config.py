@@ -44,8 +44,8 @@ class Fp8FlowMoEConfig:
     """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.
     ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so a layer can be part
     of a compiled graph and of a CUDA graph; its buffers have a fixed size. ``auto`` is ``all_to_all``, and in
-    jobs of torchtitan 0.2.2 on one node ``symmetric`` as soon and as long as its buffers suffice; a step that they do
-    not suffice for runs again."""
+    jobs of torchtitan 0.2.2 on one node ``symmetric`` as soon and as long as buffers of 1.25 to 2.5 times uniform
+    routing's rows suffice, which it sizes itself; a step that they do not suffice for runs again."""
 
     dispatch_capacity: float = 1.5
     """Size of the buffers of ``dispatch = "symmetric"``: how many times the tokens of uniform routing a rank has room
@@ -101,7 +101,8 @@ class Fp8FlowMoEConfig:
         if ep_group is None:
             return _STAYS
         check_member(ep_group)
-        return Route(self._backend_name(), ep_group.size(), self.dispatch_capacity, ep_group.group_name)
+        capacity = auto.room() if self.dispatch == "auto" else self.dispatch_capacity
+        return Route(self._backend_name(), ep_group.size(), capacity, ep_group.group_name)
 
     def _backend_name(self) -> str:
         if self.dispatch != "auto":

@@ -17,7 +17,7 @@ import torchtitan.train
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
-from tests.distributed.cases import BASE, COMPILE, GLOBAL_BATCH, LITTLE_ROOM, OP_AC, _parallel
+from tests.distributed.cases import BASE, COMPILE, GLOBAL_BATCH, LONG, OP_AC, _parallel
 from tests.distributed.runner import batches, check, end, start
 from tests.distributed.worker import VOCAB
 from titan_fp8moe.dispatch import auto
@@ -73,7 +73,8 @@ def train(folder: str, dispatch: str, overrides: dict) -> tuple[list[float], lis
         args += _parallel(
             GLOBAL_BATCH // dist.get_world_size(),
             ep=2,
-            **(LITTLE_ROOM | {"fp8_flow_moe__dispatch": dispatch}),
+            **LONG,
+            fp8_flow_moe__dispatch=dispatch,
             **overrides,
         )
         trainer = JumpingTrainer(torchtitan.train.ConfigManager().parse_args(args))
@@ -94,7 +95,7 @@ class Records(logging.Handler):
 
 def main() -> None:
     start()
-    auto.CALM_STEPS, auto.FULL = 2, 0.9
+    auto.CALM_STEPS = 2
     records = Records()
     auto.logger.addHandler(records)
     auto.logger.setLevel(logging.INFO)

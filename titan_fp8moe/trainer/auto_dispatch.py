@@ -35,7 +35,7 @@ def prepare(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: st
         return f"{way}: {reason}"
     if preflight.trains_here():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-        auto.enable(device, config.dispatch_capacity)
+        auto.enable(device)
     return f"{way}, and over symmetric memory once all rows fit"
 
 

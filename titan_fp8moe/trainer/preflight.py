@@ -278,6 +278,11 @@ def warn_about_settings(config: Fp8FlowMoEConfig, fsdp_shards: int) -> None:
             f"fp8_flow_moe.cache_weights keeps quantized weights unsharded, {size} per parameter, although FSDP shards "
             f"the experts over {fsdp_shards} ranks; set {less}it to false if memory runs out"
         )
+    if config.dispatch != "symmetric" and config.dispatch_capacity != Fp8FlowMoEConfig.dispatch_capacity:
+        logger.warning(
+            'fp8_flow_moe.dispatch_capacity has no effect without fp8_flow_moe.dispatch = "symmetric"; set that, or let '
+            '"auto" size its buffers itself'
+        )
     if config.recompute == "experts" and config.save_h == "fp8":
         logger.warning('fp8_flow_moe.save_h has no effect with fp8_flow_moe.recompute = "experts", which keeps no h')
     if config.fp8_all_gather and fsdp_shards == 1:
