@@ -46,9 +46,9 @@ def test_medians_by_state(monkeypatch, capsys):
 @pytest.mark.gpu
 def test_times_on_a_gpu():
     busy = timing.elapsed_ms(lambda: timing.occupy(1, 2.0))
-    assert 1.9 < busy < 100
+    assert busy > 1.9  # others may use the GPU, and the first launch compiles
     found = median_ms({"ours": lambda: timing.occupy(1, 1.0)}, 2, timing.launched(20), rounds_with_busy_sms=2)
-    assert len(found) == 3 and all(0.9 < ms["ours"] < 100 for ms in found.values())  # others may use the GPU
+    assert len(found) == 3 and all(ms["ours"] > 0.9 for ms in found.values())
 
 
 def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
