@@ -125,8 +125,16 @@ part numerics 1 200 python3 -m experiments.numerics.layer --out experiments/nume
 
 both=(fp8_flow:dispatch=symmetric fp8_flow:dispatch=all_to_all bf16)
 train 2gpus 2 530 --layers 8 --attention sdpa --variants fp8_flow "${both[@]}"
-train 16b 4 590 --steps 30 --variants "${both[@]}"
-train 16b_batch1 4 590 --steps 30 --local-batch 1 --variants "${both[@]}"
+# Whole models, three runs each; 60 steps, since dispatch = "auto" changes its way after 20. Cut off parts go on.
+strongest=bf16_fused:checkpointing=saved,ep=1
+whole=(--attention sdpa --steps 60 --seeds 0 1 2)
+train 16b 4 590 "${whole[@]}" --variants fp8_flow "${both[0]}" "$strongest" bf16
+train 16b_batch1 4 590 "${whole[@]}" --local-batch 1 --variants fp8_flow "${both[0]}" "$strongest" bf16
+train 16b_batch8 4 590 "${whole[@]}" --local-batch 8 --variants "${both[0]},recompute=experts" "$strongest" bf16
+train qwen3_30b 4 590 --model qwen3_30b "${whole[@]}" --variants "${both[0]},recompute=experts" "$strongest" bf16
+train 16b_microbatches 4 590 --attention sdpa --steps 20 --variants "${both[0]},cache_weights=true" "$strongest" \
+    -- --training.global_batch_size=64
+train 16b_own_routing 4 590 --attention sdpa --steps 200 --routing model --variants fp8_flow "$strongest"
 part exchange 4 540 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
 part layers_671b_4gpus 4 530 python3 -m experiments.throughput.layer --out experiments/throughput --gpus 4 \
     --models 671B --experts 64 --tokens 4096
