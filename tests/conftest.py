@@ -11,7 +11,7 @@ warm_up.MAX_PROCESSES = 0  # a test compiles its kernels itself: on a GPU each w
 EVERY_S = 10
 LONGEST = (
     *("tests/distributed/test_layouts", "tests/test_kernels_compile", "tests/test_transformers"),
-    *("tests/test_checkpoint", "tests/test_compiling"),
+    *("tests/test_checkpoint", "tests/test_compiling", "tests/test_gemm_compile"),
 )
 
 

@@ -9,7 +9,9 @@ meta tensors and returns what it would have launched, so that a test compiles ex
 Needs ``TRITON_INTERPRET`` unset, since an interpreted kernel is no JITFunction.
 """
 
+import contextlib
 import functools
+import io
 import re
 import subprocess
 import tempfile
@@ -44,6 +46,7 @@ class Compiled:
     capability: int
     shared: int  # bytes per CTA
     asm: dict[str, Any] = field(repr=False)
+    log: str = field(repr=False)  # ptxas's of its compilation, or empty: then it was in Triton's cache
 
     @property
     def registers(self) -> int:
@@ -62,13 +65,14 @@ class Compiled:
     @property
     def warnings(self) -> list[str]:
         """Such as C7514: WGMMAs serialized."""
-        return [line for line in self._log().splitlines() if "warning" in line.lower() or "C75" in line]
+        return [line for line in self._log.splitlines() if "warning" in line.lower() or "C75" in line]
 
     def _sum(self, pattern: str) -> int:
-        return sum(int(n) for n in re.findall(pattern, self._log()))
+        return sum(int(n) for n in re.findall(pattern, self._log))
 
+    @property
     def _log(self) -> str:
-        return _ptxas(self.asm["ptx"], self.capability)
+        return self.log or _ptxas(self.asm["ptx"], self.capability)
 
 
 def compile_kernel(
@@ -91,8 +95,10 @@ def compile_kernel(
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16}
     source_class = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_class(kernel, signature, constexprs, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Compiled(kernel.__name__, capability, compiled.metadata.shared, compiled.asm)
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Compiled(kernel.__name__, capability, compiled.metadata.shared, compiled.asm, log.getvalue())
 
 
 @functools.cache  # launches that differ in sizes only have the same PTX

@@ -160,6 +160,9 @@ def begin(shares: Sequence[list[Launch]], deadline: float = DEADLINE) -> list[in
     """Begins to compile each share in a process of its own, which ends if a kernel takes more than ``deadline`` seconds
     and that is not 0. Returns the processes; those that cannot be forked are left out."""
     processes = []
+    # The destructor of a gloo group waits for threads that a fork does not have, so no process may collect one.
+    collects = gc.isenabled()
+    gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: this process has threads
         for share in filter(None, shares):
@@ -171,6 +174,8 @@ def begin(shares: Sequence[list[Launch]], deadline: float = DEADLINE) -> list[in
             if pid == 0:
                 _compile_and_exit(share, deadline)
             processes.append(pid)
+    if collects:
+        gc.enable()
     return processes
 
 
@@ -195,7 +200,6 @@ def _compile_and_exit(share: list[Launch], deadline: float) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
         signal.setitimer(signal.ITIMER_REAL, deadline)
-        gc.disable()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
