@@ -1,5 +1,6 @@
 """The parts of experiments/throughput that decide what its numbers mean, and what is left when something fails."""
 
+import contextlib
 import functools
 import json
 import math
@@ -286,6 +287,31 @@ def test_records_come_from_a_commit(monkeypatch):
         monkeypatch.setattr(records, "commit", lambda commit=commit: commit)
         with pytest.raises(SystemExit, match=message):
             records.require_commit(False)
+
+
+def test_an_invocation_goes_on_with_the_runs_that_it_lacks(tmp_path: Path, monkeypatch):
+    ran: list[tuple[str, int]] = []
+    monkeypatch.setattr(train, "WORK", tmp_path)
+    monkeypatch.setattr(train, "other_torch", list)
+    monkeypatch.setattr(train, "write_records", lambda path, found: None)
+    for check in ("require_gpu", "require_commit", "exit_on_sigterm"):
+        monkeypatch.setattr(train, check, lambda *args: None)
+
+    def in_turn(todo, args):
+        for variant, seed in todo[:2]:
+            ran.append((variant, seed))
+            error = "out of memory" if len(ran) == 2 else None
+            figures = {"tokens_per_second": [], "median_tokens_per_second": None, "peak_memory_gib": None, "losses": {}}
+            yield {"variant": variant, "seed": seed, "error": error, "steady_steps": 0} | figures
+
+    monkeypatch.setattr(train, "in_turn", in_turn)
+    monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path), "--variants", "bf16", "fp8_flow", "--seeds", "0"])
+    for state, count in (("a", 2), ("a", 3), ("a", 3), ("b", 5)):
+        monkeypatch.setattr(train, "commit", lambda state=state: state)
+        with pytest.raises(SystemExit) if count == 2 else contextlib.nullcontext():
+            train.main()
+        assert len(ran) == count
+    assert ran[1] == ran[2]  # the failed one
 
 
 def test_names_and_shapes_of_training_records(tmp_path: Path, monkeypatch):
