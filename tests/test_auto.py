@@ -97,7 +97,9 @@ def test_the_log_says_why(monkeypatch, caplog, memory, rows, reason):
     assert "100 steps over the all-to-all" in said and reason in said
 
 
-@pytest.mark.parametrize(("before", "load", "room", "fits"), [(30, 1, 2, True), (30, 1, 2.5, False), (30, 1.5, 2.5, True)])
+@pytest.mark.parametrize(
+    ("before", "load", "room", "fits"), [(30, 1, 2, True), (30, 1, 2.5, False), (30, 1.5, 2.5, True)]
+)
 def test_memory_for_the_rows_of_the_room(monkeypatch, before, load, room, fits):
     """The peak is 60 of 100, of which 30 grow with the rows; ``load`` times uniform routing's have been there."""
     steps(1, 1000 * load)

@@ -44,7 +44,7 @@ class Fp8FlowMoEConfig:
     """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.
     ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so a layer can be part
     of a compiled graph and of a CUDA graph; its buffers have a fixed size. ``auto`` is ``all_to_all``, and in
-    jobs of torchtitan 0.2.2 on one node ``symmetric`` as soon and as long as buffers of 1.25 to 2.5 times uniform
+    torchtitan's jobs on one node ``symmetric`` as soon and as long as buffers of 1.25 to 2.5 times uniform
     routing's rows suffice, which it sizes itself; a step that they do not suffice for runs again."""
 
     dispatch_capacity: float = 1.5

@@ -56,6 +56,8 @@ class JumpingTrainer(torchtitan.train.Trainer):
                 for bias in self.biases():
                     bias[: len(bias) // 2] += 100
             fast.append(auto.is_fast())
+            if auto.is_fast() and self.step == 4:
+                auto._state.room = "1.75"  # graphs are made again; the first jump needs more
             self.train_step(data)
             if jumps:
                 for bias, before in zip(self.biases(), kept, strict=True):

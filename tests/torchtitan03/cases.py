@@ -80,6 +80,8 @@ TWO_RANKS = {
     "ep2_compile_full": Case({}, EP2, "full", compiles="aot_eager"),
     "ep2_compile_bf16_shared": Case(BF16_SHARED, EP2, "selective", compiles="aot_eager"),
     "ep2_symmetric_compile": Case(SYMMETRIC, EP2, compiles="aot_eager"),
+    "ep2_auto": Case({}, EP2, "selective", compiles="aot_eager", steps=6),
+    "ep2_all_to_all": Case({"dispatch": "all_to_all"}, EP2, "selective", compiles="aot_eager", steps=6),
     "ep2_bf16_parts": Case(BF16_PARTS, EP2),
     "ep2_linears": Case(LINEARS, EP2),
     "ep2_lora": Case({}, EP2, way="lora"),

@@ -82,8 +82,17 @@ def test_blocks_are_graphs_up_to_where_dispatch_reads_sizes(results: WorkerResul
     """One for dense and one for MoE blocks, or for what precedes their all-to-all. Shared experts in bf16 have their
     own then, as under TP 2 and with LoRA. Of gpt_oss each of two masks has one; qwen3 has no dense blocks."""
     apart = "ep2_compile_bf16_shared", "tp2_ep2_compile", "ep2_compile_lora"
-    graphs = {"qwen3_ep2_compile": 1} | dict.fromkeys(apart, 3)
+    graphs = {"qwen3_ep2_compile": 1, "ep2_auto": 4} | dict.fromkeys(apart, 3)
     assert results.get(case)["graphs"] == graphs.get(case, 2)
+
+
+def test_auto_takes_symmetric_memory_and_loses_no_step(results: WorkerResults):
+    """Bit for bit the all-to-all: two steps over it, three over symmetric memory, of which the last has too little room
+    and runs again, one over the all-to-all."""
+    got, want = results.get("ep2_auto"), results.get("ep2_all_to_all")
+    assert got["fast"] == [False, False, True, True, True, False] and not any(want["fast"])
+    assert got["losses"] == want["losses"] and [n for n in got["norms"] if n == n] == want["norms"]
+    assert got["weights"] and all(torch.equal(w, want["weights"][name]) for name, w in got["weights"].items())
 
 
 def test_fsdp_gathers_in_fp8(results: WorkerResults):

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 tests/torchtitan03/worker.py OUT_DIR CASE...
 
 Leaves OUT_DIR/CASE.pt: {"grads" of the first step, "losses", "norms", "expert_bias" after a step, "keys", "graphs",
-"gathered", "trainer", "trained" parameters, "weights" of some experts after the last step} or {"error"}.
+"gathered", "trainer", "trained" parameters, "weights" of some experts after the last step, "fast": whether
+``dispatch = "auto"`` began a step over symmetric memory} or {"error"}.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from tests.distributed.runner import batches, gather, gather_list, run_all, whole, wrong_fp8_tensors
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan03 import metrics, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
@@ -206,6 +208,7 @@ def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
 
 def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
     clip, grads, norms, losses, bias = torchtitan.trainer.dist_utils.clip_grad_norm_, {}, [], [], {}
+    fast = []
 
     def clip_and_record(*args, **kwargs):
         if trainer.step == 1:
@@ -218,6 +221,9 @@ def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
     try:
         data = data_of(trainer)
         for trainer.step in range(1, steps + 1):
+            fast.append(auto.is_fast())
+            if auto.is_fast() and trainer.step == 5:
+                auto._state.room = "0.5"  # too little
             trainer.train_step(data)
             if trainer.step == 1:
                 buffers = [(n, b) for part in trainer.model_parts for n, b in part.named_buffers()]
@@ -226,7 +232,7 @@ def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
         torchtitan.trainer.dist_utils.clip_grad_norm_ = clip
     # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
     losses = max(gather_list(losses), key=lambda values: values[0])
-    return {"grads": grads, "losses": losses, "norms": norms, "expert_bias": bias}
+    return {"grads": grads, "losses": losses, "norms": norms, "expert_bias": bias, "fast": fast}
 
 
 def run(name: str, out: Path) -> dict:
@@ -237,7 +243,8 @@ def run(name: str, out: Path) -> dict:
     _clear_fast_path_sharding_prop_cache()
     case = CASES[name]
     has_work = (lambda _: True) if case.in_fsdp else parallel.fsdp_has_work
-    with patch.object(parallel, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
+    calm = patch.object(auto, "CALM_STEPS", 2 if case.steps == 6 else 20)
+    with calm, patch.object(parallel, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
         trainer = make_config(case, out, dump).build()
         seed = out / f"seed_{case.model}.pt"
         parameters = {plain_name(name): p for part in trainer.model_parts for name, p in part.named_parameters()}

@@ -42,7 +42,7 @@ class _State:
 
     device: torch.device | None = None
     hosts: Any = None  # the process group of all ranks' messages
-    room: float = 0.0  # of the buffers; 0 over the all-to-all
+    room: str = ""  # of the buffers, as text: a graph would take a number that changes for a variable
     before: int = 2**63  # bytes that this rank holds before its first layer
     needed: float = 0.0  # the room that this step's fullest layer has needed on this rank
     loads: list[float] = field(default_factory=list)  # the rooms that this step's layers have just filled on this rank
@@ -74,12 +74,12 @@ def is_enabled() -> bool:
 
 def is_fast() -> bool:
     """Whether a forward with gradients takes symmetric memory now."""
-    return _state.room > 0
+    return _state.room != ""
 
 
 def room() -> float:
     """The size of the buffers in symmetric memory, as a multiple of what uniform routing needs."""
-    return _state.room
+    return float(_state.room or 0)
 
 
 def note(needed: tuple[int, int], most: float, capacities: Callable[[float], tuple[int, int]]) -> None:
@@ -117,7 +117,7 @@ def run_step(step: Callable[[], Any], forget: Callable[[], None]) -> Any:
         _state.asked, _state.needed, _state.loads = not is_fast(), 0.0, []
         result = step()
     except NoRoom as error:
-        _state.room, _state.wait = 0.0, 2 * _state.wait
+        _state.room, _state.wait = "", 2 * _state.wait
         logger.warning(f"FP8-Flow-MoE: the step is run again over the all-to-all, and the next ones: {error}")
         forget()
         result = step()
@@ -154,7 +154,7 @@ def _decide(needed: float) -> None:
     elif _greatest(not _has_memory(room)):
         reason = f"a GPU has too little memory for {room} {uniform}"
     else:
-        _state.room, _state.recent, _state.steps = room, [], 0
+        _state.room, _state.recent, _state.steps = str(room), [], 0
         way = f"dispatch over symmetric memory from the next step on, with room for {room} {uniform}"
         logger.info(f"FP8-Flow-MoE: {way}; so far {steps} steps over the all-to-all")
         return
@@ -180,6 +180,6 @@ def _greatest(value: float) -> float:
     and the host for both."""
     if _state.hosts is None:
         _state.hosts = dist.new_group(backend="gloo")
-    greatest = torch.tensor(float(value), dtype=torch.float64)
+    greatest = torch.tensor(float(value), dtype=torch.float64, device="cpu")
     dist.all_reduce(greatest, dist.ReduceOp.MAX, _state.hosts)
     return greatest.item()

@@ -4,7 +4,8 @@ torchtitan 0.3.0 compiles each block whole, around its checkpoint. Experts that 
 into pieces. PyTorch 2.14 runs a checkpointed block with pieces eagerly, and per-op checkpointing around compiled pieces
 fails: it wants the very same ops again. So per-op checkpointing moves into the graph before the experts, and into that
 of shared experts. The routed experts run outside of it and keep by themselves what the policy would keep. Full
-checkpointing matches no ops and stays around the block.
+checkpointing matches no ops and stays around the block. While ``dispatch = "auto"`` takes symmetric memory, a block is
+one graph with its checkpoint.
 """
 
 import functools
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torchtitan.tools.logging import logger
 
+from titan_fp8moe.dispatch import auto
 from titan_fp8moe.layer import statistics
 
 
@@ -66,8 +68,13 @@ def _checkpointed(checkpoint: Callable, function: Callable, *args: Any, **kwargs
 def _forward(compiled: Callable, checkpoint: Callable, attention: Callable, block: Any, *args: Any, **kwargs: Any):
     """A known block, with ``compiled`` in the place of :func:`_checkpointed`."""
     before = _checkpointed if statistics.collecting() else compiled  # a graph counts nothing
+    replays = hasattr(block.moe.forward, "replays")
+    # Other shared experts are graphs of their own.
+    shared_inside = block.moe.shared_experts is None or block.moe.shared == "fp8"
+    if auto.is_fast() and torch.is_grad_enabled() and shared_inside and not replays:
+        return before(checkpoint, type(block).forward, block, *args, **kwargs)
     # Routing replay acts on the router inside of the layer's forward.
-    start = _attend if hasattr(block.moe.forward, "replays") else _attend_and_route
+    start = _attend if replays else _attend_and_route
     x, h, *routing = before(checkpoint, start, attention, block, *args, **kwargs)
     return x + block.moe(h, routing=routing)
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
@@ -42,7 +43,7 @@ from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowMoE,
     Fp8FlowRoutedExperts,
 )
-from titan_fp8moe.trainer import compat, preflight
+from titan_fp8moe.trainer import auto_dispatch, compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, Part, announce, make_plan
@@ -138,9 +139,10 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
         check_linear=lambda name, place: _check_linear(name, place.config, dims.tp),
     )
     fp8, placement = {part.name: part for part in plan if part.reason is None}, Placement(in_fsdp=True)
-    if isinstance(job, Trainer.Config):
-        placement = _check(job, settings, dims, {name: p.module.config for name, p in fp8.items() if p.kind == MOE})
     way = f"dispatch over {settings.backend.description}" if dims.ep > 1 else ""
+    if isinstance(job, Trainer.Config):
+        layers_in_fp8 = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
+        placement, way = _check(job, settings, dims, layers_in_fp8)
     announce(plan, settings, logger, way, "" if placement.in_fsdp or not fp8 else "experts outside of FSDP")
     if not fp8:
         return
@@ -156,19 +158,23 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     compat.fix_shape_inference()
     parallel.install()
     keep_host_ahead(Trainer)
+    auto_dispatch.run_steps_again(Trainer)
     patches.log()
     _attach(job, settings, fp8)
 
 
-def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dict[str, Any]) -> Placement:
-    """Checks the job. The experts leave FSDP where it would gather and reduce them over one rank, for nothing."""
+def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dict[str, Any]) -> tuple[Placement, str]:
+    """Checks the job; says how tokens travel. The experts leave FSDP where it would gather and reduce them over one
+    rank, for nothing."""
     layout = job_checks.expert_layout(job, dims)
     job_checks.check_job(job, settings)
     preflight.warn_about_settings(settings, layout.fsdp_shards)
     preflight.check_dispatch(settings, layout)
     for name, layer in layers.items():
         job_checks.check_layer(name, layer, settings, layout)
-    return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job))
+    one_graph = None if type(job.compile) is CompileConfig else "its trainer compiles whole steps"
+    way = auto_dispatch.prepare(settings, layout, one_graph)
+    return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job)), way
 
 
 def _candidates(model: Any, layers: dict[str, Place]) -> Candidates:
