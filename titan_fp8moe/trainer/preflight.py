@@ -280,8 +280,8 @@ def warn_about_settings(config: Fp8FlowMoEConfig, fsdp_shards: int) -> None:
         )
     if config.dispatch != "symmetric" and config.dispatch_capacity != Fp8FlowMoEConfig.dispatch_capacity:
         logger.warning(
-            'fp8_flow_moe.dispatch_capacity has no effect without fp8_flow_moe.dispatch = "symmetric"; set that, or let '
-            '"auto" size its buffers itself'
+            'fp8_flow_moe.dispatch_capacity has no effect without fp8_flow_moe.dispatch = "symmetric"; set that, or '
+            'leave it out: "auto" sizes its buffers itself'
         )
     if config.recompute == "experts" and config.save_h == "fp8":
         logger.warning('fp8_flow_moe.save_h has no effect with fp8_flow_moe.recompute = "experts", which keeps no h')
