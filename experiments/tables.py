@@ -362,7 +362,8 @@ def titan03(records: Records) -> str:
                 for setting, layout in LAYOUTS.items():
                     short = short.replace(f"parallelism.{setting}", layout)
                 title = joined(short, *name.split()[1:])
-                rows.append([title, gpu, *(cell(found.speed, peer) for peer in TITAN03), *found.over_strongest(TITAN03)])
+                cells = [cell(found.speed, peer) for peer in TITAN03]
+                rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
     rows.sort(key=lambda row: "GPUs" in row[0])
     return markdown(["tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY], rows)
 

@@ -95,7 +95,7 @@ train() {  # name, overrides
     run "$OUT/$name" --training.steps "$STEPS" --metrics.log_freq 1 \
         --metrics.enable_tensorboard --metrics.disable_color_printing --debug.seed 0 "$@" 2>&1 |
         tee "$OUT/$name.log" | python3 tools/progress.py "$name" "$STEPS" || {
-        echo "$name failed: $(tail -n 1 "$OUT/$name.log")" >&2
+        echo "$name failed: $(tail -n 1 "$OUT/$name.log"); the log is $OUT/$name.log" >&2
         exit 1
     }
 }
