@@ -323,8 +323,7 @@ def report(runs: list[Run], args: argparse.Namespace) -> dict[str, Summary]:
     print(format_table(summaries, reference.name))
     print(
         f"note: smoothed is the mean loss of {args.smooth} steps; deviation: from {reference.name}'s, at the last "
-        "common step; largest, mean: of all common steps, without sign. Single steps jump in all runs where a batch "
-        "has files of another kind"
+        "common step; largest, mean: of all common steps, without sign"
     )
     for name, deviation in deviations.items():
         last_steps = (summaries[name].last_step, summaries[reference.name].last_step)

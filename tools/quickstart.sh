@@ -107,6 +107,7 @@ rm -f "$OUT/curves.png"
 python3 tools/compare_losses.py --run "$baseline=$OUT/$baseline" --run "fp8_flow=$OUT/fp8_flow" --tolerance 0.01 \
     --out "$OUT/curves.png" 2>&1 >"$OUT/table.txt" | alive "drawing the curves" || status=$?
 cat "$OUT/table.txt"
+echo "Losses of single steps jump, at the same steps in both runs: compare the smoothed ones."
 [ "$device" = cpu ] && echo "$note"
 [ -e "$OUT/curves.png" ] && echo "curves: $OUT/curves.png"
 echo "table: $OUT/table.txt"
