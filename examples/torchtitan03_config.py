@@ -7,10 +7,11 @@
 ``--training.steps 100``. ``tools/build_corpus.py --out outputs/corpus`` makes the text.
 """
 
+import titan_fp8moe.torchtitan03  # noqa: F401  before torchtitan: it names the extra, and uses the CPU without a GPU
+
+# isort: split
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.trainer import Trainer
-
-import titan_fp8moe.torchtitan03  # noqa: F401  uses the CPU where there is no GPU; a GPU does without this line
 
 
 def my_run() -> Trainer.Config:

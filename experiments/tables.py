@@ -11,7 +11,7 @@ it are hardware, dates, commits and commands of its records. What was not measur
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ PAGES = (
     *("experiments/lora_qwen3_30b/README.md",),
 )
 PEERS = {  # titles of columns, and the references of which each shows the best
-    "bf16 as torchtitan compiles it": ("bf16",),
-    "bf16, blocks compiled whole": ("bf16_whole",),
+    "torchtitan's bf16": ("bf16",),
+    "bf16, compiled whole": ("bf16_whole",),
     "bf16, fused": ("bf16_fused",),
     "torchao FP8 experts": ("torchao", "torchao_whole"),
     "FP8, a cast around each GEMM": ("naive_blockwise", "naive_whole"),
@@ -128,6 +128,11 @@ def ours(found: Found, *references: str) -> str:
     return (number(first(found)["value"]) if found else "") + (f" ({shown})" if given else "")
 
 
+def strongest(found: Found, references: Iterable[str]) -> list[str]:
+    """The reference over which our speedup is the smallest, if one was measured."""
+    return sorted((name for name in references if name in found), key=lambda name: found[name]["speedup"])[:1]
+
+
 def cell(found: Found, reference: str) -> str:
     return number(found[reference]["reference_value"]) if reference in found else ""
 
@@ -168,8 +173,10 @@ class Pair(NamedTuple):
     def cell(self, reference: str) -> str:
         return joined(*(cell(found, reference) for found in self))
 
-    def ours(self, *references: str) -> str:
-        return joined(ours(self.speed, *references), ours(self.memory))
+    def over_strongest(self, references: Iterable[str]) -> list[str]:
+        """Our speed and its ratio over the strongest reference, and what both reserve."""
+        (peer,) = strongest(self.speed, references) or [""]
+        return [ours(self.speed, *[peer] * bool(peer)), cell(self.memory, peer), ours(self.memory)]
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -200,6 +207,8 @@ def source(used: list[Record]) -> str:
 
 _MS, _QUANTIZED = "ms, forward and backward", "with quantizing the weights"
 _OURS = "titan_fp8moe"
+_OURS_AND_MEMORY = (_OURS, "GiB, strongest", "GiB, ours")
+_BF16_LAYERS = ("torchtitan's bf16", "bf16, one graph", "bf16, fused")
 
 
 def by_state(records: Records, *patterns: str, states: int = 1) -> Iterator[tuple[str, str, Callable[..., str]]]:
@@ -308,7 +317,7 @@ OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.m
 
 
 def training(records: Records, others: bool = False) -> str:
-    """Tokens/s and GiB of each setting, one row for an invocation with bf16 or other FP8 experts."""
+    """Tokens/s of each setting and GiB of the strongest and ours, a row for an invocation with bf16 or other FP8."""
     rows = []
     for name in ("train_16b", "train_16b dispatch=symmetric", "train_qwen3_30b"):
         for shape in records.shapes(name, "bf16"):
@@ -320,10 +329,10 @@ def training(records: Records, others: bool = False) -> str:
                     continue  # other checkpointing, which has a table of its own
                 run = Pair(speed, memories.get(first(speed)["command"], {}))
                 peers = [best(speed, names) for names in PEERS.values()]
-                cells = [joined(run.cell(peer), option(peer)) for peer in peers]
+                cells = [f"{cell(speed, peer)} {option(peer)}".strip() for peer in peers]
                 title = joined(setting(shape), name.partition(" ")[2])
-                rows.append([title, card(first(speed)), *cells, run.ours(*peers), spread(speed)])
-    return markdown(["tokens/s per GPU, GiB reserved", "GPU", *PEERS, "titan_fp8moe", "spread"], rows)
+                rows.append([title, card(first(speed)), *cells, *run.over_strongest(peers), spread(speed)])
+    return markdown(["tokens/s per GPU", "GPU", *PEERS, *_OURS_AND_MEMORY, "spread"], rows)
 
 
 def training_settings(records: Records) -> str:
@@ -353,9 +362,10 @@ def titan03(records: Records) -> str:
                 for setting, layout in LAYOUTS.items():
                     short = short.replace(f"parallelism.{setting}", layout)
                 title = joined(short, *name.split()[1:])
-                rows.append([title, gpu, *map(found.cell, TITAN03), found.ours(*TITAN03)])
+                cells = [cell(found.speed, peer) for peer in TITAN03]
+                rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
     rows.sort(key=lambda row: "GPUs" in row[0])
-    return markdown(["tokens/s per GPU, GiB reserved", "GPU", *TITAN03.values(), "titan_fp8moe"], rows)
+    return markdown(["tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY], rows)
 
 
 def first_steps(records: Records) -> str:
@@ -389,7 +399,7 @@ def checkpointing(records: Records) -> str:
                     bf16 = records.pair(name, shape, hardware=gpu, commit=commit)
                     mine = records.pair(name + options.replace(":", " "), shape, hardware=gpu, commit=commit)
                     if any(cells := [bf16.cell(peer + options) for peer, *_ in BF16]):
-                        rows.append([setting(shape), title, *cells, mine.ours()])
+                        rows.append([setting(shape), title, *cells, joined(*map(ours, mine))])
     return markdown(["tokens/s, GiB reserved", "checkpointing", *[*PEERS][:3], "titan_fp8moe"], rows)
 
 
@@ -429,13 +439,14 @@ def sweep(records: Records) -> str:
     rows = []
     for name, shape in records.named("train_.* fastest"):
         (found,) = records.of(name, shape).values()
-        cells = [
-            f"{number(p['tokens_per_second'])}, {p['memory_gib']:.1f} (local batch {p['local_batch']}, "
-            f"{p['variant'].partition(':')[2] or 'defaults'})"
-            for p in (found["points"][who] for who in ("reference", "ours"))
-        ]
-        rows.append([setting(shape), *cells, f"**{found['speedup']:.2f}x**"])
-    return markdown(["highest tokens/s, GiB reserved", "bf16, fused", "titan_fp8moe", "speedup"], rows)
+        row = [setting(shape.replace(" 80GB HBM3", ""))]
+        for who in ("reference", "ours"):
+            p = found["points"][who]
+            options = p["variant"].partition(":")[2] or "defaults"
+            speed = number(p["tokens_per_second"]) + f" (**{found['speedup']:.2f}x**)" * (who == "ours")
+            row += [speed, f"{p['memory_gib']:.1f}", f"batch {p['local_batch']}, {options}"]
+        rows.append(row)
+    return markdown(["highest tokens/s", "bf16, fused", "GiB", "with", "titan_fp8moe", "GiB", "with"], rows)
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------
@@ -466,9 +477,10 @@ def layers(records: Records, main: bool = True) -> str:
             del records.used[used:]
             continue
         bytes_saved = [saved["bf16"]["reference_value"], first(saved)["value"]] if saved else []
-        row = [layer(shape), joined(*(cell(time, reference) for reference in references)), ours(time, *references)]
-        rows.append([*row, ours(weights, *references), joined(*(f"{bytes / 1024:.0f}" for bytes in bytes_saved))])
-    head = [_MS, "bf16: torchtitan's, whole, fused", "titan_fp8moe", _QUANTIZED, "KiB saved per token: bf16, ours"]
+        row = [layer(shape), *(cell(time, reference) for reference in references)]
+        row += [ours(found, *strongest(found, references)) for found in (time, weights)]
+        rows.append([*row, *([f"{bytes / 1024:.0f}" for bytes in bytes_saved] or ["", ""])])
+    head = [_MS, *_BF16_LAYERS, _OURS, _QUANTIZED, "KiB saved per token, bf16", "KiB, ours"]
     return markdown(head, rows)
 
 
@@ -481,9 +493,9 @@ def layers_with_kept_weights(records: Records) -> str:
     kept, peers, rows = "moe_layer with weights kept for 4 microbatches", ("bf16", "bf16 whole", "bf16 fused"), []
     for shape in by_model(records.shapes(kept)):
         found = [records.of(name, shape) for name in ("moe_layer_with_weights", kept)]
-        cells = [joined(*(cell(found[1], peer) for peer in peers)), *(ours(times, *peers) for times in found)]
+        cells = [*(cell(found[1], peer) for peer in peers), *(ours(times, *strongest(times, peers)) for times in found)]
         rows.append([layer(shape), *cells])
-    return markdown([_MS, "bf16: torchtitan's, whole, fused", _QUANTIZED, "kept for four microbatches"], rows)
+    return markdown([_MS, *_BF16_LAYERS, _QUANTIZED, "kept for four microbatches"], rows)
 
 
 def layer_ablations(records: Records) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -194,3 +195,18 @@ def test_runs_that_cannot_be_compared(tmp_path, compare_fails):
         "outputs": "holds 2 runs that start at step 1, in bf16, fp8; give the folder of one",
     }.items():
         assert message in compare_fails(f"--run=odd={tmp_path / 'odd'}", f"--run={second}={tmp_path / second}")
+
+
+def test_small_deviations_fill_the_picture(tmp_path, monkeypatch):
+    """The tolerance of 1% does not flatten them, and a few steps have whole numbers as ticks."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    runs = [compare_losses.Run(n, {compare_losses.LOSS: {s: 5 + d * s for s in range(1, 4)}}) for n, d in RUNS]
+    deviation = compare_losses.compare(runs[1], runs[0], 1)
+    compare_losses.plot(runs, {"fp8": deviation}, 1, 0.01, tmp_path / "curves.png")
+    axes = figures[0].axes[1]
+    assert axes.get_ylim()[1] == pytest.approx(120 * abs(deviation.relative).max()) and axes.get_ylim()[1] < 0.1
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+RUNS = (("bf16", 0.0), ("fp8", 0.0005))

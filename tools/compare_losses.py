@@ -246,6 +246,7 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
     The reference is a broad line, which shows on both sides of a run that lies on it.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
@@ -262,6 +263,10 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
     top.plot([], [], color=REFERENCE_COLOR, alpha=0.25, linewidth=0.8, label="thin: single steps")
     percent = 100 * tolerance
     bottom.axhspan(-percent, percent, color="#999999", alpha=0.25, linewidth=0, label=f"tolerance ±{percent:.3g}%")
+    largest = max((float(abs(d.relative).max()) for d in deviations.values()), default=0.0)
+    if math.isfinite(largest) and largest > 0:  # else the tolerance sets the range, and small deviations look flat
+        bottom.set_ylim(-120 * largest, 120 * largest)
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     bottom.axhline(0, color=REFERENCE_COLOR, linewidth=0.8)
     top.set_ylabel("training loss")
     top.set_title(f"Training loss; thick: mean over {window} steps")

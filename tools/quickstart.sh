@@ -95,7 +95,7 @@ train() {  # name, overrides
     run "$OUT/$name" --training.steps "$STEPS" --metrics.log_freq 1 \
         --metrics.enable_tensorboard --metrics.disable_color_printing --debug.seed 0 "$@" 2>&1 |
         tee "$OUT/$name.log" | python3 tools/progress.py "$name" "$STEPS" || {
-        echo "$name failed: $(tail -n 1 "$OUT/$name.log")" >&2
+        echo "$name failed: $(tail -n 1 "$OUT/$name.log"); the log is $OUT/$name.log" >&2
         exit 1
     }
 }
@@ -107,6 +107,7 @@ rm -f "$OUT/curves.png"
 python3 tools/compare_losses.py --run "$baseline=$OUT/$baseline" --run "fp8_flow=$OUT/fp8_flow" --tolerance 0.01 \
     --out "$OUT/curves.png" 2>&1 >"$OUT/table.txt" | alive "drawing the curves" || status=$?
 cat "$OUT/table.txt"
+echo "Losses of single steps jump, at the same steps in both runs: compare the smoothed ones."
 [ "$device" = cpu ] && echo "$note"
 [ -e "$OUT/curves.png" ] && echo "curves: $OUT/curves.png"
 echo "table: $OUT/table.txt"
