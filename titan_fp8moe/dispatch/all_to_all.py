@@ -104,8 +104,8 @@ class AllToAllDispatch(base.Dispatch):
         ids_TK, _, E = self.pairs
         _, capacity = _arriving_rows(self.state.counts[1].tolist())
         if auto.is_enabled():
-            N = self.route.num_ranks
-            auto.note((capacity, sum(self.splits[1])), N, functools.partial(capacities, *ids_TK.shape, N, E))
+            (T, K), N = ids_TK.shape, self.route.num_ranks
+            auto.note((capacity, sum(self.splits[1])), N, functools.partial(capacities, T, K, N, E))
         q, scale, ids_CK, scores_CK = ops.unpack_dispatch(payload, self.dim, ids_TK.shape[1])
         self.routing = Routing(*ops.expert_routing(ids_CK, scores_CK, E, capacity))
         self.kept = Tokens(payload)
