@@ -117,18 +117,34 @@ def test_disabled_nothing_is_run_again():
 
 
 @pytest.mark.parametrize(
-    ("settings", "shards", "local", "reason", "way"),
+    ("settings", "shards", "reason", "way"),
     [
-        ({}, 2, "2", None, "dispatch over all-to-all, and over symmetric memory once all rows fit"),
-        ({}, 4, "2", None, "dispatch over all-to-all: 4 ranks share the experts and a node has 2"),
-        ({}, 2, "2", "a job's reason", "dispatch over all-to-all: a job's reason"),
-        ({}, 1, "2", None, ""),
-        (dict(dispatch="all_to_all"), 2, "2", None, "dispatch over all-to-all"),
-        (dict(dispatch="symmetric"), 2, "2", None, "dispatch over symmetric memory"),
+        ({}, (2, 1), None, "dispatch over all-to-all, and over symmetric memory once all rows fit"),
+        ({}, (4, 1), None, "dispatch over all-to-all: 4 ranks share the experts and a node has 2"),
+        ({}, (2, 2), None, "dispatch over all-to-all: 4 ranks share the experts and a node has 2"),
+        ({}, (2, 1), "a job's reason", "dispatch over all-to-all: a job's reason"),
+        ({}, (1, 1), None, ""),
+        (dict(dispatch="all_to_all"), (2, 1), None, "dispatch over all-to-all"),
+        (dict(dispatch="symmetric"), (2, 1), None, "dispatch over symmetric memory"),
     ],
 )
-def test_which_jobs_may_take_symmetric_memory(monkeypatch, settings, shards, local, reason, way):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    layout = preflight.ExpertLayout(shards, 1, 1, 64)
+def test_which_jobs_may_take_symmetric_memory(monkeypatch, settings, shards, reason, way):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    layout = preflight.ExpertLayout(*shards, 1, 64)
     assert auto_dispatch.prepare(Fp8FlowMoEConfig(**settings), layout, reason) == way
     assert auto.is_enabled() == way.endswith("once all rows fit")
+
+
+def test_gpus_that_cannot_read_each_other_take_the_all_to_all(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
+    way = auto_dispatch.prepare(Fp8FlowMoEConfig(), preflight.ExpertLayout(2, 1, 1, 64), None)
+    assert way == "dispatch over all-to-all: a GPU cannot access another one's memory" and not auto.is_enabled()
+
+
+def test_what_a_forward_leaves_behind_is_cleared():
+    layer = torch.nn.Module()
+    for name in ("tokens_per_expert", "tokens_per_expert_E", "nan_flags", "expert_bias"):
+        layer.register_buffer(name, torch.ones(2))
+    auto_dispatch._forget([torch.nn.Sequential(layer)])
+    assert [name for name, buffer in layer.named_buffers() if buffer.any()] == ["expert_bias"]

@@ -115,3 +115,13 @@ def test_compiled_modules_are_called_eagerly_for_a_while():
         raise KeyError
     model(x)
     assert len(calls) == 2 and model[0]._compiled_call_impl is None
+
+
+def test_some_parameters_of_a_group_leave_fsdp(monkeypatch: pytest.MonkeyPatch):
+    a, b, c = (SimpleNamespace(sharded_param=torch.nn.Parameter(torch.ones(1))) for _ in range(3))
+    groups = [SimpleNamespace(fsdp_params=[a, b]), SimpleNamespace(fsdp_params=[c])]
+    monkeypatch.setattr(compat, "_fsdp_state", lambda module: SimpleNamespace(**{compat._GROUPS: groups}))
+    compat.leave_fsdp(torch.nn.Module(), [b.sharded_param, c.sharded_param])
+    assert [group.fsdp_params for group in groups] == [[a]]
+    with pytest.raises(RuntimeError):
+        compat.leave_fsdp(torch.nn.Module(), [b.sharded_param])

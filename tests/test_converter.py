@@ -190,6 +190,7 @@ def test_limits_of_torchtitan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     ):
         with refused(f"expert_parallel_degree = {dims['ep']} ", f"= {dims['dp_shard'] * dims['tp']}; choose degrees"):
             Fp8FlowMoEConverter(make_config(), SimpleNamespace(**ranks, **dims))
+    Fp8FlowMoEConverter(make_config(), dataclasses.replace(make_dims(dp_shard=2, tp=2, ep=2), cp=2, world_size=8))
     compiled = make_config("--compile.enable")
     for version, said in (("2.11.0", []), ("2.12.1", ["set compile.enable = false"])):
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,11 @@ def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="warned of on machines without a GPU")
+def test_memory_is_the_peak_of_the_process():
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB
+    assert all(peak <= bytes_ < 1.1 * peak for bytes_ in cpu._cpu_device_module().memory_stats().values())
+
+
 def test_the_missing_grouped_gemm_is_no_news(caplog):
     with caplog.at_level(logging.WARNING):
         model = make_model(make_config())

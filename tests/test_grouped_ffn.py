@@ -157,6 +157,22 @@ def test_biases_and_an_interleaved_gate():
         assert relative_error(mine, want) < 0.1
 
 
+def test_biases_of_gate_and_up_apart():
+    x, weights, offs, dy = inputs()
+    E, ids = len(SIZES), ids_of(offs, x.shape[0])
+    leaves = x, *weights, *(torch.randn(E, n, device=DEVICE) for n in (H, D, H))
+    names = "b1", "b2", "b3"
+
+    def grouped(x, w1, w2, w3, *biases):
+        return grouped_ffn(x, w1, w2, w3, offs, **dict(zip(names, biases, strict=True)))
+
+    def routed(x, w1, w2, w3, *biases):
+        ones = torch.ones(x.shape[0], 1, device=DEVICE)
+        return routed_experts(x, w1, w2, w3, ids, ones, **dict(zip(names, biases, strict=True)))
+
+    assert_equal(gradients(grouped, leaves, dy), gradients(routed, leaves, dy))
+
+
 def test_no_gate_and_narrow_experts():
     """relu2, with dims that are no multiples of 128."""
     x, (w1, w2, _), offs, dy = inputs(dims=(144, 80))

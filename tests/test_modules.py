@@ -64,6 +64,7 @@ def test_each_token_is_sent_by_one_tensor_parallel_rank(tokens: int, ranks: int)
     served = torch.stack([part >= 0 for part in sent])
     assert torch.equal(served.sum(0), torch.ones_like(topk_ids_TK))
     assert torch.equal(torch.stack(sent).amax(0), topk_ids_TK)
+    assert served[:, :, 0].sum(1).max() <= -(-tokens // ranks)
 
 
 def test_styles_derived_from_torchtitans_keep_their_hooks(monkeypatch: pytest.MonkeyPatch):
