@@ -68,15 +68,17 @@ def _checkpointed(checkpoint: Callable, function: Callable, *args: Any, **kwargs
 def _forward(compiled: Callable, checkpoint: Callable, attention: Callable, block: Any, *args: Any, **kwargs: Any):
     """A known block, with ``compiled`` in the place of :func:`_checkpointed`."""
     before = _checkpointed if statistics.collecting() else compiled  # a graph counts nothing
-    replays = hasattr(block.moe.forward, "replays")
-    # Other shared experts are graphs of their own.
-    shared_inside = block.moe.shared_experts is None or block.moe.shared == "fp8"
-    if auto.is_fast() and torch.is_grad_enabled() and shared_inside and not replays:
+    replays = hasattr(block.moe.forward, "replays")  # inside of the layer's forward, on the router
+    if auto.is_fast() and torch.is_grad_enabled() and not replays and _has_shared_experts_inside(block.moe):
         return before(checkpoint, type(block).forward, block, *args, **kwargs)
-    # Routing replay acts on the router inside of the layer's forward.
     start = _attend if replays else _attend_and_route
     x, h, *routing = before(checkpoint, start, attention, block, *args, **kwargs)
     return x + block.moe(h, routing=routing)
+
+
+def _has_shared_experts_inside(moe: Any) -> bool:
+    """Others are graphs of their own."""
+    return moe.shared_experts is None or moe.shared == "fp8"
 
 
 def compile_before_experts(layer: nn.Module, **options: Any) -> bool:
@@ -101,7 +103,7 @@ def compile_before_experts(layer: nn.Module, **options: Any) -> bool:
     compiled = torch.compile(_checkpointed, **options)
     block.forward = functools.partial(_forward, compiled, checkpoint, _ATTENTION[name], block)
     shared = block.moe.shared_experts
-    if shared is not None and block.moe.shared != "fp8":
+    if not _has_shared_experts_inside(block.moe):
         shared.forward = functools.partial(_checkpointed, checkpoint, shared.forward)
         shared.compile(**options)
     return True
