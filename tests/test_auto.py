@@ -61,6 +61,12 @@ def test_the_fullest_of_the_last_steps_counts():
     assert auto.room() == 1.25
 
 
+def test_steps_without_a_layer_do_not_count():
+    for _ in range(20):
+        auto.run_step(lambda: None, lambda: None)
+    assert not auto.is_fast()
+
+
 def test_room_for_all_that_can_come_suffices():
     for _ in range(20):
         auto.run_step(lambda: auto.note((2000, 1000), 2, lambda room: uniform(min(room, 2))), lambda: None)

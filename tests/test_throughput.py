@@ -307,7 +307,8 @@ def test_an_invocation_goes_on_with_the_runs_that_it_lacks(tmp_path: Path, monke
     monkeypatch.setattr(train, "in_turn", in_turn)
     monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path), "--variants", "bf16", "fp8_flow", "--seeds", "0"])
     for state, count in (("a", 2), ("a", 3), ("a", 3), ("b", 5)):
-        monkeypatch.setattr(train, "commit", lambda state=state: state)
+        made = dict(hardware=state, versions={}, commit="c")
+        monkeypatch.setattr(train, "environment", lambda made=made: made)
         with pytest.raises(SystemExit) if count == 2 else contextlib.nullcontext():
             train.main()
         assert len(ran) == count

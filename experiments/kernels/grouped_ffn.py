@@ -13,19 +13,19 @@ sizes are random, and no multiples of 128. Weights are quantized in each directi
 * ``moves``: only what ours spends on moving rows to groups of multiples of 128 rows and back, in both directions.
 """
 
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.kernels.model_layers import measure
 from experiments.kernels.sonicmoe import BF16, UNIT, Step
 from experiments.records import add_trial, begin, require_commit, script_parser, within, write_records
 from experiments.reference import relative_error
 from experiments.throughput.variants import compile_whole
-from experiments.timing import BACK_TO_BACK, launched, median_ms, ms_records, show
+from experiments.timing import ms_records, show
 from titan_fp8moe import grouped_ffn, grouped_mm, ops, routed_experts
 from titan_fp8moe.recipe import row_capacity
 
@@ -122,18 +122,6 @@ def check(steps: dict[str, Step]) -> float:
     if not (apart < 0.15 and same):
         raise RuntimeError(f"bf16's results differ from ours by {apart:.2f}; routed_experts gives the same: {same}")
     return apart
-
-
-def measure(steps: dict[str, Step]) -> dict[str, dict[str, float]]:
-    """Milliseconds by state and candidate; on a CPU of one run."""
-    if torch.cuda.is_available():
-        return median_ms(cast(Any, steps), 5, launched(60))
-    times = {}
-    for name, step in steps.items():
-        start = time.perf_counter()
-        step()
-        times[name] = (time.perf_counter() - start) * 1e3
-    return {BACK_TO_BACK: times}
 
 
 def main() -> None:

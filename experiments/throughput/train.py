@@ -8,7 +8,7 @@
 Every run is a launch of its own. Repetitions differ by the seed; within one all variants have the same seed and data,
 and an order that is drawn anew. Records hold the spread of the repetitions and are written after each run to
 ``results.json``; logs and figures stay in ``outputs/throughput``. An invocation that was cut off goes on with the runs
-that it lacks.
+that it lacks, on the same hardware, versions, commit and number of steps.
 
 A variant may set the converter's options, ``fp8_flow:recompute=experts,save_h=fp8``, and ``checkpointing``:
 ``bf16_fused:checkpointing=saved``. That is torchtitan's per op unless it is ``saved`` (per op, and ``_grouped_mm`` kept
@@ -36,7 +36,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from experiments.provenance import commit
+from experiments.provenance import environment
 from experiments.records import (
     add_trial,
     exit_on_sigterm,
@@ -370,13 +370,15 @@ def main() -> None:
     args.begin = time.monotonic()
     exit_on_sigterm()
     shape = finish(args, "train")
-    path, state = args.work / "runs.json", commit()
+    # Only runs of one machine, state and length are compared.
+    made = {key: environment()[key] for key in ("hardware", "versions", "commit")} | {"steps": args.steps}
+    path = args.work / "runs.json"
     wanted = drawn(args.variants, args.seeds)
     before = json.loads(path.read_text()) if path.exists() else []
-    results = [r for r in before if r["commit"] == state and (r["variant"], r["seed"]) in wanted and not r["error"]]
+    results = [r for r in before if r["made"] == made and (r["variant"], r["seed"]) in wanted and not r["error"]]
     done = [(r["variant"], r["seed"]) for r in results]
     for result in in_turn([run for run in wanted if run not in done], args):
-        results.append(result | {"commit": state})
+        results.append(result | {"made": made})
         print(f"\n{shape}\n{table(results, range(LOG_FREQ, args.steps + 1, LOG_FREQ))}", flush=True)
         print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")

@@ -140,6 +140,8 @@ def _has_memory(room: float) -> bool:
 
 def _decide(needed: float) -> None:
     """After a step over the all-to-all, whose fullest layer would have needed this room."""
+    if not needed:  # no layer has travelled
+        return
     if _state.loads:
         _state.load = max(_state.load, sum(_state.loads) / len(_state.loads))
     _state.recent.append(needed)
