@@ -125,11 +125,12 @@ part numerics 1 200 python3 -m experiments.numerics.layer --out experiments/nume
 
 both=(fp8_flow:dispatch=symmetric fp8_flow:dispatch=all_to_all bf16)
 train 2gpus 2 530 --layers 8 --attention sdpa --variants fp8_flow "${both[@]}"
-# Whole models, three runs each; 60 steps, since dispatch = "auto" changes its way after 20. Cut off parts go on.
+# Whole models, three runs each. dispatch = "auto" changes its way after 20 steps, or later where it waits for the routing.
 strongest=bf16_fused:checkpointing=saved,ep=1
-whole=(--attention sdpa --steps 60 --seeds 0 1 2)
-train 16b 4 590 "${whole[@]}" --variants fp8_flow "${both[0]}" "$strongest" bf16
-train 16b_batch1 4 590 "${whole[@]}" --local-batch 1 --variants fp8_flow "${both[0]}" "$strongest" bf16
+whole=(--attention sdpa --steps 30 --seeds 0 1 2)
+train 16b_default 4 590 --attention sdpa --steps 60 --seeds 0 1 --variants fp8_flow "${both[0]}"
+train 16b 4 590 "${whole[@]}" --variants "${both[0]}" "$strongest" bf16
+train 16b_batch1 4 590 "${whole[@]}" --local-batch 1 --variants "${both[0]}" "$strongest" bf16
 train 16b_batch8 4 590 "${whole[@]}" --local-batch 8 --variants "${both[0]},recompute=experts" "$strongest" bf16
 train qwen3_30b 4 590 --model qwen3_30b "${whole[@]}" --variants "${both[0]},recompute=experts" "$strongest" bf16
 train 16b_microbatches 4 590 --attention sdpa --steps 20 --variants "${both[0]},cache_weights=true" "$strongest" \
