@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtitan.train
+from torch._dynamo.utils import counters
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
@@ -42,8 +43,8 @@ class JumpingTrainer(torchtitan.train.Trainer):
     def routers(self) -> list[Any]:
         return [m for part in self.model_parts for m in part.modules() if isinstance(m, TokenChoiceTopKRouter)]
 
-    def run(self) -> tuple[list[float], list[torch.Tensor], list[bool]]:
-        losses, fast = [], []
+    def run(self) -> tuple[list[float], list[torch.Tensor], list[bool], list[int]]:
+        losses, fast, graphs = [], [], []
         self.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
         self.metrics_processor.should_log = lambda step: True
         data = self.batch_generator(None)
@@ -58,16 +59,18 @@ class JumpingTrainer(torchtitan.train.Trainer):
             fast.append(auto.is_fast())
             if auto.is_fast() and self.step == 4:
                 auto._state.room = "1.0"  # graphs are made again, for less than the first jump needs
+            before = counters["stats"]["unique_graphs"]
             self.train_step(data)
+            graphs.append(counters["stats"]["unique_graphs"] - before)
             if jumps:
                 for bias, before in zip(self.biases(), kept, strict=True):
                     bias.copy_(before)
         parameters = [p.detach().clone() for part in self.model_parts for p in part.parameters()]
         parameters = [getattr(p, "_local_tensor", p) for p in parameters]
-        return losses, [*parameters, *self.biases()], fast
+        return losses, [*parameters, *self.biases()], fast, graphs
 
 
-def train(folder: str, dispatch: str, overrides: dict) -> tuple[list[float], list[torch.Tensor], list[bool]]:
+def train(folder: str, dispatch: str, overrides: dict) -> tuple[list[float], list[torch.Tensor], list[bool], list[int]]:
     torch._dynamo.reset()
     with tempfile.TemporaryDirectory() as dump:
         args = [*BASE, f"--job.dump_folder={dump}", f"--model.hf_assets_path={folder}/tokenizer"]
@@ -110,6 +113,7 @@ def main() -> None:
         check(f"{name}: weights and biases", all(map(torch.equal, got[1], want[1])))
         # Two calm steps, two over symmetric memory, the first jump runs again; the next attempt waits.
         check(f"{name}: {got[2]}", got[2] == [False, False, True, True, False])
+        check(f"{name}: both layers share a graph: {got[3]}", got[3][2] == (name != "eager"))
         check(f"{name}: {records.messages}", [("run again" in m) for m in records.messages] == [False, True])
         check(f"{name}: nothing changes the way of another setting", not any(want[2]))
     end()

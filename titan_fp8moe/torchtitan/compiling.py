@@ -103,15 +103,20 @@ def _takes_turns(block: Any) -> bool:
     return experts.ep_mesh is not None and experts.config.dispatch == "auto" and why_eager(block, False) is None
 
 
+def _checkpointed(checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A frame around a checkpoint, which torch.compile needs: PyTorch's own frames it skips."""
+    return checkpoint(function, *args, **kwargs)
+
+
 def _take_turns(layer: Any, block: Any, backend: str) -> None:
-    """Lets a block that :func:`_compile_before_ffn` has compiled, or its checkpoint wrapper, also run as one graph."""
-    plain = functools.partial(type(block).forward, block)
-    whole = functools.partial(torch.compile(type(layer).forward, backend=backend, fullgraph=True), layer)
+    """Lets a block that :func:`_compile_before_ffn` has compiled, or its checkpoint wrapper, also run as one graph. All
+    blocks share it: a graph that looked at ``block.forward``, which each has of its own, would be compiled for each."""
+    compiled = functools.partial(torch.compile, backend=backend, fullgraph=True)
     if layer is block:
-        block.forward = functools.partial(_turn, whole, block.forward)
-        return
-    block.forward = functools.partial(_turn, plain, block.forward)
-    layer.forward = functools.partial(_turn, whole, functools.partial(type(layer).forward, layer))
+        whole = functools.partial(compiled(type(block).forward), block)
+    else:
+        whole = functools.partial(compiled(_checkpointed), layer.checkpoint_fn, type(block).forward, block)
+    layer.forward = functools.partial(_turn, whole, layer.forward)
 
 
 def _turn(over_symmetric: Callable, over_all_to_all: Callable, *args: Any, **kwargs: Any) -> Any:
