@@ -319,7 +319,7 @@ OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.m
 def training(records: Records, others: bool = False) -> str:
     """Tokens/s of each setting and GiB of the strongest and ours, a row for an invocation with bf16 or other FP8."""
     rows = []
-    for name in ("train_16b", "train_16b dispatch=symmetric", "train_qwen3_30b"):
+    for name in records.names(r"train_(16b|qwen3_30b)( dispatch=symmetric(?! memory).*)?(?<! memory)"):
         for shape in records.shapes(name, "bf16"):
             if bool(OTHER_SETTINGS.search(shape)) != others:
                 continue
@@ -595,45 +595,45 @@ def exchange(records: Records) -> str:
 
 # --- the pages --------------------------------------------------------------------------------------------------------
 
-_16B, _QWEN3 = (f"{model} layers, sdpa, local batch" for model in ("16B, 6", "Qwen3-30B-A3B, 5"))
-_RUN = "random routing, 1 GPU"
-HEADLINE = {  # a row, the record's name and shape
-    "DeepSeek-V3 16B, 6 layers, tokens/s": ("train_16b", f"{_16B} 4, {_RUN}"),
-    "16B without checkpointing, tokens/s": ("train_16b checkpointing=none", f"{_16B} 4, {_RUN}"),
-    "16B with local batch 1, tokens/s": ("train_16b", f"{_16B} 1, {_RUN}"),
-    "Qwen3-30B-A3B, 5 layers, tokens/s": ("train_qwen3_30b", f"{_QWEN3} 4, {_RUN}"),
-    "Qwen3 without checkpointing, tokens/s": ("train_qwen3_30b checkpointing=none", f"{_QWEN3} 4, {_RUN}"),
-    "MoE layer of GLM-4.5-Air, 128 experts, 8,192 tokens, ms": (
-        "moe_layer_with_weights",
-        "GLM-4.5-Air, 128 experts per GPU, 8192 tokens, 1 GPU",
+_FOUR = "sdpa, local batch 4, random routing"
+WHOLE = {  # a row of the first table and a panel of the picture: the record's name and shape, and which bf16 it has
+    "DeepSeek-V3 16B, all 27 layers": ("train_16b dispatch=symmetric", f"16B, 27 layers, {_FOUR}, 4 GPUs", "fused"),
+    "Qwen3-30B-A3B, all 48 layers": (
+        "train_qwen3_30b dispatch=symmetric recompute=experts",
+        f"Qwen3-30B-A3B, 48 layers, {_FOUR}, 4 GPUs",
+        "torchtitan's: fused did not fit",
     ),
 }
+HEADLINE = WHOLE | {
+    "16B, 6 layers": ("train_16b", f"16B, 6 layers, {_FOUR}, 1 GPU", "fused"),
+    "16B, 6 layers, each at its fastest batch": (
+        "train_16b fastest",
+        "16B, 6 layers, sdpa, random routing, 1 GPU, NVIDIA H200",
+        "fused",
+    ),
+    "Qwen3-30B-A3B, LoRA, 8,192 tokens": ("lora_qwen3_30b", "48 layers, 2 x 4,096 tokens", "PEFT's merging forward"),
+}
+COUNTS = {1: "one", 2: "two", 4: "four"}
+
+
+def beside_bf16(records: Records, name: str, shape: str) -> Found:
+    """The records of bf16 references of one invocation."""
+    runs = ({key: r for key, r in run.items() if key.startswith("bf16")} for run in records.runs(name, shape))
+    return next(filter(None, runs), {})
 
 
 def headline(records: Records) -> str:
-    """Speedups over bf16 as torchtitan compiles it, and over the strongest bf16 of the same invocation."""
+    """Tokens/s per GPU of the strongest bf16 of the same invocation, and ours."""
     rows = []
-    for title, (name, shape) in HEADLINE.items():
-        runs = records.runs(name, shape)
-        run = next((run for run in runs if "bf16" in run), runs[0] if runs else {})
-        found = {reference.replace(" ", "_"): r for reference, r in run.items()}
-        peers = [peer for peer in (best(found, names) for names in BF16) if peer]
-        if not peers:
-            continue
-        strongest = min(peers, key=lambda peer: found[peer]["speedup"])
-        chosen = option(strongest) if option(strongest) not in name else ""  # else the row's title says it
-        named = joined(strongest.partition(":")[0].removeprefix("bf16_"), chosen)
-        row = [title, card(found[strongest]), cell(found, "bf16"), f"{cell(found, strongest)} ({named})", ours(found)]
-        row.append(f"{found['bf16']['speedup']:.2f}x" if "bf16" in found else "")
-        rows.append([*row, f"**{found[strongest]['speedup']:.2f}x**", spread(found)])
-    for _, shape in records.named("train_16b fastest"):
-        (found,) = records.of("train_16b fastest", shape).values()
-        bf16, mine = (found["points"][who] for who in ("reference", "ours"))
-        cells = [f"{number(p['tokens_per_second'])} (batch {p['local_batch']})" for p in (bf16, mine)]
-        row = ["16B, each at its fastest batch, tokens/s", card(found), "", *cells, ""]
-        rows.insert(1, [*row, f"**{found['speedup']:.2f}x**", ""])
-    head = ["GPU", "bf16 as torchtitan compiles it", "fused bf16", "titan_fp8moe", "over torchtitan's bf16"]
-    return markdown(["", *head, "over fused bf16", "spread"], rows)
+    for title, (name, shape, bf16) in HEADLINE.items():
+        run = beside_bf16(records, name, shape)
+        for reference in strongest(run, run):
+            r = run[reference]
+            count = int(r["hardware"].partition(" x ")[0])
+            cards = f"{COUNTS[count]} {card(r)}{'s' * (count > 1)}"
+            peer = f"{cell(run, reference)} ({bf16})"
+            rows.append([f"{title}, {cards}", peer, number(r["value"]), f"**{r['speedup']:.2f}x**"])
+    return markdown(["tokens/s per GPU", "strongest bf16", "titan_fp8moe", "ratio"], rows)
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

@@ -33,36 +33,20 @@ def test_every_table_is_on_one_page():
 SHAPE = "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU"
 
 
-def sweep_point(card: str, variant: str, batch: int, speed: float | None) -> dict:
-    shape = f"16B, 6 layers, sdpa, random routing, 1 GPU, {card}"
-    error = None if speed else "out of memory"
-    state = dict(hardware=f"1 x NVIDIA {card}", commit="c", date="2026-01-04")
-    return state | dict(
-        shape=shape, variant=variant, local_batch=batch, tokens_per_second=speed, memory_gib=batch, error=error
-    )
-
-
 def test_the_picture(tmp_path, monkeypatch):
-    """Bars of the card that ran torchtitan's bf16, with checkpointing per op, and not of an ablation's run, which has
-    others of ours; ratios over the strongest bf16; a curve of each variant on that card, without what did not fit."""
-    shape = headline.SHAPE
+    """A panel a model, a bar for each bf16 of one run and one of ours, and ratios over the strongest bf16."""
+    (name, shape, _), (other, other_shape, _) = tables.WHOLE.values()
     records = [
-        record("train_16b", shape, 98.0, "bf16_whole", 67.0),
-        record("train_16b", shape, 98.0, "bf16_fused:checkpointing=saved", 70.0),
-        record("train_16b", shape, 98.0, "bf16", 49.0),
-        record("train_16b", shape, 98.0, "bf16_fused:checkpointing=none", 75.0),
-        record("train_16b save_h=fp8", shape, 97.0, "bf16", 54.0, "2026-01-03"),
-        record("train_16b", shape, 96.0, "unfused_permute", 95.0, "2026-01-03"),
-        record("train_16b", shape, 87.0, "torchao", 54.0, "2026-01-03") | {"hardware": "1 x NVIDIA H100"},
+        record(name, shape, 29.0, "bf16_fused:checkpointing=saved,ep=1", 20.0),
+        record(name, shape, 29.0, "bf16", 13.0),
+        record(name, shape, 30.0, "fp8_flow", 28.0) | {"command": "python -m b"},
+        record(other, other_shape, 16.0, "bf16", 8.0),
     ]
-    points = [sweep_point("H200", "fp8_flow", n, speed) for n, speed in ((8, 90.0), (4, 80.0), (16, None))]
-    points += [sweep_point("H200", "bf16_fused", 4, 60.0), sweep_point("H100", "fp8_flow", 4, 70.0)]
-    drawn, lines = [], []
+    drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.text", lambda self, x, y, text, **_: drawn.append(text.strip()))
-    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda self, x, y, *_, **__: lines.append((x, y)))
-    headline.draw(tables.Records(records), points, tmp_path / "headline.png")
-    assert drawn == ["49 (0.70x)", "67 (0.96x)", "70 (1.00x)", "98 (1.40x)"]
-    assert lines == [((4, 8), (80.0, 90.0)), ((4,), (60.0,))] and (tmp_path / "headline.png").stat().st_size > 0
+    headline.draw(tables.Records(records), tmp_path / "headline.png")
+    assert drawn == ["13 (0.65x)", "20 (1.00x)", "29 (1.45x)", "8 (1.00x)", "16 (2.00x)"]
+    assert (tmp_path / "headline.png").stat().st_size > 0
 
 
 def test_a_row_of_training_is_of_one_invocation():
