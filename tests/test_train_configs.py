@@ -12,6 +12,7 @@ import torch
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
 from tests.processes import call, run_script
+from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.dry_run import check_config, main, smallest_world_size
 
@@ -56,6 +57,28 @@ def test_config_builds(dry_run, config: Path):
     assert ranks in output
     assert experts in output
     assert re.search(r"^memory    activations [\d.]+ GiB, peak about [\d.]+ GiB (at|in) ", output, re.MULTILINE)
+
+
+def test_says_what_auto_will_do(dry_run):
+    """The peaks are those of ``symmetric`` with such buffers; on four H200s the smaller one was 89.4 GiB."""
+    sizes = "--model.name=deepseek_v3", "--model.flavor=16B_27_layers_sdpa", "--model.converters=fp8_flow_moe"
+    job = "experiments/throughput/train.toml", "--world-size=4", "--parallelism.expert_parallel_degree=4", *sizes
+    output = dry_run(*job, "--training.local_batch_size=4")
+    assert "\ndispatch  over all-to-all, and over symmetric memory once all rows fit\nmemory    activations " in output
+    least, most = re.search(
+        r"\n {10}over symmetric memory about ([\d.]+) to ([\d.]+) GiB: it has room", output
+    ).groups()
+    peaks = []
+    for room in auto.ROOMS[0], auto.ROOMS[-1]:
+        symmetric = "--fp8_flow_moe.dispatch=symmetric", f"--fp8_flow_moe.dispatch_capacity={room}"
+        output = dry_run(*job, "--training.local_batch_size=4", *symmetric)
+        assert "over symmetric memory about" not in output
+        peaks.append(re.search(r"peak about ([\d.]+) GiB", output)[1])
+    assert [least, most] == peaks and float(least) == pytest.approx(89.4, rel=0.03)
+    alone = dry_run(*job, "--optimizer.early_step_in_backward")
+    assert (
+        "\ndispatch  over all-to-all: optimizer.early_step_in_backward\n" in alone and "GiB: it has room" not in alone
+    )
 
 
 def test_own_flavor_of_the_how_to_builds(dry_run, tmp_path: Path):

@@ -51,9 +51,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         first_hour.check_resumption(job_config, parallel_dims)
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
-        self.steps_in_backward = None
-        if job_config.optimizer.early_step_in_backward:
-            self.steps_in_backward = "optimizer.early_step_in_backward"
+        self.why_all_to_all = job_checks.why_all_to_all(job_config)
         self.fault_tolerance = job_config.fault_tolerance.enable
         self.tensor_shards = parallel_dims.tp
         fsdp_ranks, training = self.layout.fsdp_shards * parallel_dims.dp_replicate, job_config.training
@@ -70,7 +68,7 @@ class Fp8FlowMoEConverter(ModelConverter):
             why_not_ffn=self._why_not_fp8,
             check_linear=self._check_linear,
         )
-        way = auto_dispatch.prepare(self.config, self.layout, self.steps_in_backward)
+        way = auto_dispatch.prepare(self.config, self.layout, self.why_all_to_all)
         announce(plan, self.config, logger, way)
         fp8 = [part for part in plan if part.reason is None]
         if fp8:

@@ -13,6 +13,7 @@ Arguments after the config are torchtitan's own overrides.
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,15 +28,18 @@ from torchtitan.protocols.model_converter import _registry_model_converter_cls, 
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
+from titan_fp8moe.dispatch.auto import ROOMS
 from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.first_hour import check_corpora, check_tokenizer
-from titan_fp8moe.torchtitan.job_checks import expert_layout
-from titan_fp8moe.torchtitan.memory import estimate
+from titan_fp8moe.torchtitan.job_checks import expert_layout, why_all_to_all
+from titan_fp8moe.torchtitan.memory import Estimate, estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
-from titan_fp8moe.trainer import dry_run
+from titan_fp8moe.trainer import auto_dispatch, dry_run
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE
 from titan_fp8moe.trainer.meta_layers import Tokens
+
+_ENDS = ROOMS[0], ROOMS[-1]
 
 
 def smallest_world_size(config: JobConfig) -> int:
@@ -129,13 +133,32 @@ def _build(config: JobConfig, rank: int, world_size: int) -> Built:
     return Built(config, rank, dims, expert_layout(config, dims), model, parts)
 
 
+def _over_symmetric(built: Built, experts: list[Fp8FlowExperts], room: float) -> float:
+    """The peak in bytes where ``dispatch = "auto"`` has gone over, with buffers of this size."""
+    settings = [module.config for module in experts]
+    for module in experts:
+        module.config = replace(module.config, dispatch="symmetric", dispatch_capacity=room)
+    found = cast(Estimate, estimate(built.config, built.dims, built.parts))
+    for module, before in zip(experts, settings, strict=True):
+        module.config = before
+    return found.peak
+
+
 def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
-    memory = None
+    lines, changes = [], False
+    experts = [m for part in built.parts for m in part.modules() if isinstance(m, Fp8FlowExperts)]
+    if experts:
+        way, changes = auto_dispatch.describe(experts[0].config, built.layout, why_all_to_all(built.config))
+        lines += [f"dispatch  {way.removeprefix('dispatch ')}"] * bool(way)
     if (found := estimate(built.config, built.dims, built.parts)) is not None:
         memory = f"memory    activations {found.activations / 2**30:.1f} GiB, peak about {found.peak / 2**30:.1f} GiB "
-        memory += f"{found.where}, if routing is balanced"
-    return dry_run.report(built, ends=("tok_embeddings", "norm", "output"), experts="moe.experts", memory=memory)
+        lines.append(f"{memory}{found.where}, if routing is balanced")
+        if changes:
+            peaks = " to ".join(f"{_over_symmetric(built, experts, room) / 2**30:.1f}" for room in _ENDS)
+            rooms = "room for {} to {} times the rows of balanced routing".format(*_ENDS)
+            lines.append(f"          over symmetric memory about {peaks} GiB: it has {rooms}")
+    return dry_run.report(built, ends=("tok_embeddings", "norm", "output"), experts="moe.experts", lines=lines)
 
 
 def layers(built: Built) -> Iterator[Callable[[], Tensor]]:

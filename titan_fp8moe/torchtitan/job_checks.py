@@ -84,6 +84,11 @@ def expert_layout(job: JobConfig, dims: ParallelDims) -> ExpertLayout:
     return preflight.expert_layout(job, dims, expert_tensor_parallel=dims.etp)
 
 
+def why_all_to_all(job: JobConfig) -> str | None:
+    """Why no step of this job can be run again, as ``dispatch = "auto"`` needs it over symmetric memory."""
+    return "optimizer.early_step_in_backward" if job.optimizer.early_step_in_backward else None
+
+
 def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """The classes and dims of one MoE layer."""
     if (type(layer), type(layer.experts)) not in _KNOWN:

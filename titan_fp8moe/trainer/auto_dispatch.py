@@ -26,17 +26,23 @@ def prepare(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: st
         reason: why the job excludes symmetric memory, or None.
     """
     auto.disable()
-    if layout.expert_shards == 1:
-        return ""
-    way = f"dispatch over {config.backend.description}"
-    if config.dispatch != "auto":
-        return way
-    if (reason := reason or _why_all_to_all(layout)) is not None:
-        return f"{way}: {reason}"
-    if preflight.trains_here():
+    way, changes = describe(config, layout, reason)
+    if changes and preflight.trains_here():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         auto.enable(device)
-    return f"{way}, and over symmetric memory once all rows fit"
+    return way
+
+
+def describe(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: str | None) -> tuple[str, bool]:
+    """How tokens travel, and whether that may change. ``reason``: as for :func:`prepare`."""
+    if layout.expert_shards == 1:
+        return "", False
+    way = f"dispatch over {config.backend.description}"
+    if config.dispatch != "auto":
+        return way, False
+    if (reason := reason or _why_all_to_all(layout)) is not None:
+        return f"{way}: {reason}", False
+    return f"{way}, and over symmetric memory once all rows fit", True
 
 
 def _why_all_to_all(layout: preflight.ExpertLayout) -> str | None:

@@ -83,19 +83,19 @@ def from_command_line(
         sys.exit(f"error: {error}")
 
 
-def report(built: Built, *, ends: Sequence[str], experts: str, memory: str | None = None) -> str:
+def report(built: Built, *, ends: Sequence[str], experts: str, lines: Sequence[str] = ()) -> str:
     """The layout and what the rank holds, in a few lines.
 
     Args:
         ends: names of the modules before and behind the layers.
         experts: name of a block's routed experts.
-        memory: what the rank needs, if that is known.
+        lines: what else is known of the rank.
     """
     dims, layout, training, parts = built.dims, built.layout, built.config.training, built.parts
     sequences = dims.dp_replicate * dims.dp_shard * training.local_batch_size
     shards = [local_of(param) for part in parts for param in part.parameters()]
     gib = _TENSORS_PER_PARAMETER * sum(shard.nbytes for shard in shards) / 2**30
-    lines = [
+    found = [
         f"model     {built.model}",
         f"layout    {dims.world_size} ranks = pp {dims.pp} x dp_replicate {dims.dp_replicate} x "
         f"dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}",
@@ -105,19 +105,19 @@ def report(built: Built, *, ends: Sequence[str], experts: str, memory: str | Non
         f"{max(training.global_batch_size // sequences, 1)} times per step",
         f"rank {built.rank:<4} {sum(shard.numel() for shard in shards):,} parameters, {gib:.1f} GiB with gradients and "
         "Adam states",
-        *filter(None, [memory]),
+        *lines,
     ]
     for part in parts:
         there = [name for name in ends if getattr(part, name, None) is not None]
         held = ", ".join(cast(nn.ModuleDict, part.layers))
-        lines.append(f"          layers {held}{' with ' if there else ''}{', '.join(there)}")
+        found.append(f"          layers {held}{' with ' if there else ''}{', '.join(there)}")
     blocks = [(name, block) for part in cast(Any, parts) for name, block in part.layers.items()]
     for name, block in [(name, block) for name, block in blocks if getattr(block, "moe_enabled", False)][:1]:
         module = attrgetter(experts)(block)
-        lines.append(f"experts   of layer {name}, {type(module).__name__}:")
+        found.append(f"experts   of layer {name}, {type(module).__name__}:")
         for key, param in module.named_parameters():
-            lines.append(f"          {key} {tuple(param.shape)}, on this rank {tuple(local_of(param).shape)}")
-    return "\n".join(lines)
+            found.append(f"          {key} {tuple(param.shape)}, on this rank {tuple(local_of(param).shape)}")
+    return "\n".join(found)
 
 
 class MetaMoE(NamedTuple):
