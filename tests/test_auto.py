@@ -53,6 +53,12 @@ def test_room_for_the_fullest_layer_and_a_tenth(rows, tokens, room):
         assert route()[0] == "all-to-all"
 
 
+def test_buffers_may_be_filled_to_the_margin(monkeypatch):
+    monkeypatch.setattr(auto, "MARGIN", 1.25)
+    steps(20, 1000)
+    assert auto.room() == 1.25
+
+
 def test_the_fullest_of_the_last_steps_counts():
     steps(1, 2273)  # more than any room
     steps(19, 1000)

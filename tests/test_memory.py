@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -300,6 +301,37 @@ def test_routed_experts_hold_what_is_estimated(D: int, H: int, top_k: int, recom
     experts = SimpleNamespace(config=config, w2=torch.empty(E, D, H, device="meta"))
     moe = SimpleNamespace(experts=experts, router=SimpleNamespace(top_k=top_k), shared_experts=None)
     assert_estimated(make, activations(T)._fp8_moe(moe, set()))
+
+
+def test_routed_experts_of_two_ranks_keep_what_is_estimated():
+    call(_routed_experts_of_two_ranks_keep_what_is_estimated)
+
+
+def _routed_experts_of_two_ranks_keep_what_is_estimated():
+    """On meta tensors. Each token goes to both ranks, with one of its pairs, and each expert gets as many."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    D, H, E, T, top_k, config = 512, 256, 4, 2**17, 2, Fp8FlowMoEConfig()
+
+    def counts(of: torch.Tensor, signature: int) -> torch.Tensor:
+        of = torch.full(of.shape, T // (E // 2), dtype=of.dtype, device="cpu")
+        of[:, :, 0], of[:, :, -1] = T, signature
+        return of
+
+    experts = SimpleNamespace(config=config, w2=torch.empty(E, D, H, device="meta"))
+    moe = SimpleNamespace(experts=experts, router=SimpleNamespace(top_k=top_k), shared_experts=None)
+    counted = activations(T)
+    counted.ep = 2
+    with set_default_dtype(torch.bfloat16), torch.device("meta"), Allocated() as allocated:
+        x, *weights = parameters((T, D), (E // 2, H, D), (E // 2, D, H), (E // 2, H, D))
+        ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
+        before = allocated.held
+        with mock.patch("titan_fp8moe.dispatch.all_to_all._any_counts", counts):
+            out = routed_experts(x, *weights, ids, scores.requires_grad_(), ep_group=dist.group.WORLD, config=config)
+        kept = allocated.held - before
+    assert out.shape == (T, D)
+    with mock.patch.object(memory, "capacities", return_value=(2 * T, 2 * T)):  # rows and dispatched tokens
+        estimated = counted._fp8_moe(moe, set()).everything
+    assert kept == pytest.approx(estimated, rel=0.01), (kept, estimated)  # payloads are padded
 
 
 def test_autocast_holds_what_is_estimated():
