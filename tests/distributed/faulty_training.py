@@ -1,8 +1,8 @@
 """torchtitan's ``job.custom_config_module`` for a run in which ``$FAULT`` happens: ``<what>@<count>``. Rank 1 is the
 one that is lost.
 
-``forward`` and ``backward`` kill the rank in its count-th MoE layer, ``save`` in its count-th checkpoint; ``disk`` is
-full at everybody's count-th checkpoint.
+``forward`` and ``backward`` kill the rank in its count-th MoE layer, ``save`` in its count-th checkpoint, ``auto``
+where ranks decide on symmetric memory for the count-th time; ``disk`` is full at everybody's count-th checkpoint.
 """
 
 import errno
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
+from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
@@ -26,7 +27,8 @@ def die(*_: Any) -> None:
 def install(what: str, count: int) -> None:
     layers: Iterator[int] = itertools.count(1)
     saves: Iterator[int] = itertools.count(1)
-    forward, write = Fp8FlowMoE.forward, FileSystemWriter.write_data
+    decisions: Iterator[int] = itertools.count(1)
+    forward, write, decide = Fp8FlowMoE.forward, FileSystemWriter.write_data, auto._greatest
     first = os.environ.get("RANK") == "0"
 
     def faulty_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +48,14 @@ def install(what: str, count: int) -> None:
                 die()
         return write(self, *args)
 
-    if what in ("forward", "backward"):
+    def faulty_decision(value: float) -> float:
+        if next(decisions) == count and not first:
+            die()
+        return decide(value)
+
+    if what == "auto":
+        auto.CALM_STEPS, auto._greatest = 2, faulty_decision
+    elif what in ("forward", "backward"):
         Fp8FlowMoE.forward = faulty_forward
     else:
         FileSystemWriter.write_data = faulty_write
