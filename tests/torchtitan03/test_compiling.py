@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from titan_fp8moe import patches
 from titan_fp8moe.dispatch import auto
@@ -51,20 +53,27 @@ class Block(nn.Module):
         return x + self.moe(self.ffn_norm(x))
 
 
-def test_all_sizes_of_the_buffers_have_graphs(monkeypatch):
+def wrapped(block: nn.Module, policy: str) -> nn.Module:
+    """With functions of its own, as torchtitan makes them for each layer."""
+    own = {"context_fn": lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])}
+    return block if policy == "none" else checkpoint_wrapper(block, early_stop=False, **own if policy == "op" else {})
+
+
+@pytest.mark.parametrize("policy", ["none", "op", "full"])
+def test_all_sizes_of_the_buffers_have_graphs(monkeypatch, policy: str):
     """Of steps over both ways and a validation, with two masks as gpt_oss has. Blocks with the same mask share one."""
     attention = lambda block, x: x if block.mask == "sliding" else 2 * x  # noqa: E731
     monkeypatch.setitem(compiling._ATTENTION, f"{__name__}.Block", attention)
     torch._dynamo.reset()
     counters.clear()
     with patches.undone():
-        blocks = [Block(mask) for mask in 3 * ("sliding", "full")]
+        blocks = [wrapped(Block(mask), policy) for mask in 3 * ("sliding", "full")]
         for block in blocks:
             assert compile_before_experts(block, backend="eager", fullgraph=True)
         for room in ("", *map(str, auto.ROOMS)):
             monkeypatch.setattr(auto._state, "room", room)
             for block in blocks:
-                block(torch.ones(2, 4))
+                block(torch.ones(2, 4, requires_grad=True)).sum().backward()
                 with torch.no_grad():
                     block(torch.ones(2, 4))
         assert counters["stats"]["unique_graphs"] == 2 * 2 + len(auto.ROOMS)
