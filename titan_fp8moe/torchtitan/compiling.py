@@ -26,10 +26,7 @@ from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
-
-# Per code object, which dense and MoE blocks share: both with and without gradients, for a first batch size, for any
-# other and for 1 are 12 graphs. PyTorch's limit of 8 would end the job.
-_RECOMPILE_LIMIT = 32
+from titan_fp8moe.trainer import compat
 
 # Blocks that are x + attention(attention_norm(x)), then x + FFN(ffn_norm(x)), the FFN being moe or feed_forward.
 _KNOWN_BLOCKS = (DeepSeekV3Block, Llama4Block, Qwen3Block)
@@ -129,8 +126,7 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(apply_compile)
     def wrapper(model: Any, compile_config: Compile, ep_enabled: bool) -> None:
-        limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
-        patches.put(torch._dynamo.config, "recompile_limit", limit, checked_on="torch 2.11.0, 2.13.0")
+        compat.raise_recompile_limit()
         layers, ways = nn.ModuleDict(), {}
         for name, layer in model.layers.named_children():
             block = layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer

@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.trainer import compat
 
 
 def _attention(block: Any, x: Tensor, masks: Any, positions: Tensor | None = None) -> Tensor:
@@ -95,6 +96,7 @@ def compile_before_experts(layer: nn.Module, **options: Any) -> bool:
     if name not in _ATTENTION:
         _warn_of_pieces(name)
         return False
+    compat.raise_recompile_limit()
     checkpoint = _without_checkpoint
     if wrapper is not None and "context_fn" in wrapper.checkpoint_fn.keywords:  # per-op
         checkpoint, wrapper.checkpoint_fn = wrapper.checkpoint_fn, checkpoint

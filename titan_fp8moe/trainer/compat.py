@@ -19,6 +19,9 @@ from titan_fp8moe import dispatch, patches
 from titan_fp8moe.layer import statistics
 
 _CHECKED_ON = "torch 2.11.0, 2.12.1, 2.13.0, 2.14.1, 2.15.0"
+# Per code object, which all blocks share. Both with and without gradients, for a first batch size, for any other and
+# for 1 are 12 graphs of two kinds of blocks. dispatch = "auto" adds one of each for every size of its buffers.
+_RECOMPILE_LIMIT = 32
 # Private interfaces of PyTorch, as module:attribute.
 _SELECTIVE_MODES = (
     "torch.utils.checkpoint:_CachingTorchDispatchMode",
@@ -110,6 +113,12 @@ def fix_full_checkpointing() -> None:
 
     if hasattr(_resolve(_TAGS), "tag_nodes"):
         patches.wrap(_TAGS, "tag_nodes", tagging, checked_on="torch 2.11.0")
+
+
+def raise_recompile_limit() -> None:
+    """Lets PyTorch compile blocks for all that they differ in. Its limit of 8 would end the job."""
+    limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    patches.put(torch._dynamo.config, "recompile_limit", limit, checked_on=_CHECKED_ON)
 
 
 @contextmanager
