@@ -17,7 +17,7 @@ def enabled(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(auto, "_greatest", float)
     with patches.undone():
-        auto.enable(torch.device("cpu"))
+        auto.enable(torch.device("cpu"), one_group=False)
         yield
         auto.disable()
 
@@ -120,6 +120,41 @@ def test_memory_for_the_rows_of_the_room(monkeypatch, before, load, room, fits):
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 60)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100))
     assert auto._has_memory(room) == fits
+
+
+@pytest.mark.parametrize(
+    ("one_group", "mine", "others", "raised", "asked"),
+    [
+        (True, "mine", False, "mine", 0),
+        (True, None, True, None, 0),  # cannot be: its ranks find it alike
+        (False, "mine", False, "mine", 1),
+        (False, None, True, "other expert-parallel ranks", 1),
+        (False, None, False, None, 1),
+    ],
+)
+def test_ranks_of_several_groups_ask_each_other_once_a_step(monkeypatch, one_group, mine, others, raised, asked):
+    def check() -> None:
+        if mine:
+            raise NoRoom(mine)
+
+    calls = []
+    auto.enable(torch.device("cpu"), one_group)
+    steps(20, 500)
+    monkeypatch.setattr(auto, "check_room", check)
+    monkeypatch.setattr(auto, "_greatest", lambda value: calls.append(value) or float(value or others))
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizers = [torch.optim.SGD([parameter]) for _ in range(2)]
+
+    def step() -> None:
+        if auto.is_fast():
+            for optimizer in optimizers:
+                optimizer.step()
+
+    said = []
+    monkeypatch.setattr(auto.logger, "warning", said.append)
+    auto.run_step(step, lambda: None)
+    assert sum(isinstance(value, bool) for value in calls) == asked  # others tell the room that a step needed
+    assert (raised in said[0]) if raised else not said
 
 
 def test_disabled_nothing_is_run_again():
