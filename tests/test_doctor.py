@@ -89,6 +89,12 @@ def test_gpus_without_the_format_are_refused(gpu, capability, hip):
     assert not checked
 
 
+def test_the_self_check_names_what_differs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(self_check, "_agrees", lambda case, device: (case.name, device) != ("join_weight", "cuda"))
+    assert self_check.self_check() == ["join_weight"]
+
+
 @pytest.mark.parametrize("case", self_check._cases(), ids=lambda case: case.name)
 def test_one_wrong_element_is_found(monkeypatch, case):
     """In any result of any op; where an exponential is allowed its last bit, two codes."""

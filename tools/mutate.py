@@ -35,7 +35,7 @@ TESTS = {
     "kernels/routing": ["kernels/test_permute.py"],
     "dispatch/symmetric/kernels": ["kernels/test_exchange.py", "test_kernels_compile.py"],
     "dispatch/symmetric/": [
-        *("test_workspace.py", "kernels/test_exchange.py", "test_overlap.py", "test_ops.py"),
+        *("test_workspace.py", "kernels/test_exchange.py", "test_overlap.py", "test_ops.py", "test_checks.py"),
         "distributed/test_symmetric.py",
     ],
     "kernels/swiglu": ["kernels/test_swiglu.py"],
