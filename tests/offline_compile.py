@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,12 +29,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from titan_fp8moe.kernels import launch
-
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
-NO_DRIVER = SimpleNamespace(
-    active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: f"stream {device}")
-)
+
+
+def no_driver(device: int = 0):
+    """A context in which launches find this current device."""
+    names = dict(_cuda_getDevice=lambda: device, _cuda_getCurrentRawStream=lambda device: f"stream {device}")
+    return patch.multiple(torch._C, create=True, **names)
 
 
 @dataclass
@@ -154,6 +154,6 @@ def record_launches(function: Callable, *args: Any) -> list[Launch]:
         grid = grid(arguments) if callable(grid) else grid
         launches.append(Launch(kernel, grid, arguments, options))
 
-    with patch.object(JITFunction, "run", run), patch.object(launch, "driver", NO_DRIVER):
+    with patch.object(JITFunction, "run", run), no_driver():
         function(*args)
     return launches

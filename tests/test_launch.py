@@ -3,7 +3,7 @@
 import contextlib
 import os
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from triton.runtime import jit
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter remembers nothing", allow_module_level=True)
 
-from tests.offline_compile import NO_DRIVER
+from tests.offline_compile import no_driver
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.kernels.launch import Kernel
@@ -76,7 +76,7 @@ def test_one_key_is_one_compiled_kernel(data):
             calls.append((args, calls[0][1]))
     calls += [(calls[0][0], data.draw(constants)) for _ in range(3)]
     found = {}
-    with patch.object(launch, "driver", NO_DRIVER):
+    with no_driver():
         for args, values in calls:
             expected = of_triton(args, values)
             assert found.setdefault(three._key(0, args, values)[0], expected) == expected
@@ -106,11 +106,11 @@ def recorded(monkeypatch):
         return record
 
     monkeypatch.setattr(jit.JITFunction, "run", run)
-    monkeypatch.setattr(launch, "driver", NO_DRIVER)
     monkeypatch.setattr(three, "_compiled", {})
     monkeypatch.setattr(launch, "_fast", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return record
+    with no_driver():
+        yield record
 
 
 def args(n=16, m=3, x=BUFFER, y=BUFFER):
@@ -169,12 +169,12 @@ ELSEWHERE = SimpleNamespace(dtype=BUFFER.dtype, data_ptr=BUFFER.data_ptr, get_de
         dict(y=None), dict(x=ELSEWHERE), dict(SIZE=2), dict(FLAG=False), dict(num_warps=8), dict(device=1),
     ],
 )  # fmt: skip
-def test_what_triton_specializes_on_goes_through_the_jit_again(recorded, monkeypatch, changed):
+def test_what_triton_specializes_on_goes_through_the_jit_again(recorded, changed):
     constants, device = dict(SIZE=1, FLAG=True, num_warps=4), changed.get("device", 0)
     three[(1,)](*args(), **constants)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device)))
     of_args = {name: value for name, value in changed.items() if name in ("n", "m", "x", "y")}
-    three[(1,)](*args(**of_args), **constants | {k: v for k, v in changed.items() if k in constants})
+    with no_driver(device):
+        three[(1,)](*args(**of_args), **constants | {k: v for k, v in changed.items() if k in constants})
     assert len(recorded.jit_calls) == 2
 
 

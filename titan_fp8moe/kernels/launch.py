@@ -6,7 +6,7 @@ addresses. A :class:`Kernel` looks up a shorter key. It then hands addresses to 
 for such arguments before.
 
 Private interfaces of Triton that this file uses were checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0: ``compiled.run``,
-``driver.active``, ``knobs.runtime`` and the attributes of ``kernel.params``. The first such launch of a process is
+``knobs.runtime`` and the attributes of ``kernel.params``. The first such launch of a process is
 compared with Triton's own; if they differ, Triton launches everything (:func:`_is_fast`).
 """
 
@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from titan_fp8moe.recipe import E8M0
@@ -52,7 +51,8 @@ class Kernel:
     def __init__(self, kernel: KernelInterface, **bound: Any):
         self.kernel, self._bound = kernel, bound
         self._compiled: dict[tuple, tuple[Any, Any, Any, tuple]] = {}
-        if not isinstance(kernel, JITFunction):
+        self._interpreted = not isinstance(kernel, JITFunction)
+        if self._interpreted:
             return
         constants = [param.is_constexpr or param.name in bound for param in kernel.params]
         self._num_args = len(constants) - sum(constants)
@@ -70,12 +70,11 @@ class Kernel:
             return
         if not grid[0]:  # no rows
             return
-        if not isinstance(self.kernel, JITFunction):
+        if self._interpreted:
             self.kernel[grid](*map(_readable, args), **constants, **self._bound)
             return
         side = _streams.get(threading.get_ident()) if _streams else None
-        active = driver.active
-        device = active.get_current_device()
+        device = torch._C._cuda_getDevice()  # torch.cuda.current_device() looks first whether CUDA is initialized
         key, values = self._key(device, args, constants)
         if (found := self._compiled.get(key)) is not None and (_fast or _is_fast()):
             compiled, function, metadata, values_of_constants = found
@@ -85,7 +84,7 @@ class Kernel:
                 with torch.cuda.stream(side):
                     compiled[grid](*args, *values_of_constants)  # calls a profiler's hooks, of whatever type they are
                 return
-            stream = active.get_current_stream(device) if side is None else side.cuda_stream
+            stream = torch._C._cuda_getCurrentRawStream(device) if side is None else side.cuda_stream
             # As compiled[grid] does, but without hooks and their metadata: the three None.
             compiled.run(*grid, stream, function, metadata, None, None, None, *values, *values_of_constants)
             return

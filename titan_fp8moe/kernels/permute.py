@@ -225,16 +225,17 @@ _biased_sum = Kernel(_unpermute_sum_kernel, enable_fp_fusion=False)  # score * b
 def _unpermute_sum(y_MD, ds, row_TK, addend_RD, out, out_ds, few=False, b2=None, score_M=None, offsets_E=None):
     """Launches the kernel. ``ds`` is (M, 1), or (M, K) with a column for each k; ``out_ds`` is (T, K) or wider, with
     zeros behind the K columns."""
-    assert y_MD.stride(1) == 1 and row_TK.is_contiguous() and (addend_RD is None or addend_RD.is_contiguous())
+    stride, unit = y_MD.stride()
+    assert unit == 1 and row_TK.is_contiguous() and (addend_RD is None or addend_RD.is_contiguous())
     (T, K), D = row_TK.shape, y_MD.shape[1]
-    ds_stride, per_pair = (0, False) if ds is None else (ds.stride(0), ds.shape[1] > 1)
-    out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride(0), out_ds.shape[1])
+    ds_stride, per_pair = (0, False) if ds is None else (ds.stride()[0], ds.shape[1] > 1)
+    out_ds_stride, words = (0, 0) if out_ds is None else (out_ds.stride()[0], out_ds.shape[1])
     kernel, biases, constants = _sum, (), {}
     if b2 is not None:
         kernel, biases, constants = _biased_sum, (b2.contiguous(), score_M, offsets_E), dict(E=b2.shape[0])
     kernel[(cdiv(D, SUM_COLUMNS) * T,)](
-        y_MD, row_TK, addend_RD, ds, out, out_ds, *biases, STRIDE=y_MD.stride(0), DS_STRIDE=ds_stride,
-        DS_PER_PAIR=per_pair, OUT_STRIDE=out.stride(0), OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
+        y_MD, row_TK, addend_RD, ds, out, out_ds, *biases, STRIDE=stride, DS_STRIDE=ds_stride,
+        DS_PER_PAIR=per_pair, OUT_STRIDE=out.stride()[0], OUT_DS_STRIDE=out_ds_stride, WORDS=words, D=D, K=K,
         PAD_WORDS=next_power_of_2(max(words, 1)), COLUMNS=SUM_COLUMNS, FEW=few, num_warps=SUM_WARPS, **constants,
     )  # fmt: skip
 

@@ -154,15 +154,17 @@ def _quantize_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Launches ``kernel``, one of those above, for R rows: those of x, and zeros."""
     check_values(x_TD)
-    (T, columns), D = x_TD.shape, padded(x_TD.shape[1])
+    (T, columns), device = x_TD.shape, x_TD.device
+    D = padded(columns)
+    tiles = D // SCALE_TILE
     if columns != D:
         constants["COLUMNS"] = columns
-    q = torch.empty(R, D, dtype=FP8, device=x_TD.device)
-    scale = torch.empty(R, D // SCALE_TILE, dtype=E8M0, device=x_TD.device)
+    q = torch.empty(R, D, dtype=FP8, device=device)
+    scale = torch.empty(R, tiles, dtype=E8M0, device=device)
     # Rows are contiguous, so the result is one list of tiles.
-    num_tiles, num_stored = T * (D // SCALE_TILE), scale.numel()
+    num_stored = R * tiles
     kernel[(cdiv(num_stored, TILES),)](
-        x_TD.contiguous(), q, scale, nan_flag, num_tiles, num_stored, *column_major, TILES=TILES, TILE=SCALE_TILE,
+        x_TD.contiguous(), q, scale, nan_flag, T * tiles, num_stored, *column_major, TILES=TILES, TILE=SCALE_TILE,
         num_warps=WARPS, **constants,
     )  # fmt: skip
     return q, scale

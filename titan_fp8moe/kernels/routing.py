@@ -207,7 +207,7 @@ def expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids
     """Kernels of :func:`titan_fp8moe.ops.expert_routing`."""
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     ids_stride = row_stride("topk_ids_TK", topk_ids_TK)
-    blocks, ctas, constants = blocks_of_tokens(T, K, num_experts)
+    blocks, ctas, constants = spread = blocks_of_tokens(T, K, num_experts)
     pair_counts = torch.empty(ctas, constants["PAD"], dtype=torch.int32, device=device)
     token_M = torch.empty(capacity, dtype=torch.int32, device=device)
     score_M = torch.empty(capacity, dtype=torch.float32, device=device)
@@ -215,24 +215,24 @@ def expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity, check_ids
         topk_ids_TK, ids_stride, pair_counts, None, token_M, score_M, T, capacity, blocks, E=num_experts, PAD_N=1,
         **_counting(check_ids), **constants,
     )  # fmt: skip
-    offsets_E, row_TK = place_rows(topk_ids_TK, topk_scores_TK, pair_counts, token_M, score_M, num_experts)
+    offsets_E, row_TK = place_rows(topk_ids_TK, topk_scores_TK, pair_counts, token_M, score_M, spread)
     return offsets_E, token_M, score_M, row_TK
 
 
 def place_rows(
-    topk_ids_TK: Tensor, topk_scores_TK: Tensor, pair_counts: Tensor, token_M: Tensor, score_M: Tensor, num_experts: int
+    topk_ids_TK: Tensor, topk_scores_TK: Tensor, pair_counts: Tensor, token_M: Tensor, score_M: Tensor, spread: tuple
 ) -> tuple[Tensor, Tensor]:
     """The second launch of :func:`expert_routing`; offsets_E and row_TK.
 
     Args:
-        pair_counts: (CTAs, experts, padded) int32, how many pairs of the tokens of each CTA, by
-            :func:`blocks_of_tokens`, each expert has.
+        pair_counts: (CTAs, experts, padded) int32, how many pairs of each CTA's tokens each expert has.
         token_M, score_M: marked as padding; written here.
+        spread: of :func:`blocks_of_tokens`, as in the first launch.
     """
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     strides = row_stride("topk_ids_TK", topk_ids_TK), row_stride("topk_scores_TK", topk_scores_TK)
-    blocks, ctas, constants = blocks_of_tokens(T, K, num_experts)
-    offsets_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    blocks, ctas, constants = spread
+    offsets_E = torch.empty(constants["EXPERTS"], dtype=torch.int32, device=device)
     row_TK = torch.empty(T, K, dtype=torch.int32, device=device)
     _place_rows_kernel[(ctas,)](
         topk_ids_TK, strides[0], topk_scores_TK, strides[1], pair_counts, offsets_E, token_M, score_M, row_TK, T,

@@ -141,22 +141,23 @@ def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None
     With ``token_M`` a token's row is read once for each of its experts.
     """
     check_mode(mode)
-    assert x_MD.stride(1) == 1 and dy_MN.is_contiguous()
-    D, (M, N) = x_MD.shape[1], dy_MN.shape
+    (x_stride, unit), (x_stride_m, x_stride_g) = x_MD.stride(), x_scale.stride()
+    assert unit == 1 and dy_MN.is_contiguous()
+    D, (M, N), dy_strides = x_MD.shape[1], dy_MN.shape, dy_scale.stride()
     xT, xT_scale = x_MD.new_empty(D, M), x_scale.new_empty(D // BLOCK, M // BLOCK)
     dyT, dyT_scale = dy_MN.new_empty(N, M), dy_scale.new_empty(N // BLOCK, M // BLOCK)
     E, balance = offsets_E.shape[0], None
     if mode == "balanced":
         balance = torch.empty(M, dtype=torch.int32, device=x_MD.device)
         _balance_exponent_kernel[(M // BLOCK,)](
-            x_scale, token_M, dy_scale, balance, offsets_E, x_scale.stride(1), *dy_scale.stride(),
-            X_STRIDE_M=x_scale.stride(0), X_TILES=D // SCALE_TILE, X_PAD=next_power_of_2(D // SCALE_TILE),
+            x_scale, token_M, dy_scale, balance, offsets_E, x_stride_g, *dy_strides,
+            X_STRIDE_M=x_stride_m, X_TILES=D // SCALE_TILE, X_PAD=next_power_of_2(D // SCALE_TILE),
             DY_TILES=N // SCALE_TILE, DY_PAD=next_power_of_2(N // SCALE_TILE), E=E, TILE=BLOCK,
             # With 4 warps, gathered rows of 56 scales spill registers in Triton 3.6.
             num_warps=4 if token_M is None else 8,
         )  # fmt: skip
     _shift_pair_kernel[(M // BLOCK, (D + N) // BLOCK)](
-        x_MD, x_MD.stride(0), x_scale, *x_scale.stride(), token_M, dy_MN, dy_scale, *dy_scale.stride(), balance,
+        x_MD, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy_MN, dy_scale, *dy_strides, balance,
         offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, TILE=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return xT, xT_scale, dyT, dyT_scale

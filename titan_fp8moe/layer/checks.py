@@ -23,17 +23,16 @@ def check_inputs(
     if not isinstance(x_TD, Tensor) or not isinstance(topk_ids_TK, Tensor) or not isinstance(topk_scores_TK, Tensor):
         kinds = ", ".join(type(given).__name__ for given in (x_TD, topk_ids_TK, topk_scores_TK))
         raise ValueError(f"x, topk_ids and topk_scores must be tensors; got {kinds}; use torch.as_tensor")
-    pairs, (w1, w2, w3) = topk_ids_TK.shape, weights
-    dims = [x_TD.dim(), len(pairs), w1.dim()]
-    stored = isinstance(w1, Fp8Weight)  # with padded sizes
-    dim = padded(x_TD.shape[-1]) if stored else x_TD.shape[-1]
-    if dims != [2, 2, 3] or (x_TD.shape[0], dim) != (pairs[0], w1.shape[2]) or topk_scores_TK.shape != pairs:
-        flatten = "; flatten the batch dims, as by x.flatten(0, -2)" if x_TD.dim() > 2 else ""
+    (w1, w2, w3), rows, pairs = weights, x_TD.shape, topk_ids_TK.shape
+    stored, sizes = isinstance(w1, Fp8Weight), w1.shape  # stored ones have padded sizes
+    dims = len(rows) == len(pairs) == 2 and len(sizes) == 3 and rows[0] == pairs[0]
+    if not dims or (padded(rows[1]) if stored else rows[1]) != sizes[2] or topk_scores_TK.shape != pairs:
+        flatten = "; flatten the batch dims, as by x.flatten(0, -2)" if len(rows) > 2 else ""
         raise ValueError(
-            f"x must be (T, D), topk_ids and topk_scores (T, K), and w1 (E, H, D); got {tuple(x_TD.shape)}, "
-            f"{tuple(pairs)}, {tuple(topk_scores_TK.shape)} and {tuple(w1.shape)}{flatten}"
+            f"x must be (T, D), topk_ids and topk_scores (T, K), and w1 (E, H, D); got {tuple(rows)}, "
+            f"{tuple(pairs)}, {tuple(topk_scores_TK.shape)} and {tuple(sizes)}{flatten}"
         )
-    E, H, D = w1.shape
+    E, H, D = sizes
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"x must be bf16 or fp32, got {x_TD.dtype}; use x.bfloat16()")
     device, dtype, up = x_TD.device, w1.dtype, w1 if w3 is None else w3
@@ -43,7 +42,7 @@ def check_inputs(
     gated = expert.gated
     parts = 2 if gated and w3 is None else 1
     even, H = H % parts == 0, H // parts
-    fits = even and up.shape == w1.shape and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype
+    fits = even and (up is w1 or up.shape == sizes) and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype
     if not fits or not (gated or w3 is None):
         got = ", ".join("None" if w is None else f"{tuple(w.shape)} {w.dtype}" for w in weights)
         shapes = "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None"
@@ -52,7 +51,7 @@ def check_inputs(
         raise ValueError(f"{shapes}, and w2 (E, D, H), all of one dtype; got {got}")
     if expert.interleaved and parts == 1:
         raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None and a gate")
-    D = x_TD.shape[1]
+    D = rows[1]
     if D % STEP or H % STEP:
         raise ValueError(
             f"D and H must be multiples of {STEP}, since kernels move rows in steps of {STEP} bytes; got D {D} and H "

@@ -109,29 +109,30 @@ def _routed_experts_forward(
         the payload in flight, and :data:`_STARTED`.
     """
     spec, nans = decode(LayerSpec, layer), NanFlags.of(nan_flags)
-    if warm_up.is_due(kind := (layer, *(cast(Tensor, w).shape for w in (weights[0], *shared_weights[:1]))), x_TD):
+    shapes = [cast(Tensor, w).shape for w in (weights[0], *shared_weights[:1])]
+    if warm_up.is_due(kind := (layer, *shapes), x_TD):
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
         run = functools.partial(on_meta.experts, _on_meta, *tensors, spec)
         warm_up.compile_ahead(kind, [x_TD, topk_ids_TK, *weights, *shared_weights], run)
-    T, E = x_TD.shape[0], cast(Tensor, weights[0]).shape[0]
+    T, E = x_TD.shape[0], shapes[0][0]
     pairs = Pairs(topk_ids_TK, topk_scores_TK, E)
     tokens = dispatch.begin(pairs, spec.route, signature, spec.check_ids)
     group = None
     if spec.shared:
         q, scale, scale_t, end = ops.quantize_group(x_TD, nans.x)
-        group = GroupRows(q, scale_t, end)
+        group, sent = GroupRows(q, scale_t, end), Rows(q[:T], scale[:T])
         if shared_scores_T is not None:
             group = group._replace(score=torch.nn.functional.pad(shared_scores_T, (0, q.shape[0] - T)))
     else:
-        q, scale = ops.quantize_rows(x_TD, nans.x)
+        q, scale = sent = Rows(*ops.quantize_rows(x_TD, nans.x))
     with held(weights):
         # The operands are made while the counts travel to the host, or the tokens to other ranks.
-        pending = None if tokens.syncs_host else tokens.send(Rows(q[:T], scale[:T]))
+        pending = None if tokens.syncs_host else tokens.send(sent)
         (w13, w2), copies = forward_operands(weights)
-        rows = tokens.receive(pending or tokens.send(Rows(q[:T], scale[:T])), [])
+        rows = tokens.receive(pending or tokens.send(sent), [])
         # Shared experts read the same rows, of which there are R, if tokens stay.
         kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
-        del q, scale, pending
+        del q, scale, sent, pending
         biases = Biases(b1, b2, b3) if spec.expert.biased else None
         lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters, spec.expert)
         ffn = FFN(spec.expert, spec.backward, tokens.routing, nans, cast(Any, biases), lora, x_TD.shape[1])

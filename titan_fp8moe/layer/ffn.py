@@ -157,19 +157,17 @@ class FFN(NamedTuple):
         if x is None or self.backward.weights != "trained":
             return NO_WEIGHTS
         mode, offsets_E = self.backward.wgrad, self.routing.offsets_E
-        dtype, result = weights.w2.dtype, NO_WEIGHTS
+        dtype, dw13, dw2 = weights.w2.dtype, [None], None
         if needed.w1 or needed.w3:
             rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
             matrices = 1 if weights.apart(self.expert) is weights else 2
-            dw = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, weights.gate_up, matrices)
-            result = result._replace(**dict(zip(("w1", "w3"), dw, strict=False)))
+            dw13 = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, weights.gate_up, matrices)
         if needed.w2:
             operands = Operands(grads.dy, grads.a, None, offsets_E)
             (dw2,) = weight_grads(operands, mode, dtype, (weights.w2,))
-            result = result._replace(w2=dw2)
         if statistics.collecting():
             self._record(x, grads, weights)
-        return result
+        return ExpertWeights(dw13[0], dw2, *dw13[1:])
 
     def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, Tensor]:
         """Gradients of the adapters by the fields of :class:`titan_fp8moe.layer.lora.LoraTensors`. ``x``: as in
@@ -233,7 +231,7 @@ def weight_grads(
         gradient then lies so too.
     """
     first, count, layout = weights[0], len(weights), "apart" if matrices == 1 else "joined"
-    if count == 1 and first.stride(2) != 1 and first.stride(1) == 1:
+    if count == 1 and first.stride()[1] == 1 != first.stride()[2]:
         layout = "transposed"
     _, rows, columns = first.shape
     result = dtype, count * matrices, rows // matrices, columns, layout

@@ -324,7 +324,7 @@ def _groups_of(weights: ExpertWeights[Any]) -> Groups:
 
 def usable(cache: WeightCache | None, weight: Tensor) -> WeightCache | None:
     """The cache, but none for fake weights, such as those of torch.export: buffers are real."""
-    return None if isinstance(weight, FakeTensor) else cache
+    return None if cache is None or isinstance(weight, FakeTensor) else cache
 
 
 def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -475,10 +475,9 @@ def backward_operands(
     if read is not None:
         kept = read.operands(_groups_of(weights), generations, dout)
         return BackwardOperands(kept[0].plain, *(operand.transposed() for operand in kept))
-    first, *others = _groups_of(cast(Any, readable(weights)))
-    w13 = None
+    values, w13 = readable(weights), None
     if backward.recompute == "experts":
-        w13, w13_t = ops.quantize_weight_both(*first)
+        w13, w13_t = ops.quantize_weight_both(*values.gate_up)
     else:
-        w13_t = ops.quantize_weight_transposed(*first)
-    return BackwardOperands(w13, w13_t, *(ops.quantize_weight_transposed(*group) for group in others))
+        w13_t = ops.quantize_weight_transposed(*values.gate_up)
+    return BackwardOperands(w13, w13_t, None if values.w2 is None else ops.quantize_weight_transposed(values.w2))

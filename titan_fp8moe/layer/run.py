@@ -190,11 +190,12 @@ def run_layer(
     given = weights if stored is None else NO_WEIGHTS
     pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
     inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)
-    refuse_export(inputs.flatten())
+    flat = inputs.flatten()
+    refuse_export(flat)
     if spec.dispatch.overlaps:
         out, extra = run_overlapped(inputs, call, meanwhile)
     else:
-        out = ExpertsFunction.apply(*inputs.flatten(), call, None)
+        out = ExpertsFunction.apply(*flat, call, None)
         extra = None if meanwhile is None else meanwhile()
     return out if meanwhile is None else _add(out, extra)
 

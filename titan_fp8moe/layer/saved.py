@@ -78,8 +78,8 @@ class Layout(NamedTuple):
 
     Attributes:
         names: (part, field) of each tensor, in order.
-        records: for each part of :class:`Saved` None, or its record and where its fields' values are. -1 is a field
-            that is not there.
+        records: for each part of :class:`Saved` its record and where its fields' values are, of which -1 is not there;
+            or, if no value is there, the part itself and None.
     """
 
     names: list[tuple[str, str]]
@@ -124,7 +124,8 @@ def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
     for part in Saved._fields:
         record = fields[part][0]
         at = [place.get((part, field), -1) for field in record._fields]
-        records.append((record, at) if part in parts else None)
+        empty = record(*[None] * len(at)) if part in parts else None
+        records.append((record, at) if empty and max(at) >= 0 else (empty, None))
     return Layout(names, records)
 
 
@@ -169,7 +170,7 @@ class Saved(NamedTuple):
         """The inverse of :meth:`pack`."""
         assert len(tensors) == len(layout.names)
         values = [*tensors, None]  # -1 is a field that is not there
-        return cls(*[entry and entry[0](*[values[at] for at in entry[1]]) for entry in layout.records])
+        return cls(*[made if at is None else made(*[values[i] for i in at]) for made, at in layout.records])
 
 
 # --- arguments of the autograd function ------------------------------------------------------------------------------

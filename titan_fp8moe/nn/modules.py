@@ -245,15 +245,15 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         return super().register_forward_pre_hook(hook, **options)
 
     def for_layer(self) -> Experts:
-        weights: Any = self.w1, self.w2, self.w3
-        biases: Any = self.b1, self.b2, self.b3
+        weights: Any = ExpertWeights(self.w1, self.w2, self.w3)
+        biases: Any = None if (b1 := self.b1) is None else Biases(b1, self.b2, self.b3)
         frozen = are_frozen(weights)
         # Elsewhere the layer reads DTensors, faster than to_local() does.
         if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
-            weights, biases = self.local_weights(*weights), [local_of(bias) for bias in biases]
-        biases = None if self.b1 is None else Biases(*biases)
-        cache, given = cache_of(self, frozen), ExpertWeights(*weights)
-        return Experts(given, self.config, self.ep_group, self.expert, cache, frozen, biases, self.lora())
+            weights = ExpertWeights(*self.local_weights(*weights))
+            biases = biases and Biases(*map(local_of, biases))
+        cache = cache_of(self, frozen)
+        return Experts(weights, self.config, self.ep_group, self.expert, cache, frozen, biases, self.lora())
 
     def fp8_matrices(self) -> list[str]:
         return [name for name in ("w1", "w2", "w3") if getattr(self, name) is not None]
@@ -342,8 +342,7 @@ def cache_of(module: Any, frozen: bool) -> WeightCache | None:
     """The cache of a module's weights, or None if they are quantized each time. So are trained weights without
     ``cache_weights``, and weights that FSDP gathers in FP8."""
     config = module.config
-    in_fp8 = config.fp8_all_gather or getattr(module, "gathers_fp8", False)
-    if in_fp8 or not (frozen or config.cache_weights):
+    if not (frozen or config.cache_weights) or config.fp8_all_gather or getattr(module, "gathers_fp8", False):
         return None
     return own_cache(module)
 

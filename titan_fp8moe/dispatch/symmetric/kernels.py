@@ -329,7 +329,7 @@ def pull_routing(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_routing`."""
     (N, _, _, K, E), device = workspace.sizes, plan.device
-    blocks, ctas, constants = blocks_of_tokens(C, K, E)
+    blocks, ctas, constants = spread = blocks_of_tokens(C, K, E)
     ids_CK, pair_counts, token_C, token_M = scratch = [
         torch.empty(shape, dtype=torch.int32, device=device) for shape in ((C, K), (ctas, constants["PAD"]), (C,), (M,))
     ]
@@ -342,7 +342,7 @@ def pull_routing(
         score_M, workspace.rank, C, M, blocks, N=N, E=E, K=K, PAD_K=next_power_of_2(K), PAD=constants["PAD"],
         BLOCK=constants["BLOCK"], FILL_BLOCK=FILL_BLOCK, num_warps=4,
     )  # fmt: skip
-    offsets_E, row_CK = place_rows(ids_CK, scores_CK, pair_counts, token_M, score_M, E)
+    offsets_E, row_CK = place_rows(ids_CK, scores_CK, pair_counts, token_M, score_M, spread)
     return offsets_E, token_M, score_M, row_CK, token_C, pair_CK
 
 

@@ -71,7 +71,8 @@ def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
         return TensorDescriptor(x, list(shape), list(strides), [block, block], _layout(x.dtype, block))
     # Bypasses the constructor: with its checks, three times per GEMM, it took 7% of the time of a layer's Python.
     descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(fields, base=x, shape=shape, strides=strides)
+    descriptor.__dict__.update(fields)
+    descriptor.base, descriptor.shape, descriptor.strides = x, shape, strides
     return descriptor
 
 
@@ -112,14 +113,14 @@ def tile_counter(device: torch.device) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
         return _free_counter(device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    if key not in _stream_counters:
-        if device.index not in _free_counters:
+    key = (index := device.index), torch._C._cuda_getCurrentRawStream(index)
+    if (counter := _stream_counters.get(key)) is None:
+        if index not in _free_counters:
             zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # any stream may use them
-            _free_counters[device.index] = (zeros[i : i + 1] for i in range(NUM_COUNTERS))
-        _stream_counters[key] = _free_counter(device)
-    return _stream_counters[key]
+            _free_counters[index] = (zeros[i : i + 1] for i in range(NUM_COUNTERS))
+        counter = _stream_counters[key] = _free_counter(device)
+    return counter
 
 
 def _free_counter(device: torch.device) -> Tensor:
