@@ -1,4 +1,7 @@
-"""Sends a live model's FP8 weights to another process, bucket by bucket: ``python examples/fp8_weights.py``.
+"""Sends a live model's FP8 weights to another process, bucket by bucket.
+
+    pip install -e '.[transformers]'   # in a checkout of this repository
+    python examples/fp8_weights.py
 
 Rank 0 stands for the trainer, rank 1 for a rollout engine, which would load each bucket.
 """

@@ -1,5 +1,6 @@
 """A config of one's own for torchtitan 0.3, whose MoE layers train in FP8.
 
+    pip install -e '.[torchtitan03]'   # in a checkout of this repository
     python -m titan_fp8moe.torchtitan03.dry_run --module examples.torchtitan03_config --config my_run
     torchrun --nproc_per_node=1 -m torchtitan.train --module examples.torchtitan03_config --config my_run
 

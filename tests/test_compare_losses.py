@@ -95,7 +95,8 @@ def test_reports_every_metric(tmp_path, compare):
     assert (fp8.compared_up_to_step, fp8.tokens_per_second, fp8.peak_memory_gib) == (60, 1501, 61.5)
     assert (fp8.validation_loss, fp8.grad_norm) == (3.25, 0.5)
 
-    assert "note: smoothed is the mean loss of 20 steps; deviation: from bf16's, at the last common step" in output
+    assert "smoothed is the mean loss of the last 20 steps; deviation: how far from bf16's at the last" in output
+    assert "largest and mean are of the deviations at all steps, without sign" in output
     cells = table(output)
     assert [cells["fp8"][key] for key in ("deviation", "tokens/s", "result")] == ["+0.200%", "1,501", "ok"]
     missing = "deviation", "tokens/s", "memory GiB", "val. loss", "grad norm"

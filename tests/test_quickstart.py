@@ -159,6 +159,8 @@ def test_a_wrong_config_file_is_found_before_imports(script: str):
     ({"STEPS": "0"}, "", "STEPS = 0; set it"),
     ({"NGPU": "two"}, "--torchtitan03", "NGPU = two; set it"),
     ({}, "--torchtitan3", "--torchtitan3 is no option; known are --torchtitan03"),
+    ({}, "-torchtitan03", "-torchtitan03 is no option; known are --torchtitan03"),
+    ({}, "torchtitan03", "torchtitan03 is no option; known are --torchtitan03"),
     ({}, "--training.steps 2 --torchtitan03", "--torchtitan03 is no option; known are --torchtitan03, as the first"),
 ])  # fmt: skip
 def test_the_quickstart_refuses_mistakes_before_any_work(tmp_path: Path, variables: dict, arguments: str, said: str):

@@ -322,8 +322,8 @@ def report(runs: list[Run], args: argparse.Namespace) -> dict[str, Summary]:
     summaries = {run.name: summarize(run, deviations.get(run.name), args.smooth, args.tolerance) for run in runs}
     print(format_table(summaries, reference.name))
     print(
-        f"note: smoothed is the mean loss of {args.smooth} steps; deviation: from {reference.name}'s, at the last "
-        "common step; largest, mean: of all common steps, without sign"
+        f"note: smoothed is the mean loss of the last {args.smooth} steps; deviation: how far from "
+        f"{reference.name}'s at the last common step; largest and mean are of the deviations at all steps, without sign"
     )
     for name, deviation in deviations.items():
         last_steps = (summaries[name].last_step, summaries[reference.name].last_step)

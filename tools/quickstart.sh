@@ -20,10 +20,12 @@ refuse() {  # message
     echo "error: $1" >&2
     exit 2
 }
+no_option() { refuse "$1 is no option; known are --torchtitan03, as the first, --help and overrides such as --training.seq_len 512"; }
+case ${1---} in -*) ;; *) no_option "$1" ;; esac
 for argument in "$@"; do
     case $argument in
     --*[._]*) ;;  # torchtitan's settings have tables, or names of several words
-    --*) refuse "$argument is no option; known are --torchtitan03, as the first, --help and overrides such as --training.seq_len 512" ;;
+    -[!0-9.]*) no_option "$argument" ;;
     esac
 done
 for name in STEPS NGPU; do
@@ -107,7 +109,7 @@ rm -f "$OUT/curves.png"
 python3 tools/compare_losses.py --run "$baseline=$OUT/$baseline" --run "fp8_flow=$OUT/fp8_flow" --tolerance 0.01 \
     --out "$OUT/curves.png" 2>&1 >"$OUT/table.txt" | alive "drawing the curves" || status=$?
 cat "$OUT/table.txt"
-echo "Losses of single steps jump, at the same steps in both runs: compare the smoothed ones."
+echo "Losses of single steps jump where another kind of file begins, at the same steps in both runs: compare the smoothed ones."
 [ "$device" = cpu ] && echo "$note"
 [ -e "$OUT/curves.png" ] && echo "curves: $OUT/curves.png"
 echo "table: $OUT/table.txt"
