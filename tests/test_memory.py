@@ -78,7 +78,9 @@ def parse(record: dict[str, Any]) -> Iterator[Measured]:
     ]
     yield Measured(gpus, layers, (*common, *fp8), record["value"], record["date"])
     if record["reference"] in ("bf16", "fp8_flow"):
-        reference = defaults if record["reference"] == "fp8_flow" else ()
+        reference = () if record["reference"] == "bf16" else defaults
+        if reference and "dispatch=symmetric" in options:  # auto has gone over, with room for 1.25 times the rows
+            reference = *defaults, "--fp8_flow_moe.dispatch=symmetric", "--fp8_flow_moe.dispatch_capacity=1.25"
         yield Measured(gpus, layers, (*common, *reference), record["reference_value"], record["date"])
 
 

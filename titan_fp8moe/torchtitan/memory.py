@@ -232,6 +232,7 @@ class _Activations:
         sequences = p.pipeline_parallel_microbatch_size if dims.pp_enabled else training.local_batch_size
         self.tokens = sequences * training.seq_len // (dims.cp * dims.tp)
         self.ep = dims.ep
+        self.keeps_exchange = config.model.name != "qwen3"  # whose list of ops in torchtitan 0.2.2 lacks it
         self.checkpoint = config.activation_checkpoint
         components = config.compile.components if config.compile.enable else []
         self.compiles, self.compiles_loss = "model" in components, "loss" in components
@@ -345,12 +346,12 @@ class _Activations:
         return Part(kept, kept, rows * max(operands + transposes + D * BF16, activation))  # dx is there before
 
     def _moe(self, moe: Any, products: set[nn.Module]) -> Part:
-        """torchtitan's bf16 layer. Per-op checkpointing keeps what the two all-to-alls return."""
+        """torchtitan's bf16 layer. Per-op checkpointing keeps what both all-to-alls return, if its list has them."""
         _, D, hidden = down_projection(moe.experts).shape
         pairs, size = self.tokens * moe.router.top_k, self.itemsize
         exchanged = 2 * size * pairs * D if self.ep > 1 else 0
         everything = size * pairs * (ROUTED_COPIES * D + 4 * hidden) + exchanged
-        routed = Part(everything, exchanged, everything)
+        routed = Part(everything, exchanged * self.keeps_exchange, everything)
         return routed if moe.shared_experts is None else _sum([routed, self._dense(moe.shared_experts, products)])
 
     def _fp8_moe(self, moe: Any, products: set[nn.Module]) -> Part:
