@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.manager import tomllib  # tomli on Python 3.10
@@ -46,7 +46,7 @@ def _config_class(manager: ConfigManager, args: list[str], values: dict[str, Any
 
 def check_table(config_class: type, values: dict[str, Any], table: str = "") -> None:
     """Every key and value of a TOML table against a dataclass. ``table`` is its name, with a dot at the end."""
-    hints = get_type_hints(config_class, include_extras=True)
+    hints = get_type_hints(config_class)
     known = [field.name for field in dataclasses.fields(config_class)]
     for name, value in values.items():
         if name not in known:
@@ -76,9 +76,7 @@ _KINDS = {
 def _alternatives(hint: Any) -> Iterator[tuple[Callable[[Any], bool], str]]:
     """Yields a test and its words for each kind of TOML value that a field of this type takes."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        yield from _alternatives(args[0])
-    elif origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):
         for arg in args:
             yield from _alternatives(arg)
     elif origin is Literal:
