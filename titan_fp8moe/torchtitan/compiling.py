@@ -100,11 +100,6 @@ def _takes_turns(block: Any) -> bool:
     return experts.ep_mesh is not None and experts.config.dispatch == "auto" and why_eager(block, False) is None
 
 
-def _checkpointed(checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A frame around a checkpoint, which torch.compile needs: PyTorch's own frames it skips."""
-    return checkpoint(function, *args, **kwargs)
-
-
 def _take_turns(layer: Any, block: Any, backend: str) -> None:
     """Lets a block that :func:`_compile_before_ffn` has compiled, or its checkpoint wrapper, also run as one graph. All
     blocks share it: a graph that looked at ``block.forward``, which each has of its own, would be compiled for each."""
@@ -112,7 +107,7 @@ def _take_turns(layer: Any, block: Any, backend: str) -> None:
     if layer is block:
         whole = functools.partial(compiled(type(block).forward), block)
     else:
-        whole = functools.partial(compiled(_checkpointed), layer.checkpoint_fn, type(block).forward, block)
+        whole = functools.partial(compiled(compat.checkpointed), layer.checkpoint_fn, type(block).forward, block)
     layer.forward = functools.partial(_turn, whole, layer.forward)
 
 

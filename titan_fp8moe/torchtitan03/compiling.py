@@ -61,14 +61,9 @@ def _attend_and_route(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return x, h, *block.moe.route(h)
 
 
-def _checkpointed(checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A frame around a checkpoint, which torch.compile needs: PyTorch's own frames it skips."""
-    return checkpoint(function, *args, **kwargs)
-
-
 def _forward(compiled: Callable, checkpoint: Callable, attention: Callable, block: Any, *args: Any, **kwargs: Any):
-    """A known block, with ``compiled`` in the place of :func:`_checkpointed`."""
-    before = _checkpointed if statistics.collecting() else compiled  # a graph counts nothing
+    """A known block, with ``compiled`` in the place of :func:`compat.checkpointed`."""
+    before = compat.checkpointed if statistics.collecting() else compiled  # a graph counts nothing
     replays = hasattr(block.moe.forward, "replays")  # inside of the layer's forward, on the router
     if auto.is_fast() and torch.is_grad_enabled() and not replays and _has_shared_experts_inside(block.moe):
         return before(checkpoint, type(block).forward, block, *args, **kwargs)
@@ -102,11 +97,11 @@ def compile_before_experts(layer: nn.Module, **options: Any) -> bool:
         checkpoint, wrapper.checkpoint_fn = wrapper.checkpoint_fn, checkpoint
         wrapper.checkpoint_impl = None  # else torchtitan halves the experts' counts, which a graph adds up once
     # An attribute, no wrapper: the block's names stay, and FSDP's hooks run outside the graph.
-    compiled = torch.compile(_checkpointed, **options)
+    compiled = torch.compile(compat.checkpointed, **options)
     block.forward = functools.partial(_forward, compiled, checkpoint, _ATTENTION[name], block)
     shared = block.moe.shared_experts
     if not _has_shared_experts_inside(block.moe):
-        shared.forward = functools.partial(_checkpointed, checkpoint, shared.forward)
+        shared.forward = functools.partial(compat.checkpointed, checkpoint, shared.forward)
         shared.compile(**options)
     return True
 

@@ -115,6 +115,11 @@ def fix_full_checkpointing() -> None:
         patches.wrap(_TAGS, "tag_nodes", tagging, checked_on="torch 2.11.0")
 
 
+def checkpointed(checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A frame around a checkpoint, which torch.compile needs: PyTorch's own frames it skips."""
+    return checkpoint(function, *args, **kwargs)
+
+
 def raise_recompile_limit() -> None:
     """Lets PyTorch compile blocks for all that they differ in. Its limit of 8 would end the job."""
     limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
