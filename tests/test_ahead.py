@@ -5,6 +5,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torchtitan.distributed import utils
 from torchtitan.train import Trainer
 
 from titan_fp8moe import patches
@@ -12,8 +16,13 @@ from titan_fp8moe.torchtitan.converter import prepare_torchtitan
 from titan_fp8moe.trainer.ahead import _OnItsWay, keep_host_ahead
 
 
-def step(device: str, microbatches: int, busy: torch.cuda.Event | None = None) -> list[tuple]:
-    """Runs a step; of each call of ``forward_backward_step`` what it was given and whether the GPU was still busy."""
+def step(
+    device: str, microbatches: int, busy: torch.cuda.Event | None = None, mesh: DeviceMesh | None = None
+) -> list[tuple]:
+    """Runs a step; of each call of ``forward_backward_step`` what it was given and whether the GPU was still busy.
+
+    With ``mesh`` its ranks sum their numbers of tokens.
+    """
     seen = []
     weight = torch.nn.Parameter(torch.ones(4, device=device))
     batches = [({"input": torch.arange(4) + i}, torch.arange(4) - i) for i in range(microbatches)]
@@ -32,7 +41,12 @@ def step(device: str, microbatches: int, busy: torch.cuda.Event | None = None) -
             self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
             self.gradient_accumulation_steps = microbatches
             self.model_parts = [torch.nn.ParameterList([weight])]
-            self.parallel_dims = SimpleNamespace(dp_enabled=False, ep_enabled=False, get_optional_mesh=lambda _: None)
+            self.parallel_dims = SimpleNamespace(
+                dp_enabled=mesh is not None,
+                ep_enabled=False,
+                get_mesh=lambda _: mesh,
+                get_optional_mesh=lambda _: None,
+            )
             self.job_config = SimpleNamespace(training=SimpleNamespace(max_norm=1e9))
             self.optimizers, self.lr_schedulers, self.checkpointer = MagicMock(), MagicMock(), MagicMock()
             self.metrics_processor, self.step = MagicMock(), 1
@@ -42,7 +56,7 @@ def step(device: str, microbatches: int, busy: torch.cuda.Event | None = None) -
             return forward_backward_step(**batch)
 
     with patches.undone():
-        keep_host_ahead(Trainer)
+        keep_host_ahead(Trainer, utils)
         trainer = StandIn()
         trainer.train_step(iter(batches))
     for i, (kind, x, labels, tokens, _) in enumerate(seen):
@@ -61,14 +75,36 @@ def test_a_step_on_a_cpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_the_host_does_not_wait_for_the_step_before(microbatches):
-    step("cuda", microbatches)  # compiles nothing, but loads CUDA's modules
-    stream, busy = torch.cuda.current_stream(), torch.cuda.Event()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second
-    busy.record()
-    assert all(was_busy for *_, was_busy in step("cuda", microbatches, busy))
-    assert torch.cuda.current_stream() == stream
+@pytest.mark.parametrize("summed", [False, True])
+def test_the_host_does_not_wait_for_the_step_before(microbatches, summed, tmp_path):
+    mesh = None
+    if summed:
+        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        mesh = init_device_mesh("cuda", (1,))
+    try:
+        step("cuda", microbatches, mesh=mesh)  # compiles nothing, but loads CUDA's modules
+        stream, busy = torch.cuda.current_stream(), torch.cuda.Event()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        if mesh is not None:  # as torchtitan adds up the experts' loads; the next sum follows in NCCL's order
+            collectives.all_reduce(torch.ones(4, device="cuda"), "sum", mesh).sum()
+        busy.record()
+        assert all(was_busy for *_, was_busy in step("cuda", microbatches, busy, mesh))
+        assert torch.cuda.current_stream() == stream
+    finally:
+        if summed:
+            dist.destroy_process_group()
+
+
+def test_numbers_of_tokens_are_numbers_elsewhere(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with patches.undone():
+            keep_host_ahead(Trainer, utils)
+            total = utils.dist_sum(torch.tensor(3), init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+    assert type(total) is int and total == 3
 
 
 def test_an_operator_of_a_batch_gives_an_ordinary_tensor():

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torchao.prototype.moe_training.config import Float8TrainingOpConfig
 from torchao.quantization.quant_api import quantize_
 from torchtitan.config.job_config import Compile
+from torchtitan.distributed import utils
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 from torchtitan.models.moe import moe as torchtitan_moe
@@ -92,7 +93,7 @@ def balanced_random(model: nn.Module) -> None:
 @converter
 def fused_bf16(model: nn.Module) -> None:
     for trainer in loaded_trainers():
-        keep_host_ahead(trainer)
+        keep_host_ahead(trainer, utils)
     for moe in moes(model):
         moe.__class__ = FusedMoE
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, utils
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss_parallelize
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
@@ -127,7 +127,7 @@ def prepare_torchtitan() -> None:
         if hasattr(module, "apply_compile"):  # torchtitan compiles no block of gpt_oss
             compiling.install(module)
     for trainer in loaded_trainers():
-        keep_host_ahead(trainer)
+        keep_host_ahead(trainer, utils)
         auto_dispatch.run_steps_again(trainer)
 
 

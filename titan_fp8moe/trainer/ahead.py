@@ -3,23 +3,36 @@
 torchtitan begins a step with copies of the batch to the device, and sums the ranks' numbers of tokens. The host waits
 for both, and so, on the stream of the computation, for the whole step before. It begins the forward without a lead,
 and the GPU waits for it wherever a layer's kernels take less time than their launches. Here both run on a stream of
-their own.
+their own. The sum stays on the device, as in torchtitan 0.3: its communicator also adds up the experts' loads behind
+the optimizer, and NCCL runs what a communicator does in order.
 """
 
 import functools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_fp8moe import patches
 
 
-def keep_host_ahead(trainer: type) -> None:
-    """Changes ``train_step`` of torchtitan's ``Trainer``: the same results, and one wait less."""
+def keep_host_ahead(trainer: type, utils: ModuleType | None = None) -> None:
+    """Changes ``train_step`` of torchtitan's ``Trainer``: the same results, and one wait less.
+
+    0.2.2 divides the loss by a number where several ranks have data, and by a tensor on one rank. Here it is a tensor
+    on all; CUDA multiplies by the reciprocal of a number. The results are equal if the tokens are a power of two.
+
+    Args:
+        utils: ``torchtitan.distributed.utils`` of 0.2.2. 0.3 sums on the device by itself.
+    """
     patches.wrap(trainer, "train_step", _ahead, checked_on="torchtitan 0.2.2 and 0.3.0")
+    if utils is not None:
+        patches.wrap(utils, "dist_sum", _stays_on_device, checked_on="torchtitan 0.2.2")
 
 
 class _OnItsWay(Tensor):
@@ -65,6 +78,16 @@ def _ahead(train_step: Callable[..., None]) -> Callable[..., None]:
         finally:
             torch.cuda.set_stream(computing)
             del self.forward_backward_step
+
+    return wrapper
+
+
+def _stays_on_device(dist_sum: Callable[..., float]) -> Callable[..., float | Tensor]:
+    @functools.wraps(dist_sum)
+    def wrapper(x: Tensor, mesh: DeviceMesh | None = None, extra_pg: Any = None) -> float | Tensor:
+        if mesh is None or not x.is_cuda or torch.cuda.current_stream(x.device) != _copying(x.device):
+            return dist_sum(x, mesh, extra_pg)
+        return collectives.wait_tensor(collectives.all_reduce(x, "sum", mesh)).float()  # waits on the stream
 
     return wrapper
 
