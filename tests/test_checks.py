@@ -41,6 +41,11 @@ def test_wrong_values(wrong: dict, remedy: str):
         Fp8FlowMoEConfig(**wrong)
 
 
+def test_modules_print_their_settings():
+    printed = repr(RoutedExperts(2, 128, 128, config=Fp8FlowMoEConfig(recompute="experts"), device="meta"))
+    assert "recompute=experts, " in printed and "wgrad=balanced" in printed and "_fqns" not in printed
+
+
 def test_gathered_weights_are_not_cached():
     with refused("set one of the two to false"):
         Fp8FlowMoEConfig(fp8_all_gather=True, cache_weights=True)
