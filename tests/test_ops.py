@@ -26,7 +26,7 @@ from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
-T, K, M, D, H, E = 20, 2, 256, 256, 128, 2
+T, K, M, D, H, E = 20, 2, 256, 512, 128, 2  # no two of them equal but K and E
 NAMESPACE = torch.ops.titan_fp8moe
 CALLS = vars(ops) | {"quantize_weight": ops.quantize._quantize_weight_op, "join_weight": ops.quantize._join_weight_op}
 
