@@ -63,7 +63,7 @@ def _attend_and_route(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 def has_memory_budget() -> bool:
     """Whether torchtitan has set one for the process. The partitioner takes ops that it does not know for free, and
-    would repeat experts in a graph first of all."""
+    would repeat experts in a graph first of all; PyTorch 2.14's fails on their script objects."""
     return torch._functorch.config.activation_memory_budget < 1
 
 
