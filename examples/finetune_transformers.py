@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_fp8moe import transformers as fp8  # before Transformers: it names the extra that brings it
 
@@ -37,6 +38,7 @@ from transformers import (
 
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # many CPUs are slow in bf16
+ATTENTION = SDPBackend.CUDNN_ATTENTION if CUDA else SDPBackend.MATH  # PyTorch's choice is slower on Hopper
 DIMS = {
     "tiny": dict(hidden_size=128, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, head_dim=32),
     "cpu": dict(hidden_size=256, moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2, head_dim=64),
@@ -108,7 +110,8 @@ def train(implementation: str, size: str, steps: int, batch: int, length: int) -
         data = read_sequences(steps * batch, length)
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[clock])
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        with sdpa_kernel(ATTENTION):
+            trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, batch * length / clock.median_s()
 

@@ -116,6 +116,8 @@ peer transformer_engine 530 transformer_engine.pytorch --budget 300
 for model in qwen3 deepseek_v3; do
     part "transformers_$model" 1 300 python3 -m experiments.transformers.run --out experiments/transformers --budget 200 \
         --models "$model"
+    part "transformers_${model}_default" 1 100 python3 -m experiments.transformers.run --out experiments/transformers \
+        --models "$model" --attention default --phases eager
 done
 for phase in full layers loss; do
     part "lora_$phase" 1 500 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \

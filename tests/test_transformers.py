@@ -685,6 +685,10 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: 
     monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, **options | {"backend": "eager"}))
     monkeypatch.setattr(run, "SEEDS", (0, 1))
     arguments = ["--out", str(tmp_path), "--tiny", "--rounds", "1", "--calls", "1", "--steps", "3", "--models", "qwen3"]
+    if not run.CUDA:  # cuDNN's attention is really asked for, and no other takes its place
+        with pytest.raises(RuntimeError, match="viable backend"):
+            run.main([*arguments, "--phases", "eager"])
+    arguments += ["--attention", "default"]
     phases = [phase for phase in run.PHASES if phase != "compiled"]  # compiled_frozen is that, too
     run.main([*arguments, "--budget", "10000", "--phases", *phases])
     records = json.loads((tmp_path / "results.json").read_text())

@@ -2,9 +2,10 @@
 
     python -m experiments.transformers.run --out experiments/transformers                          # one GPU
     python -m experiments.transformers.run --out experiments/transformers --models deepseek_v3
-    python -m experiments.transformers.run --out OUT --tiny                                        # on a CPU
+    python -m experiments.transformers.run --out OUT --attention default                           # PyTorch's choice
+    python -m experiments.transformers.run --out OUT --attention default --tiny                    # on a CPU
 
-Both implementations run the same module with the same bf16 parameters, and take turns. The phases:
+Both implementations run the same module with the same bf16 parameters and attention, and take turns. The phases:
 
     eager      forward and backward of a batch: tokens/s, peak memory, loss
     training   50 steps of AdamW from the same weights on the same bytes of Python sources: losses at the end
@@ -25,7 +26,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -136,13 +138,15 @@ def take_turns(runs: dict[str, Callable[[], object]], rounds: int, times: int) -
 class Bench:
     """One model, whose experts switch between implementations."""
 
-    def __init__(self, name: str, setting: Setting, rounds: int, calls: int, steps: int):
-        self.name, self.setting, self.rounds, self.calls, self.steps = name, setting, rounds, calls, steps
+    def __init__(self, name: str, setting: Setting, args: argparse.Namespace):
+        self.name, self.setting, self.cudnn = name, setting, args.attention == "cudnn"
+        self.rounds, self.calls, self.steps = args.rounds, args.calls, args.steps
         self.model = setting.make_model()
         self.tokens = setting.batches(1)[0]
 
     def record(self, what: str, value: float, reference: str, reference_value: float, unit: str, **more: Any) -> dict:
         shape = f"{self.setting.shape}, {self.setting.batch} x {self.setting.length} tokens, {what}"
+        shape += ", cuDNN attention" if self.cudnn and unit != "ms" else ""  # one token has PyTorch's choice
         # Less is better where the unit is a time.
         ratio = reference_value / value if unit == "ms" else value / reference_value
         names = dict(name=f"transformers_{self.name}", shape=shape, unit=unit, reference=reference)
@@ -151,7 +155,9 @@ class Bench:
     def step(self, implementation: str, call: Any) -> Tensor:
         self.model.set_experts_implementation(implementation)
         self.model.zero_grad(set_to_none=True)
-        loss = call(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+        # The only backend allowed: where cuDNN's cannot run, the call fails and no other is measured in its place.
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if self.cudnn else nullcontext():
+            loss = call(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
@@ -242,7 +248,7 @@ class Bench:
 
 
 def measure(name: str, setting: Setting, args: argparse.Namespace, start: float) -> None:
-    bench = Bench(name, setting, args.rounds, args.calls, args.steps)
+    bench = Bench(name, setting, args)
     for phase in args.phases:
         if time.perf_counter() - start > args.budget:
             print(f"{name} {phase}: left out after {args.budget} s; run it with --phases {phase}", file=sys.stderr)
@@ -266,6 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--attention", choices=("cudnn", "default"), default="cudnn", help="of training steps")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=5, help="steps in a turn")
     parser.add_argument("--steps", type=int, default=50, help="of training")

@@ -44,6 +44,7 @@ SINGLE = LOSSES | {
     "single": Case(),
     "single_fp32": Case(None),
     "single_compile_selective": Case(compiles="aot_eager", checkpointing="selective"),
+    "single_inductor_budget": Case(compiles="inductor", checkpointing="budget"),
     "single_inductor": Case(compiles="inductor"),
     "single_linears": Case(LINEARS),
     "single_bf16_parts": Case(BF16_PARTS),
@@ -78,6 +79,7 @@ TWO_RANKS = {
     "ep2_compile_selective": Case({}, EP2, "selective", compiles="aot_eager"),
     "ep2_inductor_selective": Case({}, EP2, "selective", compiles="inductor", accumulates=2),
     "ep2_compile_full": Case({}, EP2, "full", compiles="aot_eager"),
+    "ep2_symmetric_inductor_budget": Case(SYMMETRIC, EP2, "budget", compiles="inductor"),
     "ep2_compile_bf16_shared": Case(BF16_SHARED, EP2, "selective", compiles="aot_eager"),
     "ep2_symmetric_compile": Case(SYMMETRIC, EP2, compiles="aot_eager"),
     "ep2_auto": Case({}, EP2, "selective", compiles="aot_eager", steps=6),
@@ -105,6 +107,9 @@ TWO_RANKS = {
     "gpt_oss_tp2": Case({}, TP2, model="gpt_oss"),
     "gpt_oss_fp8_gather": Case({"fp8_all_gather": True}, model="gpt_oss"),
     "qwen3_5_ep2": Case({}, EP2, model="qwen3_5"),
+    "ep2_muon_cached": Case({"cache_weights": True}, EP2, steps=3, accumulates=2, model="kimi_muon"),
+    "ep2_muon": Case({}, EP2, steps=3, accumulates=2, model="kimi_muon"),
+    "ep2_muon_bf16": Case(None, EP2, steps=3, accumulates=2, model="kimi_muon"),
     "mtp_ep2_compile": Case({}, EP2, "selective", compiles="aot_eager", model="mtp"),
 }
 FOUR_RANKS = {

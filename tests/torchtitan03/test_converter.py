@@ -355,6 +355,7 @@ class OwnPolicy(SelectiveAC):
 
 
 COMPILE = set_("compile.enable", True)
+WHOLE_STEPS = set_("compile", GraphTrainerCompileConfig(enable=True))
 PP2 = set_("parallelism.pipeline_parallel_degree", 2)
 EP2 = set_("parallelism.expert_parallel_degree", 2)
 TP2 = set_("parallelism.tensor_parallel_degree", 2)
@@ -369,7 +370,7 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
     [
         (both(GRAPHS, set_("metrics.enable_tensorboard", True)), STATISTICS, 1, "training.disable_cuda_graphs = true"),
         (COMPILE, GATHER, 1, "fp8_all_gather works outside of graphs"),
-        (both(COMPILE, set_("activation_checkpoint", MemoryBudgetAC.Config())), {}, 1, "memory-budget checkpointing"),
+        (both(WHOLE_STEPS, set_("activation_checkpoint", MemoryBudgetAC.Config())), {}, 1, "memory-budget checkpoint"),
         (set_("activation_checkpoint", OwnPolicy.Config()), {}, 1, "OwnPolicy recomputes the experts"),
         (NOTHING, STATISTICS, 1, "set metrics.enable_tensorboard or metrics.enable_wandb"),
         (set_("training.enable_cpu_offload", True), GATHER, 1, "training.enable_cpu_offload stores"),
@@ -402,7 +403,7 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
             "attention.wo is 256x2048 over 4 tensor-parallel ranks",
         ),
         (
-            both(set_("compile", GraphTrainerCompileConfig(enable=True)), set_("metrics.enable_tensorboard", True)),
+            both(WHOLE_STEPS, set_("metrics.enable_tensorboard", True)),
             {"statistics_every": 5},
             1,
             "statistics_every counts in steps whose blocks run eagerly, but this trainer",

@@ -4,13 +4,14 @@
 
 Leaves OUT_DIR/CASE.pt: {"grads" of the first step, "losses", "norms", "expert_bias" after a step, "keys", "graphs",
 "gathered", "trainer", "trained" parameters, "weights" of some experts after the last step, "fast": whether
-``dispatch = "auto"`` began a step over symmetric memory} or {"error"}.
+``dispatch = "auto"`` began a step over symmetric memory, "saved": shapes kept under a memory budget} or {"error"}.
 """
 
 import dataclasses
 import importlib
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -25,7 +26,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.override import derive
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.distributed.flex_shard import _optimizer_reshard_runtime as runtime
+from torchtitan.distributed.flex_shard import dist_muon
 from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
 from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
@@ -76,6 +79,23 @@ def multimodal(module: str, flavor: str) -> torchtitan.trainer.Trainer.Config:
     return config
 
 
+def kimi_with_muon() -> torchtitan.trainer.Trainer.Config:
+    """Kimi with its own optimizer: DistMuon for matrices, whole ones of the experts, AdamW for the rest."""
+    config = multimodal("kimi_k2_7", "debugmodel")
+    del config.model_spec.model.layers[2:]
+    with patch.dict(sys.modules, {name: MagicMock() for name in ABSENT}):
+        registry = importlib.import_module("torchtitan.models.kimi_k2_7.config_registry")
+    config.optimizer = registry._dist_muon_optimizer(config.model_spec, lr=8e-4)
+    return config
+
+
+def let_dist_muon_run_on_a_cpu() -> None:
+    """It asks for a CUDA device by name and for streams, of which torch.cpu has stand-ins. What it computes stays."""
+    dist_muon.DistMuon._validate_parameter_storage = lambda _: torch.device("cpu")
+    runtime._BufferSlot.record_compute_stream = lambda *_: None
+    torch.cpu.Stream.__init__ = lambda *_, **__: None
+
+
 MODELS = {  # with so many layers
     "deepseek_v3": (deepseek_v3_debugmodel, 3),
     "mtp": (deepseek_v3_debugmodel_mtp, 2),  # and one that predicts the token after next
@@ -83,9 +103,15 @@ MODELS = {  # with so many layers
     "gpt_oss": (gpt_oss, 2),
     "qwen3_5": (lambda: multimodal("qwen3_5", "debugmodel_moe"), 1),
     "kimi_k2_7": (lambda: multimodal("kimi_k2_7", "debugmodel"), 2),
+    "kimi_muon": (kimi_with_muon, 2),
 }
 LORA = ["wo", "w2", "inner_experts"]
-CHECKPOINTING = {"none": lambda: None, "selective": SelectiveAC.Config, "full": FullAC.Config}
+CHECKPOINTING = {
+    "none": lambda: None,
+    "selective": SelectiveAC.Config,
+    "full": FullAC.Config,
+    "budget": lambda: MemoryBudgetAC.Config(memory_budget=0.3),
+}
 
 
 def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.Config:
@@ -244,7 +270,8 @@ def run(name: str, out: Path) -> dict:
     case = CASES[name]
     has_work = (lambda _: True) if case.in_fsdp else parallel.fsdp_has_work
     calm = patch.object(auto, "CALM_STEPS", 2 if case.steps == 6 else 20)
-    with calm, patch.object(parallel, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
+    budget = torch._functorch.config.patch(activation_memory_budget=1.0)  # torchtitan changes it for the process
+    with calm, budget, patch.object(parallel, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
         trainer = make_config(case, out, dump).build()
         seed = out / f"seed_{case.model}.pt"
         parameters = {plain_name(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
@@ -265,8 +292,12 @@ def run(name: str, out: Path) -> dict:
             trainer.metrics_processor.logger.log = lambda values, step: [
                 logged.setdefault(key, []).append(step) for key in values
             ]
+        saved: list[tuple[int, ...]] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t)
         try:
-            result = train(trainer, case.steps)
+            with hooks if case.checkpointing == "budget" else nullcontext():
+                result = train(trainer, case.steps)
+            result["saved"] = saved
             result["logged"] = logged
             if name in FP8_TENSORS:
                 spec, part = trainer.config.model_spec, trainer.model_parts[0]
@@ -291,4 +322,5 @@ def run(name: str, out: Path) -> dict:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    let_dist_muon_run_on_a_cpu()
     run_all(run)

@@ -5,7 +5,7 @@ into pieces. PyTorch 2.14 runs a checkpointed block with pieces eagerly, and per
 fails: it wants the very same ops again. So per-op checkpointing moves into the graph before the experts, and into that
 of shared experts. The routed experts run outside of it and keep by themselves what the policy would keep. Full
 checkpointing matches no ops and stays around the block. While ``dispatch = "auto"`` takes symmetric memory, a block is
-one graph with its checkpoint.
+one graph with its checkpoint. Under a memory budget experts always run outside of the graph.
 """
 
 import functools
@@ -61,11 +61,18 @@ def _attend_and_route(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return x, h, *block.moe.route(h)
 
 
+def has_memory_budget() -> bool:
+    """Whether torchtitan has set one for the process. The partitioner takes ops that it does not know for free, and
+    would repeat experts in a graph first of all; PyTorch 2.14's fails on their script objects."""
+    return torch._functorch.config.activation_memory_budget < 1
+
+
 def _forward(compiled: Callable, checkpoint: Callable, attention: Callable, block: Any, *args: Any, **kwargs: Any):
     """A known block, with ``compiled`` in the place of :func:`compat.checkpointed`."""
     before = compat.checkpointed if statistics.collecting() else compiled  # a graph counts nothing
     replays = hasattr(block.moe.forward, "replays")  # inside of the layer's forward, on the router
-    if auto.is_fast() and torch.is_grad_enabled() and not replays and _has_shared_experts_inside(block.moe):
+    whole = auto.is_fast() and not has_memory_budget() and _has_shared_experts_inside(block.moe)
+    if whole and torch.is_grad_enabled() and not replays:
         return before(checkpoint, type(block).forward, block, *args, **kwargs)
     start = _attend if replays else _attend_and_route
     x, h, *routing = before(checkpoint, start, attention, block, *args, **kwargs)

@@ -77,15 +77,17 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
             "fp8_flow_moe.fp8_all_gather works outside of graphs, but torchtitan 0.3 compiles whole blocks; leave it "
             'out, or set compile.components = ["loss"]'
         )
-    if config.statistics_every and type(job.compile) is not CompileConfig:  # of GraphTrainer
+    if type(job.compile) is CompileConfig:
+        return
+    if config.statistics_every:  # under GraphTrainer
         raise ValueError(
             "fp8_flow_moe.statistics_every counts in steps whose blocks run eagerly, but this trainer compiles whole "
             "steps; leave it out, or set compile.enable = false"
         )
     if isinstance(job.activation_checkpoint, MemoryBudgetAC.Config):
         raise ValueError(
-            "memory-budget checkpointing takes fp8_flow_moe's ops for free and would recompute them first; choose "
-            "activation-checkpoint:selective"
+            "memory-budget checkpointing takes fp8_flow_moe's ops for free and would recompute them first where a "
+            "trainer compiles whole steps; choose activation-checkpoint:selective"
         )
 
 

@@ -20,7 +20,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.protocols.module import Module
 
 from titan_fp8moe import SAVED_OPS, patches
-from titan_fp8moe.torchtitan03.compiling import compile_before_experts
+from titan_fp8moe.torchtitan03.compiling import compile_before_experts, has_memory_budget
 from titan_fp8moe.torchtitan03.modules import Fp8FlowExperts, Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp, put_fully_shard
 
@@ -75,7 +75,8 @@ def _with_ours(save_ops: Callable[[Any], set]) -> Callable[[Any], set]:
 def _up_to_the_experts(compile_module: Callable[..., None]) -> Callable[..., None]:
     def compile_(self: nn.Module, **options: Any) -> None:
         # torchtitan asks for one graph, which split sizes, read on the host, do not allow.
-        if not any(isinstance(module, Fp8FlowMoE) and module.breaks_graphs for module in self.modules()):
+        layers = [module for module in self.modules() if isinstance(module, Fp8FlowMoE)]
+        if not any(has_memory_budget() or layer.breaks_graphs for layer in layers):
             compile_module(self, **options)
         elif not compile_before_experts(self, **options):
             compile_module(self, **options | {"fullgraph": False})
