@@ -36,8 +36,7 @@ from titan_fp8moe.torchtitan.job_checks import expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan.memory import Estimate, estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
 from titan_fp8moe.trainer import auto_dispatch, dry_run
-from titan_fp8moe.trainer.dry_run import Built, MetaMoE
-from titan_fp8moe.trainer.meta_layers import Tokens
+from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
 
 _ENDS = ROOMS[0], ROOMS[-1]
 

@@ -46,7 +46,7 @@ from titan_fp8moe.torchtitan03.modules import (
 from titan_fp8moe.trainer import auto_dispatch, compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.experts import Placement
-from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, Part, announce, make_plan
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Part, announce, make_plan
 
 _FFNS = {
     FeedForward: Fp8FlowFeedForward.Config,
@@ -132,7 +132,9 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     dims = ParallelDims.from_config(job.parallelism, world_size)
     plan = make_plan(
-        _candidates(model, layers),
+        layers,
+        _ffns(model, layers),
+        places(model, Linear.Config),
         settings,
         check_layer=lambda name, place: job_checks.check_classes(name, place.config),
         why_not_ffn=lambda place: _why_not_fp8(place.config, dims.tp),
@@ -177,14 +179,13 @@ def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dic
     return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job)), way
 
 
-def _candidates(model: Any, layers: dict[str, Place]) -> Candidates:
+def _ffns(model: Any, layers: dict[str, Place]) -> dict[str, Place]:
     ffns = {}
     for name, place in layers.items():
         if place.config.shared_experts is not None:
             ffns[f"{name}.{SHARED}"] = Place(place.config.shared_experts, place.config, SHARED)
     dense = places(model, FeedForward.Config)
-    ffns |= {name: place for name, place in dense.items() if name.split(".")[-1] == DENSE}
-    return Candidates(layers, ffns, places(model, Linear.Config))
+    return ffns | {name: place for name, place in dense.items() if name.split(".")[-1] == DENSE}
 
 
 def _check_linear(name: str, linear: Any, tp: int) -> None:
