@@ -386,7 +386,6 @@ GATHER, STATISTICS = {"fp8_all_gather": True}, {"statistics_every": 5}
         (set_("training.local_batch_size", 2**10), {}, 1, "a rank can have"),
         (set_("training.seq_len", 0), {}, 1, "training.seq_len = 0; set it to 1 or more"),
         (set_("training.steps", 0), {}, 1, "training.steps = 0; set it"),
-        (lambda job: job.optimizer.param_groups[0].optimizer_kwargs.update(lr=-1), {}, 1, r"groups\[0\] = -1; set it"),
         (
             lambda job: job.model_spec.model.layers.__delitem__(slice(1, None)),
             {},

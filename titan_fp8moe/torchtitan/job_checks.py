@@ -30,7 +30,6 @@ def check_job(job: JobConfig) -> None:
         )
     config = job.fp8_flow_moe
     preflight.check_job(job, config, validation="validation")
-    preflight.check_learning_rate("optimizer.lr", job.optimizer.lr)
     if config.cache_weights and job.optimizer.early_step_in_backward:
         raise ValueError(
             "fp8_flow_moe.cache_weights keeps quantized weights for a whole step, but with "

@@ -34,8 +34,6 @@ _KNOWN = (
 def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
     """The settings of a trainer's config, without its model."""
     preflight.check_job(job, config, validation="validator")
-    for index, group in enumerate(getattr(job.optimizer, "param_groups", ())):
-        preflight.check_learning_rate(f"lr of optimizer.param_groups[{index}]", group.optimizer_kwargs.get("lr", 0))
     if job.parallelism.spmd_backend == "full_dtensor":
         raise ValueError(
             "fp8_flow_moe computes on plain tensors, but parallelism.spmd_backend = 'full_dtensor' passes DTensors; "

@@ -85,7 +85,7 @@ def from_command_line(
             if not 0 <= args.rank < world_size:
                 raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
             return build(config, args.rank, world_size)
-    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

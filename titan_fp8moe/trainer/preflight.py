@@ -5,7 +5,6 @@ adapters' ``job_checks`` have the others, and limits of one release.
 """
 
 import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -145,11 +144,6 @@ def check_linear(name: str, out_features: int, in_features: int, shards: int) ->
 
 def compiles_model(job: Any) -> bool:
     return job.compile.enable and "model" in job.compile.components
-
-
-def check_learning_rate(setting: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{setting} = {value}; set it to a number that is not negative")
 
 
 def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
