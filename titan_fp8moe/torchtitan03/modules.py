@@ -30,16 +30,9 @@ from titan_fp8moe.torchtitan03.lora import AdaptedExperts, joined, make_factors
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 
 
-class Fp8FlowExperts(TitanExperts):
-    """Mixin that holds the parameters of routed experts, and of any adapters, which :class:`Fp8FlowRoutedExperts`
-    reads and configures."""
-
-    def forward(self, *_: Any) -> Tensor:
-        raise RuntimeError("the experts' GEMMs are a part of Fp8FlowRoutedExperts; call that")
-
-
-class Fp8FlowGroupedExperts(Fp8FlowExperts, AdaptedExperts):
-    """The experts of most models."""
+class Fp8FlowGroupedExperts(TitanExperts, AdaptedExperts):
+    """The experts of most models: parameters, and those of any adapters, which :class:`Fp8FlowRoutedExperts` reads and
+    configures. Their own forward, torchtitan's, is not called."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdaptedExperts.Config):
@@ -58,7 +51,7 @@ class Fp8FlowGroupedExperts(Fp8FlowExperts, AdaptedExperts):
         return None if self.lora_scale is None else joined(self.lora_a, self.lora_b, self.lora_scale)
 
 
-class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):
+class Fp8FlowGptOssExperts(TitanExperts, GptOssGroupedExperts):
     """gpt-oss's, with biases and with gate and up interleaved in one weight."""
 
     @dataclass(kw_only=True, slots=True)
@@ -123,7 +116,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.config, experts = config.fp8_flow, cast(Fp8FlowExperts, self.inner_experts)
+        self.config, experts = config.fp8_flow, cast(TitanExperts, self.inner_experts)
         experts.fp8_all_gather, experts.placement = config.fp8_flow.fp8_all_gather, config.placement
         add_cache(self)
 
