@@ -7,6 +7,7 @@ import pytest
 import torch
 from torchtitan.train import Trainer
 
+from tests.patched import undone
 from titan_fp8moe import patches
 from titan_fp8moe.torchtitan.converter import prepare_torchtitan
 from titan_fp8moe.trainer.ahead import _OnItsWay, keep_host_ahead
@@ -41,7 +42,7 @@ def step(device: str, microbatches: int, busy: torch.cuda.Event | None = None) -
         def forward_backward_step(self, **batch):
             return forward_backward_step(**batch)
 
-    with patches.undone():
+    with undone():
         keep_host_ahead(Trainer)
         trainer = StandIn()
         trainer.train_step(iter(batches))
@@ -80,6 +81,6 @@ def test_an_operator_of_a_batch_gives_an_ordinary_tensor():
 
 
 def test_the_converter_changes_the_trainer():
-    with patches.undone():
+    with undone():
         prepare_torchtitan()
         assert any("torchtitan.train:Trainer.train_step" in change for change in patches.listed())

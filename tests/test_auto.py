@@ -6,7 +6,8 @@ import logging
 import pytest
 import torch
 
-from titan_fp8moe import Fp8FlowMoEConfig, patches
+from tests.patched import undone
+from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.dispatch.symmetric.workspace import NoRoom
 from titan_fp8moe.trainer import auto_dispatch, preflight
@@ -16,7 +17,7 @@ from titan_fp8moe.trainer import auto_dispatch, preflight
 def enabled(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(auto, "_greatest", float)
-    with patches.undone():
+    with undone():
         auto.enable(torch.device("cpu"), one_group=False)
         yield
         auto.disable()
