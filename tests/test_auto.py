@@ -54,6 +54,15 @@ def test_room_for_the_fullest_layer_and_a_tenth(rows, tokens, room):
         assert route()[0] == "all-to-all"
 
 
+@pytest.mark.parametrize("shards", [1, 16])
+def test_a_next_job_of_the_process_is_not_taken_for_symmetric(monkeypatch, shards):
+    """Whose experts are on one rank, or on two nodes: its checks come before auto begins anew."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    steps(20, 1000)
+    assert route()[0] == "symmetric memory"
+    preflight.check_dispatch(Fp8FlowMoEConfig(), preflight.ExpertLayout(shards, 1, 2, 64))
+
+
 def test_buffers_may_be_filled_to_the_margin(monkeypatch):
     monkeypatch.setattr(auto, "MARGIN", 1.25)
     steps(20, 1000)

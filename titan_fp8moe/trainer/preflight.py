@@ -232,7 +232,7 @@ def check_hardware() -> str:
 
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """A backend may need all ranks of a group on one node, whose number torchrun tells; and it needs such a group."""
-    if not config.backend.single_node:
+    if config.dispatch == "auto" or not config.backend.single_node:  # auto may be on symmetric memory, of another job
         return
     local_ranks = None if _elsewhere else os.environ.get("LOCAL_WORLD_SIZE")
     ranks = layout.expert_shards * layout.hidden_dim_shards
