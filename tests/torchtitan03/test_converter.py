@@ -35,6 +35,7 @@ from experiments.reference import make_layer
 from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan03 import conversion, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
@@ -445,8 +446,10 @@ def test_cuda_graphs_need_dispatch_without_host_syncs():
     """torchtitan refuses them for bf16 layers, and the job's checks for converted ones."""
     job = make_job(GRAPHS)
     assert all(part.reason is None for part in convert(job))
-    with pytest.raises(ValueError, match="disable_cuda_graphs.*symmetric"):
-        convert(make_job(both(EP2, GRAPHS)), 2)
+    for room in ("", "1.25"):  # auto went over to symmetric memory in a job before
+        auto._state.room = room
+        with pytest.raises(ValueError, match="disable_cuda_graphs.*symmetric"):
+            convert(make_job(both(EP2, GRAPHS)), 2)
     job = make_job(both(EP2, GRAPHS), dispatch="symmetric", filter_fqns=["shared_experts"])
     job._validate_cuda_graphs()  # as torchtitan does when it parses
     assert [part.reason is None for part in convert(job, 2) if part.kind == MOE] == 5 * [True]

@@ -159,13 +159,13 @@ def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dic
     """Checks the job; says how tokens travel. The experts leave FSDP where it would gather and reduce them over one
     rank, for nothing."""
     layout = job_checks.expert_layout(job, dims)
+    one_graph = None if type(job.compile) is CompileConfig else "its trainer compiles whole steps"
+    way = auto_dispatch.prepare(settings, layout, one_graph)
     job_checks.check_job(job, settings)
     preflight.warn_about_settings(settings, layout.fsdp_shards)
     preflight.check_dispatch(settings, layout)
     for name, layer in layers.items():
         job_checks.check_layer(name, layer, settings, layout)
-    one_graph = None if type(job.compile) is CompileConfig else "its trainer compiles whole steps"
-    way = auto_dispatch.prepare(settings, layout, one_graph)
     return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job)), way
 
 
