@@ -1,8 +1,10 @@
-"""What differs in other packages before and after this package has changed them, found without its list of changes."""
+"""Tests without the changes of other packages, and what differs there before and after this package has changed them,
+found without its list of changes."""
 
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,6 +13,23 @@ from titan_fp8moe import patches
 PACKAGES = ("torch", "triton", "torchtitan", "torchao", "transformers", "peft")
 # torch.jit fills its table when it is first used.
 NOT_OURS = {"torch.utils.hooks:RemovableHandle.next_id", "torch.jit._builtins:_builtin_table"}
+
+
+@contextmanager
+def undone() -> Iterator[None]:
+    """Runs a test without the changes made so far. At the end they are made again, and those of the test undone.
+
+    A test that replaces the same attributes itself does so around it, so that all are restored in turn."""
+    before, logged = dict(patches._changes), set(patches._logged)
+    patches.undo_all()
+    try:
+        yield
+    finally:
+        patches.undo_all()
+        for key, change in before.items():
+            change.make()
+            patches._changes[key] = change
+        patches._logged.update(logged)
 
 
 class Found(NamedTuple):

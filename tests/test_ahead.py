@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.distributed import utils
 from torchtitan.train import Trainer
 
+from tests.patched import undone
 from titan_fp8moe import patches
 from titan_fp8moe.torchtitan.converter import prepare_torchtitan
 from titan_fp8moe.trainer.ahead import _OnItsWay, keep_host_ahead
@@ -55,7 +56,7 @@ def step(
         def forward_backward_step(self, **batch):
             return forward_backward_step(**batch)
 
-    with patches.undone():
+    with undone():
         keep_host_ahead(Trainer, utils)
         trainer = StandIn()
         trainer.train_step(iter(batches))
@@ -99,7 +100,7 @@ def test_the_host_does_not_wait_for_the_step_before(microbatches, summed, tmp_pa
 def test_numbers_of_tokens_are_numbers_elsewhere(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        with patches.undone():
+        with undone():
             keep_host_ahead(Trainer, utils)
             total = utils.dist_sum(torch.tensor(3), init_device_mesh("cpu", (1,)))
     finally:
@@ -116,6 +117,6 @@ def test_an_operator_of_a_batch_gives_an_ordinary_tensor():
 
 
 def test_the_converter_changes_the_trainer():
-    with patches.undone():
+    with undone():
         prepare_torchtitan()
         assert any("torchtitan.train:Trainer.train_step" in change for change in patches.listed())

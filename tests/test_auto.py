@@ -6,7 +6,8 @@ import logging
 import pytest
 import torch
 
-from titan_fp8moe import Fp8FlowMoEConfig, patches
+from tests.patched import undone
+from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.dispatch.symmetric.workspace import NoRoom
 from titan_fp8moe.trainer import auto_dispatch, preflight
@@ -16,7 +17,7 @@ from titan_fp8moe.trainer import auto_dispatch, preflight
 def enabled(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(auto, "_greatest", float)
-    with patches.undone():
+    with undone():
         auto.enable(torch.device("cpu"), one_group=False)
         yield
         auto.disable()
@@ -51,6 +52,15 @@ def test_room_for_the_fullest_layer_and_a_tenth(rows, tokens, room):
     assert route() == ("symmetric memory", room)
     with torch.no_grad():
         assert route()[0] == "all-to-all"
+
+
+@pytest.mark.parametrize("shards", [1, 16])
+def test_a_next_job_of_the_process_is_not_taken_for_symmetric(monkeypatch, shards):
+    """Whose experts are on one rank, or on two nodes: its checks come before auto begins anew."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    steps(20, 1000)
+    assert route()[0] == "symmetric memory"
+    preflight.check_dispatch(Fp8FlowMoEConfig(), preflight.ExpertLayout(shards, 1, 2, 64))
 
 
 def test_buffers_may_be_filled_to_the_margin(monkeypatch):

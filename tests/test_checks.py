@@ -134,16 +134,16 @@ TOO_MANY = ["rows for their top-4 experts", "lower training.local_batch_size or 
 def test_layers(sizes: tuple[int, ...], layout: tuple[int, ...], said: list[str]):
     layout = preflight.ExpertLayout(*(*layout, 64)[:4])
     with refused(*said):
-        preflight.check_layer("moe", preflight.LayerSizes(*sizes, top_k=4), Fp8FlowMoEConfig(), layout)
+        preflight.check_layer("moe", *sizes, 4, Fp8FlowMoEConfig(), layout)
 
 
 @pytest.mark.parametrize(("shards", "fsdp", "fits"), [(2, 4, True), (1, 8, True), (4, 3, False), (2, 8, False)])
 def test_whole_experts_are_gathered(shards: int, fsdp: int, fits: bool):
-    sizes, layout = preflight.LayerSizes(8, 256, 256, top_k=2), preflight.ExpertLayout(shards, 1, fsdp, 64)
+    layout = preflight.ExpertLayout(shards, 1, fsdp, 64)
     for gathers in (False, True):
         with refused(*NOT_WHOLE if gathers and not fits else []):
             config = Fp8FlowMoEConfig(fp8_all_gather=gathers)
-            preflight.check_layer("moe", sizes, config, layout)
+            preflight.check_layer("moe", 8, 256, 256, 2, config, layout)
 
 
 @pytest.mark.parametrize("built_for", ["13.0", None])

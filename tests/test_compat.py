@@ -10,7 +10,8 @@ from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
 from tests.layer import refused
-from titan_fp8moe import RoutedExperts, patches
+from tests.patched import undone
+from titan_fp8moe import RoutedExperts
 from titan_fp8moe.trainer import compat
 from titan_fp8moe.trainer.cpu import rebind
 
@@ -49,7 +50,7 @@ def test_selective_checkpointing_needs_the_profilers_ops(monkeypatch: pytest.Mon
 
 def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(utils, "only_here", 1, raising=False)
-    with patches.undone():
+    with undone():
         rebind("only_here", lambda one: one + 1)
         assert utils.only_here == 2
         with refused("torchtitan has no such_name to replace", error=RuntimeError):

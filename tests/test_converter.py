@@ -25,8 +25,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 from experiments.reference import relative_error
 from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from tests.layer import assert_equal, generations, refused
+from tests.patched import undone
 from tests.processes import call
-from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import operands
@@ -482,7 +483,7 @@ def test_nothing_is_changed_where_nothing_is_converted(monkeypatch, caplog, filt
     monkeypatch.setattr(converter.compat, "fix_selective_checkpointing", lambda: done.append(1))
     config = make_config(*filters)
     models = [make_model(config), make_model(config)]
-    with patches.undone(), preflight.for_other_machines(), caplog.at_level(logging.INFO):
+    with undone(), preflight.for_other_machines(), caplog.at_level(logging.INFO):
         converter.register()
         for model in models:
             convert(config, model)

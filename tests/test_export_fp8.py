@@ -291,7 +291,7 @@ NOT_FINITE = f"{E0} holds a NaN or Inf", "diverged"
         ({}, "--filter-fqns experts.1.", ["some matrices of model.layers.0.mlp.experts would be FP8 and others bf16"]),
         ({}, "--assets /nowhere", ["/nowhere/config.json does not exist; --assets names"]),
         ({"model.embed_tokens.weight": torch.zeros(9, 256)}, "", ["vocab_size = 64, but model.embed_tokens"]),
-        ({}, "--config nowhere.toml", ["--config nowhere.toml: no such file"]),
+        ({}, "--config nowhere.toml", ["No such file or directory: 'nowhere.toml'"]),
     ],
 )
 def test_refusals(export, tmp_path, changes, options, said):

@@ -9,7 +9,8 @@ from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 
 from tests.layer import DEVICE, D, H, apply_layer, make_layer
-from titan_fp8moe import Fp8FlowMoEConfig, patches
+from tests.patched import undone
+from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.torchtitan import metrics
@@ -54,10 +55,10 @@ def processor(monkeypatch):
     processor = object.__new__(MetricsProcessor)
     processor.model_parts = []
     processor.job_config = SimpleNamespace(fp8_flow_moe=Fp8FlowMoEConfig())
-    with patches.undone(), monkeypatch.context() as patched:
+    with undone(), monkeypatch.context() as patched:
         patched.setattr(metrics.utils, "device_type", DEVICE)
         patched.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
-        with patches.undone():
+        with undone():
             metrics.look_after_each_step()
             yield processor
 

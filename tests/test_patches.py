@@ -17,7 +17,7 @@ from torchtitan.models.deepseek_v3.infra import parallelize
 
 from tests import jobs
 from tests.layer import refused
-from tests.patched import assert_listed_and_undone, snapshot
+from tests.patched import assert_listed_and_undone, snapshot, undone
 from titan_fp8moe import patches, peft
 from titan_fp8moe.torchtitan import compiling, converter, cpu, flavors, metrics, parallel
 from titan_fp8moe.trainer import preflight
@@ -44,7 +44,7 @@ def other():
     module: Any = ModuleType("other")
     module.Base, module.number, module.registry, module.ops, module.hooks = Base, 1, {"a": 1}, {"x"}, {}
     sys.modules["other"] = module
-    with patches.undone():
+    with undone():
         yield module
     del sys.modules["other"]
 
@@ -80,7 +80,7 @@ def test_a_value_is_put_again(other):
     for value in (2, 3):
         patches.put(other, "number", value, **ON)
         assert other.number == value
-    with patches.undone():
+    with undone():
         assert other.number == 1
         patches.put(other, "number", 4, **ON)
     assert other.number == 3 and len(patches.listed()) == 1
@@ -94,7 +94,7 @@ def test_two_modules_change_one_value(other):
     elsewhere = FunctionType(patch_number.__code__, globals() | {"__name__": "elsewhere"})
     elsewhere(other, 3)
     assert len(patches.listed()) == 2
-    with patches.undone():
+    with undone():
         assert other.number == 1
     assert other.number == 3
     patches.undo_all()
@@ -111,12 +111,12 @@ def test_hooks_of_optimizers():
 
     stepped, optimizer = [], torch.optim.SGD([nn.Parameter(torch.ones(1))])
     register = "torch.optim.optimizer:register_optimizer_step_post_hook"
-    with patches.undone():
+    with undone():
         for _ in range(2):
             patches.hook(register, hook, **ON)
         optimizer.step()
         assert len(stepped) == 1
-        with patches.undone():
+        with undone():
             optimizer.step()
         assert len(stepped) == 1
         optimizer.step()
@@ -154,9 +154,9 @@ def test_a_users_wrapper_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch, 
     block.moe_enabled = False
     model: Any = nn.Module()
     model.layers = nn.ModuleDict({"0": block})
-    with patches.undone(), monkeypatch.context() as patched:
+    with undone(), monkeypatch.context() as patched:
         patched.setattr(parallelize, "apply_compile", lambda *_: called.append("torchtitan"))
-        with patches.undone():
+        with undone():
             if whose == "before":
                 parallelize.apply_compile = users(parallelize.apply_compile)
             compiling.install(parallelize)
@@ -181,10 +181,10 @@ def test_users_wrappers_stay(name: str):
         owner, install = ReordererSequenceParallel, parallel.install
     else:
         owner, install = MetricsProcessor, metrics.look_after_each_step
-    with patches.undone(), pytest.MonkeyPatch.context() as patched:
+    with undone(), pytest.MonkeyPatch.context() as patched:
         first = users(getattr(owner, name))
         patched.setattr(owner, name, first)
-        with patches.undone():
+        with undone():
             install()
             ours = getattr(owner, name)
             assert ours is not first and ours.__wrapped__ is first
@@ -197,7 +197,7 @@ def test_users_wrappers_stay(name: str):
 def test_torchtitan():
     config = jobs.make_config("--fp8_flow_moe.cache_weights")
     model = jobs.make_model(config)
-    with patches.undone():
+    with undone():
         before = snapshot()
         converter.register()
         flavors.register_flavors()
@@ -211,7 +211,7 @@ def test_transformers_and_peft():
     adapter = pytest.importorskip("titan_fp8moe.transformers")
     if importlib.util.find_spec("peft") is not None:
         importlib.import_module("peft.tuners.lora")
-    with patches.undone():
+    with undone():
         before = snapshot()
         adapter.register()
         adapter.register()

@@ -93,8 +93,6 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         (["training.local_batch_size=-1"], "training.local_batch_size = -1; set it"),
         (["training.steps=0"], "training.steps = 0; set it"),
         (["training.dtype=bfloat16", "training.mixed_precision_param=float32"], ""),
-        (["optimizer.lr=-1"], "optimizer.lr = -1.0; set it to a number that is not negative"),
-        (["optimizer.lr=nan"], "optimizer.lr = nan; set it"),
     ],
     ids=str,
 )
@@ -113,9 +111,9 @@ def test_other_dtypes(setting: str):
 
 
 def test_a_folder_is_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, message in ((tmp_path, "a folder; name a TOML file in it"), (tmp_path / "none", "no such file")):
+    for name, message in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file or directory")):
         monkeypatch.setattr(sys, "argv", ["dry_run", str(name)])
-        with pytest.raises(SystemExit, match=re.escape(f"{name}: {message}")):
+        with pytest.raises(SystemExit, match=re.escape(f"{message}: '{name}'")):
             dry_run.from_command_line(None)
 
 

@@ -425,13 +425,6 @@ def test_examples_name_the_extra_that_they_need(monkeypatch: pytest.MonkeyPatch,
         runpy.run_path(str(Path(__file__).parents[1] / f"examples/{example}.py"))
 
 
-def test_a_version_without_fp8_weights_is_served(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "transformers.integrations.finegrained_fp8", None)
-    monkeypatch.delitem(sys.modules, "titan_fp8moe.transformers")
-    module = importlib.import_module("titan_fp8moe.transformers")
-    assert [*module._REGISTRIES.values()] == [moe.ALL_EXPERTS_FUNCTIONS]
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 SMALL = dict(

@@ -9,8 +9,7 @@ This module imports nothing of the package, so that every layer may use it.
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -95,23 +94,6 @@ def undo_all() -> None:
         change.undo()
     _changes.clear()
     _logged.clear()
-
-
-@contextmanager
-def undone() -> Iterator[None]:
-    """Runs a test without the changes made so far. At the end they are made again, and those of the test undone.
-
-    A test that replaces the same attributes itself does so around it, so that all are restored in turn."""
-    before, logged = dict(_changes), set(_logged)
-    undo_all()
-    try:
-        yield
-    finally:
-        undo_all()
-        for key, change in before.items():
-            change.make()
-            _changes[key] = change
-        _logged.update(logged)
 
 
 class _Target(NamedTuple):

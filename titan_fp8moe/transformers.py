@@ -37,22 +37,19 @@ warn_about_versions("transformers")
 
 try:
     import transformers
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 except ImportError as error:
     raise ImportError(
         "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install -e '.[transformers]' in a checkout"
     ) from error
 
-try:  # experts whose weights are stored in FP8 have a registry of their own, and get the reason why they are refused
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-except ImportError:
-    ALL_FP8_EXPERTS_FUNCTIONS = None
-
 NAME = "fp8_flow"
 _STAY = 'use model.set_experts_implementation("grouped_mm")'
-_REGISTRIES = {"transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS": ALL_EXPERTS_FUNCTIONS}
-if ALL_FP8_EXPERTS_FUNCTIONS is not None:
-    _REGISTRIES["transformers.integrations.finegrained_fp8:ALL_FP8_EXPERTS_FUNCTIONS"] = ALL_FP8_EXPERTS_FUNCTIONS
+_REGISTRIES = {
+    "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS": ALL_EXPERTS_FUNCTIONS,
+    "transformers.integrations.finegrained_fp8:ALL_FP8_EXPERTS_FUNCTIONS": ALL_FP8_EXPERTS_FUNCTIONS,  # stored in FP8
+}
 # What Transformers 5.17 to 5.24 say of experts. Without a check, what another version adds would be computed wrongly.
 _PROPERTIES = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 

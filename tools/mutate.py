@@ -43,7 +43,6 @@ TESTS = {
     "kernels/warm_up": ["test_warm_up.py"],
     "layer/on_meta": ["test_warm_up.py"],
     "warm_up": ["test_warm_up.py"],
-    "trainer/meta_layers": ["test_warm_up.py"],
     "kernels/": ["test_kernels_compile.py"],
     "dispatch/auto": ["test_auto.py", "distributed/test_auto.py"],
     "trainer/auto_dispatch": ["test_auto.py", "distributed/test_auto.py"],

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from titan_fp8moe import patches
+from tests.patched import undone
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.torchtitan03 import compiling
@@ -66,7 +66,7 @@ def test_all_sizes_of_the_buffers_have_graphs(monkeypatch, policy: str):
     monkeypatch.setitem(compiling._ATTENTION, f"{__name__}.Block", attention)
     torch._dynamo.reset()
     counters.clear()
-    with patches.undone():
+    with undone():
         blocks = [wrapped(Block(mask), policy) for mask in 3 * ("sliding", "full")]
         for block in blocks:
             assert compile_before_experts(block, backend="eager", fullgraph=True)

@@ -2,14 +2,13 @@
 
 import torch
 
-from tests.patched import assert_listed_and_undone, snapshot
+from tests.patched import assert_listed_and_undone, snapshot, undone
 from tests.torchtitan03.test_converter import convert, make_job
-from titan_fp8moe import patches
 from titan_fp8moe.torchtitan03 import cpu
 
 
 def test_torchtitan():
-    with patches.undone():
+    with undone():
         before = snapshot()
         if not torch.cuda.is_available():
             cpu.enable_cpu_training()

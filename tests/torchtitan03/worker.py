@@ -46,8 +46,8 @@ from titan_fp8moe.torchtitan03 import metrics, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
-from titan_fp8moe.torchtitan03.modules import Fp8FlowExperts
 from titan_fp8moe.trainer.cpu import compute_dtype
+from titan_fp8moe.trainer.experts import TitanExperts
 from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
@@ -224,7 +224,7 @@ def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
     """Of what FSDP gathers for the experts."""
     found = set()
     for part in parts:
-        experts = {id(p) for m in part.modules() if isinstance(m, Fp8FlowExperts) for p in m.parameters()}
+        experts = {id(p) for m in part.modules() if isinstance(m, TitanExperts) for p in m.parameters()}
         for module in part.modules():
             groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
             for p in (p for group in groups for p in group.fsdp_params if id(p.sharded_param) in experts):

@@ -13,7 +13,6 @@ Without it the routed experts are, or what --quantize names.
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -91,8 +90,6 @@ def _open(args: argparse.Namespace, overrides: list[str]) -> tuple[Source, set[s
         checkpoint = HuggingFaceSource(source)
         fp8 = _select(checkpoint, args.quantize, args.filter_fqns)
         return checkpoint, fp8, args.quantized_from, {}, args.assets or source
-    if not os.path.isfile(args.config):
-        raise ValueError(f"--config {args.config}: no such file")
     from titan_fp8moe.torchtitan.checkpoint import DcpSource, Job
 
     job = Job(args.config, overrides, args.world_size)

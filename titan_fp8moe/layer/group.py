@@ -20,20 +20,9 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.layer import on_meta, statistics
+from titan_fp8moe.layer import on_meta, operands, statistics
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, saved_fields, weight_grads
-from titan_fp8moe.layer.operands import (
-    Generations,
-    Read,
-    WeightCache,
-    aliases,
-    backward_operands,
-    forward_operands,
-    held,
-    held_by,
-    pack,
-    usable,
-)
+from titan_fp8moe.layer.operands import Generations, Read, WeightCache
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert, without_expert_dim
 from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable, refuse_export
@@ -53,8 +42,8 @@ def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: 
 
 def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN, Generations]:
     """The FFN's output (R, D) bf16, and what its backward needs. ``weights``: packed, of one expert."""
-    with held(weights):
-        (w13, w2), copies = forward_operands(weights)
+    with operands.held(weights):
+        (w13, w2), copies = operands.forward_operands(weights)
         a, saved = ffn.activate(ffn.product(Rows(rows.q, rows.scale), w13))
         return ffn.product(a, w2, None, ffn.dim), saved, copies
 
@@ -83,8 +72,8 @@ def group_backward(
 ) -> tuple[Tensor | None, GroupBackward]:
     """The gradient of the rows (R, D) bf16, None unless ``with_dx``, and the rest. ``dy``: of the output."""
     weights, x = one_expert(matrices), Rows(rows.q, rows.scale)
-    with held_by(read):
-        w13, w13_t, w2_t = backward_operands(weights, read, copies, ffn.backward, dy.q)
+    with operands.held_by(read):
+        w13, w13_t, w2_t = operands.backward_operands(weights, read, copies, ffn.backward, dy.q)
         saved = ffn.with_hidden(saved, x, w13)
         grads = ffn.hidden_gradients(dy, saved, w2_t)
         del saved, w2_t  # h is freed after its last use
@@ -122,8 +111,8 @@ def _linear(x_TK: Tensor, w: list[Tensor | None], dtype: torch.dtype, nan_flags:
     by copies."""
     packed = [w[0], None, None, *w[1:]]
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
-    with held(packed):
-        (weight,), copies = forward_operands(packed)
+    with operands.held(packed):
+        (weight,), copies = operands.forward_operands(packed)
         y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
     return [y, q, scale, end, *copies.there]
 
@@ -154,10 +143,10 @@ def _linear_flops(x_shape, w, *_: Any, **__: Any) -> int:
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, backward, cache, dtype):
-        packed = pack(one_expert(ExpertWeights(w1, w2, w3)), cache, backward.weights == "frozen")
+        packed = operands.pack(one_expert(ExpertWeights(w1, w2, w3)), cache, backward.weights == "frozen")
         specs = encode(ExpertSpec()), encode(backward)
         y, *tensors = _feed_forward_op(x_TD, packed.tensors, *specs, dtype, nan_flags)
-        ctx.save_for_backward(*aliases((w1, w2, w3)), *tensors)
+        ctx.save_for_backward(*operands.aliases((w1, w2, w3)), *tensors)
         ctx.spec, ctx.read, ctx.nan_flags, ctx.x_dtype = backward, packed.read(), nan_flags, x_TD.dtype
         return y
 
@@ -221,7 +210,7 @@ def feed_forward(
     _check_input(x, D)
     backward = config.backward._replace(weights="frozen") if frozen else config.backward
     refuse_export((x, *weights))
-    cache = usable(cache, weights.w1)
+    cache = operands.usable(cache, weights.w1)
     out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, backward, cache, _result_dtype(x))
     return out.view(x.shape)
 
@@ -248,11 +237,11 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
-        packed = pack(ExpertWeights(w.unsqueeze(0), None), cache, frozen)
+        packed = operands.pack(ExpertWeights(w.unsqueeze(0), None), cache, frozen)
         weight, _, _, *copies = packed.tensors
         y, q, x_scale, end, *generations = _linear_op(x_TK, [weight, *copies], dtype, nan_flags)
         kept = (None, None) if frozen else (q, x_scale)
-        ctx.save_for_backward(*aliases([w]), *kept, end, *generations)
+        ctx.save_for_backward(*operands.aliases([w]), *kept, end, *generations)
         ctx.config, ctx.read, ctx.nan_flags, ctx.x_dtype = config, packed.read(), nan_flags, x_TK.dtype
         return y
 
@@ -265,16 +254,16 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if needs_dx:
             weight: ExpertWeights[Any] = ExpertWeights(w.unsqueeze(0), None)
-            with held_by(ctx.read):
-                _, w_t, _ = backward_operands(weight, ctx.read, generations, BackwardSpec(), dy)
+            with operands.held_by(ctx.read):
+                _, w_t, _ = operands.backward_operands(weight, ctx.read, generations, BackwardSpec(), dy)
                 dx = ops.grouped_mm(dy_q, dy_scale, w_t.q, w_t.scale, end, ctx.x_dtype)[: dy.shape[0]]
         if needs_dw:
-            operands = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)
-            (dw,) = weight_grads(operands, ctx.config.wgrad, w.dtype, (w.unsqueeze(0),))
+            of_weight = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)
+            (dw,) = weight_grads(of_weight, ctx.config.wgrad, w.dtype, (w.unsqueeze(0),))
             dw = dw.squeeze(0)
         if statistics.collecting() and q is not None:
-            operands = Operand("x", Rows(q, scale), 1, w.shape[1]), Operand("dy", Rows(dy_q, dy_scale), 1, w.shape[0])
-            statistics.record([operands], [(w.unsqueeze(0),)], end, None, ctx.config.wgrad)
+            pair = Operand("x", Rows(q, scale), 1, w.shape[1]), Operand("dy", Rows(dy_q, dy_scale), 1, w.shape[0])
+            statistics.record([pair], [(w.unsqueeze(0),)], end, None, ctx.config.wgrad)
         return dx, dw, None, None, None, None, None
 
 
@@ -306,6 +295,6 @@ def linear(
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
     refuse_export((x, w))
-    cache = usable(cache, w)
+    cache = operands.usable(cache, w)
     out = _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags, frozen)
     return out.view(*x.shape[:-1], N)

@@ -19,7 +19,7 @@ from titan_fp8moe.layer.lora import Lora
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.run import experts_of, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.nn.grouped_mm import check_ends, expert_of_rows
+from titan_fp8moe.nn.grouped_mm import check_ends, check_plain, expert_of_rows
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.spec import ExpertSpec
 
@@ -97,23 +97,15 @@ def _check_inputs(
 ) -> None:
     """Rejects rows, ends and scores that do not fit; :func:`run_layer` checks the weights."""
     given = [t for t in (x, offs, scores) if t is not None]
-    if not all(isinstance(t, Tensor) for t in given):
-        kinds = ", ".join(type(t).__name__ for t in given)
-        raise ValueError(f"grouped_ffn: x, offs and scores must be tensors; got {kinds}; use torch.as_tensor")
-    if any(isinstance(t, DTensor) for t in (*given, *weights, *biases)):
-        raise ValueError(
-            "grouped_ffn: rows, weights and biases must be this rank's plain tensors, got a DTensor; use to_local()"
-        )
+    check_plain("grouped_ffn", "x, offs and scores", *given)
+    if any(isinstance(t, DTensor) for t in (*weights, *biases)):
+        raise ValueError("grouped_ffn: weights and biases must be plain tensors, got a DTensor; use to_local()")
     shapes = [tuple(t.shape) for t in given]
     if x.dim() != 2 or offs.shape != weights.w1.shape[:1] or (scores is not None and scores.shape != x.shape[:1]):
         raise ValueError(
             f"grouped_ffn: x must be (M, D), offs (E,) as w1 (E, H, D), and scores (M,) or None; got "
             f"{', '.join(map(str, shapes))} with w1 {tuple(weights.w1.shape)}"
         )
-    if offs.dtype != torch.int32:
-        raise ValueError(f"grouped_ffn: offs must be int32, got {offs.dtype}; use offs.int()")
     if scores is not None and scores.dtype != torch.float32:
         raise ValueError(f"grouped_ffn: scores must be fp32, got {scores.dtype}; use scores.float()")
-    if len(devices := {t.device for t in given}) > 1:
-        raise ValueError(f"grouped_ffn: x, offs and scores must be on one device, got {', '.join(map(str, devices))}")
     check_ends("grouped_ffn", offs, x.shape[0])

@@ -54,9 +54,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
-    if not all(isinstance(given, Tensor) for given in (x, w, offs)):
-        kinds = ", ".join(type(given).__name__ for given in (x, w, offs))
-        raise ValueError(f"grouped_mm: x, w and offs must be tensors; got {kinds}; use torch.as_tensor")
+    check_plain("grouped_mm", "x, offs and w", x, offs, w)
     if (x.dim(), w.dim(), offs.dim()) != (2, 3, 1) or x.shape[1] != w.shape[1] or offs.shape[0] != w.shape[0]:
         raise ValueError(
             "grouped_mm: x must be (M, K), w (E, K, N) and offs (E,); got "
@@ -66,20 +64,28 @@ def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
         raise ValueError(f"grouped_mm: x must be bf16, got {x.dtype}; use x.bfloat16()")
     if w.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"grouped_mm: w must be bf16 or fp32, got {w.dtype}; it is quantized here")
-    if offs.dtype != torch.int32:
-        raise ValueError(f"grouped_mm: offs must be int32, got {offs.dtype}; use offs.int()")
-    if len(devices := {t.device for t in (x, w, offs)}) > 1:
-        raise ValueError(f"grouped_mm: x, w and offs must be on one device, got {', '.join(map(str, devices))}")
     if w.shape[1] % 128 or w.shape[2] % 128:
         raise ValueError(
             f"grouped_mm: K and N must be multiples of 128, the width of an FP8 tile; got {w.shape[1]} and "
             f"{w.shape[2]}; use torch._grouped_mm for this layer"
         )
-    if any(isinstance(t, DTensor) for t in (x, w, offs)):
-        raise ValueError("grouped_mm: x, w and offs must be this rank's plain tensors, got a DTensor; use to_local()")
     check_rows("grouped_mm", x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
     check_caller(x)
     check_ends("grouped_mm", offs, x.shape[0])
+
+
+def check_plain(who: str, names: str, x: Tensor, offs: Tensor, *others: Tensor) -> None:
+    """Rejects arguments that are no plain tensors of one device, and ends of groups that are not int32."""
+    given = x, offs, *others
+    if not all(isinstance(t, Tensor) for t in given):
+        kinds = ", ".join(type(t).__name__ for t in given)
+        raise ValueError(f"{who}: {names} must be tensors; got {kinds}; use torch.as_tensor")
+    if any(isinstance(t, DTensor) for t in given):
+        raise ValueError(f"{who}: {names} must be this rank's plain tensors, got a DTensor; use to_local()")
+    if offs.dtype != torch.int32:
+        raise ValueError(f"{who}: offs must be int32, got {offs.dtype}; use offs.int()")
+    if len(devices := {t.device for t in given}) > 1:
+        raise ValueError(f"{who}: {names} must be on one device, got {', '.join(map(str, devices))}")
 
 
 def check_ends(who: str, offs: Tensor, num_rows: int) -> None:

@@ -26,7 +26,7 @@ from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_
 from titan_fp8moe.trainer import auto_dispatch, compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.experts import Placement
-from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, announce, make_plan
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, announce, make_plan
 
 NAME = "fp8_flow_moe"
 
@@ -62,7 +62,7 @@ class Fp8FlowMoEConverter(ModelConverter):
 
     def convert(self, model: nn.Module) -> None:
         plan = make_plan(
-            self._candidates(model),
+            *_candidates(model),
             self.config,
             check_layer=lambda name, layer: job_checks.check_layer(name, layer, self.config, self.layout),
             why_not_ffn=self._why_not_fp8,
@@ -92,13 +92,6 @@ class Fp8FlowMoEConverter(ModelConverter):
             in_order = [name for name, _ in model.named_modules() if name in by_name]
             metrics.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
 
-    def _candidates(self, model: nn.Module) -> Candidates:
-        modules = dict(model.named_modules())
-        layers = {name: module for name, module in modules.items() if isinstance(module, MoE)}
-        ffns = {f"{name}.{SHARED}": m.shared_experts for name, m in layers.items() if m.shared_experts is not None}
-        ffns |= {name: module for name, module in modules.items() if name.split(".")[-1] == DENSE}
-        return Candidates(layers, ffns, {name: m for name, m in modules.items() if isinstance(m, nn.Linear)})
-
     def _check_linear(self, name: str, linear: nn.Linear) -> None:
         if self.converts_linears:
             raise ValueError(
@@ -114,6 +107,15 @@ class Fp8FlowMoEConverter(ModelConverter):
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""
         WeightCache.clear_all()
+
+
+def _candidates(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """MoE layers, FFNs and linears."""
+    modules = dict(model.named_modules())
+    layers = {name: module for name, module in modules.items() if isinstance(module, MoE)}
+    ffns = {f"{name}.{SHARED}": m.shared_experts for name, m in layers.items() if m.shared_experts is not None}
+    ffns |= {name: module for name, module in modules.items() if name.split(".")[-1] == DENSE}
+    return layers, ffns, {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
 
 
 def prepare_torchtitan() -> None:

@@ -11,7 +11,6 @@ and needs no GPU. The peak of memory that it prints is an estimate (:mod:`titan_
 Arguments after the config are torchtitan's own overrides.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -31,13 +30,12 @@ from torchtitan.tools import utils
 from titan_fp8moe.dispatch.auto import ROOMS
 from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan import toml_file
-from titan_fp8moe.torchtitan.first_hour import check_corpora, check_tokenizer
+from titan_fp8moe.torchtitan.first_hour import check_corpora
 from titan_fp8moe.torchtitan.job_checks import expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan.memory import Estimate, estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
 from titan_fp8moe.trainer import auto_dispatch, dry_run
-from titan_fp8moe.trainer.dry_run import Built, MetaMoE
-from titan_fp8moe.trainer.meta_layers import Tokens
+from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
 
 _ENDS = ROOMS[0], ROOMS[-1]
 
@@ -65,7 +63,6 @@ def check_config(config: JobConfig) -> None:
     for section in ("training", *["validation"] * config.validation.enable):
         if (dataset := getattr(config, section).dataset) not in DATASETS:
             raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
-    check_tokenizer(config)
     check_corpora(config)
 
 
@@ -186,9 +183,6 @@ def _moe(module: Any) -> MetaMoE | None:
 
 
 def _load(path: str | None, overrides: list[str]) -> JobConfig:
-    if not os.path.isfile(str(path)):
-        is_folder = os.path.isdir(str(path))
-        raise ValueError(f"{path}: {'a folder; name a TOML file in it' if is_folder else 'no such file'}")
     config = toml_file.load(str(path), overrides)
     check_config(config)
     return config

@@ -1,4 +1,4 @@
-"""Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints, corpus, tokenizer.
+"""Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints and corpus.
 
 The converter checks the checkpoint that the job would resume from, and the dry run everything.
 """
@@ -83,19 +83,6 @@ def read_whole(folder: Path, remedy: str) -> tuple[Metadata, list[Path]]:
     return metadata, sorted(ends)
 
 
-def check_tokenizer(job: JobConfig) -> None:
-    """Warns of a tokenizer that is not on this machine.
-
-    Raises:
-        ValueError: the folder is there, without a file of which torchtitan makes a tokenizer.
-    """
-    folder = Path(job.model.hf_assets_path)
-    if not folder.is_dir():
-        logger.warning(f"model.hf_assets_path = {str(folder)!r}: there is no such folder on this machine; {_TOKENIZER}")
-    elif not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
-        raise ValueError(f"model.hf_assets_path = {str(folder)!r} has no tokenizer.json; {_TOKENIZER}")
-
-
 def check_corpora(job: JobConfig) -> None:
     """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a minute.
 
@@ -120,19 +107,12 @@ def _check_text(corpus: Path) -> None:
             continue
         with file.open(errors="replace") as lines:
             first = lines.readline()
-        if not _has_text(first):
+        try:
+            text = json.loads(first)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
             raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_CORPUS}')
 
 
-def _has_text(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line)["text"], str)
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
 _CORPUS = "tools/build_corpus.py makes a corpus of text files"
-_TOKENIZER = (
-    "name a folder with tokenizer.json: a downloaded model's, or that of tools/build_corpus.py, which makes one with a "
-    "corpus"
-)

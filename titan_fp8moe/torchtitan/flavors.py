@@ -59,14 +59,6 @@ def _with_validator(get_train_spec: Callable[[], TrainSpec]) -> Callable[[], Tra
 class MoEValidator(Validator):
     """torchtitan's validator, corrected for models with SDPA and without effect on the router's load balancing."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.parallel_dims.cp_enabled:
-            raise NotImplementedError(
-                "validation with context parallelism is untested; set validation.enable = false or "
-                "parallelism.context_parallel_degree = 1"
-            )
-
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:

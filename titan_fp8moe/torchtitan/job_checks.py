@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan.modules import down_projection
 from titan_fp8moe.trainer import preflight
-from titan_fp8moe.trainer.preflight import ExpertLayout, LayerSizes
+from titan_fp8moe.trainer.preflight import ExpertLayout
 
 # The classes of a MoE layer and its experts that conversion replaces. Subclasses may compute something else.
 _KNOWN = (MoE, GroupedExperts), (GptOssMoE, GptOssGroupedExperts)
@@ -30,7 +30,6 @@ def check_job(job: JobConfig) -> None:
         )
     config = job.fp8_flow_moe
     preflight.check_job(job, config, validation="validation")
-    preflight.check_learning_rate("optimizer.lr", job.optimizer.lr)
     if config.cache_weights and job.optimizer.early_step_in_backward:
         raise ValueError(
             "fp8_flow_moe.cache_weights keeps quantized weights for a whole step, but with "
@@ -104,4 +103,4 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
             "would not call; leave the layer in bf16 with fp8_flow_moe.filter_fqns"
         )
     num_experts, dim, hidden_dim = down_projection(layer.experts).shape
-    preflight.check_layer(name, LayerSizes(num_experts, dim, hidden_dim, layer.router.top_k), config, layout)
+    preflight.check_layer(name, num_experts, dim, hidden_dim, layer.router.top_k, config, layout)

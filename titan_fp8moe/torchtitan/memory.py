@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
@@ -40,6 +39,7 @@ from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE, down_projection
+from titan_fp8moe.trainer.experts import fsdp_shards
 
 T = TypeVar("T", "Part", "Weights")
 BF16, FP32 = torch.bfloat16.itemsize, torch.float32.itemsize
@@ -188,7 +188,7 @@ def _weights(*modules: nn.Module) -> Weights:
 
 def _weight(module: Any, param: nn.Parameter) -> Weights:
     local = local_of(param)
-    shards = _fsdp_shards(param)
+    shards = fsdp_shards(param)
     count, config = local.numel() * (shards or 1), None if module is None else cast(Fp8FlowMoEConfig, module.config)
     gathered = backward = unreduced = cached = 0
     if shards is not None:
@@ -205,15 +205,6 @@ def _weight(module: Any, param: nn.Parameter) -> Weights:
         backward += count * in_backward
     sharded = local.numel() * local.dtype.itemsize
     return Weights(sharded, 0 if shards is None else sharded, gathered, backward, unreduced, cached)
-
-
-def _fsdp_shards(param: nn.Parameter) -> int | None:
-    """Over how many ranks FSDP shards the parameter; None where it leaves it alone."""
-    if not isinstance(param, DTensor):
-        return None
-    mesh = param.device_mesh
-    sizes = [mesh.size(dim) for dim, name in enumerate(mesh.mesh_dim_names or ()) if name in ("fsdp", "efsdp")]
-    return sizes[0] if sizes else None
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

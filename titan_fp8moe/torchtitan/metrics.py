@@ -31,16 +31,11 @@ def _looking(should_log: Callable[..., bool]) -> Callable[..., bool]:
     def wrapper(self: MetricsProcessor, step: int) -> bool:
         for nan_watch in _watching:
             nan_watch.after_step(cast(list[nn.Module], self.model_parts), step)
-        _log_statistics(self, step)
+        if statistics.collecting():
+            log_statistics(self, step, utils.device_type)
+        every = cast(Any, self.job_config).fp8_flow_moe.statistics_every
+        if every and (step + 1) % every == 0:
+            statistics.collect()
         return should_log(self, step)
 
     return wrapper
-
-
-def _log_statistics(metrics: MetricsProcessor, step: int) -> None:
-    """Logs :mod:`titan_fp8moe.layer.statistics` every ``fp8_flow_moe.statistics_every`` steps."""
-    if statistics.collecting():
-        log_statistics(metrics, step, utils.device_type)
-    every = cast(Any, metrics.job_config).fp8_flow_moe.statistics_every
-    if every and (step + 1) % every == 0:
-        statistics.collect()

@@ -30,27 +30,17 @@ from torchtitan.trainer import Trainer
 
 from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan03 import job_checks, parallel
+from titan_fp8moe.torchtitan03 import job_checks, modules, parallel
 from titan_fp8moe.torchtitan03.lora import derive_adapted, owner_of
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
-from titan_fp8moe.torchtitan03.modules import (
-    Fp8FlowDispatcher,
-    Fp8FlowFeedForward,
-    Fp8FlowGatedFeedForward,
-    Fp8FlowGptOssExperts,
-    Fp8FlowGroupedExperts,
-    Fp8FlowLinear03,
-    Fp8FlowMoE,
-    Fp8FlowRoutedExperts,
-)
 from titan_fp8moe.trainer import auto_dispatch, compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.experts import Placement
-from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Candidates, Part, announce, make_plan
+from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Part, announce, make_plan
 
 _FFNS = {
-    FeedForward: Fp8FlowFeedForward.Config,
-    SigmoidGatedFeedForward: Fp8FlowGatedFeedForward.Config,
+    FeedForward: modules.Fp8FlowFeedForward.Config,
+    SigmoidGatedFeedForward: modules.Fp8FlowGatedFeedForward.Config,
 }
 
 
@@ -132,7 +122,9 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     dims = ParallelDims.from_config(job.parallelism, world_size)
     plan = make_plan(
-        _candidates(model, layers),
+        layers,
+        _ffns(model, layers),
+        places(model, Linear.Config),
         settings,
         check_layer=lambda name, place: job_checks.check_classes(name, place.config),
         why_not_ffn=lambda place: _why_not_fp8(place.config, dims.tp),
@@ -167,24 +159,23 @@ def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dic
     """Checks the job; says how tokens travel. The experts leave FSDP where it would gather and reduce them over one
     rank, for nothing."""
     layout = job_checks.expert_layout(job, dims)
+    one_graph = None if type(job.compile) is CompileConfig else "its trainer compiles whole steps"
+    way = auto_dispatch.prepare(settings, layout, one_graph)
     job_checks.check_job(job, settings)
     preflight.warn_about_settings(settings, layout.fsdp_shards)
     preflight.check_dispatch(settings, layout)
     for name, layer in layers.items():
         job_checks.check_layer(name, layer, settings, layout)
-    one_graph = None if type(job.compile) is CompileConfig else "its trainer compiles whole steps"
-    way = auto_dispatch.prepare(settings, layout, one_graph)
     return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job)), way
 
 
-def _candidates(model: Any, layers: dict[str, Place]) -> Candidates:
+def _ffns(model: Any, layers: dict[str, Place]) -> dict[str, Place]:
     ffns = {}
     for name, place in layers.items():
         if place.config.shared_experts is not None:
             ffns[f"{name}.{SHARED}"] = Place(place.config.shared_experts, place.config, SHARED)
     dense = places(model, FeedForward.Config)
-    ffns |= {name: place for name, place in dense.items() if name.split(".")[-1] == DENSE}
-    return Candidates(layers, ffns, places(model, Linear.Config))
+    return ffns | {name: place for name, place in dense.items() if name.split(".")[-1] == DENSE}
 
 
 def _check_linear(name: str, linear: Any, tp: int) -> None:
@@ -208,23 +199,23 @@ def _why_not_fp8(ffn: Any, tp: int) -> str | None:
 
 def _in_fp8(part: Part, settings: Fp8FlowMoEConfig) -> Any:
     old = part.module.config
-    kind = Fp8FlowLinear03.Config if part.kind == LINEAR else _FFNS[old._owner]
+    kind = modules.Fp8FlowLinear03.Config if part.kind == LINEAR else _FFNS[old._owner]
     return derive_adapted(old, kind, fp8_flow=settings)
 
 
 def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, shared: str) -> Any:
     routed = layer.routed_experts
     is_gpt_oss = routed.inner_experts._owner is GptOssGroupedExperts
-    kind = Fp8FlowGptOssExperts.Config if is_gpt_oss else Fp8FlowGroupedExperts.Config
+    kind = modules.Fp8FlowGptOssExperts.Config if is_gpt_oss else modules.Fp8FlowGroupedExperts.Config
     routed = derive(
         routed,
-        Fp8FlowRoutedExperts.Config,
+        modules.Fp8FlowRoutedExperts.Config,
         inner_experts=derive_adapted(routed.inner_experts, kind),
-        token_dispatcher=Fp8FlowDispatcher.Config(),
+        token_dispatcher=modules.Fp8FlowDispatcher.Config(),
         fp8_flow=settings,
         placement=placement,
     )
-    return derive(layer, Fp8FlowMoE.Config, routed_experts=routed, shared=shared)
+    return derive(layer, modules.Fp8FlowMoE.Config, routed_experts=routed, shared=shared)
 
 
 def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:

@@ -27,8 +27,7 @@ from torchtitan.trainer import Trainer
 from titan_fp8moe.torchtitan03.job_checks import expert_layout
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
 from titan_fp8moe.trainer import dry_run
-from titan_fp8moe.trainer.dry_run import Built, MetaMoE
-from titan_fp8moe.trainer.meta_layers import Tokens
+from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
 
 
 class _Allocates(Exception):

@@ -18,7 +18,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops.backend import emulating
 from titan_fp8moe.torchtitan03.lora import AdaptedExperts
 from titan_fp8moe.trainer import preflight
-from titan_fp8moe.trainer.preflight import ExpertLayout, LayerSizes
+from titan_fp8moe.trainer.preflight import ExpertLayout
 
 # The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else, and
 # other dispatchers send bf16. A config that LoRAConverter has frozen is another, of the same owner.
@@ -34,8 +34,6 @@ _KNOWN = (
 def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
     """The settings of a trainer's config, without its model."""
     preflight.check_job(job, config, validation="validator")
-    for index, group in enumerate(getattr(job.optimizer, "param_groups", ())):
-        preflight.check_learning_rate(f"lr of optimizer.param_groups[{index}]", group.optimizer_kwargs.get("lr", 0))
     if job.parallelism.spmd_backend == "full_dtensor":
         raise ValueError(
             "fp8_flow_moe computes on plain tensors, but parallelism.spmd_backend = 'full_dtensor' passes DTensors; "
@@ -112,10 +110,10 @@ def check_classes(name: str, layer: Any) -> None:
 def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """The dims of one MoE layer, on ranks of this layout."""
     experts = layer.routed_experts.inner_experts
-    sizes = LayerSizes(experts.num_experts, experts.dim, experts.hidden_dim, layer.router.top_k)
+    sizes = experts.num_experts, experts.dim, experts.hidden_dim, layer.router.top_k
     if getattr(experts, "lora_rank", 0) and layout.hidden_dim_shards > 1:
         raise ValueError(
             f"{name} has adapters of routed experts, whose hidden dim tensor parallelism would split; set "
             "parallelism.expert_parallel_degree > 1, or leave inner_experts out of LoRAConverter's target_modules"
         )
-    preflight.check_layer(name, sizes, config, layout)
+    preflight.check_layer(name, *sizes, config, layout)

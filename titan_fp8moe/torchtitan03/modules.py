@@ -30,16 +30,9 @@ from titan_fp8moe.torchtitan03.lora import AdaptedExperts, joined, make_factors
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 
 
-class Fp8FlowExperts(TitanExperts):
-    """Mixin that holds the parameters of routed experts, and of any adapters, which :class:`Fp8FlowRoutedExperts`
-    reads and configures."""
-
-    def forward(self, *_: Any) -> Tensor:
-        raise RuntimeError("the experts' GEMMs are a part of Fp8FlowRoutedExperts; call that")
-
-
-class Fp8FlowGroupedExperts(Fp8FlowExperts, AdaptedExperts):
-    """The experts of most models."""
+class Fp8FlowGroupedExperts(TitanExperts, AdaptedExperts):
+    """The experts of most models: parameters, and those of any adapters, which :class:`Fp8FlowRoutedExperts` reads and
+    configures. Their own forward, torchtitan's, is not called."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AdaptedExperts.Config):
@@ -58,7 +51,7 @@ class Fp8FlowGroupedExperts(Fp8FlowExperts, AdaptedExperts):
         return None if self.lora_scale is None else joined(self.lora_a, self.lora_b, self.lora_scale)
 
 
-class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):
+class Fp8FlowGptOssExperts(TitanExperts, GptOssGroupedExperts):
     """gpt-oss's, with biases and with gate and up interleaved in one weight."""
 
     @dataclass(kw_only=True, slots=True)
@@ -94,23 +87,6 @@ class Fp8FlowDispatcher(Configurable):
         self.ep_mesh = ep_mesh
 
 
-def run_experts(
-    layer: Any,
-    experts: Any,
-    x: Tensor,
-    topk_scores: Tensor,
-    topk_ids: Tensor,
-    meanwhile: Callable[[], Tensor] | None,
-    shared: "Fp8FlowFeedForward | None",
-) -> Tensor:
-    """(..., D) -> (..., D), scores and ids (..., K). ``layer`` has the settings, ``experts`` the parameters."""
-    D, K = x.shape[-1], topk_scores.shape[-1]
-    given = cast(TitanExperts, experts).for_layer(layer, layer.token_dispatcher.ep_mesh)
-    ffn = None if shared is None else shared.shared(shared.scores(x))
-    scores_TK = topk_scores.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
-    return run_layer(x.reshape(-1, D), topk_ids.reshape(-1, K), scores_TK, given, ffn, meanwhile).view(x.shape)
-
-
 class Fp8FlowRoutedExperts(RoutedExperts):
     """Dispatch, FFN and combine of the routed experts."""
 
@@ -123,7 +99,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.config, experts = config.fp8_flow, cast(Fp8FlowExperts, self.inner_experts)
+        self.config, experts = config.fp8_flow, cast(TitanExperts, self.inner_experts)
         experts.fp8_all_gather, experts.placement = config.fp8_flow.fp8_all_gather, config.placement
         add_cache(self)
 
@@ -140,7 +116,12 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         """(B, L, D) -> (B, L, D): each token's experts, plus the result of ``meanwhile`` (T, D) or ``shared`` experts.
 
         The counts are not used, since the experts sort routed pairs themselves."""
-        return run_experts(self, self.inner_experts, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, meanwhile, shared)
+        D, K = x_BLD.shape[-1], topk_scores_BLK.shape[-1]
+        experts = cast(TitanExperts, self.inner_experts).for_layer(self, cast(Any, self.token_dispatcher).ep_mesh)
+        ffn = None if shared is None else shared.shared(shared.scores(x_BLD))
+        scores_TK = topk_scores_BLK.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
+        ids_TK = topk_expert_ids_BLK.reshape(-1, K)
+        return run_layer(x_BLD.reshape(-1, D), ids_TK, scores_TK, experts, ffn, meanwhile).view(x_BLD.shape)
 
     def extra_repr(self) -> str:
         return self.config.describe()

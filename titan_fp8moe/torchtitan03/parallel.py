@@ -21,8 +21,9 @@ from torchtitan.protocols.module import Module
 
 from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts, has_memory_budget
-from titan_fp8moe.torchtitan03.modules import Fp8FlowExperts, Fp8FlowMoE
+from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp, put_fully_shard
+from titan_fp8moe.trainer.experts import TitanExperts
 
 
 def fsdp_has_work(job: Any) -> bool:
@@ -41,7 +42,7 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
     sharded = torch_fully_shard(module, **kwargs)
     for part in module if isinstance(module, list) else [module]:
         if getattr(part, "moe_enabled", False):
-            experts = [m for m in part.modules() if isinstance(m, Fp8FlowExperts) and not m.placement.in_fsdp]
+            experts = [m for m in part.modules() if isinstance(m, TitanExperts) and not m.placement.in_fsdp]
             leave_fsdp(part, [p for m in experts for p in m.parameters()])
     return sharded
 

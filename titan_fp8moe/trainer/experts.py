@@ -47,7 +47,7 @@ class TitanExperts(Fp8AllGather):
 
     def _apply(self, *args: Any, **kwargs: Any) -> "TitanExperts":
         # torchtitan calls to_empty() after fully_shard(), so the shards are there when this is called.
-        self.gathers_fp8 = self.fp8_all_gather and _fsdp_gathers(self.matrices().w1)
+        self.gathers_fp8 = self.fp8_all_gather and (fsdp_shards(self.matrices().w1) or 1) > 1
         super()._apply(*args, **kwargs)
         return self
 
@@ -80,13 +80,15 @@ class TitanExperts(Fp8AllGather):
         )
 
 
-def _fsdp_gathers(param: Tensor) -> bool:
+def fsdp_shards(param: Tensor) -> int | None:
+    """Over how many ranks FSDP shards the parameter; None where it leaves it alone."""
     if not isinstance(param, DTensor):
-        return False
+        return None
     mesh = param.device_mesh
     dims = zip(mesh.mesh_dim_names or (), mesh.shape, param.placements, strict=True)
     # FSDP's shards of experts that expert parallelism has sharded are a _StridedShard, which is_shard() denies.
-    return any(name not in _NOT_FSDP and size > 1 and not placement.is_replicate() for name, size, placement in dims)
+    sizes = [size for name, size, placement in dims if name not in _NOT_FSDP and not placement.is_replicate()]
+    return max(sizes, default=None)
 
 
 def gpt_oss_expert(limit: float, score_before_experts: bool = False) -> ExpertSpec:

@@ -36,22 +36,10 @@ class Part(NamedTuple):
     reason: str | None
 
 
-class Candidates(NamedTuple):
-    """The parts of a model that could run in FP8, by fully qualified names: modules, or what else the adapter converts.
-
-    Attributes:
-        layers: MoE layers.
-        ffns: shared experts and dense FFNs. The last part of a name says which.
-        linears: of which those inside of the others are left out.
-    """
-
-    layers: dict[str, Any]
-    ffns: dict[str, Any]
-    linears: dict[str, Any]
-
-
 def make_plan(
-    found: Candidates,
+    layers: dict[str, Any],
+    ffns: dict[str, Any],
+    linears: dict[str, Any],
     config: Fp8FlowMoEConfig,
     *,
     check_layer: Callable[[str, Any], None],
@@ -61,32 +49,35 @@ def make_plan(
     """Every module that could run in FP8, and why some do not. Checks all of them; changes nothing.
 
     Args:
+        layers, ffns, linears: MoE layers, shared experts and dense FFNs, and linears, by fully qualified names:
+            modules, or what else the adapter converts. The last part of an FFN's name says which it is. Linears inside
+            of the others are left out.
         check_layer, check_linear: raise ValueError for a MoE layer or a linear that was chosen and cannot run in FP8.
         why_not_ffn: the reason why an FFN stays as it is, or None.
 
     Raises:
         ValueError: for a model without MoE layers, or a string of ``filter_fqns`` or ``linear_fqns`` without a match.
     """
-    if not found.layers:
+    if not layers:
         raise ValueError(
             "fp8_flow_moe: the model has no MoE layer; choose a model with some, or remove what converts it: the "
             "converter, with_fp8_flow or --module titan_fp8moe.torchtitan03"
         )
-    filtered = preflight.matching([*found.layers, *found.ffns], config.filter_fqns, setting="filter_fqns")
+    filtered = preflight.matching([*layers, *ffns], config.filter_fqns, setting="filter_fqns")
     plan = []
-    for name, layer in found.layers.items():
+    for name, layer in layers.items():
         reason = "fp8_flow_moe.filter_fqns" if name in filtered else None
         if reason is None:
             check_layer(name, layer)
         plan.append(Part(name, MOE, layer, reason))
-    for name, ffn in found.ffns.items():
+    for name, ffn in ffns.items():
         reason = "fp8_flow_moe.filter_fqns" if name in filtered else why_not_ffn(ffn)
         plan.append(Part(name, name.split(".")[-1], ffn, reason))
     others = tuple(f"{part.name}." for part in plan)
-    linears = [name for name in found.linears if not name.startswith(others)]
-    for name in preflight.matching(linears, config.linear_fqns, setting="linear_fqns"):
-        check_linear(name, found.linears[name])
-        plan.append(Part(name, LINEAR, found.linears[name], None))
+    outside = [name for name in linears if not name.startswith(others)]
+    for name in preflight.matching(outside, config.linear_fqns, setting="linear_fqns"):
+        check_linear(name, linears[name])
+        plan.append(Part(name, LINEAR, linears[name], None))
     return plan
 
 

@@ -5,7 +5,6 @@ adapters' ``job_checks`` have the others, and limits of one release.
 """
 
 import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,65 +72,53 @@ def expert_layout(job: Any, dims: Any, *, expert_tensor_parallel: int = 1, token
 def matching(names: Sequence[str], parts: Sequence[str], *, setting: str) -> list[str]:
     """The names that have one of ``parts`` in them, followed by a dot. Each part must match a name."""
     for part in parts:
-        if not any(matches(name, [part]) for name in names):
+        if not any(part in f"{name}." for name in names):
             raise ValueError(
                 f"fp8_flow_moe.{setting} has {part!r}, which matches none of {', '.join(names)}; correct or remove it"
             )
-    return [name for name in names if matches(name, parts)]
+    return [name for name in names if any(part in f"{name}." for part in parts)]
 
 
-def matches(name: str, parts: Sequence[str]) -> bool:
-    """Whether the name, followed by a dot, has one of ``parts`` in it."""
-    return any(part in f"{name}." for part in parts)
-
-
-class LayerSizes(NamedTuple):
-    """The sizes of a MoE layer, of all ranks."""
-
-    num_experts: int
-    dim: int
-    hidden_dim: int
-    top_k: int
-
-
-def check_layer(name: str, sizes: LayerSizes, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
-    """The sizes of one MoE layer, on ranks of this layout."""
-    _check_dims(name, sizes, layout)
-    if sizes.num_experts % layout.expert_shards:
+def check_layer(
+    name: str, num_experts: int, dim: int, hidden_dim: int, top_k: int, config: Fp8FlowMoEConfig, layout: ExpertLayout
+) -> None:
+    """The sizes of one MoE layer, those of all ranks, on ranks of this layout."""
+    _check_dims(name, dim, hidden_dim, layout)
+    if num_experts % layout.expert_shards:
         raise ValueError(
-            f"{name}: {sizes.num_experts} experts do not divide over {layout.expert_shards} expert-parallel ranks; "
+            f"{name}: {num_experts} experts do not divide over {layout.expert_shards} expert-parallel ranks; "
             "choose a parallelism.expert_parallel_degree that divides them"
         )
     # FSDP must shard whole experts, since a 128x128 block has one scale.
-    if config.fp8_all_gather and sizes.num_experts % (layout.expert_shards * layout.fsdp_shards):
+    if config.fp8_all_gather and num_experts % (layout.expert_shards * layout.fsdp_shards):
         raise ValueError(
-            f"{name}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {sizes.num_experts} experts "
+            f"{name}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {num_experts} experts "
             f"do not divide over {layout.expert_shards} expert-parallel x {layout.fsdp_shards} FSDP ranks; set it to "
             "false, or raise parallelism.data_parallel_replicate_degree until they do"
         )
-    if layout.tokens * sizes.top_k > MAX_ROWS:
+    if layout.tokens * top_k > MAX_ROWS:
         raise ValueError(
-            f"{name}: {layout.tokens} tokens of a microbatch have {layout.tokens * sizes.top_k} rows for their "
-            f"top-{sizes.top_k} experts, but a rank can have {MAX_ROWS}; lower training.local_batch_size or "
+            f"{name}: {layout.tokens} tokens of a microbatch have {layout.tokens * top_k} rows for their "
+            f"top-{top_k} experts, but a rank can have {MAX_ROWS}; lower training.local_batch_size or "
             "training.seq_len"
         )
 
 
-def _check_dims(layer: str, sizes: LayerSizes, layout: ExpertLayout) -> None:
+def _check_dims(layer: str, dim: int, hidden_dim: int, layout: ExpertLayout) -> None:
     """Both dims are padded, the hidden dim on every rank."""
-    for name, size in (("model", sizes.dim), ("expert hidden", sizes.hidden_dim)):
+    for name, size in (("model", dim), ("expert hidden", hidden_dim)):
         if size % STEP:
             raise ValueError(
                 f"{layer}: {name} dim {size} is not a multiple of {STEP}; choose one, or leave the layer in bf16 with "
                 "fp8_flow_moe.filter_fqns"
             )
-    if sizes.hidden_dim % (STEP * layout.hidden_dim_shards):
+    if hidden_dim % (STEP * layout.hidden_dim_shards):
         remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
         if layout.expert_shards > 1:
             remedy = "set parallelism.expert_tensor_parallel_degree = 1"
         raise ValueError(
-            f"{layer}: expert hidden dim {sizes.hidden_dim} over {layout.hidden_dim_shards} tensor-parallel ranks is "
-            f"{sizes.hidden_dim / layout.hidden_dim_shards:g} per rank, not a multiple of {STEP}; {remedy}"
+            f"{layer}: expert hidden dim {hidden_dim} over {layout.hidden_dim_shards} tensor-parallel ranks is "
+            f"{hidden_dim / layout.hidden_dim_shards:g} per rank, not a multiple of {STEP}; {remedy}"
         )
 
 
@@ -157,11 +144,6 @@ def check_linear(name: str, out_features: int, in_features: int, shards: int) ->
 
 def compiles_model(job: Any) -> bool:
     return job.compile.enable and "model" in job.compile.components
-
-
-def check_learning_rate(setting: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{setting} = {value}; set it to a number that is not negative")
 
 
 def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
@@ -250,7 +232,7 @@ def check_hardware() -> str:
 
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """A backend may need all ranks of a group on one node, whose number torchrun tells; and it needs such a group."""
-    if not config.backend.single_node:
+    if config.dispatch == "auto" or not config.backend.single_node:  # auto may be on symmetric memory, of another job
         return
     local_ranks = None if _elsewhere else os.environ.get("LOCAL_WORLD_SIZE")
     ranks = layout.expert_shards * layout.hidden_dim_shards
