@@ -1,15 +1,12 @@
 """What users of torchtitan 0.3 switch on with FP8 layers: other optimizers and overrides, as far as a CPU goes."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
-from tests.processes import ROOT, time_limit
 from tests.torchtitan03.test_converter import build, by_registry, convert, flagged
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowMoE
@@ -67,19 +64,3 @@ def test_fused_swiglu():
     for name in ("fused_swiglu", "fused_grouped_experts"):
         with pytest.raises(ValueError, match="an ancestor of"):
             convert(flagged(f"{FUSED}.{name}"))
-
-
-MAIN = """
-from dataclasses import make_dataclass
-from torchtitan.models.common import moe
-moe.RoutedExperts.Config = make_dataclass("Config", ["w13", "w2", "token_dispatcher", "activation_fn"])
-import titan_fp8moe.torchtitan03
-"""
-
-
-def test_main_is_refused_by_name():
-    """torchtitan's main at 00a4c147, where gate and up are one parameter."""
-    command = [sys.executable, "-c", MAIN]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=time_limit(60))
-    message = "ImportError: titan_fp8moe.torchtitan03 is for MoE layers of torchtitan 0.3.0, but the installed 0.3"
-    assert message in done.stderr and "have activation_fn, token_dispatcher, w13, w2; install" in done.stderr
