@@ -13,7 +13,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from tests.jobs import CUSTOM_MODULE, cpu_only, make_config  # noqa: F401
 from tests.layer import refused
 from titan_fp8moe.torchtitan.dry_run import check_config
-from titan_fp8moe.torchtitan.first_hour import check_corpora, check_resumption
+from titan_fp8moe.torchtitan.first_hour import check_corpora, check_resumption, check_tokenizer
 
 DIMS = SimpleNamespace(dp_replicate=1, dp_shard=2)
 
@@ -119,6 +119,22 @@ def test_validation_corpus_without_text(tmp_path, validates):
     job.validation.enable = validates
     with refused(*["its first line is no"] * validates):
         check_corpora(job)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json", "vocab.txt", "config.json", None])
+def test_folder_without_a_tokenizer(tmp_path, caplog, file):
+    job = ConfigManager().parse_args([f"--model.hf_assets_path={tmp_path / 'assets'}"])
+    caplog.clear()
+    if file is None:  # perhaps it is where the job will run
+        check_tokenizer(job)
+        assert "assets': there is no such folder on this machine; name a folder with tokenizer.json" in caplog.text
+        return
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / file).write_text("{}")
+    said = ["model.hf_assets_path = ", "assets' has no tokenizer.json; name a folder"]
+    with refused(*said if file == "config.json" else []):
+        check_tokenizer(job)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

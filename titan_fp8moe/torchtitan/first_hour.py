@@ -1,4 +1,4 @@
-"""Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints and corpus.
+"""Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints, corpus, tokenizer.
 
 The converter checks the checkpoint that the job would resume from, and the dry run everything.
 """
@@ -83,6 +83,19 @@ def read_whole(folder: Path, remedy: str) -> tuple[Metadata, list[Path]]:
     return metadata, sorted(ends)
 
 
+def check_tokenizer(job: JobConfig) -> None:
+    """Warns of a tokenizer that is not on this machine.
+
+    Raises:
+        ValueError: the folder is there, without a file of which torchtitan makes a tokenizer.
+    """
+    folder = Path(job.model.hf_assets_path)
+    if not folder.is_dir():
+        logger.warning(f"model.hf_assets_path = {str(folder)!r}: there is no such folder on this machine; {_TOKENIZER}")
+    elif not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
+        raise ValueError(f"model.hf_assets_path = {str(folder)!r} has no tokenizer.json; {_TOKENIZER}")
+
+
 def check_corpora(job: JobConfig) -> None:
     """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a minute.
 
@@ -116,3 +129,7 @@ def _check_text(corpus: Path) -> None:
 
 
 _CORPUS = "tools/build_corpus.py makes a corpus of text files"
+_TOKENIZER = (
+    "name a folder with tokenizer.json: a downloaded model's, or that of tools/build_corpus.py, which makes one with a "
+    "corpus"
+)
