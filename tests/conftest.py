@@ -1,3 +1,4 @@
+import gc
 import os
 import time
 
@@ -64,6 +65,12 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session):
+    """What has been imported is no garbage of a test's."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ PRELOADED = [
     "torchdata.stateful_dataloader",
     "tyro",
     "titan_fp8moe",
+    "tests.frozen",
 ]
 TIMED_OUT = 124
 

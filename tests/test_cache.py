@@ -86,31 +86,14 @@ def _forward(cache, weights, frozen):
     return [g.tolist() for g in operands_module.forward_operands(packed)[1]]
 
 
-def _all_sampled(weights):
-    for w in weights:
-        w.data.mul_(0.99)  # its version stays, as in an EMA swap
-
-
-def _one_by_hand(weights):
-    with torch.no_grad():
-        weights[1][0, 3, 5] += 1
-
-
-def _replaced(weights):
-    weights.w2.data = weights.w2.detach().clone().neg()
-
-
-CHANGES = [_all_sampled, _one_by_hand, _replaced]
-
-
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
-def test_any_change_is_seen(change, frozen):
-    """Through ``.data`` by a foreign optimizer or an EMA swap; of a single value by hand; another tensor."""
+def test_a_change_of_one_value_is_seen(frozen):
+    """Of no sample, by hand. BETWEEN has other changes."""
     layer = Layer()
     layer.check()
     before = generations(layer.cache)
-    change(layer.weights)
+    with torch.no_grad():
+        layer.weights[1][0, 3, 5] += 1
     _forward(layer.cache, layer.weights, frozen)
     assert generations(layer.cache) != before
     layer.check()
