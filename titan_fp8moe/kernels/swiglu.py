@@ -233,6 +233,53 @@ def swiglu_quantize(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate
 
 
 @triton.jit
+def _sum_dy(dy, dy_scale, b2, partial, s, row, M, D: tl.constexpr, DIM: tl.constexpr, SCORE_FIRST: tl.constexpr,
+            TILE: tl.constexpr):  # fmt: skip
+    """What the rows of dy (M, D) give by themselves: the part of ds (ROWS,) that is b2's, and b2's gradient of the CTA,
+    which is stored to ``partial`` (D,) unless that is None."""
+    ds_row = tl.zeros((row.shape[0],), tl.float32)
+    for tile in tl.range(D // TILE):
+        y = _load_tiles(dy, tl.load(dy_scale + tile * M + row), row, tile, D, TILE)
+        if not SCORE_FIRST:
+            ds_row += tl.sum(y * _load_bias(b2, tile, 1, DIM, TILE), axis=1)
+            y *= s
+        if partial is not None:
+            tl.store(partial + tile * TILE + tl.arange(0, TILE), tl.sum(y, axis=0))
+    return ds_row
+
+
+@triton.jit
+def _store_sums(partial, dg, du, tile, H, N, GATED: tl.constexpr, PAIRED: tl.constexpr, TILE: tl.constexpr):
+    """Stores the CTA's sums of the biases' gradients, in the order of h's columns."""
+    if PAIRED is not None:
+        column = 2 * tile * TILE + tl.arange(0, 2 * TILE)
+        sums = tl.reshape(tl.join(tl.sum(dg, axis=0), tl.sum(du, axis=0)), (2 * TILE,))
+        tl.store(partial + column, sums, mask=column < N)
+    else:
+        column = tile * TILE + tl.arange(0, TILE)
+        tl.store(partial + column, tl.sum(dg, axis=0))
+        if GATED:
+            tl.store(partial + H + column, tl.sum(du, axis=0))
+
+
+@triton.jit
+def _store_gradients(
+    dh, dh_scale, dg, du, nan_flag, first, row, tile, M, H: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Quantizes gate's and up's gradients (ROWS, 128) into dh, at their tiles in h."""
+    if PAIRED is not None:
+        values, byte = quantize_tiles(_join(dg, du, ROWS, TILE), nan_flag)
+        pair_row, pair_tile = _pairs(first, tile, ROWS)
+        _store_pairs(dh, dh_scale, values, byte, pair_row, pair_tile, M, PAIRED, TILE)
+    elif GATED:
+        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE, nan_flag)
+        _store_tiles(dh, dh_scale, du, row, tile + H // TILE, M, 2 * H, TILE, nan_flag)
+    else:
+        _store_tiles(dh, dh_scale, dg, row, tile, M, H, TILE, nan_flag)
+
+
+@triton.jit
 def _swiglu_backward_kernel(
     d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, p0, p1, p2, gate_bias, up_bias, b2, dy,
     dy_scale, partial, H: tl.constexpr, E: tl.constexpr, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
@@ -263,13 +310,8 @@ def _swiglu_backward_kernel(
     if partial is not None:
         partial += tl.program_id(0).to(tl.int64) * (N + D)
     if dy is not None:
-        for tile in tl.range(D // TILE):
-            y = _load_tiles(dy, tl.load(dy_scale + tile * M + row), row, tile, D, TILE)
-            if not SCORE_FIRST:
-                ds_row += tl.sum(y * _load_bias(b2 + expert * DIM, tile, 1, DIM, TILE), axis=1)
-                y *= s
-            if partial is not None:
-                tl.store(partial + N + tile * TILE + tl.arange(0, TILE), tl.sum(y, axis=0))
+        sums = None if partial is None else partial + N
+        ds_row = _sum_dy(dy, dy_scale, b2 + expert * DIM, sums, s, row, M, D, DIM, SCORE_FIRST, TILE)
     # Scales are loaded one tile ahead by hand: Triton does not pipeline loads of single bytes.
     next_g_byte, next_u_byte = None, None
     if h_scale is not None and PAIRED is None:
@@ -281,8 +323,8 @@ def _swiglu_backward_kernel(
             next_tile = tl.minimum(tile + 1, H // TILE - 1)
             next_g_byte, next_u_byte = _load_scales(h_scale, row, next_tile, H, M, GATED, TILE)
         da = _load_tiles(d, None, row, tile, H, TILE)
-        pair_row, pair_tile = _pairs(first, tile, ROWS)
         if PAIRED is not None:
+            pair_row, pair_tile = _pairs(first, tile, ROWS)
             h_g, h_u = _split(_load_pairs(h, h_scale, pair_row, pair_tile, M, PAIRED, TILE), ROWS, TILE)
         else:
             h_g = _load_tiles(h, g_byte, row, tile, N, TILE)
@@ -301,25 +343,13 @@ def _swiglu_backward_kernel(
             out *= s
             da *= s
         dg, du = BACKWARD(g, u, da, p0, p1, p2)
-        if partial is not None and PAIRED is not None:
-            column = 2 * tile * TILE + tl.arange(0, 2 * TILE)
-            sums = tl.reshape(tl.join(tl.sum(dg, axis=0), tl.sum(du, axis=0)), (2 * TILE,))
-            tl.store(partial + column, sums, mask=column < N)
-        if partial is not None and PAIRED is None:
-            tl.store(partial + tile * TILE + tl.arange(0, TILE), tl.sum(dg, axis=0))
-            if GATED:
-                tl.store(partial + up_tile * TILE + tl.arange(0, TILE), tl.sum(du, axis=0))
+        if partial is not None:
+            _store_sums(partial, dg, du, tile, H, N, GATED, PAIRED, TILE)
         if SCORE_FIRST:
             ds_row += tl.sum(dg * h_g + du * h_u if GATED else dg * h_g, axis=1)
             dg *= s
             du *= s
-        if PAIRED is not None:
-            values, byte = quantize_tiles(_join(dg, du, ROWS, TILE), nan_flag)
-            _store_pairs(dh, dh_scale, values, byte, pair_row, pair_tile, M, PAIRED, TILE)
-        else:
-            _store_tiles(dh, dh_scale, dg, row, tile, M, N, TILE, nan_flag)
-            if GATED:
-                _store_tiles(dh, dh_scale, du, row, up_tile, M, N, TILE, nan_flag)
+        _store_gradients(dh, dh_scale, dg, du, nan_flag, first, row, tile, M, H, GATED, PAIRED, ROWS, TILE)
         if q is not None:
             _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
     if score is not None:
