@@ -76,6 +76,16 @@ def test_rows_of_zeros_do_not_count(generator, operand):
         check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), "balanced")
 
 
+def test_a_row_of_the_smallest_scale_counts(generator):
+    M = 128
+    for bytes_ in ((2, 2), (2, 3), (3, 2)):
+        x, x_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 100, 110)
+        dy, dy_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 180, 190)
+        for scale, byte in zip((x_scale, dy_scale), bytes_, strict=True):
+            scale.view(torch.uint8)[50] = byte
+        check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), "balanced")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_anti_correlated_rows(generator, mode):
     M, D, N = 128, 128, 256
