@@ -16,7 +16,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from experiments.reference import make_layer
 from tests import test_cpu_training
-from titan_fp8moe import ops, recipe, routed_experts
+from titan_fp8moe import Fp8FlowLinear, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.rows import Rows
@@ -81,6 +81,18 @@ def test_known_underflow():
     assert result["w/nan_tiles"] == 0 and result["a/underflow"] == 0
     assert result["w/exponent_max"] == 20 and result["w/exponent_min"] == -8
     assert result["w/row_spread_p99"] == 0  # w2 has one block a row
+
+
+def test_a_linear_counts_its_operands():
+    linear = Fp8FlowLinear(256, 128, device=DEVICE)
+    x = torch.ones(128, 256, device=DEVICE)
+    x[5, :128] = math.nan
+    x[6, 128:] = 0
+    statistics.collect()
+    linear(x.requires_grad_()).nan_to_num().sum().backward()
+    result = statistics.summarize(statistics.take(DEVICE))
+    assert result["x/nan_tiles"] == 1 and result["x/zero_tiles"] == 1 / 255
+    assert result["dy/exponent_max"] == -8 and "w/exponent_max" in result and "dh/nan_tiles" not in result
 
 
 def test_known_scales():
