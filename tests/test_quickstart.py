@@ -185,6 +185,7 @@ def test_the_quickstart_names_files_that_exist(tmp_path: Path, draws: str):
     """The picture of an earlier run is not this one's."""
     (tmp_path / "curves.png").touch()
     environment = dict(PATH=fake_python(tmp_path, PYTHON), OUT=str(tmp_path), DRAWS=draws, CUDA_VISIBLE_DEVICES="")
+    environment["VIRTUAL_ENV"] = "/its/venv" if draws else ""
     done = run_tool("quickstart.sh", **environment)
     assert done.returncode == 0, done.stderr
     assert f"table: {tmp_path}/table.txt" in done.stdout and ("curves:" in done.stdout) == bool(draws)
@@ -193,6 +194,7 @@ def test_the_quickstart_names_files_that_exist(tmp_path: Path, draws: str):
         assert f"-m titan_fp8moe.{module} " in next_steps
         assert (ROOT / f"titan_fp8moe/{module.replace('.', '/')}.py").exists()
     assert "cp train_configs/debug.toml my_run.toml" in next_steps
+    assert ("source /its/venv/bin/activate" in next_steps) == bool(draws)
 
 
 FAKE_PYTHON = """\
