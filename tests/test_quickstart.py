@@ -154,6 +154,13 @@ def test_a_wrong_config_file_is_found_before_imports(script: str):
     assert re.fullmatch(r".*CONFIG_FILE = train_configs/no_such.toml: no such file; .*\n", done.stderr)
 
 
+def test_training_without_torchtitan_names_the_environment(tmp_path: Path):
+    """A new shell after the quickstart, whose Python lacks even torchrun."""
+    done = run_tool("run_train.sh", PATH=fake_python(tmp_path, f'exec {sys.executable} -I -S "$@"'))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {tmp_path}/python3 lacks torchtitan; activate its environment")
+
+
 @pytest.mark.parametrize(("variables", "arguments", "said"), [
     ({"STEPS": "abc"}, "", "STEPS = abc; set it to a whole number from 1"),
     ({"STEPS": "0"}, "", "STEPS = 0; set it"),
