@@ -154,6 +154,13 @@ def test_a_wrong_config_file_is_found_before_imports(script: str):
     assert re.fullmatch(r".*CONFIG_FILE = train_configs/no_such.toml: no such file; .*\n", done.stderr)
 
 
+def test_training_without_torchtitan_names_the_environment(tmp_path: Path):
+    """A new shell after the quickstart, whose Python lacks even torchrun."""
+    done = run_tool("run_train.sh", PATH=fake_python(tmp_path, f'exec {sys.executable} -I -S "$@"'))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {tmp_path}/python3 lacks torchtitan; activate its environment")
+
+
 @pytest.mark.parametrize(("variables", "arguments", "said"), [
     ({"STEPS": "abc"}, "", "STEPS = abc; set it to a whole number from 1"),
     ({"STEPS": "0"}, "", "STEPS = 0; set it"),
@@ -185,6 +192,7 @@ def test_the_quickstart_names_files_that_exist(tmp_path: Path, draws: str):
     """The picture of an earlier run is not this one's."""
     (tmp_path / "curves.png").touch()
     environment = dict(PATH=fake_python(tmp_path, PYTHON), OUT=str(tmp_path), DRAWS=draws, CUDA_VISIBLE_DEVICES="")
+    environment["VIRTUAL_ENV"] = "/its/venv" if draws else ""
     done = run_tool("quickstart.sh", **environment)
     assert done.returncode == 0, done.stderr
     assert f"table: {tmp_path}/table.txt" in done.stdout and ("curves:" in done.stdout) == bool(draws)
@@ -193,6 +201,7 @@ def test_the_quickstart_names_files_that_exist(tmp_path: Path, draws: str):
         assert f"-m titan_fp8moe.{module} " in next_steps
         assert (ROOT / f"titan_fp8moe/{module.replace('.', '/')}.py").exists()
     assert "cp train_configs/debug.toml my_run.toml" in next_steps
+    assert ("source /its/venv/bin/activate" in next_steps) == bool(draws)
 
 
 FAKE_PYTHON = """\

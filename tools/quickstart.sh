@@ -114,6 +114,7 @@ echo "Losses of single steps jump where another kind of file begins, at the same
 [ -e "$OUT/curves.png" ] && echo "curves: $OUT/curves.png"
 echo "table: $OUT/table.txt"
 echo "next, in $(command -v python3):"
+[ -n "${VIRTUAL_ENV-}" ] && echo "  source $VIRTUAL_ENV/bin/activate   # once per shell"
 echo "  python3 -m titan_fp8moe.doctor   # what works on this machine"
 if [ $torchtitan = 0.2.2 ]; then
     echo "  cp $CONFIG_FILE my_run.toml   # then edit it: docs/configuration.md, docs/how-to.md"

@@ -17,6 +17,10 @@ if [ ! -f "$CONFIG_FILE" ]; then
     echo "error: CONFIG_FILE = $CONFIG_FILE: no such file; train_configs/ has some" >&2
     exit 2
 fi
+if ! python3 -c "import importlib.util as util; raise SystemExit(not util.find_spec('torchtitan'))"; then
+    echo "error: $(command -v python3) lacks torchtitan; activate its environment, such as: source .venv/bin/activate" >&2
+    exit 2
+fi
 LOG_RANK=${LOG_RANK:-0}
 NNODES=${NNODES:-1}
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-localhost:0}
