@@ -115,14 +115,14 @@ class Page(NamedTuple):
 
 
 def changed_in(root: Path) -> Callable[[set[str]], list[str]]:
-    """Folders of titan_fp8moe/ that differ between any of some commits and HEAD, and "its own files"."""
+    """Folders of titan_fp8moe/ that differ between any of some commits and HEAD, and "top level"."""
 
     def changed(commits: set[str]) -> list[str]:
         areas = set()
         for commit in commits:
             command = ["git", "-C", str(root), "diff", "--name-only", commit.rstrip("+"), "HEAD", "--", "titan_fp8moe"]
             names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-            areas |= {"its own files" if len(parts := Path(name).parts) == 2 else parts[1] for name in names}
+            areas |= {"top level" if len(parts := Path(name).parts) == 2 else parts[1] for name in names}
         return sorted(areas)
 
     return changed

@@ -1,6 +1,7 @@
 """Training through torchtitan's own command line, on CPU processes: the loss falls in bf16 and in FP8."""
 
 import json
+import logging
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
 from torchtitan.models import attention
 
-from tests.jobs import make_config
+from tests.jobs import make_config, make_model
 from tests.processes import ended_well, run_workers, time_limit
 from titan_fp8moe.torchtitan import flavors
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -149,6 +150,14 @@ def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(
 def test_memory_is_the_peak_of_the_process():
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB
     assert all(peak <= bytes_ < 1.1 * peak for bytes_ in cpu._cpu_device_module().memory_stats().values())
+
+
+def test_the_missing_grouped_gemm_is_no_news(caplog):
+    with caplog.at_level(logging.WARNING):
+        model = make_model(make_config())
+        logging.warning("other warnings")
+    assert not model.model_args.moe_args.use_grouped_mm
+    assert "grouped mm" not in caplog.text and "other warnings" in caplog.text
 
 
 def test_histc_takes_integers_too():
