@@ -140,7 +140,7 @@ def test_what_changed_since_a_commit(tmp_path):
     changed = check.changed_in(tmp_path)
     assert changed({second}) == [] and changed({first + "+", second}) == ["layer"]
     commit("3", own)
-    assert changed({first}) == ["top level", "layer"]
+    assert changed({first}) == ["layer", "top level"]
 
 
 def test_unused_records_go(tmp_path, monkeypatch):
