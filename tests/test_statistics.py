@@ -95,6 +95,17 @@ def test_a_linear_counts_its_operands():
     assert result["dy/exponent_max"] == -8 and "w/exponent_max" in result and "dh/nan_tiles" not in result
 
 
+def test_padding_behind_interleaved_gate_and_up_does_not_count():
+    """80 units take the first 160 of 256 columns, none of which is zero."""
+    w13, w2 = torch.ones(2, 160, 128, device=DEVICE) / 128, torch.ones(2, 128, 80, device=DEVICE) / 80
+    x, ids, scores = (torch.ones(n, k, device=DEVICE) for n, k in ((64, 128), (64, 1), (64, 1)))
+    statistics.collect()
+    out = routed_experts(x, w13.requires_grad_(), w2, None, ids.long(), scores, interleaved=True)
+    out.sum().backward()
+    result = statistics.summarize(statistics.take(DEVICE))
+    assert result["dh/underflow"] == 0 and result["dh/zero_tiles"] == 0
+
+
 def test_known_scales():
     x, a, dy, dh, weights, token_M = make_inputs()
     x[:] = 448
