@@ -142,7 +142,8 @@ def test_rows_do_not_depend_on_the_batch(on_kernels, generator):
             assert all(torch.equal(a, b[some]) for a, b in zip(got, want, strict=True))
             continue
         # NumPy's products of the same numbers have been seen to differ in their last bit, one of some hundred thousand.
-        for a, b, rounding in zip(got, want, (2**-7, 2**-7, 5e-7), strict=True):
+        # The scores' gradients are sums of products, which may cancel.
+        for a, b, rounding in zip(got, want, (2**-7, 2**-7, 1e-5), strict=True):
             assert (a != b[some]).sum() <= 2
             torch.testing.assert_close(a, b[some], rtol=rounding, atol=0)
 
