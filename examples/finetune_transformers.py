@@ -38,7 +38,7 @@ from transformers import (
 
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # many CPUs are slow in bf16
-ATTENTION = SDPBackend.CUDNN_ATTENTION if CUDA else SDPBackend.MATH  # PyTorch's choice is slower on Hopper
+ATTENTION = SDPBackend.CUDNN_ATTENTION if CUDA else SDPBackend.MATH  # whatever PyTorch would choose
 DIMS = {
     "tiny": dict(hidden_size=128, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, head_dim=32),
     "cpu": dict(hidden_size=256, moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2, head_dim=64),

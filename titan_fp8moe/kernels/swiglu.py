@@ -235,8 +235,8 @@ def swiglu_quantize(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate
 @triton.jit
 def _sum_dy(dy, dy_scale, b2, partial, s, row, M, D: tl.constexpr, DIM: tl.constexpr, SCORE_FIRST: tl.constexpr,
             TILE: tl.constexpr):  # fmt: skip
-    """What the rows of dy (M, D) give by themselves: the part of ds (ROWS,) that is b2's, and b2's gradient of the CTA,
-    which is stored to ``partial`` (D,) unless that is None."""
+    """Sums the CTA's rows of dy (M, D). Returns b2's part of ds (ROWS,). Stores b2's gradient to ``partial`` (D,), if it
+    is not None."""
     ds_row = tl.zeros((row.shape[0],), tl.float32)
     for tile in tl.range(D // TILE):
         y = _load_tiles(dy, tl.load(dy_scale + tile * M + row), row, tile, D, TILE)

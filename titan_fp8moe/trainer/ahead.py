@@ -22,10 +22,11 @@ from titan_fp8moe import patches
 
 
 def keep_host_ahead(trainer: type, utils: ModuleType | None = None) -> None:
-    """Changes ``train_step`` of torchtitan's ``Trainer``: the same results, and one wait less.
+    """Changes ``train_step`` of torchtitan's ``Trainer``: one wait less.
 
     0.2.2 divides the loss by a number where several ranks have data, and by a tensor on one rank. Here it is a tensor
-    on all; CUDA multiplies by the reciprocal of a number. The results are equal if the tokens are a power of two.
+    on all. CUDA multiplies by the reciprocal of a number, so the loss may differ in its last bit; it does not where the
+    number of tokens is a power of two.
 
     Args:
         utils: ``torchtitan.distributed.utils`` of 0.2.2. 0.3 sums on the device by itself.
@@ -85,7 +86,8 @@ def _ahead(train_step: Callable[..., None]) -> Callable[..., None]:
 def _stays_on_device(dist_sum: Callable[..., float]) -> Callable[..., float | Tensor]:
     @functools.wraps(dist_sum)
     def wrapper(x: Tensor, mesh: DeviceMesh | None = None, extra_pg: Any = None) -> float | Tensor:
-        if mesh is None or not x.is_cuda or torch.cuda.current_stream(x.device) != _copying(x.device):
+        of_this_step = x.is_cuda and torch.cuda.current_stream(x.device) == _copying(x.device)
+        if mesh is None or extra_pg is not None or not of_this_step:
             return dist_sum(x, mesh, extra_pg)
         return collectives.wait_tensor(collectives.all_reduce(x, "sum", mesh)).float()  # waits on the stream
 
