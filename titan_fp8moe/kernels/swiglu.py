@@ -235,8 +235,8 @@ def swiglu_quantize(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate
 @triton.jit
 def _sum_dy(dy, dy_scale, b2, partial, s, row, M, D: tl.constexpr, DIM: tl.constexpr, SCORE_FIRST: tl.constexpr,
             TILE: tl.constexpr):  # fmt: skip
-    """Sums the CTA's rows of dy (M, D). Returns b2's part of ds (ROWS,). Stores b2's gradient to ``partial`` (D,), if it
-    is not None."""
+    """Sums the CTA's rows of dy (M, D). Returns b2's part of ds (ROWS,), and stores b2's gradient to ``partial`` (D,),
+    unless that is None."""
     ds_row = tl.zeros((row.shape[0],), tl.float32)
     for tile in tl.range(D // TILE):
         y = _load_tiles(dy, tl.load(dy_scale + tile * M + row), row, tile, D, TILE)
