@@ -277,3 +277,9 @@ def test_launched_again_it_computes_and_refuses_memory_of_the_cpu():
     assert len(copy._compiled) == 1
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
         copy[(1,)](x.cpu(), y, SIZE=256)
+
+
+def test_a_cpu_is_no_hopper_unless_kernels_are_recorded():
+    assert not gemm_launch.is_hopper(BUFFER)
+    with launch.recording():
+        assert gemm_launch.is_hopper(BUFFER)

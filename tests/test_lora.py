@@ -25,6 +25,7 @@ from titan_fp8moe import (
     routed_experts,
 )
 from titan_fp8moe.layer.lora import lora_operands, split_lora
+from titan_fp8moe.ops import lora as lora_ops
 from titan_fp8moe.spec import ExpertSpec
 
 T, D, H, E, K = 300, 256, 128, 8, 3
@@ -133,6 +134,19 @@ def test_the_adapters_own_products():
         adapter = getattr(lora, name)
         want = torch.cat([r @ (SCALE * b @ a).T for r, a, b in zip(rows.split(128), *adapter[:2], strict=True)])
         assert cosine(got, want) > 0.999 and reference.relative_error(got, want) < 0.04
+
+
+def test_products_on_a_gpu_equal_the_recipe():
+    """Both ways also on a CPU, which has the grouped GEMMs that a GPU's way calls."""
+    ends = torch.tensor([128, 128, 384], dtype=torch.int32, device=DEVICE)
+    x, dy = ((q, recipe.column_major(s)) for q, s in map(recipe.quantize_rows, torch.randn(2, 384, 256, device=DEVICE)))
+    a, b = (torch.randn(3, *shape, device=DEVICE).bfloat16() / 16 for shape in ((16, 256), (256, 16)))
+    got, want = lora_ops._low_rank(*x, a, b, ends), recipe.low_rank(*x, a, b, ends)
+    assert reference.relative_error(got, want) < 0.01
+    for got, want in zip(
+        lora_ops._low_rank_grads(*x, *dy, a, b, ends), recipe.low_rank_grads(*x, *dy, a, b, ends), strict=True
+    ):
+        assert got.shape == want.shape and reference.relative_error(got, want) < 0.01
 
 
 def test_effect_on_4096_tokens():

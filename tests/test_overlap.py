@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
 from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED
 from titan_fp8moe.dispatch.symmetric import exchange
 from titan_fp8moe.dispatch.symmetric import ops as symmetric_ops
-from titan_fp8moe.dispatch.symmetric.workspace import Workspace
+from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace
 from titan_fp8moe.layer import experts
 from titan_fp8moe.layer.experts import InFlight, Inputs
 from titan_fp8moe.layer.saved import LayerSpec
@@ -306,6 +307,20 @@ def test_symmetric_transfers_run_beside_the_layer(group, monkeypatch):
         "publish [ wait pull_rows ] join grouped_mm grouped_mm "
         "[ push_sums wait ] grouped_mm_wgrad grouped_mm_wgrad join unpermute_gradients"
     )
+
+
+def test_results_of_a_transfer_are_not_filled():
+    """That would run on the layer's stream, after the transfer on another has begun to write them."""
+    sizes = Sizes(1, 1, 128, 1, 1)
+    at = Workspace(sizes, 0, [torch.zeros(sizes.nbytes, dtype=torch.uint8)], lambda: 1.0)
+    at.stream = at._forked = at._moved = mock.Mock()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with at.beside():
+            assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_rows_from_shared_memory_are_freed(mesh, monkeypatch):

@@ -268,6 +268,10 @@ def test_wrong_activations_are_refused(activation, parameters, message):
         ExpertSpec.of(activation, parameters)
 
 
+def test_defaults_of_an_expert():
+    assert ExpertSpec() == ExpertSpec.of() and not ExpertSpec().score_before_experts
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=encode)
 def test_operand_and_gradients(spec):
     """The recipe's forward and backward against autograd in float64."""

@@ -6,6 +6,7 @@ On a CPU the memory is shared files and gloo makes the group. On one GPU, proces
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -147,6 +148,27 @@ def check_compile(device: torch.device) -> None:
     for _ in range(2):
         batch = make_batch("uniform", device=device)
         check("compiled with fullgraph=True", same(run(batch, config, call=call), run(batch, Fp8FlowMoEConfig())))
+
+
+def check_deterministic(device: torch.device) -> None:
+    """``torch.use_deterministic_algorithms`` fills new memory, on the layer's stream: not over what has arrived."""
+    config, batch = Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2.5), make_batch("uniform", device=device)
+    want, beside = run(batch, config), workspace.Workspace.beside
+
+    @contextlib.contextmanager
+    def behind_a_busy_stream(self):
+        with beside(self):
+            if device.type == "cuda":
+                torch.cuda._sleep(20_000_000)  # cycles, 10 ms
+            yield
+
+    workspace.Workspace.beside = behind_a_busy_stream
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        check("deterministic algorithms", same(run(batch, config), want))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        workspace.Workspace.beside = beside
 
 
 def check_graph(device: torch.device) -> None:
@@ -363,6 +385,7 @@ def main() -> None:
     torch.manual_seed(int(os.environ.get("SEED", 0)) * 100 + dist.get_rank())
     check_routings(int(sys.argv[1]) if len(sys.argv) > 1 else 30, device)
     check_compile(device)
+    check_deterministic(device)
     check_checkpointing(device)
     if device.type == "cuda":
         check_graph(device)

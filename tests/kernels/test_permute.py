@@ -142,8 +142,8 @@ def pack_dispatch(*args):
     return payload
 
 
-# With 1024 and an odd top_k, payload rows end with the last scale.
-@pytest.mark.parametrize("D, views", [(128, True), (1024, False)])
+# With 1024 and an odd top_k, payload rows end with the last scale. With 1152 and top-1, a backward's rows are shorter.
+@pytest.mark.parametrize("D, views", [(128, True), (1024, False), (1152, False)])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_payloads_of_dispatch(generator, name, D, views):
     """Byte by byte; tests/test_recipe.py has what a payload must hold. Also the routing of those that arrive."""

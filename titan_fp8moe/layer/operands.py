@@ -109,9 +109,10 @@ class Copies:
     def note(self, groups: Groups) -> bool:
         """Notes a refresh by these weights, on the current stream. Returns whether they are other tensors than those of
         the last one, or have another version."""
+        self.ticket += 1
         if (weight := groups[0][0]).is_cuda:
             if torch.cuda.is_current_stream_capturing():
-                self.replayed, self.ticket = True, self.ticket + 1
+                self.replayed = True
                 return False  # the graph would repeat a forced refresh in every replay
             if self._raw_stream != (raw := torch._C._cuda_getCurrentRawStream(weight.get_device())):
                 stream = torch.cuda.current_stream(weight.device)
@@ -123,7 +124,7 @@ class Copies:
         if changed:
             self.key = key
             self._storages = [StorageWeakRef(w.untyped_storage()) for group in groups for w in group]
-        self.ticket = self._seen.ticket = self.ticket + 1
+        self._seen.ticket = self.ticket
         return changed
 
 

@@ -202,16 +202,20 @@ class Workspace:
     def beside(self) -> Iterator[None]:
         """Kernels that are launched in this context run after what the current stream has been given so far, and beside
         what it is given until :meth:`join`. Their memory is the current stream's: who calls this keeps it until
-        then."""
+        then. ``torch.use_deterministic_algorithms`` does not fill it: the fill would run after the fork, over results.
+        """
         if self.stream is None:
             yield
             return
         self._forked.record()
         self.stream.wait_event(self._forked)
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = False
         try:
             with launch.on_stream(self.stream):
                 yield
         finally:
+            torch.utils.deterministic.fill_uninitialized_memory = fills
             self._moved.record(self.stream)
 
     def join(self) -> None:
