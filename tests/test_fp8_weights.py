@@ -135,6 +135,10 @@ def test_misuse_is_named():
         routed_experts(x, q1, trained, q3, ids, scores)
     with refused("w2 must be contiguous e4m3", "of_blocks"):
         routed_experts(x, q1, Fp8Weight(q2.q, recipe.exp2(recipe.exponent(q2.scale))), q3, ids, scores)
+    with refused("w1 must be contiguous e4m3 (E, N, K), N and K multiples of 128"):
+        w1, w3 = (Fp8Weight(w.q[:, :112].contiguous(), w.scale[:, :0]) for w in (q1, q3))
+        w2 = Fp8Weight(q2.q[:, :, :112].contiguous(), q2.scale[:, :, :0])
+        routed_experts(x, w1, w2, w3, ids, scores)
     with refused("all of one dtype"):
         routed_experts(x, q1, q2.dequantize(), q3, ids, scores)
 

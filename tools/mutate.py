@@ -70,6 +70,7 @@ TESTS = {
     "nn/lora": ["test_lora.py"],
     "trainer/preflight": ["test_checks.py", "test_converter.py", "test_settings.py"],
     "trainer/cpu": ["test_versions.py", "test_compat.py", "test_cpu_training.py"],
+    "trainer/plan": [*ADAPTER, "test_checks.py", "test_export_fp8.py"],
     "trainer/": [*ADAPTER, "test_checks.py"],
     "config": ["test_checks.py", "test_settings.py", "test_moe.py"],
     "dispatch/": [
@@ -90,7 +91,7 @@ TESTS = {
     "nn/modules": ["test_public_api.py", "test_dense.py", "test_weights.py", "test_fp8_weights.py"],
     "ops/backend": ["test_ops.py", "test_moe.py", "test_exported.py"],
     "ops/self_check": ["test_doctor.py"],
-    "recipe": [*CORE, "kernels/test_permute.py"],
+    "recipe": [*CORE, "kernels/test_permute.py", "distributed/test_rows.py"],
     "doctor": ["test_doctor.py"],
     "versions": ["test_versions.py"],
     "": [*CORE, "test_shared_experts.py"],
