@@ -20,7 +20,7 @@ SWAPPED = "topk_ids and topk_scores seem swapped: torch.topk returns (scores, id
 def _check_not_swapped(topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int) -> None:
     """Raises ValueError for scores that are experts' numbers where all ids are 0, as converted scores are. One score
     for all is that of a router that has collapsed, or of a single token: normalized, and scaled by a whole number."""
-    if not topk_scores_TK.numel() or num_experts == 1 or topk_ids_TK.any():
+    if not topk_scores_TK.numel() or topk_ids_TK.any():
         return
     smallest, largest = topk_scores_TK.aminmax()
     if smallest < largest and 1 < largest < num_experts and torch.equal(topk_scores_TK, topk_scores_TK.round()):
