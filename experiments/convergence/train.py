@@ -9,7 +9,7 @@ rounding: what a run from scratch is worth.
 
 Everything is written as it happens, so that a run that is cut off can be used as far as it came:
 
-    DIR/NAME/log.jsonl   settings; per step loss, gradient norm, load; per evaluation held-out loss and router
+    DIR/NAME/log.jsonl   settings; per step loss and gradient norm; per evaluation held-out loss and router
 
 After a few steps the step is captured as a CUDA graph: models of this size otherwise wait for the host. The graph's
 loss and gradient norm are compared with an eager step's on the same batch; if they differ, or capture fails, the run
@@ -122,7 +122,7 @@ class StudyTrainer(Trainer):
         batch = (config.training.local_batch_size, config.training.seq_len)
         self.tokens, self.labels = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(2))
         self.num_tokens = torch.tensor(self.tokens.numel() / self.loss_scale, device=self.device)
-        self.result = torch.zeros(3, device=self.device)
+        self.result = torch.zeros(2, device=self.device)
         self.pending: list[Tensor] = []
         self.graph: torch.cuda.CUDAGraph | None = None
         self.use_graph = self.device.type == "cuda" and not args.no_graph
@@ -195,14 +195,12 @@ class StudyTrainer(Trainer):
         ).detach()
 
     def _step(self) -> None:
-        """torchtitan's train_step for one micro-batch without its logging; leaves loss, norm and load in ``result``."""
+        """torchtitan's train_step for one micro-batch without its logging; leaves loss and norm in ``result``."""
         loss = self._forward_backward()
         max_norm = float("inf") if self.change == "tiny" else self.job_config.training.max_norm
         grad_norm = clip_grad_norm_(self.model_parts[0].parameters(), max_norm, foreach=True)
-        counts = torch.stack([moe.tokens_per_expert for moe in self.moes])
-        max_violation = (counts.amax(1) / counts.mean(1) - 1).mean()
         self.optimizers.step()
-        self.result.copy_(torch.stack([loss / self.loss_scale, grad_norm / self.loss_scale, max_violation]))
+        self.result.copy_(torch.stack([loss, grad_norm]) / self.loss_scale)
 
     def _capture(self) -> None:
         """Captures the step, runs it, and compares it with the eager forward and backward of the same batch."""
@@ -220,7 +218,7 @@ class StudyTrainer(Trainer):
             torch.cuda.synchronize()
         except Exception as error:
             raise RuntimeError("the step cannot be captured; pass --no-graph") from error
-        (want_loss, want_norm), (loss, norm, _) = expected.tolist(), self.result.tolist()
+        (want_loss, want_norm), (loss, norm) = expected.tolist(), self.result.tolist()
         # A stress run may have broken by now.
         if not (np.isclose(loss, want_loss, 1e-3, 0, True) and np.isclose(norm, want_norm, 2e-2, 0, True)):
             difference = f"graph gives loss {loss}, norm {norm}; eager {want_loss}, {want_norm}"
@@ -249,16 +247,12 @@ class StudyTrainer(Trainer):
             input_dict, labels = as_batch(self.held_out[start : start + batch_size])
             with self.maybe_enable_amp:
                 pred = self.model_parts[0](input_dict["input"].to(self.device))
-                # torchtitan's loss, but per token.
                 targets = labels.to(self.device).flatten()
-                per_token = F.cross_entropy(pred.flatten(0, 1).float(), targets, reduction="none")
-            losses.append(per_token.double().view(labels.shape).mean(1))
+                losses.append(F.cross_entropy(pred.flatten(0, 1).float(), targets).double())
         for hook in hooks:
             hook.remove()
         self._reset_counts()  # torchtitan's MoE counts evaluated tokens too; the optimizer step has just reset them
-        per_window = torch.cat(losses)
-        record = {"step": step, "held_out_loss": per_window.mean().item()}
-        record["window_losses"] = [round(loss, 4) for loss in per_window.tolist()]
+        record = {"step": step, "held_out_loss": torch.stack(losses).mean().item()}
         record["max_violation"] = (counts.amax(1) / counts.mean(1) - 1).tolist()
         if self.args.clamp:
             record["clamped"] = (shares / len(losses)).tolist()
@@ -269,7 +263,7 @@ class StudyTrainer(Trainer):
             return
         first = self.step - len(self.pending) + 1
         for step, row in enumerate(torch.stack(self.pending).tolist(), first):
-            self._write({"step": step} | dict(zip(("loss", "grad_norm", "max_violation"), row, strict=True)))
+            self._write({"step": step} | dict(zip(("loss", "grad_norm"), row, strict=True)))
         self._write({"flushed": self.step, "seconds": time.monotonic() - self.start_time})
         self.pending.clear()
 
