@@ -78,7 +78,7 @@ def test_candidates_compute_the_same_layer(name, monkeypatch, tmp_path):
     """Of a model with clamps and biases, one without gates, and one whose shared expert has a gate."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     out = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", ["model_layers", "--tiny", "--trial", "--only", name, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["model_layers", "--tiny", "--only", name, "--out", str(out)])
     model_layers.main()  # raises where results are 0.15 apart
     found = json.loads(out.read_text())
     clamped = [model_layers.SWIGLU] if model_layers.MODELS[name].spec.activation == "clamped_swiglu" else []
@@ -98,7 +98,7 @@ def test_candidates_that_differ_end_the_run():
 def test_grouped_ffn_and_its_peers_compute_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     out = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", ["grouped_ffn", "--tiny", "--trial", "--only", "16B", "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["grouped_ffn", "--tiny", "--only", "16B", "--out", str(out)])
     grouped_ffn.main()  # raises where results are 0.15 apart
     found = json.loads(out.read_text())
     assert [r["reference"] for r in found] == [grouped_ffn.BF16_MM, grouped_ffn.ROUTED, grouped_ffn.PRODUCTS]

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.records import add_trial, require_commit, require_gpu, script_parser, write_records
-from experiments.timing import in_turn, medians
+from experiments.records import begin, record, script_parser, write_records
+from experiments.timing import elapsed_ms, in_turn, medians
 from titan_fp8moe import Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import kernels, workspace
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, Sizes, capacities
@@ -49,12 +49,6 @@ SHAPES = (
     Shape("16B", 4096, 2048, 6, 16, 1408),
     Shape("16B", 16384, 2048, 6, 16, 1408),
 )
-
-
-def record(name: str, shape: str, ms: float, reference: str, reference_ms: float) -> dict[str, Any]:
-    """One record of results.json."""
-    names = dict(name=name, shape=shape, value=ms, unit="ms", reference=reference)
-    return names | dict(reference_value=reference_ms, speedup=reference_ms / ms)
 
 
 def choose(shape: Shape, num_ranks: int, skewed: bool) -> Tensor:
@@ -93,19 +87,13 @@ def together() -> None:
     dist.all_gather_object([None] * dist.get_world_size(), None)
 
 
-def slowest_ms(run: Callable[[], object], repeats: int = 10) -> float:
+def slowest_ms(run: Callable[[], object]) -> float:
     """Milliseconds of the slowest rank, all of which begin together."""
     for _ in range(3):
         run()
     together()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    torch.cuda.synchronize()
     times: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(times, begin.elapsed_time(end) / repeats)
+    dist.all_gather_object(times, elapsed_ms(run, 10))
     return max(times)
 
 
@@ -225,17 +213,18 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
             where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
             for phase in ("dispatch", "combine"):
                 mine, theirs = ms[f"{phase} symmetric"], ms[f"{phase} all_to_all"]
-                yield record(f"ep_{phase}", where, theirs, "bf16", ms[f"{phase} bf16"])
+                yield record(f"ep_{phase}", where, "ms", theirs, "bf16", ms[f"{phase} bf16"])
                 for reference in ("all_to_all", "bf16"):
                     name = f"ep_{phase} dispatch=symmetric"
-                    yield record(name, where, mine, reference, ms[f"{phase} {reference}"])
+                    yield record(name, where, "ms", mine, reference, ms[f"{phase} {reference}"])
             del layer, phases, others, bf16, runs
             torch.cuda.empty_cache()
     for shape in SHAPES:
         if shape.name == "16B":
             ms = phases_in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
             where = f"{shape}, {dist.get_world_size()} GPUs"
-            yield record("ep_routed_experts dispatch=symmetric", where, ms["symmetric"], "all_to_all", ms["all_to_all"])
+            name = "ep_routed_experts dispatch=symmetric"
+            yield record(name, where, "ms", ms["symmetric"], "all_to_all", ms["all_to_all"])
 
 
 def measure(out: Path) -> None:
@@ -244,22 +233,19 @@ def measure(out: Path) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.manual_seed(rank)
-    for record in over_nvlink():
+    for found in over_nvlink():
         if rank == 0:
-            print(record, flush=True)
-            write_records(out, [record])
+            print(found, flush=True)
+            write_records(out, [found])
     together()
     os._exit(0)  # symmetric memory is left to the driver
 
 
 def main() -> None:
-    parser = script_parser(__doc__, out="add the records to this JSON file")
-    add_trial(parser)
-    args = parser.parse_args()
+    args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
     if "RANK" in os.environ:
         measure(args.out)
-    require_gpu()
-    require_commit(args.trial)
+    begin(args.trial)
     ranks = min(torch.cuda.device_count(), 8)
     if ranks < 2:
         sys.exit("error: ranks exchange tokens over NVLink, and this machine has one GPU")

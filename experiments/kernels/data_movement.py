@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from experiments.records import begin, script_parser, write_records
+from experiments.records import begin, record, script_parser, write_records
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.kernels import routing as routing_kernels
@@ -230,21 +230,20 @@ def device_copy(moved: int = 1 << 31) -> float:
 
 def records(layer: Layer, routing: str, case: Case, speeds: dict[str, float]) -> list[dict]:
     """A record for each reference; ``speeds`` are GB/s of the bytes that the case moves, ours first."""
-    value = speeds["ours"]
     shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
     shape += f"ranks {layer.ranks}{routing and ', '}{routing}"
     fields = {"layer": layer.name, "rows": layer.R, "E": layer.E, "routing": routing}
-    fields |= {"microseconds": round(case.bytes / value * 1e-3, 1)}
+    fields |= {"microseconds": round(case.bytes / speeds["ours"] * 1e-3, 1)}
     return [
-        dict(name=case.name, shape=shape, value=round(value, 1), unit="GB/s", **fields, reference=reference,
-             reference_value=round(speed, 1), speedup=round(value / speed, 3))
-        for reference, speed in speeds.items() if reference != "ours"
-    ]  # fmt: skip
+        record(case.name, shape, "GB/s", speeds["ours"], reference, speed, **fields)
+        for reference, speed in speeds.items()
+        if reference != "ours"
+    ]
 
 
 def main() -> None:
     args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
-    begin()
+    begin(args.trial)
     copy = device_copy()
     print(f"copy {copy:.0f} GB/s\n{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
     for layer in LAYERS:

@@ -1,7 +1,7 @@
 """An FFN on rows in expert order, forward and backward, next to three ``torch._grouped_mm`` on one Hopper GPU.
 
     python -m experiments.kernels.grouped_ffn --out experiments/kernels/results.json [--only 16B]
-    python -m experiments.kernels.grouped_ffn --out OUT.json --trial --tiny    # also on a CPU: do they agree?
+    python -m experiments.kernels.grouped_ffn --out OUT.json --tiny    # also on a CPU: do they agree?
 
 All candidates get the same rows, ends of groups and bf16 weights, return all gradients, and are one graph each. Group
 sizes are random, and no multiples of 128. Weights are quantized in each direction. Five candidates:
@@ -20,12 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.kernels.model_layers import measure
 from experiments.kernels.sonicmoe import BF16, UNIT, Step
-from experiments.records import add_trial, begin, require_commit, script_parser, within, write_records
+from experiments.records import begin, script_parser, within, write_records
 from experiments.reference import relative_error
 from experiments.throughput.variants import compile_whole
-from experiments.timing import ms_records, show
+from experiments.timing import median_ms, show, state_records
 from titan_fp8moe import grouped_ffn, grouped_mm, ops, routed_experts
 from titan_fp8moe.recipe import row_capacity
 
@@ -128,20 +127,18 @@ def main() -> None:
     parser = script_parser(__doc__, out="add the records to this JSON file", budget="shape")
     parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
-    add_trial(parser)
     args = parser.parse_args()
     if not args.tiny:
-        begin()
-    require_commit(args.trial)
+        begin(args.trial)
     for name in within(args.budget, args.only):
         sizes = Rows(256, 128, 4, 300) if args.tiny else SHAPES[name]
         steps = Problem(sizes, "cuda" if torch.cuda.is_available() else "cpu").candidates()
         apart = check(steps)
         shape = f"{name}, {sizes.M} rows, {sizes.E} experts"
-        times = measure(steps)
+        times = median_ms(steps)
         show(f"{shape}, {apart:.3f} apart", times)
         write_records(
-            args.out, ms_records("grouped_ffn", shape, times, OURS, [BF16_MM, ROUTED, PRODUCTS], UNIT, moves=MOVES)
+            args.out, state_records("grouped_ffn", shape, times, OURS, [BF16_MM, ROUTED, PRODUCTS], UNIT, moves=MOVES)
         )
         del steps
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from experiments.records import begin, script_parser, within, write_records
 from experiments.reference import relative_error
 from experiments.throughput.variants import MODELS
-from experiments.timing import launched, median_ms, ms_records, show
+from experiments.timing import median_ms, show, state_records
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, WeightCache
 
 BF16 = torch.bfloat16
@@ -169,7 +169,7 @@ def check(ours: Step, theirs: Step) -> float:
 
 def main() -> None:
     args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
-    begin()
+    begin(args.trial)
     for model, tokens in within(args.budget, itertools.product(SHAPES, TOKENS)):
         sizes = sizes_of(model)
         problem = Problem(sizes, tokens)
@@ -177,12 +177,12 @@ def main() -> None:
         steps |= {PEER: problem.sonicmoe(), GENERAL: problem.sonicmoe_any_routing()}
         shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
         apart = max(check(steps[CACHED], theirs) for theirs in (gate_first(steps[PEER]), steps[GENERAL]))
-        times = median_ms(steps, 5, launched(60))
+        times = median_ms(steps)
         show(f"{shape}, {apart:.3f} apart", times)
         for ms in times.values():
             ms[PEER] = min(ms[PEER], ms[GENERAL])
-        found = ms_records("routed_experts", shape, times, CACHED, [PEER], UNIT)
-        write_records(args.out, found + ms_records("routed_experts_with_weights", shape, times, OURS, [PEER], UNIT))
+        found = state_records("routed_experts", shape, times, CACHED, [PEER], UNIT)
+        write_records(args.out, found + state_records("routed_experts_with_weights", shape, times, OURS, [PEER], UNIT))
         del problem, steps
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from experiments.kernels.sonicmoe import BF16, UNIT, Problem, Step, check, sizes_of
 from experiments.records import begin, script_parser, within, write_records
-from experiments.timing import AFTER_IDLING, BACK_TO_BACK, busy_ms, launched, median_ms, ms_records, show
+from experiments.timing import AFTER_IDLING, BACK_TO_BACK, busy_ms, median_ms, show, state_records
 
 SHAPES = (("16B", 16384), ("16B", 6144), ("Qwen3-30B", 16384))
 OURS, NAME = "ours", "routed_experts_te"
@@ -157,7 +157,7 @@ def records(shape: str, lines: list[dict]) -> list[dict]:
     for kept in ("", KEPT):
         of = {n.removesuffix(KEPT): line for line in lines if (n := line["candidate"]).endswith(KEPT) == bool(kept)}
         times = {state: {n: line[state] for n, line in of.items()} for state in (BACK_TO_BACK, AFTER_IDLING)}
-        for record in ms_records(NAME + kept, shape, times, OURS, PEERS, UNIT):
+        for record in state_records(NAME + kept, shape, times, OURS, PEERS, UNIT):
             busy = dict(gpu_busy=of[OURS]["gpu_busy"], reference_gpu_busy=of[record["reference"]]["gpu_busy"])
             found.append(record | busy)
     return found
@@ -175,12 +175,12 @@ def require_grouped_gemm() -> None:
 
 def main() -> None:
     args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
-    begin()
+    begin(args.trial)
     require_grouped_gemm()
     for model, tokens in within(args.budget, SHAPES):
         sizes = sizes_of(model)
         steps = candidates(Problem(sizes, tokens))
-        times = median_ms(steps, 5, launched(60))
+        times = median_ms(steps)
         found = lines(times, {n: busy_ms(steps[n]) for n in times[BACK_TO_BACK]})
         shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
         show(shape, {key: {line["candidate"]: line[key] for line in found} for key in (*times, "gpu_busy")})

@@ -35,8 +35,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-from experiments.records import require_gpu, script_parser, write_records
-from experiments.transformers.run import CUDA, DEVICE, MODELS, TINY, Setting, milliseconds
+from experiments.records import begin, record, script_parser, write_records
+from experiments.timing import CUDA, elapsed_ms
+from experiments.transformers.run import DEVICE, MODELS, TINY, Setting
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight
 from titan_fp8moe.recipe import FP8, TILE, exp2, exponent
 from titan_fp8moe.transformers import NAME, converted, register
@@ -45,7 +46,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANK = 16
 CHUNK = 1024  # tokens whose logits exist at a time
-OURS, BF16 = "ours", "bf16"
+RECORD, OURS, BF16 = "lora_qwen3_30b", "ours", "bf16"
 IMPLEMENTATIONS = {OURS: NAME, "ours merged": NAME, BF16: "grouped_mm"}
 
 
@@ -149,7 +150,7 @@ def speed(setting: Setting, name: str, steps: int) -> dict[str, float] | None:
         first = float(trainer.step(tokens))  # compiles
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
-        ms = statistics.median(milliseconds(lambda: trainer.step(tokens)) for _ in range(steps))
+        ms = statistics.median(elapsed_ms(lambda: trainer.step(tokens)) for _ in range(steps))
     except torch.cuda.OutOfMemoryError:
         return None
     peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
@@ -166,7 +167,8 @@ def compare(setting: Setting, references: list[str], steps: int) -> list[dict]:
         there = found or dict.fromkeys(ours)  # None is recorded where memory does not suffice
         more = {key: ours[key] for key in ("peak_gib", "loss")}
         more |= {f"reference_{key}": there[key] for key in more}
-        records.append(record(setting.shape, name, ours["tokens_per_s"], there["tokens_per_s"], "tokens/s", **more))
+        speeds = ours["tokens_per_s"], name, there["tokens_per_s"]
+        records.append(record(RECORD, setting.shape, "tokens/s", *speeds, **more))
     return records
 
 
@@ -181,13 +183,8 @@ def losses(setting: Setting, steps: int) -> list[dict]:
         shape = f"{setting.shape}, loss after {steps} steps, seed {seed}"
         print(f"{shape}: first {found[OURS][0]:.4f}, last {last}", flush=True)
         more = dict(losses=found[OURS], reference_losses=found[BF16])
-        records.append(record(shape, BF16, last[OURS], last[BF16], "nats", **more))
+        records.append(record(RECORD, shape, "nats", last[OURS], BF16, last[BF16], **more))
     return records
-
-
-def record(shape: str, reference: str, value: float, there: float | None, unit: str, **more: Any) -> dict:
-    names = dict(name="lora_qwen3_30b", shape=shape, unit=unit, reference=reference)
-    return names | dict(value=value, reference_value=there, speedup=there and value / there) | more
 
 
 LAYERS = {"full": 48, "layers": 12, "loss": 4}
@@ -202,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
     if not args.tiny:
-        require_gpu()
+        begin(args.trial)
     for phase in args.phases:
         dims = MODELS["qwen3"].dims | dict(num_hidden_layers=LAYERS[phase], vocab_size=151936, pad_token_id=None)
         if args.tiny:

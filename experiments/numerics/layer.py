@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
-from experiments.records import script_parser, write_records
+from experiments.records import require_commit, script_parser, write_records
 from experiments.reference import make_layer, moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
@@ -189,6 +189,7 @@ def main() -> None:
     parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--activations", action="store_true", help="the table of activations alone")
     args = parser.parse_args()
+    require_commit(args.trial)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # On a CPU a quarter of the dims: the reference is slow.
     size = (

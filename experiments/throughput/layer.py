@@ -40,30 +40,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from experiments.records import (
-    add_trial,
-    exit_on_sigterm,
-    other_torch,
-    require_commit,
-    require_gpu,
-    script_parser,
-    write_records,
-    write_text,
-)
-from experiments.throughput.variants import (
-    ABLATIONS,
-    MODELS,
-    VARIANTS,
-    Bench,
-    Shape,
-    Variant,
-    variants,
-)
-from experiments.timing import in_turn, medians
+from experiments.records import begin, other_torch, record, script_parser, write_records, write_text
+from experiments.throughput.variants import ABLATIONS, MODELS, VARIANTS, Bench, Shape, Variant, variants
+from experiments.timing import CUDA, elapsed_ms, in_turn, medians
 from titan_fp8moe.torchtitan import parallel
 
 WORK = Path("outputs/throughput")
-CUDA = torch.cuda.is_available()
 ROUNDS, BLOCK_MS = 4, 80.0  # turns of a variant and their length
 MIN_STEPS = 5  # of a variant's turn
 REFERENCES = ("bf16", "bf16 whole", "bf16 fused", "bf16 fp32 bmm")
@@ -81,17 +63,7 @@ def elapsed(run: Callable[[], None], times: int, lead: int = 0) -> float:
     synchronize()
     for _ in range(lead):
         run()
-    start = time.perf_counter()
-    if CUDA:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-    for _ in range(times):
-        run()
-    if not CUDA:
-        return (time.perf_counter() - start) * 1e3 / times
-    events[1].record()
-    torch.cuda.synchronize()
-    return events[0].elapsed_time(events[1]) / times
+    return elapsed_ms(run, times)
 
 
 def warm_up(bench: Bench) -> dict[str, str]:
@@ -113,8 +85,7 @@ def warm_up(bench: Bench) -> dict[str, str]:
         if not ok:
             failed[name] = error or "failed on another rank"
             del bench.forwards[name]
-        if CUDA:
-            torch.cuda.empty_cache()  # other shapes share the GPU by now
+        torch.cuda.empty_cache()  # other shapes share the GPU by now
     return failed
 
 
@@ -161,10 +132,9 @@ def child(shape: Shape, args: argparse.Namespace) -> None:
     """Compiles, says so by a file, waits for a line on stdin, measures, writes the results and says that it is done."""
     rank, gpus = int(os.environ["RANK"]), args.gpus
     torch.manual_seed(rank)
-    if CUDA:
-        torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank)
     if gpus > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     parallel.install()
     chosen, missing = choose(shape, gpus, args.variants)
     bench = Bench(shape, gpus, chosen)
@@ -271,10 +241,8 @@ def records(result: dict) -> list[dict]:
     ):
         for name in (name for name in values if name.startswith("fp8")):
             for reference in (reference for reference in references(name) if reference in values):
-                r = {"name": record_name(name, title), "shape": label, "value": values[name], "unit": unit}
-                r |= {"reference": reference, "reference_value": values[reference]}
-                r["speedup"] = values[reference] / values[name]
-                out.append(r)
+                name_of = record_name(name, title)
+                out.append(record(name_of, label, unit, values[name], reference, values[reference]))
     return out
 
 
@@ -304,7 +272,7 @@ def save(result: dict, out: Path, work: Path = WORK) -> None:
 
 
 def measure_batch(
-    started: list[tuple[Shape, Processes]], results: dict[Shape, list[dict]], out: Path, begin: float, deadline: float
+    started: list[tuple[Shape, Processes]], results: dict[Shape, list[dict]], out: Path, start: float, deadline: float
 ) -> list[str]:
     """Waits until all have compiled, then measures one by one; returns what failed."""
     errors, failed = [], []
@@ -312,7 +280,7 @@ def measure_batch(
         errors.append(processes.wait("ready", deadline))
         if errors[-1]:
             processes.end()  # or what is left of it runs beside the measurements
-    print(f"compiled {errors.count(None)} of {len(started)} shapes, {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"compiled {errors.count(None)} of {len(started)} shapes, {time.monotonic() - start:.0f} s", flush=True)
     for (shape, processes), compile_error in zip(started, errors, strict=True):
         error = compile_error or processes.measure(deadline)
         processes.end()
@@ -324,7 +292,7 @@ def measure_batch(
         if error:
             failed.append(f"{shape}: {error}")
             print(f"{failed[-1]}\n{processes.logs()}")
-        print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"  {time.monotonic() - start:.0f} s", flush=True)
     return failed
 
 
@@ -335,22 +303,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=4, help="processes that compile at the same time")
     parser.add_argument("--budget", type=float, default=3600, help="seconds that all of it may take")
     models = [name for name in MODELS if name != "tiny"]
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=models, help="tiny is for a CPU")
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--experts", type=int, nargs="+", help="per GPU; default: what each model lists")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 8192, 4096], help="per GPU")
     parser.add_argument("--fp32", action="store_true", help="parameters in fp32, not bf16")
     what = f"of {', '.join(map(repr, VARIANTS))}; default: all, without ablations"
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=what)
-    add_trial(parser)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    on_cpu = {*args.models} == {"tiny"}
-    if not on_cpu:
-        require_gpu()
     shapes = [
         Shape(model, experts, tokens, args.fp32)
         for model in args.models
@@ -359,13 +323,12 @@ def main() -> None:
         for _ in range(args.processes)
     ]
     if args.child is not None:
-        return child(shapes[0], args)
-    if not on_cpu:
-        require_commit(args.trial)
-    exit_on_sigterm()
+        child(shapes[0], args)
+        return
+    begin(args.trial)
     args.out.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    deadline = begin + args.budget
+    start = time.monotonic()
+    deadline = start + args.budget
     results: dict[Shape, list[dict]] = {}
     failed = []
     with tempfile.TemporaryDirectory() as folder:
@@ -375,13 +338,12 @@ def main() -> None:
             batch = enumerate(shapes[first : first + args.together], first)
             started = [(shape, Processes(shape, Path(folder) / str(i), args)) for i, shape in batch]
             try:
-                failed += measure_batch(started, results, args.out, begin, deadline)
+                failed += measure_batch(started, results, args.out, start, deadline)
             finally:
                 for _, processes in started:
                     processes.end()
     if failed:
         sys.exit(f"error: shapes failed: {'; '.join(failed)}")
-    return None
 
 
 if __name__ == "__main__":

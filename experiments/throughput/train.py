@@ -37,16 +37,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from experiments.provenance import environment
-from experiments.records import (
-    add_trial,
-    exit_on_sigterm,
-    other_torch,
-    require_commit,
-    require_gpu,
-    script_parser,
-    write_records,
-    write_text,
-)
+from experiments.records import begin, other_torch, record, script_parser, write_records, write_text
 from experiments.tables import markdown
 
 CONFIG = "experiments/throughput/train.toml"
@@ -292,7 +283,7 @@ def records(
 ) -> list[dict]:
     """Of each FP8-Flow variant, the median of its completed runs against those of the references and the defaults, and
     of both the spread: largest less smallest, relative to the median. ``measured`` has a result's keys, their units and
-    what they add to a record's name; with such an addition less is better."""
+    what they add to a record's name."""
     out = []
     for key, unit, suffix in measured:
         values = {}
@@ -303,10 +294,8 @@ def records(
         spread = {variant: (max(v) - min(v)) / median[variant] for variant, v in values.items() if len(v) > 1}
         for variant in (name for name in median if name.startswith("fp8_flow")):
             for reference in [v for v in median if v != variant and not v.startswith("fp8_flow:")]:
-                ratio = median[variant] / median[reference]
-                r = dict(name=record_name(model, variant, suffix), shape=shape, value=median[variant], unit=unit,
-                         reference=reference, reference_value=median[reference],
-                         speedup=1 / ratio if suffix else ratio)  # fmt: skip
+                name = record_name(model, variant, suffix)
+                r = record(name, shape, unit, median[variant], reference, median[reference])
                 if variant in spread and reference in spread:
                     r |= {"spread": {"ours": spread[variant], "reference": spread[reference]}}
                 out.append(r)
@@ -329,7 +318,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--cuda-graphs", action="store_true", help="torchtitan 0.3's, of whole steps")
     p.add_argument("--steps", type=int, default=40, help="a multiple of 10")
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
-    add_trial(p)
     p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, --name=value, after --")
     return p
 
@@ -363,12 +351,10 @@ def main() -> None:
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="a repeat for each")
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
     args = p.parse_args()
-    require_gpu()
-    require_commit(args.trial)
+    begin(args.trial)
     if args.torchtitan == "0.2.2":
         require_fit(args.variants, args.gpus)
     args.begin = time.monotonic()
-    exit_on_sigterm()
     shape = finish(args, "train")
     # Only runs of one machine, state and length are compared.
     made = {key: environment()[key] for key in ("hardware", "versions", "commit")} | {"steps": args.steps}

@@ -38,12 +38,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from experiments.records import require_gpu, script_parser, write_records
-from experiments.timing import elapsed_ms, in_turn, medians
+from experiments.records import begin, record, script_parser, write_records
+from experiments.timing import CUDA, elapsed_ms, in_turn, medians
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.transformers import NAME, converted, register
 
-CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE, BATCHED = "grouped_mm", "batched_mm"
 PHASES = ("eager", "training", "decode", "frozen", "compiled", "compiled_frozen")
@@ -116,23 +115,10 @@ TINY = dict(
 )  # fmt: skip
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    if CUDA:
-        return elapsed_ms(run)
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
-
-
 def take_turns(runs: dict[str, Callable[[], object]], rounds: int, times: int) -> dict[str, float]:
     """Median over the rounds of the milliseconds per call; a turn is ``times`` calls back to back."""
-
-    def repeat(run: Callable[[], object]) -> None:
-        for _ in range(times):
-            run()
-
-    timers = {name: functools.partial(milliseconds, functools.partial(repeat, run)) for name, run in runs.items()}
-    return {name: ms / times for name, ms in medians(in_turn(timers, rounds)).items()}
+    timers = {name: functools.partial(elapsed_ms, run, times) for name, run in runs.items()}
+    return medians(in_turn(timers, rounds))
 
 
 class Bench:
@@ -147,10 +133,7 @@ class Bench:
     def record(self, what: str, value: float, reference: str, reference_value: float, unit: str, **more: Any) -> dict:
         shape = f"{self.setting.shape}, {self.setting.batch} x {self.setting.length} tokens, {what}"
         shape += ", cuDNN attention" if self.cudnn and unit != "ms" else ""  # one token has PyTorch's choice
-        # Less is better where the unit is a time.
-        ratio = reference_value / value if unit == "ms" else value / reference_value
-        names = dict(name=f"transformers_{self.name}", shape=shape, unit=unit, reference=reference)
-        return names | dict(value=value, reference_value=reference_value, speedup=ratio) | more
+        return record(f"transformers_{self.name}", shape, unit, value, reference, reference_value, **more)
 
     def step(self, implementation: str, call: Any) -> Tensor:
         self.model.set_experts_implementation(implementation)
@@ -255,16 +238,11 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, start: float)
             continue
         records = getattr(bench, phase)()
         bench.model.set_experts_implementation(NAME)
-        for record in records:
-            record["experts_in_fp8"] = len(converted(bench.model))
-            extra = (
-                f", {record['peak_gib']:.1f} / {record['reference_peak_gib']:.1f} GiB" if "peak_gib" in record else ""
-            )
-            print(
-                f"{record['name']} {record['shape']}: {record['value']:,.4f} {record['unit']}, {record['reference']} "
-                f"{record['reference_value']:,.4f} ({record['speedup']:.3f}x){extra}",
-                flush=True,
-            )
+        for r in records:
+            r["experts_in_fp8"] = len(converted(bench.model))
+            line = f"{r['shape']}: {r['value']:,.4f} {r['unit']}, {r['reference']} {r['reference_value']:,.4f}"
+            peaks = f", {r['peak_gib']:.1f} / {r['reference_peak_gib']:.1f} GiB" if "peak_gib" in r else ""
+            print(f"{name}, {line} ({r['speedup']:.3f}x){peaks}", flush=True)
         write_records(args.out / "results.json", records)
 
 
@@ -280,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
     if not args.tiny:
-        require_gpu()
+        begin(args.trial)
     start = time.perf_counter()
     register(Fp8FlowMoEConfig())
     for name in args.models:
