@@ -49,15 +49,15 @@ class Sizes(NamedTuple):
 
 def sizes_of(model: str) -> Sizes:
     layer = MODELS[model]
-    return Sizes(layer.D, layer.H, layer.experts[0], layer.top_k)
+    return Sizes(layer.D, layer.H, layer.experts, layer.top_k)
 
 
 class Problem:
-    """Inputs of routed experts, of which this rank of ``ranks`` has its share."""
+    """Inputs of routed experts, and the candidates."""
 
-    def __init__(self, sizes: Sizes, tokens: int, device: str = "cuda", ranks: int = 1):
+    def __init__(self, sizes: Sizes, tokens: int, device: str = "cuda"):
         D, H, E, K = sizes
-        self.sizes, self.experts = sizes, RoutedExperts(E // ranks, D, H, device=device, dtype=BF16)
+        self.sizes, self.experts = sizes, RoutedExperts(E, D, H, device=device, dtype=BF16)
         self.x = torch.randn(tokens, D, device=device, dtype=BF16).requires_grad_()
         self.dout = torch.randn_like(self.x)
         self.ids = torch.rand(tokens, E, device=device).topk(K, sorted=False).indices

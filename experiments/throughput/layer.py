@@ -2,22 +2,22 @@
 
     python -m experiments.throughput.layer --out experiments/throughput            # one GPU
     python -m experiments.throughput.layer --out experiments/throughput --gpus 2   # experts over two
-    python -m experiments.throughput.layer --out experiments/throughput --models 671B --experts 64 --tokens 16384 \
+    python -m experiments.throughput.layer --out experiments/throughput --models 671B --tokens 16384 \
         --variants bf16 "bf16 fused" fp8 "fp8 with weight quantization"            # less than a minute
 
 The layers are torchtitan's ``MoE`` with the same parameters, bf16 unless ``--fp32``;
 :mod:`experiments.throughput.variants` has the models and the variants. Router, shared experts and combine are inside
 the time. References are bf16: ``bf16`` is parallelized and compiled by torchtitan's functions, ``bf16 whole`` is the
-same layer as one graph, ``bf16 fused`` the strongest one, and ``bf16 fp32 bmm`` what torchtitan runs under FSDP. On one
-GPU FP8-Flow's layer is one graph too, as in training.
+same layer as one graph, and ``bf16 fused`` the strongest one. On one GPU FP8-Flow's layer is one graph too, as in
+training.
 
 Variants take turns in blocks of back-to-back steps, in an order drawn anew for each round. The record ``moe_layer``
 leaves FSDP and the quantization of weights out; ``moe_layer_with_weights`` quantizes them in every forward and
 backward. Where they are kept for four microbatches, each bears a fourth of the time.
 
 A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Records are
-written after each to ``results.json``, every round's times to ``outputs/throughput``. A variant that fails, as when
-memory runs out, is named with its error and left out. After ``--budget`` seconds the script ends with what it has.
+written after each to ``results.json``. A variant that fails, as when memory runs out, is named with its error and left
+out. After ``--budget`` seconds the script ends with what it has.
 """
 
 import argparse
@@ -45,10 +45,9 @@ from experiments.throughput.variants import ABLATIONS, MODELS, VARIANTS, Bench, 
 from experiments.timing import CUDA, elapsed_ms, in_turn, medians
 from titan_fp8moe.torchtitan import parallel
 
-WORK = Path("outputs/throughput")
 ROUNDS, BLOCK_MS = 4, 80.0  # turns of a variant and their length
 MIN_STEPS = 5  # of a variant's turn
-REFERENCES = ("bf16", "bf16 whole", "bf16 fused", "bf16 fp32 bmm")
+REFERENCES = ("bf16", "bf16 whole", "bf16 fused")
 
 
 def synchronize() -> None:
@@ -119,11 +118,9 @@ def measure(bench: Bench, failed: dict[str, str], rounds: int, block_ms: float) 
     return result | {"ms": ms, "saved_bytes_per_token": saved_bytes}
 
 
-def choose(shape: Shape, gpus: int, names: list[str] | None) -> tuple[dict[str, Variant], dict[str, str]]:
-    """What ``names``, None for all, mean for a shape: its variants, and the reasons why others are missing."""
+def choose(shape: Shape, gpus: int, names: list[str]) -> tuple[dict[str, Variant], dict[str, str]]:
+    """What ``names`` mean for a shape: its variants, and the reasons why others are missing."""
     there = variants(shape, gpus)
-    if names is None:
-        return {name: variant for name, variant in there.items() if name not in ABLATIONS}, {}
     missing = {name: f"not a variant of this layer on {gpus} GPU(s)" for name in names if name not in there}
     return {name: there[name] for name in names if name in there}, missing
 
@@ -163,9 +160,8 @@ class Processes:
             s.bind(("", 0))
             port = s.getsockname()[1]
         command = [sys.executable, "-m", "experiments.throughput.layer", "--out", str(args.out)]
-        command += ["--models", shape.model, "--experts", str(shape.experts), "--tokens", str(shape.tokens)]
-        command += ["--child", str(folder), "--gpus", str(args.gpus), *["--fp32"] * args.fp32]
-        command += ["--variants", *args.variants] if args.variants else []
+        command += ["--models", shape.model, "--tokens", str(shape.tokens), *["--fp32"] * args.fp32]
+        command += ["--child", str(folder), "--gpus", str(args.gpus), "--variants", *args.variants]
         self.processes = []
         for rank in range(args.gpus):
             env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "localhost"}
@@ -262,15 +258,6 @@ def show(result: dict) -> None:
         print(f"{name:42} {error}")
 
 
-def save(result: dict, out: Path, work: Path = WORK) -> None:
-    """In place of what an earlier run may have written of this shape."""
-    write_records(out / "results.json", records(result))
-    path = work / f"layer_{result['gpus']}gpu.json"
-    kept = json.loads(path.read_text()) if path.exists() else []
-    kept = [r for r in kept if r["shape"] != result["shape"]]
-    write_text(path, json.dumps([*kept, result]))
-
-
 def measure_batch(
     started: list[tuple[Shape, Processes]], results: dict[Shape, list[dict]], out: Path, start: float, deadline: float
 ) -> list[str]:
@@ -288,7 +275,7 @@ def measure_batch(
             results.setdefault(shape, []).append(result)
             result = median_of(results[shape])
             show(result)
-            save(result, out)
+            write_records(out / "results.json", records(result))
         if error:
             failed.append(f"{shape}: {error}")
             print(f"{failed[-1]}\n{processes.logs()}")
@@ -304,28 +291,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=3600, help="seconds that all of it may take")
     models = [name for name in MODELS if name != "tiny"]
     parser.add_argument("--models", nargs="+", choices=models, default=models)
-    parser.add_argument("--experts", type=int, nargs="+", help="per GPU; default: what each model lists")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 8192, 4096], help="per GPU")
     parser.add_argument("--fp32", action="store_true", help="parameters in fp32, not bf16")
-    what = f"of {', '.join(map(repr, VARIANTS))}; default: all, without ablations"
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=what)
+    chosen, what = [name for name in VARIANTS if name not in ABLATIONS], f"of {', '.join(map(repr, VARIANTS))}"
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=chosen, metavar="VARIANT", help=what)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    shapes = [
-        Shape(model, experts, tokens, args.fp32)
-        for model in args.models
-        for experts in args.experts or MODELS[model].experts
-        for tokens in args.tokens
-        for _ in range(args.processes)
-    ]
+    shapes = [Shape(model, tokens, args.fp32) for model in args.models for tokens in args.tokens]
     if args.child is not None:
         child(shapes[0], args)
         return
     begin(args.trial)
+    shapes = [shape for shape in shapes for _ in range(args.processes)]
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     deadline = start + args.budget
