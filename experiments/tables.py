@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -335,10 +336,6 @@ def training(records: Records, others: bool = False) -> str:
     return markdown(["tokens/s per GPU", "GPU", *PEERS, *_OURS_AND_MEMORY, "spread"], rows)
 
 
-def training_settings(records: Records) -> str:
-    return training(records, others=True)
-
-
 TITAN03 = {
     "bf16": "bf16",
     "bf16_outside_fsdp": "bf16, experts outside of FSDP",
@@ -470,22 +467,17 @@ def by_model(shapes: list[str]) -> list[str]:
 def layers(records: Records, main: bool = True) -> str:
     """Those of 8,192 tokens next to fused bf16, or all others."""
     references, rows = ("bf16", "bf16 whole", "bf16 fused"), []
-    for shape in by_model(records.shapes("moe_layer", references[1])):
-        used = len(records.used)
-        time, weights, saved = (records.of(f"moe_layer{kind}", shape) for kind in ("", "_with_weights", " saved"))
-        if ("bf16 fused" in time and layer(shape).endswith("8192 tokens")) != main:
-            del records.used[used:]
+    fused = [shape for shape in records.shapes("moe_layer", "bf16 fused") if layer(shape).endswith("8192 tokens")]
+    for shape in by_model(records.shapes("moe_layer", "bf16 whole")):
+        if (shape in fused) != main:
             continue
+        time, weights, saved = (records.of(f"moe_layer{kind}", shape) for kind in ("", "_with_weights", " saved"))
         bytes_saved = [saved["bf16"]["reference_value"], first(saved)["value"]] if saved else []
         row = [layer(shape), *(cell(time, reference) for reference in references)]
         row += [ours(found, *strongest(found, references)) for found in (time, weights)]
         rows.append([*row, *([f"{bytes / 1024:.0f}" for bytes in bytes_saved] or ["", ""])])
     head = [_MS, *_BF16_LAYERS, _OURS, _QUANTIZED, "KiB saved per token, bf16", "KiB, ours"]
     return markdown(head, rows)
-
-
-def other_layers(records: Records) -> str:
-    return layers(records, main=False)
 
 
 def layers_with_kept_weights(records: Records) -> str:
@@ -535,10 +527,6 @@ def transformers(records: Records, one_token: bool = False) -> str:
                     more = f" ({gaps}; bf16 again {again})"
                 rows.append([f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + more])
     return markdown(["model, figure", "GPU", "bf16", "`fp8_flow`"], rows)
-
-
-def transformers_token(records: Records) -> str:
-    return transformers(records, one_token=True)
 
 
 def lora(records: Records) -> str:
@@ -639,22 +627,15 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(
-            headline,
-            training,
-            training_settings,
-            titan03,
-            checkpointing,
-            variants,
-            sweep,
-            largest_batch,
-            first_steps,
-        ),
-        *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
-        *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, transformers_token, lora),
+        *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
+        *(layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
+        *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, lora),
         *(gemms, data_movement, exchange),
     )
 }
+TABLES["training_settings"] = partial(training, others=True)
+TABLES["other_layers"] = partial(layers, main=False)
+TABLES["transformers_token"] = partial(transformers, one_token=True)
 
 
 def page(text: str, records: Records) -> str:
