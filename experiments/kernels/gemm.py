@@ -16,7 +16,6 @@ Records are written after each GEMM.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,15 +36,10 @@ CARVED_OUT, CARVEOUT = ("bf16", "torchao rowwise"), ", carveout"
 FP32, UNIT = "ours, fp32 out", "TFLOP/s"
 
 
-@dataclass
-class Gemm:
-    """``operands`` are those of :func:`titan_fp8moe.kernels.gemm.grouped_mm` or ``grouped_mm_wgrad``."""
-
-    operands: tuple[Tensor, ...]
-    candidates: dict[str, Callable]
+Candidates = dict[str, Callable[[], Tensor]]
 
 
-def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
+def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor, with_deepgemm: bool) -> Candidates:
     E = offsets_E.shape[0]
     x, w = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(E, N, K, device="cuda", dtype=BF16)
     (a, a_scale), (b, b_scale) = ops.quantize_rows(x), ops.quantize_weight(w)
@@ -59,16 +53,18 @@ def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
             a, bT, ones_M, ones_EN, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
     }
-    return Gemm((a, a_scale, b, b_scale), candidates)
+    if with_deepgemm:
+        candidates["deepgemm"] = deepgemm.forward((a, a_scale, b, b_scale), offsets_E, candidates["ours"])
+    return candidates
 
 
-def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
+def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor, _: bool) -> Candidates:
     E = offsets_E.shape[0]
     x, dy = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(M, N, device="cuda", dtype=BF16)
     rows = [(q, recipe.column_major(scale)) for q, scale in (ops.quantize_rows(x), ops.quantize_rows(dy))]
     b, b_scale, a, a_scale = ops.transpose_pair(*rows[0], *rows[1], offsets_E, "balanced")
     ones_EN, ones_EK = (torch.ones(shape, device="cuda") for shape in ((E * N,), (E * K,)))
-    candidates = {
+    return {
         "ours": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, BF16),
         FP32: lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, torch.float32),
         "bf16": lambda: torch._grouped_mm(dy.t(), x, offs=offsets_E, out_dtype=BF16),
@@ -76,7 +72,6 @@ def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
             a, b.t(), ones_EN, ones_EK, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
     }
-    return Gemm((a, a_scale, b, b_scale), candidates)
 
 
 def carved_out(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -90,11 +85,6 @@ def carved_out(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
             torch._C._set_sm_carveout_experimental(None)
 
     return with_carveout
-
-
-def add_carveouts(candidates: dict[str, Callable]) -> None:
-    for name in CARVED_OUT:
-        candidates[name + CARVEOUT] = carved_out(candidates[name])
 
 
 def fastest(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -113,11 +103,9 @@ def measure(case: tuple, with_deepgemm: bool) -> list[dict]:
     """The records of one of :func:`cases`."""
     layer, M, E, title, make, N, K = case
     offsets_E = group_ends(M, E)
-    gemm = make(M, N, K, offsets_E)
-    if with_deepgemm and title.startswith("forward"):
-        gemm.candidates["deepgemm"] = deepgemm.forward(gemm.operands, offsets_E, gemm.candidates["ours"])
-    add_carveouts(gemm.candidates)
-    times = fastest(median_ms(gemm.candidates, busy_sms=True))
+    candidates = make(M, N, K, offsets_E, with_deepgemm and title.startswith("forward"))
+    candidates |= {name + CARVEOUT: carved_out(candidates[name]) for name in CARVED_OUT}
+    times = fastest(median_ms(candidates, busy_sms=True))
     speeds = {state: {who: 2e-9 * M * N * K / ms for who, ms in of.items()} for state, of in times.items()}
     shape = ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
     show(shape, speeds, UNIT)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from experiments.kernels.sonicmoe import BF16, UNIT, Problem, Step, check, sizes_of
 from experiments.records import begin, script_parser, within, write_records
-from experiments.timing import AFTER_IDLING, BACK_TO_BACK, busy_ms, median_ms, show, state_records
+from experiments.timing import BACK_TO_BACK, busy_ms, median_ms, show, state_records
 
 SHAPES = (("16B", 16384), ("16B", 6144), ("Qwen3-30B", 16384))
 OURS, NAME = "ours", "routed_experts_te"
@@ -46,6 +46,7 @@ PEERS = {  # options of Layer
 }
 NATIVE_WEIGHTS = 64  # so many the grouped GEMM takes
 MICROBATCHES, KEPT = 4, ", weights kept for 4 microbatches"
+GPU_BUSY = "GPU busy"
 
 
 class ScaledSwiGLU(torch.autograd.Function):
@@ -141,25 +142,19 @@ def candidates(problem: Problem) -> dict[str, Step]:
     return steps
 
 
-def lines(times: dict[str, dict[str, float]], busy: dict[str, float]) -> list[dict]:
-    """Of each candidate the milliseconds of one microbatch, by state and ``gpu_busy``, from those of a step."""
-    return [
-        {"candidate": candidate}
-        | {key: ms[candidate] / (MICROBATCHES if candidate.endswith(KEPT) else 1)
-           for key, ms in (times | {"gpu_busy": busy}).items()}
-        for candidate in busy
-    ]  # fmt: skip
-
-
-def records(shape: str, lines: list[dict]) -> list[dict]:
-    """One for each peer, state and way with the weights, of the lines of a shape's candidates."""
+def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
+    """One for each peer, state and way with the weights. ``times``: milliseconds of a candidate's step by state, of
+    which ``GPU_BUSY`` is none of its own but a field."""
     found = []
     for kept in ("", KEPT):
-        of = {n.removesuffix(KEPT): line for line in lines if (n := line["candidate"]).endswith(KEPT) == bool(kept)}
-        times = {state: {n: line[state] for n, line in of.items()} for state in (BACK_TO_BACK, AFTER_IDLING)}
-        for record in state_records(NAME + kept, shape, times, OURS, PEERS, UNIT):
-            busy = dict(gpu_busy=of[OURS]["gpu_busy"], reference_gpu_busy=of[record["reference"]]["gpu_busy"])
-            found.append(record | busy)
+        count = MICROBATCHES if kept else 1
+        each = {
+            state: {who: ms[who + kept] / count for who in (OURS, *PEERS) if who + kept in ms}
+            for state, ms in times.items()
+        }
+        busy = each.pop(GPU_BUSY)
+        for r in state_records(NAME + kept, shape, each, OURS, PEERS, UNIT):
+            found.append(r | dict(gpu_busy=busy[OURS], reference_gpu_busy=busy[r["reference"]]))
     return found
 
 
@@ -181,10 +176,10 @@ def main() -> None:
         sizes = sizes_of(model)
         steps = candidates(Problem(sizes, tokens))
         times = median_ms(steps)
-        found = lines(times, {n: busy_ms(steps[n]) for n in times[BACK_TO_BACK]})
+        times[GPU_BUSY] = {name: busy_ms(steps[name]) for name in times[BACK_TO_BACK]}
         shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
-        show(shape, {key: {line["candidate"]: line[key] for line in found} for key in (*times, "gpu_busy")})
-        write_records(args.out, records(shape, found))
+        show(f"{shape}, of a step", times)
+        write_records(args.out, records(shape, times))
         del steps
 
 

@@ -45,6 +45,7 @@ from titan_fp8moe.transformers import NAME, converted, register
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANK = 16
+TIMED_STEPS, TRAINED_STEPS = 5, 100
 CHUNK = 1024  # tokens whose logits exist at a time
 RECORD, OURS, BF16 = "lora_qwen3_30b", "ours", "bf16"
 IMPLEMENTATIONS = {OURS: NAME, "ours merged": NAME, BF16: "grouped_mm"}
@@ -141,7 +142,7 @@ class Trainer:
 # --- phases -----------------------------------------------------------------------------------------------------------
 
 
-def speed(setting: Setting, name: str, steps: int) -> dict[str, float] | None:
+def speed(setting: Setting, name: str) -> dict[str, float] | None:
     """Tokens/s of the median step, the largest memory of one, and the first loss; None if memory does not suffice."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -150,17 +151,17 @@ def speed(setting: Setting, name: str, steps: int) -> dict[str, float] | None:
         first = float(trainer.step(tokens))  # compiles
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
-        ms = statistics.median(elapsed_ms(lambda: trainer.step(tokens)) for _ in range(steps))
+        ms = statistics.median(elapsed_ms(lambda: trainer.step(tokens)) for _ in range(TIMED_STEPS))
     except torch.cuda.OutOfMemoryError:
         return None
     peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
     return dict(tokens_per_s=tokens.numel() / ms * 1e3, peak_gib=peak, loss=first)
 
 
-def compare(setting: Setting, references: list[str], steps: int) -> list[dict]:
+def compare(setting: Setting, references: list[str]) -> list[dict]:
     measured = {}
     for name in [OURS, *references]:
-        measured[name] = speed(setting, name, steps)
+        measured[name] = speed(setting, name)
         print(f"{setting.shape}, {name}: {measured[name] or 'out of memory'}", flush=True)
     ours, records = measured.pop(OURS), []
     for name, found in measured.items():
@@ -172,15 +173,15 @@ def compare(setting: Setting, references: list[str], steps: int) -> list[dict]:
     return records
 
 
-def losses(setting: Setting, steps: int) -> list[dict]:
-    batches, records = setting.batches(steps), []
+def losses(setting: Setting) -> list[dict]:
+    batches, records = setting.batches(TRAINED_STEPS), []
     for seed in (0, 1, 2):
         found = {}
         for name in (OURS, BF16):
             trainer = Trainer(setting.dims, name, seed, lr=1e-3)
             found[name] = torch.stack([trainer.step(tokens) for tokens in batches]).tolist()
         last = {name: statistics.mean(values[-10:]) for name, values in found.items()}
-        shape = f"{setting.shape}, loss after {steps} steps, seed {seed}"
+        shape = f"{setting.shape}, loss after {TRAINED_STEPS} steps, seed {seed}"
         print(f"{shape}: first {found[OURS][0]:.4f}, last {last}", flush=True)
         more = dict(losses=found[OURS], reference_losses=found[BF16])
         records.append(record(RECORD, shape, "nats", last[OURS], BF16, last[BF16], **more))
@@ -194,8 +195,6 @@ REFERENCES = {"full": [BF16], "layers": ["ours merged", BF16]}
 def main(arguments: list[str] | None = None) -> None:
     parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--phases", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--steps", type=int, default=5, help="timed")
-    parser.add_argument("--train-steps", type=int, default=100, help="of loss")
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
     if not args.tiny:
@@ -207,10 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
         length = 64 if args.tiny else 4096
         shape = f"{dims['num_hidden_layers']} layers, 2 x {length:,} tokens"
         setting = Setting("Qwen3Moe", shape, dims, 2, length)
-        if phase == "loss":
-            records = losses(setting, args.train_steps)
-        else:
-            records = compare(setting, REFERENCES[phase], args.steps)
+        records = losses(setting) if phase == "loss" else compare(setting, REFERENCES[phase])
         write_records(args.out / "results.json", records)
 
 

@@ -14,15 +14,13 @@ budget. Points of other commits go, so that no figure is of two states.
 
 import json
 import random
-import re
-import statistics
 import sys
 import time
 from pathlib import Path
 
 from experiments.provenance import environment
 from experiments.records import begin, record, write_list, write_records
-from experiments.throughput.train import OUT_OF_MEMORY, STEP, Run, finish, parser, record_model
+from experiments.throughput.train import OUT_OF_MEMORY, Run, finish, parser, record_model
 
 CURVES = [
     *(f"bf16_fused:checkpointing={mode}" for mode in ("saved", "none", "full")),
@@ -65,21 +63,18 @@ def prepare(variant: str, batch: int, args) -> tuple[Run, int]:
 def measure(run: Run, batch: int, timeout: float) -> Point:
     try:
         run.begin()
-        error, log = run.wait(timeout), run.log.read_text()
+        result = run.result(run.wait(timeout), WARM)
     finally:
         run.end()
-    if error not in (None, OUT_OF_MEMORY):
-        print(log[-2000:], flush=True)
-    logged = [match.groups() for match in map(STEP.search, log.splitlines()) if match]
-    steady = [(float(row[3]), int(row[4].replace(",", ""))) for row in logged if int(row[0]) > WARM and not error]
-    retries = re.findall(r"^\[rank0\].* (\d+) CUDA memory allocation retries", log, re.MULTILINE)
+    if result["error"] not in (None, OUT_OF_MEMORY):
+        print(run.log.read_text()[-2000:], flush=True)
+    fitted = not result["error"]
     return {
         "variant": run.variant,
         "local_batch": batch,
-        "error": error,
-        "tokens_per_second": statistics.median(speed for _, speed in steady) if steady else None,
-        "memory_gib": max((memory for memory, _ in steady), default=None),
-        "allocation_retries": int(retries[-1]) if retries else 0,
+        "error": result["error"],
+        "tokens_per_second": result["median_tokens_per_second"] if fitted else None,
+        "memory_gib": result["peak_memory_gib"] if fitted else None,
     }
 
 

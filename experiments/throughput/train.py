@@ -117,8 +117,15 @@ def require_fit(variants: list[str], gpus: int) -> None:
         sys.exit(f"error: {', '.join(alone)} compile blocks as one graph, with all experts on one GPU; add ep=1")
 
 
-def converter_options(options: dict[str, str]) -> list[str]:
-    return [f"--fp8_flow_moe.{name}" + ("" if value == "true" else f"={value}") for name, value in options.items()]
+def common(args: argparse.Namespace, seed: int, options: dict[str, str]) -> list[str]:
+    """What both versions' command lines have."""
+    return [
+        f"--training.local_batch_size={args.local_batch}",
+        f"--training.steps={args.steps}",
+        f"--debug.seed={seed}",
+        *(f"--fp8_flow_moe.{name}" + ("" if value == "true" else f"={value}") for name, value in options.items()),
+        *args.overrides,
+    ]
 
 
 def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
@@ -127,21 +134,15 @@ def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
     converters, flags = ROUTING[args.routing]
     more, checkpointing = CHECKPOINTING.get(options.pop("checkpointing", ""), ([], []))
     converters = [*converters, *more, *CONVERTERS[name]]
-    flags = [
+    return [
         f"--model.name={MODELS[args.model].name}",
         f"--model.flavor={MODELS[args.model].flavor}_{args.layers}_layers_{args.attention}",
-        f"--training.local_batch_size={args.local_batch}",
         f"--parallelism.expert_parallel_degree={options.pop('ep', args.gpus)}",
-        f"--training.steps={args.steps}",
-        f"--debug.seed={seed}",
         *flags,
         *checkpointing,
-        *converter_options(options),
-        *args.overrides,
+        *common(args, seed, options),
+        *([f"--model.converters={','.join(converters)}"] if converters else []),
     ]
-    if converters:
-        flags.append(f"--model.converters={','.join(converters)}")
-    return flags
 
 
 def overrides_03(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
@@ -151,13 +152,9 @@ def overrides_03(variant: str, args: argparse.Namespace, seed: int) -> list[str]
     return [
         f"--module={SETTING_03}",
         f"--config={config}",
-        f"--training.local_batch_size={args.local_batch}",
         f"--training.{'no-' * args.cuda_graphs}disable_cuda_graphs",
         f"--parallelism.expert_parallel_degree={args.gpus}",
-        f"--training.steps={args.steps}",
-        f"--debug.seed={seed}",
-        *converter_options(options),
-        *args.overrides,
+        *common(args, seed, options),
     ]
 
 
@@ -211,9 +208,10 @@ class Run:
         self.gate.unlink(missing_ok=True)
         shutil.rmtree(self.dump, ignore_errors=True)
 
-    def result(self, error: str | None) -> dict:
+    def result(self, error: str | None, warm: int = STEADY) -> dict:
+        """What was logged after ``warm`` steps."""
         rows = [match.groups() for match in map(STEP.search, self.log.read_text().splitlines()) if match]
-        steady = [row for row in rows if int(row[0]) > STEADY]
+        steady = [row for row in rows if int(row[0]) > warm]
         tokens = [int(row[4].replace(",", "")) for row in steady]
         losses = {row[0]: float(row[1]) for row in rows}
         broken = [f"the loss is {loss} at step {step}" for step, loss in losses.items() if not math.isfinite(loss)]
@@ -221,7 +219,7 @@ class Run:
             "variant": self.variant,
             "seed": self.seed,
             "error": error or next(iter(broken), None),
-            "steady_steps": max([int(row[0]) for row in steady], default=STEADY) - STEADY,
+            "steady_steps": max([int(row[0]) for row in steady], default=warm) - warm,
             "tokens_per_second": tokens,
             "median_tokens_per_second": statistics.median(tokens) if tokens else None,
             "peak_memory_gib": max((float(row[3]) for row in steady), default=None),

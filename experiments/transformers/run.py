@@ -47,7 +47,8 @@ DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE, BATCHED = "grouped_mm", "batched_mm"
 PHASES = ("eager", "training", "decode", "frozen", "compiled", "compiled_frozen")
 SEQUENCES = (1, 8, 64, 256)  # of a decoding step
-SEEDS = (0, 1, 2)  # of training
+STEPS, SEEDS = 50, (0, 1, 2)  # of training
+ROUNDS, CALLS = 5, 5  # turns, and steps in one
 
 # Where torch is older than 2.14, compiled models build a causal mask, and attention then computes what it hides.
 CAUSAL = "causal_sdpa"
@@ -115,10 +116,10 @@ TINY = dict(
 )  # fmt: skip
 
 
-def take_turns(runs: dict[str, Callable[[], object]], rounds: int, times: int) -> dict[str, float]:
+def take_turns(runs: dict[str, Callable[[], object]], times: int) -> dict[str, float]:
     """Median over the rounds of the milliseconds per call; a turn is ``times`` calls back to back."""
     timers = {name: functools.partial(elapsed_ms, run, times) for name, run in runs.items()}
-    return medians(in_turn(timers, rounds))
+    return medians(in_turn(timers, ROUNDS))
 
 
 class Bench:
@@ -126,7 +127,6 @@ class Bench:
 
     def __init__(self, name: str, setting: Setting, args: argparse.Namespace):
         self.name, self.setting, self.cudnn = name, setting, args.attention == "cudnn"
-        self.rounds, self.calls, self.steps = args.rounds, args.calls, args.steps
         self.model = setting.make_model()
         self.tokens = setting.batches(1)[0]
 
@@ -153,7 +153,7 @@ class Bench:
                 torch.cuda.reset_peak_memory_stats()
             losses[name] = float(self.step(name, call))
             peaks[name] = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
-        ms = take_turns({name: lambda name=name: self.step(name, call) for name in losses}, self.rounds, self.calls)
+        ms = take_turns({name: lambda name=name: self.step(name, call) for name in losses}, CALLS)
         speed = {name: self.tokens.numel() / ms[name] * 1e3 for name in ms}
         more = dict(peak_gib=peaks[NAME], reference_peak_gib=peaks[REFERENCE])
         more |= dict(loss=losses[NAME], reference_loss=losses[REFERENCE])
@@ -193,7 +193,7 @@ class Bench:
         self.model.load_state_dict(self.setting.make_model(seed).state_dict())
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=CUDA)
         found = []
-        for tokens in self.setting.batches(self.steps, seed):
+        for tokens in self.setting.batches(STEPS, seed):
             self.tokens = tokens
             found.append(self.step(name, self.model))
             optimizer.step()
@@ -209,7 +209,7 @@ class Bench:
         more = dict(gaps=[fp8 / reference - 1 for fp8, reference, _ in ends])
         more |= dict(reference_gaps=[again / reference - 1 for _, reference, again in ends])
         more |= dict(losses=[runs[0] for runs in found], reference_losses=[runs[1] for runs in found])
-        what = f"loss after {self.steps} steps, mean of the last 10"
+        what = f"loss after {STEPS} steps, mean of the last 10"
         return [self.record(what, ours, REFERENCE, bf16, "nats", **more)]
 
     @torch.no_grad()
@@ -223,8 +223,9 @@ class Bench:
                 self.model(input_ids=tokens, use_cache=False)
 
             runs = {name: functools.partial(forward, name) for name in (NAME, REFERENCE, BATCHED)}
-            take_turns(runs, 1, 1)  # compiles
-            ms = take_turns(runs, self.rounds, 2 * self.calls)
+            for run in runs.values():
+                run()  # compiles
+            ms = take_turns(runs, 2 * CALLS)
             what = "forward of one token" + (f" of {sequences} sequences" if sequences > 1 else "")
             found += [self.record(what, ms[NAME], other, ms[other], "ms") for other in (REFERENCE, BATCHED)]
         return found
@@ -251,9 +252,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--attention", choices=("cudnn", "default"), default="cudnn", help="of training steps")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=5, help="steps in a turn")
-    parser.add_argument("--steps", type=int, default=50, help="of training")
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no phase begins")
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
