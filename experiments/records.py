@@ -32,19 +32,14 @@ def script_parser(description: str, *, out: str = "", budget: str = "") -> Argum
     return parser
 
 
-def require_gpu() -> None:
-    """Ends the program with one sentence if PyTorch finds no GPU, before anything is built for it."""
-    if not torch.cuda.is_available():
-        built = "" if torch.version.cuda else ", and is built without CUDA"
-        sys.exit(f"error: this measures on a GPU, and PyTorch {torch.__version__} finds none{built}")
-
-
 def begin(trial: bool) -> None:
     """Requires a GPU and, but for a trial, a commit; prints where the script runs and seeds torch.
 
     From here on SIGTERM is SystemExit, so that ``finally`` blocks end the processes that this one starts.
     """
-    require_gpu()
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else ", and is built without CUDA"
+        sys.exit(f"error: this measures on a GPU, and PyTorch {torch.__version__} finds none{built}")
     require_commit(trial)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     setting = environment()

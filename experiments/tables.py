@@ -21,12 +21,10 @@ from experiments.records import script_parser, write_list
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    *("README.md", "docs/results.md"),
-    *("experiments/throughput/README.md", "experiments/kernels/README.md", "experiments/expert_parallel/README.md"),
-    *("experiments/transformers/README.md", "experiments/numerics/README.md"),
-    *("experiments/lora_qwen3_30b/README.md",),
-)
+FOLDERS = ("throughput", "kernels", "expert_parallel", "transformers", "numerics", "lora_qwen3_30b")
+CHECKED = ("README.md", "docs/results.md")
+"""Pages whose text is checked too, by :mod:`experiments.check`."""
+PAGES = (*CHECKED, *(f"experiments/{folder}/README.md" for folder in FOLDERS))
 PEERS = {  # titles of columns, and the references of which each shows the best
     "torchtitan's bf16": ("bf16",),
     "bf16, compiled whole": ("bf16_whole",),
@@ -43,8 +41,6 @@ CITED = (
     r"train_16b( memory| (dispatch=all_to_all|cache_weights=true cache_layouts=forward)( memory)?)?",
 )
 """Names of records that no table shows, but a page's text or tables of its own."""
-CHECKED = ("README.md", "docs/results.md")
-"""Pages whose text is checked too, by :mod:`experiments.check`."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
 COPIES = ("copy", "copy of as many bytes")
@@ -354,13 +350,12 @@ def titan03(records: Records) -> str:
         same = [r for r in records.all if (r["name"], r["shape"]) == (name, shape)]
         for gpu, commit in dict.fromkeys((card(r), r["commit"]) for r in same):
             found = records.pair(name, shape, hardware=gpu, commit=commit)
-            if found.speed:
-                short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
-                for setting, layout in LAYOUTS.items():
-                    short = short.replace(f"parallelism.{setting}", layout)
-                title = joined(short, *name.split()[1:])
-                cells = [cell(found.speed, peer) for peer in TITAN03]
-                rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
+            short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
+            for setting, layout in LAYOUTS.items():
+                short = short.replace(f"parallelism.{setting}", layout)
+            title = joined(short, *name.split()[1:])
+            cells = [cell(found.speed, peer) for peer in TITAN03]
+            rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
     rows.sort(key=lambda row: "GPUs" in row[0])
     return markdown(["tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY], rows)
 
@@ -638,32 +633,26 @@ TABLES["other_layers"] = partial(layers, main=False)
 TABLES["transformers_token"] = partial(transformers, one_token=True)
 
 
-def page(text: str, records: Records) -> str:
-    """The page with its tables as the records have them."""
+def page(text: str, records: Records) -> tuple[str, list[Record]]:
+    """The page with its tables as the records have them, and the records that these show."""
+    found = []
 
     def table(match: re.Match) -> str:
         begin, name, end = match.groups()
         records.used = []
         body = TABLES[name](records)
+        found.extend(records.used)
         content = f"{body}\n\n{source(records.used)}" if records.used else "Not measured in this state."
         return f"{begin}{content}\n{end}"
 
-    return MARKED.sub(table, text)
-
-
-def shown(text: str, records: Records) -> list[Record]:
-    """The records of a page's tables."""
-    records.used = []
-    for _, name, _ in MARKED.findall(text):
-        TABLES[name](records)
-    return records.used
+    return MARKED.sub(table, text), found
 
 
 def prune() -> None:
     """Rewrites the files of records without those that no page cites."""
     files = {path: json.loads(path.read_text()) for path in record_files()}
     records = Records([record for found in files.values() for record in found])
-    used = {id(record) for name in PAGES for record in shown((ROOT / name).read_text(), records)}
+    used = {id(record) for name in PAGES for record in page((ROOT / name).read_text(), records)[1]}
     cited = re.compile("|".join(CITED))
     for path, found in files.items():
         kept = [r for r in found if id(r) in used or cited.fullmatch(r["name"])]
@@ -683,8 +672,8 @@ def main() -> None:
     changed = check.changed_in(ROOT)
     for name in PAGES:
         text = (ROOT / name).read_text()
-        new = page(text, records)
-        checked = check.Page(new, shown(new, records), folders) if name in CHECKED else None
+        new, shown = page(text, records)
+        checked = check.Page(new, shown, folders) if name in CHECKED else None
         if args.check:
             errors += [f"{name}: tables differ from the records; run python -m experiments.tables"] * (new != text)
             errors += [f"{name}: {error}" for error in (checked.errors(changed) if checked else ())]

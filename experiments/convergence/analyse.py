@@ -50,10 +50,9 @@ class Run:
         self.evaluations = {r["step"]: r for r in records if "held_out_loss" in r}
         self.flushes = [r for r in records if "flushed" in r]
 
-    def training_loss(self, step: int) -> float | None:
-        """The mean of the last SMOOTH losses up to a step; None where there are fewer."""
-        until = self.loss[self.steps <= step]
-        return float(until[-SMOOTH:].mean()) if len(until) >= SMOOTH else None
+    def training_loss(self, step: int) -> float:
+        """The mean of the last SMOOTH losses up to a step."""
+        return float(self.loss[self.steps <= step][-SMOOTH:].mean())
 
     def ms_per_step(self) -> float:
         """The median of the intervals between two lines of the log that no evaluation began."""
@@ -85,14 +84,14 @@ def summarize(runs: list[Run]) -> list[dict]:
         step = max(set(run.evaluations) & set(reference.evaluations if reference else run.evaluations), default=None)
         if step is None:
             continue
-        evaluation, until = run.evaluations[step], run.steps <= step
+        evaluation = run.evaluations[step]
         row = {
             "name": run.name,
             "step": step,
             "held_out_loss": evaluation["held_out_loss"],
             "training_loss": run.training_loss(step),
             "max_violation": float(np.mean(evaluation["max_violation"])),
-            "median_grad_norm": float(np.median(run.grad_norm[until])) if until.any() else None,
+            "median_grad_norm": float(np.median(run.grad_norm[run.steps <= step])),
             "tokens_per_second": 1000 * run.meta["tokens_per_step"] / run.ms_per_step(),
         }
         if run.meta["clamp"]:
@@ -101,8 +100,7 @@ def summarize(runs: list[Run]) -> list[dict]:
         if reference is not None:
             deviation = evaluation["held_out_loss"] / reference.evaluations[step]["held_out_loss"] - 1
             row |= {"reference": reference.name, "held_out_deviation": deviation}
-            if row["training_loss"] is not None and (theirs := reference.training_loss(step)) is not None:
-                row["final_deviation"] = row["training_loss"] / theirs - 1
+            row["final_deviation"] = row["training_loss"] / reference.training_loss(step) - 1
         rows.append(row)
     return rows
 
@@ -189,45 +187,38 @@ def format_effects(runs: list[Run]) -> str:
     return "\n".join(parts)
 
 
-def format_table(rows: list[dict]) -> str:
-    def cell(row: dict, key: str, form: str = "+.3%") -> str:
-        return format(row[key], form) if row.get(key) is not None else ""
+FIGURES = {  # of a row: title and format in the table, unit in a record
+    "held_out_loss": ("held-out loss", ".4f", "nats per token"),
+    "held_out_deviation": ("against bf16", "+.3%", "of the reference's held-out loss"),
+    "training_loss": (f"training loss, last {SMOOTH} steps", ".4f", "nats per token"),
+    "final_deviation": ("against bf16", "+.3%", "of the reference's training loss"),
+    "max_violation": ("max violation", ".3f", "largest load / mean - 1, held-out text"),
+    "median_grad_norm": ("gradient norm, median", ".3f", ""),
+    "tokens_per_second": ("tokens/s", ",.0f", "tokens/s; other runs may have shared the GPU"),
+    "clamped_gates": ("clamped gates", ".2%", "of the routed experts' gates, held-out text"),
+    "clamped_ups": ("clamped ups", ".2%", "of the routed experts' ups, held-out text"),
+}
 
-    head = ["variant", "step", "held-out loss", "against bf16", f"training loss, last {SMOOTH} steps", "against bf16"]
-    head += ["max violation", "gradient norm, median", "tokens/s", "clamped gates / ups"]
-    lines = []
+
+def format_table(rows: list[dict]) -> str:
+    head, lines = ["variant", "step", *(title for title, *_ in FIGURES.values())], []
     for row in rows:
-        losses = [cell(row, "held_out_loss", ".4f"), cell(row, "held_out_deviation")]
-        losses += [cell(row, "training_loss", ".4f"), cell(row, "final_deviation")]
-        more = [cell(row, key, ".3f") for key in ("max_violation", "median_grad_norm")]
-        clamped = " / ".join(filter(None, (cell(row, f"clamped_{of}", ".2%") for of in ("gates", "ups"))))
-        lines.append([row["name"], str(row["step"]), *losses, *more, cell(row, "tokens_per_second", ",.0f"), clamped])
+        cells = [format(row[key], form) if key in row else "" for key, (_, form, _) in FIGURES.items()]
+        lines.append([row["name"], str(row["step"]), *cells])
     return markdown(head, lines)
 
 
 def records(runs: list[Run], rows: list[dict]) -> list[dict]:
-    units = {
-        "held_out_loss": "nats per token",
-        "held_out_deviation": "of the reference's held-out loss",
-        "final_deviation": "of the reference's smoothed training loss",
-        "max_violation": "largest load / mean - 1, held-out text",
-        "clamped_gates": "of the routed experts' gates, held-out text",
-        "clamped_ups": "of the routed experts' ups, held-out text",
-        "median_grad_norm": "",
-        "tokens_per_second": "tokens/s; other runs may have shared the GPU",
-    }
     by_name, rows_by_name = {run.name: run for run in runs}, {row["name"]: row for row in rows}
     result = []
     for row in rows:
         meta, reference = by_name[row["name"]].meta, row.get("reference")
-        for key, unit in units.items():
-            if row.get(key) is None:
-                continue
+        for key in (key for key in FIGURES if key in row):
             other = rows_by_name.get(reference, {}).get(key) if reference else None
             result.append(
                 dict(meta["environment"], command=command(by_name[row["name"]]), name=f"{row['name']} {key}",
                      shape=f"{shape(meta)}, step {row['step']} of {meta['steps']}, {meta['experts']}", value=row[key],
-                     unit=unit, reference=reference or "none", reference_value=other, speedup=None)
+                     unit=FIGURES[key][-1], reference=reference or "none", reference_value=other, speedup=None)
             )  # fmt: skip
     done, finals_by_kind = finals(runs)
     for kind, losses in finals_by_kind.items():

@@ -7,9 +7,8 @@ ffns_only (the reverse). The seed decides initialization and data order. A chang
 takes a number N > 0 behind it. ``again`` multiplies the initial weights by 1 + 2**-9 N(0, 1), the size of bf16
 rounding: what a run from scratch is worth.
 
-Everything is written as it happens, so that a run that is cut off can be used as far as it came:
-
-    DIR/NAME/log.jsonl   settings; per step loss and gradient norm; per evaluation held-out loss and router
+``DIR/NAME/log.jsonl`` gets settings, loss and gradient norm of each step, and held-out losses and loads as they come: a
+run that is cut off can be used as far as it came.
 
 After a few steps the step is captured as a CUDA graph: models of this size otherwise wait for the host. The graph's
 loss and gradient norm are compared with an eager step's on the same batch; if they differ, or capture fails, the run

@@ -196,35 +196,35 @@ def all_to_all_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], obje
     return {"dispatch": dispatch, "combine": combine}
 
 
+def phases(shape: Shape, skewed: bool) -> Iterator[dict[str, Any]]:
+    """Records of both phases of both paths and of bf16 rows."""
+    # A layer of 64 experts has weights of 5.6 GB; phases alone need none.
+    layer = Layer(shape._replace(H=128), skewed, dispatch="symmetric")
+    bf16 = Bf16Rows(layer, shape.E)
+    paths = {
+        "symmetric": symmetric_phases(layer, shape),
+        "all_to_all": all_to_all_phases(layer, shape),
+        "bf16": {"dispatch": bf16.dispatch, "combine": bf16.combine},
+    }
+    ms = phases_in_turn({f"{phase} {path}": run for path, runs in paths.items() for phase, run in runs.items()})
+    where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
+    for phase in ("dispatch", "combine"):
+        mine, theirs, reference = (ms[f"{phase} {path}"] for path in paths)
+        yield record(f"ep_{phase}", where, "ms", theirs, "bf16", reference)
+        yield record(f"ep_{phase} dispatch=symmetric", where, "ms", mine, "all_to_all", theirs)
+        yield record(f"ep_{phase} dispatch=symmetric", where, "ms", mine, "bf16", reference)
+
+
 def over_nvlink() -> Iterator[dict[str, Any]]:
-    """With a GPU for each process: both phases of both paths and of bf16 rows; then whole layers."""
+    """The phases of all shapes, then whole layers of 16B."""
     for shape in SHAPES:
         for skewed in (False, True):
-            # A layer of 64 experts has weights of 5.6 GB; phases alone need none.
-            layer = Layer(shape._replace(H=128), skewed, dispatch="symmetric")
-            phases = symmetric_phases(layer, shape)
-            others = {"all_to_all": all_to_all_phases(layer, shape)}
-            bf16 = Bf16Rows(layer, shape.E)
-            others["bf16"] = {"dispatch": bf16.dispatch, "combine": bf16.combine}
-            runs = {}
-            for name, functions in ({"symmetric": phases} | others).items():
-                runs |= {f"{phase} {name}": function for phase, function in functions.items()}
-            ms = phases_in_turn(runs)
-            where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
-            for phase in ("dispatch", "combine"):
-                mine, theirs = ms[f"{phase} symmetric"], ms[f"{phase} all_to_all"]
-                yield record(f"ep_{phase}", where, "ms", theirs, "bf16", ms[f"{phase} bf16"])
-                for reference in ("all_to_all", "bf16"):
-                    name = f"ep_{phase} dispatch=symmetric"
-                    yield record(name, where, "ms", mine, reference, ms[f"{phase} {reference}"])
-            del layer, phases, others, bf16, runs
+            yield from phases(shape, skewed)
             torch.cuda.empty_cache()
-    for shape in SHAPES:
-        if shape.name == "16B":
-            ms = phases_in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
-            where = f"{shape}, {dist.get_world_size()} GPUs"
-            name = "ep_routed_experts dispatch=symmetric"
-            yield record(name, where, "ms", ms["symmetric"], "all_to_all", ms["all_to_all"])
+    for shape in (shape for shape in SHAPES if shape.name == "16B"):
+        ms = phases_in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
+        where, name = f"{shape}, {dist.get_world_size()} GPUs", "ep_routed_experts dispatch=symmetric"
+        yield record(name, where, "ms", ms["symmetric"], "all_to_all", ms["all_to_all"])
 
 
 def measure(out: Path) -> None:

@@ -5,16 +5,12 @@
 
 Both get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing.
 TransformerEngine runs ``moe_permute_and_pad_with_probs``, ``GroupedLinear`` of gate and up as one, SwiGLU times the
-scores, ``GroupedLinear`` and ``moe_unpermute``, under ``autocast`` with ``Float8BlockScaling``. Three candidates:
-
-* ``TransformerEngine``: a cuBLAS GEMM for each expert, groups padded to 16 rows;
-* ``native``: cuBLAS' grouped GEMM, groups padded to 128 rows, at most 64 experts;
-* ``one weight``: the same with the experimental ``single_grouped_weight``; one kernel quantizes all experts.
+scores, ``GroupedLinear`` and ``moe_unpermute``, under ``autocast`` with ``Float8BlockScaling``. By default it pads
+groups to 16 rows, on the native path to 128.
 
 Each microbatch quantizes the weights, TransformerEngine's once and ours in each direction. In further records four
 microbatches share them, in two layouts as ours with ``cache_weights``: TransformerEngine gets ``is_first_microbatch``.
-``gpu_busy`` is the time in which some kernel runs, of one profiled step. The rest of the time the GPU waits for the
-host: the first candidate reads group sizes on the host, the first two launch kernels for each expert.
+``gpu_busy`` is the time in which some kernel runs, of one profiled step.
 
 TransformerEngine is not among this project's requirements. Its extension compiles against CUDA, cuDNN and NCCL headers:
 

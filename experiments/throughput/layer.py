@@ -1,15 +1,10 @@
 """One MoE layer, forward and backward, FP8-Flow against bf16 in the same run.
 
-    python -m experiments.throughput.layer --out experiments/throughput            # one GPU
-    python -m experiments.throughput.layer --out experiments/throughput --gpus 2   # experts over two
-    python -m experiments.throughput.layer --out experiments/throughput --models 671B --tokens 16384 \
-        --variants bf16 "bf16 fused" fp8 "fp8 with weight quantization"            # less than a minute
+    python -m experiments.throughput.layer --out experiments/throughput --models 671B --tokens 16384
 
 The layers are torchtitan's ``MoE`` with the same parameters, bf16 unless ``--fp32``;
 :mod:`experiments.throughput.variants` has the models and the variants. Router, shared experts and combine are inside
-the time. References are bf16: ``bf16`` is parallelized and compiled by torchtitan's functions, ``bf16 whole`` is the
-same layer as one graph, and ``bf16 fused`` the strongest one. On one GPU FP8-Flow's layer is one graph too, as in
-training.
+the time. On one GPU FP8-Flow's layer is one graph, as in training.
 
 Variants take turns in blocks of back-to-back steps, in an order drawn anew for each round. The record ``moe_layer``
 leaves FSDP and the quantization of weights out; ``moe_layer_with_weights`` quantizes them in every forward and
@@ -242,18 +237,13 @@ def records(result: dict) -> list[dict]:
     return out
 
 
-def show(result: dict) -> None:
-    shape, ms = Shape(**result["shape"]), medians(result["ms"])
-    print(f"\n== {shape}, {result['gpus']} GPU(s), {result.get('processes', 1)} process(es)")
-    for name, value in ms.items():
-        ratios = [ms[reference] / value if reference in ms else None for reference in references(name)]
-        low, high = min(result["ms"][name]), max(result["ms"][name])
-        saved = result["saved_bytes_per_token"].get(name)
-        print(
-            f"{name:42} {value:8.3f} ms ({low:.3f} to {high:.3f})"
-            + "".join("" if ratio is None else f" {ratio:5.2f}x" for ratio in ratios)
-            + (f"  saved {saved / 1024:6.1f} KiB/token" if saved else "")
-        )
+def show(result: dict, found: list[dict]) -> None:
+    """Prints each variant's times, then its records."""
+    print(f"\n== {Shape(**result['shape'])}, {result['gpus']} GPU(s), {result.get('processes', 1)} process(es)")
+    for name, ms in result["ms"].items():
+        print(f"{name:42} {statistics.median(ms):8.3f} ms ({min(ms):.3f} to {max(ms):.3f})")
+    for r in found:
+        print(f"{r['name']}, {r['reference']}: {r['value']:.3f} {r['unit']} ({r['speedup']:.2f}x)")
     for name, error in result["failed"].items():
         print(f"{name:42} {error}")
 
@@ -274,8 +264,9 @@ def measure_batch(
         if result := processes.result():
             results.setdefault(shape, []).append(result)
             result = median_of(results[shape])
-            show(result)
-            write_records(out / "results.json", records(result))
+            found = records(result)
+            show(result, found)
+            write_records(out / "results.json", found)
         if error:
             failed.append(f"{shape}: {error}")
             print(f"{failed[-1]}\n{processes.logs()}")

@@ -1,7 +1,6 @@
 """The highest tokens/s of each precision on one card, over local batch and checkpointing, and the largest batch.
 
     python -m experiments.throughput.sweep --out experiments/throughput --layers 6 --attention sdpa --budget 420
-    python -m experiments.throughput.sweep --out experiments/throughput --model qwen3_30b --layers 5 --budget 420
 
 A point is a training run of ``STEPS`` steps, whose logs after step ``WARM`` count. Along a curve, a precision with its
 checkpointing, the local batch doubles from ``FIRST`` until memory runs out; then bisection finds the largest batch to

@@ -1,9 +1,7 @@
 """Tokens per second and memory of models in bf16, with other FP8 experts and in FP8-Flow, in turn.
 
     python tools/build_corpus.py --out outputs/corpus
-    python -m experiments.throughput.train --out experiments/throughput --gpus 4                # the whole 16B model
-    python -m experiments.throughput.train --out experiments/throughput --gpus 1 --layers 6     # what fits on one H200
-    python -m experiments.throughput.train --out experiments/throughput --gpus 1 --model qwen3_30b --layers 5
+    python -m experiments.throughput.train --out experiments/throughput --gpus 1 --layers 6
 
 Every run is a launch of its own. Repetitions differ by the seed; within one all variants have the same seed and data,
 and an order that is drawn anew. Records hold the spread of the repetitions and are written after each run to

@@ -1,9 +1,7 @@
 """Models of Transformers, ``grouped_mm`` against ``fp8_flow``: speed, memory, losses and one-token forwards.
 
-    python -m experiments.transformers.run --out experiments/transformers                          # one GPU
-    python -m experiments.transformers.run --out experiments/transformers --models deepseek_v3
-    python -m experiments.transformers.run --out OUT --attention default                           # PyTorch's choice
-    python -m experiments.transformers.run --out OUT --attention default --tiny                    # on a CPU
+    python -m experiments.transformers.run --out experiments/transformers          # one GPU
+    python -m experiments.transformers.run --out OUT --attention default --tiny    # on a CPU
 
 Both implementations run the same module with the same bf16 parameters and attention, and take turns. The phases:
 
