@@ -67,16 +67,11 @@ def moe_layer(
     return out_TD
 
 
-class _Block(nn.Module):
-    def __init__(self, moe: nn.Module):
-        super().__init__()
-        self.moe, self.moe_enabled = moe, True
-
-
 def in_model(moe: nn.Module) -> nn.Module:
     """A model of one block with this MoE layer, as torchtitan's parallelize functions expect it."""
-    model = nn.Module()
-    model.layers = nn.ModuleDict({"0": _Block(moe)})
+    model, block = nn.Module(), nn.Module()
+    block.moe, block.moe_enabled = moe, True
+    model.layers = nn.ModuleDict({"0": block})
     return model
 
 

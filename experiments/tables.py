@@ -82,10 +82,10 @@ class Records:
                 found.setdefault((gpu, r["command"]), {})[reference] = r
         return [*found.values()]
 
-    def shapes(self, name: str, *references: str, contains: str = "") -> list[str]:
+    def shapes(self, name: str, *references: str) -> list[str]:
         """Of the records of that name, each once; if ``references`` are given, those that were compared with one."""
-        found = [r for r in self.all if r["name"] == name and contains in r["shape"]]
-        return list(dict.fromkeys(r["shape"] for r in found if not references or r["reference"] in references))
+        found = [r for r in self.all if r["name"] == name and (not references or r["reference"] in references)]
+        return list(dict.fromkeys(r["shape"] for r in found))
 
     def names(self, pattern: str) -> list[str]:
         return list(dict.fromkeys(r["name"] for r in self.all if re.fullmatch(pattern, r["name"])))
@@ -212,7 +212,7 @@ def by_state(records: Records, *patterns: str, states: int = 1) -> Iterator[tupl
     """Yields each record's name, its shape without the state, and a function ``show(text, *args)``, which joins the
     texts of so many states. ``of`` names other records of the shape."""
     for name in (name for pattern in patterns for name in records.names(pattern)):
-        for shape in records.shapes(name, contains=f", {BACK_TO_BACK}"):
+        for shape in (shape for shape in records.shapes(name) if shape.endswith(f", {BACK_TO_BACK}")):
             base = shape.removesuffix(f", {BACK_TO_BACK}")
 
             def show(text: Callable[..., str], *args: str, of: str = name, base: str = base) -> str:

@@ -305,7 +305,7 @@ def test_an_invocation_goes_on_with_the_runs_that_it_lacks(tmp_path: Path, monke
             ran.append((variant, seed))
             error = "out of memory" if len(ran) == 2 else None
             figures = {"tokens_per_second": [], "median_tokens_per_second": None, "peak_memory_gib": None, "losses": {}}
-            yield {"variant": variant, "seed": seed, "error": error, "steady_steps": 0} | figures
+            yield {"variant": variant, "seed": seed, "error": error} | figures
 
     monkeypatch.setattr(train, "in_turn", in_turn)
     monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path), "--variants", "bf16", "fp8_flow", "--seeds", "0"])
@@ -398,11 +398,11 @@ def test_log(tmp_path: Path):
     )
     run = Run.__new__(Run)
     run.variant, run.seed, run.log = "bf16", 0, tmp_path / "log"
-    lines = "".join(line.format(step=step) for step in range(10, 41, train.LOG_FREQ))
+    lines = "".join(line.format(step=step) for step in range(10, 41, 10))
     run.log.write_text(lines + lines.replace("rank0", "rank1").replace("tps: 11", "tps: 99"))
     result = run.result(None)
     assert result["tokens_per_second"] == [11020, 11030, 11040] and result["median_tokens_per_second"] == 11030
-    assert result["steady_steps"] == 30 and result["peak_memory_gib"] == 91.9
+    assert result["peak_memory_gib"] == 91.9
     assert list(result["losses"]) == ["10", "20", "30", "40"] and result["losses"]["10"] == 8.21696
     failed = result | {"seed": 1, "error": "out of memory", "peak_memory_gib": 1}
     fp8 = result | {"variant": "fp8_flow", "median_tokens_per_second": 22060, "peak_memory_gib": 80.0}
@@ -414,7 +414,8 @@ def test_log(tmp_path: Path):
     # Medians, and the largest less the least.
     repeated, _ = train.records([result, faster, faster, *[fp8] * 3], "16b", "shape")
     assert repeated["spread"] == {"ours": 0, "reference": pytest.approx(0.1 / 1.1)}
-    assert "| 11,030 (11,020 to 11,040) out of memory |" in train.table([failed], [10])
+    line = "bf16, seed 1, 11,030 tokens/s/GPU (11,020 to 11,040), 1 GiB, loss 8.21696, out of memory"
+    assert train.line(failed) == line
     run.log.write_text(lines.replace("8.21696", "nan", 2))
     assert run.result(None)["error"] == "the loss is nan at step 10"
-    assert tomllib.loads(Path(train.CONFIG).read_text())["metrics"]["log_freq"] == train.LOG_FREQ
+    assert tomllib.loads(Path(train.CONFIG).read_text())["metrics"]["log_freq"] == 10  # what help says of --steps

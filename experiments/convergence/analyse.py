@@ -12,7 +12,6 @@ of one recipe and checkpoint. Only runs that came to the end count.
 """
 
 import json
-import re
 from collections import defaultdict
 from functools import cache
 from itertools import pairwise
@@ -25,30 +24,19 @@ from experiments.records import script_parser, write_records
 from experiments.tables import markdown
 
 SMOOTH = 50  # steps of the mean of a training loss
-RECIPES = ("bf16", "balanced", "experts_only", "ffns_only")
 
 
 class Run:
     """What one variant logged."""
 
-    def __init__(self, path: Path):
-        self.name = path.parent.name
-        # resume1, resume2, ... are resume with other noise, and so is again after any other change
-        parts = re.fullmatch(r"([^-]+)-(s\d+)(?:-(?!again)(resume|[^-]+?)((?<=resume)\d)?)?(-again)?", self.name)
-        self.recipe, self.seed, self.change, noise, again = parts.groups("")
-        self.noise = noise + again
-        records = []
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:  # the line being written when the run was cut off
-                break
-        self.meta = records[0] if records else None
-        steps = [r for r in records if "loss" in r]
+    def __init__(self, name: str, log: list[dict]):
+        self.name, self.meta = name, log[0]
+        self.recipe, self.seed, self.change, self.noise = self.meta["variant"]
+        steps = [r for r in log if "loss" in r]
         self.steps = np.array([r["step"] for r in steps])
         self.loss, self.grad_norm = (np.array([r[key] for r in steps]) for key in ("loss", "grad_norm"))
-        self.evaluations = {r["step"]: r for r in records if "held_out_loss" in r}
-        self.flushes = [r for r in records if "flushed" in r]
+        self.evaluations = {r["step"]: r for r in log if "held_out_loss" in r}
+        self.flushes = [r for r in log if "flushed" in r]
 
     def training_loss(self, step: int) -> float:
         """The mean of the last SMOOTH losses up to a step."""
@@ -64,17 +52,22 @@ class Run:
         return float(np.median(found or np.nan))
 
 
+def read_log(path: Path) -> list[dict]:
+    """The lines of a log but one that was being written when the run was cut off."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
 def read_runs(folder: Path) -> list[Run]:
-    runs = [Run(path) for path in folder.glob("*/log.jsonl")]
-    return sorted(
-        (run for run in runs if run.meta),
-        key=lambda run: (run.change, RECIPES.index(run.recipe), run.seed, run.noise),
-    )
+    """By change, bf16 first."""
+    runs = [Run(path.parent.name, log) for path in folder.glob("*/log.jsonl") if (log := read_log(path))]
+    return sorted(runs, key=lambda run: (run.change, run.recipe != "bf16", run.recipe, run.seed, run.noise))
 
 
 def reference_of(run: Run, runs: list[Run]) -> Run | None:
-    name = "-".join(filter(None, ("bf16", run.seed, run.change)))
-    return next((other for other in runs if other.name == name and other is not run), None)
+    """bf16 of the same seed and change without noise."""
+    key = ("bf16", run.seed, run.change, 0)
+    found = (other for other in runs if (other.recipe, other.seed, other.change, other.noise) == key)
+    return next((other for other in found if other is not run), None)
 
 
 def summarize(runs: list[Run]) -> list[dict]:
@@ -149,12 +142,11 @@ def effects(cells: list[tuple[str, str]], losses: list[float]) -> tuple[float, i
     deviation = (sum(((v - v.mean()) ** 2).sum() for v in by_cell.values()) / freedom) ** 0.5
     t = student_t(freedom)
     result = {}
-    for recipe in RECIPES[1:]:
+    for recipe in dict.fromkeys(name for name, _ in by_cell if name != "bf16"):
         mine = {checkpoint: values for (name, checkpoint), values in by_cell.items() if name == recipe}
-        if mine:
-            variance = sum(1 / len(values) + 1 / len(by_cell["bf16", c]) for c, values in mine.items()) / len(mine) ** 2
-            mean = float(np.mean([values.mean() for values in mine.values()]))
-            result[recipe] = Effect(mean, t * float(deviation * variance**0.5), sum(map(len, mine.values())))
+        variance = sum(1 / len(values) + 1 / len(by_cell["bf16", c]) for c, values in mine.items()) / len(mine) ** 2
+        mean = float(np.mean([values.mean() for values in mine.values()]))
+        result[recipe] = Effect(mean, t * float(deviation * variance**0.5), sum(map(len, mine.values())))
     return float(deviation), freedom, result
 
 

@@ -94,7 +94,7 @@ class StudyTrainer(Trainer):
     """torchtitan's Trainer with the step of one GPU captured, its own log, evaluation and router statistics."""
 
     def __init__(self, config: JobConfig, name: str, args: argparse.Namespace):
-        self.recipe, seed, self.change, self.noise = parse_name(name)
+        variant = self.recipe, seed, self.change, self.noise = parse_name(name)
         self.loss_scale = TINY if self.change == "tiny" else 1.0
         super().__init__(config)
         self.args = args
@@ -132,8 +132,8 @@ class StudyTrainer(Trainer):
         chosen = np.linspace(0, len(held_out) - 1, count).astype(int)
         self.held_out = held_out[chosen]
         experts = "titan_fp8moe" if self.recipe in LEFT_IN_BF16 else "torch._grouped_mm, bf16"
-        meta = dict(stage=args.work.name, change=CHANGES[self.change], experts=experts, steps=config.training.steps)
-        meta |= dict(first_step=self.step, last_step=self.last_step, tokens_per_step=self.tokens.numel())
+        meta = dict(stage=args.work.name, variant=variant, experts=experts, steps=config.training.steps)
+        meta |= dict(last_step=self.last_step, tokens_per_step=self.tokens.numel())
         meta |= dict(clamp=args.clamp, parameters=sum(p.numel() for p in model.parameters()), graph=self.use_graph)
         self._write(meta | dict(config=config.to_dict(), environment=environment()))
 

@@ -71,14 +71,9 @@ class Layer:
         self.scores = torch.rand(shape.T, shape.K, device=DEVICE).requires_grad_()
         self.ids, self.dout = choose(shape, N, skewed), torch.randn(shape.T, shape.D, **bf16)
 
-    def forward(self, x: Tensor | None = None) -> Tensor:
-        return routed_experts(
-            self.x if x is None else x, *self.weights, self.ids, self.scores, config=self.config,
-            ep_group=dist.group.WORLD,
-        )  # fmt: skip
-
     def step(self) -> list[Tensor]:
-        out = self.forward()
+        routed = self.ids, self.scores
+        out = routed_experts(self.x, *self.weights, *routed, config=self.config, ep_group=dist.group.WORLD)
         return [out, *torch.autograd.grad(out, [self.x, self.scores, *self.weights], self.dout)]
 
 

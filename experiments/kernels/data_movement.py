@@ -3,7 +3,7 @@
     python -m experiments.kernels.data_movement --out experiments/kernels/results.json
 
 A figure is the fewest bytes that the kernel must move, each input read once and each output written once, divided by
-the median time of ``triton.testing.do_bench``. The upper limit is a device-to-device copy of 1 GiB in the same run; a
+the median time of launches back to back. The upper limit is a device-to-device copy of 1 GiB in the same run; a
 copy that moves as many bytes as the kernel shows what a kernel of that size can reach.
 """
 
@@ -12,10 +12,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from experiments.records import begin, record, script_parser, write_records
+from experiments.timing import back_to_back_ms
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.kernels import routing as routing_kernels
@@ -219,7 +219,7 @@ def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:
-    return moved / triton.testing.do_bench(run, rep=100, return_mode="median") * 1e-6
+    return moved / back_to_back_ms(run) * 1e-6
 
 
 def device_copy(moved: int = 1 << 31) -> float:

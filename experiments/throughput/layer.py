@@ -72,7 +72,7 @@ def warm_up(bench: Bench) -> dict[str, str]:
                 raise RuntimeError("the gradient of the input is not finite")
         except Exception as e:
             traceback.print_exc()
-            error = _first_line(e)
+            error = f"{type(e).__name__}: {e}".splitlines()[0][:200]
         ok = torch.tensor(error is None, dtype=torch.int32)
         if dist.is_initialized():
             dist.all_reduce(ok, dist.ReduceOp.MIN)  # over gloo
@@ -81,10 +81,6 @@ def warm_up(bench: Bench) -> dict[str, str]:
             del bench.forwards[name]
         torch.cuda.empty_cache()  # other shapes share the GPU by now
     return failed
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
 
 
 def times_in_turn(steps: dict[str, Callable[[], None]], rounds: int, block_ms: float) -> dict[str, list[float]]:

@@ -36,7 +36,6 @@ from typing import NamedTuple
 
 from experiments.provenance import environment
 from experiments.records import begin, other_torch, record, script_parser, write_records, write_text
-from experiments.tables import markdown
 
 CONFIG = "experiments/throughput/train.toml"
 SETTING_03 = "experiments.throughput.setting03"
@@ -82,7 +81,6 @@ CHECKPOINTING = {
     "full": ([], ["--activation_checkpoint.mode=full"]),
 }
 OUT_OF_MEMORY = "out of memory"
-LOG_FREQ = 10  # of CONFIG: a logged speed is that of so many steps
 STEADY = 10  # steps before: compilation, allocator, warm-up of clocks
 STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
@@ -217,7 +215,6 @@ class Run:
             "variant": self.variant,
             "seed": self.seed,
             "error": error or next(iter(broken), None),
-            "steady_steps": max([int(row[0]) for row in steady], default=warm) - warm,
             "tokens_per_second": tokens,
             "median_tokens_per_second": statistics.median(tokens) if tokens else None,
             "peak_memory_gib": max((float(row[3]) for row in steady), default=None),
@@ -253,16 +250,14 @@ def drawn(variants: list[str], seeds: list[int]) -> list[tuple[str, int]]:
     return [(variant, seed) for seed in seeds for variant in random.Random(seed).sample(variants, len(variants))]
 
 
-def table(results: list[dict], steps: Iterable[int]) -> str:
-    rows = []
-    for r in results:
-        tokens = r["tokens_per_second"]
-        speed = f"{r['median_tokens_per_second']:,.0f} ({min(tokens):,} to {max(tokens):,})" if tokens else ""
-        losses = " / ".join(str(r["losses"].get(str(step), "")) for step in steps)
-        figures = [str(r[key]) for key in ("seed", "steady_steps", "peak_memory_gib")]
-        rows.append([r["variant"], *figures, losses, " ".join(filter(None, (speed, r["error"])))])
-    at = f"loss at {' / '.join(map(str, steps))}"
-    return markdown(["variant", "seed", "steady steps", "memory, GiB", at, "tokens/s/GPU, median (min to max)"], rows)
+def line(result: dict) -> str:
+    """A run's speed, memory and last loss, and what went wrong."""
+    parts = [f"{result['variant']}, seed {result['seed']}"]
+    if tokens := result["tokens_per_second"]:
+        median, loss = result["median_tokens_per_second"], [*result["losses"].values()][-1]
+        parts.append(f"{median:,.0f} tokens/s/GPU ({min(tokens):,} to {max(tokens):,})")
+        parts.append(f"{result['peak_memory_gib']} GiB, loss {loss}")
+    return ", ".join(filter(None, (*parts, result["error"])))
 
 
 def record_name(model: str, variant: str, suffix: str = "") -> str:
@@ -361,8 +356,7 @@ def main() -> None:
     done = [(r["variant"], r["seed"]) for r in results]
     for result in in_turn([run for run in wanted if run not in done], args):
         results.append(result | {"made": made})
-        print(f"\n{shape}\n{table(results, range(LOG_FREQ, args.steps + 1, LOG_FREQ))}", flush=True)
-        print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
+        print(f"{time.monotonic() - args.begin:.0f} s, {shape}: {line(result)}", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
         write_records(args.out / "results.json", records(results, record_model(args), shape))
     if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:
