@@ -15,6 +15,7 @@ the average number of rows. References:
 Records are written after each GEMM.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,12 +35,10 @@ LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden
 ]
 CARVED_OUT, CARVEOUT = ("bf16", "torchao rowwise"), ", carveout"
 FP32, UNIT = "ours, fp32 out", "TFLOP/s"
-
-
 Candidates = dict[str, Callable[[], Tensor]]
 
 
-def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor, with_deepgemm: bool) -> Candidates:
+def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor, with_deepgemm: bool = False) -> Candidates:
     E = offsets_E.shape[0]
     x, w = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(E, N, K, device="cuda", dtype=BF16)
     (a, a_scale), (b, b_scale) = ops.quantize_rows(x), ops.quantize_weight(w)
@@ -58,7 +57,7 @@ def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor, with_deepgemm: bool)
     return candidates
 
 
-def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor, _: bool) -> Candidates:
+def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Candidates:
     E = offsets_E.shape[0]
     x, dy = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(M, N, device="cuda", dtype=BF16)
     rows = [(q, recipe.column_major(scale)) for q, scale in (ops.quantize_rows(x), ops.quantize_rows(dy))]
@@ -99,28 +98,29 @@ def fastest(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def measure(case: tuple, with_deepgemm: bool) -> list[dict]:
+def measure(case: tuple) -> list[dict]:
     """The records of one of :func:`cases`."""
     layer, M, E, title, make, N, K = case
     offsets_E = group_ends(M, E)
-    candidates = make(M, N, K, offsets_E, with_deepgemm and title.startswith("forward"))
+    candidates = make(M, N, K, offsets_E)
     candidates |= {name + CARVEOUT: carved_out(candidates[name]) for name in CARVED_OUT}
     times = fastest(median_ms(candidates, busy_sms=True))
     speeds = {state: {who: 2e-9 * M * N * K / ms for who, ms in of.items()} for state, of in times.items()}
     shape = ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
     show(shape, speeds, UNIT)
-    if make is forward_gemm:
+    if make is not wgrad_gemm:
         return state_records("grouped_mm", shape, speeds, "ours", (*CARVED_OUT, "deepgemm"), UNIT)
     found = state_records("grouped_mm_wgrad", shape, speeds, "ours", CARVED_OUT, UNIT)
     return found + state_records("grouped_mm_wgrad_fp32", shape, speeds, FP32, ("bf16",), UNIT)
 
 
-def cases() -> Iterator[tuple]:
+def cases(with_deepgemm: bool) -> Iterator[tuple]:
     """Layer, M, E, title, GEMM, N and K of the six GEMMs of each layer."""
+    forward = functools.partial(forward_gemm, with_deepgemm=with_deepgemm)
     for layer, M, E, D, H in LAYERS:
         for title, make, N, K in (
-            ("forward 1", forward_gemm, 2 * H, D),
-            ("forward 2", forward_gemm, D, H),
+            ("forward 1", forward, 2 * H, D),
+            ("forward 2", forward, D, H),
             ("dgrad 2", forward_gemm, H, D),
             ("dgrad 1", forward_gemm, D, 2 * H),
             ("wgrad 1", wgrad_gemm, 2 * H, D),
@@ -136,8 +136,8 @@ def main() -> None:
     begin(args.trial)
     if args.deepgemm:
         print("DeepGEMM", deepgemm.load(args.deepgemm))
-    for case in within(args.budget, cases()):
-        write_records(args.out, measure(case, args.deepgemm is not None))
+    for case in within(args.budget, cases(args.deepgemm is not None)):
+        write_records(args.out, measure(case))
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ def candidates(problem: Problem) -> dict[str, Step]:
 
 
 def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
-    """One for each peer, state and way with the weights. ``times``: milliseconds of a candidate's step by state, of
-    which ``GPU_BUSY`` is none of its own but a field."""
+    """One for each peer, state and way with the weights. ``times`` has the milliseconds of each candidate's step by
+    state; those under ``GPU_BUSY`` become fields."""
     found = []
     for kept in ("", KEPT):
         count = MICROBATCHES if kept else 1
