@@ -68,7 +68,7 @@ def require_commit(trial: bool) -> None:
 
 
 def other_torch() -> list[str]:
-    """For a record's shape: names a PyTorch that is not the tables' own, 2.11."""
+    """Names a PyTorch that is not the tables' own, 2.11, for a record's shape."""
     release = torch.__version__.partition("+")[0]
     return [] if release.startswith("2.11.") else [f"torch {release}"]
 

@@ -60,7 +60,7 @@ class Records:
         self.used: list[Record] = []
 
     def of(self, name: str, shape: str, ablation: str | None = None, hardware: str = "", commit: str = "") -> Found:
-        """By reference, those of the newest run, on that ``hardware`` and of that ``commit`` if they are given: others
+        """Records of the newest run by reference, on that ``hardware`` and of that ``commit`` if they are given: others
         met another machine or another state. Without ``ablation`` none of :data:`ABLATIONS`, else that one alone."""
         found = [r for r in self.all if r["name"] == name and r["shape"] == shape and hardware in r["hardware"]]
         found = [r for r in found if commit in r["commit"]]
@@ -83,7 +83,7 @@ class Records:
         return [*found.values()]
 
     def shapes(self, name: str, *references: str) -> list[str]:
-        """Of the records of that name, each once; if ``references`` are given, those that were compared with one."""
+        """Shapes of that name's records, each once; with ``references``, of those that were compared with one."""
         found = [r for r in self.all if r["name"] == name and (not references or r["reference"] in references)]
         return list(dict.fromkeys(r["shape"] for r in found))
 
@@ -177,7 +177,7 @@ class Pair(NamedTuple):
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """Without the columns of which nothing was measured."""
+    """A Markdown table without the columns in which nothing was measured."""
     used = [i for i in range(len(head)) if not rows or any(row[i] for row in rows)]
     lines = ([row[i] for i in used] for row in (head, ["---"] * len(head), *rows))
     return "\n".join(f"| {' | '.join(line)} |".replace("  ", " ") for line in lines)
@@ -189,7 +189,7 @@ def script(command: str) -> str:
 
 
 def source(used: list[Record]) -> str:
-    """Where the figures of a table come from."""
+    """Hardware, dates, commits and commands of a table's records."""
 
     def unique(key: Callable[[Record], str]) -> str:
         return ", ".join(sorted({key(record) for record in used}))
@@ -340,7 +340,7 @@ TITAN03 = {
     "torchao": "torchao FP8 experts",
 }
 LAYOUTS = {"expert_parallel_degree=1": "FSDP 2", "tensor_parallel_degree=2": "TP 2 with EP 2"}
-"""Of two GPUs, by what differs from EP 2."""
+"""Titles of layouts on two GPUs, by the setting that differs from EP 2."""
 
 
 def titan03(records: Records) -> str:
@@ -460,7 +460,7 @@ def by_model(shapes: list[str]) -> list[str]:
 
 
 def layers(records: Records, main: bool = True) -> str:
-    """Those of 8,192 tokens next to fused bf16, or all others."""
+    """Layers of 8,192 tokens next to fused bf16, or all others."""
     references, rows = ("bf16", "bf16 whole", "bf16 fused"), []
     fused = [shape for shape in records.shapes("moe_layer", "bf16 fused") if layer(shape).endswith("8192 tokens")]
     for shape in by_model(records.shapes("moe_layer", "bf16 whole")):

@@ -27,7 +27,7 @@ SMOOTH = 50  # steps of the mean of a training loss
 
 
 class Run:
-    """What one variant logged."""
+    """The log of one variant."""
 
     def __init__(self, name: str, log: list[dict]):
         self.name, self.meta = name, log[0]
@@ -58,7 +58,7 @@ def read_log(path: Path) -> list[dict]:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """By change, bf16 first."""
+    """The runs of a folder by change, bf16 first."""
     runs = [Run(path.parent.name, log) for path in folder.glob("*/log.jsonl") if (log := read_log(path))]
     return sorted(runs, key=lambda run: (run.change, run.recipe != "bf16", run.recipe, run.seed, run.noise))
 
@@ -126,7 +126,7 @@ def student_t(freedom: int) -> float:
 
 
 def effects(cells: list[tuple[str, str]], losses: list[float]) -> tuple[float, int, dict[str, Effect]]:
-    """What repeated runs say of each recipe; ``cells`` has recipe and checkpoint of each run.
+    """Effects of the recipes by repeated runs; ``cells`` has recipe and checkpoint of each run.
 
     Returns the standard deviation of runs of one cell, relative to the mean of bf16 of the checkpoint and pooled over
     cells, its degrees of freedom, and the recipes' effects.

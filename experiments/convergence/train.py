@@ -271,7 +271,7 @@ class StudyTrainer(Trainer):
         self.log_file.flush()
 
     def _save(self) -> None:
-        """For the variants that resume: written under another name first, so that it is whole when it is there."""
+        """Writes the state for variants that resume, under another name first, so that a file there is whole."""
         state = {
             "model": self.model_parts[0].state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],

@@ -99,7 +99,7 @@ def phases_in_turn(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 class Bf16Rows:
-    """What torchtitan's expert parallelism moves: a bf16 row for each routed pair, sorted by expert, sent and permuted.
+    """Payload of torchtitan's expert parallelism: a bf16 row for each routed pair, sorted by expert, sent and permuted.
     Its combine scatters the rows and multiplies them by the scores in fp32, as torchtitan's MoE does under FSDP. Split
     sizes are known beforehand, so that no wait for them is in the times."""
 

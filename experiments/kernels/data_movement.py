@@ -161,7 +161,7 @@ def routing_case(layer: Layer, routing: Routing) -> Case:
 
 
 def dispatch_cases(layer: Layer) -> Iterator[Case]:
-    """What a rank sends: routing over all ranks, then the payload of values, scales, ids and scores."""
+    """Payload of a rank: routing over all ranks, then the payload of values, scales, ids and scores."""
     T, top_k, D = layer.R // layer.top_k, layer.top_k, layer.D
     ids = torch.rand(T, layer.E * layer.ranks, device="cuda").topk(top_k).indices
     x, scores = randn(T, D), torch.rand(T, top_k, device="cuda")
@@ -182,28 +182,19 @@ def permute_case(layer: Layer, routing: Routing) -> Case:
     return Case("permute", moved, partial(permute.permute_rows, *args))
 
 
-def unpermute_case(layer: Layer, routing: Routing) -> Case:
-    """Sums in bf16: the layer's output for own tokens, the combine payload for those of other ranks."""
-    y, row_TK = randn(routing.token_M.shape[0], layer.D), routing.row_TK
-    out = permute.unpermute_sum(y, row_TK, BF16)
-    run = partial(permute.unpermute_sum, y, row_TK, BF16)
-    if layer.ranks > 1:
-        run = partial(pack_combine, y, None, row_TK)
-    return Case("unpermute", size(y[: routing.R], row_TK, out), run)
-
-
-def gradient_case(layer: Layer, routing: Routing) -> Case:
-    """:func:`unpermute_case` of a backward: with the score gradients."""
-    y, row_TK = randn(routing.token_M.shape[0], layer.D), routing.row_TK
+def unpermute_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
+    """Sums in bf16: the layer's output for own tokens, the combine payload for those of other ranks. In a backward also
+    the score gradients."""
+    y, row_TK, R = randn(routing.token_M.shape[0], layer.D), routing.row_TK, routing.R
     ds_M = torch.rand(y.shape[0], device="cuda")
-    if layer.ranks == 1:
-        run = partial(permute.unpermute_gradients, y, ds_M.unsqueeze(1), row_TK, BF16)
-        out = run()
-    else:
-        run = partial(pack_combine, y, ds_M, row_TK)
-        out = [run()]
-    R = routing.R
-    return Case("unpermute_gradients", size(y[:R], ds_M[:R], row_TK, *out), run)
+    forward = partial(permute.unpermute_sum, y, row_TK, BF16)
+    backward = partial(permute.unpermute_gradients, y, ds_M.unsqueeze(1), row_TK, BF16)
+    sums = forward()
+    if layer.ranks > 1:
+        forward, backward = (partial(pack_combine, y, gradients_M, row_TK) for gradients_M in (None, ds_M))
+    yield Case("unpermute", size(y[:R], row_TK, sums), forward)
+    gradients = backward() if layer.ranks == 1 else [backward()]
+    yield Case("unpermute_gradients", size(y[:R], ds_M[:R], row_TK, *gradients), backward)
 
 
 def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
@@ -214,8 +205,8 @@ def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
     routing = route(layer)
     yield from (("balanced" + source, case) for source, case in transpose_cases(layer, routing))
     yield from (("balanced", case) for case in swiglu_cases(layer, routing))
-    for make in (routing_case, permute_case, unpermute_case, gradient_case):
-        yield "balanced", make(layer, routing)
+    yield from (("balanced", make(layer, routing)) for make in (routing_case, permute_case))
+    yield from (("balanced", case) for case in unpermute_cases(layer, routing))
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:

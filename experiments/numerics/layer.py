@@ -1,4 +1,4 @@
-"""How far FP8-Flow is from an fp32 MoE layer, in the output and every gradient.
+"""Errors of FP8-Flow against an fp32 MoE layer, in the output and every gradient.
 
 The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from high precision, are the references.
 
@@ -71,6 +71,10 @@ def gradients(layer, inputs, dout):
     return [out.detach(), *[leaf.grad for leaf in leaves]]
 
 
+def errors(results: list[torch.Tensor], reference: list[torch.Tensor]) -> list[float]:
+    return [relative_error(a, b) for a, b in zip(results, reference, strict=True)]
+
+
 def layer_table(device: str, size: dict) -> dict[str, list[float]]:
     torch.manual_seed(0)
     tokens, dim, hidden, experts, top_k = size.values()
@@ -102,12 +106,9 @@ def layer_table(device: str, size: dict) -> dict[str, list[float]]:
         "FP8-Flow bf16 wgrad": flow(wgrad="bf16"),
     }
 
-    def errors(layer):
-        return [relative_error(a, b) for a, b in zip(gradients(layer, inputs, dout), reference, strict=True)]
-
-    table = {name: errors(layer) for name, layer in layers.items()}
+    table = {name: errors(gradients(layer, inputs, dout), reference) for name, layer in layers.items()}
     with mock.patch.object(ops, "transpose_pair", side_effect=requantized_pair) as transpose_pair:
-        table["FP8-Flow requantize"] = errors(flow())
+        table["FP8-Flow requantize"] = errors(gradients(flow(), inputs, dout), reference)
     assert transpose_pair.call_count == 2, "the layer did not take the ablation's transposes"
     return table
 
@@ -136,8 +137,7 @@ def activation_table(device: str, size: dict) -> dict[str, list[float]]:
                 x = x.to(torch.bfloat16)
                 return routed_experts(x, w[0], w[1], w3, topk_ids, s, config=config, activation=name)  # noqa: B023
 
-            results = zip(gradients(flow, inputs, dout), reference, strict=True)
-            table[f"{name}, h in {save_h}"] = [relative_error(a, b) for a, b in results]
+            table[f"{name}, h in {save_h}"] = errors(gradients(flow, inputs, dout), reference)
     return table
 
 

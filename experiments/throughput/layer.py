@@ -110,7 +110,7 @@ def measure(bench: Bench, failed: dict[str, str], rounds: int, block_ms: float) 
 
 
 def choose(shape: Shape, gpus: int, names: list[str]) -> tuple[dict[str, Variant], dict[str, str]]:
-    """What ``names`` mean for a shape: its variants, and the reasons why others are missing."""
+    """The variants of these names that a shape has, and the reasons why others are missing."""
     there = variants(shape, gpus)
     missing = {name: f"not a variant of this layer on {gpus} GPU(s)" for name in names if name not in there}
     return {name: there[name] for name in names if name in there}, missing

@@ -114,7 +114,7 @@ def require_fit(variants: list[str], gpus: int) -> None:
 
 
 def common(args: argparse.Namespace, seed: int, options: dict[str, str]) -> list[str]:
-    """What both versions' command lines have."""
+    """Flags of both versions' command lines."""
     return [
         f"--training.local_batch_size={args.local_batch}",
         f"--training.steps={args.steps}",
@@ -205,7 +205,7 @@ class Run:
         shutil.rmtree(self.dump, ignore_errors=True)
 
     def result(self, error: str | None, warm: int = STEADY) -> dict:
-        """What was logged after ``warm`` steps."""
+        """Figures of the steps after the first ``warm``."""
         rows = [match.groups() for match in map(STEP.search, self.log.read_text().splitlines()) if match]
         steady = [row for row in rows if int(row[0]) > warm]
         tokens = [int(row[4].replace(",", "")) for row in steady]
@@ -272,9 +272,11 @@ MEASURED = ("median_tokens_per_second", "tokens/s/GPU", ""), ("peak_memory_gib",
 def records(
     results: list[dict], model: str, shape: str, measured: Iterable[tuple[str, str, str]] = MEASURED
 ) -> list[dict]:
-    """Of each FP8-Flow variant, the median of its completed runs against those of the references and the defaults, and
-    of both the spread: largest less smallest, relative to the median. ``measured`` has a result's keys, their units and
-    what they add to a record's name."""
+    """The median of each FP8-Flow variant's completed runs against those of the references and the defaults.
+
+    Records also have the spread of both: largest less smallest, relative to the median. ``measured`` has a result's
+    keys, their units and additions to a record's name.
+    """
     out = []
     for key, unit, suffix in measured:
         values = {}

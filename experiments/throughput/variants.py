@@ -94,7 +94,7 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """How a layer runs. ``replaced``: the functions in place of some of :mod:`titan_fp8moe.ops`. A step has some
+    """A way to run a layer. ``replaced``: the functions in place of some of :mod:`titan_fp8moe.ops`. A step has some
     microbatches, of which the first quantizes the weights if the layer keeps them; a time is a microbatch's."""
 
     config: Fp8FlowMoEConfig | None = None  # None: bf16
@@ -120,7 +120,7 @@ VARIANTS = {
     "fp8 unfused permute": FP8._replace(replaced={"permute_rows": permute_then_copy}),
 }
 ABLATIONS = tuple(name for name, variant in VARIANTS.items() if variant.replaced)
-"""What is measured when asked for, against the default too."""
+"""Variants that are measured when asked for, against the default too."""
 
 
 def variants(shape: Shape, gpus: int) -> dict[str, Variant]:
@@ -240,7 +240,7 @@ class Bench:
         return forward
 
     def _fixed_weights(self) -> list[FixedWeights]:
-        """Of the routed and, if there are any, the shared experts."""
+        """Weights of the routed and, if there are any, the shared experts."""
         if not self.fixed:
             experts, shared = self.first.experts, self.first.shared_experts
             self.fixed = [FixedWeights(experts.w1, experts.w2, experts.w3)]

@@ -65,7 +65,7 @@ class Setting:
     length: int = 4096
 
     def make_model(self, seed: int = 0) -> Any:
-        """With random bf16 weights, the same in every call."""
+        """The model with random bf16 weights, the same in every call."""
         torch.manual_seed(seed)
         config = getattr(transformers, f"{self.family}Config")(vocab_size=32768, pad_token_id=None, **self.dims)
         torch.set_default_dtype(torch.bfloat16)
