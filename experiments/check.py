@@ -1,4 +1,4 @@
-"""What ``python -m experiments.tables --check`` wants of a page's text: figures that a record gives, of stated commits.
+"""Checks for ``python -m experiments.tables --check``: records give each figure of a page's text, of stated commits.
 
 * A number before x, %, ms, s, GiB or tokens/s needs a record. It is one of the page's tables, or lies in a folder of
   experiments that the paragraph, list item or row links to.
@@ -35,7 +35,7 @@ class Figure(NamedTuple):
 
 
 def figures(text: str) -> Iterator[Figure]:
-    """Those without a mark, outside of code and of generated tables."""
+    """Yields figures without a mark, outside of code and of generated tables."""
     for block in BLOCKS.split(GENERATED.sub("", STATE.sub("", text))):
         folders = frozenset(FOLDER.findall(block))
         parts = [part for part in PARTS.split(" ".join(block.split())) if part]
@@ -46,7 +46,7 @@ def figures(text: str) -> Iterator[Figure]:
 
 
 def values(record: Record, unit: str) -> Iterator[float]:
-    """What a record says in a unit."""
+    """Yields a record's numbers in a unit."""
     numbers = [record.get(key) for key in ("value", "reference_value", "half_width")]
     speedup, of_loss = record.get("speedup"), record["unit"].startswith(("of ", "relative"))
     if unit == "x" and speedup:
@@ -71,7 +71,7 @@ def givers(figure: Figure, records: list[Record]) -> list[Record]:
 
 
 def commits_of(record: Record) -> set[str]:
-    """Of its points, if it summarizes some."""
+    """The commit of a record, or those of the points that it summarizes."""
     return {point["commit"] for point in record.get("points", {}).values()} or {record["commit"]}
 
 

@@ -8,7 +8,7 @@ import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,26 +20,28 @@ T = TypeVar("T")
 def script_parser(description: str, *, out: str = "", budget: str = "") -> ArgumentParser:
     """A parser whose help is a script's docstring.
 
-    ``out`` says what ``--out`` names. ``budget`` says what is not begun after the seconds of ``--budget``.
+    ``out`` says what ``--out`` names, where records go. ``budget`` says what is not begun after the seconds of
+    ``--budget``.
     """
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     if out:
         parser.add_argument("--out", type=Path, required=True, help=out)
+        parser.add_argument("--trial", action="store_true", help="record from files that differ from their commit")
     if budget:
         parser.add_argument("--budget", type=float, default=3600, help=f"seconds after which no {budget} is begun")
     return parser
 
 
-def require_gpu() -> None:
-    """Ends the program with one sentence if PyTorch finds no GPU, before anything is built for it."""
+def begin(trial: bool) -> None:
+    """Requires a GPU and, but for a trial, a commit; prints where the script runs and seeds torch.
+
+    From here on SIGTERM is SystemExit, so that ``finally`` blocks end the processes that this one starts.
+    """
     if not torch.cuda.is_available():
         built = "" if torch.version.cuda else ", and is built without CUDA"
         sys.exit(f"error: this measures on a GPU, and PyTorch {torch.__version__} finds none{built}")
-
-
-def begin() -> None:
-    """Requires a GPU, prints where the script runs and seeds torch."""
-    require_gpu()
+    require_commit(trial)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     setting = environment()
     print(setting["hardware"], setting["versions"], flush=True)
     torch.manual_seed(0)
@@ -56,10 +58,6 @@ def within(seconds: float, items: Iterable[T]) -> Iterator[T]:
         torch.cuda.empty_cache()
 
 
-def add_trial(parser: ArgumentParser) -> None:
-    parser.add_argument("--trial", action="store_true", help="record from files that differ from their commit")
-
-
 def require_commit(trial: bool) -> None:
     """Ends the program, before it measures, if its files are not those of a commit."""
     name = commit()
@@ -70,9 +68,24 @@ def require_commit(trial: bool) -> None:
 
 
 def other_torch() -> list[str]:
-    """For a record's shape: names a PyTorch that is not the tables' own, 2.11."""
+    """Names a PyTorch that is not the tables' own, 2.11, for a record's shape."""
     release = torch.__version__.partition("+")[0]
     return [] if release.startswith("2.11.") else [f"torch {release}"]
+
+
+def record(
+    name: str, shape: str, unit: str, value: float, reference: str, reference_value: float | None, **fields: Any
+) -> dict[str, Any]:
+    """Ours next to a reference, None where that did not run, with further ``fields``.
+
+    ``speedup`` says how many times as good ours is. More is better of rates and sequences, less of all else.
+    """
+    speedup = None
+    if reference_value is not None:
+        more = "/s" in unit or unit == "sequences"
+        speedup = value / reference_value if more else reference_value / value
+    names = dict(name=name, shape=shape, unit=unit, reference=reference)
+    return names | dict(value=value, reference_value=reference_value, speedup=speedup) | fields
 
 
 def write_text(path: Path, text: str) -> None:
@@ -104,8 +117,3 @@ def write_list(path: Path, records: list[dict]) -> None:
     """Writes ``records`` as a list, one per line."""
     lines = ",\n".join(map(json.dumps, records))
     write_text(path, f"[\n{lines}\n]\n")
-
-
-def exit_on_sigterm() -> None:
-    """Turns SIGTERM into SystemExit, so that ``finally`` blocks end the processes that this one has started."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))

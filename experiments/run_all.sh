@@ -57,7 +57,7 @@ train() { # name, GPUs, seconds, arguments of train.py
 
 layers() { # name, seconds, arguments of layer.py
     part "layers_$1" 1 "$2" python3 -m experiments.throughput.layer --out experiments/throughput \
-        --variants bf16 "bf16 whole" "bf16 fused" "bf16 fp32 bmm" fp8 "fp8 with weight quantization" \
+        --variants bf16 "bf16 whole" "bf16 fused" fp8 "fp8 with weight quantization" \
         "fp8 with weights kept for 4 microbatches" --models "${@:3}"
 }
 
@@ -140,7 +140,7 @@ train 16b_microbatches 4 590 --attention sdpa --steps 20 --variants "${both[0]},
 train 16b_own_routing 4 590 --attention sdpa --steps 200 --routing model --variants fp8_flow "$strongest"
 part exchange 4 540 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
 part layers_671b_4gpus 4 530 python3 -m experiments.throughput.layer --out experiments/throughput --gpus 4 \
-    --models 671B --experts 64 --tokens 4096
+    --models 671B --tokens 4096
 
 titan03() { # name, GPUs, arguments of train.py
     train "titan03_$1" "$2" 530 --torchtitan 0.3.0 "${@:3}"

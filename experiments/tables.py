@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +21,10 @@ from experiments.records import script_parser, write_list
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    *("README.md", "docs/results.md"),
-    *("experiments/throughput/README.md", "experiments/kernels/README.md", "experiments/expert_parallel/README.md"),
-    *("experiments/transformers/README.md", "experiments/numerics/README.md"),
-    *("experiments/lora_qwen3_30b/README.md",),
-)
+FOLDERS = ("throughput", "kernels", "expert_parallel", "transformers", "numerics", "lora_qwen3_30b")
+CHECKED = ("README.md", "docs/results.md")
+"""Pages whose text is checked too, by :mod:`experiments.check`."""
+PAGES = (*CHECKED, *(f"experiments/{folder}/README.md" for folder in FOLDERS))
 PEERS = {  # titles of columns, and the references of which each shows the best
     "torchtitan's bf16": ("bf16",),
     "bf16, compiled whole": ("bf16_whole",),
@@ -42,8 +41,6 @@ CITED = (
     r"train_16b( memory| (dispatch=all_to_all|cache_weights=true cache_layouts=forward)( memory)?)?",
 )
 """Names of records that no table shows, but a page's text or tables of its own."""
-CHECKED = ("README.md", "docs/results.md")
-"""Pages whose text is checked too, by :mod:`experiments.check`."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
 COPIES = ("copy", "copy of as many bytes")
@@ -63,7 +60,7 @@ class Records:
         self.used: list[Record] = []
 
     def of(self, name: str, shape: str, ablation: str | None = None, hardware: str = "", commit: str = "") -> Found:
-        """By reference, those of the newest run, on that ``hardware`` and of that ``commit`` if they are given: others
+        """Records of the newest run by reference, on that ``hardware`` and of that ``commit`` if they are given: others
         met another machine or another state. Without ``ablation`` none of :data:`ABLATIONS`, else that one alone."""
         found = [r for r in self.all if r["name"] == name and r["shape"] == shape and hardware in r["hardware"]]
         found = [r for r in found if commit in r["commit"]]
@@ -85,10 +82,10 @@ class Records:
                 found.setdefault((gpu, r["command"]), {})[reference] = r
         return [*found.values()]
 
-    def shapes(self, name: str, *references: str, contains: str = "") -> list[str]:
-        """Of the records of that name, each once; if ``references`` are given, those that were compared with one."""
-        found = [r for r in self.all if r["name"] == name and contains in r["shape"]]
-        return list(dict.fromkeys(r["shape"] for r in found if not references or r["reference"] in references))
+    def shapes(self, name: str, *references: str) -> list[str]:
+        """Shapes of that name's records, each once; with ``references``, of those that were compared with one."""
+        found = [r for r in self.all if r["name"] == name and (not references or r["reference"] in references)]
+        return list(dict.fromkeys(r["shape"] for r in found))
 
     def names(self, pattern: str) -> list[str]:
         return list(dict.fromkeys(r["name"] for r in self.all if re.fullmatch(pattern, r["name"])))
@@ -180,7 +177,7 @@ class Pair(NamedTuple):
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """Without the columns of which nothing was measured."""
+    """A Markdown table without the columns in which nothing was measured."""
     used = [i for i in range(len(head)) if not rows or any(row[i] for row in rows)]
     lines = ([row[i] for i in used] for row in (head, ["---"] * len(head), *rows))
     return "\n".join(f"| {' | '.join(line)} |".replace("  ", " ") for line in lines)
@@ -192,7 +189,7 @@ def script(command: str) -> str:
 
 
 def source(used: list[Record]) -> str:
-    """Where the figures of a table come from."""
+    """Hardware, dates, commits and commands of a table's records."""
 
     def unique(key: Callable[[Record], str]) -> str:
         return ", ".join(sorted({key(record) for record in used}))
@@ -215,7 +212,7 @@ def by_state(records: Records, *patterns: str, states: int = 1) -> Iterator[tupl
     """Yields each record's name, its shape without the state, and a function ``show(text, *args)``, which joins the
     texts of so many states. ``of`` names other records of the shape."""
     for name in (name for pattern in patterns for name in records.names(pattern)):
-        for shape in records.shapes(name, contains=f", {BACK_TO_BACK}"):
+        for shape in (shape for shape in records.shapes(name) if shape.endswith(f", {BACK_TO_BACK}")):
             base = shape.removesuffix(f", {BACK_TO_BACK}")
 
             def show(text: Callable[..., str], *args: str, of: str = name, base: str = base) -> str:
@@ -335,10 +332,6 @@ def training(records: Records, others: bool = False) -> str:
     return markdown(["tokens/s per GPU", "GPU", *PEERS, *_OURS_AND_MEMORY, "spread"], rows)
 
 
-def training_settings(records: Records) -> str:
-    return training(records, others=True)
-
-
 TITAN03 = {
     "bf16": "bf16",
     "bf16_outside_fsdp": "bf16, experts outside of FSDP",
@@ -347,7 +340,7 @@ TITAN03 = {
     "torchao": "torchao FP8 experts",
 }
 LAYOUTS = {"expert_parallel_degree=1": "FSDP 2", "tensor_parallel_degree=2": "TP 2 with EP 2"}
-"""Of two GPUs, by what differs from EP 2."""
+"""Titles of layouts on two GPUs, by the setting that differs from EP 2."""
 
 
 def titan03(records: Records) -> str:
@@ -357,13 +350,12 @@ def titan03(records: Records) -> str:
         same = [r for r in records.all if (r["name"], r["shape"]) == (name, shape)]
         for gpu, commit in dict.fromkeys((card(r), r["commit"]) for r in same):
             found = records.pair(name, shape, hardware=gpu, commit=commit)
-            if found.speed:
-                short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
-                for setting, layout in LAYOUTS.items():
-                    short = short.replace(f"parallelism.{setting}", layout)
-                title = joined(short, *name.split()[1:])
-                cells = [cell(found.speed, peer) for peer in TITAN03]
-                rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
+            short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
+            for setting, layout in LAYOUTS.items():
+                short = short.replace(f"parallelism.{setting}", layout)
+            title = joined(short, *name.split()[1:])
+            cells = [cell(found.speed, peer) for peer in TITAN03]
+            rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
     rows.sort(key=lambda row: "GPUs" in row[0])
     return markdown(["tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY], rows)
 
@@ -468,24 +460,19 @@ def by_model(shapes: list[str]) -> list[str]:
 
 
 def layers(records: Records, main: bool = True) -> str:
-    """Those of 8,192 tokens next to fused bf16, or all others."""
+    """Layers of 8,192 tokens next to fused bf16, or all others."""
     references, rows = ("bf16", "bf16 whole", "bf16 fused"), []
-    for shape in by_model(records.shapes("moe_layer", references[1])):
-        used = len(records.used)
-        time, weights, saved = (records.of(f"moe_layer{kind}", shape) for kind in ("", "_with_weights", " saved"))
-        if ("bf16 fused" in time and layer(shape).endswith("8192 tokens")) != main:
-            del records.used[used:]
+    fused = [shape for shape in records.shapes("moe_layer", "bf16 fused") if layer(shape).endswith("8192 tokens")]
+    for shape in by_model(records.shapes("moe_layer", "bf16 whole")):
+        if (shape in fused) != main:
             continue
+        time, weights, saved = (records.of(f"moe_layer{kind}", shape) for kind in ("", "_with_weights", " saved"))
         bytes_saved = [saved["bf16"]["reference_value"], first(saved)["value"]] if saved else []
         row = [layer(shape), *(cell(time, reference) for reference in references)]
         row += [ours(found, *strongest(found, references)) for found in (time, weights)]
         rows.append([*row, *([f"{bytes / 1024:.0f}" for bytes in bytes_saved] or ["", ""])])
     head = [_MS, *_BF16_LAYERS, _OURS, _QUANTIZED, "KiB saved per token, bf16", "KiB, ours"]
     return markdown(head, rows)
-
-
-def other_layers(records: Records) -> str:
-    return layers(records, main=False)
 
 
 def layers_with_kept_weights(records: Records) -> str:
@@ -535,10 +522,6 @@ def transformers(records: Records, one_token: bool = False) -> str:
                     more = f" ({gaps}; bf16 again {again})"
                 rows.append([f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + more])
     return markdown(["model, figure", "GPU", "bf16", "`fp8_flow`"], rows)
-
-
-def transformers_token(records: Records) -> str:
-    return transformers(records, one_token=True)
 
 
 def lora(records: Records) -> str:
@@ -639,50 +622,37 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(
-            headline,
-            training,
-            training_settings,
-            titan03,
-            checkpointing,
-            variants,
-            sweep,
-            largest_batch,
-            first_steps,
-        ),
-        *(layers, other_layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
-        *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, transformers_token, lora),
+        *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
+        *(layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
+        *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, lora),
         *(gemms, data_movement, exchange),
     )
 }
+TABLES["training_settings"] = partial(training, others=True)
+TABLES["other_layers"] = partial(layers, main=False)
+TABLES["transformers_token"] = partial(transformers, one_token=True)
 
 
-def page(text: str, records: Records) -> str:
-    """The page with its tables as the records have them."""
+def page(text: str, records: Records) -> tuple[str, list[Record]]:
+    """The page with its tables as the records have them, and the records that these show."""
+    found = []
 
     def table(match: re.Match) -> str:
         begin, name, end = match.groups()
         records.used = []
         body = TABLES[name](records)
+        found.extend(records.used)
         content = f"{body}\n\n{source(records.used)}" if records.used else "Not measured in this state."
         return f"{begin}{content}\n{end}"
 
-    return MARKED.sub(table, text)
-
-
-def shown(text: str, records: Records) -> list[Record]:
-    """The records of a page's tables."""
-    records.used = []
-    for _, name, _ in MARKED.findall(text):
-        TABLES[name](records)
-    return records.used
+    return MARKED.sub(table, text), found
 
 
 def prune() -> None:
     """Rewrites the files of records without those that no page cites."""
     files = {path: json.loads(path.read_text()) for path in record_files()}
     records = Records([record for found in files.values() for record in found])
-    used = {id(record) for name in PAGES for record in shown((ROOT / name).read_text(), records)}
+    used = {id(record) for name in PAGES for record in page((ROOT / name).read_text(), records)[1]}
     cited = re.compile("|".join(CITED))
     for path, found in files.items():
         kept = [r for r in found if id(r) in used or cited.fullmatch(r["name"])]
@@ -702,8 +672,8 @@ def main() -> None:
     changed = check.changed_in(ROOT)
     for name in PAGES:
         text = (ROOT / name).read_text()
-        new = page(text, records)
-        checked = check.Page(new, shown(new, records), folders) if name in CHECKED else None
+        new, shown = page(text, records)
+        checked = check.Page(new, shown, folders) if name in CHECKED else None
         if args.check:
             errors += [f"{name}: tables differ from the records; run python -m experiments.tables"] * (new != text)
             errors += [f"{name}: {error}" for error in (checked.errors(changed) if checked else ())]

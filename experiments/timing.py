@@ -15,12 +15,15 @@ import triton.testing
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from experiments.records import record
 from titan_fp8moe.recipe import TILE
 
 BACK_TO_BACK = "back to back"
 AFTER_IDLING = "after idling"
 WITH_BUSY_SMS = "with 16 busy SMs"
 BUSY_SMS = 16
+ROUNDS = 5
+CUDA = torch.cuda.is_available()
 
 
 def group_ends(rows: int, experts: int, device: str = "cuda") -> Tensor:
@@ -34,32 +37,33 @@ def group_ends(rows: int, experts: int, device: str = "cuda") -> Tensor:
     return (tiles[order] * TILE).cumsum(0).to(torch.int32).to(device)
 
 
-def elapsed_ms(run: Callable[[], object]) -> float:
-    """Milliseconds between the GPU's arrival at ``run`` and its end."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
+def elapsed_ms(run: Callable[[], object], times: int = 1) -> float:
+    """Milliseconds per call of some calls in a row; on a GPU from its arrival at the first to the end of the last."""
+    if CUDA:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+    begin = time.perf_counter()
+    for _ in range(times):
+        run()
+    if not CUDA:
+        return (time.perf_counter() - begin) * 1e3 / times
+    events[1].record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return events[0].elapsed_time(events[1]) / times
 
 
-def after_idling_ms(run: Callable[[], object], idle_s: float = 0.04) -> float:
+def back_to_back_ms(run: Callable[[], object]) -> float:
+    """Milliseconds of a launch from Python, for 60 ms one behind the other, each with a cold L2."""
+    return cast(float, triton.testing.do_bench(run, rep=60, return_mode="median"))
+
+
+def after_idling_ms(run: Callable[[], object]) -> float:
     """Milliseconds of one run after the GPU has idled, with nothing of its operands in L2."""
     torch.cuda.synchronize()
-    time.sleep(idle_s)
+    time.sleep(0.04)
     torch.empty(2**28, dtype=torch.uint8, device="cuda").zero_()
     torch.cuda._sleep(2_000_000)  # longer than the host takes to launch
     return elapsed_ms(run)
-
-
-def launched(rep_ms: int) -> Callable[[Callable[[], object]], Callable[[], float]]:
-    """Makes back-to-back timers that launch from Python for ``rep_ms``, with a cold L2; for :func:`median_ms`."""
-
-    def timer(run: Callable[[], object]) -> Callable[[], float]:
-        return lambda: cast(float, triton.testing.do_bench(run, rep=rep_ms, return_mode="median"))
-
-    return timer
 
 
 @triton.jit(do_not_specialize=["nanoseconds"])
@@ -122,73 +126,63 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def median_ms(
-    candidates: dict[str, Callable[[], object]],
-    rounds: int,
-    back_to_back: Callable[[Callable[[], object]], Callable[[], float]],
-    rounds_after_idling: int = 5,
-    idle_s: float = 0.04,
-    rounds_with_busy_sms: int = 0,
-) -> dict[str, dict[str, float]]:
+def median_ms(candidates: dict[str, Callable[[], object]], busy_sms: bool = False) -> dict[str, dict[str, float]]:
     """Median milliseconds by state of the GPU and candidate.
 
     The states are ``BACK_TO_BACK``, where power limits the clocks, ``AFTER_IDLING`` and, if asked for,
     ``WITH_BUSY_SMS``, as communication occupies them. Candidates take turns, so that all of them meet the same clocks
-    and temperature.
-
-    Args:
-        candidates: functions that launch; names of this package's begin with "ours".
-        back_to_back: makes a timer, as :func:`launched` does.
+    and temperature. On a CPU each runs once.
 
     Raises:
-        Exception: what one of this package's candidates raises. Another candidate that fails is left out and its error
+        Exception: what a candidate raises whose name begins with "ours". Another that fails is left out and its error
             goes to stderr.
     """
-    bursts = {}
+    runs = {}
     for name, run in candidates.items():
         try:
             run()
-            bursts[name] = back_to_back(run)
+            runs[name] = run
         except Exception as error:
             if name.startswith("ours"):
                 raise
             print(f"{name}: {str(error)[:150]}", file=sys.stderr)
-    runs = {name: candidates[name] for name in bursts}
-    idling = {name: functools.partial(after_idling_ms, run, idle_s) for name, run in runs.items()}
-    states = {
-        BACK_TO_BACK: medians(in_turn(bursts, rounds)),
-        AFTER_IDLING: medians(in_turn(idling, rounds_after_idling)),
-    }
-    if rounds_with_busy_sms:
-        busy_ms = 4 * max(states[AFTER_IDLING].values())
-        timers = {name: functools.partial(with_busy_sms_ms, run, busy_ms) for name, run in runs.items()}
-        states[WITH_BUSY_SMS] = medians(in_turn(timers, rounds_with_busy_sms))
+    if not CUDA:
+        return {BACK_TO_BACK: {name: elapsed_ms(run) for name, run in runs.items()}}
+
+    def timed(ms: Callable[..., float], **options: float) -> dict[str, float]:
+        return medians(in_turn({name: functools.partial(ms, run, **options) for name, run in runs.items()}, ROUNDS))
+
+    states = {BACK_TO_BACK: timed(back_to_back_ms), AFTER_IDLING: timed(after_idling_ms)}
+    if busy_sms:
+        states[WITH_BUSY_SMS] = timed(with_busy_sms_ms, busy_ms=4 * max(states[AFTER_IDLING].values()))
     return states
 
 
-def show(title: str, times: dict[str, dict[str, float]]) -> None:
-    """Prints the milliseconds of each candidate, a column for each state."""
-    print(f"\n{title}; ms {', '.join(times)}")
-    for name in next(iter(times.values())):
-        print(f"  {name:28}" + "".join(f"{ms[name]:8.2f}" for ms in times.values()), flush=True)
+def show(title: str, figures: dict[str, dict[str, float]], unit: str = "ms") -> None:
+    """Prints the figures of each candidate, a column for each state."""
+    print(f"\n{title}; {unit} {', '.join(figures)}")
+    for name in next(iter(figures.values())):
+        row = (of_state.get(name, math.nan) for of_state in figures.values())
+        print(f"  {name:28}" + "".join(f"{figure:8.{0 if '/s' in unit else 2}f}" for figure in row), flush=True)
 
 
-def ms_records(
+def state_records(
     name: str,
     shape: str,
-    times: dict[str, dict[str, float]],
+    figures: dict[str, dict[str, float]],
     ours: str,
     references: Iterable[str],
-    unit: str = "ms",
+    unit: str,
     **fields: str,
 ) -> list[dict]:
     """A record of candidate ``ours`` for each state and each of ``references`` that ran.
 
-    ``fields`` names further fields and the candidates whose times they hold.
+    ``fields`` names further fields and the candidates whose figures they hold.
     """
     return [
-        dict(name=name, shape=f"{shape}, {state}", value=ms[ours], unit=unit, reference=reference,
-             reference_value=ms[reference], speedup=ms[reference] / ms[ours])
-        | {field: ms[candidate] for field, candidate in fields.items()}
-        for state, ms in times.items() for reference in references if reference in ms
-    ]  # fmt: skip
+        record(name, f"{shape}, {state}", unit, of[ours], reference, of[reference])
+        | {field: of[candidate] for field, candidate in fields.items()}
+        for state, of in figures.items()
+        for reference in references
+        if reference in of
+    ]

@@ -18,17 +18,17 @@ def test_covered_counts_overlaps_once_and_gaps_never():
     assert covered([]) == 0
 
 
-def te_lines() -> list[dict]:
+def te_times() -> dict[str, dict[str, float]]:
     """Ours takes 2 ms and TransformerEngine's ways 4, 6 and 8; after idling twice as long; kernels half of it. A step
     with kept weights is four microbatches."""
     ms = {name: 2.0 * i for i, name in enumerate((OURS, *PEERS), 1)}
     ms |= {name + KEPT: 3 * value for name, value in ms.items()}
-    times = {BACK_TO_BACK: ms, AFTER_IDLING: {name: 2 * value for name, value in ms.items()}}
-    return transformer_engine.lines(times, {name: value / 2 for name, value in ms.items()})
+    factors = {BACK_TO_BACK: 1, AFTER_IDLING: 2, transformer_engine.GPU_BUSY: 0.5}
+    return {state: {name: factor * value for name, value in ms.items()} for state, factor in factors.items()}
 
 
 def test_records_of_transformer_engine():
-    found = transformer_engine.records("16B, 64 experts per GPU, 8 tokens", te_lines())
+    found = transformer_engine.records("16B, 64 experts per GPU, 8 tokens", te_times())
     assert len(found) == len(PEERS) * 2 * 2
     by_key = {(r["name"], r["reference"], r["shape"].rpartition(", ")[2]): r for r in found}
     each = by_key["routed_experts_te", "TransformerEngine, native", AFTER_IDLING]
@@ -78,7 +78,7 @@ def test_candidates_compute_the_same_layer(name, monkeypatch, tmp_path):
     """Of a model with clamps and biases, one without gates, and one whose shared expert has a gate."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     out = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", ["model_layers", "--tiny", "--trial", "--only", name, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["model_layers", "--tiny", "--only", name, "--out", str(out)])
     model_layers.main()  # raises where results are 0.15 apart
     found = json.loads(out.read_text())
     clamped = [model_layers.SWIGLU] if model_layers.MODELS[name].spec.activation == "clamped_swiglu" else []
@@ -98,7 +98,7 @@ def test_candidates_that_differ_end_the_run():
 def test_grouped_ffn_and_its_peers_compute_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     out = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", ["grouped_ffn", "--tiny", "--trial", "--only", "16B", "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["grouped_ffn", "--tiny", "--only", "16B", "--out", str(out)])
     grouped_ffn.main()  # raises where results are 0.15 apart
     found = json.loads(out.read_text())
     assert [r["reference"] for r in found] == [grouped_ffn.BF16_MM, grouped_ffn.ROUTED, grouped_ffn.PRODUCTS]

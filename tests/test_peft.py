@@ -185,9 +185,11 @@ def test_weights_stored_in_fp8():
 
 
 @pytest.mark.slow
-def test_experiment(tmp_path: Path):
+def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each phase records, and losses follow those of PEFT in bf16. Only ``ours`` has adapters beside the weights."""
-    experiment.main(["--out", str(tmp_path), "--tiny", "--steps", "1", "--train-steps", "6"])
+    monkeypatch.setattr(experiment, "TIMED_STEPS", 1)
+    monkeypatch.setattr(experiment, "TRAINED_STEPS", 6)
+    experiment.main(["--out", str(tmp_path), "--tiny"])
     records = json.loads((tmp_path / "results.json").read_text())
     assert [r["reference"] for r in records] == ["ours merged", "bf16", "bf16", "bf16"]
     assert all(r["speedup"] > 0 for r in records)

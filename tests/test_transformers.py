@@ -676,8 +676,9 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: 
     monkeypatch.setattr(run.transformers, "Qwen3MoeConfig", lambda **dims: config(**dims | {"vocab_size": 256}))
     compile_ = torch.compile  # tests above trace forward and backward
     monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, **options | {"backend": "eager"}))
-    monkeypatch.setattr(run, "SEEDS", (0, 1))
-    arguments = ["--out", str(tmp_path), "--tiny", "--rounds", "1", "--calls", "1", "--steps", "3", "--models", "qwen3"]
+    for name, value in dict(SEEDS=(0, 1), STEPS=3, ROUNDS=1, CALLS=1).items():
+        monkeypatch.setattr(run, name, value)
+    arguments = ["--out", str(tmp_path), "--tiny", "--models", "qwen3"]
     if not run.CUDA:  # cuDNN's attention is really asked for, and no other takes its place
         with pytest.raises(RuntimeError, match="viable backend"):
             run.main([*arguments, "--phases", "eager"])

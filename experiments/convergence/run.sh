@@ -8,9 +8,9 @@
 #                                                          minutes of an H200, and 48 GB of disk for the checkpoint
 #     bash experiments/convergence/run.sh clamped          as branch, routed experts with clamped_swiglu at limit 1
 #
-# None needs another. It writes records and pictures when all runs have ended; analyse.py does so at any time.
+# None needs another. It writes records when all runs have ended; analyse.py does so at any time.
 #
-# OUT        folder of results.json and the pictures (default: this script's)
+# OUT        folder of results.json (default: this script's)
 # WORK       corpus, logs and checkpoints (default outputs/convergence)
 # VARIANTS   names as in train.py; branch, clamped: added to what is there already, so that replicates can follow
 # STEPS      of the learning-rate schedule
@@ -21,7 +21,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-python3 -c "import torch, torchtitan, torchao, tokenizers, matplotlib" 2>/dev/null || . tools/environment.sh
+python3 -c "import torch, torchtitan, torchao, tokenizers" 2>/dev/null || . tools/environment.sh
 
 STAGE=${1:-branch}
 shift || true

@@ -7,9 +7,8 @@ ffns_only (the reverse). The seed decides initialization and data order. A chang
 takes a number N > 0 behind it. ``again`` multiplies the initial weights by 1 + 2**-9 N(0, 1), the size of bf16
 rounding: what a run from scratch is worth.
 
-Everything is written as it happens, so that a run that is cut off can be used as far as it came:
-
-    DIR/NAME/log.jsonl   settings; per step loss, gradient norm, load; per evaluation held-out loss and router
+``DIR/NAME/log.jsonl`` gets settings, loss and gradient norm of each step, and held-out losses and loads as they come: a
+run that is cut off can be used as far as it came.
 
 After a few steps the step is captured as a CUDA graph: models of this size otherwise wait for the host. The graph's
 loss and gradient norm are compared with an eager step's on the same batch; if they differ, or capture fails, the run
@@ -95,7 +94,7 @@ class StudyTrainer(Trainer):
     """torchtitan's Trainer with the step of one GPU captured, its own log, evaluation and router statistics."""
 
     def __init__(self, config: JobConfig, name: str, args: argparse.Namespace):
-        self.recipe, seed, self.change, self.noise = parse_name(name)
+        variant = self.recipe, seed, self.change, self.noise = parse_name(name)
         self.loss_scale = TINY if self.change == "tiny" else 1.0
         super().__init__(config)
         self.args = args
@@ -122,7 +121,7 @@ class StudyTrainer(Trainer):
         batch = (config.training.local_batch_size, config.training.seq_len)
         self.tokens, self.labels = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(2))
         self.num_tokens = torch.tensor(self.tokens.numel() / self.loss_scale, device=self.device)
-        self.result = torch.zeros(3, device=self.device)
+        self.result = torch.zeros(2, device=self.device)
         self.pending: list[Tensor] = []
         self.graph: torch.cuda.CUDAGraph | None = None
         self.use_graph = self.device.type == "cuda" and not args.no_graph
@@ -133,8 +132,8 @@ class StudyTrainer(Trainer):
         chosen = np.linspace(0, len(held_out) - 1, count).astype(int)
         self.held_out = held_out[chosen]
         experts = "titan_fp8moe" if self.recipe in LEFT_IN_BF16 else "torch._grouped_mm, bf16"
-        meta = dict(stage=args.work.name, change=CHANGES[self.change], experts=experts, steps=config.training.steps)
-        meta |= dict(first_step=self.step, last_step=self.last_step, tokens_per_step=self.tokens.numel())
+        meta = dict(stage=args.work.name, variant=variant, experts=experts, steps=config.training.steps)
+        meta |= dict(last_step=self.last_step, tokens_per_step=self.tokens.numel())
         meta |= dict(clamp=args.clamp, parameters=sum(p.numel() for p in model.parameters()), graph=self.use_graph)
         self._write(meta | dict(config=config.to_dict(), environment=environment()))
 
@@ -195,14 +194,12 @@ class StudyTrainer(Trainer):
         ).detach()
 
     def _step(self) -> None:
-        """torchtitan's train_step for one micro-batch without its logging; leaves loss, norm and load in ``result``."""
+        """torchtitan's train_step for one micro-batch without its logging; leaves loss and norm in ``result``."""
         loss = self._forward_backward()
         max_norm = float("inf") if self.change == "tiny" else self.job_config.training.max_norm
         grad_norm = clip_grad_norm_(self.model_parts[0].parameters(), max_norm, foreach=True)
-        counts = torch.stack([moe.tokens_per_expert for moe in self.moes])
-        max_violation = (counts.amax(1) / counts.mean(1) - 1).mean()
         self.optimizers.step()
-        self.result.copy_(torch.stack([loss / self.loss_scale, grad_norm / self.loss_scale, max_violation]))
+        self.result.copy_(torch.stack([loss, grad_norm]) / self.loss_scale)
 
     def _capture(self) -> None:
         """Captures the step, runs it, and compares it with the eager forward and backward of the same batch."""
@@ -220,7 +217,7 @@ class StudyTrainer(Trainer):
             torch.cuda.synchronize()
         except Exception as error:
             raise RuntimeError("the step cannot be captured; pass --no-graph") from error
-        (want_loss, want_norm), (loss, norm, _) = expected.tolist(), self.result.tolist()
+        (want_loss, want_norm), (loss, norm) = expected.tolist(), self.result.tolist()
         # A stress run may have broken by now.
         if not (np.isclose(loss, want_loss, 1e-3, 0, True) and np.isclose(norm, want_norm, 2e-2, 0, True)):
             difference = f"graph gives loss {loss}, norm {norm}; eager {want_loss}, {want_norm}"
@@ -249,16 +246,12 @@ class StudyTrainer(Trainer):
             input_dict, labels = as_batch(self.held_out[start : start + batch_size])
             with self.maybe_enable_amp:
                 pred = self.model_parts[0](input_dict["input"].to(self.device))
-                # torchtitan's loss, but per token.
                 targets = labels.to(self.device).flatten()
-                per_token = F.cross_entropy(pred.flatten(0, 1).float(), targets, reduction="none")
-            losses.append(per_token.double().view(labels.shape).mean(1))
+                losses.append(F.cross_entropy(pred.flatten(0, 1).float(), targets).double())
         for hook in hooks:
             hook.remove()
         self._reset_counts()  # torchtitan's MoE counts evaluated tokens too; the optimizer step has just reset them
-        per_window = torch.cat(losses)
-        record = {"step": step, "held_out_loss": per_window.mean().item()}
-        record["window_losses"] = [round(loss, 4) for loss in per_window.tolist()]
+        record = {"step": step, "held_out_loss": torch.stack(losses).mean().item()}
         record["max_violation"] = (counts.amax(1) / counts.mean(1) - 1).tolist()
         if self.args.clamp:
             record["clamped"] = (shares / len(losses)).tolist()
@@ -269,7 +262,7 @@ class StudyTrainer(Trainer):
             return
         first = self.step - len(self.pending) + 1
         for step, row in enumerate(torch.stack(self.pending).tolist(), first):
-            self._write({"step": step} | dict(zip(("loss", "grad_norm", "max_violation"), row, strict=True)))
+            self._write({"step": step} | dict(zip(("loss", "grad_norm"), row, strict=True)))
         self._write({"flushed": self.step, "seconds": time.monotonic() - self.start_time})
         self.pending.clear()
 
@@ -278,7 +271,7 @@ class StudyTrainer(Trainer):
         self.log_file.flush()
 
     def _save(self) -> None:
-        """For the variants that resume: written under another name first, so that it is whole when it is there."""
+        """Writes the state for variants that resume, under another name first, so that a file there is whole."""
         state = {
             "model": self.model_parts[0].state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.records import add_trial, require_commit, require_gpu, script_parser, write_records
-from experiments.timing import in_turn, medians
+from experiments.records import begin, record, script_parser, write_records
+from experiments.timing import elapsed_ms, in_turn, medians
 from titan_fp8moe import Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import kernels, workspace
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, Sizes, capacities
@@ -51,12 +51,6 @@ SHAPES = (
 )
 
 
-def record(name: str, shape: str, ms: float, reference: str, reference_ms: float) -> dict[str, Any]:
-    """One record of results.json."""
-    names = dict(name=name, shape=shape, value=ms, unit="ms", reference=reference)
-    return names | dict(reference_value=reference_ms, speedup=reference_ms / ms)
-
-
 def choose(shape: Shape, num_ranks: int, skewed: bool) -> Tensor:
     """(T, K) ids of different experts. Skewed, each of rank 0's experts is twice as likely as any other."""
     keys = torch.rand(shape.T, num_ranks * shape.E, device=DEVICE).log()
@@ -77,14 +71,9 @@ class Layer:
         self.scores = torch.rand(shape.T, shape.K, device=DEVICE).requires_grad_()
         self.ids, self.dout = choose(shape, N, skewed), torch.randn(shape.T, shape.D, **bf16)
 
-    def forward(self, x: Tensor | None = None) -> Tensor:
-        return routed_experts(
-            self.x if x is None else x, *self.weights, self.ids, self.scores, config=self.config,
-            ep_group=dist.group.WORLD,
-        )  # fmt: skip
-
     def step(self) -> list[Tensor]:
-        out = self.forward()
+        routed = self.ids, self.scores
+        out = routed_experts(self.x, *self.weights, *routed, config=self.config, ep_group=dist.group.WORLD)
         return [out, *torch.autograd.grad(out, [self.x, self.scores, *self.weights], self.dout)]
 
 
@@ -93,19 +82,13 @@ def together() -> None:
     dist.all_gather_object([None] * dist.get_world_size(), None)
 
 
-def slowest_ms(run: Callable[[], object], repeats: int = 10) -> float:
+def slowest_ms(run: Callable[[], object]) -> float:
     """Milliseconds of the slowest rank, all of which begin together."""
     for _ in range(3):
         run()
     together()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    torch.cuda.synchronize()
     times: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(times, begin.elapsed_time(end) / repeats)
+    dist.all_gather_object(times, elapsed_ms(run, 10))
     return max(times)
 
 
@@ -116,7 +99,7 @@ def phases_in_turn(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 class Bf16Rows:
-    """What torchtitan's expert parallelism moves: a bf16 row for each routed pair, sorted by expert, sent and permuted.
+    """Payload of torchtitan's expert parallelism: a bf16 row for each routed pair, sorted by expert, sent and permuted.
     Its combine scatters the rows and multiplies them by the scores in fp32, as torchtitan's MoE does under FSDP. Split
     sizes are known beforehand, so that no wait for them is in the times."""
 
@@ -208,34 +191,35 @@ def all_to_all_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], obje
     return {"dispatch": dispatch, "combine": combine}
 
 
+def phases(shape: Shape, skewed: bool) -> Iterator[dict[str, Any]]:
+    """Records of both phases of both paths and of bf16 rows."""
+    # A layer of 64 experts has weights of 5.6 GB; phases alone need none.
+    layer = Layer(shape._replace(H=128), skewed, dispatch="symmetric")
+    bf16 = Bf16Rows(layer, shape.E)
+    paths = {
+        "symmetric": symmetric_phases(layer, shape),
+        "all_to_all": all_to_all_phases(layer, shape),
+        "bf16": {"dispatch": bf16.dispatch, "combine": bf16.combine},
+    }
+    ms = phases_in_turn({f"{phase} {path}": run for path, runs in paths.items() for phase, run in runs.items()})
+    where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
+    for phase in ("dispatch", "combine"):
+        mine, theirs, reference = (ms[f"{phase} {path}"] for path in paths)
+        yield record(f"ep_{phase}", where, "ms", theirs, "bf16", reference)
+        yield record(f"ep_{phase} dispatch=symmetric", where, "ms", mine, "all_to_all", theirs)
+        yield record(f"ep_{phase} dispatch=symmetric", where, "ms", mine, "bf16", reference)
+
+
 def over_nvlink() -> Iterator[dict[str, Any]]:
-    """With a GPU for each process: both phases of both paths and of bf16 rows; then whole layers."""
+    """The phases of all shapes, then whole layers of 16B."""
     for shape in SHAPES:
         for skewed in (False, True):
-            # A layer of 64 experts has weights of 5.6 GB; phases alone need none.
-            layer = Layer(shape._replace(H=128), skewed, dispatch="symmetric")
-            phases = symmetric_phases(layer, shape)
-            others = {"all_to_all": all_to_all_phases(layer, shape)}
-            bf16 = Bf16Rows(layer, shape.E)
-            others["bf16"] = {"dispatch": bf16.dispatch, "combine": bf16.combine}
-            runs = {}
-            for name, functions in ({"symmetric": phases} | others).items():
-                runs |= {f"{phase} {name}": function for phase, function in functions.items()}
-            ms = phases_in_turn(runs)
-            where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
-            for phase in ("dispatch", "combine"):
-                mine, theirs = ms[f"{phase} symmetric"], ms[f"{phase} all_to_all"]
-                yield record(f"ep_{phase}", where, theirs, "bf16", ms[f"{phase} bf16"])
-                for reference in ("all_to_all", "bf16"):
-                    name = f"ep_{phase} dispatch=symmetric"
-                    yield record(name, where, mine, reference, ms[f"{phase} {reference}"])
-            del layer, phases, others, bf16, runs
+            yield from phases(shape, skewed)
             torch.cuda.empty_cache()
-    for shape in SHAPES:
-        if shape.name == "16B":
-            ms = phases_in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
-            where = f"{shape}, {dist.get_world_size()} GPUs"
-            yield record("ep_routed_experts dispatch=symmetric", where, ms["symmetric"], "all_to_all", ms["all_to_all"])
+    for shape in (shape for shape in SHAPES if shape.name == "16B"):
+        ms = phases_in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
+        where, name = f"{shape}, {dist.get_world_size()} GPUs", "ep_routed_experts dispatch=symmetric"
+        yield record(name, where, "ms", ms["symmetric"], "all_to_all", ms["all_to_all"])
 
 
 def measure(out: Path) -> None:
@@ -244,22 +228,19 @@ def measure(out: Path) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.manual_seed(rank)
-    for record in over_nvlink():
+    for found in over_nvlink():
         if rank == 0:
-            print(record, flush=True)
-            write_records(out, [record])
+            print(found, flush=True)
+            write_records(out, [found])
     together()
     os._exit(0)  # symmetric memory is left to the driver
 
 
 def main() -> None:
-    parser = script_parser(__doc__, out="add the records to this JSON file")
-    add_trial(parser)
-    args = parser.parse_args()
+    args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
     if "RANK" in os.environ:
         measure(args.out)
-    require_gpu()
-    require_commit(args.trial)
+    begin(args.trial)
     ranks = min(torch.cuda.device_count(), 8)
     if ranks < 2:
         sys.exit("error: ranks exchange tokens over NVLink, and this machine has one GPU")

@@ -3,7 +3,7 @@
     python -m experiments.kernels.data_movement --out experiments/kernels/results.json
 
 A figure is the fewest bytes that the kernel must move, each input read once and each output written once, divided by
-the median time of ``triton.testing.do_bench``. The upper limit is a device-to-device copy of 1 GiB in the same run; a
+the median time of launches back to back. The upper limit is a device-to-device copy of 1 GiB in the same run; a
 copy that moves as many bytes as the kernel shows what a kernel of that size can reach.
 """
 
@@ -12,10 +12,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from experiments.records import begin, script_parser, write_records
+from experiments.records import begin, record, script_parser, write_records
+from experiments.timing import back_to_back_ms
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.kernels import routing as routing_kernels
@@ -161,7 +161,7 @@ def routing_case(layer: Layer, routing: Routing) -> Case:
 
 
 def dispatch_cases(layer: Layer) -> Iterator[Case]:
-    """What a rank sends: routing over all ranks, then the payload of values, scales, ids and scores."""
+    """Payload of a rank: routing over all ranks, then the payload of values, scales, ids and scores."""
     T, top_k, D = layer.R // layer.top_k, layer.top_k, layer.D
     ids = torch.rand(T, layer.E * layer.ranks, device="cuda").topk(top_k).indices
     x, scores = randn(T, D), torch.rand(T, top_k, device="cuda")
@@ -182,28 +182,19 @@ def permute_case(layer: Layer, routing: Routing) -> Case:
     return Case("permute", moved, partial(permute.permute_rows, *args))
 
 
-def unpermute_case(layer: Layer, routing: Routing) -> Case:
-    """Sums in bf16: the layer's output for own tokens, the combine payload for those of other ranks."""
-    y, row_TK = randn(routing.token_M.shape[0], layer.D), routing.row_TK
-    out = permute.unpermute_sum(y, row_TK, BF16)
-    run = partial(permute.unpermute_sum, y, row_TK, BF16)
-    if layer.ranks > 1:
-        run = partial(pack_combine, y, None, row_TK)
-    return Case("unpermute", size(y[: routing.R], row_TK, out), run)
-
-
-def gradient_case(layer: Layer, routing: Routing) -> Case:
-    """:func:`unpermute_case` of a backward: with the score gradients."""
-    y, row_TK = randn(routing.token_M.shape[0], layer.D), routing.row_TK
+def unpermute_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
+    """Sums in bf16: the layer's output for own tokens, the combine payload for those of other ranks. In a backward also
+    the score gradients."""
+    y, row_TK, R = randn(routing.token_M.shape[0], layer.D), routing.row_TK, routing.R
     ds_M = torch.rand(y.shape[0], device="cuda")
-    if layer.ranks == 1:
-        run = partial(permute.unpermute_gradients, y, ds_M.unsqueeze(1), row_TK, BF16)
-        out = run()
-    else:
-        run = partial(pack_combine, y, ds_M, row_TK)
-        out = [run()]
-    R = routing.R
-    return Case("unpermute_gradients", size(y[:R], ds_M[:R], row_TK, *out), run)
+    forward = partial(permute.unpermute_sum, y, row_TK, BF16)
+    backward = partial(permute.unpermute_gradients, y, ds_M.unsqueeze(1), row_TK, BF16)
+    sums = forward()
+    if layer.ranks > 1:
+        forward, backward = (partial(pack_combine, y, gradients_M, row_TK) for gradients_M in (None, ds_M))
+    yield Case("unpermute", size(y[:R], row_TK, sums), forward)
+    gradients = backward() if layer.ranks == 1 else [backward()]
+    yield Case("unpermute_gradients", size(y[:R], ds_M[:R], row_TK, *gradients), backward)
 
 
 def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
@@ -214,12 +205,12 @@ def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
     routing = route(layer)
     yield from (("balanced" + source, case) for source, case in transpose_cases(layer, routing))
     yield from (("balanced", case) for case in swiglu_cases(layer, routing))
-    for make in (routing_case, permute_case, unpermute_case, gradient_case):
-        yield "balanced", make(layer, routing)
+    yield from (("balanced", make(layer, routing)) for make in (routing_case, permute_case))
+    yield from (("balanced", case) for case in unpermute_cases(layer, routing))
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:
-    return moved / triton.testing.do_bench(run, rep=100, return_mode="median") * 1e-6
+    return moved / back_to_back_ms(run) * 1e-6
 
 
 def device_copy(moved: int = 1 << 31) -> float:
@@ -230,21 +221,20 @@ def device_copy(moved: int = 1 << 31) -> float:
 
 def records(layer: Layer, routing: str, case: Case, speeds: dict[str, float]) -> list[dict]:
     """A record for each reference; ``speeds`` are GB/s of the bytes that the case moves, ours first."""
-    value = speeds["ours"]
     shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
     shape += f"ranks {layer.ranks}{routing and ', '}{routing}"
     fields = {"layer": layer.name, "rows": layer.R, "E": layer.E, "routing": routing}
-    fields |= {"microseconds": round(case.bytes / value * 1e-3, 1)}
+    fields |= {"microseconds": round(case.bytes / speeds["ours"] * 1e-3, 1)}
     return [
-        dict(name=case.name, shape=shape, value=round(value, 1), unit="GB/s", **fields, reference=reference,
-             reference_value=round(speed, 1), speedup=round(value / speed, 3))
-        for reference, speed in speeds.items() if reference != "ours"
-    ]  # fmt: skip
+        record(case.name, shape, "GB/s", speeds["ours"], reference, speed, **fields)
+        for reference, speed in speeds.items()
+        if reference != "ours"
+    ]
 
 
 def main() -> None:
     args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
-    begin()
+    begin(args.trial)
     copy = device_copy()
     print(f"copy {copy:.0f} GB/s\n{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
     for layer in LAYERS:

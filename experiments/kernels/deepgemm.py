@@ -10,13 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
+from experiments.timing import back_to_back_ms
 from titan_fp8moe import recipe
-
-Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-"""As those of :func:`titan_fp8moe.kernels.gemm.grouped_mm`: a, its scale, b, its scale."""
 
 
 def load(folder: Path) -> str:
@@ -36,39 +33,30 @@ def load(folder: Path) -> str:
     return dg_config.COMMIT[:7]
 
 
-def forward(operands: Operands, offsets_E: Tensor, ours: Callable[[], Tensor]) -> Callable[[], None]:
-    """The fastest of DeepGEMM's m-grouped contiguous GEMMs with bf16 output. ``ours`` is what it must equal."""
+def forward(operands: tuple[Tensor, ...], offsets_E: Tensor, ours: Callable[[], Tensor]) -> Callable[[], None]:
+    """The fastest back to back of DeepGEMM's m-grouped contiguous GEMMs with bf16 output.
+
+    Raises:
+        RuntimeError: if none is built, or if one is 5e-3 or more from ours: rounding to bf16 is 1.7e-3.
+    """
     import dg_config
     import dg_driver
 
     (a, a_scale, b, b_scale), (M, K), (E, N, _) = operands, operands[0].shape, operands[2].shape
     rows = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+    a_fp32, b_fp32 = (recipe.exp2(recipe.exponent(scale)) for scale in (a_scale, b_scale))
     inputs = [
-        *(a, _fp32(a_scale).t().contiguous()),
-        *(b, _fp32(b_scale).contiguous()),
-        torch.empty(M, N, device="cuda", dtype=torch.bfloat16),
+        *(a, a_fp32.t().contiguous(), b, b_fp32.contiguous(), out),
         torch.repeat_interleave(torch.arange(E, device="cuda", dtype=torch.int32), rows),
     ]
     addresses = [tensor.data_ptr() for tensor in inputs]
     configs = filter(dg_driver.is_built, dg_config.forward_configs(M, E, N, K))
-    launches = [dg_driver.forward_launch(config, *addresses, 0) for config in configs]
-    return _fastest(launches, inputs, inputs[4], ours)
-
-
-def _fp32(scale: Tensor) -> Tensor:
-    return recipe.exp2(recipe.exponent(scale))
-
-
-def _fastest(launches: list, inputs: list[Tensor], out: Tensor, ours: Callable[[], Tensor]) -> Callable[[], None]:
-    """Of ``launches``, in bursts; each must write ``out`` as ``ours`` returns it. ``inputs`` are kept alive.
-
-    Raises:
-        RuntimeError: if none is built, or if one is 5e-3 or more from ours: rounding to bf16 is 1.7e-3.
-    """
     expected, times = ours().float(), {}
-    for launch in launches:
+    for config in configs:
+        launch = dg_driver.forward_launch(config, *addresses, 0)
 
-        def run(launch=launch, inputs=inputs) -> None:
+        def run(launch=launch, inputs=inputs) -> None:  # keeps the inputs alive
             launch.launch_config.stream = torch.cuda.current_stream().cuda_stream
             launch()
 
@@ -77,7 +65,7 @@ def _fastest(launches: list, inputs: list[Tensor], out: Tensor, ours: Callable[[
         apart = float((out.float() - expected).norm() / expected.norm())
         if not apart < 5e-3:
             raise RuntimeError(f"DeepGEMM's result is {apart:.1e} from ours")
-        times[run] = triton.testing.do_bench(run, rep=25, return_mode="median")
+        times[run] = back_to_back_ms(run)
     if not times:
         raise RuntimeError("no kernel of DeepGEMM is compiled for this shape")
     return min(times, key=times.__getitem__)

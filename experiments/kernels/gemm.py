@@ -15,8 +15,8 @@ the average number of rows. References:
 Records are written after each GEMM.
 """
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from experiments.kernels import deepgemm
 from experiments.records import begin, other_torch, script_parser, within, write_records
-from experiments.timing import BUSY_SMS, WITH_BUSY_SMS, group_ends, launched, median_ms
+from experiments.timing import BUSY_SMS, WITH_BUSY_SMS, group_ends, median_ms, show, state_records
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 
@@ -34,20 +34,11 @@ LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden
     ("16B, 1 rank", 98304, 64, 2048, 1408),
 ]
 CARVED_OUT, CARVEOUT = ("bf16", "torchao rowwise"), ", carveout"
-REFERENCES = (*CARVED_OUT, "deepgemm")
-FP32 = "ours, fp32 out"
-COLUMNS = ("ours", FP32, *REFERENCES)
+FP32, UNIT = "ours, fp32 out", "TFLOP/s"
+Candidates = dict[str, Callable[[], Tensor]]
 
 
-@dataclass
-class Gemm:
-    """``operands`` are those of :func:`titan_fp8moe.kernels.gemm.grouped_mm` or ``grouped_mm_wgrad``."""
-
-    operands: tuple[Tensor, ...]
-    candidates: dict[str, Callable]
-
-
-def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
+def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor, with_deepgemm: bool = False) -> Candidates:
     E = offsets_E.shape[0]
     x, w = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(E, N, K, device="cuda", dtype=BF16)
     (a, a_scale), (b, b_scale) = ops.quantize_rows(x), ops.quantize_weight(w)
@@ -61,16 +52,18 @@ def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
             a, bT, ones_M, ones_EN, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
     }
-    return Gemm((a, a_scale, b, b_scale), candidates)
+    if with_deepgemm:
+        candidates["deepgemm"] = deepgemm.forward((a, a_scale, b, b_scale), offsets_E, candidates["ours"])
+    return candidates
 
 
-def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
+def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Candidates:
     E = offsets_E.shape[0]
     x, dy = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(M, N, device="cuda", dtype=BF16)
     rows = [(q, recipe.column_major(scale)) for q, scale in (ops.quantize_rows(x), ops.quantize_rows(dy))]
     b, b_scale, a, a_scale = ops.transpose_pair(*rows[0], *rows[1], offsets_E, "balanced")
     ones_EN, ones_EK = (torch.ones(shape, device="cuda") for shape in ((E * N,), (E * K,)))
-    candidates = {
+    return {
         "ours": lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, BF16),
         FP32: lambda: kernels.grouped_mm_wgrad(a, a_scale, b, b_scale, offsets_E, torch.float32),
         "bf16": lambda: torch._grouped_mm(dy.t(), x, offs=offsets_E, out_dtype=BF16),
@@ -78,19 +71,6 @@ def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Gemm:
             a, b.t(), ones_EN, ones_EK, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
     }
-    return Gemm((a, a_scale, b, b_scale), candidates)
-
-
-def gemms(D: int, H: int) -> list[tuple[str, Callable, int, int]]:
-    """(name, GEMM, N, K) of a layer's six GEMMs."""
-    return [
-        ("forward 1", forward_gemm, 2 * H, D),
-        ("forward 2", forward_gemm, D, H),
-        ("dgrad 2", forward_gemm, H, D),
-        ("dgrad 1", forward_gemm, D, 2 * H),
-        ("wgrad 1", wgrad_gemm, 2 * H, D),
-        ("wgrad 2", wgrad_gemm, D, H),
-    ]
 
 
 def carved_out(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -106,11 +86,6 @@ def carved_out(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return with_carveout
 
 
-def add_carveouts(candidates: dict[str, Callable]) -> None:
-    for name in CARVED_OUT:
-        candidates[name + CARVEOUT] = carved_out(candidates[name])
-
-
 def fastest(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """``times`` with each peer's faster one with busy SMs, of those with and without a carveout."""
     return {
@@ -123,73 +98,46 @@ def fastest(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def speed_records(
-    name: str,
-    shape: str,
-    flop: int,
-    times: dict[str, dict[str, float]],
-    ours: str = "ours",
-    references: tuple[str, ...] = REFERENCES,
-) -> list[dict]:
-    """A record of candidate ``ours`` for each state and each of ``references`` that ran."""
-    tflops = {state: {who: flop / ms * 1e-9 for who, ms in by_name.items()} for state, by_name in times.items()}
-    return [
-        {
-            "name": name,
-            "shape": f"{shape}, {state}",
-            "value": round(speed[ours], 1),
-            "unit": "TFLOP/s",
-            "reference": reference,
-            "reference_value": round(speed[reference], 1),
-            "speedup": round(speed[ours] / speed[reference], 3),
-        }
-        for state, speed in tflops.items()
-        for reference in references
-        if {ours, reference} <= speed.keys()
-    ]
-
-
-def cells(names: tuple[str, ...], flop: int, times: dict[str, dict[str, float]], width: int) -> str:
-    """Of each candidate its speed in each state."""
-    speeds = [[flop / t.get(name, float("nan")) * 1e-9 for t in times.values()] for name in names]
-    return "".join(f"{' / '.join(f'{speed:.0f}' for speed in row):>{width}}" for row in speeds)
-
-
-def measure(case: tuple, with_deepgemm: bool) -> list[dict]:
+def measure(case: tuple) -> list[dict]:
     """The records of one of :func:`cases`."""
     layer, M, E, title, make, N, K = case
     offsets_E = group_ends(M, E)
-    gemm = make(M, N, K, offsets_E)
-    if with_deepgemm and title.startswith("forward"):
-        gemm.candidates["deepgemm"] = deepgemm.forward(gemm.operands, offsets_E, gemm.candidates["ours"])
-    add_carveouts(gemm.candidates)
-    times = fastest(median_ms(gemm.candidates, 5, launched(60), rounds_with_busy_sms=5))
-    flop, shape = 2 * M * N * K, ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
-    print(f"{layer + ', ' + title:34}{N:6}{K:6}" + cells(COLUMNS, flop, times, 20), flush=True)
-    if make is forward_gemm:
-        return speed_records("grouped_mm", shape, flop, times)
-    found = speed_records("grouped_mm_wgrad", shape, flop, times, references=CARVED_OUT)
-    return found + speed_records("grouped_mm_wgrad_fp32", shape, flop, times, FP32, ("bf16",))
+    candidates = make(M, N, K, offsets_E)
+    candidates |= {name + CARVEOUT: carved_out(candidates[name]) for name in CARVED_OUT}
+    times = fastest(median_ms(candidates, busy_sms=True))
+    speeds = {state: {who: 2e-9 * M * N * K / ms for who, ms in of.items()} for state, of in times.items()}
+    shape = ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
+    show(shape, speeds, UNIT)
+    if make is not wgrad_gemm:
+        return state_records("grouped_mm", shape, speeds, "ours", (*CARVED_OUT, "deepgemm"), UNIT)
+    found = state_records("grouped_mm_wgrad", shape, speeds, "ours", CARVED_OUT, UNIT)
+    return found + state_records("grouped_mm_wgrad_fp32", shape, speeds, FP32, ("bf16",), UNIT)
 
 
-def cases(layers: list[int]) -> Iterator[tuple]:
-    """Layer, M, E, title, GEMM, N and K of each GEMM."""
-    for layer, M, E, D, H in (LAYERS[i] for i in layers):
-        for title, make, N, K in gemms(D, H):
+def cases(with_deepgemm: bool) -> Iterator[tuple]:
+    """Layer, M, E, title, GEMM, N and K of the six GEMMs of each layer."""
+    forward = functools.partial(forward_gemm, with_deepgemm=with_deepgemm)
+    for layer, M, E, D, H in LAYERS:
+        for title, make, N, K in (
+            ("forward 1", forward, 2 * H, D),
+            ("forward 2", forward, D, H),
+            ("dgrad 2", forward_gemm, H, D),
+            ("dgrad 1", forward_gemm, D, 2 * H),
+            ("wgrad 1", wgrad_gemm, 2 * H, D),
+            ("wgrad 2", wgrad_gemm, D, H),
+        ):
             yield layer, M, E, title, make, N, K
 
 
 def main() -> None:
     parser = script_parser(__doc__, out="add the records to this JSON file", budget="GEMM")
-    parser.add_argument("--layers", type=int, nargs="+", default=[*range(len(LAYERS))], help="of LAYERS, by number")
     parser.add_argument("--deepgemm", type=Path, metavar="DIR", help="folder of DeepGEMM's compiled kernels")
     args = parser.parse_args()
-    begin()
+    begin(args.trial)
     if args.deepgemm:
         print("DeepGEMM", deepgemm.load(args.deepgemm))
-    print(f"{'TFLOP/s, back to back / idle / busy':34}{'N':>6}{'K':>6}" + "".join(f"{name:>20}" for name in COLUMNS))
-    for case in within(args.budget, cases(args.layers)):
-        write_records(args.out, measure(case, args.deepgemm is not None))
+    for case in within(args.budget, cases(args.deepgemm is not None)):
+        write_records(args.out, measure(case))
 
 
 if __name__ == "__main__":

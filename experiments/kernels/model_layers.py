@@ -1,7 +1,7 @@
 """MoE layers of models with other activations than SwiGLU's, as one of eight expert-parallel ranks has them.
 
     python -m experiments.kernels.model_layers --out experiments/kernels/results.json [--only gpt-oss-120B]
-    python -m experiments.kernels.model_layers --out OUT.json --trial --tiny    # also on a CPU: do they agree?
+    python -m experiments.kernels.model_layers --out OUT.json --tiny    # also on a CPU: do they agree?
 
 All candidates get the same tokens, routing, scores and bf16 weights, return all gradients but the routing's, and are
 one graph each, ``torch.compile(fullgraph=True)``. Shared experts and their gate are inside, the router is not. Ours
@@ -11,7 +11,6 @@ and, for gate and up of the shared experts, one GEMM. A clamp's cost is that of 
 is random: each expert has about the same number of rows.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -21,11 +20,11 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 from torchtitan.models.moe.utils import indices_padding_wrapper
 
 from experiments.kernels.sonicmoe import BF16, UNIT, Sizes, Step
-from experiments.records import add_trial, begin, require_commit, script_parser, within, write_records
-from experiments.reference import relative_error
+from experiments.records import begin, script_parser, within, write_records
+from experiments.reference import largest_error
 from experiments.throughput.fused_bf16 import fused_experts
 from experiments.throughput.variants import compile_whole
-from experiments.timing import BACK_TO_BACK, launched, median_ms, ms_records, show
+from experiments.timing import median_ms, show, state_records
 from titan_fp8moe import SharedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.spec import ExpertSpec
@@ -189,19 +188,10 @@ class _Padded(nn.Module):
 
 
 def check(mine: list[Tensor], others: list[Tensor]) -> float:
-    """The largest relative difference of output and gradients; FP8 explains 0.1.
-
-    Of ``others`` the last two may be the gradients of gate and up, which ``mine`` has in one.
-
-    Raises:
-        RuntimeError: if it is 0.15 or more.
-    """
+    """:func:`largest_error` of output and gradients. Of ``others`` the last two may be the gradients of gate and up,
+    which ``mine`` has in one."""
     count = len(mine) - 1
-    others = [*others[:count], torch.cat(others[count:], 1)]
-    apart = max(relative_error(a, b) for a, b in zip(mine, others, strict=True))
-    if not apart < 0.15:
-        raise RuntimeError(f"the reference's results differ from ours by {apart:.2f}")
-    return apart
+    return largest_error(mine, [*others[:count], torch.cat(others[count:], 1)])
 
 
 def candidates(problem: Problem) -> dict[str, Step]:
@@ -212,27 +202,13 @@ def candidates(problem: Problem) -> dict[str, Step]:
     return steps
 
 
-def measure(steps: dict[str, Step]) -> dict[str, dict[str, float]]:
-    """Milliseconds by state and candidate; on a CPU of one run."""
-    if torch.cuda.is_available():
-        return median_ms(cast(Any, steps), 5, launched(60))
-    times = {}
-    for name, step in steps.items():
-        start = time.perf_counter()
-        step()
-        times[name] = (time.perf_counter() - start) * 1e3
-    return {BACK_TO_BACK: times}
-
-
 def main() -> None:
     parser = script_parser(__doc__, out="add the records to this JSON file", budget="model")
     parser.add_argument("--only", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
-    add_trial(parser)
     args = parser.parse_args()
     if not args.tiny:
-        begin()
-    require_commit(args.trial)
+        begin(args.trial)
     torch.manual_seed(0)
     for name in within(args.budget, args.only):
         model = tiny(MODELS[name]) if args.tiny else MODELS[name]
@@ -240,9 +216,9 @@ def main() -> None:
         mine = steps[OURS]()
         apart = [check(mine, steps[peer]()) for peer in (FUSED, WHOLE)]
         shape = f"{name}, {model.tokens} tokens, {model.tokens * model.sizes.K // model.sizes.E} rows per expert"
-        times = measure(steps)
+        times = median_ms(steps)
         show(f"{shape}, {max(apart):.3f} apart", times)
-        write_records(args.out, ms_records(f"layer_{name}", shape, times, OURS, [WHOLE, FUSED, SWIGLU], UNIT))
+        write_records(args.out, state_records(f"layer_{name}", shape, times, OURS, [WHOLE, FUSED, SWIGLU], UNIT))
         del steps, mine
 
 

@@ -1,6 +1,6 @@
 """Routed experts, forward and backward, next to the strongest bf16 in fifteen lines on one Hopper GPU.
 
-    python -m experiments.kernels.routed_vs_fused_bf16 --out experiments/kernels/results.json [--only OLMoE]
+    python -m experiments.kernels.routed_vs_fused_bf16 --out experiments/kernels/results.json
 
 Both get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing. The reference
 is :func:`experiments.throughput.fused_bf16.fused_experts`, compiled as one graph, with gate and up as one weight. Ours
@@ -12,9 +12,9 @@ expert has about the same number of rows.
 import torch
 
 from experiments.kernels.sonicmoe import CACHED, OURS, UNIT, Problem, Sizes, Step, check
-from experiments.records import add_trial, begin, require_commit, script_parser, within, write_records
+from experiments.records import begin, script_parser, within, write_records
 from experiments.throughput.fused_bf16 import fused_experts
-from experiments.timing import launched, median_ms, ms_records, show
+from experiments.timing import median_ms, show, state_records
 
 SHAPES = {  # sizes, tokens
     "Qwen3-Next, 512 experts": (Sizes(2048, 512, 512, 10), 16384),
@@ -49,28 +49,23 @@ def fused(problem: Problem) -> Step:
 
 
 def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
-    found = ms_records("routed_vs_fused_bf16", shape, times, OURS, [FUSED], UNIT, weights_cached=CACHED)
+    found = state_records("routed_vs_fused_bf16", shape, times, OURS, [FUSED], UNIT, weights_cached=CACHED)
     for candidate in ACCUMULATED.values():
         name = f"routed_vs_fused_bf16, {candidate.removeprefix('ours, ')}"
-        found += ms_records(name, shape, times, candidate, [FUSED], UNIT)
+        found += state_records(name, shape, times, candidate, [FUSED], UNIT)
     return found
 
 
 def main() -> None:
-    parser = script_parser(__doc__, out="add the records to this JSON file", budget="shape")
-    parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES)
-    add_trial(parser)
-    args = parser.parse_args()
-    begin()
-    require_commit(args.trial)
-    for name in within(args.budget, args.only):
-        sizes, tokens = SHAPES[name]
+    args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
+    begin(args.trial)
+    for name, (sizes, tokens) in within(args.budget, SHAPES.items()):
         problem = Problem(sizes, tokens)
         steps = {CACHED: problem.ours("both"), OURS: problem.ours(), FUSED: fused(problem)}
         steps |= {name: problem.ours(kept, MICROBATCHES) for kept, name in ACCUMULATED.items()}
         apart = check(steps[OURS], steps[FUSED])
         shape = f"{name}, {tokens} tokens, {tokens * sizes.K // sizes.E} rows per expert"
-        times = median_ms(steps, 5, launched(60))
+        times = median_ms(steps)
         for ms in times.values():
             ms.update({name: ms[name] / MICROBATCHES for name in ACCUMULATED.values()})
         show(f"{shape}, {apart:.3f} apart", times)

@@ -5,16 +5,12 @@
 
 Both get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing.
 TransformerEngine runs ``moe_permute_and_pad_with_probs``, ``GroupedLinear`` of gate and up as one, SwiGLU times the
-scores, ``GroupedLinear`` and ``moe_unpermute``, under ``autocast`` with ``Float8BlockScaling``. Three candidates:
-
-* ``TransformerEngine``: a cuBLAS GEMM for each expert, groups padded to 16 rows;
-* ``native``: cuBLAS' grouped GEMM, groups padded to 128 rows, at most 64 experts;
-* ``one weight``: the same with the experimental ``single_grouped_weight``; one kernel quantizes all experts.
+scores, ``GroupedLinear`` and ``moe_unpermute``, under ``autocast`` with ``Float8BlockScaling``. By default it pads
+groups to 16 rows, on the native path to 128.
 
 Each microbatch quantizes the weights, TransformerEngine's once and ours in each direction. In further records four
 microbatches share them, in two layouts as ours with ``cache_weights``: TransformerEngine gets ``is_first_microbatch``.
-``gpu_busy`` is the time in which some kernel runs, of one profiled step. The rest of the time the GPU waits for the
-host: the first candidate reads group sizes on the host, the first two launch kernels for each expert.
+``gpu_busy`` is the time in which some kernel runs, of one profiled step.
 
 TransformerEngine is not among this project's requirements. Its extension compiles against CUDA, cuDNN and NCCL headers:
 
@@ -35,7 +31,7 @@ from torch import Tensor
 
 from experiments.kernels.sonicmoe import BF16, UNIT, Problem, Step, check, sizes_of
 from experiments.records import begin, script_parser, within, write_records
-from experiments.timing import AFTER_IDLING, BACK_TO_BACK, busy_ms, launched, median_ms, ms_records, show
+from experiments.timing import BACK_TO_BACK, busy_ms, median_ms, show, state_records
 
 SHAPES = (("16B", 16384), ("16B", 6144), ("Qwen3-30B", 16384))
 OURS, NAME = "ours", "routed_experts_te"
@@ -46,6 +42,7 @@ PEERS = {  # options of Layer
 }
 NATIVE_WEIGHTS = 64  # so many the grouped GEMM takes
 MICROBATCHES, KEPT = 4, ", weights kept for 4 microbatches"
+GPU_BUSY = "GPU busy"
 
 
 class ScaledSwiGLU(torch.autograd.Function):
@@ -141,25 +138,19 @@ def candidates(problem: Problem) -> dict[str, Step]:
     return steps
 
 
-def lines(times: dict[str, dict[str, float]], busy: dict[str, float]) -> list[dict]:
-    """Of each candidate the milliseconds of one microbatch, by state and ``gpu_busy``, from those of a step."""
-    return [
-        {"candidate": candidate}
-        | {key: ms[candidate] / (MICROBATCHES if candidate.endswith(KEPT) else 1)
-           for key, ms in (times | {"gpu_busy": busy}).items()}
-        for candidate in busy
-    ]  # fmt: skip
-
-
-def records(shape: str, lines: list[dict]) -> list[dict]:
-    """One for each peer, state and way with the weights, of the lines of a shape's candidates."""
+def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
+    """One for each peer, state and way with the weights. ``times`` has the milliseconds of each candidate's step by
+    state; those under ``GPU_BUSY`` become fields."""
     found = []
     for kept in ("", KEPT):
-        of = {n.removesuffix(KEPT): line for line in lines if (n := line["candidate"]).endswith(KEPT) == bool(kept)}
-        times = {state: {n: line[state] for n, line in of.items()} for state in (BACK_TO_BACK, AFTER_IDLING)}
-        for record in ms_records(NAME + kept, shape, times, OURS, PEERS, UNIT):
-            busy = dict(gpu_busy=of[OURS]["gpu_busy"], reference_gpu_busy=of[record["reference"]]["gpu_busy"])
-            found.append(record | busy)
+        count = MICROBATCHES if kept else 1
+        each = {
+            state: {who: ms[who + kept] / count for who in (OURS, *PEERS) if who + kept in ms}
+            for state, ms in times.items()
+        }
+        busy = each.pop(GPU_BUSY)
+        for r in state_records(NAME + kept, shape, each, OURS, PEERS, UNIT):
+            found.append(r | dict(gpu_busy=busy[OURS], reference_gpu_busy=busy[r["reference"]]))
     return found
 
 
@@ -175,16 +166,16 @@ def require_grouped_gemm() -> None:
 
 def main() -> None:
     args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
-    begin()
+    begin(args.trial)
     require_grouped_gemm()
     for model, tokens in within(args.budget, SHAPES):
         sizes = sizes_of(model)
         steps = candidates(Problem(sizes, tokens))
-        times = median_ms(steps, 5, launched(60))
-        found = lines(times, {n: busy_ms(steps[n]) for n in times[BACK_TO_BACK]})
+        times = median_ms(steps)
+        times[GPU_BUSY] = {name: busy_ms(steps[name]) for name in times[BACK_TO_BACK]}
         shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
-        show(shape, {key: {line["candidate"]: line[key] for line in found} for key in (*times, "gpu_busy")})
-        write_records(args.out, records(shape, found))
+        show(f"{shape}, of a step", times)
+        write_records(args.out, records(shape, times))
         del steps
 
 

@@ -1,13 +1,9 @@
 """LoRA on Qwen3-30B-A3B through Transformers and PEFT: experts frozen in FP8 beside the same in bf16. One GPU.
 
     python -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases full
-    python -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases layers
-    python -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases loss
-    python -m experiments.lora_qwen3_30b.run --out OUT --tiny                                      # on a CPU
+    python -m experiments.lora_qwen3_30b.run --out OUT --tiny                                   # on a CPU
 
-Weights are random and drawn on the device. Adapters of rank 16 on attention and experts are in bf16, AdamW with its
-states and a copy of the adapters in fp32. All layers are checkpointed, and logits are made for 1,024 tokens at a time.
-The variants:
+Weights are random and drawn on the device. Logits are made for 1,024 tokens at a time. The variants:
 
     ours          experts stored in FP8, one byte a parameter; adapters beside them
     ours merged   bf16 experts; PEFT adds the adapters to them in each forward, and FP8 quantizes the sum
@@ -17,7 +13,7 @@ The phases:
 
     full     all 48 layers, 2 x 4,096 tokens: tokens/s and peak memory of a step; bf16 may not fit
     layers   the same with 12 layers, for all variants
-    loss     100 steps of 4 layers on bytes of Python sources, two seeds: mean loss of the last 10
+    loss     100 steps of 4 layers on bytes of Python sources, three seeds: mean loss of the last 10
 
 PEFT 0.21 is needed. A step is forward, backward and optimizer. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 """
@@ -35,8 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-from experiments.records import require_gpu, script_parser, write_records
-from experiments.transformers.run import CUDA, DEVICE, MODELS, TINY, Setting, milliseconds
+from experiments.records import begin, record, script_parser, write_records
+from experiments.timing import CUDA, elapsed_ms
+from experiments.transformers.run import DEVICE, MODELS, TINY, Setting
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight
 from titan_fp8moe.recipe import FP8, TILE, exp2, exponent
 from titan_fp8moe.transformers import NAME, converted, register
@@ -44,8 +41,9 @@ from titan_fp8moe.transformers import NAME, converted, register
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANK = 16
+TIMED_STEPS, TRAINED_STEPS = 5, 100
 CHUNK = 1024  # tokens whose logits exist at a time
-OURS, BF16 = "ours", "bf16"
+RECORD, OURS, BF16 = "lora_qwen3_30b", "ours", "bf16"
 IMPLEMENTATIONS = {OURS: NAME, "ours merged": NAME, BF16: "grouped_mm"}
 
 
@@ -140,7 +138,7 @@ class Trainer:
 # --- phases -----------------------------------------------------------------------------------------------------------
 
 
-def speed(setting: Setting, name: str, steps: int) -> dict[str, float] | None:
+def speed(setting: Setting, name: str) -> dict[str, float] | None:
     """Tokens/s of the median step, the largest memory of one, and the first loss; None if memory does not suffice."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -149,45 +147,41 @@ def speed(setting: Setting, name: str, steps: int) -> dict[str, float] | None:
         first = float(trainer.step(tokens))  # compiles
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
-        ms = statistics.median(milliseconds(lambda: trainer.step(tokens)) for _ in range(steps))
+        ms = statistics.median(elapsed_ms(lambda: trainer.step(tokens)) for _ in range(TIMED_STEPS))
     except torch.cuda.OutOfMemoryError:
         return None
     peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
     return dict(tokens_per_s=tokens.numel() / ms * 1e3, peak_gib=peak, loss=first)
 
 
-def compare(setting: Setting, references: list[str], steps: int) -> list[dict]:
+def compare(setting: Setting, references: list[str]) -> list[dict]:
     measured = {}
     for name in [OURS, *references]:
-        measured[name] = speed(setting, name, steps)
+        measured[name] = speed(setting, name)
         print(f"{setting.shape}, {name}: {measured[name] or 'out of memory'}", flush=True)
     ours, records = measured.pop(OURS), []
     for name, found in measured.items():
         there = found or dict.fromkeys(ours)  # None is recorded where memory does not suffice
         more = {key: ours[key] for key in ("peak_gib", "loss")}
         more |= {f"reference_{key}": there[key] for key in more}
-        records.append(record(setting.shape, name, ours["tokens_per_s"], there["tokens_per_s"], "tokens/s", **more))
+        speeds = ours["tokens_per_s"], name, there["tokens_per_s"]
+        records.append(record(RECORD, setting.shape, "tokens/s", *speeds, **more))
     return records
 
 
-def losses(setting: Setting, steps: int) -> list[dict]:
-    batches, records = setting.batches(steps), []
+def losses(setting: Setting) -> list[dict]:
+    batches, records = setting.batches(TRAINED_STEPS), []
     for seed in (0, 1, 2):
         found = {}
         for name in (OURS, BF16):
             trainer = Trainer(setting.dims, name, seed, lr=1e-3)
             found[name] = torch.stack([trainer.step(tokens) for tokens in batches]).tolist()
         last = {name: statistics.mean(values[-10:]) for name, values in found.items()}
-        shape = f"{setting.shape}, loss after {steps} steps, seed {seed}"
+        shape = f"{setting.shape}, loss after {TRAINED_STEPS} steps, seed {seed}"
         print(f"{shape}: first {found[OURS][0]:.4f}, last {last}", flush=True)
         more = dict(losses=found[OURS], reference_losses=found[BF16])
-        records.append(record(shape, BF16, last[OURS], last[BF16], "nats", **more))
+        records.append(record(RECORD, shape, "nats", last[OURS], BF16, last[BF16], **more))
     return records
-
-
-def record(shape: str, reference: str, value: float, there: float | None, unit: str, **more: Any) -> dict:
-    names = dict(name="lora_qwen3_30b", shape=shape, unit=unit, reference=reference)
-    return names | dict(value=value, reference_value=there, speedup=there and value / there) | more
 
 
 LAYERS = {"full": 48, "layers": 12, "loss": 4}
@@ -197,12 +191,10 @@ REFERENCES = {"full": [BF16], "layers": ["ours merged", BF16]}
 def main(arguments: list[str] | None = None) -> None:
     parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--phases", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--steps", type=int, default=5, help="timed")
-    parser.add_argument("--train-steps", type=int, default=100, help="of loss")
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
     if not args.tiny:
-        require_gpu()
+        begin(args.trial)
     for phase in args.phases:
         dims = MODELS["qwen3"].dims | dict(num_hidden_layers=LAYERS[phase], vocab_size=151936, pad_token_id=None)
         if args.tiny:
@@ -210,10 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
         length = 64 if args.tiny else 4096
         shape = f"{dims['num_hidden_layers']} layers, 2 x {length:,} tokens"
         setting = Setting("Qwen3Moe", shape, dims, 2, length)
-        if phase == "loss":
-            records = losses(setting, args.train_steps)
-        else:
-            records = compare(setting, REFERENCES[phase], args.steps)
+        records = losses(setting) if phase == "loss" else compare(setting, REFERENCES[phase])
         write_records(args.out / "results.json", records)
 
 

@@ -1,4 +1,4 @@
-"""How far FP8-Flow is from an fp32 MoE layer, in the output and every gradient.
+"""Errors of FP8-Flow against an fp32 MoE layer, in the output and every gradient.
 
 The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from high precision, are the references.
 
@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
-from experiments.records import script_parser, write_records
+from experiments.records import require_commit, script_parser, write_records
 from experiments.reference import make_layer, moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
@@ -71,9 +71,13 @@ def gradients(layer, inputs, dout):
     return [out.detach(), *[leaf.grad for leaf in leaves]]
 
 
-def layer_table(device: str, seed: int, size: dict) -> dict[str, list[float]]:
-    torch.manual_seed(seed)
-    tokens, dim, hidden, experts, top_k = (size[k] for k in ("tokens", "dim", "hidden", "experts", "top_k"))
+def errors(results: list[torch.Tensor], reference: list[torch.Tensor]) -> list[float]:
+    return [relative_error(a, b) for a, b in zip(results, reference, strict=True)]
+
+
+def layer_table(device: str, size: dict) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    tokens, dim, hidden, experts, top_k = size.values()
     x, scores, topk_ids, weights = make_layer(tokens, dim, hidden, experts, top_k, device=device, std=0.02)
     dout = torch.randn(tokens, dim, device=device)
     inputs = [x, scores, *weights]
@@ -102,12 +106,9 @@ def layer_table(device: str, seed: int, size: dict) -> dict[str, list[float]]:
         "FP8-Flow bf16 wgrad": flow(wgrad="bf16"),
     }
 
-    def errors(layer):
-        return [relative_error(a, b) for a, b in zip(gradients(layer, inputs, dout), reference, strict=True)]
-
-    table = {name: errors(layer) for name, layer in layers.items()}
+    table = {name: errors(gradients(layer, inputs, dout), reference) for name, layer in layers.items()}
     with mock.patch.object(ops, "transpose_pair", side_effect=requantized_pair) as transpose_pair:
-        table["FP8-Flow requantize"] = errors(flow())
+        table["FP8-Flow requantize"] = errors(gradients(flow(), inputs, dout), reference)
     assert transpose_pair.call_count == 2, "the layer did not take the ablation's transposes"
     return table
 
@@ -136,8 +137,7 @@ def activation_table(device: str, size: dict) -> dict[str, list[float]]:
                 x = x.to(torch.bfloat16)
                 return routed_experts(x, w[0], w[1], w3, topk_ids, s, config=config, activation=name)  # noqa: B023
 
-            results = zip(gradients(flow, inputs, dout), reference, strict=True)
-            table[f"{name}, h in {save_h}"] = [relative_error(a, b) for a, b in results]
+            table[f"{name}, h in {save_h}"] = errors(gradients(flow, inputs, dout), reference)
     return table
 
 
@@ -189,13 +189,12 @@ def main() -> None:
     parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--activations", action="store_true", help="the table of activations alone")
     args = parser.parse_args()
+    require_commit(args.trial)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # On a CPU a quarter of the dims: the reference is slow.
-    size = (
-        dict(tokens=4096, dim=2048, hidden=1408, experts=16, top_k=6)
-        if device == "cuda"
-        else dict(tokens=1024, dim=512, hidden=384, experts=8, top_k=6)
-    )
+    size = dict(tokens=1024, dim=512, hidden=384, experts=8, top_k=6)
+    if device == "cuda":
+        size = dict(tokens=4096, dim=2048, hidden=1408, experts=16, top_k=6)
     shape = " ".join(f"{k} {v}" for k, v in size.items())
     rows = activation_table(device, size)
     show(f"relative error against fp32 by activation, {shape}", rows)
@@ -206,7 +205,7 @@ def main() -> None:
 
 
 def of_recipes(device: str, shape: str, size: dict) -> list[dict]:
-    rows = layer_table(device, 0, size)
+    rows = layer_table(device, size)
     show(f"relative error against the fp32 layer, {shape}", rows)
     records = layer_records("layer_error", shape, rows, "bf16")
     for binades in (3, 4):

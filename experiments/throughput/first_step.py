@@ -13,7 +13,7 @@ import tempfile
 import time
 from datetime import datetime
 
-from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_records
+from experiments.records import begin, write_records
 from experiments.throughput.train import Run, drawn, finish, parser, record_model, records, require_fit
 
 STARTS, FIRST = "Training starts", "step:  1 "
@@ -54,11 +54,9 @@ def main() -> None:
     p.add_argument("--variants", nargs="+", default=["bf16", "fp8_flow"])
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a repeat for each")
     args = p.parse_args()
-    require_gpu()
-    require_commit(args.trial)
+    begin(args.trial)
     if args.torchtitan == "0.2.2":
         require_fit(args.variants, args.gpus)
-    exit_on_sigterm()
     shape = finish(args, "first_step")
     results: list[dict] = []
     for variant, seed in drawn(args.variants, args.seeds):

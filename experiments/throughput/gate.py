@@ -1,4 +1,4 @@
-"""How a run of train.py waits for the GPUs while the one before it has them."""
+"""The wait of a train.py run for the GPUs while the run before it has them."""
 
 import os
 import time

@@ -1,23 +1,18 @@
 """One MoE layer, forward and backward, FP8-Flow against bf16 in the same run.
 
-    python -m experiments.throughput.layer --out experiments/throughput            # one GPU
-    python -m experiments.throughput.layer --out experiments/throughput --gpus 2   # experts over two
-    python -m experiments.throughput.layer --out experiments/throughput --models 671B --experts 64 --tokens 16384 \
-        --variants bf16 "bf16 fused" fp8 "fp8 with weight quantization"            # less than a minute
+    python -m experiments.throughput.layer --out experiments/throughput --models 671B --tokens 16384
 
 The layers are torchtitan's ``MoE`` with the same parameters, bf16 unless ``--fp32``;
 :mod:`experiments.throughput.variants` has the models and the variants. Router, shared experts and combine are inside
-the time. References are bf16: ``bf16`` is parallelized and compiled by torchtitan's functions, ``bf16 whole`` is the
-same layer as one graph, ``bf16 fused`` the strongest one, and ``bf16 fp32 bmm`` what torchtitan runs under FSDP. On one
-GPU FP8-Flow's layer is one graph too, as in training.
+the time. On one GPU FP8-Flow's layer is one graph, as in training.
 
 Variants take turns in blocks of back-to-back steps, in an order drawn anew for each round. The record ``moe_layer``
 leaves FSDP and the quantization of weights out; ``moe_layer_with_weights`` quantizes them in every forward and
 backward. Where they are kept for four microbatches, each bears a fourth of the time.
 
 A shape has a process per GPU: some shapes compile at the same time, then they are measured one by one. Records are
-written after each to ``results.json``, every round's times to ``outputs/throughput``. A variant that fails, as when
-memory runs out, is named with its error and left out. After ``--budget`` seconds the script ends with what it has.
+written after each to ``results.json``. A variant that fails, as when memory runs out, is named with its error and left
+out. After ``--budget`` seconds the script ends with what it has.
 """
 
 import argparse
@@ -40,33 +35,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from experiments.records import (
-    add_trial,
-    exit_on_sigterm,
-    other_torch,
-    require_commit,
-    require_gpu,
-    script_parser,
-    write_records,
-    write_text,
-)
-from experiments.throughput.variants import (
-    ABLATIONS,
-    MODELS,
-    VARIANTS,
-    Bench,
-    Shape,
-    Variant,
-    variants,
-)
-from experiments.timing import in_turn, medians
+from experiments.records import begin, other_torch, record, script_parser, write_records, write_text
+from experiments.throughput.variants import ABLATIONS, MODELS, VARIANTS, Bench, Shape, Variant, variants
+from experiments.timing import CUDA, elapsed_ms, in_turn, medians
 from titan_fp8moe.torchtitan import parallel
 
-WORK = Path("outputs/throughput")
-CUDA = torch.cuda.is_available()
 ROUNDS, BLOCK_MS = 4, 80.0  # turns of a variant and their length
 MIN_STEPS = 5  # of a variant's turn
-REFERENCES = ("bf16", "bf16 whole", "bf16 fused", "bf16 fp32 bmm")
+REFERENCES = ("bf16", "bf16 whole", "bf16 fused")
 
 
 def synchronize() -> None:
@@ -81,17 +57,7 @@ def elapsed(run: Callable[[], None], times: int, lead: int = 0) -> float:
     synchronize()
     for _ in range(lead):
         run()
-    start = time.perf_counter()
-    if CUDA:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-    for _ in range(times):
-        run()
-    if not CUDA:
-        return (time.perf_counter() - start) * 1e3 / times
-    events[1].record()
-    torch.cuda.synchronize()
-    return events[0].elapsed_time(events[1]) / times
+    return elapsed_ms(run, times)
 
 
 def warm_up(bench: Bench) -> dict[str, str]:
@@ -106,20 +72,15 @@ def warm_up(bench: Bench) -> dict[str, str]:
                 raise RuntimeError("the gradient of the input is not finite")
         except Exception as e:
             traceback.print_exc()
-            error = _first_line(e)
+            error = f"{type(e).__name__}: {e}".splitlines()[0][:200]
         ok = torch.tensor(error is None, dtype=torch.int32)
         if dist.is_initialized():
             dist.all_reduce(ok, dist.ReduceOp.MIN)  # over gloo
         if not ok:
             failed[name] = error or "failed on another rank"
             del bench.forwards[name]
-        if CUDA:
-            torch.cuda.empty_cache()  # other shapes share the GPU by now
+        torch.cuda.empty_cache()  # other shapes share the GPU by now
     return failed
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
 
 
 def times_in_turn(steps: dict[str, Callable[[], None]], rounds: int, block_ms: float) -> dict[str, list[float]]:
@@ -148,11 +109,9 @@ def measure(bench: Bench, failed: dict[str, str], rounds: int, block_ms: float) 
     return result | {"ms": ms, "saved_bytes_per_token": saved_bytes}
 
 
-def choose(shape: Shape, gpus: int, names: list[str] | None) -> tuple[dict[str, Variant], dict[str, str]]:
-    """What ``names``, None for all, mean for a shape: its variants, and the reasons why others are missing."""
+def choose(shape: Shape, gpus: int, names: list[str]) -> tuple[dict[str, Variant], dict[str, str]]:
+    """The variants of these names that a shape has, and the reasons why others are missing."""
     there = variants(shape, gpus)
-    if names is None:
-        return {name: variant for name, variant in there.items() if name not in ABLATIONS}, {}
     missing = {name: f"not a variant of this layer on {gpus} GPU(s)" for name in names if name not in there}
     return {name: there[name] for name in names if name in there}, missing
 
@@ -161,10 +120,9 @@ def child(shape: Shape, args: argparse.Namespace) -> None:
     """Compiles, says so by a file, waits for a line on stdin, measures, writes the results and says that it is done."""
     rank, gpus = int(os.environ["RANK"]), args.gpus
     torch.manual_seed(rank)
-    if CUDA:
-        torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank)
     if gpus > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     parallel.install()
     chosen, missing = choose(shape, gpus, args.variants)
     bench = Bench(shape, gpus, chosen)
@@ -193,9 +151,8 @@ class Processes:
             s.bind(("", 0))
             port = s.getsockname()[1]
         command = [sys.executable, "-m", "experiments.throughput.layer", "--out", str(args.out)]
-        command += ["--models", shape.model, "--experts", str(shape.experts), "--tokens", str(shape.tokens)]
-        command += ["--child", str(folder), "--gpus", str(args.gpus), *["--fp32"] * args.fp32]
-        command += ["--variants", *args.variants] if args.variants else []
+        command += ["--models", shape.model, "--tokens", str(shape.tokens), *["--fp32"] * args.fp32]
+        command += ["--child", str(folder), "--gpus", str(args.gpus), "--variants", *args.variants]
         self.processes = []
         for rank in range(args.gpus):
             env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "localhost"}
@@ -271,40 +228,24 @@ def records(result: dict) -> list[dict]:
     ):
         for name in (name for name in values if name.startswith("fp8")):
             for reference in (reference for reference in references(name) if reference in values):
-                r = {"name": record_name(name, title), "shape": label, "value": values[name], "unit": unit}
-                r |= {"reference": reference, "reference_value": values[reference]}
-                r["speedup"] = values[reference] / values[name]
-                out.append(r)
+                name_of = record_name(name, title)
+                out.append(record(name_of, label, unit, values[name], reference, values[reference]))
     return out
 
 
-def show(result: dict) -> None:
-    shape, ms = Shape(**result["shape"]), medians(result["ms"])
-    print(f"\n== {shape}, {result['gpus']} GPU(s), {result.get('processes', 1)} process(es)")
-    for name, value in ms.items():
-        ratios = [ms[reference] / value if reference in ms else None for reference in references(name)]
-        low, high = min(result["ms"][name]), max(result["ms"][name])
-        saved = result["saved_bytes_per_token"].get(name)
-        print(
-            f"{name:42} {value:8.3f} ms ({low:.3f} to {high:.3f})"
-            + "".join("" if ratio is None else f" {ratio:5.2f}x" for ratio in ratios)
-            + (f"  saved {saved / 1024:6.1f} KiB/token" if saved else "")
-        )
+def show(result: dict, found: list[dict]) -> None:
+    """Prints each variant's times, then its records."""
+    print(f"\n== {Shape(**result['shape'])}, {result['gpus']} GPU(s), {result.get('processes', 1)} process(es)")
+    for name, ms in result["ms"].items():
+        print(f"{name:42} {statistics.median(ms):8.3f} ms ({min(ms):.3f} to {max(ms):.3f})")
+    for r in found:
+        print(f"{r['name']}, {r['reference']}: {r['value']:.3f} {r['unit']} ({r['speedup']:.2f}x)")
     for name, error in result["failed"].items():
         print(f"{name:42} {error}")
 
 
-def save(result: dict, out: Path, work: Path = WORK) -> None:
-    """In place of what an earlier run may have written of this shape."""
-    write_records(out / "results.json", records(result))
-    path = work / f"layer_{result['gpus']}gpu.json"
-    kept = json.loads(path.read_text()) if path.exists() else []
-    kept = [r for r in kept if r["shape"] != result["shape"]]
-    write_text(path, json.dumps([*kept, result]))
-
-
 def measure_batch(
-    started: list[tuple[Shape, Processes]], results: dict[Shape, list[dict]], out: Path, begin: float, deadline: float
+    started: list[tuple[Shape, Processes]], results: dict[Shape, list[dict]], out: Path, start: float, deadline: float
 ) -> list[str]:
     """Waits until all have compiled, then measures one by one; returns what failed."""
     errors, failed = [], []
@@ -312,19 +253,20 @@ def measure_batch(
         errors.append(processes.wait("ready", deadline))
         if errors[-1]:
             processes.end()  # or what is left of it runs beside the measurements
-    print(f"compiled {errors.count(None)} of {len(started)} shapes, {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"compiled {errors.count(None)} of {len(started)} shapes, {time.monotonic() - start:.0f} s", flush=True)
     for (shape, processes), compile_error in zip(started, errors, strict=True):
         error = compile_error or processes.measure(deadline)
         processes.end()
         if result := processes.result():
             results.setdefault(shape, []).append(result)
             result = median_of(results[shape])
-            show(result)
-            save(result, out)
+            found = records(result)
+            show(result, found)
+            write_records(out / "results.json", found)
         if error:
             failed.append(f"{shape}: {error}")
             print(f"{failed[-1]}\n{processes.logs()}")
-        print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"  {time.monotonic() - start:.0f} s", flush=True)
     return failed
 
 
@@ -335,37 +277,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=4, help="processes that compile at the same time")
     parser.add_argument("--budget", type=float, default=3600, help="seconds that all of it may take")
     models = [name for name in MODELS if name != "tiny"]
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=models, help="tiny is for a CPU")
-    parser.add_argument("--experts", type=int, nargs="+", help="per GPU; default: what each model lists")
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 8192, 4096], help="per GPU")
     parser.add_argument("--fp32", action="store_true", help="parameters in fp32, not bf16")
-    what = f"of {', '.join(map(repr, VARIANTS))}; default: all, without ablations"
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=what)
-    add_trial(parser)
+    chosen, what = [name for name in VARIANTS if name not in ABLATIONS], f"of {', '.join(map(repr, VARIANTS))}"
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=chosen, metavar="VARIANT", help=what)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    on_cpu = {*args.models} == {"tiny"}
-    if not on_cpu:
-        require_gpu()
-    shapes = [
-        Shape(model, experts, tokens, args.fp32)
-        for model in args.models
-        for experts in args.experts or MODELS[model].experts
-        for tokens in args.tokens
-        for _ in range(args.processes)
-    ]
+    shapes = [Shape(model, tokens, args.fp32) for model in args.models for tokens in args.tokens]
     if args.child is not None:
-        return child(shapes[0], args)
-    if not on_cpu:
-        require_commit(args.trial)
-    exit_on_sigterm()
+        child(shapes[0], args)
+        return
+    begin(args.trial)
+    shapes = [shape for shape in shapes for _ in range(args.processes)]
     args.out.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    deadline = begin + args.budget
+    start = time.monotonic()
+    deadline = start + args.budget
     results: dict[Shape, list[dict]] = {}
     failed = []
     with tempfile.TemporaryDirectory() as folder:
@@ -375,13 +306,12 @@ def main() -> None:
             batch = enumerate(shapes[first : first + args.together], first)
             started = [(shape, Processes(shape, Path(folder) / str(i), args)) for i, shape in batch]
             try:
-                failed += measure_batch(started, results, args.out, begin, deadline)
+                failed += measure_batch(started, results, args.out, start, deadline)
             finally:
                 for _, processes in started:
                     processes.end()
     if failed:
         sys.exit(f"error: shapes failed: {'; '.join(failed)}")
-    return None
 
 
 if __name__ == "__main__":

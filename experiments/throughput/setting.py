@@ -1,18 +1,8 @@
-"""torchtitan's ``job.custom_config_module`` of train.toml: what titan_fp8moe registers, and
+"""torchtitan's ``job.custom_config_module`` of train.toml: what titan_fp8moe registers, flavors with fewer layers, and
+the model converters of train.py's variants.
 
-* flavors ``16B_<n>_layers_<attention>`` of deepseek_v3, the first of the n layers dense, and
-  ``30B-A3B_<n>_layers_<attention>`` of qwen3; attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU,
-* the model converter ``balanced_random``, which makes every router assign experts at random but balanced,
-* the model converter ``whole_blocks``, which compiles each block as one graph (one expert-parallel rank only),
-* the model converter ``fused_bf16``: the strongest bf16, experiments/throughput/fused_bf16.py. Its host keeps ahead of
-  the GPU as ours does,
-* the model converter ``save_grouped_mm``, which adds bf16's grouped GEMM to what per-op checkpointing keeps, as
-  ``fp8_flow_moe`` adds the FP8 layer's operators,
-* the model converter ``torchao_rowwise``, torchao's fp8 rowwise experts. torchtitan 0.2.2 has one of its own, which
-  imports a name that torchao 0.18 no longer has,
-* the model converter ``naive_blockwise``: torchtitan's experts, whose every grouped GEMM casts its bf16 operands to FP8
-  in 1x128 tiles and 128x128 blocks,
-* the model converters ``requantize`` and ``unfused_permute``, before ``fp8_flow_moe``: experiments/ablations.py.
+Flavors are ``16B_<n>_layers_<attention>`` of deepseek_v3, the first of the n layers dense, and
+``30B-A3B_<n>_layers_<attention>`` of qwen3; attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU.
 
 A process that has come this far has imported everything, and waits for its turn.
 """
@@ -85,6 +75,7 @@ def moes(model: nn.Module) -> list[MoE]:
 
 @converter
 def balanced_random(model: nn.Module) -> None:
+    """Makes every router assign experts at random but balanced."""
     for moe in moes(model):
         moe.router.__class__ = BalancedRandomRouter
         moe.router._debug_force_load_balance = True
@@ -92,6 +83,7 @@ def balanced_random(model: nn.Module) -> None:
 
 @converter
 def fused_bf16(model: nn.Module) -> None:
+    """The strongest bf16, whose host keeps ahead of the GPU as ours does."""
     for trainer in loaded_trainers():
         keep_host_ahead(trainer, utils)
     for moe in moes(model):
@@ -100,12 +92,14 @@ def fused_bf16(model: nn.Module) -> None:
 
 @converter
 def save_grouped_mm(model: nn.Module) -> None:
+    """Adds bf16's grouped GEMM to what per-op checkpointing keeps, as ``fp8_flow_moe`` adds ours."""
     for parallelize in (deepseek_v3_parallelize, qwen3_parallelize):
         parallelize._op_sac_save_list.add(torch.ops.aten._grouped_mm.default)
 
 
 @converter
 def torchao_rowwise(model: nn.Module) -> None:
+    """torchao's fp8 rowwise experts. torchtitan 0.2.2's own import a name that torchao 0.18 no longer has."""
     set_token_group_alignment_size_m(16)  # fp8 operands are aligned to 16 bytes
     quantize_(model, Float8TrainingOpConfig(), filter_fn=lambda module, _: isinstance(module, GroupedExperts))
 
@@ -113,7 +107,8 @@ def torchao_rowwise(model: nn.Module) -> None:
 def cast_around_each_gemm(
     w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> torch.Tensor:
-    """torchtitan's ``_run_experts_grouped_mm`` with FP8 products."""
+    """torchtitan's ``_run_experts_grouped_mm`` with FP8 products, each of which casts its operands in 1x128 tiles and
+    128x128 blocks."""
     offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
     w1, w2, w3 = (w.bfloat16().transpose(-2, -1) for w in (w1, w2, w3))
     h = F.silu(grouped_mm(x.bfloat16(), w1, offs)) * grouped_mm(x.bfloat16(), w3, offs)
@@ -137,7 +132,7 @@ def unfused_permute(model: nn.Module) -> None:
 
 @converter
 def whole_blocks(model: nn.Module) -> None:
-    """Makes torchtitan compile every block as one graph, which it leaves to dense blocks."""
+    """Compiles each block as one graph on one expert-parallel rank, as torchtitan compiles dense blocks only."""
 
     def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool) -> None:
         torch._dynamo.config.capture_scalar_outputs = True

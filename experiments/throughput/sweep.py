@@ -1,10 +1,9 @@
 """The highest tokens/s of each precision on one card, over local batch and checkpointing, and the largest batch.
 
     python -m experiments.throughput.sweep --out experiments/throughput --layers 6 --attention sdpa --budget 420
-    python -m experiments.throughput.sweep --out experiments/throughput --model qwen3_30b --layers 5 --budget 420
 
 A point is a training run of ``STEPS`` steps, whose logs after step ``WARM`` count. Along a curve, a precision with its
-checkpointing, the local batch doubles from ``--first`` until memory runs out; then bisection finds the largest batch to
+checkpointing, the local batch doubles from ``FIRST`` until memory runs out; then bisection finds the largest batch to
 within an eighth. Curves take turns in an order drawn anew. Points go to ``sweep.json`` one by one, and what it has of
 this card and commit is not run again: call the script until it prints "complete". Each call ends within a run of its
 budget. Points of other commits go, so that no figure is of two states.
@@ -14,15 +13,13 @@ budget. Points of other commits go, so that no figure is of two states.
 
 import json
 import random
-import re
-import statistics
 import sys
 import time
 from pathlib import Path
 
 from experiments.provenance import environment
-from experiments.records import exit_on_sigterm, require_commit, require_gpu, write_list, write_records
-from experiments.throughput.train import OUT_OF_MEMORY, STEP, Run, finish, parser, record_model
+from experiments.records import begin, record, write_list, write_records
+from experiments.throughput.train import OUT_OF_MEMORY, Run, finish, parser, record_model
 
 CURVES = [
     *(f"bf16_fused:checkpointing={mode}" for mode in ("saved", "none", "full")),
@@ -30,27 +27,28 @@ CURVES = [
     *(f"fp8_flow:{setting}" for setting in ("checkpointing=none", "checkpointing=full", "recompute=experts")),
 ]
 STEPS, WARM = 10, 4
+FIRST = 4  # local batch of a curve
 PRECISIONS = ("bf16", "fp8")
 
 Point = dict
 
 
-def next_batch(fits: dict[int, bool], first: int) -> int | None:
+def next_batch(fits: dict[int, bool]) -> int | None:
     """The local batch to try after these, None where the largest is known to within an eighth."""
     largest = max((batch for batch, fitted in fits.items() if fitted), default=0)
     smallest = min((batch for batch, fitted in fits.items() if not fitted), default=None)
     if smallest is None:
-        return 2 * largest or first
+        return 2 * largest or FIRST
     gap = smallest - largest
     return None if gap <= max(1, largest // 8) else largest + gap // 2
 
 
-def todo(points: list[Point], curves: list[str], first: int) -> list[tuple[str, int]]:
+def todo(points: list[Point]) -> list[tuple[str, int]]:
     """The next point of each curve that is not complete. A run that failed otherwise ends its curve."""
     found = []
-    for curve in curves:
+    for curve in CURVES:
         mine = [p for p in points if p["variant"] == curve]
-        batch = next_batch({p["local_batch"]: not p["error"] for p in mine}, first)
+        batch = next_batch({p["local_batch"]: not p["error"] for p in mine})
         if batch and all(p["error"] in (None, OUT_OF_MEMORY) for p in mine):
             found.append((curve, batch))
     return found
@@ -64,27 +62,24 @@ def prepare(variant: str, batch: int, args) -> tuple[Run, int]:
 def measure(run: Run, batch: int, timeout: float) -> Point:
     try:
         run.begin()
-        error, log = run.wait(timeout), run.log.read_text()
+        result = run.result(run.wait(timeout), WARM)
     finally:
         run.end()
-    if error not in (None, OUT_OF_MEMORY):
-        print(log[-2000:], flush=True)
-    logged = [match.groups() for match in map(STEP.search, log.splitlines()) if match]
-    steady = [(float(row[3]), int(row[4].replace(",", ""))) for row in logged if int(row[0]) > WARM and not error]
-    retries = re.findall(r"^\[rank0\].* (\d+) CUDA memory allocation retries", log, re.MULTILINE)
+    if result["error"] not in (None, OUT_OF_MEMORY):
+        print(run.log.read_text()[-2000:], flush=True)
+    fitted = not result["error"]
     return {
         "variant": run.variant,
         "local_batch": batch,
-        "error": error,
-        "tokens_per_second": statistics.median(speed for _, speed in steady) if steady else None,
-        "memory_gib": max((memory for memory, _ in steady), default=None),
-        "allocation_retries": int(retries[-1]) if retries else 0,
+        "error": result["error"],
+        "tokens_per_second": result["median_tokens_per_second"] if fitted else None,
+        "memory_gib": result["peak_memory_gib"] if fitted else None,
     }
 
 
-def records(points: list[Point], model: str, shape: str) -> list[dict]:
+def records(found: list[Point], model: str, shape: str) -> list[dict]:
     """FP8-Flow's fastest point and largest batch against bf16's, once both are known."""
-    fitted = [[p for p in points if p["variant"].startswith(precision) and not p["error"]] for precision in PRECISIONS]
+    fitted = [[p for p in found if p["variant"].startswith(precision) and not p["error"]] for precision in PRECISIONS]
     if not all(fitted):
         return []
     out = []
@@ -92,24 +87,18 @@ def records(points: list[Point], model: str, shape: str) -> list[dict]:
         ("tokens_per_second", "fastest", "tokens/s/GPU"),
         ("local_batch", "largest local batch", "sequences"),
     ):
-        bf16, ours = (max(found, key=lambda p: p[key]) for found in fitted)
-        out.append(
-            dict(name=f"train_{model} {title}", shape=shape, value=ours[key], unit=unit, reference="bf16",
-                 reference_value=bf16[key], speedup=ours[key] / bf16[key], points={"ours": ours, "reference": bf16})
-        )  # fmt: skip
+        bf16, ours = (max(those, key=lambda p: p[key]) for those in fitted)
+        points = {"ours": ours, "reference": bf16}
+        out.append(record(f"train_{model} {title}", shape, unit, ours[key], "bf16", bf16[key], points=points))
     return out
 
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--variants", nargs="+", default=CURVES, help="curves; default: bf16 fused and FP8-Flow")
-    p.add_argument("--first", type=int, default=4, help="local batch to begin with")
     p.add_argument("--budget", type=float, default=420, help="seconds after which no further run is begun")
     p.set_defaults(gpus=1)
     args = p.parse_args()
-    require_gpu()
-    require_commit(args.trial)
-    exit_on_sigterm()
+    begin(args.trial)
     end = time.monotonic() + args.budget
     args.steps, setting = STEPS, environment()
     shape = f"{finish(args, 'sweep')}, {setting['hardware'].removeprefix('1 x ')}"
@@ -120,7 +109,7 @@ def main() -> None:
     prepared: list[tuple[Run, int]] = []  # one measured, one that imports meanwhile
     try:
         while True:
-            waiting = todo(points, args.variants, args.first)
+            waiting = todo(points)
             others = [c for c in waiting if c[0] not in {run.variant for run, _ in prepared}]
             if time.monotonic() < end:
                 chosen = random.sample(others, min(len(others), 2 - len(prepared)))

@@ -1,9 +1,7 @@
 """Tokens per second and memory of models in bf16, with other FP8 experts and in FP8-Flow, in turn.
 
     python tools/build_corpus.py --out outputs/corpus
-    python -m experiments.throughput.train --out experiments/throughput --gpus 4                # the whole 16B model
-    python -m experiments.throughput.train --out experiments/throughput --gpus 1 --layers 6     # what fits on one H200
-    python -m experiments.throughput.train --out experiments/throughput --gpus 1 --model qwen3_30b --layers 5
+    python -m experiments.throughput.train --out experiments/throughput --gpus 1 --layers 6
 
 Every run is a launch of its own. Repetitions differ by the seed; within one all variants have the same seed and data,
 and an order that is drawn anew. Records hold the spread of the repetitions and are written after each run to
@@ -37,17 +35,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from experiments.provenance import environment
-from experiments.records import (
-    add_trial,
-    exit_on_sigterm,
-    other_torch,
-    require_commit,
-    require_gpu,
-    script_parser,
-    write_records,
-    write_text,
-)
-from experiments.tables import markdown
+from experiments.records import begin, other_torch, record, script_parser, write_records, write_text
 
 CONFIG = "experiments/throughput/train.toml"
 SETTING_03 = "experiments.throughput.setting03"
@@ -93,7 +81,6 @@ CHECKPOINTING = {
     "full": ([], ["--activation_checkpoint.mode=full"]),
 }
 OUT_OF_MEMORY = "out of memory"
-LOG_FREQ = 10  # of CONFIG: a logged speed is that of so many steps
 STEADY = 10  # steps before: compilation, allocator, warm-up of clocks
 STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
@@ -126,8 +113,15 @@ def require_fit(variants: list[str], gpus: int) -> None:
         sys.exit(f"error: {', '.join(alone)} compile blocks as one graph, with all experts on one GPU; add ep=1")
 
 
-def converter_options(options: dict[str, str]) -> list[str]:
-    return [f"--fp8_flow_moe.{name}" + ("" if value == "true" else f"={value}") for name, value in options.items()]
+def common(args: argparse.Namespace, seed: int, options: dict[str, str]) -> list[str]:
+    """Flags of both versions' command lines."""
+    return [
+        f"--training.local_batch_size={args.local_batch}",
+        f"--training.steps={args.steps}",
+        f"--debug.seed={seed}",
+        *(f"--fp8_flow_moe.{name}" + ("" if value == "true" else f"={value}") for name, value in options.items()),
+        *args.overrides,
+    ]
 
 
 def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
@@ -136,21 +130,15 @@ def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
     converters, flags = ROUTING[args.routing]
     more, checkpointing = CHECKPOINTING.get(options.pop("checkpointing", ""), ([], []))
     converters = [*converters, *more, *CONVERTERS[name]]
-    flags = [
+    return [
         f"--model.name={MODELS[args.model].name}",
         f"--model.flavor={MODELS[args.model].flavor}_{args.layers}_layers_{args.attention}",
-        f"--training.local_batch_size={args.local_batch}",
         f"--parallelism.expert_parallel_degree={options.pop('ep', args.gpus)}",
-        f"--training.steps={args.steps}",
-        f"--debug.seed={seed}",
         *flags,
         *checkpointing,
-        *converter_options(options),
-        *args.overrides,
+        *common(args, seed, options),
+        *([f"--model.converters={','.join(converters)}"] if converters else []),
     ]
-    if converters:
-        flags.append(f"--model.converters={','.join(converters)}")
-    return flags
 
 
 def overrides_03(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
@@ -160,13 +148,9 @@ def overrides_03(variant: str, args: argparse.Namespace, seed: int) -> list[str]
     return [
         f"--module={SETTING_03}",
         f"--config={config}",
-        f"--training.local_batch_size={args.local_batch}",
         f"--training.{'no-' * args.cuda_graphs}disable_cuda_graphs",
         f"--parallelism.expert_parallel_degree={args.gpus}",
-        f"--training.steps={args.steps}",
-        f"--debug.seed={seed}",
-        *converter_options(options),
-        *args.overrides,
+        *common(args, seed, options),
     ]
 
 
@@ -220,9 +204,10 @@ class Run:
         self.gate.unlink(missing_ok=True)
         shutil.rmtree(self.dump, ignore_errors=True)
 
-    def result(self, error: str | None) -> dict:
+    def result(self, error: str | None, warm: int = STEADY) -> dict:
+        """Figures of the steps after the first ``warm``."""
         rows = [match.groups() for match in map(STEP.search, self.log.read_text().splitlines()) if match]
-        steady = [row for row in rows if int(row[0]) > STEADY]
+        steady = [row for row in rows if int(row[0]) > warm]
         tokens = [int(row[4].replace(",", "")) for row in steady]
         losses = {row[0]: float(row[1]) for row in rows}
         broken = [f"the loss is {loss} at step {step}" for step, loss in losses.items() if not math.isfinite(loss)]
@@ -230,7 +215,6 @@ class Run:
             "variant": self.variant,
             "seed": self.seed,
             "error": error or next(iter(broken), None),
-            "steady_steps": max([int(row[0]) for row in steady], default=STEADY) - STEADY,
             "tokens_per_second": tokens,
             "median_tokens_per_second": statistics.median(tokens) if tokens else None,
             "peak_memory_gib": max((float(row[3]) for row in steady), default=None),
@@ -266,16 +250,14 @@ def drawn(variants: list[str], seeds: list[int]) -> list[tuple[str, int]]:
     return [(variant, seed) for seed in seeds for variant in random.Random(seed).sample(variants, len(variants))]
 
 
-def table(results: list[dict], steps: Iterable[int]) -> str:
-    rows = []
-    for r in results:
-        tokens = r["tokens_per_second"]
-        speed = f"{r['median_tokens_per_second']:,.0f} ({min(tokens):,} to {max(tokens):,})" if tokens else ""
-        losses = " / ".join(str(r["losses"].get(str(step), "")) for step in steps)
-        figures = [str(r[key]) for key in ("seed", "steady_steps", "peak_memory_gib")]
-        rows.append([r["variant"], *figures, losses, " ".join(filter(None, (speed, r["error"])))])
-    at = f"loss at {' / '.join(map(str, steps))}"
-    return markdown(["variant", "seed", "steady steps", "memory, GiB", at, "tokens/s/GPU, median (min to max)"], rows)
+def line(result: dict) -> str:
+    """A run's speed, memory and last loss, and what went wrong."""
+    parts = [f"{result['variant']}, seed {result['seed']}"]
+    if tokens := result["tokens_per_second"]:
+        median, loss = result["median_tokens_per_second"], [*result["losses"].values()][-1]
+        parts.append(f"{median:,.0f} tokens/s/GPU ({min(tokens):,} to {max(tokens):,})")
+        parts.append(f"{result['peak_memory_gib']} GiB, loss {loss}")
+    return ", ".join(filter(None, (*parts, result["error"])))
 
 
 def record_name(model: str, variant: str, suffix: str = "") -> str:
@@ -290,9 +272,11 @@ MEASURED = ("median_tokens_per_second", "tokens/s/GPU", ""), ("peak_memory_gib",
 def records(
     results: list[dict], model: str, shape: str, measured: Iterable[tuple[str, str, str]] = MEASURED
 ) -> list[dict]:
-    """Of each FP8-Flow variant, the median of its completed runs against those of the references and the defaults, and
-    of both the spread: largest less smallest, relative to the median. ``measured`` has a result's keys, their units and
-    what they add to a record's name; with such an addition less is better."""
+    """The median of each FP8-Flow variant's completed runs against those of the references and the defaults.
+
+    Records also have the spread of both: largest less smallest, relative to the median. ``measured`` has a result's
+    keys, their units and additions to a record's name.
+    """
     out = []
     for key, unit, suffix in measured:
         values = {}
@@ -303,10 +287,8 @@ def records(
         spread = {variant: (max(v) - min(v)) / median[variant] for variant, v in values.items() if len(v) > 1}
         for variant in (name for name in median if name.startswith("fp8_flow")):
             for reference in [v for v in median if v != variant and not v.startswith("fp8_flow:")]:
-                ratio = median[variant] / median[reference]
-                r = dict(name=record_name(model, variant, suffix), shape=shape, value=median[variant], unit=unit,
-                         reference=reference, reference_value=median[reference],
-                         speedup=1 / ratio if suffix else ratio)  # fmt: skip
+                name = record_name(model, variant, suffix)
+                r = record(name, shape, unit, median[variant], reference, median[reference])
                 if variant in spread and reference in spread:
                     r |= {"spread": {"ours": spread[variant], "reference": spread[reference]}}
                 out.append(r)
@@ -329,7 +311,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--cuda-graphs", action="store_true", help="torchtitan 0.3's, of whole steps")
     p.add_argument("--steps", type=int, default=40, help="a multiple of 10")
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
-    add_trial(p)
     p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, --name=value, after --")
     return p
 
@@ -363,12 +344,10 @@ def main() -> None:
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="a repeat for each")
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
     args = p.parse_args()
-    require_gpu()
-    require_commit(args.trial)
+    begin(args.trial)
     if args.torchtitan == "0.2.2":
         require_fit(args.variants, args.gpus)
     args.begin = time.monotonic()
-    exit_on_sigterm()
     shape = finish(args, "train")
     # Only runs of one machine, state and length are compared.
     made = {key: environment()[key] for key in ("hardware", "versions", "commit")} | {"steps": args.steps}
@@ -379,8 +358,7 @@ def main() -> None:
     done = [(r["variant"], r["seed"]) for r in results]
     for result in in_turn([run for run in wanted if run not in done], args):
         results.append(result | {"made": made})
-        print(f"\n{shape}\n{table(results, range(LOG_FREQ, args.steps + 1, LOG_FREQ))}", flush=True)
-        print(f"{time.monotonic() - args.begin:.0f} s", flush=True)
+        print(f"{time.monotonic() - args.begin:.0f} s, {shape}: {line(result)}", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
         write_records(args.out / "results.json", records(results, record_model(args), shape))
     if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:

@@ -1,14 +1,12 @@
 """The variants of one MoE layer that layer.py measures, and the models whose layers they are.
 
-A variant is torchtitan's ``MoE``, as it is or converted, compiled in one of three ways:
+A variant is torchtitan's ``MoE``, as it is or converted, compiled in one of two ways:
 
 * ``parts``: torchtitan's ``apply_compile``, which leaves what lies between the submodules eager;
-* ``whole``: one graph, ``torch.compile(fullgraph=True)``, as the converter compiles a block on one GPU;
-* ``eager``.
+* ``whole``: one graph, ``torch.compile(fullgraph=True)``, as the converter compiles a block on one GPU.
 
-On one GPU a variant runs under autocast, as torchtitan trains there. Its bmm with the scores is bf16 then; FSDP's mixed
-precision has no autocast and leaves it in fp32, which ``bf16 fp32 bmm`` shows. ``bf16 fused`` is the strongest bf16 of
-:mod:`experiments.throughput.fused_bf16`.
+On one GPU a variant runs under autocast, as torchtitan trains there. Its bmm with the scores is bf16 then; on several
+GPUs it is fp32, as under FSDP's mixed precision.
 
 Under expert parallelism the host reads split sizes in the layer, so nothing compiles whole: FP8-Flow goes by parts too.
 
@@ -51,39 +49,38 @@ _QWEN3 = dict(score_func="softmax", route_norm=True)
 
 
 class Model(NamedTuple):
-    """A model's MoE layers; ``experts`` are the numbers per GPU that are measured."""
+    """A model's MoE layers; ``experts`` is the number per GPU that is measured."""
 
     D: int
     H: int
     top_k: int
     shared: int
-    experts: tuple[int, ...]
+    experts: int
     router: dict[str, Any]
 
 
 MODELS = {
-    "671B": Model(7168, 2048, 8, 1, (64,), _V3),
-    "16B": Model(2048, 1408, 6, 2, (64,), _V2),
-    "Kimi-K2": Model(7168, 2048, 8, 1, (48,), _V3),
-    "GLM-4.5-Air": Model(4096, 1408, 8, 1, (128,), _V3),
-    "Qwen3-235B": Model(4096, 1536, 8, 0, (32,), _QWEN3),
-    "Qwen3-30B": Model(2048, 768, 8, 0, (128,), _QWEN3),
-    "tiny": Model(256, 128, 3, 1, (6,), _V3),  # runs on a CPU
+    "671B": Model(7168, 2048, 8, 1, 64, _V3),
+    "16B": Model(2048, 1408, 6, 2, 64, _V2),
+    "Kimi-K2": Model(7168, 2048, 8, 1, 48, _V3),
+    "GLM-4.5-Air": Model(4096, 1408, 8, 1, 128, _V3),
+    "Qwen3-235B": Model(4096, 1536, 8, 0, 32, _QWEN3),
+    "Qwen3-30B": Model(2048, 768, 8, 0, 128, _QWEN3),
+    "tiny": Model(256, 128, 3, 1, 6, _V3),  # for tests
 }
 
 
 class Shape(NamedTuple):
-    """``experts`` and ``tokens`` are per GPU. Parameters are bf16, or fp32."""
+    """``tokens`` are per GPU. Parameters are bf16, or fp32."""
 
     model: str
-    experts: int
     tokens: int
     fp32: bool = False
 
     def moe_args(self, gpus: int) -> MoEArgs:
         model = MODELS[self.model]
         return MoEArgs(
-            num_experts=self.experts * gpus,
+            num_experts=model.experts * gpus,
             num_shared_experts=model.shared,
             score_before_experts=False,
             top_k=model.top_k,
@@ -92,11 +89,12 @@ class Shape(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.experts} experts per GPU, {self.tokens} tokens{', fp32 parameters' * self.fp32}"
+        experts = MODELS[self.model].experts
+        return f"{self.model}, {experts} experts per GPU, {self.tokens} tokens{', fp32 parameters' * self.fp32}"
 
 
 class Variant(NamedTuple):
-    """How a layer runs. ``replaced``: the functions in place of some of :mod:`titan_fp8moe.ops`. A step has some
+    """A way to run a layer. ``replaced``: the functions in place of some of :mod:`titan_fp8moe.ops`. A step has some
     microbatches, of which the first quantizes the weights if the layer keeps them; a time is a microbatch's."""
 
     config: Fp8FlowMoEConfig | None = None  # None: bf16
@@ -104,7 +102,6 @@ class Variant(NamedTuple):
     quantizes_weights: bool = False
     fp8_shared: bool = True
     fused: bool = False
-    autocast: bool = True
     microbatches: int = 1
     replaced: dict[str, Callable[..., Any]] = {}  # noqa: RUF012  never changed
 
@@ -115,17 +112,15 @@ VARIANTS = {
     "bf16": Variant(compiled="parts"),
     "bf16 whole": Variant(),
     "bf16 fused": Variant(fused=True),
-    "bf16 fp32 bmm": Variant(compiled="parts", autocast=False),
     "fp8": FP8,
     "fp8 with weight quantization": FP8._replace(quantizes_weights=True),
     "fp8 with weights kept for 4 microbatches": KEPT,
     "fp8 with bf16 shared experts": FP8._replace(fp8_shared=False),
     "fp8 requantize": FP8._replace(replaced={"transpose_pair": requantized_pair}),
     "fp8 unfused permute": FP8._replace(replaced={"permute_rows": permute_then_copy}),
-    "bf16 eager": Variant(compiled="eager"),
 }
 ABLATIONS = tuple(name for name, variant in VARIANTS.items() if variant.replaced)
-"""What is measured when asked for, against the default too."""
+"""Variants that are measured when asked for, against the default too."""
 
 
 def variants(shape: Shape, gpus: int) -> dict[str, Variant]:
@@ -134,9 +129,7 @@ def variants(shape: Shape, gpus: int) -> dict[str, Variant]:
     if MODELS[shape.model].shared == 0:
         del found["fp8 with bf16 shared experts"]
     if gpus > 1:
-        found = {n: v for n, v in found.items() if v.config or (v.compiled != "whole" and v.autocast)}
-        found = {n: v._replace(compiled="parts") if v.compiled == "whole" else v for n, v in found.items()}
-        found = {n: v._replace(autocast=False) for n, v in found.items()}
+        found = {n: v._replace(compiled="parts") for n, v in found.items() if v.config or v.compiled == "parts"}
     return found
 
 
@@ -234,20 +227,20 @@ class Bench:
         call: Callable[[Tensor], Tensor] = moe
         if variant.compiled == "parts":
             apply_compile(in_model(moe), Compile(enable=True), ep_enabled=self.gpus > 1)
-        elif variant.compiled == "whole":
+        else:
             call = compile_whole(moe)
         run_experts, fixed_ops = moe_module._run_experts_grouped_mm, {"refresh_weight": _unchanged}
 
         def forward() -> Tensor:
             moe_module._run_experts_grouped_mm = run_experts
             vars(ops).update(_OPS | variant.replaced | ({} if variant.quantizes_weights else fixed_ops))
-            with torch.autocast(DEVICE, torch.bfloat16, enabled=variant.autocast):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=self.gpus == 1):
                 return call(self.x)
 
         return forward
 
     def _fixed_weights(self) -> list[FixedWeights]:
-        """Of the routed and, if there are any, the shared experts."""
+        """Weights of the routed and, if there are any, the shared experts."""
         if not self.fixed:
             experts, shared = self.first.experts, self.first.shared_experts
             self.fixed = [FixedWeights(experts.w1, experts.w2, experts.w3)]

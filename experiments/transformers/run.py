@@ -1,9 +1,7 @@
 """Models of Transformers, ``grouped_mm`` against ``fp8_flow``: speed, memory, losses and one-token forwards.
 
-    python -m experiments.transformers.run --out experiments/transformers                          # one GPU
-    python -m experiments.transformers.run --out experiments/transformers --models deepseek_v3
-    python -m experiments.transformers.run --out OUT --attention default                           # PyTorch's choice
-    python -m experiments.transformers.run --out OUT --attention default --tiny                    # on a CPU
+    python -m experiments.transformers.run --out experiments/transformers          # one GPU
+    python -m experiments.transformers.run --out OUT --attention default --tiny    # on a CPU
 
 Both implementations run the same module with the same bf16 parameters and attention, and take turns. The phases:
 
@@ -38,17 +36,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from experiments.records import require_gpu, script_parser, write_records
-from experiments.timing import elapsed_ms, in_turn, medians
+from experiments.records import begin, record, script_parser, write_records
+from experiments.timing import CUDA, elapsed_ms, in_turn, medians
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.transformers import NAME, converted, register
 
-CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE, BATCHED = "grouped_mm", "batched_mm"
 PHASES = ("eager", "training", "decode", "frozen", "compiled", "compiled_frozen")
 SEQUENCES = (1, 8, 64, 256)  # of a decoding step
-SEEDS = (0, 1, 2)  # of training
+STEPS, SEEDS = 50, (0, 1, 2)  # of training
+ROUNDS, CALLS = 5, 5  # turns, and steps in one
 
 # Where torch is older than 2.14, compiled models build a causal mask, and attention then computes what it hides.
 CAUSAL = "causal_sdpa"
@@ -67,7 +65,7 @@ class Setting:
     length: int = 4096
 
     def make_model(self, seed: int = 0) -> Any:
-        """With random bf16 weights, the same in every call."""
+        """The model with random bf16 weights, the same in every call."""
         torch.manual_seed(seed)
         config = getattr(transformers, f"{self.family}Config")(vocab_size=32768, pad_token_id=None, **self.dims)
         torch.set_default_dtype(torch.bfloat16)
@@ -116,23 +114,10 @@ TINY = dict(
 )  # fmt: skip
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    if CUDA:
-        return elapsed_ms(run)
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
-
-
-def take_turns(runs: dict[str, Callable[[], object]], rounds: int, times: int) -> dict[str, float]:
+def take_turns(runs: dict[str, Callable[[], object]], times: int) -> dict[str, float]:
     """Median over the rounds of the milliseconds per call; a turn is ``times`` calls back to back."""
-
-    def repeat(run: Callable[[], object]) -> None:
-        for _ in range(times):
-            run()
-
-    timers = {name: functools.partial(milliseconds, functools.partial(repeat, run)) for name, run in runs.items()}
-    return {name: ms / times for name, ms in medians(in_turn(timers, rounds)).items()}
+    timers = {name: functools.partial(elapsed_ms, run, times) for name, run in runs.items()}
+    return medians(in_turn(timers, ROUNDS))
 
 
 class Bench:
@@ -140,17 +125,13 @@ class Bench:
 
     def __init__(self, name: str, setting: Setting, args: argparse.Namespace):
         self.name, self.setting, self.cudnn = name, setting, args.attention == "cudnn"
-        self.rounds, self.calls, self.steps = args.rounds, args.calls, args.steps
         self.model = setting.make_model()
         self.tokens = setting.batches(1)[0]
 
     def record(self, what: str, value: float, reference: str, reference_value: float, unit: str, **more: Any) -> dict:
         shape = f"{self.setting.shape}, {self.setting.batch} x {self.setting.length} tokens, {what}"
         shape += ", cuDNN attention" if self.cudnn and unit != "ms" else ""  # one token has PyTorch's choice
-        # Less is better where the unit is a time.
-        ratio = reference_value / value if unit == "ms" else value / reference_value
-        names = dict(name=f"transformers_{self.name}", shape=shape, unit=unit, reference=reference)
-        return names | dict(value=value, reference_value=reference_value, speedup=ratio) | more
+        return record(f"transformers_{self.name}", shape, unit, value, reference, reference_value, **more)
 
     def step(self, implementation: str, call: Any) -> Tensor:
         self.model.set_experts_implementation(implementation)
@@ -170,7 +151,7 @@ class Bench:
                 torch.cuda.reset_peak_memory_stats()
             losses[name] = float(self.step(name, call))
             peaks[name] = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
-        ms = take_turns({name: lambda name=name: self.step(name, call) for name in losses}, self.rounds, self.calls)
+        ms = take_turns({name: lambda name=name: self.step(name, call) for name in losses}, CALLS)
         speed = {name: self.tokens.numel() / ms[name] * 1e3 for name in ms}
         more = dict(peak_gib=peaks[NAME], reference_peak_gib=peaks[REFERENCE])
         more |= dict(loss=losses[NAME], reference_loss=losses[REFERENCE])
@@ -210,7 +191,7 @@ class Bench:
         self.model.load_state_dict(self.setting.make_model(seed).state_dict())
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=CUDA)
         found = []
-        for tokens in self.setting.batches(self.steps, seed):
+        for tokens in self.setting.batches(STEPS, seed):
             self.tokens = tokens
             found.append(self.step(name, self.model))
             optimizer.step()
@@ -226,7 +207,7 @@ class Bench:
         more = dict(gaps=[fp8 / reference - 1 for fp8, reference, _ in ends])
         more |= dict(reference_gaps=[again / reference - 1 for _, reference, again in ends])
         more |= dict(losses=[runs[0] for runs in found], reference_losses=[runs[1] for runs in found])
-        what = f"loss after {self.steps} steps, mean of the last 10"
+        what = f"loss after {STEPS} steps, mean of the last 10"
         return [self.record(what, ours, REFERENCE, bf16, "nats", **more)]
 
     @torch.no_grad()
@@ -240,8 +221,9 @@ class Bench:
                 self.model(input_ids=tokens, use_cache=False)
 
             runs = {name: functools.partial(forward, name) for name in (NAME, REFERENCE, BATCHED)}
-            take_turns(runs, 1, 1)  # compiles
-            ms = take_turns(runs, self.rounds, 2 * self.calls)
+            for run in runs.values():
+                run()  # compiles
+            ms = take_turns(runs, 2 * CALLS)
             what = "forward of one token" + (f" of {sequences} sequences" if sequences > 1 else "")
             found += [self.record(what, ms[NAME], other, ms[other], "ms") for other in (REFERENCE, BATCHED)]
         return found
@@ -255,16 +237,11 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, start: float)
             continue
         records = getattr(bench, phase)()
         bench.model.set_experts_implementation(NAME)
-        for record in records:
-            record["experts_in_fp8"] = len(converted(bench.model))
-            extra = (
-                f", {record['peak_gib']:.1f} / {record['reference_peak_gib']:.1f} GiB" if "peak_gib" in record else ""
-            )
-            print(
-                f"{record['name']} {record['shape']}: {record['value']:,.4f} {record['unit']}, {record['reference']} "
-                f"{record['reference_value']:,.4f} ({record['speedup']:.3f}x){extra}",
-                flush=True,
-            )
+        for r in records:
+            r["experts_in_fp8"] = len(converted(bench.model))
+            line = f"{r['shape']}: {r['value']:,.4f} {r['unit']}, {r['reference']} {r['reference_value']:,.4f}"
+            peaks = f", {r['peak_gib']:.1f} / {r['reference_peak_gib']:.1f} GiB" if "peak_gib" in r else ""
+            print(f"{name}, {line} ({r['speedup']:.3f}x){peaks}", flush=True)
         write_records(args.out / "results.json", records)
 
 
@@ -273,14 +250,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--attention", choices=("cudnn", "default"), default="cudnn", help="of training steps")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=5, help="steps in a turn")
-    parser.add_argument("--steps", type=int, default=50, help="of training")
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no phase begins")
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
     if not args.tiny:
-        require_gpu()
+        begin(args.trial)
     start = time.perf_counter()
     register(Fp8FlowMoEConfig())
     for name in args.models:
