@@ -28,10 +28,6 @@ LAYERS = [
 ]
 CHANGES_ELSEWHERE = [
     "titan_fp8moe.kernels.warm_up: triton.knobs.compilation.listener = None",  # of a process that it has forked
-    *(  # PyTorch's setting, for as long as a transfer is launched
-        f"titan_fp8moe.dispatch.symmetric.workspace: torch.utils.deterministic.fill_uninitialized_memory = {value}"
-        for value in ("False", "fills")
-    ),
 ]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}
 ROOMS = ("experiments", "tests", "titan_fp8moe", "tools")

@@ -209,13 +209,13 @@ class Workspace:
             return
         self._forked.record()
         self.stream.wait_event(self._forked)
-        fills = torch.utils.deterministic.fill_uninitialized_memory
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic: Any = torch.utils.deterministic
+        fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
         try:
             with launch.on_stream(self.stream):
                 yield
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = fills
+            deterministic.fill_uninitialized_memory = fills
             self._moved.record(self.stream)
 
     def join(self) -> None:
