@@ -10,6 +10,8 @@ from tests.patched import undone
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.dispatch.symmetric.workspace import NoRoom
+from titan_fp8moe.layer import statistics
+from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.trainer import auto_dispatch, preflight
 
 
@@ -205,3 +207,14 @@ def test_what_a_forward_leaves_behind_is_cleared():
         layer.register_buffer(name, torch.ones(2))
     auto_dispatch._forget([torch.nn.Sequential(layer)])
     assert [name for name, buffer in layer.named_buffers() if buffer.any()] == ["expert_bias"]
+
+
+def test_statistics_count_no_step_without_room():
+    """Its rows are NaN. What is run again counts."""
+    linear, x = Fp8FlowLinear(128, 128), torch.randn(64, 128, requires_grad=True)
+    statistics.collect()
+    (linear(x) * torch.nan).sum().backward()
+    auto_dispatch._forget([linear])
+    linear(x).sum().backward()
+    counts = statistics.summarize(statistics.take("cpu"))
+    assert counts["dy/nan_tiles"] == 0 and counts["dy/exponent_max"] == -8

@@ -205,6 +205,16 @@ def test_limits_of_torchtitan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         assert ("divides gradients by parallelism.data_parallel_replicate_degree = 2" in caplog.text) == warned
 
 
+def test_the_fake_backend_sends_no_split_sizes():
+    """A dry run sends nothing either, and needs none. Without expert parallelism nothing depends on what arrives."""
+    fake, dims = make_config("--comm.mode=fake_backend"), make_dims(dp_shard=2, ep=2)
+    with refused('comm.mode = "fake_backend"', "titan_fp8moe.torchtitan.dry_run CONFIG --world-size 2"):
+        Fp8FlowMoEConverter(fake, dims)
+    Fp8FlowMoEConverter(fake, make_dims(dp_shard=2))
+    with preflight.for_other_machines():
+        Fp8FlowMoEConverter(fake, dims)
+
+
 @pytest.mark.parametrize(
     ("replicas", "shards", "ep", "overrides", "kept", "hooks"),
     [

@@ -16,9 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
+from torchtitan.config.job_config import Debug
+from torchtitan.distributed import utils
 from torchtitan.models import attention
 
-from tests.jobs import make_config, make_model
+from tests.jobs import make_config, make_dims, make_model
 from tests.processes import ended_well, run_workers, time_limit
 from titan_fp8moe.torchtitan import flavors
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -172,6 +174,19 @@ def test_masks_of_flex_attention_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("meta"))
     mask = attention.create_attention_mask(lambda b, h, i, j: i >= j, 1, None, 16, 16)
     assert mask.kv_num_blocks.device.type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaced on machines without a GPU")
+def test_deterministic_jobs_keep_the_dense_attention(monkeypatch: pytest.MonkeyPatch):
+    """torchtitan compiles flex attention anew for them, which has no backward on the CPU."""
+    dense = attention.FlexAttentionWrapper._compiled_flex_attn
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", called := Mock())
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    utils.set_determinism(make_dims(), torch.device("cpu"), Debug(deterministic=True), [])
+    called.assert_called_with(True, warn_only=False)
+    assert attention.FlexAttentionWrapper._compiled_flex_attn is dense
 
 
 def test_llama4_validates(corpus: Path, tmp_path: Path):

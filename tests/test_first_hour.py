@@ -24,6 +24,7 @@ def job(tmp_path):
     job = ConfigManager().parse_args(["--checkpoint.enable", f"--job.dump_folder={tmp_path}"])
     for step in (8, 16):
         state = {"w": torch.randn(64, 64), "dataloader.dp_rank_0": b"0" * 9, "dataloader.dp_rank_1": b"1" * 9}
+        state |= {"optimizer.state.w.step": torch.ones(()), "lr_scheduler.last_epoch": step, "train_state.step": step}
         dcp.save(state, checkpoint_id=tmp_path / f"checkpoint/step-{step}", no_dist=True)
     return job
 
@@ -89,6 +90,27 @@ def test_another_number_of_ranks(job):
         check_resumption(job, dims)
     job.checkpoint.exclude_from_loading = ["dataloader"]
     check_resumption(job, dims)
+
+
+def test_the_model_only(job, tmp_path):
+    """The last save of torchtitan's defaults; a whole one before it can be named, and it begins another job."""
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=step(tmp_path, 20), no_dist=True)
+    with refused("step-20 holds the model only", "load_step = 16", "initial_load_path"):
+        check_resumption(job, DIMS)
+    job.checkpoint.exclude_from_loading = ["optimizer", "lr_scheduler"]
+    with refused("without train_state: "):
+        check_resumption(job, DIMS)
+    job.checkpoint.exclude_from_loading += ["train_state"]
+    check_resumption(job, DIMS)
+    job.checkpoint.exclude_from_loading, job.checkpoint.load_step = [], 16
+    check_resumption(job, DIMS)
+
+
+def test_the_model_only_in_hugging_faces_format(job, tmp_path):
+    step(tmp_path, 20).mkdir()
+    (step(tmp_path, 20) / "model.safetensors.index.json").write_text("{}")
+    with refused("step-20 holds the model only", "load_step = 16", "initial_load_in_hf"):
+        check_resumption(job, DIMS)
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,16 @@ def test_rows_from_shared_memory_are_freed(mesh, monkeypatch):
     assert alive == [[], [False]]
 
 
+def test_one_graph_is_refused_with_the_reason(mesh):
+    def layer(x, *weights_and_routing):
+        return routed_experts(x, *weights_and_routing, ep_group=mesh.get_group())
+
+    scores, ids = torch.rand(8, 4).topk(2)
+    weights = [torch.randn(4, 128, 128) for _ in range(3)]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match='dispatch = "symmetric" can be part of a graph'):
+        torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(8, 128), *weights, ids, scores)
+
+
 @pytest.mark.parametrize(("recompute", "exchanged"), [("activation", True), ("experts", True), ("experts", False)])
 def test_rows_that_are_not_kept_are_freed(layer, monkeypatch, recompute, exchanged):
     """Rows in expert order after GEMM 1, in the forward and where the backward repeats it; arrived gradients before the

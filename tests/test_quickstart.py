@@ -154,6 +154,16 @@ def test_a_wrong_config_file_is_found_before_imports(script: str):
     assert re.fullmatch(r".*CONFIG_FILE = train_configs/no_such.toml: no such file; .*\n", done.stderr)
 
 
+@pytest.mark.parametrize(("variable", "remedy"), [
+    ("COMM_MODE", "python3 -m titan_fp8moe.torchtitan.dry_run train_configs/debug.toml --world-size 8"),
+    ("TRAIN_FILE", "start that module with torchrun"),
+])  # fmt: skip
+def test_variables_of_torchtitans_script_are_not_ignored(variable: str, remedy: str):
+    done = run_tool("run_train.sh", NGPU="8", **{variable: "fake_backend"})
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {variable} = fake_backend") and remedy in done.stderr
+
+
 def test_training_without_torchtitan_names_the_environment(tmp_path: Path):
     """A new shell after the quickstart, whose Python lacks even torchrun."""
     done = run_tool("run_train.sh", PATH=fake_python(tmp_path, f'exec {sys.executable} -I -S "$@"'))

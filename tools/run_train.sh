@@ -17,6 +17,15 @@ if [ ! -f "$CONFIG_FILE" ]; then
     echo "error: CONFIG_FILE = $CONFIG_FILE: no such file; train_configs/ has some" >&2
     exit 2
 fi
+if [ -n "${COMM_MODE:-}" ]; then
+    echo "error: COMM_MODE = $COMM_MODE does nothing here; to check a job without its GPUs run: python3 -m" \
+        "titan_fp8moe.torchtitan.dry_run $CONFIG_FILE --world-size $NGPU" >&2
+    exit 2
+fi
+if [ -n "${TRAIN_FILE:-}" ]; then
+    echo "error: TRAIN_FILE = $TRAIN_FILE does nothing here; start that module with torchrun" >&2
+    exit 2
+fi
 if ! python3 -c "import importlib.util as util; raise SystemExit(not util.find_spec('torchtitan'))"; then
     echo "error: $(command -v python3) lacks torchtitan; activate its environment, such as: source .venv/bin/activate" >&2
     exit 2

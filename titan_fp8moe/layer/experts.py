@@ -496,9 +496,10 @@ class FinishFunction(torch.autograd.Function):
 
 
 # Under torch.compile the two would lie in graphs that know nothing of each other, and the split sizes are data.
-start_eagerly = torch.compiler.disable(ExpertsFunction.apply)
-finish_eagerly = torch.compiler.disable(FinishFunction.apply)
-in_flight_eagerly = torch.compiler.disable(InFlight)
+_WHY = 'the all-to-all reads split sizes on the host; only dispatch = "symmetric" can be part of a graph'
+start_eagerly = torch.compiler.disable(ExpertsFunction.apply, reason=_WHY)
+finish_eagerly = torch.compiler.disable(FinishFunction.apply, reason=_WHY)
+in_flight_eagerly = torch.compiler.disable(InFlight, reason=_WHY)
 
 
 def run_overlapped(

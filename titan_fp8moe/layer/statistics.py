@@ -48,6 +48,12 @@ def collect() -> None:
     _collecting = True
 
 
+def forget() -> None:
+    """Forgets the counts of a step that is run again, which goes on counting."""
+    global _counts
+    _counts = None
+
+
 @contextmanager
 def paused() -> Iterator[None]:
     """Suspends counting inside this context."""

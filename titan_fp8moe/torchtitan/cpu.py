@@ -2,8 +2,9 @@
 
 torchtitan assumes an accelerator in a handful of places, and :func:`enable_cpu_training` replaces exactly these. Data,
 tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work unchanged. These do
-not work on a CPU: DualPipeV, context parallelism, ``profiling.enable_profiling``, and ``training.enable_cpu_offload``
-in torchtitan's own trainer, which initializes gloo twice.
+not work on a CPU: DualPipeV, context parallelism, ``profiling.enable_profiling`` and ``enable_memory_snapshot``,
+``training.gc_debug``, ``checkpoint.async_mode = "async_with_pinned_mem"``, and ``training.enable_cpu_offload`` in
+torchtitan's own trainer, which initializes gloo twice.
 """
 
 import functools
@@ -35,6 +36,7 @@ def enable_cpu_training() -> None:
     rebind("generate_permute_indices", lambda original: functools.partial(original, use_cpu=True))
     dense = staticmethod(_dense_attention)
     patches.put(attention.FlexAttentionWrapper, "_compiled_flex_attn", dense, checked_on=_CHECKED_ON)
+    rebind("set_determinism", _keeping_flex_attention)
     # Compiling it takes longer than training.
     patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
     # Offloaded parameters would be in pinned memory, which needs an accelerator.
@@ -46,6 +48,18 @@ def _dense_attention(
 ) -> Any:
     out, lse = dense_attention(q, k, v, block_mask, scale, enable_gqa, return_lse)
     return (out, lse) if return_lse else out
+
+
+def _keeping_flex_attention(set_determinism: Callable[..., None]) -> Callable[..., None]:
+    """``set_determinism``, which compiles flex attention anew where ``debug.deterministic`` is set."""
+
+    @functools.wraps(set_determinism)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        attend = staticmethod(attention.FlexAttentionWrapper._compiled_flex_attn)
+        set_determinism(*args, **kwargs)
+        patches.put(attention.FlexAttentionWrapper, "_compiled_flex_attn", attend, checked_on=_CHECKED_ON)
+
+    return wrapper
 
 
 def _histc_with_integers(float_histc: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -14,13 +14,16 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
+_RESUMED = "optimizer", "lr_scheduler", "train_state"  # besides the model, and data that TorchFT has elsewhere
+
 
 def check_resumption(job: JobConfig, dims: ParallelDims) -> None:
     """Whether torchtitan will resume, and from a checkpoint that is whole and fits the ranks.
 
     Raises:
         ValueError: there are checkpoints, but none that torchtitan would take: it would begin with step 1. Or the one
-            that it takes lacks files or parts of them, or was saved on another number of data-parallel ranks.
+            that it takes lacks files or parts of them, holds the model only, or was saved on another number of
+            data-parallel ranks.
     """
     settings = job.checkpoint
     folder = Path(job.job.dump_folder) / settings.folder
@@ -38,8 +41,8 @@ def check_resumption(job: JobConfig, dims: ParallelDims) -> None:
         logger.warning(
             f"{folder}: step-{newer[-1]} has no .metadata, its save did not finish; resuming from step-{step}"
         )
-    if step in known and (found[step] / ".metadata").is_file():
-        _check_checkpoint(found[step], job, dims)
+    if step in known:
+        _check_checkpoint(found[step], job, dims, before=max((n for n in known if n < step), default=None))
 
 
 def _is_known(path: Path) -> bool:
@@ -47,14 +50,24 @@ def _is_known(path: Path) -> bool:
     return any((path / name).is_file() for name in (".metadata", "model.safetensors.index.json"))
 
 
-def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims) -> None:
+def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims, before: int | None) -> None:
+    """``before``: the step of the checkpoint before it, if there is one."""
     remedy = f"remove {path} to resume from the one before, or set checkpoint.load_step"
-    metadata, _ = read_whole(path, remedy)
-    saved = {key for key in metadata.state_dict_metadata if key.startswith("dataloader.dp_rank_")}
-    ranks = dims.dp_replicate * dims.dp_shard
-    # Of step 0, a seed checkpoint that one rank has made, torchtitan loads the model only.
-    takes_data = path.name != "step-0" and "dataloader" not in job.checkpoint.exclude_from_loading
-    if saved and len(saved) != ranks and takes_data:
+    in_hf = not (path / ".metadata").is_file()
+    keys = [] if in_hf else [*read_whole(path, remedy)[0].state_dict_metadata]
+    if path.name == "step-0":  # a seed checkpoint that one rank has made: torchtitan loads the model only
+        return
+    excluded = job.checkpoint.exclude_from_loading
+    missing = [name for name in _RESUMED if name not in excluded and not any(key.startswith(name) for key in keys)]
+    if missing:
+        resume = "" if before is None else f"checkpoint.load_step = {before} to resume from the one before, or "
+        raise ValueError(
+            f"{path} holds the model only, without {', '.join(missing)}: torchtitan cannot resume from it; set {resume}"
+            f"another job.dump_folder and checkpoint.initial_load_path = {str(path)!r} to begin with its weights"
+            f"{', with checkpoint.initial_load_in_hf' * in_hf}. checkpoint.last_save_model_only = false saves the rest"
+        )
+    saved, ranks = {key for key in keys if key.startswith("dataloader.dp_rank_")}, dims.dp_replicate * dims.dp_shard
+    if saved and len(saved) != ranks and "dataloader" not in excluded:
         raise ValueError(
             f"{path} was saved on {len(saved)} data-parallel ranks, and this job has {ranks}: torchtitan cannot resume "
             "the data where it was; set checkpoint.exclude_from_loading = ['dataloader'] to begin the corpus anew. A "

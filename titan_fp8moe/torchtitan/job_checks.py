@@ -65,6 +65,11 @@ def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:
             "torchtitan 0.2.2 combines expert and tensor parallelism only with at least two ranks of FSDP or context "
             "parallelism; raise parallelism.data_parallel_shard_degree"
         )
+    if dims.ep > 1 and job.comm.mode == "fake_backend" and preflight.trains_here():
+        raise ValueError(
+            'comm.mode = "fake_backend" sends nothing: expert-parallel ranks would read sizes that none has written; '
+            f"run python -m titan_fp8moe.torchtitan.dry_run CONFIG --world-size {dims.world_size} instead"
+        )
     if dims.tp > 1 and preflight.compiles_model(job) and torch.__version__ >= "2.12":
         raise ValueError(
             f"tensor parallelism with compile fails in torchtitan 0.2.2 with PyTorch {torch.__version__}; set "

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
+from titan_fp8moe.layer import statistics
 from titan_fp8moe.trainer import preflight
 
 _CPU = torch.device("cpu")
@@ -81,7 +82,8 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forget(model_parts: list[torch.nn.Module]) -> None:
-    """Clears what a forward leaves behind: the routers' counts, which each step begins at zero, and the NaN flags."""
+    """Clears what a step leaves behind: the routers' counts, which each begins at zero, NaN flags and statistics."""
+    statistics.forget()
     for part in model_parts:
         for module in part.modules():
             for name in (*_COUNTS, "nan_flags"):
