@@ -161,7 +161,7 @@ def routing_case(layer: Layer, routing: Routing) -> Case:
 
 
 def dispatch_cases(layer: Layer) -> Iterator[Case]:
-    """Payload of a rank: routing over all ranks, then the payload of values, scales, ids and scores."""
+    """Routing over all ranks, then the payload that a rank sends: values, scales, ids and scores."""
     T, top_k, D = layer.R // layer.top_k, layer.top_k, layer.D
     ids = torch.rand(T, layer.E * layer.ranks, device="cuda").topk(top_k).indices
     x, scores = randn(T, D), torch.rand(T, top_k, device="cuda")

@@ -496,10 +496,10 @@ class FinishFunction(torch.autograd.Function):
 
 
 # Under torch.compile the two would lie in graphs that know nothing of each other, and the split sizes are data.
-_WHY = 'the all-to-all reads split sizes on the host; only dispatch = "symmetric" can be part of a graph'
-start_eagerly = torch.compiler.disable(ExpertsFunction.apply, reason=_WHY)
-finish_eagerly = torch.compiler.disable(FinishFunction.apply, reason=_WHY)
-in_flight_eagerly = torch.compiler.disable(InFlight, reason=_WHY)
+_WHY_EAGERLY = 'the all-to-all reads split sizes on the host; only dispatch = "symmetric" can be part of a graph'
+start_eagerly = torch.compiler.disable(ExpertsFunction.apply, reason=_WHY_EAGERLY)
+finish_eagerly = torch.compiler.disable(FinishFunction.apply, reason=_WHY_EAGERLY)
+in_flight_eagerly = torch.compiler.disable(InFlight, reason=_WHY_EAGERLY)
 
 
 def run_overlapped(
