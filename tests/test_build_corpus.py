@@ -9,9 +9,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import build_corpus
+import numpy as np
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader, build_text_validation_dataloader
+
+from experiments.convergence.data import write_tokens
 
 VOCAB_SIZE = 300
 
@@ -96,6 +99,77 @@ def test_duplicates_and_unusable_files_are_left_out(tmp_path, tree):
     assert manifest["duplicates_removed"] == 2
     assert manifest["too_short_removed"] == 1  # An empty file has no document at all.
     assert manifest["files_not_text"] == 2
+
+
+def test_edited_copies_are_left_out(tmp_path):
+    """Documents most of whose long lines occurred before, in one document or in several; short lines do not count."""
+    blocks = [[f"value_{name}_of_line_{line} = {line}\n" for line in range(10)] for name in "abcdefg"]
+    a, b, c, d, e, f, g = blocks
+    texts = {
+        "first": a + b,
+        "second": c + d,
+        "half": a + e,
+        "edited": a + b[:1] + f[:9],
+        "of_two_files": a[:6] + c[:5] + ["    return None\n"] * 30 + f[:9],
+        "new": ["    return None\n"] * 30 + f,  # no line of the two before it has been taken
+        "short_lines": ["    return None\n"] * 40,
+        "repeated": (g + a[:1] * 50),
+    }
+    files = []
+    for name, lines in texts.items():
+        (tmp_path / name).write_text("".join(lines))
+        files.append(build_corpus.SourceFile("package", name, tmp_path / name))
+    documents, left_out = build_corpus.read_documents(files, None)
+    assert {*texts} - {document.path for document in documents} == {"edited", "of_two_files"}
+    assert left_out == {"near-duplicates": 2}
+
+
+def install(site_packages, name, version, code):
+    """A distribution of one module."""
+    info = site_packages / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text(f"{name}.py,,\n")
+    (site_packages / f"{name}.py").write_text(code)
+
+
+def test_the_first_environment_of_a_distribution_is_read(tmp_path, monkeypatch):
+    here, there, elsewhere = (tmp_path / name for name in ("here", "there", "elsewhere"))
+    lines = [f"def function_{line}(value): return value\n" for line in range(90)]
+    for folder, name, version, code in (
+        (here, "one_package", "1", lines[:10]),
+        (there, "One-Package", "2", lines[10:20]),
+        (there, "two_package", "1", lines[20:30]),
+        (elsewhere, "two_package", "2", lines[30:40]),
+    ):
+        install(folder, name, version, "".join(code))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
+    out, more = tmp_path / "corpus", ["--environment", there, "--environment", elsewhere]
+    chosen = ["--no-stdlib", "--packages", "one-package", "two-package", *more, "--held-out-fraction", 0]
+    assert build(out, *chosen) == 0
+    assert read_manifest(out)["versions"]["packages"] == {"one-package": "1", "two-package": "1"}
+    texts = sorted(record["text"] for record in read_records(out / "train"))
+    assert texts == sorted(["".join(lines[:10]), "".join(lines[20:30])])
+
+
+def test_suffixes_select_files_of_trees(tmp_path, tree):
+    text = (tree / "package00" / "module0.py").read_text()
+    (tree / "package00" / "data.json").write_text(text.replace("function", "datum"))
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree, "--suffixes", ".json", "--held-out-fraction", 0) == 0
+    assert [record["path"] for record in read_records(out / "train")] == ["package00/data.json"]
+
+
+def test_tokens_are_counted_by_kind_and_source(tmp_path, tree):
+    (tree / "package00" / "notes.md").write_text("Some words about nothing in particular, on one line.\n" * 4)
+    out = tmp_path / "corpus"
+    assert build_tree(out, tree, "--held-out-fraction", 0) == 0
+    found = write_tokens(out, "train")
+    tokens = np.load(out / "train.npy")
+    assert tokens.dtype == np.uint16 and len(tokens) == found["tokens"]["all"]
+    assert found["kinds"].keys() == {"Python", "documents"} and found["kinds"]["documents"] < 300
+    assert found["sources"] == {"tree": len(tokens)} and sum(found["kinds"].values()) == len(tokens)
+    assert (tokens == 0).sum() == (tokens == 1).sum() == 101  # BOS and EOS of each document
 
 
 def test_long_documents_split_at_line_boundaries(tmp_path, tree):

@@ -11,8 +11,9 @@ The text is the standard library of the running interpreter (sources and text do
 sources of installed distributions and any other text tree. Every record has a "text", and the "package" and "path"
 it came from. What the corpus guarantees:
 
-* No two records have the same text. Duplicates are exact ones: edited copies, such as a vendored library of another
-  version, stay.
+* No two records have the same text, and most long lines of a record are in none before it: an edited copy, such as a
+  vendored library of another version, is left out.
+* A distribution that several environments have is read from the first of them.
 * A package (a top-level module or package of the standard library, a distribution, or a top-level entry of an
   ``--input`` tree) is in train or in validation as a whole, so the validation loss never measures code whose other
   half was trained on. The tokenizer is trained on the train split alone.
@@ -55,6 +56,10 @@ MIN_DOCUMENT_BYTES = 128
 
 # Longer documents are split. torchtitan tokenizes a record at once and holds its tokens until they are consumed.
 MAX_DOCUMENT_BYTES = 64 * 1024
+
+# A document is a near-duplicate when more than half of its distinct lines of this length occurred before. Shorter ones,
+# such as "return None", are everywhere.
+LONG_LINE = 20
 
 STDLIB_SUFFIXES = {".py", ".md", ".rst", ".txt"}
 SEED = 0  # of the order and the split
@@ -113,18 +118,24 @@ def _normalized(distribution_name: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution_name).lower()
 
 
-def find_distributions(names: list[str]) -> dict[str, metadata.Distribution]:
-    """The installed distributions called ``names``, or all of them for ``["all"]``, by normalized name."""
-    if "all" in names:  # Leftovers of interrupted installs have no name; the first on sys.path is what is imported.
-        found = [(d.metadata["Name"], d) for d in metadata.distributions() if d.metadata["Name"]]
-        return {_normalized(name): distribution for name, distribution in reversed(found)}
-    try:
-        return {_normalized(name): metadata.distribution(name) for name in names}
-    except metadata.PackageNotFoundError as error:
-        raise UsageError(
-            f"--packages: no distribution {error.args[0]!r} is installed for {sys.executable}; "
-            "names are those that `pip list` shows, not import names"
-        ) from None
+def find_distributions(names: list[str], environments: list[Path]) -> dict[str, metadata.Distribution]:
+    """The distributions called ``names``, or all of them for ``["all"]``, by normalized name.
+
+    Looks in ``sys.path``, then in ``environments``. The first distribution of a name is taken.
+    """
+    path = [*sys.path, *map(str, environments)]
+    # Leftovers of interrupted installs have no name.
+    found = [(d.metadata["Name"], d) for d in metadata.distributions(path=path) if d.metadata["Name"]]
+    by_name = {_normalized(name): distribution for name, distribution in reversed(found)}
+    if "all" in names:
+        return by_name
+    for name in names:
+        if _normalized(name) not in by_name:
+            raise UsageError(
+                f"--packages: no distribution {name!r} is installed for {sys.executable}; "
+                "names are those that `pip list` shows, not import names"
+            )
+    return {_normalized(name): by_name[_normalized(name)] for name in names}
 
 
 def distribution_files(name: str, distribution: metadata.Distribution) -> list[SourceFile]:
@@ -146,9 +157,10 @@ def find_sources(args: argparse.Namespace, distributions: dict[str, metadata.Dis
             )
         files += found
     for root in args.input:
-        found = below(root, f"input/{root.name}")
+        found = below(root, f"input/{root.name}", args.suffixes and {*args.suffixes})
         if not found:
-            raise UsageError(f"--input: no files below {root}")
+            of_suffixes = f" with suffixes {', '.join(args.suffixes)}" if args.suffixes else ""
+            raise UsageError(f"--input: no files{of_suffixes} below {root}")
         files += found
     if not files:
         raise UsageError("--no-stdlib leaves no text; add --packages or --input")
@@ -174,15 +186,20 @@ def split_at_lines(text: str, max_bytes: int) -> Iterator[tuple[str, int]]:
         yield "".join(lines), num_bytes
 
 
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=10).digest()
+
+
 def read_documents(files: list[SourceFile], max_bytes: int | None) -> tuple[list[Document], Counter[str]]:
     """Read ``files`` in their order and split them into distinct documents, of at most ``max_bytes`` in total.
 
     Also counts what is left out: files that are not UTF-8 or contain NUL bytes (binary data), documents that are too
-    short, and documents whose text occurred before.
+    short, documents whose text occurred before, and those of which most did.
     """
     documents: list[Document] = []
     left_out: Counter[str] = Counter()
     seen: set[bytes] = set()
+    seen_lines: set[bytes] = set()
     total_bytes = 0
     for file in files:
         try:
@@ -196,13 +213,18 @@ def read_documents(files: list[SourceFile], max_bytes: int | None) -> tuple[list
             if num_bytes < MIN_DOCUMENT_BYTES:
                 left_out["too short"] += 1
                 continue
-            digest = hashlib.sha256(piece.encode()).digest()
+            digest = _digest(piece)
             if digest in seen:
                 left_out["duplicates"] += 1
+                continue
+            lines = {_digest(line) for line in map(str.strip, piece.split("\n")) if len(line) >= LONG_LINE}
+            if len(lines & seen_lines) > len(lines) / 2:
+                left_out["near-duplicates"] += 1
                 continue
             if max_bytes is not None and total_bytes + num_bytes > max_bytes:
                 return documents, left_out
             seen.add(digest)
+            seen_lines |= lines
             total_bytes += num_bytes
             documents.append(Document(file.package, file.name, piece, num_bytes))
     return documents, left_out
@@ -309,7 +331,8 @@ def build(args: argparse.Namespace, distributions: dict, arguments: dict, versio
     documents, left_out = read_documents(files, args.max_bytes)
     _log(
         f"read {len(documents)} documents, {_mib(sum(d.num_bytes for d in documents))}; left out "
-        f"{left_out['duplicates']} duplicates, {left_out['too short']} too short, {left_out['not text']} not UTF-8 text"
+        f"{left_out['duplicates']} duplicates, {left_out['near-duplicates']} near-duplicates, "
+        f"{left_out['too short']} too short, {left_out['not text']} not UTF-8 text"
     )
     if not documents:
         raise UsageError("no document is left; raise --max-bytes or add text")
@@ -335,6 +358,7 @@ def build(args: argparse.Namespace, distributions: dict, arguments: dict, versio
         "documents": {split: len(members) for split, members in splits.items()},
         "bytes": {split: sum(d.num_bytes for d in members) for split, members in splits.items()},
         "duplicates_removed": left_out["duplicates"],
+        "near_duplicates_removed": left_out["near-duplicates"],
         "too_short_removed": left_out["too short"],
         "files_not_text": left_out["not text"],
         "held_out_packages": sorted(held_out),
@@ -376,8 +400,11 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True, metavar="DIR", help="where to build the corpus")
     what = "also take the Python sources of these installed distributions; 'all' takes every one"
     add("--packages", nargs="+", default=[], metavar="NAME", help=what)
+    what = "also look for --packages in this site-packages folder of another environment (repeatable)"
+    add("--environment", type=Path, action="append", default=[], metavar="DIR", help=what)
     what = "also take every UTF-8 file of this tree (repeatable); each top-level entry counts as a package"
     add("--input", type=Path, action="append", default=[], metavar="DIR", help=what)
+    add("--suffixes", nargs="+", metavar=".EXT", help="of the files of --input trees (default: all)")
     add("--no-stdlib", dest="stdlib", action="store_false", help="leave the Python standard library out")
     add("--vocab-size", type=int, default=2048, metavar="N", help="tokens (default: %(default)s)")
     what = "part of the bytes that whole packages hold out for validation; 0 builds none (default: %(default)s)"
@@ -394,9 +421,11 @@ def _check_args(args: argparse.Namespace) -> None:
         raise UsageError(f"--held-out-fraction must be at least 0 and below 1, not {args.held_out_fraction}")
     if args.max_bytes is not None and args.max_bytes < MIN_DOCUMENT_BYTES:
         raise UsageError(f"--max-bytes must be at least {MIN_DOCUMENT_BYTES}, not {args.max_bytes}")
+    for option, folders in (("--input", args.input), ("--environment", args.environment)):
+        for folder in folders:
+            if not folder.is_dir():
+                raise UsageError(f"{option}: {folder} is not a directory")
     for root in args.input:
-        if not root.is_dir():
-            raise UsageError(f"--input: {root} is not a directory")
         if args.out.is_relative_to(root):
             raise UsageError(f"--out {args.out} is inside --input {root}: a rebuild would read its own output")
 
@@ -407,11 +436,13 @@ def main(argv: list[str] | None = None) -> int:
     # Resolved once: the checks compare paths and a trailing "." or ".." has no name to derive others from.
     args.out = args.out.resolve()
     args.input = [root.resolve() for root in args.input]
+    args.environment = [folder.resolve() for folder in args.environment]
     try:
         _check_args(args)
-        distributions = find_distributions(args.packages)
+        distributions = find_distributions(args.packages, args.environment)
         arguments = {key: value for key, value in vars(args).items() if key not in ("out", "force")}
-        arguments |= {"packages": sorted(args.packages), "input": [str(root) for root in args.input], "seed": SEED}
+        arguments |= {key: [*map(str, arguments[key])] for key in ("input", "environment")}
+        arguments |= {"packages": sorted(args.packages), "seed": SEED}
         versions = {
             "python": platform.python_version(),
             "tokenizers": tokenizers.__version__,
