@@ -21,7 +21,7 @@ from experiments.records import script_parser, write_list
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("throughput", "kernels", "expert_parallel", "transformers", "numerics", "lora_qwen3_30b")
+FOLDERS = ("throughput", "kernels", "expert_parallel", "transformers", "numerics", "lora_qwen3_30b", "convergence")
 CHECKED = ("README.md", "docs/results.md")
 """Pages whose text is checked too, by :mod:`experiments.check`."""
 PAGES = (*CHECKED, *(f"experiments/{folder}/README.md" for folder in FOLDERS))
@@ -576,6 +576,46 @@ def exchange(records: Records) -> str:
     return markdown(["ms", "dispatch: bf16, FP8 all-to-all, FP8 symmetric", "combine: the same"], rows)
 
 
+# --- convergence ------------------------------------------------------------------------------------------------------
+
+
+def pairs(records: Records) -> str:
+    """FP8 against bf16, by pairs of runs."""
+    rows = []
+    for name, shape in records.named("pairs: .*"):
+        r = first(records.of(name, shape))
+        half_width, needed = r["pairs_for"]
+        deviation = f"**{r['value']:+.2%} ± {r['half_width']:.2%}**"
+        cells = [f"{r['reference_value']:.4f}", deviation, str(r["pairs"]), f"{r['deviation']:.2%}"]
+        rows.append([name.partition(": ")[2], *cells, f"{needed} (±{half_width:.2%})"])
+    return markdown(["", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less"], rows)
+
+
+def gradient_noise(records: Records) -> str:
+    """Errors of gradients, their bias, and the batch whose noise equals them, at one step after the other."""
+
+    def percent(r: Record, key: str) -> str:
+        return "" if r[key] is None else f"{r[key]:.2%}"
+
+    def tokens(r: Record, key: str) -> str:
+        return "∞" if r[key] is None else f"{r[key] / 1e6:,.3g}"
+
+    shown = {
+        "FP8's error": (percent, "value"),
+        "its bias": (percent, "bias"),
+        "a minibatch's noise": (percent, "noise"),
+        "critical batch, M tokens": (tokens, "critical_tokens"),
+        "bf16's error": (percent, "reference_value"),
+        "its critical batch": (tokens, "reference_critical_tokens"),
+    }
+    rows = []
+    for name in records.names("gradient_noise .*"):
+        found = [first(records.of(name, shape)) for shape in records.shapes(name)]
+        cells = [" / ".join(text(r, key) for r in found) for text, key in shown.values()]
+        rows.append([name.partition(" ")[2], *cells])
+    return markdown(["weights", *shown], rows)
+
+
 # --- the pages --------------------------------------------------------------------------------------------------------
 
 _FOUR = "sdpa, local batch 4, random routing"
@@ -625,7 +665,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
         *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
         *(layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
         *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, lora),
-        *(gemms, data_movement, exchange),
+        *(gemms, data_movement, exchange, pairs, gradient_noise),
     )
 }
 TABLES["training_settings"] = partial(training, others=True)
