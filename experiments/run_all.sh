@@ -10,8 +10,8 @@
 #
 # No part may take ten minutes. One that is done leaves outputs/run_all/PART.done; one that was cut off, as the sweep is,
 # goes on at the next call. Remove that folder to begin again. Logs lie next to it, records in experiments/*/results.json.
-# Parts named titan03 need torchtitan 0.3 in the environment, which excludes 0.2.2. The convergence study has scripts of
-# its own, convergence/pairs.sh and convergence/run.sh.
+# Parts named titan03 need torchtitan 0.3 in the environment, which excludes 0.2.2. The convergence study has a script
+# of its own, convergence/pairs.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

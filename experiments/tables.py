@@ -34,9 +34,9 @@ PEERS = {  # titles of columns, and the references of which each shows the best
 }
 BF16 = [*PEERS.values()][:3]
 CITED = (
-    r"(bf16|balanced|experts_only|ffns_only)\S* (held_out_loss|held_out_deviation)|\w+: final .*|expert_parallel .*",
-    r"\w+-s1(-again|-(highlr|outliers|outliers1e5|tiny)(-again)?)? (median_grad_norm|final_deviation)",
-    r"\w+-s1-resume (clamped_\w+|tokens_per_second|max_violation)",
+    r"(bf16|balanced)-s1(-again|-(highlr|outliers|outliers1e5|tiny)(-again)?)? held_out_(loss|deviation)",
+    r"\w+: final .*|expert_parallel .*",
+    r"\w+-s1(-again)? final_deviation",
     r"(layer|wgrad)_error .*|ep_routed_experts .*",
     r"train_16b( memory| (dispatch=all_to_all|cache_weights=true cache_layouts=forward)( memory)?)?",
 )

@@ -56,26 +56,6 @@ def as_batch(windows_BS: np.ndarray) -> tuple[dict[str, Tensor], Tensor]:
     return {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
 
 
-class ShuffledWindows:
-    """Endless batches of a split in an order that ``seed`` alone decides, a new one for each epoch."""
-
-    def __init__(self, corpus: Path, split: str, seq_len: int, batch_size: int, seed: int):
-        self.windows = windows(corpus, split, seq_len)
-        self.batch_size, self.seed = batch_size, seed
-        self.skip = 0  # batches that a resumed run has behind it
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        per_epoch = len(self.windows) // self.batch_size
-        index, epoch, order = self.skip, -1, None
-        while True:
-            if index // per_epoch != epoch:
-                epoch = index // per_epoch
-                order = np.random.default_rng([self.seed, epoch]).permutation(len(self.windows))
-            start = index % per_epoch * self.batch_size
-            yield as_batch(self.windows[order[start : start + self.batch_size]])
-            index += 1
-
-
 class OnePass:
     """Batches of the text for training in an order that ``seed`` alone decides, each window once."""
 
