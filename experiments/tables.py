@@ -587,7 +587,7 @@ def pairs(records: Records) -> str:
         half_width, needed = r["pairs_for"]
         deviation = f"**{r['value']:+.2%} ± {r['half_width']:.2%}**"
         cells = [f"{r['reference_value']:.4f}", deviation, str(r["pairs"]), f"{r['deviation']:.2%}"]
-        rows.append([name.partition(": ")[2], *cells, f"{needed} (±{half_width:.2%})"])
+        rows.append([name.partition(": ")[2], *cells, f"{needed:,} (±{half_width:.2%})"])
     return markdown(["", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less"], rows)
 
 
@@ -595,10 +595,10 @@ def gradient_noise(records: Records) -> str:
     """Errors of gradients, their bias, and the batch whose noise equals them, at one step after the other."""
 
     def percent(r: Record, key: str) -> str:
-        return "" if r[key] is None else f"{r[key]:.2%}"
+        return "" if r[key] is None else f"{r[key]:.1%}" if r[key] < 1 else f"{r[key]:.0%}"
 
     def tokens(r: Record, key: str) -> str:
-        return "∞" if r[key] is None else f"{r[key] / 1e6:,.3g}"
+        return "∞" if r[key] is None else f"{float(f'{r[key] / 1e6:.3g}'):,.0f}"
 
     shown = {
         "FP8's error": (percent, "value"),
