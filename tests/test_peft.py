@@ -191,7 +191,7 @@ def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(experiment, "TRAINED_STEPS", 6)
     experiment.main(["--out", str(tmp_path), "--tiny"])
     records = json.loads((tmp_path / "results.json").read_text())
-    assert [r["reference"] for r in records] == ["ours merged", "bf16", "bf16", "bf16"]
+    assert [r["reference"] for r in records] == ["ours merged", "bf16", *["bf16"] * 3]  # two phases are equal here
     assert all(r["speedup"] > 0 for r in records)
     for r in records[2:]:
         assert r["losses"] == pytest.approx(r["reference_losses"], rel=5e-4) and r["losses"] != r["reference_losses"]

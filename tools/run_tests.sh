@@ -19,7 +19,7 @@ if [ "${1-}" = --torchtitan03 ]; then
     tests tests/torchtitan03 "$@"
     exit
 fi
-. "$(dirname "$0")/environment.sh" matplotlib tensorboard accelerate codespell_lib hypothesis pyrefly pytest \
+. "$(dirname "$0")/environment.sh" matplotlib tensorboard accelerate codespell_lib hypothesis peft pyrefly pytest \
     pytest_timeout ruff setuptools transformers xdist
 
 python3 -m ruff check .

@@ -34,7 +34,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from experiments.records import begin, record, script_parser, write_records
 from experiments.timing import CUDA, elapsed_ms
 from experiments.transformers.run import DEVICE, MODELS, TINY, Setting
-from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, patches
 from titan_fp8moe.recipe import FP8, TILE, exp2, exponent
 from titan_fp8moe.transformers import NAME, converted, register
 
@@ -114,9 +114,10 @@ class Trainer:
     """A model with AdamW, whose states and copy of the adapters are fp32."""
 
     def __init__(self, dims: dict[str, Any], variant: str, seed: int = 0, lr: float = 1e-4):
+        patches.undo_all()  # by register() of another variant
         register(Fp8FlowMoEConfig(recompute="none"))
-        if variant != OURS:  # until the next register()
-            ParamWrapper._activate_lora = ParamWrapper._activate_lora.merges
+        if variant != OURS:
+            ParamWrapper._activate_lora = ParamWrapper._activate_lora.__wrapped__  # PEFT's own
         self.model = make_model(dims, variant, seed)
         self.adapters = [p for p in self.model.parameters() if p.requires_grad]
         self.copies = [p.detach().float() for p in self.adapters]
