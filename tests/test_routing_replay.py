@@ -396,6 +396,40 @@ def test_models_without_experts_are_refused():
             pass
 
 
+class TwoRouters(nn.Module):
+    """Two layers of experts in one forward, of which one may be in a block of its own."""
+
+    def __init__(self, nested: bool):
+        super().__init__()
+        self.router, self.ffn = nn.Linear(D, E, bias=False), RoutedExperts(E, D, H)
+        self.second = Model()
+        if not nested:
+            self.second_router, self.second_ffn = self.second.router, self.second.ffn
+            del self.second
+
+    forward = Model.forward
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_routers_in_one_forward_are_refused(nested: bool):
+    """A record would hold the second one's choice twice."""
+    model, second = TwoRouters(nested), "second.ffn" if nested else "second_ffn"
+    for context in (record_routing(model), replay_routing(model, choose(S, 2))):
+        with pytest.raises(ValueError, match=f"ffn and {second} are chosen in one module's forward"), context:
+            pass
+
+
+def test_experts_in_a_wrapper_are_one_layer():
+    model = Model()
+    model.experts = torch.compile(model.ffn, backend="eager")
+    del model.ffn
+    model.forward = lambda x: model.experts(x, *model.router(x).softmax(-1).topk(K)[::-1])
+    ids, x = choose(S, experts=E, top_k=K), torch.randn(S, D)
+    with replay_routing(model, ids.unsqueeze(-2)), record_routing(model) as routing:
+        model(x)
+    assert torch.equal(routing.routed_experts().long(), ids.unsqueeze(-2))
+
+
 def test_layers_without_a_forward_are_named():
     model = make_model()
     with pytest.raises(RuntimeError, match="no routing was replayed in model"), replay_routing(model, choose(B, S, 2)):

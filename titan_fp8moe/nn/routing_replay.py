@@ -61,7 +61,16 @@ def _layers(model: nn.Module) -> list[_Layer]:
             f"{type(model).__name__} has no experts whose routing could be replayed: modules named experts or "
             "routed_experts, or titan_fp8moe.RoutedExperts"
         )
-    return found
+    wrappers = {module for layer in found for module in layer.experts.modules()}  # such as torch.compile's
+    layers = [layer for layer in found if layer.block not in wrappers]
+    for layer in layers:
+        inside = set(layer.block.modules())
+        if inner := [other.name for other in layers if other is not layer and other.block in inside]:
+            raise ValueError(
+                f"{layer.name} and {inner[0]} are chosen in one module's forward, so which torch.topk is whose cannot "
+                "be told; give each router a module of its own, which holds it and its experts"
+            )
+    return layers
 
 
 class RecordedRouting:
@@ -161,7 +170,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
         The record; read :meth:`RecordedRouting.routed_experts` when the forwards are done.
 
     Raises:
-        ValueError: for a model without experts.
+        ValueError: for a model without experts, and for two routers in the forward of one module that holds experts.
     """
     layers = _layers(model)
     routing = RecordedRouting(layers)
@@ -198,7 +207,8 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
             ids, such as the last sampled one or padding, is routed by the router.
 
     Raises:
-        ValueError: for a model without experts, and for ids or shapes that do not fit the model or the forward.
+        ValueError: for models that :func:`record_routing` refuses, and for ids or shapes that do not fit the model or
+            the forward.
         RuntimeError: for a router that does not choose by ``torch.topk``, or a layer without a forward inside the
             context. Also for a backward outside, and a replay inside another.
     """
