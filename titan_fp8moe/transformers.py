@@ -265,25 +265,29 @@ def _expert(experts: Any) -> ExpertSpec | None:
     """The expert of the table that computes what these experts do between their products, by its values; None if there
     is none."""
     act = getattr(experts, "act_fn", None)
-    if isinstance(act, nn.Module) and _needs_no_arguments(type(act)):
+    if isinstance(act, nn.Module) and _is_its_class(type(act)):
         act = type(act)
     traits = experts.has_gate, getattr(experts, "is_concatenated", True)
-    numbers = _numbers(experts, _NUMBERS), _numbers(getattr(experts, "config", None), _NUMBERS_OF_CONFIG)
-    found = _expert_of(type(experts), act, *traits, *numbers)
+    numbers, of_config = _numbers(experts, _NUMBERS), _numbers(getattr(experts, "config", None), _NUMBERS_OF_CONFIG)
+    if not all(value is None or isinstance(value, int | float) for _, value in (*numbers, *of_config)):
+        return None  # a tensor, which may change
+    found = _expert_of(type(experts), act, *traits, numbers, of_config)
     if found is None or not torch.compiler.is_compiling():
         return found
     # Of a constant torch.compile before 2.13 knows attributes only.
     return ExpertSpec(*(getattr(found, name) for name in ExpertSpec._fields))
 
 
-def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, float | None], ...]:
-    values = [(name, getattr(owner, name, None)) for name in names]
-    return tuple((name, value if isinstance(value, int | float) else None) for name, value in values)
+def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, getattr(owner, name, None)) for name in names)
 
 
 # torch.compile before 2.13 passes no modules to such functions, but classes and numbers.
 @torch.compiler.assume_constant_result
-def _needs_no_arguments(kind: type) -> bool:
+def _is_its_class(kind: type) -> bool:
+    """Whether an activation of this class is what the class makes without arguments. A user's may hold values."""
+    if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+        return False
     parameters = inspect.signature(kind).parameters.values()
     return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
@@ -303,6 +307,8 @@ def _compare(
     of_config: tuple[tuple[str, float | None], ...],
 ) -> ExpertSpec | None:
     """:func:`_expert` of experts of this class, by an object that has all that their gate reads."""
+    if isinstance(act, nn.Module) and any(True for _ in act.parameters()):  # it may be trained
+        return None
     # The gate is read from numbers, whatever the caller's default device, and in torch.export's fake mode too.
     outside = torch._C.DisableTorchFunction(), _disable_current_modes()
     with outside[0], outside[1], torch.no_grad(), torch.autocast("cpu", enabled=False):
