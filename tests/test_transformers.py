@@ -401,6 +401,15 @@ def test_weights_stored_in_fp8(compiled: bool):
     assert "quantize_weight" not in counter.ops and not counter.stray_casts
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_stored_weights_that_were_cast(dtype: torch.dtype):
+    """As model.to(dtype) does, which multiplies no scales."""
+    experts, _ = fp8_experts()
+    experts.requires_grad_(False).to(dtype)
+    with pytest.raises(ValueError, match=f"cast to {dtype} without their scales"):
+        experts(*make_inputs(torch.bfloat16))
+
+
 @pytest.mark.parametrize("convert", [Tensor.bfloat16, lambda s: (s.view(torch.int32) >> 23).to(torch.uint8)])
 def test_the_dtype_of_scales(convert: Callable):
     """Of a checkpoint's scales bf16 and bytes of e8m0 are those in fp32."""

@@ -220,7 +220,10 @@ def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
 
 def _why_not(experts: Any) -> str | None:
     """Why the recipe does not serve these experts, or None."""
-    dtype = getattr(experts, _first(experts)).dtype
+    first = _first(experts)
+    dtype = getattr(experts, first).dtype
+    if dtype != FP8 and hasattr(experts, f"{first}_scale_inv"):
+        return f"its FP8 weights were cast to {dtype} without their scales; load it again, and cast no stored experts"
     if dtype not in (torch.bfloat16, torch.float32, FP8):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
     if dtype == FP8 and tuple(experts.block_size or ()) != (TILE, TILE):
