@@ -105,7 +105,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         return why_not_fp8(ffn, self.tensor_shards)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Clears the cached weights that are trained, also where a container steps optimizers that are not ``torch.optim``'s."""
+        """Clears caches of trained weights, also where a container steps optimizers that are not ``torch.optim``'s."""
         after_optimizer_step()
 
 
