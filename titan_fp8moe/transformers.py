@@ -108,16 +108,23 @@ def _serves(experts: Any) -> bool:
 
 def fp8_matrices(module: Any) -> list[str]:
     """Names of the matrices that a module of Transformers multiplies in FP8: those of experts, or none."""
-    return [_first(module), "down_proj"] if hasattr(module, "is_concatenated") and _serves(module) else []
+    return [_first(module), "down_proj"] if _are_experts(module) and _serves(module) else []
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether they choose an implementation. PEFT's wrappers forward attributes, so the module's own count."""
+    return "is_concatenated" in vars(module)
 
 
 def converted(model: nn.Module) -> list[str]:
     """Names of the experts that run in FP8. Transformers ignores the implementation where a model's code has none.
+    Those of which PEFT trains a copy, by ``modules_to_save``, do not count.
 
     Raises:
         ValueError: if there are none. It says why.
     """
-    found: dict[str, Any] = {n: module for n, module in model.named_modules() if hasattr(module, "is_concatenated")}
+    found: dict[str, Any] = {n: module for n, module in model.named_modules() if _are_experts(module)}
+    found = {name: module for name, module in found.items() if not name.endswith(".original_module")}
     selected = {name: module for name, module in found.items() if module.config._experts_implementation == NAME}
     adapted = peft.adapted(model)
     reasons = {
@@ -130,7 +137,10 @@ def converted(model: nn.Module) -> list[str]:
     if not found:
         why = "the model's code has no experts that choose an implementation"
     elif not selected:
-        why = f'call model.set_experts_implementation("{NAME}"); a saved model does not keep the choice'
+        why = (
+            f'call model.set_experts_implementation("{NAME}"), before PEFT copies modules_to_save; a saved model does '
+        )
+        why += "not keep the choice"
     else:
         why = "; ".join(sorted({f"{type(found[name]).__name__}: {reason}" for name, reason in reasons.items()}))
         why = f"{why}; {_STAY}"
