@@ -98,9 +98,8 @@ AOBaseConfig.register(Fp8FlowMoEConfig)
 
 
 def _is_transformers(module: Any) -> bool:
-    return "is_concatenated" in vars(module) and hasattr(
-        module, "config"
-    )  # from the decorator; PEFT's wrappers forward
+    # Both are from the decorator of experts. PEFT's wrappers forward attributes.
+    return "is_concatenated" in vars(module) and "config" in vars(module)
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -137,10 +137,8 @@ def converted(model: nn.Module) -> list[str]:
     if not found:
         why = "the model's code has no experts that choose an implementation"
     elif not selected:
-        why = (
-            f'call model.set_experts_implementation("{NAME}"), before PEFT copies modules_to_save; a saved model does '
-        )
-        why += "not keep the choice"
+        why = f'call model.set_experts_implementation("{NAME}"), and before PEFT copies modules_to_save; '
+        why += "a saved model does not keep the choice"
     else:
         why = "; ".join(sorted({f"{type(found[name]).__name__}: {reason}" for name, reason in reasons.items()}))
         why = f"{why}; {_STAY}"
