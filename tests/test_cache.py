@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from tests.layer import DEVICE, CastCounter, apply_layer, assert_equal, generations, make_layer, refused, saved_bytes
-from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, WeightCache, ops, recipe, routed_experts
+from titan_fp8moe import (
+    Fp8FlowLinear,
+    Fp8FlowMoEConfig,
+    RoutedExperts,
+    WeightCache,
+    grouped_ffn,
+    ops,
+    recipe,
+    routed_experts,
+)
 from titan_fp8moe.layer import operands as operands_module
 from titan_fp8moe.layer.experts import SAVED_OPS
 from titan_fp8moe.layer.run import run_layer
@@ -121,9 +130,40 @@ def test_frozen_weights_do_not_count_steps():
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()
 
 
-@pytest.mark.parametrize("make", [
+MODULES = pytest.mark.parametrize("make", [
     lambda config: RoutedExperts(2, 128, 128, config=config), lambda config: Fp8FlowLinear(128, 128, config=config)
 ], ids=["RoutedExperts", "Fp8FlowLinear"])  # fmt: skip
+
+
+@MODULES
+@pytest.mark.parametrize("frozen", [False, True])
+def test_clear_all_reaches_every_module(make, frozen):
+    """After a change through ``.data`` that no sample shows."""
+    module = make(Fp8FlowMoEConfig(cache_weights=True)).requires_grad_(not frozen)
+    inputs = [torch.randn(4, 128)]
+    if isinstance(module, RoutedExperts):
+        inputs += [torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1)]
+    before = module(*inputs)
+    next(module.parameters()).data.view(-1, 128)[3, 5] += 5
+    assert torch.equal(module(*inputs), before)
+    WeightCache.clear_all()
+    got = module(*inputs)
+    assert torch.equal(got, copy.deepcopy(module)(*inputs)) and not torch.equal(got, before)
+
+
+def test_clear_all_reaches_frozen_tensors():
+    """Those of :func:`titan_fp8moe.grouped_ffn`, which has no module."""
+    cache, (w1, w2, w3) = WeightCache(), (torch.randn(1, 128, 128) for _ in range(3))
+    x, offs = torch.randn(4, 128), torch.tensor([4], dtype=torch.int32)
+    before = grouped_ffn(x, w1, w2, w3, offs, cache=cache)
+    w2.data[0, 3, 5] += 5
+    assert torch.equal(grouped_ffn(x, w1, w2, w3, offs, cache=cache), before)
+    WeightCache.clear_all()
+    got = grouped_ffn(x, w1, w2, w3, offs, cache=cache)
+    assert torch.equal(got, grouped_ffn(x, w1, w2, w3, offs)) and not torch.equal(got, before)
+
+
+@MODULES
 @pytest.mark.parametrize("frozen", [False, True])
 def test_loading_a_state_dict_clears_a_modules_cache(make, frozen, monkeypatch):
     """Also where parameters have no versions, as under FSDP, and one value alone differs."""

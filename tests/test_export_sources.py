@@ -227,6 +227,14 @@ def test_adapters_that_nobody_merged(export, tmp_path, name):  # noqa: F811
         export(folder, tmp_path / "out")
 
 
+@pytest.mark.parametrize("part", ["mlp.experts.0.up_proj.parametrizations.weight.original0", "norm.weight_orig"])
+def test_parametrized_weights(export, tmp_path, part):  # noqa: F811
+    name = f"model.layers.0.{part}"
+    mask = {name.replace("_orig", "_mask"): tensor(D)} if "_orig" in name else {}
+    with refused(f"{name} is what PyTorch makes", "remove_parametrizations", error=SystemExit):
+        export(write(tmp_path / "hf", model() | {name: tensor(D)} | mask), tmp_path / "out")
+
+
 @pytest.mark.parametrize("root", ["_forward_module.", "policy.", "model.module."])
 def test_names_of_unknown_wrappers(export, tmp_path, root):  # noqa: F811
     """And a tensor under two names."""

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import prune
 
 from experiments.reference import relative_error
 from tests.layer import assert_equal, refused
@@ -158,6 +159,48 @@ def test_tied_weights_of_other_models():
     model.all_tied_weights_keys = {"output.weight": "embedding.weight"}  # Transformers' models say which is the copy
     got = _all(fp8_tensors(model, adapter=Both))
     assert [name for name in got if "experts" not in name] == ["embedding.weight"]
+
+
+def _qwen3(**changes):
+    from tests.test_transformers import make_model
+
+    return make_model(num_hidden_layers=2, **changes).bfloat16()
+
+
+def test_tied_weights_of_transformers():
+    """One that training has untied, as PEFT's modules_to_save does, is not left out; nor is a layer of two."""
+    model = _qwen3(tie_word_embeddings=True)
+    want = _all(fp8_tensors(model))
+    assert "lm_head.weight" not in want
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert _all(fp8_tensors(model)).keys() == want.keys()
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    with refused("lm_head.weight differs from model.embed_tokens.weight", "config.tie_word_embeddings"):
+        next(fp8_tensors(model))
+    model = _qwen3()
+    want = _all(fp8_tensors(model))
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    got = _all(fp8_tensors(model))
+    assert got.keys() == want.keys()
+    name = "model.layers.{}.mlp.experts.0.up_proj.weight".format
+    assert_equal([got[name(1)]], [want[name(0)]])
+
+
+@pytest.mark.parametrize("kind", ["experts", "weight norm", "old weight norm", "pruned"])
+def test_weights_that_are_made_in_each_forward(kind):
+    """Their parts have names that an engine passes over, or does not know."""
+    model = _qwen3()
+    layer = model.model.layers[1]
+    if kind == "experts":
+        torch.nn.utils.parametrize.register_parametrization(layer.mlp.experts, "down_proj", torch.nn.Identity())
+    elif kind == "pruned":
+        prune.l1_unstructured(layer.self_attn.q_proj, "weight", 0.5)
+    else:
+        utils = torch.nn.utils if kind == "old weight norm" else torch.nn.utils.parametrizations
+        utils.weight_norm(layer.self_attn.q_proj)
+    with refused("model.layers.1.", "is what PyTorch makes a weight of", "remove_parametrizations"):
+        next(fp8_tensors(model))
 
 
 def test_matrices_of_other_sizes_are_not_padded():

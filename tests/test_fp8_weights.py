@@ -1,5 +1,6 @@
 """Frozen experts that are stored in FP8."""
 
+import copy
 import functools
 import io
 
@@ -62,6 +63,18 @@ def test_the_module_keeps_bytes():
     assert torch.equal(other(x, ids, scores), want)
     with pytest.raises(RuntimeError, match="floating point"):
         experts.requires_grad_()
+
+
+def test_state_dicts_of_the_other_kind_are_refused():
+    """Also with strict=False, where other names are no error: PyTorch would convert codes as numbers."""
+    plain = RoutedExperts(2, 128, 128, device=DEVICE)
+    stored = RoutedExperts.from_fp8(*(Fp8Weight.quantize(w) for w in (plain.w1, plain.w2, plain.w3)))
+    codes = {"w2": stored.w2.view(recipe.FP8)}
+    for module, state in ((stored, plain.state_dict()), (plain, stored.state_dict()), (plain, codes), (stored, codes)):
+        before, outer = copy.deepcopy(module.state_dict()), torch.nn.ModuleDict({"experts": module})
+        with refused("experts.w2 is", "RoutedExperts.from_fp8", error=RuntimeError):
+            outer.load_state_dict({f"experts.{name}": value for name, value in state.items()}, strict=False)
+        module.load_state_dict(before)
 
 
 def test_deepseeks_blocks():

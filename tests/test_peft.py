@@ -21,6 +21,8 @@ from tests.layer import CastCounter  # noqa: E402
 from tests.processes import run_checks  # noqa: E402
 from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, train  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
+from titan_fp8moe.export_fp8 import fp8_tensors  # noqa: E402
+from titan_fp8moe.peft import _hand_over, handed_over  # noqa: E402
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -118,6 +120,34 @@ def test_several_active_adapters():
     model.base_model.set_adapter(["default", "second"])
     got, want = logits(model, tokens), logits(model, tokens, "eager")
     assert relative_error(got, want) < 0.1 < relative_error(one, want)
+
+
+def test_a_trained_copy_of_the_experts():
+    """It has a config of its own, which a later choice for the model does not reach."""
+    saved = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"])
+    early, late = (make_model(num_hidden_layers=1, experts_implementation=name) for name in ("fp8_flow", "eager"))
+    early, late = peft.get_peft_model(early, saved), use(peft.get_peft_model(late, saved), "fp8_flow")
+    (name,) = adapter.converted(early)
+    assert name.endswith(".modules_to_save.default")
+    with CastCounter() as counter:
+        early(input_ids=make_tokens()).logits.sum().backward()
+    assert counter.ops["grouped_mm_wgrad"] and early.get_submodule(name).down_proj.grad.any()
+    with pytest.raises(ValueError, match="before PEFT copies modules_to_save"):
+        adapter.converted(late)
+    with pytest.raises(ValueError, match="is an adapter or the weight below one"):
+        next(fp8_tensors(early))
+
+
+def test_replicas_have_their_own_adapters():
+    """nn.DataParallel's share the attributes of their module, and run at the same time."""
+    model, tokens = use(make_adapted(BOTH[:1]), "fp8_flow"), make_tokens()
+    logits(model, tokens)
+    wrapper = model.get_base_model().model.layers[0].mlp.experts
+    first, second = (wrapper.get_base_layer()._replicate_for_data_parallel() for _ in range(2))
+    with _hand_over(wrapper, first, ["default"]):
+        with _hand_over(wrapper, second, ["default"]):
+            assert handed_over(second)
+        assert handed_over(first) and not handed_over(second)
 
 
 def test_trainer(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Routing replay: every router of Transformers' registry and torchtitan's, what gradients mean, and what is refused."""
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -394,6 +395,75 @@ def test_models_without_experts_are_refused():
     for replayed in (replay_routing(nn.Linear(D, D), choose(B, S, 1)), record_routing(nn.Linear(D, D))):
         with pytest.raises(ValueError, match="Linear has no experts whose routing could be replayed"), replayed:
             pass
+
+
+class TwoRouters(nn.Module):
+    """Two layers of experts in one forward, of which one may be in a block of its own."""
+
+    def __init__(self, nested: bool):
+        super().__init__()
+        self.router, self.ffn = nn.Linear(D, E, bias=False), RoutedExperts(E, D, H)
+        self.second = Model()
+        if not nested:
+            self.second_router, self.second_ffn = self.second.router, self.second.ffn
+            del self.second
+
+    forward = Model.forward
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_routers_in_one_forward_are_refused(nested: bool):
+    """A record would hold the second one's choice twice."""
+    model, second = TwoRouters(nested), "second.ffn" if nested else "second_ffn"
+    for context in (record_routing(model), replay_routing(model, choose(S, 2))):
+        with pytest.raises(ValueError, match=f"ffn and {second} are chosen in one module's forward"), context:
+            pass
+
+
+class Margin(Model):
+    """Reads the margin between the best experts by a topk of its own."""
+
+    def __init__(self, chooses: str):
+        super().__init__()
+        self.chooses = chooses
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        values, ids = scores.max(-1, keepdim=True) if self.chooses == "max" else scores.topk(K)
+        if self.chooses == "sorted":
+            ids, order = ids.sort()
+            values = values.gather(-1, order)
+        if self.chooses == "dropped":
+            ids = ids.masked_fill(values < values.mean(), -1)
+        if self.chooses == "before a topk of 2":
+            self.margin = scores.topk(2).values
+        if self.chooses in ("before noise", "max"):
+            self.margin = (scores + torch.rand_like(scores)).topk(K).values
+        return self.ffn(x, ids, values)
+
+
+@pytest.mark.parametrize("chooses", ["before a topk of 2", "before noise", "max", "sorted", "dropped"])
+def test_a_topk_that_is_not_the_choice(chooses: str):
+    """It is neither recorded nor replayed for the router's. Order and dropped tokens do not matter."""
+    model, x, ids = Margin(chooses), torch.randn(S, D), choose(S, 1, experts=E, top_k=K)
+    refused = pytest.raises(RuntimeError, match="ffn ran other experts")
+    with record_routing(model) as routing:
+        model(x)
+    with contextlib.nullcontext() if chooses in ("sorted", "dropped") else refused:
+        assert routing.routed_experts().shape == (S, 1, K)
+    with refused if chooses == "max" else contextlib.nullcontext(), replay_routing(model, ids):
+        model(x)
+
+
+def test_experts_in_a_wrapper_are_one_layer():
+    model = Model()
+    model.experts = torch.compile(model.ffn, backend="eager")
+    del model.ffn
+    model.forward = lambda x: model.experts(x, *model.router(x).softmax(-1).topk(K)[::-1])
+    ids, x = choose(S, experts=E, top_k=K), torch.randn(S, D)
+    with replay_routing(model, ids.unsqueeze(-2)), record_routing(model) as routing:
+        model(x)
+    assert torch.equal(routing.routed_experts().long(), ids.unsqueeze(-2))
 
 
 def test_layers_without_a_forward_are_named():

@@ -190,6 +190,48 @@ def test_gates_are_found_by_their_values():
         assert adapter._expert(clamped) == ("clamped_swiglu", False, (limit, 1.5, 1.0), False, False)
 
 
+class Swish(torch.nn.Module):
+    """silu where beta is 1, which is the default."""
+
+    def __init__(self, beta: Any = 1.0):
+        super().__init__()
+        self.beta = beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+@pytest.mark.parametrize("act,want", [
+    (Swish(), "swiglu"), (Swish(1.7), None), (Swish(torch.nn.Parameter(torch.ones(()))), None),
+], ids=["default", "value", "trained"])  # fmt: skip
+def test_an_activation_of_the_users_own(act: torch.nn.Module, want: str | None):
+    """By its values, not by those that its class has without arguments; a trained one has none of its own."""
+    experts = qwen3_experts()
+    experts.act_fn = act
+    assert (spec := adapter._expert(experts)) == want or spec.activation == want
+    if want is None:
+        experts.config._experts_implementation = "fp8_flow"
+        with pytest.raises(ValueError, match="its gate is none of swiglu"):
+            experts(*make_inputs())
+
+
+def test_a_limit_that_is_a_tensor_is_refused():
+    """Read as no limit, it would find another activation."""
+
+    class Optional(Clamped):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, -1)
+            if self.limit is None:
+                return torch.nn.functional.silu(gate) * up
+            return Clamped._apply_gate(self, gate_up)
+
+    experts = Optional()
+    experts.limit = 2.0
+    assert adapter._expert(experts).activation == "clamped_swiglu"
+    experts.limit = torch.tensor(2.0)
+    assert adapter._expert(experts) is None
+
+
 @pytest.mark.parametrize("state", ["bf16", "meta", "fake"])
 def test_gates_are_found_in_any_state(state: str):
     """Process-wide defaults, and modes that replace tensors, do not change the answer; it is kept."""
@@ -357,6 +399,15 @@ def test_weights_stored_in_fp8(compiled: bool):
         got = step(experts, "fp8_flow", inputs, dout.bfloat16())
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert "quantize_weight" not in counter.ops and not counter.stray_casts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_stored_weights_that_were_cast(dtype: torch.dtype):
+    """As model.to(dtype) does, which multiplies no scales."""
+    experts, _ = fp8_experts()
+    experts.requires_grad_(False).to(dtype)
+    with pytest.raises(ValueError, match=f"cast to {dtype} without their scales"):
+        experts(*make_inputs(torch.bfloat16))
 
 
 @pytest.mark.parametrize("convert", [Tensor.bfloat16, lambda s: (s.view(torch.int32) >> 23).to(torch.uint8)])

@@ -64,13 +64,13 @@ def _merging(merge_for_good: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _hand_over(wrapper: Any, experts: Any, names: list[str]) -> Iterator[None]:
-    weight, handed = _PARAMETERS[wrapper.parameter_name], vars(experts).setdefault("_fp8_flow_lora", {})
-    if names:
-        handed[weight] = _join([_adapter(wrapper, name) for name in names])
+    weight, before = _PARAMETERS[wrapper.parameter_name], vars(experts).get("_fp8_flow_lora", {})
+    # A dict of this call's own: nn.DataParallel's replicas share the attributes of their module.
+    experts._fp8_flow_lora = before | ({weight: _join([_adapter(wrapper, name) for name in names])} if names else {})
     try:
         yield
     finally:
-        handed.pop(weight, None)
+        experts._fp8_flow_lora = before
 
 
 def _adapter(wrapper: Any, name: str) -> Adapter:

@@ -6,7 +6,8 @@
 
     quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
 
-It converts the experts of Transformers 5, and with :func:`linears` chosen linears of any model.
+It converts the experts of Transformers 5, and with :func:`linears` chosen linears of any model. It converts for good:
+``model.set_experts_implementation`` does not reach such experts.
 :class:`titan_fp8moe.RoutedExperts` get the settings. torchtitan's modules have a model converter of their own,
 ``fp8_flow_moe``. Importing this module makes the config torchao's.
 """
@@ -97,7 +98,8 @@ AOBaseConfig.register(Fp8FlowMoEConfig)
 
 
 def _is_transformers(module: Any) -> bool:
-    return hasattr(module, "is_concatenated") and hasattr(module, "config")  # from the decorator of experts
+    # Both are from the decorator of experts. PEFT's wrappers forward attributes.
+    return "is_concatenated" in vars(module) and "config" in vars(module)
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -108,16 +108,23 @@ def _serves(experts: Any) -> bool:
 
 def fp8_matrices(module: Any) -> list[str]:
     """Names of the matrices that a module of Transformers multiplies in FP8: those of experts, or none."""
-    return [_first(module), "down_proj"] if hasattr(module, "is_concatenated") and _serves(module) else []
+    return [_first(module), "down_proj"] if _are_experts(module) and _serves(module) else []
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether they choose an implementation. PEFT's wrappers forward attributes, so the module's own count."""
+    return "is_concatenated" in vars(module)
 
 
 def converted(model: nn.Module) -> list[str]:
     """Names of the experts that run in FP8. Transformers ignores the implementation where a model's code has none.
+    Those of which PEFT trains a copy, by ``modules_to_save``, do not count.
 
     Raises:
         ValueError: if there are none. It says why.
     """
-    found: dict[str, Any] = {n: module for n, module in model.named_modules() if hasattr(module, "is_concatenated")}
+    found: dict[str, Any] = {n: module for n, module in model.named_modules() if _are_experts(module)}
+    found = {name: module for name, module in found.items() if not name.endswith(".original_module")}
     selected = {name: module for name, module in found.items() if module.config._experts_implementation == NAME}
     adapted = peft.adapted(model)
     reasons = {
@@ -130,7 +137,8 @@ def converted(model: nn.Module) -> list[str]:
     if not found:
         why = "the model's code has no experts that choose an implementation"
     elif not selected:
-        why = f'call model.set_experts_implementation("{NAME}"); a saved model does not keep the choice'
+        why = f'call model.set_experts_implementation("{NAME}"), and before PEFT copies modules_to_save; '
+        why += "a saved model does not keep the choice"
     else:
         why = "; ".join(sorted({f"{type(found[name]).__name__}: {reason}" for name, reason in reasons.items()}))
         why = f"{why}; {_STAY}"
@@ -220,7 +228,10 @@ def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
 
 def _why_not(experts: Any) -> str | None:
     """Why the recipe does not serve these experts, or None."""
-    dtype = getattr(experts, _first(experts)).dtype
+    first = _first(experts)
+    dtype = getattr(experts, first).dtype
+    if dtype != FP8 and hasattr(experts, f"{first}_scale_inv"):
+        return f"its FP8 weights were cast to {dtype} without their scales; load it again, and cast no stored experts"
     if dtype not in (torch.bfloat16, torch.float32, FP8):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
     if dtype == FP8 and tuple(experts.block_size or ()) != (TILE, TILE):
@@ -265,25 +276,29 @@ def _expert(experts: Any) -> ExpertSpec | None:
     """The expert of the table that computes what these experts do between their products, by its values; None if there
     is none."""
     act = getattr(experts, "act_fn", None)
-    if isinstance(act, nn.Module) and _needs_no_arguments(type(act)):
+    if isinstance(act, nn.Module) and _is_its_class(type(act)):
         act = type(act)
     traits = experts.has_gate, getattr(experts, "is_concatenated", True)
-    numbers = _numbers(experts, _NUMBERS), _numbers(getattr(experts, "config", None), _NUMBERS_OF_CONFIG)
-    found = _expert_of(type(experts), act, *traits, *numbers)
+    numbers, of_config = _numbers(experts, _NUMBERS), _numbers(getattr(experts, "config", None), _NUMBERS_OF_CONFIG)
+    if not all(value is None or isinstance(value, int | float) for _, value in (*numbers, *of_config)):
+        return None  # a tensor, which may change
+    found = _expert_of(type(experts), act, *traits, numbers, of_config)
     if found is None or not torch.compiler.is_compiling():
         return found
     # Of a constant torch.compile before 2.13 knows attributes only.
     return ExpertSpec(*(getattr(found, name) for name in ExpertSpec._fields))
 
 
-def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, float | None], ...]:
-    values = [(name, getattr(owner, name, None)) for name in names]
-    return tuple((name, value if isinstance(value, int | float) else None) for name, value in values)
+def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, getattr(owner, name, None)) for name in names)
 
 
 # torch.compile before 2.13 passes no modules to such functions, but classes and numbers.
 @torch.compiler.assume_constant_result
-def _needs_no_arguments(kind: type) -> bool:
+def _is_its_class(kind: type) -> bool:
+    """Whether an activation of this class is what the class makes without arguments. A user's may hold values."""
+    if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+        return False
     parameters = inspect.signature(kind).parameters.values()
     return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
@@ -303,6 +318,8 @@ def _compare(
     of_config: tuple[tuple[str, float | None], ...],
 ) -> ExpertSpec | None:
     """:func:`_expert` of experts of this class, by an object that has all that their gate reads."""
+    if isinstance(act, nn.Module) and any(True for _ in act.parameters()):  # it may be trained
+        return None
     # The gate is read from numbers, whatever the caller's default device, and in torch.export's fake mode too.
     outside = torch._C.DisableTorchFunction(), _disable_current_modes()
     with outside[0], outside[1], torch.no_grad(), torch.autocast("cpu", enabled=False):

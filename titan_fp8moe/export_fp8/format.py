@@ -40,12 +40,21 @@ def check_experts(name: str, dims: int) -> None:
 
 
 def check_merged(names: Iterable[str]) -> None:
-    """Raises ValueError for adapters, and for weights as PEFT renames them beside adapters."""
+    """Raises ValueError for adapters, for weights as PEFT renames them beside adapters, and for what PyTorch makes
+    weights of in each forward."""
+    names = set(names)
     parts = (".lora_", ".base_layer.", ".modules_to_save.")
-    if adapters := [name for name in names if any(part in name for part in parts)]:
+    if adapters := sorted(name for name in names if any(part in name for part in parts)):
         raise ValueError(
             f"{adapters[0]} is an adapter or the weight below one, whose change the weights lack; merge it first, with "
             "merge_lora() or PEFT's merge_and_unload(), or leave adapters out and send them apart"
+        )
+    pruned = {f"{name.removesuffix('_mask')}_orig" for name in names if name.endswith("_mask")} & names
+    normed = {f"{name.removesuffix('_g')}_v" for name in names if name.endswith(".weight_g")} & names
+    if made := sorted(pruned | normed | {name for name in names if ".parametrizations." in name}):
+        raise ValueError(
+            f"{made[0]} is what PyTorch makes a weight of in each forward, and no engine knows it; first call "
+            "torch.nn.utils.parametrize.remove_parametrizations, prune.remove or remove_weight_norm"
         )
 
 

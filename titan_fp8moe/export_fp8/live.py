@@ -6,7 +6,7 @@ The names, values and scales are those that ``python -m titan_fp8moe.export_fp8`
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,8 @@ def fp8_tensors(
             experts are not communicated. Other tensors come on every rank.
 
     Raises:
-        ValueError: for matrices with a NaN or Inf, weights that are FP8 already, adapters that are not merged, or
-            settings that do not fit.
+        ValueError: for matrices with a NaN or Inf, weights that are FP8 already, adapters that are not merged,
+            parametrized or pruned weights, tied ones that differ, or settings that do not fit.
     """
     bucket: dict[str, Tensor] = {}
     size = 0
@@ -130,12 +130,26 @@ def _parts(key: str, value: Tensor, to_hf: Callable[[dict], dict], gather: bool)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict by their plain names, a tied one once."""
-    owners = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
-    tied, found = getattr(model, "all_tied_weights_keys", ()), {}  # Transformers' name the copies
-    for key, value in model.state_dict().items():
-        if isinstance(value, Tensor) and plain_name(key) not in tied:
-            found.setdefault(owners.get(key, key), (plain_name(key), value))
+    """The tensors of the state dict by their plain names, a tied one once. Transformers' models name the copies; layers
+    that share one there without saying so are apart for an engine."""
+    state = {plain_name(key): value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+    named = model.named_parameters(remove_duplicate=False)
+    owners = {plain_name(name): id(param) for name, param in named}
+    if (tied := cast(Any, getattr(model, "all_tied_weights_keys", None))) is not None:
+        apart = dict(state)
+        for copy, original in tied.items():
+            if copy not in state or original not in state:
+                continue
+            del apart[copy]
+            if owners.get(copy) != owners.get(original) and not torch.equal(state[copy], state[original]):
+                raise ValueError(
+                    f"{copy} differs from {original}, to which the model's config ties it, and an engine would have "
+                    "one of them; set config.tie_word_embeddings to False, save the model and load it again"
+                )
+        return apart
+    found: dict[Any, tuple[str, Tensor]] = {}
+    for key, value in state.items():
+        found.setdefault(owners.get(key, key), (key, value))
     return dict(found.values())
 
 

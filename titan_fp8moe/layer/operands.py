@@ -178,10 +178,11 @@ def _empty_operand(sizes: tuple[Any, ...], layouts: Layouts, device: torch.devic
 class WeightCache:
     """The quantized weights of a module, in memory that stays where it is.
 
-    After a step of a ``torch.optim`` optimizer, and after :meth:`clear_all`, every cache is refreshed in its next
-    forward. So is a cache of other tensors or of another version, and one whose weights differ in a sample of 1,024
-    values or more of each weight, at least 32 of each expert. The sample alone shows a change of few values through
-    ``.data``, and in replays of a CUDA graph or under FSDP any change by hand: call :meth:`clear_all` after it.
+    After a step of a ``torch.optim`` optimizer every cache of trained weights is refreshed in its next forward, and
+    after :meth:`clear_all` every cache. So is a cache of other tensors or of another version, and one whose weights
+    differ in a sample of 1,024 values or more of each weight, at least 32 of each expert. The sample alone shows a
+    change of few values through ``.data``, and in replays of a CUDA graph or under FSDP any change by hand: call
+    :meth:`clear_all` after it.
 
     Args:
         layouts: what is kept. ``both`` takes 2 bytes per parameter. ``forward`` takes 1, and each backward transposes.
@@ -203,7 +204,7 @@ class WeightCache:
         self._lock = threading.Lock()
         self._all.add(self)
         register = "torch.optim.optimizer:register_optimizer_step_post_hook"
-        patches.hook(register, _after_optimizer_step, checked_on="torch 2.11.0 to 2.15.0")
+        patches.hook(register, after_optimizer_step, checked_on="torch 2.11.0 to 2.15.0")
 
     def __reduce__(self) -> tuple:
         return WeightCache, (self.layouts, self.kind)  # a copied layer has other weights
@@ -219,10 +220,9 @@ class WeightCache:
 
     @staticmethod
     def clear_all() -> None:
-        """As :meth:`clear` for the trained weights of all layers; a step of a ``torch.optim`` optimizer does so."""
-        with _disable_current_modes():
-            for steps in _steps.values():
-                steps.data.add_(1)
+        """As :meth:`clear` for the weights of all layers, frozen ones too."""
+        for cache in list(WeightCache._all):
+            cache.clear()
 
     def buffers(self, groups: Groups) -> Copies:
         """The copies for such weights, which :func:`pack` hands to an op. They are made unless they are there.
@@ -296,8 +296,11 @@ _steps: dict[torch.device, Tensor] = {}
 
 
 @torch.compiler.disable
-def _after_optimizer_step(*_: Any) -> None:
-    WeightCache.clear_all()
+def after_optimizer_step(*_: Any) -> None:
+    """Lets the next forward of each layer quantize its weights anew, unless they are frozen."""
+    with _disable_current_modes():
+        for steps in _steps.values():
+            steps.data.add_(1)
 
 
 # --- a forward's operands ---------------------------------------------------------------------------------------------

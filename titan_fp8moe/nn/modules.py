@@ -168,6 +168,7 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
             self.register_parameter(name, nn.Parameter(weight))
         self.configure(Fp8FlowMoEConfig() if config is None else config)
         self.ep_group = None if mesh is None else mesh.get_group()
+        self.register_load_state_dict_pre_hook(_check_stored)
         if mesh is not None:
             self.register_load_state_dict_pre_hook(_spread_plain_weights)
         self.reset_parameters()
@@ -304,6 +305,7 @@ class Fp8RoutedExperts(_RunsLayer):
         for name, weight in (("w13", w13), ("w2", w2)):
             for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):
                 self.register_parameter(key, nn.Parameter(tensor.detach().view(torch.uint8), requires_grad=False))
+        self.register_load_state_dict_pre_hook(_check_stored)
 
     def fp8_matrices(self) -> list[str]:
         return ["w13", "w2"]
@@ -345,6 +347,22 @@ def cache_of(module: Any, frozen: bool) -> WeightCache | None:
     if not (frozen or config.cache_weights) or config.fp8_all_gather or getattr(module, "gathers_fp8", False):
         return None
     return own_cache(module)
+
+
+def _check_stored(
+    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
+) -> None:
+    """Refuses bytes of stored weights as values, and values as bytes, which PyTorch would convert as numbers. Both
+    kinds of experts have a ``w2``, and ``strict=False`` passes over the names that differ."""
+    for name, param in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and (
+            value.dtype == FP8 or (value.dtype == torch.uint8) != (param.dtype == torch.uint8)
+        ):
+            lists[-1].append(  # the errors
+                f"{prefix}{name} is {value.dtype}, and {type(module).__name__} keeps it as {param.dtype}; load weights "
+                "that are stored in FP8 by RoutedExperts.from_fp8, and others into RoutedExperts"
+            )
 
 
 def _spread_plain_weights(

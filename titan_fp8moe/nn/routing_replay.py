@@ -48,6 +48,11 @@ class _Layer(NamedTuple):
         group = self.experts.ep_group if isinstance(self.experts, Fp8RoutedExperts) else None
         return getattr(weight, "ds_shape", weight.shape)[0] * (1 if group is None else group.size())
 
+    @property
+    def of_any_router(self) -> bool:
+        """Whether the router may be a user's own; then its experts get ids that say which of them run."""
+        return any(isinstance(module, _OURS) for module in self.experts.modules())
+
 
 def _layers(model: nn.Module) -> list[_Layer]:
     found = [
@@ -61,7 +66,16 @@ def _layers(model: nn.Module) -> list[_Layer]:
             f"{type(model).__name__} has no experts whose routing could be replayed: modules named experts or "
             "routed_experts, or titan_fp8moe.RoutedExperts"
         )
-    return found
+    wrappers = {module for layer in found for module in layer.experts.modules()}  # such as torch.compile's
+    layers = [layer for layer in found if layer.block not in wrappers]
+    for layer in layers:
+        inside = set(layer.block.modules())
+        if inner := [other.name for other in layers if other is not layer and other.block in inside]:
+            raise ValueError(
+                f"{layer.name} and {inner[0]} are chosen in one module's forward, so which torch.topk is whose cannot "
+                "be told; give each router a module of its own, which holds it and its experts"
+            )
+    return layers
 
 
 class RecordedRouting:
@@ -69,6 +83,7 @@ class RecordedRouting:
 
     def __init__(self, layers: list[_Layer]):
         self._calls: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+        self._ran: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}  # of users' routers
 
     def routed_experts(self) -> Tensor:
         """Expert ids (B, S, L, K) int32 of L MoE layers. Forwards follow each other along S, as in generation.
@@ -76,9 +91,13 @@ class RecordedRouting:
         (S, L, K) where the MoE blocks get tokens (S, D) without a batch dim.
 
         Raises:
-            RuntimeError: if a layer has recorded nothing, or other tokens than the first, as in models that loop.
+            RuntimeError: if a layer has recorded nothing, or other tokens than the first, as in models that loop. Also
+                if :class:`titan_fp8moe.RoutedExperts` ran other experts than their module's last ``torch.topk`` chose.
         """
         _require_all([name for name, calls in self._calls.items() if not calls], "recorded")
+        for name, calls in self._ran.items():
+            for ran, ids in zip(calls, self._calls[name], strict=bool(calls)):
+                _require_ran(name, ran, ids.flatten(0, -2))
         recorded = {name: torch.cat(calls, -2) for name, calls in self._calls.items()}
         tokens = next(iter(recorded.values())).shape[:-1]
         for name, ids in recorded.items():
@@ -161,7 +180,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
         The record; read :meth:`RecordedRouting.routed_experts` when the forwards are done.
 
     Raises:
-        ValueError: for a model without experts.
+        ValueError: for a model without experts, and for two routers in the forward of one module that holds experts.
     """
     layers = _layers(model)
     routing = RecordedRouting(layers)
@@ -175,6 +194,8 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
                 out = forward(*args, **kwargs)
             ids = mode.ids if mode.ids is not None else _ids_of(layer, arguments)
             calls.append(ids.detach().int().reshape(*tokens.shape[:-1], -1))
+            if layer.of_any_router:
+                routing._ran[layer.name].append(_ids_of(layer, arguments).detach().clone())
             return out
 
         return record
@@ -198,7 +219,8 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
             ids, such as the last sampled one or padding, is routed by the router.
 
     Raises:
-        ValueError: for a model without experts, and for ids or shapes that do not fit the model or the forward.
+        ValueError: for models that :func:`record_routing` refuses, and for ids or shapes that do not fit the model or
+            the forward.
         RuntimeError: for a router that does not choose by ``torch.topk``, or a layer without a forward inside the
             context. Also for a backward outside, and a replay inside another.
     """
@@ -226,6 +248,8 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
                 out = forward(*args, **kwargs)
             if not mode.replayed:
                 _require_equal(layer, _ids_of(layer, arguments), mode.ids_TK)
+            elif layer.of_any_router:
+                _require_ran(layer.name, _ids_of(layer, arguments), mode.ids_TK)
             first = out[0] if isinstance(out, tuple) else out
             if first.requires_grad:
                 first.register_hook(check_backward)
@@ -311,6 +335,18 @@ def _require_equal(layer: _Layer, chosen_TK: Tensor, ids_TK: Tensor) -> None:
             f"the router of {layer.name} does not choose by torch.topk, so its choice cannot be replayed, and it "
             "differs from routed_experts"
         )
+
+
+def _require_ran(name: str, ran_TK: Tensor, ids_TK: Tensor) -> None:
+    """Requires that the experts which ran are those of the ids, in any order. A router may drop some of them."""
+    if ran_TK.shape == ids_TK.shape:
+        chosen = (ran_TK.unsqueeze(-1) == ids_TK.unsqueeze(-2)).any(-1)
+        if bool((chosen | (ran_TK < 0) | (ids_TK < 0)).all()):
+            return
+    raise RuntimeError(
+        f"{name} ran other experts than a torch.topk of its router's module chose; let the router choose by torch.topk "
+        "of all experts' scores, after which the module calls no other"
+    )
 
 
 def _require_all(missing: list[str], done: str) -> None:

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.operands import WeightCache
+from titan_fp8moe.layer.operands import after_optimizer_step
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
@@ -105,8 +105,8 @@ class Fp8FlowMoEConverter(ModelConverter):
         return why_not_fp8(ffn, self.tensor_shards)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Clears the cached weights, also where a container steps optimizers that are not ``torch.optim``'s."""
-        WeightCache.clear_all()
+        """Clears caches of trained weights, also where a container steps optimizers that are not ``torch.optim``'s."""
+        after_optimizer_step()
 
 
 def _candidates(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
