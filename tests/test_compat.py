@@ -11,7 +11,7 @@ from torchtitan.tools import utils
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
 from tests.layer import refused
 from tests.patched import undone
-from titan_fp8moe import RoutedExperts
+from titan_fp8moe import RoutedExperts, patches
 from titan_fp8moe.trainer import compat
 from titan_fp8moe.trainer.cpu import rebind
 
@@ -126,3 +126,15 @@ def test_some_parameters_of_a_group_leave_fsdp(monkeypatch: pytest.MonkeyPatch):
     assert [group.fsdp_params for group in groups] == [[a]]
     with pytest.raises(RuntimeError):
         compat.leave_fsdp(torch.nn.Module(), [b.sharded_param])
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 32), (100, 100)])
+def test_the_recompile_limit_is_raised_and_never_lowered(before: int, after: int):
+    config = torch._dynamo.config
+    with undone():
+        was, config.recompile_limit = config.recompile_limit, before
+        compat.raise_recompile_limit()
+        found = config.recompile_limit
+        patches.undo_all()
+        config.recompile_limit = was
+    assert found == after

@@ -185,11 +185,11 @@ def test_settings_that_keep_less(run, settings: list[str]):
         # 2 bytes of 1.8 B experts' and FFNs' parameters, and no quantized copy of one layer in the backward; or 1 byte.
         ("--fp8_flow_moe.cache_weights", 2.5),
         ("--fp8_flow_moe.cache_weights --fp8_flow_moe.cache_layouts=forward", 1.5),
-        ("--training.global_batch_size=8", 2),  # gradients of the first microbatch are there at the loss
+        ("--training.global_batch_size=8", 7),  # gradients of the first microbatch are there at the loss
     ],
 )
 def test_settings_that_raise_the_peak(run, setting: str, gib: float):
-    assert run(*FP8, *setting.split()).peak > run(*FP8).peak + gib * GIB
+    assert gib * GIB < run(*FP8, *setting.split()).peak - run(*FP8).peak < (gib + 1) * GIB
 
 
 def test_a_compiled_loss_takes_4_bytes_per_logit_instead_of_12(run):
