@@ -83,7 +83,7 @@ class RecordedRouting:
 
     def __init__(self, layers: list[_Layer]):
         self._calls: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
-        self._ran: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}  # of users' routers
+        self._ran: dict[str, list[Tensor]] = {layer.name: [] for layer in layers if layer.of_any_router}
 
     def routed_experts(self) -> Tensor:
         """Expert ids (B, S, L, K) int32 of L MoE layers. Forwards follow each other along S, as in generation.
@@ -96,7 +96,7 @@ class RecordedRouting:
         """
         _require_all([name for name, calls in self._calls.items() if not calls], "recorded")
         for name, calls in self._ran.items():
-            for ran, ids in zip(calls, self._calls[name], strict=bool(calls)):
+            for ran, ids in zip(calls, self._calls[name], strict=True):
                 _require_ran(name, ran, ids.flatten(0, -2))
         recorded = {name: torch.cat(calls, -2) for name, calls in self._calls.items()}
         tokens = next(iter(recorded.values())).shape[:-1]
