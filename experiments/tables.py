@@ -585,10 +585,13 @@ def pairs(records: Records) -> str:
     for name, shape in records.named("pairs: .*"):
         r = first(records.of(name, shape))
         half_width, needed = r["pairs_for"]
-        deviation = f"**{r['value']:+.2%} ± {r['half_width']:.2%}**"
-        cells = [f"{r['reference_value']:.4f}", deviation, str(r["pairs"]), f"{r['deviation']:.2%}"]
-        rows.append([name.partition(": ")[2], *cells, f"{needed:,} (±{half_width:.2%})"])
-    return markdown(["", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less"], rows)
+        cells = [f"{r['value']:+.2%}", "1", "", ""]
+        if r["pairs"] > 1:
+            cells = [f"**{r['value']:+.2%} ± {r['half_width']:.2%}**", str(r["pairs"])]
+            cells += [f"{r['deviation']:.2%}", f"{needed:,} (±{half_width:.2%})"]
+        model = shape.partition(",")[0].replace("_", " ")
+        rows.append([model, name.partition(": ")[2], f"{r['reference_value']:.4f}", *cells])
+    return markdown(["model", "", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less"], rows)
 
 
 def gradient_noise(records: Records) -> str:

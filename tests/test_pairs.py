@@ -40,6 +40,8 @@ def test_a_pass_reads_each_window_once(corpus):
     assert first == [labels.tolist() for labels in batches]
     assert first != [labels.tolist() for _, labels in OnePass(corpus, 8, 2, seed=2)]
     assert [labels.tolist() for _, labels in windows.last(3)] == first[-3:]
+    ranks = [[labels.tolist() for _, labels in OnePass(corpus, 8, 2, 1, rank, 2)] for rank in range(2)]
+    assert [batch for step in zip(*ranks, strict=True) for batch in step] == first[: len(first) // 2 * 2]
 
 
 TINY = (
@@ -59,8 +61,19 @@ TINY = (
 )
 
 
-def train(name, corpus, *flags):
-    command = [sys.executable, "-m", "experiments.convergence.pair", name, "--work", corpus, "--corpus", corpus]
+def train(name, corpus, *flags, ranks=1):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [
+        sys.executable,
+        *torchrun,
+        "-m",
+        "experiments.convergence.pair",
+        name,
+        "--work",
+        corpus,
+        "--corpus",
+        corpus,
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*command, *TINY, *flags], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -86,6 +99,20 @@ def test_runs_of_a_pair_differ_by_the_recipe_alone(corpus):
     assert measured.noise.keys() == {"1", "3"}
     by_error = {name: figures["by_kind"]["routed w2"]["error"] for name, figures in measured.noise["3"].items()}
     assert by_error["fp8 against bf16"]["variance"] > by_error["bf16 against fp32"]["variance"] > 0
+
+
+@pytest.mark.slow
+def test_pair_of_two_ranks(corpus):
+    """FP8 spreads the experts, bf16 holds them all: same weights and tokens."""
+    runs = [
+        train("fp8-s1", corpus, "--parallelism.expert_parallel_degree=2", ranks=2),
+        train("bf16-s1", corpus, ranks=2),
+    ]
+    for run in runs:
+        _, errors = run.communicate()
+        assert run.returncode == 0, errors.decode()[-2000:]
+    (pair,) = compare.pairs_of(compare.read_runs(corpus))
+    assert 0 < abs(pair.fp8.end["held_out_loss"] / pair.bf16.end["held_out_loss"] - 1) < 1e-2
 
 
 def a_run(seed_loss, steps=8, weights="w", tokens="t", noise=None):
@@ -157,9 +184,10 @@ def test_records_give_tables_and_a_picture(tmp_path):
     records = compare.pair_records(pairs) + compare.noise_records(runs["bf16-s1"])
     found = tables.Records(json.loads(json.dumps(records, allow_nan=False)))
     # t of 1 degree of freedom: 12.706 * 0.1%
-    assert "| held-out loss | 2.0000 | **+0.20% ± 1.27%** | 2 | 0.14% |" in tables.pairs(found)
+    assert "| tiny | held-out loss | 2.0000 | **+0.20% ± 1.27%** | 2 | 0.14% |" in tables.pairs(found)
     assert "| all | 50.0% | 100% | 173% | 3 | 10.0% | ∞ |" in tables.gradient_noise(found)
-    assert compare.pair_records(pairs[:1]) == []
+    alone = tables.Records(json.loads(json.dumps(compare.pair_records(pairs[:1]), allow_nan=False)))
+    assert "| tiny | held-out loss | 2.0000 | +0.10% | 1 |\n" in tables.pairs(alone)
     compare.draw(pairs, tmp_path / "pairs.png")
     assert (tmp_path / "pairs.png").stat().st_size > 1000
 

@@ -2,7 +2,7 @@
 
     python -m experiments.convergence.compare RUNS               # prints how far runs are, and tables
     python -m experiments.convergence.compare RUNS --save FILE   # also writes the logs to one file, a RUNS too
-    python -m experiments.convergence.compare RUNS --out DIR     # also adds to DIR/results.json, draws DIR/pairs.png
+    python -m experiments.convergence.compare RUNS --out DIR     # also adds to DIR/results.json, draws DIR/FLAVOR.png
 
 RUNS are folders of the logs that pair.py writes, or files of --save, with different seeds. A pair counts when both runs
 have ended. They must have had the same weights and tokens. No token was seen twice, so the training loss of the last
@@ -101,21 +101,26 @@ def student_t(freedom: int) -> float:
 
 
 class Effect(NamedTuple):
-    """The mean deviation of FP8 from bf16, half its 95% interval, the deviation of pairs, and how many."""
+    """The mean deviation of FP8 from bf16, half its 95% interval, the deviation of pairs, and how many. One pair has
+    no interval."""
 
     mean: float
-    half_width: float
-    deviation: float
+    half_width: float | None
+    deviation: float | None
     pairs: int
 
     @classmethod
     def of(cls, deviations: list[float]) -> "Effect":
+        if len(deviations) == 1:
+            return cls(*deviations, None, None, 1)
         spread = stdev(deviations)
         half_width = student_t(len(deviations) - 1) * spread / len(deviations) ** 0.5
         return cls(fmean(deviations), half_width, spread, len(deviations))
 
-    def needed(self, half_width: float = WANTED) -> int:
+    def needed(self, half_width: float = WANTED) -> int | None:
         """Pairs of this deviation that would give an interval of this half width."""
+        if self.deviation is None:
+            return None
         return next(n for n in count(2) if student_t(n - 1) * self.deviation <= half_width * n**0.5)
 
 
@@ -164,12 +169,14 @@ def records_of(run: Run, found: list[dict], steps: str) -> list[dict]:
     """Records with the fields that all of a run have."""
     flavor = run.meta["config"]["model"]["flavor"]
     shape = f"{flavor}, {run.meta['parameters']:,} parameters, {run.meta['tokens_per_step']:,} tokens a step, {steps}"
-    made = run.meta["environment"] | {"command": "bash experiments/convergence/pairs.sh start"}
+    made = run.meta["environment"]
+    if made["hardware"].startswith("1 x "):
+        made |= {"command": "bash experiments/convergence/pairs.sh start"}
     return [made | {"shape": f"{shape}{run.meta['steps']} steps", "speedup": None} | fields for fields in found]
 
 
 def pair_records(pairs: list[Pair]) -> list[dict]:
-    if len(pairs) < 2:
+    if not pairs:
         return []
     found = []
     for name, effect in effects(pairs).items():
@@ -218,7 +225,8 @@ def draw(pairs: list[Pair], path: Path) -> None:
         differences.plot(tokens[SMOOTH - 1 :], curve, color="#B0B0B0", linewidth=0.8)
     differences.plot(tokens[SMOOTH - 1 :], np.mean(curves, 0), color="#0072B2")
     differences.axhline(0, color="black", linewidth=0.5)
-    title = f"FP8 against bf16 in %, means of {SMOOTH} steps: {len(pairs)} pairs and their mean"
+    of = f": {len(pairs)} pairs and their mean" * (len(pairs) > 1)
+    title = f"FP8 against bf16 in %, means of {SMOOTH} steps{of}"
     differences.set_title(title, fontsize=10, loc="left")
     for axis in (losses, differences):
         axis.set_xlabel("million tokens, each seen once")
@@ -230,7 +238,7 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of the runs' logs, or files of --save")
     parser.add_argument("--save", type=Path, help="file to write the logs to")
-    parser.add_argument("--out", type=Path, help="folder of results.json and pairs.png")
+    parser.add_argument("--out", type=Path, help="folder of results.json and the picture")
     args = parser.parse_args()
     runs = {name: run for path in args.runs for name, run in read_runs(path).items()}
     if args.save:
@@ -242,7 +250,7 @@ def main() -> None:
     if args.out:
         write_records(args.out / "results.json", found)
         if pairs:
-            draw(pairs, args.out / "pairs.png")
+            draw(pairs, args.out / f"{pairs[0].fp8.meta['config']['model']['flavor']}.png")
 
 
 if __name__ == "__main__":

@@ -57,13 +57,14 @@ def as_batch(windows_BS: np.ndarray) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class OnePass:
-    """Batches of the text for training in an order that ``seed`` alone decides, each window once."""
+    """Batches of the text for training in an order that ``seed`` alone decides, each window once. A rank has every
+    ``ranks``-th."""
 
-    def __init__(self, corpus: Path, seq_len: int, batch_size: int, seed: int):
+    def __init__(self, corpus: Path, seq_len: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1):
         self.windows = windows(corpus, "train", seq_len)
-        count = len(self.windows) // batch_size
-        self.order = np.random.default_rng(seed).permutation(len(self.windows))[: count * batch_size]
-        self.order = self.order.reshape(count, batch_size)
+        count = len(self.windows) // (batch_size * ranks)
+        self.order = np.random.default_rng(seed).permutation(len(self.windows))[: count * ranks * batch_size]
+        self.order = self.order.reshape(count, ranks, batch_size)[:, rank]
         self.crc = 0  # checksum of the batches that were read
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

@@ -1,7 +1,8 @@
-"""Trains one run of a pair with torchtitan's Trainer, on one GPU or the CPU.
+"""Trains one run of a pair with torchtitan's Trainer, on one GPU or the CPU, or on the ranks of torchrun.
 
     python -m experiments.convergence.pair fp8-s1 --work DIR --corpus DIR [torchtitan overrides]
     python -m experiments.convergence.pair bf16-s1 --work DIR --corpus DIR --noise-after 0.25 0.5 1
+    torchrun --nproc_per_node=4 -m experiments.convergence.pair fp8-s1 --work DIR --corpus DIR --model.flavor=16B
 
 A pair is a run in FP8, the converter's defaults, and one of the strongest bf16 of experiments/throughput. Its seed
 decides initialization and data order. No token is seen twice.
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.models.deepseek_v3 import deepseekv3_args
@@ -36,6 +38,8 @@ from experiments.convergence.noise import measure
 from experiments.provenance import environment
 from experiments.records import script_parser
 from experiments.throughput.train import CHECKPOINTING, CONVERTERS
+from titan_fp8moe import check_room
+from titan_fp8moe.dispatch import auto
 
 RECIPES = {"fp8": CONVERTERS["fp8_flow"], "bf16": [*CHECKPOINTING["saved"][0], *CONVERTERS["bf16_fused"]]}
 LOGGED = {"loss_metrics/global_avg_loss": "loss", "grad_norm": "grad_norm", "throughput(tps)": "tokens_per_second"}
@@ -63,13 +67,16 @@ class PairTrainer(Trainer):
     def __init__(self, config: JobConfig, name: str, args: argparse.Namespace):
         super().__init__(config)
         self.args, training = args, config.training
-        self.metrics_processor.logger = self.log = Log(args.work / name / "log.jsonl")
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        first = self.rank == 0
+        self.metrics_processor.logger = self.log = Log(args.work / name / "log.jsonl" if first else Path(os.devnull))
         needed = training.steps * self.gradient_accumulation_steps + args.minibatches
         if needed > len(self.dataloader.order):
             raise SystemExit(f"error: a pass needs {needed} batches, {args.corpus} has {len(self.dataloader.order)}")
         self.noise_steps = {round(share * training.steps) for share in args.noise_after}
         parameters = [*self.model_parts[0].parameters()]
-        weights = [(p.detach().sum(dtype=torch.float64).item(), p.detach().norm().item()) for p in parameters]
+        sums = [(p.detach().sum(dtype=torch.float64), p.detach().norm()) for p in parameters]
+        weights = [[f"{whole(value).item():.5g}" for value in each] for each in sums]  # ranks add in several orders
         self.log.write(
             name=name,
             tokens_per_step=training.global_batch_size * training.seq_len,
@@ -94,24 +101,35 @@ class PairTrainer(Trainer):
         """The mean over windows that are spread evenly over the held-out text."""
         training = self.job_config.training
         held_out = windows(self.args.corpus, "validation", training.seq_len)
+        auto.disable()  # the all-to-all takes any routing
         batch = training.local_batch_size  # of training's shape, and with gradients, so that nothing compiles again
-        chosen = np.linspace(0, len(held_out) - 1, self.args.eval_windows // batch * batch).astype(int)
+        count = self.args.eval_windows // (batch * self.ranks)
+        chosen = np.linspace(0, len(held_out) - 1, count * batch * self.ranks).astype(int)
         losses = []
-        for indices in chosen.reshape(-1, batch):
+        for indices in chosen.reshape(-1, batch)[self.rank :: self.ranks]:
             inputs, labels = as_batch(held_out[indices])
             with self.maybe_enable_amp:
                 pred = self.model_parts[0](inputs["input"].to(self.device))
             labels = labels.to(self.device).flatten()
             losses.append(F.cross_entropy(pred.detach().flatten(0, 1).float(), labels).double())
-        return torch.stack(losses).mean().item()
+        check_room()
+        mean = torch.stack(losses).mean() / self.ranks
+        dist.all_reduce(mean)
+        return mean.item()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def register_models(corpus: Path, seed: int) -> None:
-    def build_dataloader(job_config: JobConfig, **kwargs: Any) -> OnePass:
-        return OnePass(corpus, job_config.training.seq_len, job_config.training.local_batch_size, seed)
+    def build_dataloader(job_config: JobConfig, dp_rank: int, dp_world_size: int, **_: Any) -> OnePass:
+        training = job_config.training
+        return OnePass(corpus, training.seq_len, training.local_batch_size, seed, dp_rank, dp_world_size)
 
     tiny = deepseekv3_args["tiny"]
     flavors = {
+        "16B": replace(deepseekv3_args["16B_27_layers_sdpa"], vocab_size=VOCAB_SIZE),
         "16B_6_layers": replace(deepseekv3_args["16B_6_layers_sdpa"], vocab_size=VOCAB_SIZE),
         # Queries, keys and values of one size: any attention kernel takes them.
         "tiny": replace(tiny, vocab_size=VOCAB_SIZE, qk_nope_head_dim=32, moe_args=replace(tiny.moe_args)),
@@ -147,9 +165,10 @@ def main(argv: list[str] | None = None) -> None:
     config.job.dump_folder = str(args.work / args.name)
     config.debug.seed, config.model.converters = int(seed), RECIPES[recipe]
     register_models(args.corpus, int(seed))
-    os.environ.setdefault("LOCAL_RANK", "0")
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.setdefault("LOCAL_RANK", "0")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         trainer = PairTrainer(config, args.name, args)
         trainer.train()
