@@ -165,8 +165,8 @@ def offloaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], tuple[An
         with monkeypatch.context() as patch:
             patch.setattr(torch, "get_device_module", lambda _: device)
             offload_experts(model, "cpu")
-        layers = [layer for module in model.modules() if (layer := vars(module).get("fp8_host"))]
-        device.names = {q.data_ptr(): str(layer.index) for layer in layers for q in layer.values}
+        experts = next(host.experts for module in model.modules() if (host := vars(module).get("fp8_host")))
+        device.names = {q.data_ptr(): str(index) for index, layer in enumerate(experts.values) for q in layer}
         return model, device
 
     return make
@@ -271,7 +271,7 @@ def test_nothing_is_saved(offloaded):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), device:
         here(*make_inputs())
-    values = [b.bytes for b in experts.buffers] + [q for layer in experts.layers for q in layer.values]
+    values = [b.bytes for b in experts.buffers] + [q for layer in experts.values for q in layer]
     assert saved and not saved & {q.untyped_storage().data_ptr() for q in values}
 
 
@@ -407,8 +407,7 @@ def test_on_a_gpu():
     there, here = Layers("none", lora=True, **sizes), Layers("none", lora=True, **sizes).cpu()
     before = torch.cuda.memory_allocated()
     offload_experts(here)
-    values = [q for experts in here.layers for q in experts.fp8_host.values]
-    assert all(q.is_pinned() for q in values)
+    assert all(q.is_pinned() for layer in here.layers[0].fp8_host.experts.values for q in layer)
     on_card = [p for experts in here.layers for name, p in experts.named_parameters() if name not in ("w13", "w2")]
     assert all(p.is_cuda for p in on_card)
     buffers = 2 * 3 * E * 1024 * 1024
@@ -422,8 +421,10 @@ def test_on_a_gpu():
             want = step(there, inputs)
             counts.append(torch.cuda.memory_stats()["allocation.all.allocated"])
             torch.cuda.set_sync_debug_mode("error")
-            got = step(here, inputs)
-            torch.cuda.set_sync_debug_mode("default")
+            try:
+                got = step(here, inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
             counts.append(torch.cuda.memory_stats()["allocation.all.allocated"])
             assert_equal(got, want)
         assert counts[2] - counts[1] == counts[1] - counts[0]

@@ -229,7 +229,7 @@ def glm(setting: Setting) -> list[dict]:
     trainer, tokens = Trainer(setting.dims, OURS, in_host=True), setting.batches(1)[0]
     ours, forward = timed(trainer, tokens, 3), lambda: loss_of(trainer.model, tokens)
     experts = next(m.fp8_host.experts for m in trainer.model.modules() if "fp8_host" in vars(m))
-    count, values, buffer = len(experts.layers), experts.layers[0].values, experts.buffers[0]
+    count, values, buffer = len(experts.values), experts.values[0], experts.buffers[0]
     pairs = [*zip(buffer.views(values), values, strict=True)]
     ms = elapsed_ms(lambda: [there.copy_(here, non_blocking=True) for there, here in pairs], 8)
     more = dict(copy_s=2 * (count - NUM_BUFFERS) * ms / 1e3, forward_s=elapsed_ms(forward) / 1e3)

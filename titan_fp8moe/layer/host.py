@@ -80,31 +80,30 @@ class HostExperts:
     """The experts of a model's layers.
 
     Args:
-        layers: the values of each layer's w1 and w2 in host memory, in the order of the forward.
+        values: w1's and w2's of each layer in host memory, in the order of the forward.
         device: where they are used. Their scales are there.
     """
 
-    def __init__(self, layers: list[list[Tensor]], device: torch.device):
-        self.device, self.runtime = device, torch.get_device_module(device)
+    def __init__(self, values: list[list[Tensor]], device: torch.device):
+        self.values, self.device, self.runtime = values, device, torch.get_device_module(device)
         self.stream = self.runtime.Stream(device)
-        self.layers = [HostLayer(self, index, values) for index, values in enumerate(layers)]
-        size = max(map(_nbytes, layers))
+        size = max(map(_nbytes, values))
         with self.runtime.stream(self.stream):  # once freed, the memory is the stream's again, behind its last copy
             self.buffers = [_Buffer(size, device, self.runtime) for _ in range(NUM_BUFFERS)]  # first: longest unused
         self._last, self._step = 0, 1
 
-    def take(self, layer: "HostLayer") -> _Buffer:
-        """The buffer with the layer's values, for the current stream. Begins the copy of the layer that is likely next.
+    def take(self, at: int) -> _Buffer:
+        """The buffer with a layer's values, for the current stream. Begins the copy of the layer that is likely next.
         ``free`` must be recorded behind the last read."""
-        at, last = layer.index, len(self.layers) - 1
+        last = len(self.values) - 1
         if at in (0, last):
             self._step = 1 if at == 0 else -1
         elif at != self._last:  # checkpointing asks for a layer twice in a row
             self._step = 1 if at > self._last else -1
         self._last = at
-        buffer = self._copied(layer.values)
+        buffer = self._copied(self.values[at])
         if 0 <= at + self._step <= last:
-            self._copied(self.layers[at + self._step].values)
+            self._copied(self.values[at + self._step])
         self.runtime.current_stream(self.device).wait_event(buffer.ready)
         return buffer
 
@@ -129,8 +128,8 @@ class HostLayer:
 
     _buffer: _Buffer
 
-    def __init__(self, experts: HostExperts, index: int, values: list[Tensor]):
-        self.experts, self.index, self.values = experts, index, values
+    def __init__(self, experts: HostExperts, index: int):
+        self.experts, self.index = experts, index
 
     def __reduce__(self) -> tuple:
         return type(None), ()
@@ -142,14 +141,14 @@ class HostLayer:
             weights: w1 and w2 as the module has them, in host memory; in a backward, as it had them in the forward.
         """
         w1, w2, _ = weights
-        if w1.device != self.values[0].device:
+        if w1.device.type != "cpu":
             raise RuntimeError(
                 f"offload_experts put these experts into host memory, and something has moved them to {w1.device}; "
                 "move a model before that call, which itself moves all else to the GPU"
             )
-        self.values = [w1.q, w2.q]
-        self._buffer = self.experts.take(self)
-        q1, q2 = self._buffer.views(self.values)
+        values = self.experts.values[self.index] = [w1.q, w2.q]
+        self._buffer = self.experts.take(self.index)
+        q1, q2 = self._buffer.views(values)
         return ExpertWeights(Fp8Weight(q1, w1.scale), Fp8Weight(q2, w2.scale))
 
     def release(self) -> None:

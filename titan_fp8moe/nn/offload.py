@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_fp8moe.layer.host import HostExperts, pinned_like
+from titan_fp8moe.layer.host import HostExperts, HostLayer, pinned_like
 from titan_fp8moe.nn.modules import Fp8RoutedExperts
 from titan_fp8moe.recipe import FP8
 
@@ -55,13 +55,13 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
         end = "\n" if done == len(weights) else ""
         line = f"\roffload_experts: {done} of {len(weights)} layers, {gib:.1f} GiB in host memory"
         print(line, end=end, file=sys.stderr, flush=True)
-    experts = {q for layer in weights for q in layer}
+    offloaded = {q for layer in weights for q in layer}
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor not in experts and tensor.device != device:
+        if tensor not in offloaded and tensor.device != device:
             tensor.data = tensor.data.to(device)
-    values = [[q.detach().view(FP8) for q in layer] for layer in weights]
-    for module, layer in zip(found, HostExperts(values, device).layers, strict=True):
-        cast(Any, module).fp8_host = layer
+    experts = HostExperts([[q.detach().view(FP8) for q in layer] for layer in weights], device)
+    for index, module in enumerate(found):
+        cast(Any, module).fp8_host = HostLayer(experts, index)
 
 
 def _stored(module: nn.Module) -> list[str]:
