@@ -119,7 +119,7 @@ for model in qwen3 deepseek_v3; do
     part "transformers_${model}_default" 1 100 python3 -m experiments.transformers.run --out experiments/transformers \
         --models "$model" --attention default --phases eager
 done
-for phase in full layers loss; do
+for phase in full layers loss host glm; do
     part "lora_$phase" 1 500 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
         python3 -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases "$phase"
 done

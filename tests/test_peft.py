@@ -219,7 +219,7 @@ def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each phase records, and losses follow those of PEFT in bf16. Only ``ours`` has adapters beside the weights."""
     monkeypatch.setattr(experiment, "TIMED_STEPS", 1)
     monkeypatch.setattr(experiment, "TRAINED_STEPS", 6)
-    experiment.main(["--out", str(tmp_path), "--tiny"])
+    experiment.main(["--out", str(tmp_path), "--tiny", "--phases", "full", "layers", "loss"])
     records = json.loads((tmp_path / "results.json").read_text())
     assert [r["reference"] for r in records] == ["ours merged", "bf16", *["bf16"] * 3]  # two phases are equal here
     assert all(r["speedup"] > 0 for r in records)
@@ -232,6 +232,14 @@ def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             trainer.step(torch.randint(512, (2, 16)))
         assert (counter.ops["low_rank"] > 0) == (name == "ours")
         assert (counter.ops["quantize_weight"] > 0) == (name == "ours merged")
+
+
+@pytest.mark.parametrize("phase", ["host", "glm"])
+def test_experiment_in_host_memory(tmp_path: Path, phase: str):
+    """It compares the losses of both places itself."""
+    experiment.main(["--out", str(tmp_path), "--tiny", "--phases", phase])
+    (record,) = json.loads((tmp_path / "results.json").read_text())
+    assert record["speedup"] > 0 and record["loss"] < 6.24  # ln 512, where training begins
 
 
 def adapters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

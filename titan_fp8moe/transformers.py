@@ -193,7 +193,8 @@ def _experts_forward(
     spec, lora = cast(ExpertSpec, _expert(experts)), peft.handed_over(experts)
     if lora is not None and (why_not := _why_no_adapters(experts)) is not None:
         raise ValueError(f"{type(experts).__name__} cannot run as {NAME}: {why_not}; or {_STAY}")
-    given = Experts(weights, config, None, spec, cache, frozen, biases, lora, check_ids=False)
+    host = vars(experts).get("fp8_host")
+    given = Experts(weights, config, None, spec, cache, frozen, biases, lora, check_ids=False, host=host)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return run_layer(hidden_states, top_k_index, scores, given)
@@ -219,9 +220,9 @@ def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
     if vars(experts).get("fp8_flow_checked") == key:
         return
     for q, scale in pairs:
-        weight = Fp8Weight.of_blocks(q, scale, scales=scales)
+        weight = Fp8Weight.of_blocks(q, scale.to(q.device), scales=scales)
         if weight.q.data_ptr() != q.data_ptr():
-            q.data.view(torch.uint8).copy_(weight.q.view(torch.uint8))
+            q.detach().view(torch.uint8).copy_(weight.q.view(torch.uint8))
             scale.data.copy_(exp2(exponent(weight.scale)))
     experts.fp8_flow_checked = key
 

@@ -135,10 +135,7 @@ def register_models(corpus: Path, seed: int) -> None:
         "tiny": replace(tiny, vocab_size=VOCAB_SIZE, qk_nope_head_dim=32, moe_args=replace(tiny.moe_args)),
     }
     spec = replace(
-        get_train_spec("deepseek_v3"),
-        model_args=flavors,
-        build_tokenizer_fn=None,
-        build_dataloader_fn=build_dataloader,
+        get_train_spec("deepseek_v3"), model_args=flavors, build_tokenizer_fn=None, build_dataloader_fn=build_dataloader
     )
     register_train_spec("deepseek_v3_pairs", spec)
 

@@ -14,12 +14,15 @@ The phases:
     full     all 48 layers, 2 x 4,096 tokens: tokens/s and peak memory of a step; bf16 may not fit
     layers   the same with 12 layers, for all variants
     loss     100 steps of 4 layers on bytes of Python sources, three seeds: mean loss of the last 10
+    host     all 48 layers, 4 x 4,096 tokens, experts on the card and in host memory in turn
+    glm      GLM-4.5-Air's sizes, 106B, experts in host memory; the bound is the longer of copies and computation alone
 
 PEFT 0.21 is needed. A step is forward, backward and optimizer. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 """
 
 import gc
 import statistics
+import time
 from typing import Any
 
 import peft
@@ -28,56 +31,60 @@ import torch.nn.functional as F
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from experiments.records import begin, record, script_parser, write_records
 from experiments.timing import CUDA, elapsed_ms
 from experiments.transformers.run import DEVICE, MODELS, TINY, Setting
-from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, patches
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, offload_experts, patches
+from titan_fp8moe.layer.host import NUM_BUFFERS, pinned_like
 from titan_fp8moe.recipe import FP8, TILE, exp2, exponent
 from titan_fp8moe.transformers import NAME, converted, register
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+NOT_EXPERTS = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANK = 16
 TIMED_STEPS, TRAINED_STEPS = 5, 100
+BEGIN = time.monotonic()
 CHUNK = 1024  # tokens whose logits exist at a time
-RECORD, OURS, BF16 = "lora_qwen3_30b", "ours", "bf16"
+RECORD, OURS, BF16, CARD, HOST = "lora_qwen3_30b", "ours", "bf16", "ours, on the card", "ours, in host memory"
 IMPLEMENTATIONS = {OURS: NAME, "ours merged": NAME, BF16: "grouped_mm"}
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def make_model(dims: dict[str, Any], variant: str, seed: int) -> Any:
+def make_model(dims: dict[str, Any], variant: str, seed: int, in_host: bool) -> Any:
     """PEFT's model with frozen random weights, the same for all variants up to the rounding of FP8."""
-    config = Qwen3MoeConfig(**dims)
+    config = AutoConfig.for_model(**dict(model_type="qwen3_moe") | dims)
     with torch.device("meta"):
-        model: Any = Qwen3MoeForCausalLM(config).bfloat16()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if variant == OURS:
-        replace_with_fp8_linear(model, [*ATTENTION, "lm_head"], FineGrainedFP8Config(weight_block_size=(TILE, TILE)))
-    model.to_empty(device=DEVICE)
+        replace_with_fp8_linear(model, NOT_EXPERTS, FineGrainedFP8Config(weight_block_size=(TILE, TILE)))
+    torch.manual_seed(seed)
+    draw(model, config.initializer_range, in_host)
     with torch.device(DEVICE):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    torch.manual_seed(seed)
-    draw(model, config.initializer_range)
     model.set_experts_implementation(IMPLEMENTATIONS[variant])
     model.gradient_checkpointing_enable()
     targets: dict[str, Any] = dict(target_modules=ATTENTION, target_parameters=EXPERTS)
     lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, init_lora_weights=False, **targets)
     with torch.device(DEVICE):
         adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
-    draw_adapters(adapted)
     if variant != BF16:
-        assert len(converted(model)) == config.num_hidden_layers
+        assert len(converted(model)) == config.num_hidden_layers - getattr(config, "first_k_dense_replace", 0)
+    if in_host:
+        offload_experts(adapted)
     return adapted.train()
 
 
 @torch.no_grad()
-def draw(model: nn.Module, std: float) -> None:
+def draw(model: nn.Module, std: float, in_host: bool) -> None:
     for module in model.modules():
-        for name, param in [*module.named_parameters(recurse=False)]:
+        module.to_empty(device=DEVICE, recurse=False)
+        for name, param in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if name.endswith("_scale_inv"):
                 continue  # drawn with its weight
             if param.dim() == 1:
@@ -86,6 +93,9 @@ def draw(model: nn.Module, std: float) -> None:
                 weight = Fp8Weight.quantize(torch.empty_like(param, dtype=torch.bfloat16).normal_(std=std))
                 param.view(torch.uint8).copy_(weight.q.view(torch.uint8))
                 getattr(module, f"{name}_scale_inv").copy_(exp2(exponent(weight.scale)))
+                if in_host:  # offload_experts would look for memory that this virtual machine gets by using it
+                    param.data = pinned_like(param).copy_(param)
+                    print(f"{param.nbytes / 2**30:.2f} GiB more, {time.monotonic() - BEGIN:.0f} s", flush=True)
             else:
                 param.normal_(std=std)
 
@@ -113,12 +123,17 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 class Trainer:
     """A model with AdamW, whose states and copy of the adapters are fp32."""
 
-    def __init__(self, dims: dict[str, Any], variant: str, seed: int = 0, lr: float = 1e-4):
+    def __init__(self, dims: dict[str, Any], variant: str, seed: int = 0, lr: float = 1e-4, in_host: bool = False):
         patches.undo_all()  # by register() of another variant
         register(Fp8FlowMoEConfig(recompute="none"))
         if variant != OURS:
             ParamWrapper._activate_lora = ParamWrapper._activate_lora.__wrapped__  # PEFT's own
-        self.model = make_model(dims, variant, seed)
+        self.model = make_model(dims, variant, seed, in_host)
+        self.start(seed, lr)
+
+    def start(self, seed: int = 0, lr: float = 1e-4) -> None:
+        torch.manual_seed(seed)
+        draw_adapters(self.model)
         self.adapters = [p for p in self.model.parameters() if p.requires_grad]
         self.copies = [p.detach().float() for p in self.adapters]
         self.optimizer = torch.optim.AdamW(self.copies, lr=lr, weight_decay=0.0, fused=CUDA)
@@ -145,14 +160,19 @@ def speed(setting: Setting, name: str) -> dict[str, float] | None:
     torch.cuda.empty_cache()
     try:
         trainer, tokens = Trainer(setting.dims, name), setting.batches(1)[0]
-        first = float(trainer.step(tokens))  # compiles
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        ms = statistics.median(elapsed_ms(lambda: trainer.step(tokens)) for _ in range(TIMED_STEPS))
+        return timed(trainer, tokens, TIMED_STEPS)
     except torch.cuda.OutOfMemoryError:
         return None
+
+
+def timed(trainer: Trainer, tokens: Tensor, steps: int) -> dict[str, float]:
+    losses = [trainer.step(tokens)]  # compiles
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    ms = statistics.median(elapsed_ms(lambda: losses.append(trainer.step(tokens))) for _ in range(steps))
     peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
-    return dict(tokens_per_s=tokens.numel() / ms * 1e3, peak_gib=peak, loss=first)
+    print(f"{tokens.numel() / ms * 1e3:,.0f} tokens/s, {peak:.1f} GiB, {time.monotonic() - BEGIN:.0f} s", flush=True)
+    return dict(tokens_per_s=tokens.numel() / ms * 1e3, peak_gib=peak, loss=float(losses[0]), last=float(losses[-1]))
 
 
 def compare(setting: Setting, references: list[str]) -> list[dict]:
@@ -185,7 +205,45 @@ def losses(setting: Setting) -> list[dict]:
     return records
 
 
-LAYERS = {"full": 48, "layers": 12, "loss": 4}
+def host(setting: Setting) -> list[dict]:
+    trainer, tokens = Trainer(setting.dims, OURS, in_host=True), setting.batches(1)[0]
+    pinned = [(param, param.data) for param in trainer.model.parameters() if param.dtype == FP8]
+    found: dict[str, list[dict[str, float]]] = {CARD: [], HOST: []}
+    for place in [CARD, HOST] * 2:
+        for param, values in pinned:
+            param.data = values.to(DEVICE) if place == CARD else values
+        for module in trainer.model.modules():
+            vars(module).pop("fp8_host", None)
+        if place == HOST:
+            offload_experts(trainer.model)
+        trainer.start()
+        found[place].append(timed(trainer, tokens, 3))
+    (_, theirs), (_, ours) = found.values()
+    assert len({(run["loss"], run["last"]) for runs in found.values() for run in runs}) == 1
+    more = dict(peak_gib=ours["peak_gib"], loss=ours["last"], reference_peak_gib=theirs["peak_gib"])
+    return [record(RECORD, setting.shape, "tokens/s", ours["tokens_per_s"], CARD, theirs["tokens_per_s"], **more)]
+
+
+def glm(setting: Setting) -> list[dict]:
+    trainer, tokens = Trainer(setting.dims, OURS, in_host=True), setting.batches(1)[0]
+    ours, forward = timed(trainer, tokens, 3), lambda: loss_of(trainer.model, tokens)
+    experts = next(m.fp8_host.experts for m in trainer.model.modules() if "fp8_host" in vars(m))
+    count, values, buffer = len(experts.values), experts.values[0], experts.buffers[0]
+    pairs = [*zip(buffer.views(values), values, strict=True)]
+    ms = elapsed_ms(lambda: [there.copy_(here, non_blocking=True) for there, here in pairs], 8)
+    more = dict(copy_s=2 * (count - NUM_BUFFERS) * ms / 1e3, forward_s=elapsed_ms(forward) / 1e3)
+    experts._copied = lambda _: buffer  # all layers read what is there
+    alone, nbytes = timed(trainer, tokens, 3), sum(q.nbytes for q in values)
+    more |= dict(compute_s=tokens.numel() / alone["tokens_per_s"], compute_forward_s=elapsed_ms(forward) / 1e3)
+    more |= dict(copy_gb_per_s=nbytes / ms / 1e6, host_gib=count * nbytes / 2**30, peak_gib=ours["peak_gib"])
+    speeds = ours["tokens_per_s"], "the longer alone", tokens.numel() / max(more["copy_s"], more["compute_s"])
+    more |= dict(reference_peak_gib=alone["peak_gib"], loss=ours["last"])
+    return [record(RECORD, setting.shape, "tokens/s", *speeds, **more)]
+
+
+LAYERS = {"full": 48, "layers": 12, "loss": 4, "host": 48, "glm": 46}
+NAMES = {"host": "Qwen3-30B-A3B, ", "glm": "GLM-4.5-Air, "}
+OTHERS = {"loss": losses, "host": host, "glm": glm}
 REFERENCES = {"full": [BF16], "layers": ["ours merged", BF16]}
 
 
@@ -198,12 +256,14 @@ def main(arguments: list[str] | None = None) -> None:
         begin(args.trial)
     for phase in args.phases:
         dims = MODELS["qwen3"].dims | dict(num_hidden_layers=LAYERS[phase], vocab_size=151936, pad_token_id=None)
+        if phase == "glm":
+            dims = dict(model_type="glm4_moe", head_dim=128, num_hidden_layers=46)  # else the defaults of Transformers
+        length, batch = 64 if args.tiny else 4096, 4 if phase in NAMES else 2
         if args.tiny:
-            dims |= TINY | dict(vocab_size=512)
-        length = 64 if args.tiny else 4096
-        shape = f"{dims['num_hidden_layers']} layers, 2 x {length:,} tokens"
-        setting = Setting("Qwen3Moe", shape, dims, 2, length)
-        records = losses(setting) if phase == "loss" else compare(setting, REFERENCES[phase])
+            dims |= TINY | dict(vocab_size=512, num_hidden_layers=batch)
+        shape = f"{NAMES.get(phase, '')}{dims['num_hidden_layers']} layers, {batch} x {length:,} tokens"
+        setting = Setting("Qwen3Moe", shape, dims, batch, length)
+        records = OTHERS[phase](setting) if phase in OTHERS else compare(setting, REFERENCES[phase])
         write_records(args.out / "results.json", records)
 
 

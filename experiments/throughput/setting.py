@@ -44,11 +44,7 @@ for flavors, name in ((deepseekv3_args, "16B"), (qwen3_args, "30B-A3B")):
     for num_layers in range(2, base.n_layers + 1):
         for attention, mask in MASKS.items():
             flavors[f"{name}_{num_layers}_layers_{attention}"] = replace(
-                base,
-                moe_args=replace(base.moe_args),
-                n_layers=num_layers,
-                attn_type=attention,
-                attn_mask_type=mask,
+                base, moe_args=replace(base.moe_args), n_layers=num_layers, attn_type=attention, attn_mask_type=mask
             )
 
 

@@ -70,11 +70,7 @@ CONVERTERS = {
 }
 VARIANTS_03 = (*(f"bf16{kind}" for kind in ("", "_outside_fsdp", "_fused_swiglu", "_strongest")), "torchao", "fp8_flow")
 """setting03.py's."""
-ROUTING = {
-    "random": (["balanced_random"], []),
-    "forced": ([], ["--debug.moe_force_load_balance"]),
-    "model": ([], []),
-}
+ROUTING = {"random": (["balanced_random"], []), "forced": ([], ["--debug.moe_force_load_balance"]), "model": ([], [])}
 CHECKPOINTING = {
     "saved": (["save_grouped_mm"], []),
     "none": ([], ["--activation_checkpoint.mode=none"]),

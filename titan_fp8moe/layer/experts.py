@@ -48,6 +48,7 @@ from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, GroupBackward, group_backward, group_ffn, group_of, product_flops
+from titan_fp8moe.layer.host import HostLayer
 from titan_fp8moe.layer.lora import NO_LORA, lora_operands
 from titan_fp8moe.layer.operands import (
     Packed,
@@ -222,12 +223,14 @@ def _checksum(*values: Any) -> int:
 
 class Call(NamedTuple):
     """The arguments of both autograd functions that autograd does not see. A cache is None where nothing is kept;
-    ``stored`` are weights that are stored in FP8, else None."""
+    ``stored`` are weights that are stored in FP8, else None. ``host`` copies them, from ``in_host``, else None."""
 
     spec: LayerSpec
     cache: WeightCache | None
     shared_cache: WeightCache | None
     stored: ExpertWeights[Fp8Weight] | None
+    host: HostLayer | None = None
+    in_host: ExpertWeights[Fp8Weight] | None = None
 
 
 def _pack_shared(matrices: ExpertWeights[Tensor], call: Call) -> Packed:
@@ -300,6 +303,8 @@ class ExpertsFunction(torch.autograd.Function):
             *(inputs.biases or NO_BIASES),
             inputs.shared_scores,
         )
+        if call.host is not None:
+            call.host.release()
         handed, parts = [], _WHOLE
         if spec.dispatch.overlaps:
             payload, *results = results
@@ -309,7 +314,7 @@ class ExpertsFunction(torch.autograd.Function):
             ctx.mark_non_differentiable(*handed)
             ctx.set_materialize_grads(False)  # no zeros for those
             in_flight.needs_dx = Inputs.of(ctx.needs_input_grad, False).x
-        stored: Any = call.stored
+        stored: Any = call.stored if call.host is None else None  # the buffer will hold other layers
         parameters = *(stored or inputs.weights).pack(), *inputs.shared, *(inputs.biases or ()), *inputs.adapters
         # FSDP refills the aliases' memory before the backward, so that it cannot quantize stale values.
         ctx.save_for_backward(*aliases(parameters), *results)
@@ -318,6 +323,7 @@ class ExpertsFunction(torch.autograd.Function):
         ctx.spec, ctx.nan_flags, ctx.in_flight = spec, inputs.nan_flags, in_flight
         ctx.read, ctx.shared_read = routed.read(), shared.read()
         ctx.x_dtype, ctx.dim = inputs.x.dtype, inputs.x.shape[1]
+        ctx.host, ctx.in_host = call.host, call.in_host
         return (out, *handed) if handed else out
 
     @staticmethod
@@ -326,6 +332,8 @@ class ExpertsFunction(torch.autograd.Function):
         spec = ctx.spec
         needs = Inputs.of(ctx.needs_input_grad[:-2], spec.expert.biased)
         saved = Saved.unpack(layout(spec, *ctx.parts), ctx.saved_tensors)
+        if ctx.host is not None:
+            saved = saved._replace(weights=ctx.host.take(ctx.in_host))
         backward = _Backward(spec, needs, NanFlags.of(ctx.nan_flags), saved, ctx.dim)
         del saved
         if ctx.in_flight is None:
@@ -333,6 +341,8 @@ class ExpertsFunction(torch.autograd.Function):
         else:
             backward.started = ctx.in_flight.take()
         backward.hidden(ctx.read, dout)
+        if ctx.host is not None:
+            ctx.host.release()
         grads = backward.finish(ctx.x_dtype)
         if ctx.placements is not None:
             of_weights, of_biases = ctx.placements

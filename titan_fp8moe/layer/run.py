@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
 from titan_fp8moe.layer.experts import Call, ExpertsFunction, run_overlapped
+from titan_fp8moe.layer.host import HostLayer
 from titan_fp8moe.layer.lora import Lora, split_lora
 from titan_fp8moe.layer.operands import WeightCache, usable
 from titan_fp8moe.layer.saved import Inputs, LayerSpec
@@ -38,6 +39,7 @@ class Experts(NamedTuple):
         biases, lora: None for experts that have none. :func:`run_layer` notes biases in ``expert``.
         check_ids: refuse ids that are no expert's; else they count as -1.
         nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
+        host: copies weights stored in FP8 from host memory; None where they are on the device.
     """
 
     weights: ExpertWeights[Any]
@@ -50,6 +52,7 @@ class Experts(NamedTuple):
     lora: Lora | None = None
     check_ids: bool = True
     nan_flags: Tensor | None = None
+    host: HostLayer | None = None
 
 
 class Shared(NamedTuple):
@@ -167,7 +170,12 @@ def run_layer(
     if topk_scores_TK.dtype == torch.bfloat16:
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
-    weights, config, ep_group, expert, cache, frozen, biases, lora, check_ids, nan_flags = experts
+    weights, config, ep_group, expert, cache, frozen, biases, lora, check_ids, nan_flags, host = experts
+    in_host = None
+    if host is not None:
+        if torch.compiler.is_compiling():
+            return _run_eagerly(x_TD, topk_ids_TK, topk_scores_TK, experts, shared, meanwhile)
+        in_host, weights = weights, host.take(weights)
     check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, expert)
     if biases is not None:
         check_biases(biases, weights, x_TD.shape[1])
@@ -186,7 +194,7 @@ def run_layer(
     kept = ffn.scores is not None, cache is not None, shared_cache is not None
     spec = LayerSpec(config.route(ep_group), expert, backward, of_shared, check_ids, factors, *kept)
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
-    call = Call(spec, cache, shared_cache, stored)
+    call = Call(spec, cache, shared_cache, stored, host, in_host)
     given = weights if stored is None else NO_WEIGHTS
     pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
     inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)
@@ -201,6 +209,8 @@ def run_layer(
 
 
 _NO_SHARED = Shared(NO_WEIGHTS)
+_WHY_EAGERLY = "the host orders copies of offloaded experts, which a graph would not repeat"
+_run_eagerly = torch.compiler.disable(run_layer, reason=_WHY_EAGERLY)
 
 
 def _add(out_TD: Tensor, extra_TD: Any) -> Tensor:

@@ -18,6 +18,7 @@ from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.checks import check_stored_gate_up
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.host import HostLayer
 from titan_fp8moe.layer.operands import WeightCache, kind_of, own_cache
 from titan_fp8moe.layer.operands import add_cache as add_cache_to
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
@@ -277,7 +278,10 @@ class Fp8RoutedExperts(_RunsLayer):
     Attributes:
         w13, w13_scale: gate and up (E, 2H, D) and (E, 2H // 128, D // 128) uint8, or up alone without a gate.
         w2, w2_scale: down.
+        fp8_host: set by :func:`titan_fp8moe.offload_experts`.
     """
+
+    fp8_host: HostLayer | None = None
 
     w13: nn.Parameter
     w13_scale: nn.Parameter
@@ -322,7 +326,8 @@ class Fp8RoutedExperts(_RunsLayer):
 
     def for_layer(self) -> Experts:
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
-        return Experts(weights, self.config, self.ep_group, self.expert, frozen=True, lora=self.lora())
+        options: Any = dict(frozen=True, lora=self.lora(), host=self.fp8_host)
+        return Experts(weights, self.config, self.ep_group, self.expert, **options)
 
     def extra_repr(self) -> str:
         experts, dim, hidden_dim = self.w2.shape

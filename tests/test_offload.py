@@ -1,0 +1,432 @@
+"""Experts in host memory: the same bits as on the device, whenever the copies arrive."""
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from tests.layer import assert_equal
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, offload_experts
+from titan_fp8moe.layer import host
+from titan_fp8moe.nn import offload
+
+D, E, K, T = 256, 4, 2, 48
+HIDDEN = 128, 384, 256, 128, 256  # of the layers, unlike in a model
+
+
+class LateCopies(TorchDispatchMode):
+    """Stands for torch.cuda, on a CPU: a device whose copies arrive as late as their events allow.
+
+    Computation runs at once. A copy runs when a wait for its event makes it run, and from its issue on its target holds
+    NaNs. On a GPU it may begin as soon as the events have passed for which its stream has waited, while the host is
+    ahead of the computation. So no later operation may have read the target.
+
+    Attributes:
+        log: "c1" where the copy of layer 1 is issued, "u1" where the computation waits for it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.names: dict[int, str] = {}
+        self.time, self.read, self.issued, self.done = 0, {}, [], 0
+        self.targets: set[int] = set()
+        self.log: list[str] = []
+        self.computation = self.current = Stream(self)
+
+    def Stream(self, device: torch.device) -> "Stream":
+        return Stream(self)
+
+    def Event(self) -> "Event":
+        return Event()
+
+    def current_stream(self, device: torch.device) -> "Stream":
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: "Stream") -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.current is not self.computation and func is torch.ops.aten.copy_.default:
+            self.issue(*args[:2])
+            return args[0]
+        if self.current is self.computation:
+            self.time += 1
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self.read[tensor.untyped_storage().data_ptr()] = self.time
+        return func(*args, **kwargs or {})
+
+    def issue(self, target: Tensor, source: Tensor) -> None:
+        where, name = target.untyped_storage().data_ptr(), f"c{self.names.get(source.data_ptr())}"
+        assert self.read.get(where, 0) <= self.current.waited, "a copy may overwrite what is still read"
+        self.targets.add(where)
+        target.view(torch.uint8).fill_(0x7F)
+        self.issued.append((name, target, source))
+        if self.log[-1:] != [name]:  # a layer has two weights
+            self.log.append(name)
+
+
+class Stream:
+    waited = 0
+
+    def __init__(self, device: LateCopies):
+        self.device = device
+
+    def wait_event(self, event: "Event") -> None:
+        if self is not self.device.computation:
+            self.waited = max(self.waited, event.time)
+            return
+        for _, target, source in self.device.issued[self.device.done : event.copies]:
+            target.copy_(source)
+        self.device.done = max(self.device.done, event.copies)
+        self.device.log.append(f"u{self.device.issued[event.copies - 1][0][1:]}")
+
+
+class Event:
+    time = copies = 0
+
+    def record(self, stream: Stream) -> None:
+        if stream is stream.device.computation:
+            self.time = stream.device.time
+        else:
+            self.copies = len(stream.device.issued)
+
+
+class Layers(nn.Module):
+    """MoE layers behind each other, as ``order`` says; all models of a test are equal."""
+
+    cycles = 0
+
+    def __init__(
+        self,
+        recompute: Any = "none",
+        lora: bool = False,
+        hidden: tuple[int, ...] = HIDDEN,
+        dim: int = D,
+        device: str = "cpu",
+        **options: Any,
+    ):
+        super().__init__()
+        torch.manual_seed(torch.initial_seed())
+        self.order, self.checkpointed, self.layers = [*range(len(hidden))], False, nn.ModuleList()
+        for H in hidden:
+            shapes = (E, 2 * H, dim), (E, dim, H)
+            weights = [Fp8Weight.quantize(torch.randn(shape, device=device) * dim**-0.5) for shape in shapes]
+            config = Fp8FlowMoEConfig(recompute=recompute)
+            self.layers.append(RoutedExperts.from_fp8(*weights, config=config, **options))
+        for experts in self.layers if lora else ():
+            experts.add_lora(16, 32)
+            for B in experts.lora_B.values():
+                nn.init.normal_(B, std=0.1)
+        self.ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(device)
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        for index in self.order:
+            call = self.layers[index], x, self.ids, scores
+            if self.cycles:
+                torch.cuda._sleep(self.cycles)
+            if self.checkpointed:
+                x = x + checkpoint(*call, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = x + call[0](*call[1:])
+        return x
+
+
+def make_inputs(dim: int = D, device: str = "cpu") -> list[Tensor]:
+    x = torch.randn(T, dim, dtype=torch.bfloat16, device=device)
+    return [x.requires_grad_(), torch.rand(T, K, device=device).requires_grad_()]
+
+
+def step(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """Output and all gradients."""
+    leaves = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
+    out = model(*inputs)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves, materialize_grads=True)]
+
+
+@pytest.fixture
+def offloaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], tuple[Any, LateCopies]]:
+    """A model with its experts offloaded, beside the device of late copies that it then needs."""
+
+    def make(model: nn.Module) -> tuple[nn.Module, LateCopies]:
+        device = LateCopies()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_device_module", lambda _: device)
+            offload_experts(model, "cpu")
+        experts = next(host.experts for module in model.modules() if (host := vars(module).get("fp8_host")))
+        device.names = {q.data_ptr(): str(index) for index, layer in enumerate(experts.values) for q in layer}
+        return model, device
+
+    return make
+
+
+FORWARD = "c0 c1 u0 c2 u1 c3 u2 c4 u3 u4"
+AGAIN = "u0 c2 u1 c3 u2 c4 u3 u4"  # the first two are still there
+BACKWARD = "u4 c2 u3 c1 u2 c0 u1 u0"
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("recompute", "lora"), [("none", True), ("activation", False), ("experts", True)])
+def test_bits_and_order(offloaded, recompute: str, lora: bool, checkpointed: bool):
+    """Each layer's copy is issued before the layer ahead of it runs, in both directions, into two buffers."""
+    there, other = Layers(recompute, lora), Layers(recompute, lora)
+    here, device = offloaded(other)
+    there.checkpointed = here.checkpointed = checkpointed
+    twice = 2 if checkpointed else 1
+    for forward in (FORWARD, AGAIN, AGAIN):
+        inputs, device.log = make_inputs(), []
+        want = step(there, inputs)
+        with device:
+            assert_equal(step(here, inputs), want)
+        backward = itertools.chain(*([e] * (twice if e[0] == "u" else 1) for e in BACKWARD.split()))
+        assert device.log == [*forward.split(), *backward]
+    assert len(device.targets) == 2
+    (size,) = {b.bytes.nbytes for b in here.layers[0].fp8_host.experts.buffers}
+    assert size == 3 * E * D * max(HIDDEN)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1, 2, 0], [4, 2, 0, 3, 1], [3], [0, 0, 4, 4]])
+def test_other_orders(offloaded, order: list[int]):
+    """A layer used twice, and orders that no guess meets."""
+    there, other = Layers("none", lora=True), Layers("none", lora=True)
+    here, device = offloaded(other)
+    there.order = here.order = order
+    for checkpointed in (False, True):
+        there.checkpointed = here.checkpointed = checkpointed
+        inputs = make_inputs()
+        want = step(there, inputs)
+        with device:
+            assert_equal(step(here, inputs), want)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_layers(offloaded, count: int):
+    """They stay on the device."""
+    there, other = Layers(hidden=HIDDEN[:count]), Layers(hidden=HIDDEN[:count])
+    here, device = offloaded(other)
+    with device:
+        for _ in range(2):
+            inputs = make_inputs()
+            assert_equal(step(here, inputs), step(there, inputs))
+    assert sorted(e for e in device.log if e[0] == "c") == ["c0", "c1"][:count]
+
+
+def test_evaluation(offloaded):
+    """One copy of a pass is late: its first."""
+    there, other = Layers(), Layers()
+    here, device = offloaded(other)
+    with torch.no_grad(), device:
+        for forward in (FORWARD, FORWARD.replace("c0 c1", "c0 c1"), FORWARD):
+            inputs, device.log = make_inputs(), []
+            assert torch.equal(here(*inputs), there(*inputs))
+            assert device.log == forward.split()
+
+
+def never(*_: Any) -> None:
+    pass
+
+
+BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "no wait before a use": lambda patch: patch.setattr(
+        Stream, "wait_event", lambda self, e: setattr(self, "waited", max(self.waited, e.time))
+    ),
+    "no wait before overwriting": lambda patch: patch.setattr(Event, "time", property(lambda _: 0, never)),
+    "released too early": lambda patch: patch.setattr(host.HostLayer, "release", never),
+    "one buffer": lambda patch: patch.setattr(host, "NUM_BUFFERS", 1),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_that_faults_show(offloaded, monkeypatch: pytest.MonkeyPatch, broken: str):
+    """Late copies tell a schedule that lacks a wait."""
+    there, other = Layers(), Layers()
+    BROKEN[broken](monkeypatch)
+    here, device = offloaded(other)
+    inputs = make_inputs()
+    want = step(there, inputs)
+    with device, pytest.raises(AssertionError):
+        assert_equal(step(here, inputs), want)
+
+
+def test_nothing_is_saved(offloaded):
+    """Autograd keeps neither a buffer, which will hold another layer, nor the host's memory."""
+    here, device = offloaded(Layers("none", lora=True))
+    experts, saved = here.layers[0].fp8_host.experts, set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), device:
+        here(*make_inputs())
+    values = [b.bytes for b in experts.buffers] + [q for layer in experts.values for q in layer]
+    assert saved and not saved & {q.untyped_storage().data_ptr() for q in values}
+
+
+def test_new_values(offloaded):
+    """Of a state dict, also where a buffer holds the old ones."""
+    there, other = Layers(), Layers()
+    here, device = offloaded(Layers())
+    other.load_state_dict({name: t.flip(0) for name, t in there.state_dict().items()})
+    inputs = make_inputs()
+    with device:
+        assert torch.equal(here(*inputs), there(*inputs))
+        state = {name: tensor.clone() for name, tensor in here.state_dict().items()}
+        here.load_state_dict(other.state_dict())
+        here.order = other.order = [4, 3, 0]  # the buffers hold 3 and 4
+        assert_equal(step(here, inputs), step(other, inputs))
+        there.order = here.order
+        here.load_state_dict(state, assign=True)
+        assert_equal(step(here, inputs), step(there, inputs))
+
+
+def test_other_weights_between_forward_and_backward(offloaded):
+    there, here = Layers(hidden=HIDDEN[:1]).layers[0], Layers(hidden=HIDDEN[:1])
+    state = {name: t.flip(0) for name, t in there.state_dict().items()}
+    (here,), device = here.layers, offloaded(here)[1]
+    ids, (x, scores) = torch.tensor([[0, 1]] * T), make_inputs()
+    want = torch.autograd.grad(there(x, ids, scores).sum(), [x, scores])
+    with device:
+        out = here(x, ids, scores)
+        torch.func.functional_call(here, state, (x, ids, scores))
+        assert_equal(torch.autograd.grad(out.sum(), [x, scores]), want)
+
+
+def test_again_after_adapters(offloaded):
+    there, other = Layers(), Layers()
+    here, _ = offloaded(other)
+    for model in (there, here):
+        torch.manual_seed(0)
+        for experts in model.layers:
+            experts.add_lora(16, 32)
+    here, device = offloaded(here)
+    inputs = make_inputs()
+    want = step(there, inputs)
+    with device:
+        assert_equal(step(here, inputs), want)
+    with pytest.raises(RuntimeError, match="stored in FP8, which would round most of the adapters away"):
+        here.layers[0].merge_lora()
+
+
+def test_copies_are_not_offloaded(offloaded, tmp_path: Path):
+    """A copy has memory of its own, ordinary and unknown to the first's copies."""
+    here, _ = offloaded(Layers())
+    torch.save(here, tmp_path / "model.pt")
+    for other in (copy.deepcopy(here), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert all(experts.fp8_host is None for experts in other.layers)
+
+
+def test_expert_parallel(offloaded, group):
+    """Each rank offloads its own experts. Its tokens travel between two autograd functions."""
+    there, other = Layers(ep_group=group), Layers(ep_group=group)
+    here, device = offloaded(other)
+    inputs = make_inputs()
+    want = step(there, inputs)
+    with device:
+        assert_equal(step(here, inputs), want)
+
+
+def test_compiled_code_breaks_its_graph(offloaded):
+    there, other = Layers(), Layers()
+    here, device = offloaded(other)
+    inputs = make_inputs()
+    want = step(there, inputs)
+    with device:
+        assert_equal(step(torch.compile(here, backend="aot_eager"), inputs), want)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="the host orders copies of offloaded experts"):
+        torch.compile(here, backend="aot_eager", fullgraph=True)(*inputs)
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"Linear has no experts stored in FP8.*RoutedExperts\.from_fp8"):
+        offload_experts(nn.Linear(2, 2))
+    model = Layers()
+    largest, taken = 3 * E * D * max(HIDDEN), []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(offload, "pinned_like", taken.append)
+    monkeypatch.setattr(offload, "_available_bytes", lambda: 2 * largest - 1)
+    with pytest.raises(MemoryError, match=f"needs {2 * largest:,} bytes .* and {2 * largest - 1:,} "):
+        offload_experts(model.cpu())
+    assert not taken
+    model.hf_device_map = {"layers.0": 0, "layers.1": 1}
+    with pytest.raises(ValueError, match="device_map spreads this model"):
+        offload_experts(model)
+
+
+def test_experts_that_were_moved(offloaded):
+    here, _ = offloaded(Layers())
+    here.layers[0].to("meta")
+    with pytest.raises(RuntimeError, match="moved them to meta; move a model before"):
+        here(*make_inputs())
+
+
+def test_transformers(offloaded, tmp_path: Path):
+    """Loss and gradients beside PEFT's adapters, checkpointed; tokens that it writes; what it saves."""
+    pytest.importorskip("peft", "0.21")
+    from experiments.lora_qwen3_30b import run as experiment
+
+    dims = experiment.MODELS["qwen3"].dims | experiment.TINY | dict(vocab_size=512, num_hidden_layers=4)
+    there, other = (experiment.Trainer(dims, "ours").model.cpu() for _ in range(2))
+    here, device = offloaded(other)
+    (tokens,) = torch.randint(512, (1, 2, 40))
+    found = []
+    for model, mode in ((there, contextlib.nullcontext()), (here, device)):
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        with mode:
+            loss = experiment.loss_of(model, tokens)
+            found.append([loss.detach(), *torch.autograd.grad(loss, adapters)])
+            written = model.eval().generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+        found[-1].append(written)
+    assert_equal(found[1], found[0])
+    assert len(device.targets) == 2
+    assert {e[0] for e in device.log} == {"c", "u"}
+    states = [model.get_base_model().state_dict() for model in (there, here)]
+    assert_equal(states[1].values(), states[0].values())
+    here.get_base_model().set_experts_implementation("grouped_mm")
+    with pytest.raises(ValueError, match="FP8Experts would run as grouped_mm, which cannot read host memory"):
+        offload_experts(here, "cpu")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """Bits with copies that are late and with a computation that is; without a sync or an allocation of their own."""
+    sizes: dict[str, Any] = dict(hidden=(1024,) * 5, dim=1024, device="cuda")
+    there, here = Layers("none", lora=True, **sizes), Layers("none", lora=True, **sizes).cpu()
+    before = torch.cuda.memory_allocated()
+    offload_experts(here)
+    assert all(q.is_pinned() for layer in here.layers[0].fp8_host.experts.values for q in layer)
+    on_card = [p for experts in here.layers for name, p in experts.named_parameters() if name not in ("w13", "w2")]
+    assert all(p.is_cuda for p in on_card)
+    buffers = 2 * 3 * E * 1024 * 1024
+    here.ids = there.ids
+    assert torch.cuda.memory_allocated() - before <= buffers + sum(p.nbytes for p in on_card) + 2**20
+    for checkpointed, cycles in itertools.product((False, True), (0, 2_000_000)):
+        for model in (there, here):
+            model.checkpointed, model.cycles = checkpointed, cycles
+        for _ in range(3):
+            inputs, counts = make_inputs(1024, "cuda"), [torch.cuda.memory_stats()["allocation.all.allocated"]]
+            want = step(there, inputs)
+            counts.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                got = step(here, inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            counts.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+            assert_equal(got, want)
+        assert counts[2] - counts[1] == counts[1] - counts[0]
+    with torch.no_grad():
+        assert torch.equal(here(*inputs), there(*inputs))

@@ -1,0 +1,106 @@
+"""Frozen FP8 experts in host memory: :func:`offload_experts`."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_fp8moe.layer.host import HostExperts, HostLayer, pinned_like
+from titan_fp8moe.nn.modules import Fp8RoutedExperts
+from titan_fp8moe.recipe import FP8
+
+GIB = 2**30
+
+
+@torch.no_grad()
+def offload_experts(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Keeps a model's experts that are stored in FP8 in host memory, and copies them to the device layer by layer,
+    ahead of their use, in the forward and again in the backward. Output and gradients stay the same, bit for bit.
+
+    The device holds two layers' experts at a time; everything else of the model is moved there. Call it at the end:
+    after adapters are added, before the optimizer is made. A model may come from the CPU, whose memory then has one
+    layer twice at most, or from the device. Each rank of an ``ep_group`` offloads its own experts.
+
+    It takes :class:`titan_fp8moe.nn.modules.Fp8RoutedExperts`, and Transformers' experts stored in FP8 that run as
+    ``fp8_flow``. A copy of the model is not offloaded. ``torch.compile`` breaks its graphs at such layers.
+
+    Args:
+        device: where the model runs; by default the current GPU, or a CPU where there is none.
+
+    Raises:
+        ValueError: for a model without such experts, one that FSDP shards or that ``device_map`` spreads.
+        MemoryError: if the host has too little memory, before any is taken.
+
+    Example::
+
+        model = AutoModelForCausalLM.from_pretrained(OUT, dtype=torch.bfloat16, experts_implementation="fp8_flow")
+        offload_experts(model.requires_grad_(False))
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    found = {module: names for module in model.modules() if (names := _stored(module))}
+    weights = [[getattr(module, name) for name in names] for module, names in found.items()]
+    _check(model, weights)
+    for done, layer in enumerate(weights, 1):
+        for q in layer:
+            if not q.is_pinned():
+                q.data = pinned_like(q).copy_(q)
+        gib = sum(q.nbytes for layer in weights[:done] for q in layer) / GIB
+        end = "\n" if done == len(weights) else ""
+        line = f"\roffload_experts: {done} of {len(weights)} layers, {gib:.1f} GiB in host memory"
+        print(line, end=end, file=sys.stderr, flush=True)
+    offloaded = {q for layer in weights for q in layer}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor not in offloaded and tensor.device != device:
+            tensor.data = tensor.data.to(device)
+    experts = HostExperts([[q.detach().view(FP8) for q in layer] for layer in weights], device)
+    for index, module in enumerate(found):
+        cast(Any, module).fp8_host = HostLayer(experts, index)
+
+
+def _stored(module: nn.Module) -> list[str]:
+    """Names of the experts' matrices stored in FP8 that a module has itself: GEMM 1's and GEMM 2's."""
+    if isinstance(module, Fp8RoutedExperts):
+        return module.fp8_matrices()
+    names = [name for name, p in module.named_parameters(recurse=False) if p.dtype == FP8 and p.dim() == 3]
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if names and implementation != "fp8_flow":
+        raise ValueError(
+            f"{type(module).__name__} would run as {implementation}, which cannot read host memory; call "
+            'titan_fp8moe.transformers.register() and model.set_experts_implementation("fp8_flow") first'
+        )
+    return names
+
+
+def _check(model: nn.Module, weights: list[list[Tensor]]) -> None:
+    if not weights:
+        raise ValueError(
+            f"{type(model).__name__} has no experts stored in FP8 to offload; make them with RoutedExperts.from_fp8, "
+            "or load a checkpoint that titan_fp8moe.export_fp8 wrote"
+        )
+    if any(isinstance(q, DTensor) for layer in weights for q in layer):
+        raise ValueError("FSDP shards these experts; leave them out of fully_shard, so that each rank offloads its own")
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise ValueError("device_map spreads this model; load it without, and offload_experts places it on one GPU")
+    there = sum(q.nbytes for layer in weights for q in layer if q.device.type != "cpu")
+    # Of layers that are in host memory already, one at a time is there twice.
+    again = max(sum(q.nbytes for q in layer if q.device.type == "cpu" and not q.is_pinned()) for layer in weights)
+    needed = (there + again) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if needed > (available := _available_bytes()):
+        raise MemoryError(
+            f"offload_experts needs {needed:,} bytes ({needed / GIB:.1f} GiB) of host memory, and {available:,} "
+            f"({available / GIB:.1f} GiB) are available; use a larger machine or fewer ranks on it"
+        )
+
+
+def _available_bytes() -> int:
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    limits = [int(text) for text in [limit.read_text().strip()] if text.isdigit()] if limit.exists() else []
+    return min([int(cast(Any, found)[1]) * 1024, *limits])
