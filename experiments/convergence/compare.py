@@ -14,7 +14,7 @@ import math
 from functools import cache
 from itertools import count
 from pathlib import Path
-from statistics import NormalDist, fmean, median, stdev
+from statistics import NormalDist, fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,10 @@ class Run(NamedTuple):
 
     def last_quarter(self) -> float:
         return float(self.column("loss")[-self.meta["steps"] // 4 :].mean())
+
+    def speed(self) -> float:
+        """Tokens/s of the median step, per GPU."""
+        return float(np.median(self.column("tokens_per_second")))
 
 
 FIGURES = {
@@ -135,7 +139,7 @@ def format_progress(runs: dict[str, Run]) -> str:
     rows = []
     for name, run in runs.items():
         last = run.steps[-1] if run.steps else {}
-        speed = f"{median(run.column('tokens_per_second')):,.0f}" if run.steps else ""
+        speed = f"{run.speed():,.0f}" if run.steps else ""
         step, loss = f"{last.get('step', 0)} of {run.meta['steps']}", f"{last.get('loss', math.nan):.4f}"
         end = f"{run.end['held_out_loss']:.4f}" if run.end else ""
         rows.append([name, step, loss, speed, f"{last.get('seconds', 0):.0f}", end, ", ".join(run.noise)])
@@ -187,6 +191,9 @@ def pair_records(pairs: list[Pair]) -> list[dict]:
             | {"reference": "bf16", "reference_value": bf16, "deviation": effect.deviation, "pairs": effect.pairs}
             | {"pairs_for": [WANTED, effect.needed()], "each": each}
         )
+    ours, bf16 = (fmean(getattr(pair, recipe).speed() for pair in pairs) for recipe in ("fp8", "bf16"))
+    speed = {"name": "pairs_speed", "unit": "tokens/s/GPU", "value": ours, "reference": "bf16_fused"}
+    found.append(speed | {"reference_value": bf16, "speedup": ours / bf16, "pairs": len(pairs)})
     return records_of(pairs[0].fp8, found, "")
 
 
